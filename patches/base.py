@@ -1,0 +1,103 @@
+"""A patch is a value: what it replaces, why, and against which version that was read."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+from cuboid.errors import CuboidError
+
+
+class PatchError(CuboidError):
+    """A patch's target isn't what it was written for."""
+
+
+@dataclass
+class Patch:
+    """One replaced attribute of somebody else's module or class.
+
+    Args:
+        target: dotted name, ``module:attribute`` or ``module:Class.attribute``.
+        package: distribution that owns it.
+        versions: the versions that the target was read in, for messages.
+        reason: why this is needed.
+        parameters: names of the target's parameters that the replacement relies on.
+        replace: makes the replacement from the original.
+
+    :meth:`apply` twice is one application. :meth:`revert` puts the very same object back.
+    """
+
+    target: str
+    package: str
+    versions: str
+    reason: str
+    parameters: tuple[str, ...]
+    replace: Callable[[Any], Any]
+    _original: Any = field(default=None, init=False, repr=False)
+    _applied: bool = field(default=False, init=False, repr=False)
+
+    def apply(self) -> None:
+        """Put the replacement in place.
+
+        Raises:
+            PatchError: the target is missing or has another signature.
+        """
+        if self._applied:
+            return
+        owner, name = self._owner()
+        if name not in vars(owner):
+            raise PatchError(self._mismatch("it does not exist"))
+        self._original = vars(owner)[name]
+        self._check_signature(getattr(owner, name))
+        setattr(owner, name, self.replace(self._original))
+        self._applied = True
+
+    def revert(self) -> None:
+        """Put the original back, if the replacement is in place."""
+        if not self._applied:
+            return
+        owner, name = self._owner()
+        setattr(owner, name, self._original)
+        self._original, self._applied = None, False
+
+    def _owner(self) -> tuple[Any, str]:
+        module, _, path = self.target.partition(":")
+        *classes, name = path.split(".")
+        owner: Any = importlib.import_module(module)
+        for attribute in classes:
+            owner = getattr(owner, attribute)
+        return owner, name
+
+    def _check_signature(self, target: Any) -> None:
+        found = inspect.signature(target).parameters
+        missing = [name for name in self.parameters if name not in found]
+        if missing:
+            raise PatchError(self._mismatch(f"it takes ({', '.join(found)}), without {', '.join(missing)}"))
+
+    def _mismatch(self, what: str) -> str:
+        return (
+            f"{self.target} of {self.package} {version(self.package)} can't be patched: {what}. "
+            f"The patch was written for {self.package} {self.versions}; install that. (It is needed to: {self.reason})"
+        )
+
+
+@dataclass
+class Registration:
+    """Entries added to a registry that others offer, and taken out again."""
+
+    registry: Any
+    entries: dict[str, Any]
+
+    def apply(self) -> None:
+        """Register the entries."""
+        for name, entry in self.entries.items():
+            self.registry.register(name, entry)
+
+    def revert(self) -> None:
+        """Take the entries out."""
+        for name in self.entries:
+            self.registry._global_mapping.pop(name, None)

@@ -1,0 +1,199 @@
+"""What Cuboid changes in DeepSpeed: ``deepspeed.initialize`` understands the 3d_tensor mode."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable
+from types import GeneratorType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cuboid.config import CuboidConfig, split_config
+from cuboid.errors import ConfigError, CuboidError
+from cuboid.hf.api import shard
+from cuboid.hf.model import ShardedModel, mesh_of
+from cuboid.hf.save import full_state_dict
+from cuboid.mesh import Mesh, current_world_size
+from cuboid.patches.base import Patch
+from cuboid.patches.deepspeed_config import check_framework_config, skip_shared_memory_build
+from torch import nn
+
+from deepspeed import DeepSpeedEngine
+
+
+class ModelParallelUnit:
+    """A mesh in the words of DeepSpeed's (Megatron's) ``mpu``: the whole mesh is one model-parallel group."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        """Ranks that hold one copy of the model together."""
+        return self._mesh.model_parallel_group
+
+    def get_model_parallel_world_size(self) -> int:
+        """Ranks of the mesh."""
+        return self._mesh.shape.size
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's place in :meth:`get_model_parallel_group`."""
+        return dist.get_rank(self.get_model_parallel_group())
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the same shards for other data."""
+        return self._mesh.data_parallel_group
+
+    def get_data_parallel_world_size(self) -> int:
+        """Replicas of the mesh."""
+        return self._mesh.topology.data
+
+    def get_data_parallel_rank(self) -> int:
+        """Which replica this rank belongs to."""
+        return self._mesh.coordinate.data
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """World ranks of :meth:`get_data_parallel_group`."""
+        return dist.get_process_group_ranks(self.get_data_parallel_group())
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        """Pipeline stages."""
+        return self._mesh.topology.pipe
+
+
+class CuboidEngine(DeepSpeedEngine):
+    """A DeepSpeedEngine whose exports hold whole tensors."""
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Exports are always gathered."""
+        return True
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
+        # What accelerate and the HF Trainer save. All ranks come here; the first one gets the tensors.
+        state = full_state_dict(self.module)
+        if not exclude_frozen_parameters:
+            return state
+        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+        return {name: tensor for name, tensor in state.items() if name not in frozen}
+
+
+def _initialize(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        source = _config_source(given)
+        config, rest = (None, {}) if source is None else split_config(source)
+        if config is None:
+            if isinstance(given.get("model"), ShardedModel):
+                raise ConfigError("the model is sharded, but the config has no tensor_parallel.mode 3d_tensor")
+            return original(*args, **kwargs)
+        return _initialize_sharded(original, given, config, rest)
+
+    return initialize
+
+
+def _config_source(given: dict[str, Any]) -> Any:
+    """The config, from whichever of its three doors it came."""
+    if given.get("config") is not None:
+        return given["config"]
+    if given.get("config_params") is not None:
+        return given["config_params"]
+    return getattr(given.get("args"), "deepspeed_config", None)
+
+
+def _initialize_sharded(original: Any, given: dict[str, Any], config: CuboidConfig, rest: dict[str, Any]) -> Any:
+    check_framework_config(config, rest, current_world_size())
+    if given.get("mpu") is not None:
+        raise ConfigError(
+            "initialize(mpu=…) can't be combined with tensor_parallel.mode 3d_tensor, which makes its own"
+        )
+    skip_shared_memory_build()
+    model = _sharded_model(given, config)
+    mesh = mesh_of(model)
+    _start_distributed(given)
+    mesh.connect()
+    for parameter in model.parameters():
+        # Every shard counts once in the gradient norm.
+        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    if isinstance(rest.get("train_batch_size"), int) and mesh.shape.size > 1:
+        # Follows from the two other batch sizes, which are checked; accelerate counts every rank of a mesh.
+        rest.pop("train_batch_size") if "train_micro_batch_size_per_gpu" in rest else None
+    _forget_config(given)
+    unit = ModelParallelUnit(mesh) if mesh.topology.world_size > 1 else None
+    engine, *others = original(**{**given, "model": model, "config": rest, "mpu": unit})
+    engine.__class__ = CuboidEngine
+    return (engine, *others)
+
+
+def _forget_config(given: dict[str, Any]) -> None:
+    given.pop("config_params", None)
+    if getattr(given.get("args"), "deepspeed_config", None) is not None:
+        given["args"].deepspeed_config = None
+
+
+def _start_distributed(given: dict[str, Any]) -> None:
+    if current_world_size() > 1 and not dist.is_initialized():
+        import deepspeed
+
+        deepspeed.init_distributed(dist_init_required=given.get("dist_init_required"))
+
+
+def _sharded_model(given: dict[str, Any], config: CuboidConfig) -> nn.Module:
+    model = given.get("model")
+    if isinstance(model, ShardedModel):
+        shape = mesh_of(model).shape  # type: ignore[arg-type]
+        if config.tensor_parallel.mesh != "auto" and shape != config.tensor_parallel.mesh.shape:
+            raise ConfigError(
+                f"the model is sharded over {shape}, but tensor_parallel.mesh is {config.tensor_parallel.mesh.shape}"
+            )
+        return model  # type: ignore[return-value]
+    old = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+    model = shard(model, config)  # type: ignore[arg-type]
+    new = dict(model.named_parameters())
+    replaced = {id(parameter): new[name] for name, parameter in old.items()}
+    if given.get("model_parameters") is not None:
+        given["model_parameters"] = _remap(given["model_parameters"], replaced)
+    _remap_optimizer(given.get("optimizer"), replaced)
+    return model
+
+
+def _remap(parameters: Any, replaced: dict[int, nn.Parameter]) -> Any:
+    """The same parameters, or groups of them, after the model was sharded."""
+    if isinstance(parameters, GeneratorType):
+        # Not run yet, so it may walk through the new modules or the old parameters: either way the map knows.
+        parameters = list(parameters)
+    if isinstance(parameters, dict):
+        return {key: _remap(value, replaced) if key == "params" else value for key, value in parameters.items()}
+    if isinstance(parameters, nn.Parameter):
+        return replaced.get(id(parameters), parameters)
+    if isinstance(parameters, Iterable):
+        return [_remap(parameter, replaced) for parameter in parameters]
+    raise CuboidError(f"model_parameters holds a {type(parameters).__name__}; give parameters or groups of them")
+
+
+def _remap_optimizer(optimizer: Any, replaced: dict[int, nn.Parameter]) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    if optimizer.state:
+        raise CuboidError("the optimizer has state for whole parameters; make it after the model is sharded")
+    for group in optimizer.param_groups:
+        group["params"] = _remap(group["params"], replaced)
+
+
+PATCHES = [
+    Patch(
+        target="deepspeed:initialize",
+        package="deepspeed",
+        versions=">=0.19.8,<0.20",
+        reason="take tensor_parallel.mode 3d_tensor out of the config, shard the model, and hand DeepSpeed the mesh",
+        parameters=("args", "model", "optimizer", "model_parameters", "mpu", "config", "config_params"),
+        replace=_initialize,
+    )
+]

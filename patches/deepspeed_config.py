@@ -1,0 +1,123 @@
+"""Which of DeepSpeed's own settings go together with the 3d_tensor mode; checked before anything is allocated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuboid.config import CuboidConfig
+from cuboid.errors import ConfigError, MeshError
+from cuboid.topology import MeshShape, divisors
+from deepspeed.accelerator import get_accelerator
+
+import deepspeed
+
+#: Sections that change how the model runs in ways that nobody has fitted to a sharded model.
+_REFUSED_SECTIONS = {
+    "hybrid_engine": "it runs inference on unsplit layers",
+    "sequence_parallel_size": "use mesh.sequence",
+    "data_parallel_size": "it follows from the world and the mesh",
+    "expert_parallel": "mixture-of-experts layers have no rule yet",
+    "torch_autocast": "use bf16",
+    "compression_training": "it replaces layers that are sharded here",
+    "sparse_attention": "attention runs through transformers",
+    "quantize_training": "it quantises whole weights",
+}
+
+
+def check_framework_config(config: CuboidConfig, rest: dict[str, Any], world_size: int) -> None:
+    """Refuse what doesn't fit the mode.
+
+    Args:
+        config: Cuboid's part.
+        rest: DeepSpeed's part; ``"auto"`` values, which the HF Trainer fills in, are let through.
+        world_size: ranks of the world.
+
+    Raises:
+        ConfigError: names the key, and what would work.
+        MeshError: the mesh doesn't divide the world.
+    """
+    _check_world(config, world_size)
+    for key, reason in _REFUSED_SECTIONS.items():
+        if _is_on(rest.get(key)):
+            raise ConfigError(f"{key} can't be combined with tensor_parallel.mode 3d_tensor: {reason}")
+    _check_precision(config, rest)
+    _check_batch(config, rest, world_size)
+
+
+def _check_world(config: CuboidConfig, world_size: int) -> None:
+    size, mesh = config.tensor_parallel.mesh_size, config.tensor_parallel.mesh
+    if world_size % size == 0:
+        return
+    name = f"size = {size} ranks" if mesh == "auto" else f"mesh {mesh.shape}, {size} ranks,"
+    hint = ""
+    if mesh != "auto":
+        hint = "; nearest meshes that do: " + ", ".join(str(shape) for shape in _nearest(mesh.shape, world_size))
+    raise MeshError(
+        f"tensor_parallel.{name} doesn't divide the world of {world_size} (sizes that do: "
+        f"{', '.join(map(str, divisors(world_size)))}){hint}"
+    )
+
+
+def _nearest(wanted: MeshShape, world_size: int) -> list[MeshShape]:
+    meshes = [mesh for size in divisors(world_size) for mesh in MeshShape.of_size(size)]
+
+    def difference(mesh: MeshShape) -> tuple[int, int]:
+        apart = abs(mesh.batch - wanted.batch) + abs(mesh.sequence - wanted.sequence) + abs(mesh.hidden - wanted.hidden)
+        return apart, -mesh.size
+
+    return sorted(meshes, key=difference)[:4]
+
+
+def _is_on(section: Any) -> bool:
+    return bool(section.get("enabled", True)) if isinstance(section, dict) else bool(section) and section != 1
+
+
+def _enabled(rest: dict[str, Any], key: str) -> bool:
+    section = rest.get(key)
+    return isinstance(section, dict) and section.get("enabled") is True
+
+
+def _check_precision(config: CuboidConfig, rest: dict[str, Any]) -> None:
+    stage = (rest.get("zero_optimization") or {}).get("stage", 0)
+    if _enabled(rest, "fp16"):
+        raise ConfigError("fp16.enabled: loss scaling isn't supported with 3d_tensor; use bf16 or fp32")
+    if stage == 3:
+        raise ConfigError(
+            "zero_optimization.stage 3 would split parameters that the mesh splits already; use stage 1 or 2, and "
+            "tensor_parallel.mesh.batch for what stage 3 does"
+        )
+    if stage == 0 and _enabled(rest, "bf16") and config.tensor_parallel.mesh_size > 1:
+        raise ConfigError(
+            "zero_optimization.stage 0 with bf16: DeepSpeed computes a wrong gradient norm there for any tensor "
+            "parallelism, and clips by it; use stage 1 or 2"
+        )
+
+
+def _check_batch(config: CuboidConfig, rest: dict[str, Any], world_size: int) -> None:
+    micro, steps = rest.get("train_micro_batch_size_per_gpu"), rest.get("gradient_accumulation_steps", 1)
+    mesh = config.tensor_parallel.mesh
+    if isinstance(micro, int) and mesh != "auto" and micro % mesh.batch:
+        raise ConfigError(
+            f"train_micro_batch_size_per_gpu is {micro}: the micro-batch of a mesh, which mesh.batch = {mesh.batch} ranks "
+            f"share; use a multiple of {mesh.batch}, such as {(micro // mesh.batch + 1) * mesh.batch}, or mesh.batch "
+            f"{' or '.join(map(str, divisors(micro)))}"
+        )
+    total = rest.get("train_batch_size")
+    if not all(isinstance(value, int) for value in (micro, steps, total)):
+        return
+    replicas = world_size // config.tensor_parallel.mesh_size
+    # accelerate multiplies by all processes, as DeepSpeed's AutoTP does.
+    if total not in (micro * steps * replicas, micro * steps * world_size):
+        raise ConfigError(
+            f"train_batch_size is {total}, but train_micro_batch_size_per_gpu × gradient_accumulation_steps × replicas "
+            f"of the mesh = {micro} × {steps} × {replicas} = {micro * steps * replicas}; leave train_batch_size out"
+        )
+
+
+def skip_shared_memory_build() -> None:
+    """Keep DeepSpeed from compiling a CPU collective that we don't use.
+
+    The first ``init_distributed`` on CPU builds it, which takes half a minute and a C++ compiler on every new machine.
+    """
+    if get_accelerator().device_name() == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -1,0 +1,52 @@
+"""The ``cuboid`` command. One file per subcommand."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+from cuboid import CuboidError
+from cuboid.cli.prepare import prepare
+from cuboid.cli.train import train
+
+commands = typer.Typer(
+    name="cuboid",
+    help="3-D tensor parallelism for unmodified Hugging Face models, inside DeepSpeed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+commands.command()(prepare)
+commands.command()(train)
+
+
+@commands.callback()
+def _root(
+    local_rank: Annotated[
+        int, typer.Option("--local_rank", "--local-rank", hidden=True, help="Appended by some launchers.")
+    ] = 0,
+) -> None:
+    # The launcher says the same in LOCAL_RANK, and that is what is read.
+    del local_rank
+
+
+def app() -> None:
+    """Run the command line, and exit.
+
+    Under a launcher every rank comes here; a user's mistake is told once, by the first, and all exit alike.
+    """
+    try:
+        status = commands(standalone_mode=False)
+    except CuboidError as error:
+        _fail(f"cuboid: {error}", 1)
+    except typer.TyperException as error:
+        _fail(f"cuboid: {error.format_message()} (see cuboid --help)", 2)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _fail(message: str, status: int) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(message, file=sys.stderr, flush=True)
+    sys.exit(status)

@@ -1,0 +1,5 @@
+"""``python -m cuboid.cli``: how launchers start the command."""
+
+from cuboid.cli import app
+
+app()

@@ -1,0 +1,96 @@
+"""The user's doors: load sharded, shard in memory, and the scope in which both happen by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from cuboid.config import ConfigSource, CuboidConfig, parse_config
+from cuboid.errors import CuboidError, UnsupportedModelError
+from cuboid.hf.auto import choose_mesh
+from cuboid.hf.layouts import draw_blueprint
+from cuboid.hf.model import ShardedModel, shard_modules, sharding_of, unwrap
+from cuboid.hf.save import save_sharded
+from cuboid.mesh import Mesh
+from cuboid.tensor3d.layout import take_shard
+from torch import nn
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+_active: ContextVar[CuboidConfig | None] = ContextVar("cuboid_active_config", default=None)
+
+
+@contextmanager
+def scope(config: ConfigSource | CuboidConfig) -> Iterator[CuboidConfig]:
+    """Inside, every ``from_pretrained`` of a causal language model reads only this rank's slices.
+
+    Args:
+        config: a DeepSpeed config (path or dict) with Cuboid's keys.
+
+    Raises:
+        ConfigError: the config is wrong or doesn't switch Cuboid on.
+    """
+    parsed = parse_config(config)
+    token = _active.set(parsed)
+    try:
+        yield parsed
+    finally:
+        _active.reset(token)
+
+
+def active_config() -> CuboidConfig | None:
+    """The config of the innermost :func:`scope`, if any."""
+    return _active.get()
+
+
+def from_pretrained(path: str | Path, config: ConfigSource | CuboidConfig, **kwargs: Any) -> PreTrainedModel:
+    """``AutoModelForCausalLM.from_pretrained`` of a model sharded as ``config`` says.
+
+    Works before ``torch.distributed`` is initialised: the launcher's RANK and WORLD_SIZE are enough.
+
+    Args:
+        path: a Hugging Face checkpoint.
+        config: a DeepSpeed config (path or dict) with Cuboid's keys.
+        kwargs: handed to ``from_pretrained``.
+
+    Raises:
+        ConfigError, MeshError, UnsupportedModelError, CheckpointError: see :func:`cuboid.hf.load.load_sharded`.
+    """
+    with scope(config):
+        return AutoModelForCausalLM.from_pretrained(path, **kwargs)
+
+
+def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTrainedModel:
+    """Shard a model that is in memory, in place. Every rank must hold the same weights.
+
+    Raises:
+        ConfigError, MeshError, UnsupportedModelError: before anything is changed.
+    """
+    settings = parse_config(config).tensor_parallel
+    if isinstance(model, ShardedModel):
+        raise CuboidError("the model is sharded already")
+    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} isn't a causal language model of transformers, the only kind with rules so far"
+        )
+    shape = choose_mesh(model, settings)
+    blueprint = draw_blueprint(model, shape)
+    mesh = Mesh(shape)
+    return shard_modules(
+        model, blueprint, mesh, settings, shard_of=lambda whole, layout: take_shard(whole, layout, mesh)
+    )
+
+
+def save_pretrained(model: nn.Module, directory: str | Path, **kwargs: Any) -> None:
+    """Write a sharded model, or an engine's, as a Hugging Face checkpoint. All ranks call it; rank 0 writes.
+
+    Args:
+        model: the model or the engine.
+        directory: where the checkpoint goes.
+        kwargs: handed to ``PreTrainedModel.save_pretrained``.
+    """
+    sharding_of(model)
+    save_sharded(unwrap(model), directory, **kwargs)  # type: ignore[arg-type]

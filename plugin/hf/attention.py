@@ -1,0 +1,99 @@
+"""Attention behind Hugging Face's interfaces: heads are local, so the model's own kernel runs; masks see the whole
+sequence although the residual stream is split.
+
+Each known implementation ``name`` has a twin ``cuboid_name``. Registering them is :mod:`cuboid.patches`'s business.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from cuboid.errors import UnsupportedModelError
+from cuboid.mesh import Mesh
+from cuboid.tensor3d.dropout import own_random_numbers
+from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from transformers import PretrainedConfig
+
+PREFIX = "cuboid_"
+IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+
+#: Length of the unsplit sequence of the forward that is running. Masks are made from an embedding that holds
+#: only this rank's part of it, and get no other argument that knows.
+_whole_length: ContextVar[int] = ContextVar("cuboid_whole_length")
+
+
+@contextmanager
+def whole_sequence(length: int) -> Iterator[None]:
+    """Masks made inside are for ``length`` positions."""
+    token = _whole_length.set(length)
+    try:
+        yield
+    finally:
+        _whole_length.reset(token)
+
+
+def use_sharded_attention(config: PretrainedConfig, modules: list[nn.Module], mesh: Mesh) -> None:
+    """Point a model's config at the twin of its attention implementation.
+
+    Raises:
+        UnsupportedModelError: there is no twin.
+    """
+    name = config._attn_implementation
+    if name not in IMPLEMENTATIONS:
+        raise UnsupportedModelError(
+            f"attn_implementation {name!r} has no rule; choose one of {', '.join(IMPLEMENTATIONS)}"
+        )
+    if name == "eager" and getattr(config, "reorder_and_upcast_attn", False):
+        raise UnsupportedModelError('reorder_and_upcast_attn with attn_implementation "eager" has no rule; use "sdpa"')
+    for module in modules:
+        module.cuboid_mesh = mesh
+        module.cuboid_attention_calls = 0
+    config._attn_implementation = PREFIX + name
+
+
+def attention_twin(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """The attention function registered as ``cuboid_<name>``."""
+
+    def attend(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        kernel = _eager_of(module) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+        module.cuboid_attention_calls += 1
+        if not kwargs.get("dropout"):
+            return kernel(module, query, *args, **kwargs)
+        with own_random_numbers(module.cuboid_mesh, query.device):
+            return kernel(module, query, *args, **kwargs)
+
+    return attend
+
+
+def mask_twin(name: str) -> Callable[..., Any]:
+    """The mask function registered as ``cuboid_<name>``."""
+
+    def make_mask(*args: Any, **kwargs: Any) -> Any:
+        length = _whole_length.get()
+        return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **{**kwargs, "q_length": length, "kv_length": length})
+
+    return make_mask
+
+
+def _eager_of(module: nn.Module) -> Callable[..., Any]:
+    """The eager attention function of the file that defines an attention module."""
+    return sys.modules[type(module).__module__].eager_attention_forward
+
+
+def check_attention_ran(modules: dict[str, nn.Module]) -> None:
+    """Make sure that attention went through the interface; some architectures bypass it.
+
+    Raises:
+        UnsupportedModelError: a module computed attention elsewhere.
+    """
+    bypassed = [name for name, module in modules.items() if not module.cuboid_attention_calls]
+    if bypassed:
+        raise UnsupportedModelError(f"{bypassed[0]} computed attention without Hugging Face's attention interface")

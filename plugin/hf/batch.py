@@ -1,0 +1,134 @@
+"""A micro-batch as users know it, to this rank's part of it, padded to what the mesh needs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from cuboid.errors import CuboidError, UnsupportedModelError
+from cuboid.mesh import Mesh
+from cuboid.tensor3d.collectives import own_slice, padded_length
+from cuboid.topology import divisors
+from torch import nn
+
+from transformers import PretrainedConfig
+
+IGNORE_INDEX = -100
+_TENSORS = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels")
+#: Arguments that mean "nothing special" with these values and have no rule with others.
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "use_cache": (None, False),
+    "past_key_values": (None,),
+    "inputs_embeds": (None,),
+    "token_type_ids": (None,),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "encoder_hidden_states": (None,),
+    "encoder_attention_mask": (None,),
+    "logits_to_keep": (None, 0),
+    "cache_position": (None,),
+}
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """This rank's part of a micro-batch.
+
+    Args:
+        tensors: ``[B/b, S']`` ids, mask, positions and labels, S' being S padded to a multiple of the mesh's needs.
+        length: S.
+        options: the forward's other arguments, unchanged.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    length: int
+    options: dict[str, Any]
+
+    @property
+    def padded(self) -> int:
+        """S'."""
+        return self.tensors["input_ids"].shape[1]
+
+
+def take_local_batch(arguments: dict[str, Any], config: PretrainedConfig, mesh: Mesh) -> LocalBatch:
+    """Check a forward's arguments, cut its batch dim over `batch`, and pad its sequence dim.
+
+    Raises:
+        UnsupportedModelError: an argument that a sharded model has no rule for.
+        CuboidError: shapes that contradict each other, or a batch that doesn't divide.
+    """
+    _refuse(arguments)
+    whole = {name: arguments[name] for name in _TENSORS if arguments.get(name) is not None}
+    options = {name: value for name, value in arguments.items() if name not in (*_TENSORS, *_REFUSED)}
+    _check_shapes(whole, mesh)
+    batch, length = whole["input_ids"].shape
+    if "position_ids" not in whole:
+        whole["position_ids"] = torch.arange(length, device=whole["input_ids"].device).unsqueeze(0)
+    target = padded_length(length, math.lcm(mesh.size("sequence"), mesh.size("hidden")))
+    local = {}
+    for name, tensor in whole.items():
+        own = (
+            own_slice(tensor, 0, mesh, ("batch",))
+            if tensor.shape[0] == batch > 1 or mesh.size("batch") == 1
+            else tensor
+        )
+        local[name] = _pad(name, own, target - length, config)
+    return LocalBatch(local, length, options)
+
+
+def _refuse(arguments: dict[str, Any]) -> None:
+    for name, harmless in _REFUSED.items():
+        value = arguments.get(name)
+        if not any(value is allowed or (allowed is not None and value == allowed) for allowed in (None, *harmless)):
+            raise UnsupportedModelError(
+                f"{name} has no rule on a sharded model"
+                + (": its cache would hold parts of the heads; pass use_cache=False" if name == "use_cache" else "")
+            )
+    if arguments.get("input_ids") is None:
+        raise CuboidError("a sharded model needs input_ids [batch, sequence]")
+
+
+def _check_shapes(whole: dict[str, torch.Tensor], mesh: Mesh) -> None:
+    ids = whole["input_ids"]
+    if ids.dim() != 2:
+        raise CuboidError(f"input_ids must be [batch, sequence], not {list(ids.shape)}")
+    for name, tensor in whole.items():
+        rows_fit = tensor.dim() == 2 and tensor.shape[0] in (
+            (1, ids.shape[0]) if name == "position_ids" else (ids.shape[0],)
+        )
+        if not rows_fit or tensor.shape[1] != ids.shape[1]:
+            raise CuboidError(f"{name} is {list(tensor.shape)}, but input_ids is {list(ids.shape)}")
+    pieces = mesh.size("batch")
+    if ids.shape[0] % pieces:
+        raise CuboidError(
+            f"the micro-batch has {ids.shape[0]} rows, which the mesh's batch axis of {pieces} can't share; give it a "
+            f"multiple of {pieces} ({ids.shape[0] // pieces * pieces or pieces} or "
+            f"{padded_length(ids.shape[0], pieces)}), or a batch axis of {' or '.join(map(str, divisors(ids.shape[0])))}"
+        )
+
+
+def _pad(name: str, x: torch.Tensor, missing: int, config: PretrainedConfig) -> torch.Tensor:
+    """Fill up at the end, where a causal model's real positions don't see it."""
+    if missing == 0:
+        return x
+    if name == "position_ids":
+        return torch.cat([x, _padding_positions(x, missing, config)], dim=1)
+    value = IGNORE_INDEX if name in ("labels", "shift_labels") else 0
+    return nn.functional.pad(x, (0, missing), value=value)
+
+
+def _padding_positions(positions: torch.Tensor, missing: int, config: PretrainedConfig) -> torch.Tensor:
+    """Count on, so that no packed sequence seems to begin, but not past a length at which the model changes.
+
+    Learned position tables end at ``max_position_embeddings``, and some rotary embeddings rescale beyond that or
+    beyond the length that they were first trained at.
+    """
+    last = positions[:, -1:]
+    onward = last + torch.arange(1, missing + 1, device=positions.device)
+    rope = getattr(config, "rope_parameters", None) or {}
+    limits = (config.max_position_embeddings, rope.get("original_max_position_embeddings"))
+    reached = positions.shape[1]
+    limit = min((limit for limit in limits if limit is not None and limit >= reached), default=None)
+    return onward if limit is None else torch.minimum(onward, last.clamp(min=limit - 1))

@@ -1,0 +1,198 @@
+"""Read a Hugging Face checkpoint so that each rank touches only its own slices.
+
+``transformers`` slices on read whatever parameter is a ``DTensor`` when its loader comes to it. So a subclass of the
+architecture builds itself on the meta device, marks each parameter as a DTensor placed like its shard, goes through the
+ordinary ``from_pretrained`` (with all its renaming, conversion and tying), and turns into a sharded model at the end.
+No process group is needed: a rank's coordinate comes from the launcher's environment.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from cuboid.config import CuboidConfig
+from cuboid.errors import CheckpointError, UnsupportedModelError
+from cuboid.hf.auto import choose_mesh
+from cuboid.hf.layouts import Blueprint, draw_blueprint
+from cuboid.hf.model import shard_modules
+from cuboid.mesh import Mesh
+from cuboid.tensor3d.layout import Layout, pad_shard
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from transformers import PreTrainedModel
+
+_INCOMPATIBLE = (
+    "device_map",
+    "quantization_config",
+    "tp_plan",
+    "tp_size",
+    "distributed_config",
+    "device_mesh",
+    "gguf_file",
+)
+
+
+def load_sharded(
+    cls: type[PreTrainedModel], from_pretrained: Any, config: CuboidConfig, *args: Any, **kwargs: Any
+) -> PreTrainedModel:
+    """``cls.from_pretrained(*args, **kwargs)`` of a model sharded as ``config`` says.
+
+    Args:
+        cls: the architecture's class.
+        from_pretrained: transformers' own function (unbound), so that a patched one can call this.
+        config: the mode's configuration.
+
+    Raises:
+        MeshError, UnsupportedModelError: before any weight is read.
+        CheckpointError: the checkpoint lacks a parameter.
+    """
+    for name in _INCOMPATIBLE:
+        if kwargs.get(name) is not None:
+            raise UnsupportedModelError(
+                f"from_pretrained({name}=…) can't be combined with tensor_parallel.mode 3d_tensor"
+            )
+    if not cls.__name__.endswith(("ForCausalLM", "LMHeadModel")):
+        raise UnsupportedModelError(
+            f"{cls.__name__} isn't a causal language model, the only kind with rules for its head and loss so far"
+        )
+    result = from_pretrained(_loading_class(cls, config), *args, **kwargs)
+    model = result[0] if isinstance(result, tuple) else result
+    model.finish_loading()
+    return result
+
+
+def _loading_class(cls: type[PreTrainedModel], config: CuboidConfig) -> type[PreTrainedModel]:
+    # transformers looks the root class up by its module and name to find the conversions of old checkpoints.
+    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_cuboid_base": cls}
+    members["_cuboid_config"] = config
+    return type(cls.__name__, (_Loading, cls), members)
+
+
+class _Loading:
+    """A model between its construction on the meta device and its life as a sharded model."""
+
+    _cuboid_base: type[PreTrainedModel]
+    _cuboid_config: CuboidConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        shape = choose_mesh(self, self._cuboid_config.tensor_parallel)
+        self._blueprint = draw_blueprint(self, shape)
+        self._mesh = Mesh(shape)
+        _mark_parameters(self, self._blueprint, self._mesh)
+
+    def _move_missing_keys_from_meta_to_device(self, missing_keys: Any, *args: Any) -> None:
+        parameters = {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        missing = sorted(set(missing_keys) & parameters - set(self.all_tied_weights_keys))
+        if missing:
+            rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise CheckpointError(
+                f"the checkpoint has no (fitting) tensor for {missing[0]}{rest}. New parameters can't be initialised "
+                "slice by slice: save a complete checkpoint with plain transformers first"
+            )
+        super()._move_missing_keys_from_meta_to_device(missing_keys, *args)  # type: ignore[misc]
+        _unmark_parameters(self, self._blueprint, self._mesh)
+
+    def tie_weights(self, missing_keys: Any = None, **kwargs: Any) -> Any:
+        if missing_keys is not None:
+            _check_ties(self, missing_keys)
+        return super().tie_weights(missing_keys=missing_keys, **kwargs)  # type: ignore[misc]
+
+    def finish_loading(self: Any) -> None:
+        """Become a sharded model."""
+        blueprint, mesh, config = self._blueprint, self._mesh, self._cuboid_config.tensor_parallel
+        self.__class__ = self._cuboid_base
+        del self._blueprint, self._mesh
+        shard_modules(self, blueprint, mesh, config, shard_of=lambda shard, _: shard.detach())
+
+
+def _check_ties(model: Any, missing_keys: Any) -> None:
+    # transformers compares such a pair and unties it where it differs. Slices could differ on one rank only.
+    for target, source in model.all_tied_weights_keys.items():
+        if target in missing_keys or source in missing_keys:
+            continue
+        if not torch.equal(model.get_parameter(target), model.get_parameter(source)):
+            raise CheckpointError(
+                f"the config ties {target} to {source}, but the checkpoint holds both with different values; "
+                "set tie_word_embeddings to false in its config.json, or remove one of them"
+            )
+
+
+def _mark_parameters(model: Any, blueprint: Blueprint, mesh: Mesh) -> None:
+    """Put a DTensor on the meta device in the place of each parameter."""
+    for module_name, layouts in blueprint.layouts.items():
+        module = model.get_submodule(module_name)
+        for name, layout in layouts.items():
+            whole = getattr(module, name)
+            marked = nn.Parameter(_placed(whole, layout, mesh), requires_grad=whole.requires_grad)
+            module.register_parameter(name, marked)
+
+
+def _unmark_parameters(model: Any, blueprint: Blueprint, mesh: Mesh) -> None:
+    """Replace the DTensors, loaded by now, by this rank's shards."""
+    for module_name, layouts in blueprint.layouts.items():
+        module = model.get_submodule(module_name)
+        for name, layout in layouts.items():
+            loaded = getattr(module, name)
+            shard = pad_shard(loaded.detach().to_local(), layout, mesh.shape)
+            plain = nn.Parameter(shard, requires_grad=loaded.requires_grad)
+            plain._is_hf_initialized = True  # type: ignore[attr-defined]
+            module.register_parameter(name, plain)
+
+
+def _placed(whole: torch.Tensor, layout: Layout, mesh: Mesh) -> DTensor:
+    axes = list(_slicing(layout, mesh))
+    device_mesh = _RankOfSlices(tuple(size for size, _, _ in axes), tuple(index for _, index, _ in axes))
+    intervals = layout.shard_intervals(mesh.shape, mesh.coordinate)
+    local = whole.new_empty([sum(high - low for low, high in dim) for dim in intervals], device="meta")
+    return DTensor.from_local(
+        local,
+        device_mesh,
+        [placement for _, _, placement in axes],
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+def _slicing(layout: Layout, mesh: Mesh) -> list[tuple[int, int, Placement]]:
+    """The cuts of a layout one after the other: number of pieces, this rank's piece, and the DTensor placement."""
+    storage = (mesh.size(*layout.storage), mesh.index(*layout.storage))
+    if layout.ragged:
+        # Rounded up once over all pieces of dim 0, not once for the blocks and once more for the shards.
+        pieces = (
+            mesh.size(*layout.split[0]) * storage[0],
+            mesh.index(*layout.split[0]) * storage[0] + storage[1],
+        )
+        first: list[tuple[int, int, Placement]] = [(*pieces, Shard(0))]
+        return first + [_cut(layout, mesh, dim) for dim in range(1, len(layout.shape))]
+    return [_cut(layout, mesh, dim) for dim in range(len(layout.shape))] + [(*storage, Shard(0))]
+
+
+def _cut(layout: Layout, mesh: Mesh, dim: int) -> tuple[int, int, Placement]:
+    axes, parts = layout.split[dim], layout.parts[dim]
+    placement: Placement = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
+    return mesh.size(*axes), mesh.index(*axes), placement
+
+
+class _RankOfSlices(DeviceMesh):
+    """A DeviceMesh that knows which slices this rank owns and nothing else: no process group, no peers."""
+
+    def __init__(self, sizes: tuple[int, ...], at: tuple[int, ...]) -> None:
+        self._sizes, self._at = sizes, at
+        ranks = torch.arange(functools.reduce(lambda a, b: a * b, sizes, 1)).view(sizes)
+        names = tuple(str(dim) for dim in range(len(sizes)))
+        super().__init__("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=int(ranks[at]))
+
+    def __getitem__(self, name: Any) -> DeviceMesh:
+        dim = int(name)
+        return _RankOfSlices((self._sizes[dim],), (self._at[dim],))
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """Which slice is this rank's along one cut."""
+        return self._at[int(mesh_dim or 0)]

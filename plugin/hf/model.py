@@ -1,0 +1,162 @@
+"""A sharded model: the user's own class, whose forward takes whole micro-batches and returns whole results."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from cuboid.config import TensorParallelConfig
+from cuboid.errors import CuboidError
+from cuboid.hf.attention import check_attention_ran, use_sharded_attention, whole_sequence
+from cuboid.hf.batch import LocalBatch, take_local_batch
+from cuboid.hf.layouts import Blueprint
+from cuboid.hf.swap import ShardOf, attention_modules, swap_modules
+from cuboid.mesh import Mesh
+from cuboid.tensor3d.loss import gather_logits, sharded_cross_entropy, shifted
+from torch import nn
+
+from transformers import PreTrainedModel
+
+
+@dataclass
+class Sharding:
+    """What a sharded model remembers about itself."""
+
+    mesh: Mesh
+    config: TensorParallelConfig
+    attention: dict[str, nn.Module]
+    checked: bool = False
+
+
+class ShardedModel:
+    """Mixed into the model's own class by :func:`shard_modules`."""
+
+    cuboid: Sharding
+
+    def save_pretrained(self, directory: Any, **kwargs: Any) -> None:
+        """As ``PreTrainedModel.save_pretrained``, with whole tensors. All ranks of a mesh must call it."""
+        from cuboid.hf.save import save_sharded
+
+        save_sharded(self, directory, **kwargs)  # type: ignore[arg-type]
+
+    def resize_token_embeddings(self, *_: Any, **__: Any) -> None:
+        """Not on a sharded model.
+
+        Raises:
+            CuboidError: always.
+        """
+        raise CuboidError("resize the embeddings before the model is sharded, or in the checkpoint")
+
+
+def shard_modules(
+    model: PreTrainedModel, blueprint: Blueprint, mesh: Mesh, config: TensorParallelConfig, shard_of: ShardOf
+) -> PreTrainedModel:
+    """Turn a model into its sharded self, in place."""
+    swap_modules(model, blueprint, mesh, shard_of)
+    attention = {name: model.get_submodule(name) for name in attention_modules(blueprint)}
+    use_sharded_attention(model.config, list(attention.values()), mesh)
+    model.loss_function = functools.partial(_loss, mesh=mesh)
+    model.cuboid = Sharding(mesh, config, attention)
+    model.__class__ = _sharded_class(type(model))
+    return model
+
+
+def mesh_of(model: nn.Module) -> Mesh:
+    """The mesh of a sharded model, or of an engine that wraps one.
+
+    Raises:
+        CuboidError: the model isn't sharded.
+    """
+    return sharding_of(model).mesh
+
+
+def sharding_of(model: nn.Module) -> Sharding:
+    """What a sharded model, or an engine that wraps one, remembers."""
+    inner = unwrap(model)
+    if not isinstance(inner, ShardedModel):
+        raise CuboidError(
+            f"{type(inner).__name__} isn't sharded; use cuboid.from_pretrained, cuboid.shard or deepspeed.initialize"
+        )
+    return inner.cuboid
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The sharded model inside engines and wrappers that keep it as ``module``."""
+    while not isinstance(model, ShardedModel) and isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module  # type: ignore[assignment]
+    return model
+
+
+@functools.cache
+def _sharded_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A subclass that goes by its base's name, so that configs and checkpoints say what they would have said."""
+    signature = inspect.signature(base.forward)
+
+    # Trainers read this signature to learn which columns and loss arguments the model takes.
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
+        del arguments["self"]
+        extra = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+        arguments.update(arguments.pop(extra, {}) if extra else {})
+        return _forward(self, functools.partial(base.forward, self), arguments)
+
+    members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (ShardedModel, base), members)
+
+
+def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
+    sharding: Sharding = model.cuboid
+    sharding.mesh.connect()
+    as_tuple = arguments.pop("return_dict", None) is False
+    batch = take_local_batch(arguments, model.config, sharding.mesh)
+    with whole_sequence(batch.padded):
+        output = base_forward(**_local_arguments(model, batch), return_dict=True)
+    if not sharding.checked:
+        check_attention_ran(sharding.attention)
+        sharding.checked = True
+    output.logits = _whole_logits(model, output.logits, batch, has_loss=output.loss is not None)
+    return output.to_tuple() if as_tuple else output
+
+
+def _local_arguments(model: Any, batch: LocalBatch) -> dict[str, Any]:
+    # The embedding runs here: it needs the ids of the whole sequence and returns a part of it, while the model's own
+    # code takes the shape of everything that follows from what it is given.
+    tensors = dict(batch.tensors)
+    embeddings = model.get_input_embeddings()(tensors.pop("input_ids"))
+    return {**batch.options, **tensors, "inputs_embeds": embeddings, "use_cache": False}
+
+
+def _whole_logits(model: Any, logits: torch.Tensor, batch: LocalBatch, *, has_loss: bool) -> torch.Tensor | None:
+    wanted = model.cuboid.config.gather_logits
+    if has_loss and (not wanted or (wanted == "auto" and model.training)):
+        return None
+    return gather_logits(logits, model.cuboid.mesh, length=batch.length, vocabulary=model.config.vocab_size)
+
+
+def _loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | float | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    *,
+    mesh: Mesh,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """In place of Hugging Face's ``ForCausalLMLoss``, on logits ``[B/b, S/h, V/s]``."""
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = shifted(labels, ignore_index)
+    return sharded_cross_entropy(
+        logits,
+        shift_labels,
+        vocabulary=vocab_size,
+        mesh=mesh,
+        items=num_items_in_batch,
+        ignore_index=ignore_index,
+    )

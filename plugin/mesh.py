@@ -1,0 +1,127 @@
+"""One rank's view of its mesh: coordinate, process groups, and the counter of bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import chain, combinations
+
+import torch.distributed as dist
+from cuboid.errors import MeshError
+from cuboid.topology import AXES, Axis, MeshShape, Topology
+from cuboid.traffic import Traffic
+
+
+class Mesh:
+    """The mesh that this rank belongs to.
+
+    Built from the launcher's RANK and WORLD_SIZE (or an existing process group), it knows its coordinate at
+    once, so that weights can be read before any process group exists. :meth:`connect` makes the groups.
+
+    Args:
+        shape: sizes of the axes.
+        rank: this rank in the world; by default the process group's or the launcher's.
+        world_size: likewise.
+
+    Raises:
+        MeshError: the mesh doesn't divide the world.
+    """
+
+    def __init__(self, shape: MeshShape, *, rank: int | None = None, world_size: int | None = None) -> None:
+        self.shape = shape
+        self.rank = current_rank() if rank is None else rank
+        self.topology = Topology(shape, current_world_size() if world_size is None else world_size)
+        self.coordinate = self.topology.coordinate(self.rank)
+        self.traffic = Traffic()
+        self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
+        self._connected = False
+
+    def size(self, *axes: Axis) -> int:
+        """Number of ranks along the axes together."""
+        return self.shape.of(*axes)
+
+    def index(self, *axes: Axis) -> int:
+        """This rank's position along the axes together, the first varying slowest."""
+        return self.coordinate.index(axes, self.shape)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the process groups exist."""
+        return self._connected
+
+    def connect(self) -> None:
+        """Make the process groups; every rank of the world must call it. Later calls do nothing.
+
+        Raises:
+            MeshError: the mesh has several ranks and ``torch.distributed`` isn't initialised, or its world is
+                not the one that the mesh was laid out for.
+        """
+        if self._connected:
+            return
+        if self.topology.world_size > 1:
+            self._check_world()
+            made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+            for names, axes in self._group_axes().items():
+                ranks = self.topology.groups(axes)
+                key = tuple(tuple(peers) for peers in ranks)
+                if key not in made:
+                    made[key] = dist.new_subgroups_by_enumeration(ranks)[0]
+                self._groups[names] = made[key]
+        self._connected = True
+
+    def split_axes(self, axes: Sequence[Axis]) -> tuple[Axis, ...]:
+        """Those of ``axes`` that have more than one rank."""
+        return tuple(axis for axis in axes if self.shape.of(axis) > 1)
+
+    def group(self, axes: Sequence[Axis]) -> dist.ProcessGroup:
+        """Process group of the ranks that differ from this one only along ``axes``; not all of one rank."""
+        return self._groups[frozenset(self.split_axes(axes))]
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same slices for other data."""
+        return self._groups[frozenset({"data"})]
+
+    @property
+    def model_parallel_group(self) -> dist.ProcessGroup:
+        """All ranks of this mesh."""
+        return self._groups[frozenset({"model"})]
+
+    def _check_world(self) -> None:
+        if not dist.is_initialized():
+            raise MeshError(
+                f"mesh {self.shape} in a world of {self.topology.world_size} ranks needs torch.distributed: call "
+                "deepspeed.initialize, deepspeed.init_distributed or torch.distributed.init_process_group first"
+            )
+        if dist.get_world_size() != self.topology.world_size or dist.get_rank() != self.rank:
+            raise MeshError(
+                f"the mesh was laid out for rank {self.rank} of {self.topology.world_size}, but torch.distributed "
+                f"has this process as rank {dist.get_rank()} of {dist.get_world_size()}"
+            )
+
+    def _group_axes(self) -> dict[frozenset[str], tuple[str, ...]]:
+        split = self.split_axes(AXES)
+        subsets = chain.from_iterable(combinations(split, count) for count in range(1, len(split) + 1))
+        named: dict[frozenset[str], tuple[str, ...]] = {frozenset(subset): subset for subset in subsets}
+        return {**named, frozenset({"data"}): ("data",), frozenset({"model"}): AXES}
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
+        # A copied module lives on the same mesh; process groups can't be copied.
+        return self
+
+    def __repr__(self) -> str:
+        return f"Mesh({self.shape}, {self.coordinate})"
+
+
+def current_rank() -> int:
+    """This process's rank in the world: torch.distributed's, else the launcher's RANK, else 0."""
+    return dist.get_rank() if _has_process_group() else int(os.environ.get("RANK", "0"))
+
+
+def current_world_size() -> int:
+    """Ranks in the world: torch.distributed's, else the launcher's WORLD_SIZE, else 1."""
+    return dist.get_world_size() if _has_process_group() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _has_process_group() -> bool:
+    return dist.is_available() and dist.is_initialized()

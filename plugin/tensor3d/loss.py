@@ -1,0 +1,133 @@
+"""Cross-entropy of logits ``[B/b, S/h, V/s]`` without ever gathering the vocabulary.
+
+Each rank reduces its part of the vocabulary; maxima and sums go over `sequence`, the total over `batch` and `hidden`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cuboid.mesh import Mesh
+from cuboid.tensor3d.collectives import all_reduce, gather_dim, own_slice
+from cuboid.tensor3d.norm import statistics_dtype
+from torch import nn
+
+
+class _TokenLosses(torch.autograd.Function):
+    """``-log softmax(logits)[label]`` for each token, ``[B/b, S/h]``; 0 where the label is ignored."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, vocabulary: int, mesh: Mesh
+    ) -> torch.Tensor:
+        local, elsewhere, beyond = _locate(labels, logits.shape[-1], vocabulary, mesh)
+        wide = _masked(logits, beyond)
+        maximum = all_reduce(wide.amax(-1), mesh, ("sequence",), dist.ReduceOp.MAX)
+        target = wide.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
+        total = (wide - maximum.unsqueeze(-1)).exp_().sum(-1)
+        total, target = all_reduce(torch.stack([total, target]), mesh, ("sequence",))
+        log_total = maximum + total.log()
+        ignored = labels == ignore_index
+        ctx.save_for_backward(logits, local.masked_fill(elsewhere, -1), log_total, ignored)
+        ctx.beyond = beyond
+        return (log_total - target).masked_fill_(ignored, 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, local, log_total, ignored = ctx.saved_tensors
+        softmax = (_masked(logits, ctx.beyond) - log_total.unsqueeze(-1)).exp_()
+        here = local.clamp(min=0).unsqueeze(-1)
+        softmax.scatter_add_(-1, here, -(local >= 0).to(softmax.dtype).unsqueeze(-1))
+        softmax *= gradient.masked_fill(ignored, 0).unsqueeze(-1)
+        return softmax.to(logits.dtype), None, None, None, None
+
+
+def _locate(labels: torch.Tensor, rows: int, vocabulary: int, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Labels as columns of this rank's logits, which of them are elsewhere, and the number of real columns."""
+    start = mesh.index("sequence") * rows
+    local = labels - start
+    elsewhere = (local < 0) | (local >= rows)
+    return local.masked_fill(elsewhere, 0), elsewhere, max(0, min(rows, vocabulary - start))
+
+
+def _masked(logits: torch.Tensor, real: int) -> torch.Tensor:
+    """A copy in the dtype of statistics, with the columns that only pad the vocabulary at -inf."""
+    wide = logits.to(statistics_dtype(logits.dtype), copy=True)
+    # The smallest finite number: a rank that has padding only must not compute -inf - -inf.
+    wide[..., real:] = torch.finfo(wide.dtype).min
+    return wide
+
+
+class _SumOverMesh(torch.autograd.Function):
+    """Add up per-rank parts of the loss. All ranks get the sum; each part's gradient is the sum's."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+        return all_reduce(part.clone(), mesh, ("batch", "hidden"))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def sharded_cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    vocabulary: int,
+    mesh: Mesh,
+    items: torch.Tensor | float | None = None,
+    ignore_index: int = -100,
+) -> torch.Tensor:
+    """The language-modelling loss of the mesh's whole micro-batch, the same scalar on every rank.
+
+    Args:
+        logits: ``[B/b, S/h, ⌈V/s⌉]``.
+        labels: ``[B/b, S]``, already shifted: entry t is the token that position t predicts.
+        vocabulary: V, without padding.
+        items: what the sum over tokens is divided by (Hugging Face's ``num_items_in_batch``); by default the number
+            of labels in the micro-batch that are not ignored.
+        ignore_index: label of tokens without a loss.
+    """
+    labels = own_slice(labels, 1, mesh, ("hidden",)).to(logits.device)
+    losses = _TokenLosses.apply(logits, labels, ignore_index, vocabulary, mesh)
+    total = _SumOverMesh.apply(losses.sum(), mesh)
+    if items is None:
+        items = all_reduce((labels != ignore_index).sum().to(total.dtype), mesh, ("batch", "hidden"))
+    return total / (items.to(total.device) if isinstance(items, torch.Tensor) else items)
+
+
+class _GatherLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        for dim, axis in _LOGIT_DIMS:
+            logits = gather_dim(logits, dim, mesh, (axis,))
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # Every rank computes the same thing from the same whole logits, so each takes its own part of the gradient.
+        for dim, axis in reversed(_LOGIT_DIMS):
+            gradient = own_slice(gradient, dim, ctx.mesh, (axis,))
+        return gradient.contiguous(), None
+
+
+_LOGIT_DIMS: Any = ((2, "sequence"), (1, "hidden"), (0, "batch"))
+
+
+def gather_logits(logits: torch.Tensor, mesh: Mesh, *, length: int, vocabulary: int) -> torch.Tensor:
+    """Whole logits ``[B, S, V]`` on every rank, without the padding of S and V, differentiably.
+
+    Whatever is computed from them must be computed alike on all ranks of the mesh.
+    """
+    if mesh.shape.size > 1:
+        logits = _GatherLogits.apply(logits, mesh)
+    return logits[:, :length, :vocabulary]
+
+
+def shifted(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """``[B, S]`` labels so that entry t is the token after t, as Hugging Face's causal loss does."""
+    return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]

@@ -1,0 +1,142 @@
+"""Ranks to coordinates: pure arithmetic, no process group.
+
+The world is ``pipe × data × batch × hidden × sequence``, the last one varying fastest: neighbours in rank
+order, which share a node, exchange most. ("Axis" is always the mesh's, "dim" the tensor's.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Literal, get_args
+
+from cuboid.errors import MeshError
+
+Axis = Literal["batch", "sequence", "hidden"]
+AXES: tuple[Axis, ...] = get_args(Axis)
+#: Order of the mesh axes in the rank number, slowest first.
+RANK_ORDER: tuple[Axis, ...] = ("batch", "hidden", "sequence")
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Sizes of the three mesh axes, always written batch × sequence × hidden.
+
+    Each axis splits that dim of the residual stream ``[batch, sequence, hidden]``.
+    ``1×s×1`` is Megatron's tensor parallelism with sequence parallelism, ``b×1×1`` is FSDP/ZeRO-3.
+    """
+
+    batch: int = 1
+    sequence: int = 1
+    hidden: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if getattr(self, axis) < 1:
+                raise MeshError(f"mesh.{axis} is {getattr(self, axis)}; every axis needs at least 1 rank")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of the mesh."""
+        return self.batch * self.sequence * self.hidden
+
+    def of(self, *axes: Axis) -> int:
+        """Number of ranks that the given axes span together."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    def __str__(self) -> str:
+        return f"{self.batch}×{self.sequence}×{self.hidden}"
+
+    @classmethod
+    def parse(cls, text: str) -> MeshShape:
+        """Read ``"2x2x2"`` or ``"2×2×2"`` (batch × sequence × hidden)."""
+        parts = text.lower().replace("×", "x").split("x")
+        if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
+            raise MeshError(f"mesh {text!r} is not of the form BATCHxSEQUENCExHIDDEN, for example 2x2x2")
+        return cls(*(int(part) for part in parts))
+
+    @classmethod
+    def of_size(cls, size: int) -> Iterator[MeshShape]:
+        """Every mesh of ``size`` ranks."""
+        for batch, sequence in product(divisors(size), repeat=2):
+            if size % (batch * sequence) == 0:
+                yield cls(batch, sequence, size // (batch * sequence))
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of ``number``, ascending."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """Where one rank stands in the world."""
+
+    pipe: int
+    data: int
+    batch: int
+    sequence: int
+    hidden: int
+
+    def index(self, axes: Sequence[Axis], shape: MeshShape) -> int:
+        """Position along several axes counted as one, the first varying slowest."""
+        index = 0
+        for axis in axes:
+            index = index * getattr(shape, axis) + getattr(self, axis)
+        return index
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How ``world_size`` ranks are laid out.
+
+    Raises:
+        MeshError: the mesh (times the pipeline stages) doesn't divide the world.
+    """
+
+    shape: MeshShape
+    world_size: int
+    pipe: int = 1
+
+    def __post_init__(self) -> None:
+        if self.world_size % (self.shape.size * self.pipe):
+            raise MeshError(
+                f"tensor_parallel.mesh {self.shape} needs a multiple of {self.shape.size * self.pipe} ranks, "
+                f"but the world has {self.world_size}"
+            )
+
+    @property
+    def data(self) -> int:
+        """Number of data-parallel replicas of the mesh."""
+        return self.world_size // (self.shape.size * self.pipe)
+
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        return (self.pipe, self.data, *(self.shape.of(axis) for axis in RANK_ORDER))
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Coordinate of a rank of the world."""
+        names = ("pipe", "data", *RANK_ORDER)
+        position: dict[str, int] = {}
+        for name, size in zip(reversed(names), reversed(self._sizes), strict=True):
+            rank, position[name] = divmod(rank, size)
+        return Coordinate(**position)
+
+    def rank(self, at: Coordinate) -> int:
+        """Rank of the world at a coordinate; the inverse of :meth:`coordinate`."""
+        rank = 0
+        for name, size in zip(("pipe", "data", *RANK_ORDER), self._sizes, strict=True):
+            rank = rank * size + getattr(at, name)
+        return rank
+
+    def groups(self, names: Sequence[str]) -> list[list[int]]:
+        """All sets of ranks that differ only in ``names`` (mesh axes, ``"data"`` or ``"pipe"``), each ascending."""
+        sets: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            at = self.coordinate(rank)
+            rest = [n for n in ("pipe", "data", *RANK_ORDER) if n not in names]
+            sets.setdefault(tuple(getattr(at, name) for name in rest), []).append(rank)
+        return list(sets.values())

@@ -1,0 +1,4 @@
+"""The ready-made training job behind ``cuboid prepare`` and ``cuboid train``.
+
+It is a user of Cuboid like any other: it calls what ``import cuboid`` offers and nothing below it.
+"""

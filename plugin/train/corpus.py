@@ -1,0 +1,110 @@
+"""Text to train on: which files, and which of them are held out."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cuboid import CuboidError
+
+#: Share of the files (or, of a single file, of its lines) that is kept for the held-out loss.
+HELDOUT_SHARE = 0.04
+#: Folders of the standard library's path that aren't its sources, or are its tests.
+_NOT_SOURCES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents of text, in a fixed order.
+
+    Attributes:
+        source: where they are from, for the report.
+        train: documents to learn from.
+        heldout: documents never learnt from.
+    """
+
+    source: str
+    train: tuple[str, ...]
+    heldout: tuple[str, ...]
+
+
+def read_corpus(path: Path | None) -> Corpus:
+    """Read a text file, every text file of a folder, or (None) the Python standard library's own sources.
+
+    A folder is split by file, a single file by line: its end is held out.
+
+    Raises:
+        CuboidError: nothing there, nothing that is UTF-8 text, or too little of it to hold anything out.
+    """
+    if path is not None and path.is_file():
+        return _split_text(str(path), _read_text(path) or "")
+    root = Path(sysconfig.get_path("stdlib")) if path is None else path
+    files = python_sources(root) if path is None else text_files(root)
+    documents = {file: text for file in files if (text := _read_text(file))}
+    if len(documents) < 2:
+        raise CuboidError(
+            f"{root} holds {len(documents)} text files (UTF-8, not hidden, not empty); at least 2 are "
+            "needed, one to train on and one to hold out. A single text file can be named itself"
+        )
+    train, heldout = split_files(list(documents), root)
+    source = "Python standard library" if path is None else str(path)
+    return Corpus(source, tuple(documents[file] for file in train), tuple(documents[file] for file in heldout))
+
+
+def python_sources(root: Path) -> list[Path]:
+    """Python files under ``root``, sorted, without installed packages and tests."""
+    return [
+        file
+        for file in sorted(root.rglob("*.py"))
+        if not _NOT_SOURCES.intersection(file.relative_to(root).parts) and file.is_file()
+    ]
+
+
+def text_files(root: Path) -> list[Path]:
+    """Files under ``root``, sorted, except hidden ones and those in hidden folders.
+
+    Raises:
+        CuboidError: no such file or folder.
+    """
+    if not root.is_dir():
+        raise CuboidError(f"data {str(root)!r} does not exist; name a text file or a folder of text files")
+    return [
+        file
+        for file in sorted(root.rglob("*"))
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts)
+    ]
+
+
+def split_files(files: Sequence[Path], root: Path, share: float = HELDOUT_SHARE) -> tuple[list[Path], list[Path]]:
+    """Divide files into (train, held-out), both in the given order.
+
+    A file's place in the draw depends on its relative name alone, so the split is the same on every machine
+    and moves little when files come and go. At least one file falls on each side.
+    """
+    count = min(max(1, round(len(files) * share)), len(files) - 1)
+    drawn = sorted(files, key=lambda file: hashlib.sha256(file.relative_to(root).as_posix().encode()).digest())
+    heldout = set(drawn[:count])
+    return [file for file in files if file not in heldout], [file for file in files if file in heldout]
+
+
+def _split_text(source: str, text: str) -> Corpus:
+    lines = text.splitlines(keepends=True)
+    if len(lines) < 2:
+        raise CuboidError(
+            f"data {source!r} has {len(lines)} lines of UTF-8 text; at least 2 are needed, one to train on "
+            "and one to hold out"
+        )
+    cut = len(lines) - min(max(1, round(len(lines) * HELDOUT_SHARE)), len(lines) - 1)
+    return Corpus(source, ("".join(lines[:cut]),), ("".join(lines[cut:]),))
+
+
+def _read_text(file: Path) -> str | None:
+    """The file's text, or None where it isn't UTF-8 text."""
+    try:
+        text = file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+    return None if "\0" in text else text

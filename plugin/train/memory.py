@@ -1,0 +1,31 @@
+"""Memory of this rank, on whatever accelerator DeepSpeed sees."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import psutil
+from deepspeed.accelerator import get_accelerator
+
+
+def kind() -> str:
+    """What the two figures below count."""
+    return "resident set of the process" if _on_cpu() else "allocated on the accelerator"
+
+
+def now_bytes() -> int:
+    """Memory in use."""
+    return int(psutil.Process().memory_info().rss if _on_cpu() else get_accelerator().memory_allocated())
+
+
+def peak_bytes() -> int:
+    """The most memory in use so far."""
+    if not _on_cpu():
+        return int(get_accelerator().max_memory_allocated())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def _on_cpu() -> bool:
+    return bool(get_accelerator().device_name() == "cpu")

@@ -1,0 +1,65 @@
+"""One progress bar, on one rank."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+_GIB = 1 << 30
+
+
+class TrainProgress:
+    """Loss, tokens per second, memory per rank and time left. Silent where it isn't shown.
+
+    Where the output isn't a terminal (a log), a line is written at each tenth of the run instead.
+    """
+
+    def __init__(self, steps: int, shown: bool) -> None:
+        self._steps = steps
+        self._shown = shown
+        self._console = Console(stderr=True, quiet=not shown, highlight=False)
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+            console=self._console,
+            disable=not (shown and self._console.is_terminal),
+        )
+        self._task = self._bar.add_task("starting", total=steps)
+
+    def __enter__(self) -> TrainProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def say(self, message: str) -> None:
+        """Write a line above the bar."""
+        self._console.print(message, markup=False, soft_wrap=True)
+
+    def step(self, step: int, loss: float, tokens_per_s: float, memory_bytes: int) -> None:
+        """Show the state after ``step`` steps."""
+        text = f"loss {loss:.3f} · {tokens_per_s:,.0f} tokens/s · {memory_bytes / _GIB:.2f} GiB/rank"
+        self._bar.update(self._task, completed=step, description=text)
+        if self._shown and not self._console.is_terminal and _passes_a_tenth(step, self._steps):
+            self.say(f"step {step}/{self._steps} · {text}")
+
+
+def _passes_a_tenth(step: int, steps: int) -> bool:
+    return step * 10 // steps > (step - 1) * 10 // steps

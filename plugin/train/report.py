@@ -1,0 +1,116 @@
+"""``report.json``: what a run did, in numbers."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+#: Names of the files that a run leaves in its folder.
+REPORT, CURVE, MODEL, BLOCKS = "report.json", "loss.png", "model", "heldout_blocks.npy"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class MeshSizes(_Section):
+    """Ranks along each axis of the mesh, and replicas of it."""
+
+    batch: int
+    sequence: int
+    hidden: int
+    data_parallel: int
+
+
+class HeldoutPoint(_Section):
+    """The held-out loss after some optimizer steps, in nats per token."""
+
+    step: int
+    loss: float
+
+
+class Losses(_Section):
+    """Losses in nats per token.
+
+    The last two fields are None until a fresh process with plain transformers has opened the result and
+    computed the held-out loss on the same blocks.
+    """
+
+    first: float
+    last: float
+    heldout_first: float
+    heldout_last: float
+    heldout_transformers: float | None = None
+    relative_difference: float | None = None
+
+
+class Speed(_Section):
+    """Tokens of all replicas; times in seconds. The first step, which warms up, counts in ``wall_s`` only."""
+
+    tokens: int
+    tokens_per_s: float
+    step_s: float
+    wall_s: float
+
+
+class RankFigures(_Section):
+    """One rank: the parameters that it owns, its peak memory, the bytes that it sends in a step by axis."""
+
+    parameters: int
+    peak_memory_bytes: int
+    sent_bytes_per_step: dict[str, int]
+
+
+class Report(_Section):
+    """Everything that ``report.json`` holds."""
+
+    model: str
+    data: str
+    device: str
+    dtype: str
+    world_size: int
+    mesh: MeshSizes
+    steps: int
+    seed: int
+    sequence_length: int
+    micro_batch: int
+    gradient_accumulation: int
+    losses: Losses
+    speed: Speed
+    parameters: int
+    memory_kind: str
+    ranks: list[RankFigures]
+    sample: str | None = None
+    train_losses: list[float]
+    heldout_losses: list[HeldoutPoint]
+    config: dict[str, Any]
+    versions: dict[str, str]
+
+    def write(self, folder: Path) -> Path:
+        """Write the report into a run's folder."""
+        path = folder / REPORT
+        path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        return path
+
+
+def rank_figures(rows: Sequence[Sequence[int]], axes: Sequence[str]) -> list[RankFigures]:
+    """One entry per rank from rows ``[parameters, peak memory, bytes sent by each of the axes …]``."""
+    return [
+        RankFigures(
+            parameters=parameters,
+            peak_memory_bytes=memory,
+            sent_bytes_per_step=dict(zip(axes, sent, strict=True)),
+        )
+        for parameters, memory, *sent in rows
+    ]
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the result depends on."""
+    packages = ("cuboid", "torch", "transformers", "deepspeed", "tokenizers", "safetensors")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}

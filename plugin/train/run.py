@@ -1,0 +1,151 @@
+"""The job from end to end: load sharded, train, hold out, save, report. Every rank runs it."""
+
+from __future__ import annotations
+
+import copy
+import time
+from pathlib import Path
+
+import cuboid
+import numpy as np
+import torch
+from cuboid import ConfigError, CuboidError
+from cuboid.train import memory
+from cuboid.train.batches import Blocks, Share, Shuffle, heldout_blocks
+from cuboid.train.corpus import read_corpus
+from cuboid.train.curve import draw
+from cuboid.train.job import Job, TrainOptions, check_size, check_tokens, plan
+from cuboid.train.loop import History, Loop
+from cuboid.train.progress import TrainProgress
+from cuboid.train.report import (
+    BLOCKS,
+    CURVE,
+    MODEL,
+    REPORT,
+    Losses,
+    MeshSizes,
+    Report,
+    Speed,
+    rank_figures,
+    versions,
+)
+from cuboid.train.tokens import Tokens, tokenize
+from cuboid.train.world import World, agree, gather
+
+import deepspeed
+
+
+def run(options: TrainOptions, world: World) -> Report:
+    """Train on all ranks of the launcher's world and leave model, curve and report in ``options.out``.
+
+    Collective.
+
+    Raises:
+        CuboidError: the user's to mend. Raised on every rank, and before the process group wherever it can be
+            known then.
+    """
+    started = time.perf_counter()
+    job = plan(options)
+    model = cuboid.from_pretrained(str(options.model), job.config, dtype=job.dtype)
+    share = _share(job, cuboid.mesh_of(model))
+    if job.tokens is not None:
+        check_size(job.tokens.meta, options.sequence_length, job.global_batch(share.replicas))
+    device = world.connect()
+    tokens = job.tokens or _tokenize(job, share, world, device)
+    _clear(options.out, world)
+    engine, *_ = deepspeed.initialize(model=model, config=copy.deepcopy(job.config))
+    loop = _loop(job, engine, tokens, share, device)
+    with TrainProgress(job.steps, shown=world.is_first) as progress:
+        history = loop.run(job.steps, options.evaluations, progress)
+    cuboid.save_pretrained(engine, str(options.out / MODEL))
+    report = _report(job, loop, history, tokens, world, started)
+    if world.is_first:
+        job.tokenizer.save_pretrained(options.out / MODEL)
+        np.save(options.out / BLOCKS, loop.heldout.numpy(), allow_pickle=False)
+        draw(report, options.out / CURVE)
+        report.write(options.out)
+    return report
+
+
+def _share(job: Job, mesh: cuboid.Mesh) -> Share:
+    if job.micro_batch % mesh.shape.batch:
+        raise ConfigError(
+            f"train_micro_batch_size_per_gpu is {job.micro_batch}, which the mesh's batch axis of "
+            f"{mesh.shape.batch} can't share; make it a multiple of {mesh.shape.batch}. (It counts the "
+            "sequences of a whole mesh.)"
+        )
+    return Share(mesh.coordinate.data, mesh.topology.data, job.micro_batch)
+
+
+def _tokenize(job: Job, share: Share, world: World, device: torch.device) -> Tokens:
+    """Tokenize the text once on each machine; the other ranks wait and map the same files."""
+    failure: CuboidError | None = None
+    folder = job.options.out / "tokens"
+    if world.local_rank == 0:
+        try:
+            tokens = tokenize(read_corpus(job.options.data), job.tokenizer, folder)
+            check_tokens(tokens.meta, job.tokenizer, job.vocabulary)
+            check_size(tokens.meta, job.options.sequence_length, job.global_batch(share.replicas))
+        except CuboidError as error:
+            failure = error
+        except OSError as error:
+            failure = CuboidError(f"--out {str(job.options.out)!r} can't be written: {error}")
+    agree(failure, world, device)
+    return Tokens.open(folder)
+
+
+def _clear(out: Path, world: World) -> None:
+    # A report that an earlier run left there must not be taken for this one's, should this one fail.
+    if world.is_first:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / REPORT).unlink(missing_ok=True)
+
+
+def _loop(job: Job, engine: object, tokens: Tokens, share: Share, device: torch.device) -> Loop:
+    length = job.options.sequence_length
+    blocks = Blocks(tokens.stream("train"), length)
+    heldout = heldout_blocks(Blocks(tokens.stream("heldout"), length), job.options.heldout_blocks)
+    shuffle = Shuffle(len(blocks), job.options.seed)
+    return Loop(engine, blocks, heldout, shuffle, share, job.accumulation, device)
+
+
+def _report(job: Job, loop: Loop, history: History, tokens: Tokens, world: World, started: float) -> Report:
+    mesh = cuboid.mesh_of(loop.engine)
+    parameters = sum(parameter.numel() for parameter in loop.engine.module.parameters())
+    own = [parameters, memory.peak_bytes(), *history.sent_bytes.values()]
+    ranks = rank_figures(gather(own, world, loop.device), list(history.sent_bytes))
+    shape, options = mesh.shape, job.options
+    return Report(
+        model=str(options.model),
+        data=tokens.meta.source,
+        device=str(loop.device),
+        dtype=str(job.dtype).removeprefix("torch."),
+        world_size=world.size,
+        mesh=MeshSizes(
+            batch=shape.batch, sequence=shape.sequence, hidden=shape.hidden, data_parallel=loop.share.replicas
+        ),
+        steps=job.steps,
+        seed=options.seed,
+        sequence_length=options.sequence_length,
+        micro_batch=job.micro_batch,
+        gradient_accumulation=job.accumulation,
+        losses=Losses(
+            first=history.losses[0],
+            last=history.losses[-1],
+            heldout_first=history.heldout[0].loss,
+            heldout_last=history.heldout[-1].loss,
+        ),
+        speed=Speed(
+            tokens=loop.tokens_per_step * job.steps,
+            tokens_per_s=loop.tokens_per_step / history.mean_step_s,
+            step_s=history.mean_step_s,
+            wall_s=time.perf_counter() - started,
+        ),
+        parameters=sum(rank.parameters for rank in ranks) // loop.share.replicas,
+        memory_kind=memory.kind(),
+        ranks=ranks,
+        train_losses=history.losses,
+        heldout_losses=history.heldout,
+        config=job.config,
+        versions=versions(),
+    )

@@ -1,0 +1,92 @@
+"""This process among the others: what the launcher said, the process group, the device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from cuboid import CuboidError
+from deepspeed.accelerator import get_accelerator
+
+
+@dataclass(frozen=True)
+class World:
+    """The launcher's environment variables. Without a launcher: a world of one."""
+
+    rank: int
+    size: int
+    local_rank: int
+
+    @classmethod
+    def from_environment(cls) -> World:
+        """Read RANK, WORLD_SIZE and LOCAL_RANK.
+
+        Raises:
+            CuboidError: only some of the launcher's variables are there, or they aren't numbers.
+        """
+        if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+            return cls(0, 1, 0)
+        numbers = {}
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            value = os.environ.get(name, "")
+            if not value.isdigit():
+                raise CuboidError(
+                    f"the environment variable {name} is {value!r}, not a number; start the ranks with "
+                    "deepspeed, torchrun or accelerate launch"
+                )
+            numbers[name] = int(value)
+        return cls(numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"])
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all: it prints, and writes the files."""
+        return self.rank == 0
+
+    def connect(self) -> torch.device:
+        """Start the process group (unless there is one) on the accelerator that DeepSpeed sees.
+
+        Returns:
+            The device of this rank.
+        """
+        accelerator = get_accelerator()
+        if accelerator.device_name() != "cpu":
+            accelerator.set_device(self.local_rank)
+        if not dist.is_initialized():
+            backend = accelerator.communication_backend_name()
+            if self.size == 1 and "MASTER_ADDR" not in os.environ:
+                dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+            else:
+                dist.init_process_group(backend, rank=self.rank, world_size=self.size)
+        return torch.device(accelerator.current_device_name())
+
+
+def agree(failure: CuboidError | None, world: World, device: torch.device) -> None:
+    """Raise on every rank if any rank failed; collective.
+
+    Raises:
+        CuboidError: this rank's own failure, or word of another's.
+    """
+    failed = torch.tensor(0 if failure is None else world.rank + 1, device=device)
+    dist.all_reduce(failed, dist.ReduceOp.MAX)
+    if failure is not None:
+        raise failure
+    if failed.item():
+        raise CuboidError(f"rank {int(failed.item()) - 1} could not go on; see its own messages")
+
+
+def gather(numbers: Sequence[int], world: World, device: torch.device) -> list[list[int]]:
+    """The same count of numbers from each rank, in rank order; collective."""
+    mine = torch.tensor(list(numbers), dtype=torch.int64, device=device)
+    rows = [torch.empty_like(mine) for _ in range(world.size)]
+    dist.all_gather(rows, mine)
+    return [row.tolist() for row in rows]
+
+
+def mean(value: float, weight: float, device: torch.device) -> float:
+    """Weighted mean of one number per rank over all ranks; collective."""
+    pair = torch.tensor([value * weight, weight], dtype=torch.float64, device=device)
+    dist.all_reduce(pair)
+    return float(pair[0] / pair[1])

@@ -1,0 +1,46 @@
+"""Float64 all the way through models that compute parts of themselves in float32.
+
+Hugging Face's models cast to float32 where half precision would lose too much: in RMSNorm, in softmax, before the
+loss. With float64 weights those casts *lose* half of the digits, and a comparison could see errors of 1e-7 only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class KeepFloat64(TorchFunctionMode):
+    """Inside, a float64 tensor stays one: ``x.float()``, ``x.to(torch.float32)`` and ``dtype=torch.float32`` keep float64.
+
+    Only functions whose first argument is a float64 tensor are touched, so what a model builds in float32 to begin
+    with (the cosines and sines of rotary embeddings) is the same as without the mode.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if func is torch.Tensor.float:
+                return args[0]
+            args = tuple(_widened(argument) for argument in args)
+            kwargs = {name: _widened(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def precision(*, keep_float64: bool) -> contextlib.AbstractContextManager[Any]:
+    """:class:`KeepFloat64`, or a context that does nothing."""
+    return KeepFloat64() if keep_float64 else contextlib.nullcontext()
+
+
+def _widened(argument: Any) -> Any:
+    return torch.float64 if argument is torch.float32 else argument

@@ -1,0 +1,66 @@
+"""The side to believe: plain transformers in a single process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import cuboid
+from cuboid.verify.float64 import precision
+from cuboid.verify.plan import Plan, vocabulary_of
+from cuboid.verify.probe import probe
+from cuboid.verify.storage import write
+from cuboid.verify.training import Side, Tensors, train
+
+
+class OneProcess(Side):
+    """Everything is here."""
+
+    def gradients(self, model: nn.Module) -> Tensors:
+        """As the parameters have them, tied ones once for each name."""
+        named = model.named_parameters(remove_duplicate=False)
+        return {name: p.grad.detach().cpu().clone() for name, p in named if p.grad is not None}
+
+    def weights(self, model: nn.Module) -> Tensors:
+        """The state dict."""
+        return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+
+
+def run_reference(plan: Plan, directory: str) -> None:
+    """Job of a world of one: run the plan with plain transformers and write the outcome into ``directory``."""
+    with _without_cuboid(), precision(keep_float64=plan.keep_float64):
+        model = load_plain(plan)
+        batch = plan.micro_batches(0, 0, vocabulary_of(model))[0]
+        activations, logits = probe(model, batch)
+        outcome = train(model, plan, OneProcess())
+    whole = (*batch["input_ids"].shape, model.config.get_text_config().hidden_size)
+    outcome.activations = {name: x for name, x in activations.items() if tuple(x.shape) == whole}
+    outcome.logits = {"logits": logits}
+    write(outcome, Path(directory))
+
+
+def load_plain(plan: Plan) -> Any:
+    """The plan's checkpoint, whole, on this process's device."""
+    model = AutoModelForCausalLM.from_pretrained(plan.checkpoint, config=plan.model_config(), dtype=plan.torch_dtype)
+    return model.to(device())
+
+
+def device() -> torch.device:
+    """The device of this worker."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+@contextlib.contextmanager
+def _without_cuboid() -> Iterator[None]:
+    cuboid.unregister()
+    try:
+        yield
+    finally:
+        cuboid.register()

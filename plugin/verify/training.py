@@ -1,0 +1,126 @@
+"""The short training run of a :class:`~cuboid.verify.plan.Plan`, and what it leaves behind."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from cuboid.verify.plan import Plan, vocabulary_of
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Outcome:
+    """What one side computed.
+
+    Args:
+        losses: of each step, the mean that the plan asks for.
+        norms: global gradient norm of each step, before clipping.
+        activations: whole outputs ``[B, S, hidden]`` of modules, in forward order, in evaluation, before any step.
+        logits: ``[B, S, V]`` of the same forward.
+        gradients: of the first step, before clipping.
+        weights: after the last step.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    activations: Tensors = field(default_factory=dict)
+    logits: Tensors = field(default_factory=dict)
+    gradients: Tensors = field(default_factory=dict)
+    weights: Tensors = field(default_factory=dict)
+
+
+class Side(ABC):
+    """How one of the two sides adds up over its ranks. The defaults are those of a single process."""
+
+    def replicas(self, plan: Plan) -> list[int]:
+        """The replicas whose micro-batches this process runs."""
+        return list(range(plan.data_parallel))
+
+    def sum_over_replicas(self, tensor: torch.Tensor) -> None:
+        """Add up, in place, over processes that ran other replicas' micro-batches."""
+
+    def sum_over_model(self, tensor: torch.Tensor) -> None:
+        """Add up, in place, over processes that hold other parts of the model."""
+
+    @abstractmethod
+    def gradients(self, model: nn.Module) -> Tensors:
+        """Whole gradients by Hugging Face name, on the process that reports."""
+
+    @abstractmethod
+    def weights(self, model: nn.Module) -> Tensors:
+        """Whole parameters by Hugging Face name, on the process that reports."""
+
+
+def train(model: Any, plan: Plan, side: Side) -> Outcome:
+    """Run the plan's optimizer steps."""
+    outcome = Outcome()
+    model.train()
+    if plan.checkpointing:
+        model.gradient_checkpointing_enable()
+    optimizer = adamw(model, plan)
+    for step in range(plan.steps):
+        outcome.losses.append(_backward(model, plan, side, step))
+        parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        for parameter in parameters:
+            side.sum_over_replicas(parameter.grad)
+        outcome.norms.append(_norm(parameters, side))
+        if step == 0:
+            outcome.gradients = side.gradients(model)
+        _clip(parameters, outcome.norms[-1], plan.clipping)
+        optimizer.step()
+        optimizer.zero_grad()
+    outcome.weights = side.weights(model)
+    return outcome
+
+
+def adamw(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
+    """The plan's optimizer, in its plainest form."""
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=plan.learning_rate,
+        betas=plan.betas,
+        eps=plan.epsilon,
+        weight_decay=plan.weight_decay,
+        foreach=False,
+    )
+
+
+def _backward(model: Any, plan: Plan, side: Side, step: int) -> float:
+    """Gradients of a step, this process's replicas alone; the loss of all."""
+    vocabulary, device = vocabulary_of(model), next(model.parameters()).device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    options: dict[str, Any] = {"use_cache": False}
+    share = 1.0
+    if plan.mean_over == "tokens":
+        options["num_items_in_batch"] = torch.tensor(plan.label_tokens(step, vocabulary), device=device)
+    else:
+        share /= plan.data_parallel * plan.accumulate
+    for replica in side.replicas(plan):
+        for batch in plan.micro_batches(step, replica, vocabulary):
+            loss = model(**{name: x.to(device) for name, x in batch.items()}, **options).loss * share
+            loss.backward()
+            total += loss.detach()
+    side.sum_over_replicas(total)
+    return total.item()
+
+
+def _norm(parameters: list[nn.Parameter], side: Side) -> float:
+    squares = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
+    for parameter in parameters:
+        assert parameter.grad is not None
+        squares += parameter.grad.double().square().sum()
+    side.sum_over_model(squares)
+    return squares.sqrt().item()
+
+
+def _clip(parameters: list[nn.Parameter], norm: float, largest: float) -> None:
+    if 0 < largest < norm:
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.grad *= largest / (norm + 1e-6)

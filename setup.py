@@ -1,0 +1,39 @@
+"""Cuboid: 3-D tensor parallelism for unmodified Hugging Face models, inside DeepSpeed."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+PLUGIN_PACKAGES = ["cuboid"] + [f"cuboid.{name}" for name in find_packages("plugin")]
+
+setup(
+    name="cuboid",
+    version="0.1.0",
+    description=__doc__.strip(),
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    package_dir={"cuboid": "plugin", "cuboid.patches": "patches"},
+    packages=[*PLUGIN_PACKAGES, "cuboid.patches"],
+    package_data={"cuboid": ["py.typed"]},
+    # The ranges are what the patches were read against; see patches/.
+    install_requires=[
+        "torch>=2.9,<2.14",
+        "transformers>=5.23,<5.24",
+        "deepspeed>=0.19.8,<0.20",
+        "accelerate>=1.10",
+        "pydantic>=2.9",
+        "pyyaml>=6",
+        "safetensors>=0.5",
+        "tokenizers>=0.21",
+        "typer>=0.15",
+        "rich>=13",
+        "matplotlib>=3.9",
+        "psutil>=5.9",
+    ],
+    extras_require={
+        "dev": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.12", "mypy>=1.15", "types-PyYAML", "types-psutil"],
+    },
+    entry_points={"console_scripts": ["cuboid=cuboid.cli:app"]},
+)
