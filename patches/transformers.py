@@ -21,10 +21,10 @@ from transformers.modeling_utils import AttentionInterface
 def _from_pretrained(original: Any) -> Any:
     @functools.wraps(original.__func__)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        config = active_config() or _config_kept_alive()
-        if config is None:
+        active = active_config() or _config_kept_alive()
+        if active is None:
             return original.__func__(cls, *args, **kwargs)
-        return load_sharded(cls, original.__func__, config, *args, **kwargs)
+        return load_sharded(cls, original.__func__, active, args, kwargs)
 
     return classmethod(from_pretrained)
 

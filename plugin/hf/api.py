@@ -46,7 +46,7 @@ def active_config() -> CuboidConfig | None:
     return _active.get()
 
 
-def from_pretrained(path: str | Path, config: ConfigSource | CuboidConfig, **kwargs: Any) -> PreTrainedModel:
+def from_pretrained(path: str | Path, config: ConfigSource | CuboidConfig, /, **kwargs: Any) -> PreTrainedModel:
     """``AutoModelForCausalLM.from_pretrained`` of a model sharded as ``config`` says.
 
     Works before ``torch.distributed`` is initialised: the launcher's RANK and WORLD_SIZE are enough.

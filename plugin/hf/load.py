@@ -8,7 +8,7 @@ No process group is needed: a rank's coordinate comes from the launcher's enviro
 
 from __future__ import annotations
 
-import functools
+import math
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ _INCOMPATIBLE = (
 
 
 def load_sharded(
-    cls: type[PreTrainedModel], from_pretrained: Any, config: CuboidConfig, *args: Any, **kwargs: Any
+    cls: type[PreTrainedModel], from_pretrained: Any, config: CuboidConfig, args: tuple, kwargs: dict[str, Any]
 ) -> PreTrainedModel:
     """``cls.from_pretrained(*args, **kwargs)`` of a model sharded as ``config`` says.
 
@@ -185,7 +185,12 @@ class _RankOfSlices(DeviceMesh):
 
     def __init__(self, sizes: tuple[int, ...], at: tuple[int, ...]) -> None:
         self._sizes, self._at = sizes, at
-        ranks = torch.arange(functools.reduce(lambda a, b: a * b, sizes, 1)).view(sizes)
+        # Models are built under `torch.device("meta")`; this tensor is read.
+        cells = torch.arange(math.prod(sizes), device="cpu").view(sizes)
+        own = int(cells[at])
+        # Equal meshes are taken for one another, whichever rank they were made for; so the ranks are numbered
+        # differently for each cell.
+        ranks = cells + own * cells.numel()
         names = tuple(str(dim) for dim in range(len(sizes)))
         super().__init__("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=int(ranks[at]))
 

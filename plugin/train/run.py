@@ -13,7 +13,6 @@ from cuboid import ConfigError, CuboidError
 from cuboid.train import memory
 from cuboid.train.batches import Blocks, Share, Shuffle, heldout_blocks
 from cuboid.train.corpus import read_corpus
-from cuboid.train.curve import draw
 from cuboid.train.job import Job, TrainOptions, check_size, check_tokens, plan
 from cuboid.train.loop import History, Loop
 from cuboid.train.progress import TrainProgress
@@ -60,6 +59,8 @@ def run(options: TrainOptions, world: World) -> Report:
     cuboid.save_pretrained(engine, str(options.out / MODEL))
     report = _report(job, loop, history, tokens, world, started)
     if world.is_first:
+        from cuboid.train.curve import draw  # the other ranks have no use for matplotlib, which takes a second
+
         job.tokenizer.save_pretrained(options.out / MODEL)
         np.save(options.out / BLOCKS, loop.heldout.numpy(), allow_pickle=False)
         draw(report, options.out / CURVE)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-
 from cuboid.verify.training import Outcome, Tensors
 
 Kind = Literal["activation", "logits", "loss", "gradient", "norm", "weight"]
@@ -103,7 +102,7 @@ def first_difference(checks: Sequence[Check]) -> str | None:
         return "forward: the layers agree, the logits don't"
     if by_kind["gradient"]:
         last = by_kind["gradient"][-1]
-        return f"backward: outputs agree; going backward, the first gradient that differs is {last.name} ({last.error:.1e})"
+        return f"backward: outputs agree; coming from the loss, {last.name} has the first gradient that differs"
     if wrong:
         return f"{wrong[0].kind}: {wrong[0].name} is the first that differs (error {wrong[0].error:.1e})"
     return None

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class KeepFloat64(TorchFunctionMode):
-    """Inside, a float64 tensor stays one: ``x.float()``, ``x.to(torch.float32)`` and ``dtype=torch.float32`` keep float64.
+    """Inside, a float64 tensor stays one under ``x.float()``, ``x.to(torch.float32)`` and ``dtype=torch.float32``.
 
     Only functions whose first argument is a float64 tensor are touched, so what a model builds in float32 to begin
     with (the cosines and sines of rotary embeddings) is the same as without the mode.

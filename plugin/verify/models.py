@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-import transformers
-from transformers import AutoModelForCausalLM, PretrainedConfig
-
 from cuboid.errors import CuboidError, MeshError
 from cuboid.topology import MeshShape
+
+import transformers
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 Architecture = Literal["llama", "qwen2", "qwen3", "mistral", "gpt2"]
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)

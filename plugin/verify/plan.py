@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
-
 from cuboid.errors import CuboidError
+
+from transformers import AutoConfig, PretrainedConfig
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 IGNORE_INDEX = -100
@@ -91,8 +92,8 @@ class Plan:
 
     def label_tokens(self, step: int, vocabulary: int) -> int:
         """Tokens of a step, in all replicas, that have a loss."""
-        batches = [batch for replica in range(self.data_parallel) for batch in self.micro_batches(step, replica, vocabulary)]
-        return sum(int((batch["labels"][:, 1:] != IGNORE_INDEX).sum()) for batch in batches)
+        replicas = [self.micro_batches(step, replica, vocabulary) for replica in range(self.data_parallel)]
+        return sum(int((batch["labels"][:, 1:] != IGNORE_INDEX).sum()) for batch in chain(*replicas))
 
     def _micro_batch(self, step: int, number: int, vocabulary: int) -> dict[str, torch.Tensor]:
         index = step * self.data_parallel * self.accumulate + number

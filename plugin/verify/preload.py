@@ -2,6 +2,7 @@
 
 import cuboid
 import cuboid.verify.workers  # noqa: F401
-import deepspeed  # noqa: F401
 import torch  # noqa: F401
+
+import deepspeed  # noqa: F401
 import transformers  # noqa: F401

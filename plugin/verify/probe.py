@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from cuboid.topology import Coordinate, MeshShape
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-
-from cuboid.topology import Coordinate, MeshShape
 
 Tensors = dict[str, torch.Tensor]
 
@@ -38,7 +37,7 @@ def probe(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[Tensors, torch
 
 
 def _capture(module: nn.Module, name: str, captured: Tensors) -> RemovableHandle:
-    def hook(_: nn.Module, inputs: Any, output: Any) -> None:
+    def hook(_: nn.Module, __: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) and output else output
         if isinstance(first, torch.Tensor) and first.dim() == 3 and first.is_floating_point() and name not in captured:
             captured[name] = first.detach().cpu()

@@ -7,21 +7,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cuboid
 import torch
 import torch.distributed as dist
-from torch import nn
-from transformers import AutoModelForCausalLM
-
-import cuboid
 from cuboid.verify.float64 import precision
 from cuboid.verify.plan import Plan, vocabulary_of
 from cuboid.verify.probe import probe
 from cuboid.verify.storage import write
-from cuboid.verify.training import Side, Tensors, train
+from cuboid.verify.training import Tensors, train
+from torch import nn
+
+from transformers import AutoModelForCausalLM
 
 
-class OneProcess(Side):
-    """Everything is here."""
+class OneProcess:
+    """Everything is here, so there is nothing to add up."""
+
+    def replicas(self, plan: Plan, /) -> list[int]:
+        """All."""
+        return list(range(plan.data_parallel))
+
+    def sum_over_replicas(self, tensor: torch.Tensor) -> None:
+        """Nothing to do."""
+
+    def sum_over_model(self, tensor: torch.Tensor) -> None:
+        """Nothing to do."""
 
     def gradients(self, model: nn.Module) -> Tensors:
         """As the parameters have them, tied ones once for each name."""
@@ -35,11 +45,12 @@ class OneProcess(Side):
 
 def run_reference(plan: Plan, directory: str) -> None:
     """Job of a world of one: run the plan with plain transformers and write the outcome into ``directory``."""
-    with _without_cuboid(), precision(keep_float64=plan.keep_float64):
+    with _without_cuboid():
         model = load_plain(plan)
         batch = plan.micro_batches(0, 0, vocabulary_of(model))[0]
-        activations, logits = probe(model, batch)
-        outcome = train(model, plan, OneProcess())
+        with precision(keep_float64=plan.keep_float64):
+            activations, logits = probe(model, batch)
+            outcome = train(model, plan, OneProcess())
     whole = (*batch["input_ids"].shape, model.config.get_text_config().hidden_size)
     outcome.activations = {name: x for name, x in activations.items() if tuple(x.shape) == whole}
     outcome.logits = {"logits": logits}

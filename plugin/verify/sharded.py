@@ -5,29 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import deepspeed
+import cuboid
 import torch
 import torch.distributed as dist
-from torch import nn
-from transformers import AutoModelForCausalLM
-
-import cuboid
 from cuboid import Mesh, MeshShape
 from cuboid.verify.float64 import precision
 from cuboid.verify.plan import Plan, vocabulary_of
 from cuboid.verify.probe import probe, residual_part
 from cuboid.verify.reference import device, load_plain
 from cuboid.verify.storage import write, write_part
-from cuboid.verify.training import Outcome, Side, Tensors, train
+from cuboid.verify.training import Outcome, Tensors, train
+from torch import nn
+
+import deepspeed
+from transformers import AutoModelForCausalLM
 
 
-class OnMesh(Side):
+class OnMesh:
     """One rank of ``data_parallel`` meshes."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
 
-    def replicas(self, plan: Plan) -> list[int]:
+    def replicas(self, _: Plan, /) -> list[int]:
         """The one that this rank belongs to."""
         return [self._mesh.coordinate.data]
 
@@ -56,11 +56,11 @@ def run_core(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
     Returns:
         The mesh, which ``"mesh": "auto"`` leaves open until the model is known.
     """
+    model = _load(plan, config)
+    mesh = cuboid.mesh_of(model)
+    mesh.connect()
+    batch = plan.micro_batches(0, 0, vocabulary_of(model))[0]
     with precision(keep_float64=plan.keep_float64):
-        model = _load(plan, config)
-        mesh = cuboid.mesh_of(model)
-        mesh.connect()
-        batch = plan.micro_batches(0, 0, vocabulary_of(model))[0]
         activations, logits = probe(model, batch)
         outcome = train(model, plan, OnMesh(mesh))
     if mesh.coordinate.data == 0:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
-
 from cuboid.topology import MeshShape, Topology
 from cuboid.verify.probe import assemble
 from cuboid.verify.training import Outcome, Tensors
+from safetensors.torch import load_file, save_file
 
 _TENSORS = ("activations", "logits", "gradients", "weights")
 

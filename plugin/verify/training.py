@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
-
 from cuboid.verify.plan import Plan, vocabulary_of
+from torch import nn
 
 Tensors = dict[str, torch.Tensor]
 
@@ -35,12 +33,11 @@ class Outcome:
     weights: Tensors = field(default_factory=dict)
 
 
-class Side(ABC):
-    """How one of the two sides adds up over its ranks. The defaults are those of a single process."""
+class Side(Protocol):
+    """What the two sides do differently: running replicas, and adding up over ranks."""
 
-    def replicas(self, plan: Plan) -> list[int]:
+    def replicas(self, plan: Plan, /) -> list[int]:
         """The replicas whose micro-batches this process runs."""
-        return list(range(plan.data_parallel))
 
     def sum_over_replicas(self, tensor: torch.Tensor) -> None:
         """Add up, in place, over processes that ran other replicas' micro-batches."""
@@ -48,11 +45,9 @@ class Side(ABC):
     def sum_over_model(self, tensor: torch.Tensor) -> None:
         """Add up, in place, over processes that hold other parts of the model."""
 
-    @abstractmethod
     def gradients(self, model: nn.Module) -> Tensors:
         """Whole gradients by Hugging Face name, on the process that reports."""
 
-    @abstractmethod
     def weights(self, model: nn.Module) -> Tensors:
         """Whole parameters by Hugging Face name, on the process that reports."""
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cuboid.errors import CuboidError
+from cuboid.train.quiet import quiet
 
 _HOST = "127.0.0.1"
 #: How long the other ranks may still report after the first one has failed, before they are killed.
@@ -145,7 +146,12 @@ class WorkerPool:
         return results
 
     def close(self) -> None:
-        """End every process of the pool."""
+        """End every process of the pool: idle ones by themselves, others by force."""
+        for worker in self._workers:
+            worker.connection.close()
+        deadline = time.monotonic() + _GRACE_S
+        for worker in self._workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
         self._discard(len(self._workers))
 
     def __enter__(self) -> WorkerPool:
@@ -216,6 +222,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 def _serve(connection: Connection) -> None:
     """The life of a worker: say ready, then answer one job after another until the parent hangs up."""
     torch.set_num_threads(1)
+    quiet()
     connection.send(_Success(None))
     while True:
         try:

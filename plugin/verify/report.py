@@ -1,0 +1,166 @@
+"""The result of a verification, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cuboid.topology import MeshShape
+from cuboid.verify.compare import Check, Kind, first_difference
+from cuboid.verify.plan import Plan
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+#: One comparison of a whole run: Cuboid's core under torch's optimizer, or the whole DeepSpeed engine.
+Pass = Literal["core", "engine"]
+_TITLES: dict[Pass, str] = {"core": "Cuboid's core", "engine": "the DeepSpeed engine"}
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass found.
+
+    Args:
+        name: which pass.
+        plan: what both sides ran.
+        mesh: of one replica.
+        tolerance: the largest error that passes.
+        losses, norms: of each step, plain transformers first, then Cuboid.
+        checks: see :func:`cuboid.verify.compare.compare`.
+    """
+
+    name: Pass
+    plan: Plan
+    mesh: MeshShape
+    tolerance: float
+    losses: tuple[list[float], list[float]]
+    norms: tuple[list[float], list[float]]
+    checks: list[Check]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check is within tolerance."""
+        return all(check.passed for check in self.checks)
+
+    @property
+    def first_difference(self) -> str | None:
+        """Where the two sides part, or None."""
+        return first_difference(self.checks)
+
+    def worst(self, kind: Kind) -> Check | None:
+        """The check of a kind with the largest error, if there is any of that kind."""
+        return max((check for check in self.checks if check.kind == kind), key=lambda check: check.error, default=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON. An error that is no number is ``null``."""
+        return {
+            "pass": self.name,
+            "passed": self.passed,
+            "first_difference": self.first_difference,
+            "dtype": self.plan.dtype,
+            "mesh": {"batch": self.mesh.batch, "sequence": self.mesh.sequence, "hidden": self.mesh.hidden},
+            "data_parallel": self.plan.data_parallel,
+            "accumulate": self.plan.accumulate,
+            "tolerance": self.tolerance,
+            "losses": {"transformers": self.losses[0], "cuboid": self.losses[1]},
+            "gradient_norms": {"transformers": self.norms[0], "cuboid": self.norms[1]},
+            "checks": [
+                {
+                    "kind": check.kind,
+                    "name": check.name,
+                    "error": check.error if math.isfinite(check.error) else None,
+                    "magnitude": check.magnitude if math.isfinite(check.magnitude) else None,
+                    "passed": check.passed,
+                }
+                for check in self.checks
+            ],
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """What all passes found."""
+
+    passes: list[PassReport]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every pass passed."""
+        return all(report.passed for report in self.passes)
+
+    def write(self, path: str | Path) -> None:
+        """Write JSON."""
+        content = {"passed": self.passed, "passes": [report.as_dict() for report in self.passes]}
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+    def print(self, console: Console) -> None:
+        """Print the tables of every pass and the verdict."""
+        for report in self.passes:
+            _print_pass(report, console)
+
+
+def _print_pass(report: PassReport, console: Console) -> None:
+    plan = report.plan
+    title = (
+        f"{_TITLES[report.name]}, {plan.dtype}, mesh {report.mesh}, data parallel {plan.data_parallel}, "
+        f"accumulate {plan.accumulate}: errors up to {report.tolerance:.0e} pass"
+    )
+    console.print(_steps(report, title))
+    console.print(_parameters(report))
+    console.print(_outputs(report))
+    if report.passed:
+        console.print(f"[green]✓[/] all {len(report.checks)} checks pass\n")
+    else:
+        failures = sum(not check.passed for check in report.checks)
+        console.print(f"[red]✗[/] {failures} of {len(report.checks)} checks fail")
+        console.print(f"[red]✗[/] {escape(report.first_difference or '')}\n")
+
+
+def _steps(report: PassReport, title: str) -> Table:
+    table = _table(title, "step", "loss (transformers)", "loss (Cuboid)", "error", "gradient norm", "error")
+    losses, norms = (_by_name(report, kind) for kind in ("loss", "norm"))
+    for index, name in enumerate(losses):
+        pair = (f"{report.losses[0][index]:.9f}", f"{report.losses[1][index]:.9f}")
+        table.add_row(name, *pair, _error(losses.get(name)), f"{report.norms[0][index]:.6g}", _error(norms.get(name)))
+    return table
+
+
+def _parameters(report: PassReport) -> Table:
+    gradients, weights = (_by_name(report, kind) for kind in ("gradient", "weight"))
+    table = _table("", "parameter", "largest gradient", "gradient error", "weight error")
+    for name in {**weights, **gradients}:
+        gradient = gradients.get(name)
+        magnitude = f"{gradient.magnitude:.1e}" if gradient else "–"
+        table.add_row(escape(name), magnitude, _error(gradient), _error(weights.get(name)))
+    return table
+
+
+def _outputs(report: PassReport) -> Table:
+    table = _table("", "output of", "error")
+    for check in report.checks:
+        if check.kind in ("activation", "logits"):
+            table.add_row(escape(check.name), _error(check))
+    return table
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    table = Table(title=title or None, title_justify="left", title_style="bold")
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table
+
+
+def _by_name(report: PassReport, kind: Kind) -> dict[str, Check]:
+    return {check.name: check for check in report.checks if check.kind == kind}
+
+
+def _error(check: Check | None) -> str:
+    if check is None:
+        return "–"
+    return f"{check.error:.1e}" if check.passed else f"[bold red]{check.error:.1e} ✗[/]"
