@@ -67,11 +67,11 @@ class TensorParallelConfig(_Section):
                 raise ValueError('"mesh": "auto" needs "size", the number of ranks of the mesh')
         elif self.size is not None and self.size != self.mesh.shape.size:
             raise ValueError(
-                f'"size" is {self.size} but the mesh {self.mesh.shape} has {self.mesh.shape.size} ranks; leave "size" out'
+                f'"size" is {self.size}, but mesh {self.mesh.shape} has {self.mesh_size} ranks; leave "size" out'
             )
         if self.autotp_size not in (None, 0, self.mesh_size):
             raise ValueError(
-                f"autotp_size is {self.autotp_size} beside mode 3d_tensor on {self.mesh_size} ranks; leave autotp_size out"
+                f"autotp_size is {self.autotp_size}, but the mesh has {self.mesh_size} ranks; leave autotp_size out"
             )
         return self
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers import PretrainedConfig
 
 PREFIX = "cuboid_"
+_RECORD = "cuboid_attention"
 IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 #: Length of the unsplit sequence of the forward that is running. Masks are made from an embedding that holds
@@ -40,6 +42,14 @@ def whole_sequence(length: int) -> Iterator[None]:
         _whole_length.reset(token)
 
 
+@dataclass
+class AttentionRecord:
+    """What a twin needs to know of the module that calls it, and whether it was called."""
+
+    mesh: Mesh
+    calls: int = 0
+
+
 def use_sharded_attention(config: PretrainedConfig, modules: list[nn.Module], mesh: Mesh) -> None:
     """Point a model's config at the twin of its attention implementation.
 
@@ -54,8 +64,7 @@ def use_sharded_attention(config: PretrainedConfig, modules: list[nn.Module], me
     if name == "eager" and getattr(config, "reorder_and_upcast_attn", False):
         raise UnsupportedModelError('reorder_and_upcast_attn with attn_implementation "eager" has no rule; use "sdpa"')
     for module in modules:
-        module.cuboid_mesh = mesh
-        module.cuboid_attention_calls = 0
+        setattr(module, _RECORD, AttentionRecord(mesh))
     config._attn_implementation = PREFIX + name
 
 
@@ -64,10 +73,11 @@ def attention_twin(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor 
 
     def attend(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         kernel = _eager_of(module) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
-        module.cuboid_attention_calls += 1
+        record = _record(module)
+        record.calls += 1
         if not kwargs.get("dropout"):
             return kernel(module, query, *args, **kwargs)
-        with own_random_numbers(module.cuboid_mesh, query.device):
+        with own_random_numbers(record.mesh, query.device):
             return kernel(module, query, *args, **kwargs)
 
     return attend
@@ -83,6 +93,12 @@ def mask_twin(name: str) -> Callable[..., Any]:
     return make_mask
 
 
+def _record(module: nn.Module) -> AttentionRecord:
+    record = getattr(module, _RECORD)
+    assert isinstance(record, AttentionRecord)
+    return record
+
+
 def _eager_of(module: nn.Module) -> Callable[..., Any]:
     """The eager attention function of the file that defines an attention module."""
     return sys.modules[type(module).__module__].eager_attention_forward
@@ -94,6 +110,6 @@ def check_attention_ran(modules: dict[str, nn.Module]) -> None:
     Raises:
         UnsupportedModelError: a module computed attention elsewhere.
     """
-    bypassed = [name for name, module in modules.items() if not module.cuboid_attention_calls]
+    bypassed = [name for name, module in modules.items() if not _record(module).calls]
     if bypassed:
         raise UnsupportedModelError(f"{bypassed[0]} computed attention without Hugging Face's attention interface")

@@ -95,10 +95,9 @@ def _check_shapes(whole: dict[str, torch.Tensor], mesh: Mesh) -> None:
     if ids.dim() != 2:
         raise CuboidError(f"input_ids must be [batch, sequence], not {list(ids.shape)}")
     for name, tensor in whole.items():
-        rows_fit = tensor.dim() == 2 and tensor.shape[0] in (
-            (1, ids.shape[0]) if name == "position_ids" else (ids.shape[0],)
-        )
-        if not rows_fit or tensor.shape[1] != ids.shape[1]:
+        # Positions are often given once for all rows.
+        rows = (1, ids.shape[0]) if name == "position_ids" else (ids.shape[0],)
+        if tensor.dim() != 2 or tensor.shape[0] not in rows or tensor.shape[1] != ids.shape[1]:
             raise CuboidError(f"{name} is {list(tensor.shape)}, but input_ids is {list(ids.shape)}")
     pieces = mesh.size("batch")
     if ids.shape[0] % pieces:

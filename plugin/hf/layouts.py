@@ -98,7 +98,8 @@ def _layout(
     if role.kind in ("rms_norm", "layer_norm"):
         return Layout(shape, (("hidden",),))
     if role.kind in ("embedding", "head"):
-        return Layout(shape, (("sequence",), ("hidden",))[: len(shape)], ragged=True)
+        split: tuple[tuple[Axis, ...], ...] = (("sequence",), ("hidden",))
+        return Layout(shape, split[: len(shape)], ragged=True)
     parts = 3 if role.heads == "query_key_value" else 1
     out, into = _feature_axes(name, role, heads, mesh)
     if name == "bias":

@@ -78,6 +78,9 @@ class _Loading:
 
     _cuboid_base: type[PreTrainedModel]
     _cuboid_config: CuboidConfig
+    # Of the architecture's class, which is mixed in.
+    named_parameters: Any
+    all_tied_weights_keys: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

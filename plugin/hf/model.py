@@ -27,6 +27,7 @@ class Sharding:
 
     mesh: Mesh
     config: TensorParallelConfig
+    base: type[PreTrainedModel]
     attention: dict[str, nn.Module]
     checked: bool = False
 
@@ -59,8 +60,9 @@ def shard_modules(
     attention = {name: model.get_submodule(name) for name in attention_modules(blueprint)}
     use_sharded_attention(model.config, list(attention.values()), mesh)
     model.loss_function = functools.partial(_loss, mesh=mesh)
-    model.cuboid = Sharding(mesh, config, attention)
-    model.__class__ = _sharded_class(type(model))
+    base = type(model)
+    model.cuboid = Sharding(mesh, config, base, attention)
+    model.__class__ = _sharded_class(base)  # type: ignore[arg-type]
     return model
 
 
@@ -146,7 +148,7 @@ def _loss(
     shift_labels: torch.Tensor | None = None,
     *,
     mesh: Mesh,
-    **kwargs: Any,
+    **_: Any,
 ) -> torch.Tensor:
     """In place of Hugging Face's ``ForCausalLMLoss``, on logits ``[B/b, S/h, V/s]``."""
     if shift_labels is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from cuboid.errors import UnsupportedModelError
@@ -26,8 +27,8 @@ def rms_norm_settings(module: nn.Module) -> tuple[float, float]:
     name = type(module).__name__
     if eps is None:
         raise UnsupportedModelError(f"{name} has none of the attributes {', '.join(_EPS_NAMES)}: no rule for it")
-    probe = copy.deepcopy(module).to_empty(device="cpu").float()
-    size = probe.weight.shape[0]
+    probe: Any = copy.deepcopy(module).to_empty(device="cpu").float()
+    size = int(probe.weight.shape[0])
     # Fixed numbers, so that the user's random generator isn't touched.
     weight = torch.linspace(0.5, 1.5, size)
     x = torch.linspace(-1.0, 2.0, size).unsqueeze(0)

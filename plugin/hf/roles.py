@@ -157,7 +157,5 @@ def _check_class(name: str, module: nn.Module, role: Role) -> None:
         raise UnsupportedModelError(
             f"{name!r} is a {type(module).__name__}, but the role {role.kind!r} has a rule for {names} only"
         )
-    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse):
-        raise UnsupportedModelError(
-            f"{name!r}: embeddings with max_norm, scale_grad_by_freq or sparse gradients have no rule"
-        )
+    if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
+        raise UnsupportedModelError(f"{name!r}: no rule for max_norm, scale_grad_by_freq or sparse embeddings")

@@ -58,7 +58,7 @@ def save_sharded(model: PreTrainedModel, directory: str | Path, **kwargs: Any) -
 
 def _save_as_own_class(model: Any, directory: str | Path, state: dict[str, torch.Tensor], kwargs: Any) -> None:
     # The base class writes the file; for that time the config must not name the twin of its attention.
-    base = type(model).__mro__[2]
+    base = model.cuboid.base
     implementation = model.config._attn_implementation
     model.config._attn_implementation = implementation.removeprefix(PREFIX)
     try:

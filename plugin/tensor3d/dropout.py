@@ -27,7 +27,7 @@ def own_random_numbers(mesh: Mesh, device: torch.device) -> Iterator[None]:
     seed += mesh.index(*AXES)
     if device.type == "cpu":
         with torch.random.fork_rng(devices=[]):
-            torch.random.default_generator.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             yield
     else:
         with torch.random.fork_rng(devices=[device], device_type=device.type):

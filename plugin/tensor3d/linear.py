@@ -185,7 +185,8 @@ class ShardedLinear(ShardedModule, nn.Linear):
     ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
-        self.weight, self.bias = weight, bias
+        self.weight = weight
+        self.register_parameter("bias", bias)
         self.init_sharding(mesh, layouts)
 
     def configure(self, product: Product, bias_rows: torch.Tensor | None = None) -> None:
@@ -208,7 +209,8 @@ class ShardedLinear(ShardedModule, nn.Linear):
 
     def extra_repr(self) -> str:
         """Unsplit sizes and the mesh."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, mesh={self.mesh.shape}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}, mesh={self.mesh.shape}"
 
 
 def up_product(weight: ParameterGather, *, in_first: bool = False, parts: int = 1) -> Product:

@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm over a hidden dim that is split: one small collective for the statistics.
 
-Input and output are ``[..., H/h]``; weight and bias are ``[H/h]`` blocks. Only the input and the ``[..., 1]`` statistics
-are saved. Statistics are computed in float32, or in float64 where the input is.
+Input and output are ``[..., H/h]``; weight and bias are ``[H/h]`` blocks. Only the input and the ``[..., 1]``
+statistics are saved. Statistics are computed in float32, or in float64 where the input is.
 """
 
 from __future__ import annotations
