@@ -187,7 +187,25 @@ def _remap_optimizer(optimizer: Any, replaced: dict[int, nn.Parameter]) -> None:
         group["params"] = _remap(group["params"], replaced)
 
 
+def _tp_model_init(original: Any) -> Any:
+    @functools.wraps(original)
+    def tp_model_init(model: nn.Module, *args: Any, config: Any = None, **kwargs: Any) -> nn.Module:
+        if isinstance(model, ShardedModel) or (config is not None and split_config(config)[0] is not None):
+            return model
+        return original(model, *args, config=config, **kwargs)
+
+    return tp_model_init
+
+
 PATCHES = [
+    Patch(
+        target="deepspeed:tp_model_init",
+        package="deepspeed",
+        versions=">=0.19.8,<0.20",
+        reason="keep the HF Trainer, which sees autotp_size in the config, from asking for AutoTP as well",
+        parameters=("model", "config"),
+        replace=_tp_model_init,
+    ),
     Patch(
         target="deepspeed:initialize",
         package="deepspeed",
@@ -195,5 +213,5 @@ PATCHES = [
         reason="take tensor_parallel.mode 3d_tensor out of the config, shard the model, and hand DeepSpeed the mesh",
         parameters=("args", "model", "optimizer", "model_parameters", "mpu", "config", "config_params"),
         replace=_initialize,
-    )
+    ),
 ]

@@ -101,10 +101,10 @@ def _check_shapes(whole: dict[str, torch.Tensor], mesh: Mesh) -> None:
             raise CuboidError(f"{name} is {list(tensor.shape)}, but input_ids is {list(ids.shape)}")
     pieces = mesh.size("batch")
     if ids.shape[0] % pieces:
+        axes = " or ".join(map(str, divisors(ids.shape[0])))
         raise CuboidError(
             f"the micro-batch has {ids.shape[0]} rows, which the mesh's batch axis of {pieces} can't share; give it a "
-            f"multiple of {pieces} ({ids.shape[0] // pieces * pieces or pieces} or "
-            f"{padded_length(ids.shape[0], pieces)}), or a batch axis of {' or '.join(map(str, divisors(ids.shape[0])))}"
+            f"multiple of {pieces} such as {padded_length(ids.shape[0], pieces)}, or a batch axis of {axes}"
         )
 
 

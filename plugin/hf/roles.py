@@ -137,8 +137,8 @@ def _by_class(name: str, module: nn.Module, hidden_size: int) -> Role:
             return Role("rms_norm")
     own = ", ".join(parameter for parameter, _ in module.named_parameters(recurse=False))
     raise UnsupportedModelError(
-        f"no rule covers {name!r} ({type(module).__name__}, parameters: {own}), and nothing is left unsplit in silence; "
-        "a rule can be added in cuboid.hf.roles"
+        f"no rule covers {name!r} ({type(module).__name__}, parameters: {own}), and nothing is left unsplit "
+        "in silence; a rule can be added in cuboid.hf.roles"
     )
 
 

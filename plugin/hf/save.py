@@ -43,13 +43,33 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return _whole_tensors(unwrap(model), lambda parameter: parameter.grad)
 
 
-def save_sharded(model: PreTrainedModel, directory: str | Path, **kwargs: Any) -> None:
-    """Write a checkpoint that plain transformers opens. All ranks of the mesh call it; the first one writes."""
+def save_sharded(
+    model: PreTrainedModel,
+    directory: str | Path,
+    *,
+    state_dict: dict[str, torch.Tensor] | None = None,
+    is_main_process: bool | None = None,
+    **kwargs: Any,
+) -> None:
+    """Write a checkpoint that plain transformers opens.
+
+    All ranks of the mesh call it and rank 0 writes; unless ``state_dict`` holds whole tensors already, as trainers
+    hand over, which is written by the rank that has it without asking the others.
+
+    Args:
+        model: the sharded model.
+        directory: where the checkpoint goes.
+        state_dict: whole tensors, or one rank's shards, which are ignored for the model's own.
+        is_main_process: whether this rank writes; by default rank 0 does.
+        kwargs: handed to ``PreTrainedModel.save_pretrained``.
+    """
     mesh = mesh_of(model)
-    kwargs.pop("is_main_process", None)
-    state = kwargs.pop("state_dict", None)
-    # A trainer hands over the state dict that it finds, which on a sharded model is one rank's shards.
-    state = state if state is not None and _is_whole(model, state) else full_state_dict(model)
+    writes = mesh.rank == 0 if is_main_process is None else is_main_process
+    if state_dict is not None and _is_whole(model, state_dict):
+        if writes:
+            _save_as_own_class(model, directory, state_dict, kwargs)
+        return
+    state = full_state_dict(model)
     if mesh.rank == 0:
         _save_as_own_class(model, directory, state, kwargs)
     if mesh.topology.world_size > 1:
@@ -69,7 +89,7 @@ def _save_as_own_class(model: Any, directory: str | Path, state: dict[str, torch
 
 def _is_whole(model: nn.Module, state: dict[str, torch.Tensor]) -> bool:
     shapes = {name: layout.shape for name, _, layout in sharded_parameters(model)}
-    return all(tuple(state[name].shape) == shape for name, shape in shapes.items() if name in state)
+    return bool(state) and all(tuple(state[name].shape) == shape for name, shape in shapes.items() if name in state)
 
 
 def _whole_tensors(
