@@ -53,8 +53,8 @@ def save_sharded(
 ) -> None:
     """Write a checkpoint that plain transformers opens.
 
-    All ranks of the mesh call it and rank 0 writes; unless ``state_dict`` holds whole tensors already, as trainers
-    hand over, which is written by the rank that has it without asking the others.
+    All ranks of the mesh call it and rank 0 writes; unless ``state_dict`` holds whole tensors already (or nothing, on
+    the ranks that were given nothing), as trainers hand over: the rank that has it writes without asking the others.
 
     Args:
         model: the sharded model.
@@ -66,7 +66,7 @@ def save_sharded(
     mesh = mesh_of(model)
     writes = mesh.rank == 0 if is_main_process is None else is_main_process
     if state_dict is not None and _is_whole(model, state_dict):
-        if writes:
+        if writes and state_dict:
             _save_as_own_class(model, directory, state_dict, kwargs)
         return
     state = full_state_dict(model)
@@ -89,7 +89,7 @@ def _save_as_own_class(model: Any, directory: str | Path, state: dict[str, torch
 
 def _is_whole(model: nn.Module, state: dict[str, torch.Tensor]) -> bool:
     shapes = {name: layout.shape for name, _, layout in sharded_parameters(model)}
-    return bool(state) and all(tuple(state[name].shape) == shape for name, shape in shapes.items() if name in state)
+    return all(tuple(state[name].shape) == shape for name, shape in shapes.items() if name in state)
 
 
 def _whole_tensors(
