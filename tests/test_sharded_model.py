@@ -1,0 +1,318 @@
+"""What a sharded model holds, saves and sends, on real ranks."""
+
+import os
+from pathlib import Path
+
+import cuboid
+import pytest
+import torch
+from cuboid.hf.auto import block_sizes
+from cuboid.tensor3d.dropout import ShardedDropout
+from cuboid.tensor3d.parameter import GatherState, ShardedModule
+from cuboid.tensor3d.traffic_formula import layer_bytes
+from cuboid.topology import MeshShape
+from cuboid.verify import SmallModel
+from safetensors.torch import load_file
+from transformers.distributed import sharding_utils
+
+from transformers import AutoModelForCausalLM
+
+BATCH, LENGTH = 8, 24
+WIDE = SmallModel("llama", heads=24, kv_heads=24, head_dim=4)
+FIVE_MESHES = ["1x8x1", "8x1x1", "2x2x2", "1x2x3", "4x1x2"]
+
+
+def built(small, **options):
+    torch.manual_seed(small.seed)
+    config = small.config()
+    config.update(options)
+    return AutoModelForCausalLM.from_config(config).train()
+
+
+def mode(mesh, **keys):
+    shape = MeshShape.parse(mesh)
+    axes = {"batch": shape.batch, "sequence": shape.sequence, "hidden": shape.hidden}
+    return {"tensor_parallel": {"mode": "3d_tensor", "mesh": axes, **keys}}
+
+
+def sharded(small, mesh, **keys):
+    return cuboid.shard(built(small), mode(mesh, **keys))
+
+
+def tokens(small, batch=BATCH, length=LENGTH):
+    return torch.randint(0, small.vocabulary, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+# --- bytes -------------------------------------------------------------------------------------------------------
+
+
+def bytes_of_one_layer(small, mesh):
+    """Bytes by axes of one decoder layer's forward and backward: those of three layers less those of two."""
+    counts = []
+    for layers in (2, 3):
+        deeper = SmallModel(small.architecture, small.heads, small.kv_heads, small.head_dim, layers, bias=small.bias)
+        model = sharded(deeper, mesh)
+        traffic = cuboid.mesh_of(model).traffic
+        ids = tokens(deeper)
+        model(input_ids=ids, labels=ids).loss.backward()
+        counts.append(traffic.snapshot())
+    two, three = counts
+    return {axes: three[axes] - two.get(axes, 0) for axes in three if three[axes] != two.get(axes, 0)}
+
+
+@pytest.mark.parametrize("mesh", FIVE_MESHES)
+@pytest.mark.parametrize("small", [WIDE, SmallModel("gpt2", heads=24, kv_heads=24, head_dim=4)], ids=["llama", "gpt2"])
+def test_counted_bytes_are_the_formula(pool, mesh, small):
+    shape = MeshShape.parse(mesh)
+    expected = layer_bytes(block_sizes(built(small), shape), shape, BATCH, LENGTH, element_bytes=4)
+    for counted in pool.run(shape.size, bytes_of_one_layer, small, mesh):
+        assert counted.keys() == expected.keys()
+        for axes, count in counted.items():
+            # Each collective's share is rounded to a whole byte.
+            assert count == pytest.approx(expected[axes], abs=40), axes
+
+
+@pytest.mark.parametrize(("kv_heads", "mesh"), [(2, "1x2x4"), (1, "2x2x2"), (4, "1x8x1")])
+@pytest.mark.parametrize("bias", [False, True])
+def test_counted_bytes_are_the_formula_with_few_key_value_heads(pool, kv_heads, mesh, bias):
+    small = SmallModel("llama", heads=8, kv_heads=kv_heads, bias=bias)
+    shape = MeshShape.parse(mesh)
+    expected = layer_bytes(block_sizes(built(small), shape), shape, BATCH, LENGTH, element_bytes=4)
+    for counted in pool.run(shape.size, bytes_of_one_layer, small, mesh):
+        assert counted == {axes: pytest.approx(count, abs=40) for axes, count in expected.items()}
+
+
+# --- what is held ------------------------------------------------------------------------------------------------
+
+
+def parameter_sizes(small, mesh):
+    model = sharded(small, mesh)
+    return {name: (p.numel(), p.untyped_storage().nbytes() // p.element_size()) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("mesh", FIVE_MESHES)
+def test_every_parameter_is_an_exact_fraction(pool, mesh):
+    small = SmallModel("llama", heads=24, kv_heads=24, head_dim=4, vocabulary=144)
+    whole = {name: p.numel() for name, p in built(small).named_parameters()}
+    ranks = MeshShape.parse(mesh).size
+    for held in pool.run(ranks, parameter_sizes, small, mesh):
+        assert held == {name: (size // ranks, size // ranks) for name, size in whole.items()}
+
+
+def saved_for_backward(small, mesh):
+    """Shapes of everything that autograd keeps between forward and backward, weights apart."""
+    model = sharded(small, mesh)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = []
+
+    def pack(x):
+        if x.untyped_storage().data_ptr() not in parameters and x.is_floating_point():
+            kept.append((x.untyped_storage().data_ptr(), x.numel()))
+        return x
+
+    ids = tokens(small)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        output = model(input_ids=ids, labels=ids)
+    del output
+    return sum(dict(kept).values())
+
+
+def test_saved_activations_are_sharded(pool):
+    # One KV head for each query head, so that attention saves nothing twice.
+    small = SmallModel("llama", heads=16, kv_heads=16, head_dim=4, vocabulary=144)
+    (alone,) = pool.run(1, saved_for_backward, small, "1x1x1")
+    for mesh in ("2x2x2", "1x4x2", "8x1x1"):
+        for rank_saves in pool.run(8, saved_for_backward, small, mesh):
+            # An eighth, and what isn't an activation: gathered norm weights, statistics, rotary tables.
+            assert rank_saves < alone / 8 * 1.25, mesh
+
+
+def collectives_over_sequence(small, mesh):
+    model = sharded(small, mesh)
+    traffic = cuboid.mesh_of(model).traffic
+    layer = model.model.layers[0]
+    entered = []
+    layer.self_attn.register_forward_pre_hook(lambda *_: entered.append(traffic.calls()["sequence"]), prepend=True)
+    layer.self_attn.register_forward_hook(lambda *_: entered.append(traffic.calls()["sequence"]))
+    ids = tokens(small)
+    model(input_ids=ids)
+    before, after = entered
+    return after - before
+
+
+def test_one_gather_of_the_sequence_for_all_projections_of_a_block(pool):
+    # The gather at the entrance, and the scatter of the output projection.
+    assert pool.run(2, collectives_over_sequence, WIDE, "1x2x1") == [2, 2]
+
+
+def gather_states(small, mesh):
+    model = sharded(small, mesh)
+    seen = set()
+    linear = model.model.layers[0].mlp.up_proj
+    gather = linear.gathers["weight"]
+    original = gather.block
+    gather.block = lambda: seen.add(gather.state) or original()
+    ids = tokens(small)
+    model(input_ids=ids, labels=ids).loss.backward()
+    states = {g.state for m in model.modules() if isinstance(m, ShardedModule) for g in m.gathers.values()}
+    with pytest.raises(AssertionError, match="not gathered"):
+        gather.reshard()
+    gather.gather(linear.weight)
+    with pytest.raises(AssertionError, match="gathered twice"):
+        gather.gather(linear.weight)
+    gather.reshard()
+    return seen, states
+
+
+def test_weights_are_gathered_for_the_product_only(pool):
+    for seen, after in pool.run(2, gather_states, WIDE, "2x1x1"):
+        assert seen == {GatherState.GATHERED}
+        assert after == {GatherState.SHARDED}
+
+
+# --- forward -----------------------------------------------------------------------------------------------------
+
+
+def logits_by_mode(small, mesh, gather_logits):
+    model = sharded(small, mesh, gather_logits=gather_logits)
+    ids = tokens(small, length=13)
+    shapes = {}
+    for mode in ("train", "eval"):
+        getattr(model, mode)()
+        for labels in (None, ids):
+            logits = model(input_ids=ids, labels=labels).logits
+            shapes[mode, labels is not None] = None if logits is None else tuple(logits.shape)
+    return shapes
+
+
+@pytest.mark.parametrize("setting", ["auto", True, False])
+def test_whole_unpadded_logits_where_they_are_wanted(pool, setting):
+    whole = (BATCH, 13, WIDE.vocabulary)
+    for shapes in pool.run(6, logits_by_mode, WIDE, "1x2x3", setting):
+        assert shapes["train", False] == shapes["eval", False] == whole
+        assert shapes["train", True] == (whole if setting is True else None)
+        assert shapes["eval", True] == (None if setting is False else whole)
+
+
+def refusals(small, mesh):
+    model = sharded(small, mesh)
+    ids = tokens(small)
+    cases = {
+        "use_cache": {"use_cache": True},
+        "token_type_ids": {"token_type_ids": ids},
+        "inputs_embeds": {"inputs_embeds": torch.zeros(BATCH, LENGTH, small.hidden)},
+        "output_hidden_states": {"output_hidden_states": True},
+        "logits_to_keep": {"logits_to_keep": 1},
+        "attention_mask": {"attention_mask": torch.ones(BATCH, LENGTH + 1)},
+        "rows": {"input_ids": ids[:3]},
+        "beyond": {"input_ids": ids + small.vocabulary},
+    }
+    messages = {}
+    for name, arguments in cases.items():
+        with pytest.raises((cuboid.CuboidError, RuntimeError)) as error:
+            model(**{"input_ids": ids, **arguments})
+        messages[name] = str(error.value)
+    with pytest.raises(cuboid.CuboidError):
+        model.resize_token_embeddings(200)
+    with pytest.raises(cuboid.CuboidError, match="sharded already"):
+        cuboid.shard(model, {"tensor_parallel": {"mode": "3d_tensor", "mesh": {"batch": 2}}})
+    return messages
+
+
+def test_arguments_without_a_rule_are_refused_by_name(pool):
+    for messages in pool.run(2, refusals, WIDE, "2x1x1"):
+        for name in ("use_cache", "token_type_ids", "inputs_embeds", "output_hidden_states", "logits_to_keep"):
+            assert messages[name].startswith(name)
+        assert messages["attention_mask"] == "attention_mask is [8, 25], but input_ids is [8, 24]"
+        assert "3 rows" in messages["rows"]
+        assert "multiple of 2 such as 4, or a batch axis of 1 or 3" in messages["rows"]
+        assert f"outside of the embedding's {WIDE.vocabulary} rows" in messages["beyond"]
+
+
+# --- dropout -----------------------------------------------------------------------------------------------------
+
+
+def dropout_masks(mesh):
+    shape = MeshShape.parse(mesh)
+    layer = ShardedDropout(0.5, cuboid.Mesh(shape))
+    torch.manual_seed(7)
+    mask = layer(torch.ones(1000))
+    return mask, torch.rand(3)
+
+
+def test_masks_differ_between_ranks_and_generators_stay_in_step(pool):
+    masks, after = zip(*pool.run(8, dropout_masks, "2x2x2"), strict=True)
+    assert all(torch.equal(after[0], other) for other in after)
+    for i in range(8):
+        assert 400 < int((masks[i] == 0).sum()) < 600
+        for j in range(i):
+            assert 400 < int((masks[i] == masks[j]).sum()) < 600
+
+
+def dropout_gradients(mesh, checkpointing):
+    small = SmallModel("gpt2", heads=8, kv_heads=8)
+    model = cuboid.shard(built(small, attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.2), mode(mesh))
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    ids = tokens(small)
+    torch.manual_seed(3)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_activation_checkpointing_repeats_the_masks(pool):
+    plain = pool.run(4, dropout_gradients, "1x2x2", False)
+    again = pool.run(4, dropout_gradients, "1x2x2", True)
+    for (loss, gradients), (loss_again, gradients_again) in zip(plain, again, strict=True):
+        assert loss == loss_again
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradients_again[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+# --- loading and saving ------------------------------------------------------------------------------------------
+
+
+def bytes_read(path, mesh):
+    """Bytes of tensors that the loader takes out of the files."""
+    taken = []
+    original = sharding_utils.DtensorShardOperation.shard_tensor
+
+    def counting(self, source, *args, **kwargs):
+        shard = original(self, source, *args, **kwargs)
+        taken.append(shard.nbytes)
+        return shard
+
+    sharding_utils.DtensorShardOperation.shard_tensor = counting
+    try:
+        model = cuboid.from_pretrained(path, mode(mesh))
+    finally:
+        sharding_utils.DtensorShardOperation.shard_tensor = original
+    return sum(taken), sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3"])
+def test_a_rank_reads_its_slices_only(pool, checkpoint, architecture):
+    path = checkpoint(SmallModel(architecture, heads=8, kv_heads=8))
+    stored = sum(
+        os.path.getsize(os.path.join(path, name)) for name in os.listdir(path) if name.endswith(".safetensors")
+    )
+    read, held = zip(*pool.run(8, bytes_read, path, "2x2x2"), strict=True)
+    # All ranks together read every byte of a parameter once; the file's header is what is left.
+    assert 0.97 * stored < sum(read) <= stored
+    assert max(read) <= max(held) < 1.05 * stored / 8
+
+
+def reloaded(path, mesh, out):
+    cuboid.from_pretrained(path, mode(mesh)).save_pretrained(out)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize("mesh", ["1x2x3", "2x2x2"])
+def test_load_and_save_give_the_same_checkpoint(pool, checkpoint, tmp_path, architecture, mesh):
+    path = checkpoint(SmallModel(architecture, heads=12, kv_heads=12))
+    pool.run(MeshShape.parse(mesh).size, reloaded, path, mesh, str(tmp_path))
+    before, after = (load_file(os.path.join(folder, "model.safetensors")) for folder in (path, tmp_path))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (tmp_path / "config.json").read_text() == (Path(path) / "config.json").read_text()
