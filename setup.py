@@ -13,7 +13,7 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     package_dir={"cuboid": "plugin", "cuboid.patches": "patches"},
     packages=[*PLUGIN_PACKAGES, "cuboid.patches"],
     package_data={"cuboid": ["py.typed"]},

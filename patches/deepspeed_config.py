@@ -99,8 +99,8 @@ def _check_batch(config: CuboidConfig, rest: dict[str, Any], world_size: int) ->
     if isinstance(micro, int) and mesh != "auto" and micro % mesh.batch:
         raise ConfigError(
             f"train_micro_batch_size_per_gpu is {micro}, the micro-batch of a mesh, which mesh.batch = {mesh.batch} "
-            f"ranks share; use a multiple of {mesh.batch}, such as {(micro // mesh.batch + 1) * mesh.batch}, or a mesh.batch "
-            f"of {' or '.join(map(str, divisors(micro)))}"
+            f"ranks share; use a multiple of {mesh.batch}, such as {(micro // mesh.batch + 1) * mesh.batch}, or a "
+            f"mesh.batch of {' or '.join(map(str, divisors(micro)))}"
         )
     total = rest.get("train_batch_size")
     if not all(isinstance(value, int) for value in (micro, steps, total)):

@@ -88,6 +88,9 @@ class CuboidConfig(_Section):
     """Everything Cuboid read from a config: one section for each thing that it adds to the framework."""
 
     tensor_parallel: TensorParallelConfig
+    micro_batch: int | None = Field(
+        None, description="Rows of a micro-batch, from the framework's train_micro_batch_size_per_gpu where it is set."
+    )
 
 
 def load_config(source: ConfigSource) -> dict[str, Any]:
@@ -127,7 +130,9 @@ def split_config(source: ConfigSource) -> tuple[CuboidConfig | None, dict[str, A
         return None, rest
     del rest["tensor_parallel"]
     try:
-        return CuboidConfig.model_validate({"tensor_parallel": section}), rest
+        micro_batch = rest.get("train_micro_batch_size_per_gpu")
+        rows = micro_batch if isinstance(micro_batch, int) else None
+        return CuboidConfig.model_validate({"tensor_parallel": section, "micro_batch": rows}), rest
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
 

@@ -118,6 +118,8 @@ def test_disabled_sections_and_trainer_placeholders_pass():
 
 def test_a_mesh_that_does_not_fit_the_world_names_those_that_do():
     config, rest = split_config(deepspeed_config())
-    with pytest.raises(MeshError, match=r"8 ranks, doesn't divide the world of 6 .*1, 2, 3, 6.*nearest.*1×2×3") as error:
+    with pytest.raises(
+        MeshError, match=r"8 ranks, doesn't divide the world of 6 .*1, 2, 3, 6.*nearest.*1×2×3"
+    ) as error:
         check_framework_config(config, rest, world_size=6)
     assert "2×2×2" in str(error.value)

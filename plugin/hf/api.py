@@ -69,16 +69,17 @@ def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTra
     Raises:
         ConfigError, MeshError, UnsupportedModelError: before anything is changed.
     """
-    settings = parse_config(config).tensor_parallel
+    parsed = parse_config(config)
     if isinstance(model, ShardedModel):
         raise CuboidError("the model is sharded already")
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} isn't a causal language model of transformers, the only kind with rules so far"
         )
-    shape = choose_mesh(model, settings)
+    shape = choose_mesh(model, parsed)
     blueprint = draw_blueprint(model, shape)
     mesh = Mesh(shape)
+    settings = parsed.tensor_parallel
     return shard_modules(
         model, blueprint, mesh, settings, shard_of=lambda whole, layout: take_shard(whole, layout, mesh)
     )

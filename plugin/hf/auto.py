@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
-from cuboid.config import TensorParallelConfig
+from cuboid.config import CuboidConfig
 from cuboid.errors import MeshError
 from cuboid.hf.heads import HeadCounts, plan_key_value_heads
-from cuboid.hf.layouts import fitting_meshes
+from cuboid.hf.layouts import fitting_meshes, out_features
 from cuboid.hf.roles import find_roles
-from cuboid.tensor3d.collectives import padded_length
 from cuboid.tensor3d.traffic_formula import BlockSizes, layer_bytes
 from cuboid.topology import Coordinate, MeshShape
 
-from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-#: Tokens that the count assumes for a micro-batch: rows and sequence length. The data isn't known yet when weights
-#: are loaded; the choice depends on their product only weakly.
+#: What the count assumes where the config doesn't say how many rows a micro-batch has, and for the sequence length,
+#: which nobody knows when weights are loaded. The choice depends on their product only weakly.
 _ASSUMED_BATCH, _ASSUMED_LENGTH = 8, 2048
 
 
-def choose_mesh(model: PreTrainedModel, config: TensorParallelConfig) -> MeshShape:
-    """The configured mesh, or for ``"auto"`` the best of its size that fits the model.
+def choose_mesh(model: PreTrainedModel, config: CuboidConfig) -> MeshShape:
+    """The configured mesh, or for ``"auto"`` the best of its size that fits the model and the micro-batch.
 
     Raises:
         MeshError: no mesh of that size fits.
     """
-    if config.mesh != "auto":
-        return config.mesh.shape
-    fitting = fitting_meshes(model, config.mesh_size)
+    settings = config.tensor_parallel
+    if settings.mesh != "auto":
+        return settings.mesh.shape
+    rows = config.micro_batch
+    fitting = [m for m in fitting_meshes(model, settings.mesh_size) if rows is None or rows % m.batch == 0]
     if not fitting:
-        raise MeshError(f"no mesh of tensor_parallel.size = {config.mesh_size} ranks fits {type(model).__name__}")
+        raise MeshError(
+            f"no mesh of tensor_parallel.size = {settings.mesh_size} ranks fits {type(model).__name__} and "
+            f"train_micro_batch_size_per_gpu = {rows}; a multiple of {settings.mesh_size} rows always does"
+        )
     length = min(_ASSUMED_LENGTH, model.config.max_position_embeddings)
-    return min(fitting, key=lambda mesh: _bytes(model, mesh, length))
+    return min(fitting, key=lambda mesh: _bytes(model, mesh, rows or _ASSUMED_BATCH, length))
 
 
-def _bytes(model: PreTrainedModel, mesh: MeshShape, length: int) -> int:
-    # The count wants whole rows for every rank; more rows in proportion change no ranking.
-    batch = padded_length(_ASSUMED_BATCH, mesh.batch)
-    return sum(layer_bytes(block_sizes(model, mesh), mesh, batch, length).values()) * _ASSUMED_BATCH // batch
+def _bytes(model: PreTrainedModel, mesh: MeshShape, batch: int, length: int) -> int:
+    return sum(layer_bytes(block_sizes(model, mesh), mesh, batch, length).values())
 
 
 def block_sizes(model: PreTrainedModel, mesh: MeshShape) -> BlockSizes:
@@ -53,7 +53,7 @@ def block_sizes(model: PreTrainedModel, mesh: MeshShape) -> BlockSizes:
         hidden=model.config.hidden_size,
         query=counts.query * counts.dim,
         key_value=counts.key_value * counts.dim,
-        intermediate=_out_features(ups[0]),
+        intermediate=out_features(ups[0]),
         gated=len(ups) == 2,
         summed=None if plan.scattered else plan.heads * counts.dim,
         whole_key_value=not plan.split_by_sequence,
@@ -62,7 +62,3 @@ def block_sizes(model: PreTrainedModel, mesh: MeshShape) -> BlockSizes:
         out_bias=downs[0].bias is not None,
         mlp_bias=ups[0].bias is not None,
     )
-
-
-def _out_features(module: nn.Module) -> int:
-    return module.nf if isinstance(module, Conv1D) else module.out_features  # type: ignore[return-value]

@@ -49,16 +49,32 @@ def _misfits(model: PreTrainedModel, roles: dict[str, Role], mesh: MeshShape) ->
     """What the mesh can't cut, in words; empty if it fits."""
     heads = HeadCounts.of(model.config)
     head_ranks = mesh.of("sequence", "hidden")
-    misfits = []
     if heads.query % head_ranks:
-        misfits.append(f"{heads.query} attention heads don't divide by sequence × hidden = {head_ranks}")
+        # Which also leaves key/value heads without a layout.
+        return [f"{heads.query} attention heads don't divide by sequence × hidden = {head_ranks}"]
+    misfits: list[str] = []
     for name, role in roles.items():
+        if role.kind == "up" and role.heads is None:
+            misfits += _scattered_misfits(name, model.get_submodule(name), head_ranks)
         for parameter, layout in _module_layouts(model.get_submodule(name), role, heads, mesh).items():
             misfits += [
                 f"{name}.{parameter} {tuple(layout.shape)}: {size} doesn't divide by {pieces}"
                 for size, pieces in layout.indivisible(mesh)
             ]
     return misfits
+
+
+def _scattered_misfits(name: str, module: nn.Module, ranks: int) -> list[str]:
+    """An "up" projection's output is cut once more than its weight's block: over sequence and hidden."""
+    features = out_features(module)
+    if features % ranks == 0:
+        return []
+    return [f"{name}: {features} features don't divide by sequence × hidden = {ranks}"]
+
+
+def out_features(module: nn.Module) -> int:
+    """Out features of a linear layer, whichever way its weight is stored."""
+    return module.nf if isinstance(module, Conv1D) else module.out_features  # type: ignore[return-value]
 
 
 def fitting_meshes(model: PreTrainedModel, size: int) -> list[MeshShape]:

@@ -84,7 +84,7 @@ class _Loading:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        shape = choose_mesh(self, self._cuboid_config.tensor_parallel)
+        shape = choose_mesh(self, self._cuboid_config)
         self._blueprint = draw_blueprint(self, shape)
         self._mesh = Mesh(shape)
         _mark_parameters(self, self._blueprint, self._mesh)

@@ -1,6 +1,6 @@
 """How many bytes one transformer layer makes a rank send: the closed count behind ``"mesh": "auto"``.
 
-docs/layout.md derives it; a test holds the counter of a real layer against it.
+docs/traffic.md derives it; a test holds the counter of a real layer against it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,76 @@
+"""Start real processes as a user would, and end all that they started."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def start(*arguments, **variables):
+    """A process in a group of its own, without whatever launcher's variables this process may have."""
+    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+    environment.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", **variables)
+    return subprocess.Popen(
+        [str(argument) for argument in arguments],
+        env=environment,
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def finish(process, timeout_s):
+    """The status and the output of a process; its whole group ends with it."""
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    finally:
+        end(process)
+    return process.returncode, output
+
+
+def end(process):
+    """Kill a process and all that it started; torchrun puts its ranks into process groups of their own."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def run(*arguments, timeout_s=240, **variables):
+    """Start, wait, and give (status, output)."""
+    return finish(start(*arguments, **variables), timeout_s)
+
+
+def torchrun(ranks, script, *arguments, timeout_s=240, **variables):
+    """Run a script on so many ranks."""
+    launcher = (BIN / "torchrun", "--standalone", "--nproc-per-node", ranks)
+    return run(*launcher, script, *arguments, timeout_s=timeout_s, **variables)
+
+
+def as_ranks(ranks, script, *arguments, timeout_s=120):
+    """Run a script as the ranks of one world without any launcher, which would end the others when one fails.
+
+    Returns:
+        (status, output) of each rank.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = (sys.executable, script, *arguments)
+    processes = [start(*command, RANK=str(rank), LOCAL_RANK=str(rank), **world) for rank in range(ranks)]
+    return [finish(process, timeout_s) for process in processes]

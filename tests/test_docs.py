@@ -1,0 +1,117 @@
+"""The documentation says what the code does: generated parts are up to date, links resolve, examples are valid."""
+
+import ast
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import cuboid
+import pytest
+import yaml
+from cuboid.patches.deepspeed_config import check_framework_config
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    """Contents of a page's code blocks in the given languages."""
+    fenced = re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [text for language, text in fenced if language in languages]
+
+
+def prose(page: Path) -> str:
+    """A page without its code."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def anchors(page: Path) -> set[str]:
+    """Names under which GitHub reaches a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.fixture
+def run_script(monkeypatch):
+    """Runs a script of docs/ in this process, and gives its exit status."""
+
+    def run(name: str, *arguments: object) -> int:
+        # Python puts a script's folder first on the path.
+        monkeypatch.syspath_prepend(str(ROOT / "docs"))
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        try:
+            runpy.run_path(str(ROOT / "docs" / name), run_name="__main__")
+        except SystemExit as ended:
+            return ended.code
+        return 0
+
+    return run
+
+
+@pages
+def test_relative_links_resolve(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), f"{page.name} links to {target}, which does not exist"
+        assert not anchor or anchor in anchors(linked), f"{page.name} links to {target}, which has no such heading"
+
+
+@pages
+def test_python_blocks_compile_and_use_the_public_api(page):
+    for text in blocks(page, "python"):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "cuboid":
+                assert node.attr in cuboid.__all__
+
+
+@pages
+def test_configs_are_valid(page):
+    loaded = [yaml.safe_load(text) for text in blocks(page, "yaml")]
+    loaded += [json.loads(re.sub(r"//.*", "", text)) for text in blocks(page, "json", "jsonc")]
+    for config in loaded:
+        if "tensor_parallel" in config:
+            ours, rest = cuboid.split_config(config)
+            assert ours is not None
+            check_framework_config(ours, rest, ours.tensor_parallel.mesh_size)
+
+
+@pages
+def test_named_make_targets_exist(page):
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = {name for text in blocks(page, "bash") for name in re.findall(r"^make ([a-z-]+)", text, re.MULTILINE)}
+    assert named <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+
+
+def test_settings_that_the_page_calls_refused_are_refused():
+    table = (ROOT / "docs" / "config.md").read_text(encoding="utf-8").partition("| refused |")[2]
+    sections = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert len(sections) > 5
+    mode, _ = cuboid.split_config({"tensor_parallel": {"mode": "3d_tensor", "mesh": {"sequence": 2}}})
+    assert mode is not None
+    for name in sections:
+        with pytest.raises(cuboid.ConfigError, match=name):
+            check_framework_config(mode, {name: {"enabled": True}}, 2)
+
+
+def test_the_table_of_keys_is_up_to_date(run_script):
+    assert run_script("generate_config.py", "--check") == 0
+
+
+def test_the_tables_of_bytes_are_up_to_date_and_the_chart_is_drawn(run_script, tmp_path):
+    assert run_script("generate_traffic.py", "--check", "--out", tmp_path) == 0
+    assert (tmp_path / "traffic.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_layout_is_drawn_alike_each_time(run_script, tmp_path):
+    for folder in ("one", "two"):
+        assert run_script("generate_layout.py", "--out", tmp_path / folder) == 0
+    for name in ("layout.svg", "layout.png"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()

@@ -1,0 +1,170 @@
+"""What Cuboid changes in other packages: exactly that, only that, and back again."""
+
+import json
+import sys
+import textwrap
+
+import cuboid
+import pytest
+from cuboid.patches.base import Patch, PatchError
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+import accelerate
+import deepspeed
+import transformers
+from launching import as_ranks, torchrun
+
+
+def touched():
+    """Everything that the patches replace, as it is now."""
+    return {
+        "initialize": vars(deepspeed)["initialize"],
+        "tp_model_init": vars(deepspeed)["tp_model_init"],
+        "from_pretrained": vars(transformers.PreTrainedModel)["from_pretrained"],
+        "HfDeepSpeedConfig": vars(accelerate.utils.deepspeed.HfDeepSpeedConfig)["__init__"],
+        "gather_for_metrics": vars(accelerate.Accelerator)["gather_for_metrics"],
+        "excepthook": sys.excepthook,
+        "attention": dict(AttentionInterface._global_mapping),
+        "masks": dict(AttentionMaskInterface._global_mapping),
+    }
+
+
+@pytest.fixture
+def unregistered():
+    cuboid.unregister()
+    yield touched()
+    cuboid.register()
+
+
+def test_unregister_restores_the_very_same_objects(unregistered):
+    cuboid.register()
+    patched = touched()
+    assert all(patched[name] is not original for name, original in unregistered.items())
+    cuboid.register()
+    assert touched() == patched
+    cuboid.unregister()
+    for name, original in unregistered.items():
+        assert touched()[name] == original
+    cuboid.unregister()
+    assert touched() == unregistered
+    assert not any(name.startswith("cuboid_") for name in unregistered["attention"])
+
+
+def test_deepspeed_itself_refuses_our_keys_without_us(unregistered):
+    section = {"mode": "3d_tensor", "mesh": {"batch": 1}}
+    with pytest.raises(Exception, match="mode"):
+        deepspeed.runtime.config.DeepSpeedConfig({"train_batch_size": 1, "tensor_parallel": section})
+
+
+def test_a_target_with_another_signature_is_refused_with_both_versions():
+    patch = Patch(
+        target="deepspeed:initialize",
+        package="deepspeed",
+        versions=">=7,<8",
+        reason="test",
+        parameters=("model", "turbo"),
+        replace=lambda original: original,
+    )
+    before = deepspeed.initialize
+    with pytest.raises(PatchError, match=rf"deepspeed {deepspeed.__version__}.* without turbo.*deepspeed >=7,<8"):
+        patch.apply()
+    assert deepspeed.initialize is before
+    patch.target = "deepspeed:absent"
+    with pytest.raises(PatchError, match="does not exist"):
+        patch.apply()
+
+
+OTHERS = """
+    import os, sys, json
+    if os.environ["WITH_CUBOID"] == "yes":
+        import cuboid
+    import deepspeed, torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    losses = {}
+    modes = {"zero": {"zero_optimization": {"stage": 1}}, "autotp": {"tensor_parallel": {"autotp_size": 2}}}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+    for name, keys in modes.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64,
+            num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4))
+        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, **keys}
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        ids = torch.arange(24).view(2, 12)
+        losses[name] = []
+        for _ in range(3):
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            engine.step()
+            losses[name].append(loss.item())
+        losses[name].append(type(engine).__name__)
+    if os.environ["RANK"] == "0":
+        print("RESULT" + json.dumps(losses))
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    def write(text):
+        path = tmp_path_factory.mktemp("script") / "script.py"
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    return write
+
+
+def test_autotp_and_plain_zero_run_as_before(script):
+    results = {}
+    for with_cuboid in ("no", "yes"):
+        status, output = torchrun(2, script(OTHERS), WITH_CUBOID=with_cuboid)
+        assert status == 0, output
+        line = next(line for line in output.splitlines() if line.startswith("RESULT"))
+        results[with_cuboid] = json.loads(line.removeprefix("RESULT"))
+    assert results["yes"] == results["no"]
+    assert results["yes"]["zero"][-1] == results["yes"]["autotp"][-1] == "DeepSpeedEngine"
+    assert results["yes"]["zero"][2] < results["yes"]["zero"][0]
+
+
+MISTAKES = """
+    import sys
+    import cuboid
+    from transformers import AutoModelForCausalLM, LlamaConfig
+    import deepspeed, torch, torch.distributed as dist
+    mesh = {"batch": 1, "sequence": 1, "hidden": 2}
+    config = {"train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"mode": "3d_tensor", "mesh": mesh}}
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+    mistake = sys.argv[1]
+    if mistake == "key":
+        mesh["hiden"] = mesh.pop("hidden")
+    if mistake == "world":
+        mesh["batch"] = 3
+    if mistake == "heads":
+        sizes.update(num_attention_heads=1, num_key_value_heads=1)
+    if mistake == "zero":
+        config["zero_optimization"] = {"stage": 3}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes))
+    try:
+        deepspeed.initialize(model=model, config=config)
+    finally:
+        assert not dist.is_initialized()
+"""
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("key", 'cuboid: ConfigError: tensor_parallel.mesh.hiden is not a known key; did you mean "hidden"?'),
+        ("world", "cuboid: MeshError: tensor_parallel.mesh 3×1×2, 6 ranks, doesn't divide the world of 2"),
+        ("heads", "cuboid: MeshError: tensor_parallel.mesh 1×1×2 (batch × sequence × hidden) can't cut LlamaFor"),
+        ("zero", "cuboid: ConfigError: zero_optimization.stage 3 would split parameters that the mesh splits"),
+    ],
+)
+def test_a_mistake_is_told_once_and_every_rank_fails(script, mistake, message):
+    (first_status, first), (second_status, second) = as_ranks(2, script(MISTAKES), mistake)
+    assert first_status != 0
+    assert second_status != 0
+    assert message in first
+    assert "Traceback" not in first + second
+    assert "cuboid:" not in second

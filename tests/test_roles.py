@@ -1,0 +1,127 @@
+"""Roles, refusals by name, and the meshes that an error proposes. All on the meta device."""
+
+import pytest
+import torch
+from cuboid.config import parse_config
+from cuboid.errors import MeshError, UnsupportedModelError
+from cuboid.hf.auto import block_sizes, choose_mesh
+from cuboid.hf.layouts import draw_blueprint, fitting_meshes
+from cuboid.hf.norms import rms_norm_settings
+from cuboid.hf.roles import find_roles
+from cuboid.tensor3d.traffic_formula import layer_bytes
+from cuboid.topology import MeshShape
+from cuboid.verify import SmallModel
+from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig
+
+
+def on_meta(config):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def llama(**sizes):
+    defaults = {"vocab_size": 131, "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 1}
+    return on_meta(LlamaConfig(**{**defaults, "num_attention_heads": 12, "num_key_value_heads": 4, **sizes}))
+
+
+def test_every_parameter_of_the_supported_architectures_has_a_role():
+    for architecture in ("llama", "qwen2", "qwen3", "mistral", "gpt2"):
+        model = on_meta(SmallModel(architecture, heads=8, kv_heads=2).config())
+        roles = find_roles(model)
+        owners = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
+        assert roles.keys() == owners
+    assert find_roles(model)["transformer.h.0.attn.c_attn"].heads == "query_key_value"
+
+
+def test_an_unknown_architecture_is_refused_by_name():
+    with pytest.raises(UnsupportedModelError, match="'opt' yet; supported: gpt2, llama, mistral, qwen2, qwen3"):
+        find_roles(on_meta(OPTConfig(num_hidden_layers=1, hidden_size=32, ffn_dim=32, num_attention_heads=2)))
+
+
+def test_a_module_that_no_rule_covers_is_refused_by_name():
+    model = llama()
+    model.model.layers[0].mlp.adapter = nn.Linear(4, 4, device="meta")
+    with pytest.raises(
+        UnsupportedModelError, match=r"'model\.layers\.0\.mlp\.adapter' \(Linear, parameters: weight, bias\)"
+    ):
+        find_roles(model)
+    gpt2 = on_meta(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, add_cross_attention=True))
+    with pytest.raises(UnsupportedModelError, match="crossattention"):
+        find_roles(gpt2)
+
+
+def test_a_known_module_of_another_class_is_refused():
+    class Quantised(nn.Linear):
+        pass
+
+    model = llama()
+    model.model.layers[0].mlp.up_proj = Quantised(96, 192, bias=False, device="meta")
+    with pytest.raises(UnsupportedModelError, match="up_proj' is a Quantised"):
+        find_roles(model)
+    model = llama()
+    model.set_input_embeddings(nn.Embedding(131, 96, max_norm=1.0, device="meta"))
+    with pytest.raises(UnsupportedModelError, match="max_norm"):
+        find_roles(model)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mesh", "message"),
+    [
+        ({}, "1x5x1", r"12 attention heads don't divide by sequence × hidden = 5.*: 5×1×1"),
+        ({"intermediate_size": 100}, "1x2x3", r"gate_proj: 100 features don't divide by sequence × hidden = 6"),
+        (
+            {"hidden_size": 36, "num_attention_heads": 4, "head_dim": 9, "num_key_value_heads": 4},
+            "1x1x8",
+            "4 attention heads",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_divide_names_the_nearest_that_do(sizes, mesh, message):
+    with pytest.raises(MeshError, match=message) as error:
+        draw_blueprint(llama(**sizes), MeshShape.parse(mesh))
+    proposed = str(error.value).rpartition(": ")[2].split(", ")
+    assert proposed
+    for text in proposed:
+        draw_blueprint(llama(**sizes), MeshShape.parse(text))
+
+
+def auto(size, rows):
+    config = {"tensor_parallel": {"mode": "3d_tensor", "mesh": "auto", "size": size}}
+    return parse_config({**config, **({} if rows is None else {"train_micro_batch_size_per_gpu": rows})})
+
+
+@pytest.mark.parametrize("rows", [None, 1, 4, 64])
+def test_auto_takes_the_fitting_mesh_that_moves_the_least(rows):
+    model = llama(hidden_size=1536, num_attention_heads=16, intermediate_size=4096, max_position_embeddings=2048)
+    chosen = choose_mesh(model, auto(8, rows))
+    batch = rows or 8
+    counts = {
+        mesh: sum(layer_bytes(block_sizes(model, mesh), mesh, batch, 2048).values())
+        for mesh in fitting_meshes(model, 8)
+        if batch % mesh.batch == 0
+    }
+    assert counts[chosen] == min(counts.values())
+    assert {1: 1, 64: 8}.get(rows, chosen.batch) == chosen.batch
+
+
+def test_auto_says_so_where_nothing_fits():
+    with pytest.raises(MeshError, match=r"size = 5 ranks .*per_gpu = 4; a multiple of 5 rows always does"):
+        choose_mesh(llama(), auto(5, 4))
+
+
+def test_the_formula_of_a_norm_is_found_out_by_running_it():
+    assert rms_norm_settings(LlamaRMSNorm(16, eps=1e-5)) == (1e-5, 0.0)
+    assert rms_norm_settings(GemmaRMSNorm(16, eps=1e-6)) == (1e-6, 1.0)
+
+    class SquaredRMSNorm(LlamaRMSNorm):
+        def forward(self, x):
+            return super().forward(x) ** 2
+
+    with pytest.raises(UnsupportedModelError, match="SquaredRMSNorm doesn't compute"):
+        rms_norm_settings(SquaredRMSNorm(16))
+    with pytest.raises(UnsupportedModelError, match="has none of the attributes"):
+        rms_norm_settings(nn.RMSNorm(16))

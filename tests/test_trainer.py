@@ -1,0 +1,108 @@
+"""The unmodified Hugging Face Trainer, which finds the mode in ``TrainingArguments(deepspeed=…)``."""
+
+import json
+import sys
+import textwrap
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from launching import run, torchrun
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SCRIPT = """
+    import json, sys
+    import cuboid
+    import numpy as np
+    import torch
+    from torch.utils.data import Dataset
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, logging
+
+    logging.set_verbosity_error()
+    path, out, config, rows = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
+
+    class Tokens(Dataset):
+        def __init__(self, count):
+            self.ids = torch.randint(0, 67, (count, 11), generator=torch.Generator().manual_seed(3))
+        def __len__(self):
+            return len(self.ids)
+        def __getitem__(self, row):
+            labels = self.ids[row].clone()
+            labels[: row % 5] = -100
+            return {"input_ids": self.ids[row], "labels": labels}
+
+    arguments = TrainingArguments(
+        out, deepspeed=config, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, seed=5,
+        per_device_train_batch_size=rows, per_device_eval_batch_size=rows, gradient_accumulation_steps=2,
+        max_steps=3, logging_steps=1, learning_rate=1e-3, lr_scheduler_type="constant", max_grad_norm=0.5,
+    )
+    metrics = lambda p: {"shape": list(p.predictions.shape), "mean": float(np.mean(p.predictions))}
+    trainer = Trainer(
+        model=AutoModelForCausalLM.from_pretrained(path), args=arguments, train_dataset=Tokens(32),
+        eval_dataset=Tokens(int(sys.argv[5])), compute_metrics=metrics,
+    )
+    trainer.train()
+    evaluated = trainer.evaluate()
+    trainer.save_model(out)
+    if arguments.process_index == 0:
+        print("RESULT" + json.dumps([trainer.state.log_history, evaluated]))
+"""
+
+
+def config_of(mesh):
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True, "weight_decay": 0.0}},
+        "tensor_parallel": {"mode": "3d_tensor", "mesh": mesh},
+    }
+
+
+def result_of(status, output):
+    assert status == 0, output
+    line = next(line for line in output.splitlines() if line.startswith("RESULT"))
+    history, evaluated = json.loads(line.removeprefix("RESULT"))
+    return [entry for entry in history if "loss" in entry], evaluated
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    root = tmp_path_factory.mktemp("trainer")
+    (root / "script.py").write_text(textwrap.dedent(SCRIPT))
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 67, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes))
+    model.save_pretrained(root / "start")
+    return root
+
+
+# Two ranks share one stream of data, whose last batch is short; of four ranks, two pairs have one stream each, of which
+# accelerate fills up the last batch, so that only whole batches compare.
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "evaluated"),
+    [(2, {"sequence": 2}, 30), pytest.param(4, {"hidden": 2}, 32, marks=pytest.mark.slow)],
+    ids=["one replica", "two replicas"],
+)
+def test_the_trainer_gives_what_it_gives_alone(paths, ranks, mesh, evaluated):
+    rows, replicas = 4, ranks // 2
+    script, start = paths / "script.py", paths / "start"
+    alone = run(sys.executable, script, start, paths / f"alone{ranks}", "null", rows * replicas, evaluated)
+    expected, expected_evaluation = result_of(*alone)
+    sharded = torchrun(ranks, script, start, paths / f"sharded{ranks}", json.dumps(config_of(mesh)), rows, evaluated)
+    losses, evaluation = result_of(*sharded)
+    assert len(losses) == len(expected) == 3
+    for step, expected_step in zip(losses, expected, strict=True):
+        assert step["loss"] == pytest.approx(expected_step["loss"], rel=1e-5)
+        assert step["grad_norm"] == pytest.approx(expected_step["grad_norm"], rel=1e-4)
+    assert evaluation["eval_loss"] == pytest.approx(expected_evaluation["eval_loss"], rel=1e-5)
+    assert evaluation["eval_shape"] == expected_evaluation["eval_shape"] == [evaluated, 11, 67]
+    assert evaluation["eval_mean"] == pytest.approx(expected_evaluation["eval_mean"], rel=1e-3)
+    weights, saved = (load_file(paths / f"{run}{ranks}" / "model.safetensors") for run in ("alone", "sharded"))
+    assert weights.keys() == saved.keys()
+    for name, weight in weights.items():
+        # Adam's first steps have the size of the learning rate where a gradient is nearly zero, whatever its sign.
+        torch.testing.assert_close(saved[name], weight, rtol=0, atol=2e-4, msg=name)
