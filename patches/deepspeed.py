@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Iterable
@@ -122,9 +123,9 @@ def _initialize_sharded(original: Any, given: dict[str, Any], config: CuboidConf
     for parameter in model.parameters():
         # Every shard counts once in the gradient norm.
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-    if isinstance(rest.get("train_batch_size"), int) and mesh.shape.size > 1:
-        # Follows from the two other batch sizes, which are checked; accelerate counts every rank of a mesh.
-        rest.pop("train_batch_size") if "train_micro_batch_size_per_gpu" in rest else None
+    if "train_micro_batch_size_per_gpu" in rest:
+        # Follows from the two other batch sizes, with which it was checked; accelerate counts every rank of a mesh.
+        rest.pop("train_batch_size", None)
     _forget_config(given)
     unit = ModelParallelUnit(mesh) if mesh.topology.world_size > 1 else None
     engine, *others = original(**{**given, "model": model, "config": rest, "mpu": unit})
@@ -135,6 +136,7 @@ def _initialize_sharded(original: Any, given: dict[str, Any], config: CuboidConf
 def _forget_config(given: dict[str, Any]) -> None:
     given.pop("config_params", None)
     if getattr(given.get("args"), "deepspeed_config", None) is not None:
+        given["args"] = copy.copy(given["args"])
         given["args"].deepspeed_config = None
 
 

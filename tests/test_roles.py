@@ -73,11 +73,6 @@ def test_a_known_module_of_another_class_is_refused():
     [
         ({}, "1x5x1", r"12 attention heads don't divide by sequence × hidden = 5.*: 5×1×1"),
         ({"intermediate_size": 100}, "1x2x3", r"gate_proj: 100 features don't divide by sequence × hidden = 6"),
-        (
-            {"hidden_size": 36, "num_attention_heads": 4, "head_dim": 9, "num_key_value_heads": 4},
-            "1x1x8",
-            "4 attention heads",
-        ),
     ],
 )
 def test_a_mesh_that_does_not_divide_names_the_nearest_that_do(sizes, mesh, message):

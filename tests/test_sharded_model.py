@@ -202,7 +202,7 @@ def refusals(small, mesh):
         "token_type_ids": {"token_type_ids": ids},
         "inputs_embeds": {"inputs_embeds": torch.zeros(BATCH, LENGTH, small.hidden)},
         "output_hidden_states": {"output_hidden_states": True},
-        "logits_to_keep": {"logits_to_keep": 1},
+        "logits_to_keep": {"logits_to_keep": 1, "labels": ids},
         "attention_mask": {"attention_mask": torch.ones(BATCH, LENGTH + 1)},
         "rows": {"input_ids": ids[:3]},
         "beyond": {"input_ids": ids + small.vocabulary},
@@ -227,6 +227,39 @@ def test_arguments_without_a_rule_are_refused_by_name(pool):
         assert "3 rows" in messages["rows"]
         assert "multiple of 2 such as 4, or a batch axis of 1 or 3" in messages["rows"]
         assert f"outside of the embedding's {WIDE.vocabulary} rows" in messages["beyond"]
+
+
+def different_batches(mesh):
+    model = sharded(WIDE, mesh)
+    ids = tokens(WIDE) if cuboid.mesh_of(model).rank == 0 else tokens(WIDE).flip(0)
+    with pytest.raises(cuboid.CuboidError) as error:
+        model(input_ids=ids)
+    return str(error.value)
+
+
+def test_ranks_of_a_mesh_with_different_data_are_refused_on_all_of_them(pool):
+    for message in pool.run(2, different_batches, "1x2x1"):
+        assert "must be given the same micro-batch" in message
+        assert "coordinate.data" in message
+
+
+def autocast_loss(mesh):
+    model = built(WIDE) if mesh is None else sharded(WIDE, mesh)
+    ids = tokens(WIDE)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    norm = sum(float(p.grad.pow(2).sum()) for p in model.parameters())
+    return loss.item(), norm, {p.grad.dtype for p in model.parameters()}
+
+
+def test_autocast_gives_what_it_gives_alone(pool):
+    ((loss, norm, _),) = pool.run(1, autocast_loss, None)
+    ranks = pool.run(4, autocast_loss, "2x2x1")
+    for sharded_loss, _, dtypes in ranks:
+        assert sharded_loss == pytest.approx(loss, rel=1e-3)
+        assert dtypes == {torch.float32}
+    assert sum(squares for _, squares, _ in ranks) == pytest.approx(norm, rel=0.03)
 
 
 # --- dropout -----------------------------------------------------------------------------------------------------

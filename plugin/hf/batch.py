@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.mesh import Mesh
-from cuboid.tensor3d.collectives import own_slice, padded_length
-from cuboid.topology import divisors
+from cuboid.tensor3d.collectives import all_gather, own_slice, padded_length
+from cuboid.topology import AXES, divisors
 from torch import nn
 
 from transformers import PretrainedConfig
@@ -27,7 +27,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "output_hidden_states": (None, False),
     "encoder_hidden_states": (None,),
     "encoder_attention_mask": (None,),
-    "logits_to_keep": (None, 0),
     "cache_position": (None,),
 }
 
@@ -76,6 +75,26 @@ def take_local_batch(arguments: dict[str, Any], config: PretrainedConfig, mesh: 
         )
         local[name] = _pad(name, own, target - length, config)
     return LocalBatch(local, length, options)
+
+
+def check_same_batch(ids: torch.Tensor, mesh: Mesh) -> None:
+    """Make sure that all ranks of the mesh were given the same micro-batch.
+
+    A data loader that shards by the world's ranks, as under plain data parallelism, would train on a mixture.
+
+    Raises:
+        CuboidError: on every rank, if any two differ.
+    """
+    # Weighted by position, so that the same ids in another order differ; int64 wraps around, alike everywhere.
+    places = torch.arange(1, ids.numel() + 1, device=ids.device)
+    checksum = (ids.flatten().to(torch.int64) * places).sum()
+    summary = torch.stack([checksum, *(checksum.new_tensor(size) for size in ids.shape)])
+    summaries = all_gather(summary, mesh, AXES)
+    if bool((summaries != summaries[0]).any()):
+        raise CuboidError(
+            f"the {mesh.shape.size} ranks of a mesh must be given the same micro-batch, but theirs differ: shard the "
+            "data by cuboid.mesh_of(model).coordinate.data out of cuboid.mesh_of(model).topology.data, not by rank"
+        )
 
 
 def _refuse(arguments: dict[str, Any]) -> None:

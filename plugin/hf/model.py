@@ -11,7 +11,7 @@ import torch
 from cuboid.config import TensorParallelConfig
 from cuboid.errors import CuboidError
 from cuboid.hf.attention import check_attention_ran, use_sharded_attention, whole_sequence
-from cuboid.hf.batch import LocalBatch, take_local_batch
+from cuboid.hf.batch import LocalBatch, check_same_batch, take_local_batch
 from cuboid.hf.layouts import Blueprint
 from cuboid.hf.swap import ShardOf, attention_modules, swap_modules
 from cuboid.mesh import Mesh
@@ -19,6 +19,7 @@ from cuboid.tensor3d.loss import gather_logits, sharded_cross_entropy, shifted
 from torch import nn
 
 from transformers import PreTrainedModel
+from transformers.modeling_utils import slice_logits_to_keep
 
 
 @dataclass
@@ -114,13 +115,20 @@ def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
     sharding: Sharding = model.cuboid
     sharding.mesh.connect()
     as_tuple = arguments.pop("return_dict", None) is False
+    keep = arguments.pop("logits_to_keep", 0)
+    if keep is not None and arguments.get("labels") is not None and not (isinstance(keep, int) and keep == 0):
+        raise UnsupportedModelError("logits_to_keep has no rule beside labels: the loss needs all logits")
     batch = take_local_batch(arguments, model.config, sharding.mesh)
+    if not sharding.checked:
+        check_same_batch(arguments["input_ids"], sharding.mesh)
     with whole_sequence(batch.padded):
         output = base_forward(**_local_arguments(model, batch), return_dict=True)
     if not sharding.checked:
         check_attention_ran(sharding.attention)
         sharding.checked = True
     output.logits = _whole_logits(model, output.logits, batch, has_loss=output.loss is not None)
+    if keep is not None and output.logits is not None:
+        output.logits = slice_logits_to_keep(output.logits, keep)
     return output.to_tuple() if as_tuple else output
 
 
