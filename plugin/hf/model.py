@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from cuboid.config import TensorParallelConfig
-from cuboid.errors import CuboidError
+from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.hf.attention import check_attention_ran, use_sharded_attention, whole_sequence
 from cuboid.hf.batch import LocalBatch, check_same_batch, take_local_batch
 from cuboid.hf.layouts import Blueprint
@@ -17,9 +17,9 @@ from cuboid.hf.swap import ShardOf, attention_modules, swap_modules
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.loss import gather_logits, sharded_cross_entropy, shifted
 from torch import nn
+from transformers.modeling_utils import slice_logits_to_keep
 
 from transformers import PreTrainedModel
-from transformers.modeling_utils import slice_logits_to_keep
 
 
 @dataclass
