@@ -27,7 +27,7 @@ setup(
         "pyyaml>=6",
         "safetensors>=0.5",
         "tokenizers>=0.21",
-        "typer>=0.15",
+        "typer>=0.19",
         "rich>=13",
         "matplotlib>=3.9",
         "psutil>=5.9",

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from cuboid.config import CuboidConfig
 from marked import DOCS, parser, table, update
+
+from cuboid.config import CuboidConfig
 
 
 def main() -> int:

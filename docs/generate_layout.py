@@ -16,15 +16,15 @@ from typing import Any
 
 import matplotlib
 import torch
-from cuboid.hf.layouts import draw_blueprint
-from cuboid.tensor3d.layout import Interval, Layout
-from cuboid.topology import MeshShape, Topology
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch, Polygon, Rectangle
-
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from cuboid.hf.layouts import draw_blueprint
+from cuboid.tensor3d.layout import Interval, Layout
+from cuboid.topology import MeshShape, Topology
 
 MESH = MeshShape(2, 2, 2)
 TOPOLOGY = Topology(MESH, MESH.size)

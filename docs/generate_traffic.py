@@ -11,15 +11,15 @@ from pathlib import Path
 
 import matplotlib
 import torch
+from marked import DOCS, parser, table, update
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from cuboid.hf.auto import block_sizes
 from cuboid.hf.layouts import fitting_meshes
 from cuboid.tensor3d.traffic_formula import layer_bytes
 from cuboid.topology import MeshShape
-from marked import DOCS, parser, table, update
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
-
-from transformers import LlamaConfig, LlamaForCausalLM
 
 RANKS, LENGTH, BATCHES = 64, 4096, (1, 8, 64)
 TABLE_BATCH = 64

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
+
 from cuboid.config import load_config, split_config
 from cuboid.errors import ConfigError
 from cuboid.mesh import current_world_size

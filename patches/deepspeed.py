@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+from torch import nn
+
 from cuboid.config import CuboidConfig, split_config
 from cuboid.errors import ConfigError, CuboidError
 from cuboid.hf.api import shard
@@ -19,9 +22,6 @@ from cuboid.hf.save import full_state_dict
 from cuboid.mesh import Mesh, current_world_size
 from cuboid.patches.base import Patch
 from cuboid.patches.deepspeed_config import check_framework_config, skip_shared_memory_build
-from torch import nn
-
-from deepspeed import DeepSpeedEngine
 
 
 class ModelParallelUnit:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+
 from cuboid.config import CuboidConfig
 from cuboid.errors import ConfigError, MeshError
 from cuboid.topology import MeshShape, divisors
-from deepspeed.accelerator import get_accelerator
-
-import deepspeed
 
 #: Sections that change how the model runs in ways that nobody has fitted to a sharded model.
 _REFUSED_SECTIONS = {

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from transformers.integrations.deepspeed import deepspeed_config
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
 from cuboid.config import CuboidConfig, split_config
 from cuboid.hf.api import active_config
 from cuboid.hf.attention import IMPLEMENTATIONS, attention_twin, mask_twin
 from cuboid.hf.load import load_sharded
 from cuboid.patches.base import Patch, Registration
-from transformers.integrations.deepspeed import deepspeed_config
-from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import AttentionInterface
 
 
 def _from_pretrained(original: Any) -> Any:

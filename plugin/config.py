@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
 from cuboid.errors import ConfigError
 from cuboid.topology import MeshShape
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 ConfigSource = str | Path | Mapping[str, Any]
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import chain, combinations
 
 import torch.distributed as dist
+
 from cuboid.errors import MeshError
 from cuboid.topology import AXES, Axis, MeshShape, Topology
 from cuboid.traffic import Traffic

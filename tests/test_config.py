@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from cuboid.config import load_config, parse_config, split_config
 from cuboid.errors import ConfigError, MeshError
 from cuboid.patches.deepspeed_config import check_framework_config

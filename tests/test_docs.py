@@ -7,9 +7,10 @@ import runpy
 import sys
 from pathlib import Path
 
-import cuboid
 import pytest
 import yaml
+
+import cuboid
 from cuboid.patches.deepspeed_config import check_framework_config
 
 ROOT = Path(__file__).parents[1]

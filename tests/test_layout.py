@@ -5,14 +5,15 @@ from itertools import product
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
 from cuboid.errors import MeshError
 from cuboid.hf.heads import HeadCounts, plan_key_value_heads
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.layout import Layout, put_shard, take_shard
 from cuboid.tensor3d.traffic_formula import BlockSizes, layer_bytes
 from cuboid.topology import AXES, MeshShape, Topology
-from hypothesis import given
-from hypothesis import strategies as st
 
 meshes = st.builds(MeshShape, *[st.integers(1, 4)] * 3)
 

@@ -4,15 +4,15 @@ import json
 import sys
 import textwrap
 
-import cuboid
+import accelerate
+import deepspeed
 import pytest
-from cuboid.patches.base import Patch, PatchError
+import transformers
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-import accelerate
-import deepspeed
-import transformers
+import cuboid
+from cuboid.patches.base import Patch, PatchError
 from launching import as_ranks, torchrun
 
 

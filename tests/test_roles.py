@@ -2,6 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
 from cuboid.config import parse_config
 from cuboid.errors import MeshError, UnsupportedModelError
 from cuboid.hf.auto import block_sizes, choose_mesh
@@ -11,11 +16,6 @@ from cuboid.hf.roles import find_roles
 from cuboid.tensor3d.traffic_formula import layer_bytes
 from cuboid.topology import MeshShape
 from cuboid.verify import SmallModel
-from torch import nn
-from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig
 
 
 def on_meta(config):

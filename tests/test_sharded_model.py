@@ -3,19 +3,19 @@
 import os
 from pathlib import Path
 
-import cuboid
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.distributed import sharding_utils
+
+import cuboid
 from cuboid.hf.auto import block_sizes
 from cuboid.tensor3d.dropout import ShardedDropout
 from cuboid.tensor3d.parameter import GatherState, ShardedModule
 from cuboid.tensor3d.traffic_formula import layer_bytes
 from cuboid.topology import MeshShape
 from cuboid.verify import SmallModel
-from safetensors.torch import load_file
-from transformers.distributed import sharding_utils
-
-from transformers import AutoModelForCausalLM
 
 BATCH, LENGTH = 8, 24
 WIDE = SmallModel("llama", heads=24, kv_heads=24, head_dim=4)

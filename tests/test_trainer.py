@@ -7,9 +7,9 @@ import textwrap
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from launching import run, torchrun
-from transformers import LlamaConfig, LlamaForCausalLM
 
 SCRIPT = """
     import json, sys

@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.utils import logging
-
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 #: Largest relative difference of the two losses, by the dtype of the weights.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 1e-2, "float16": 1e-2}

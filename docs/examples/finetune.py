@@ -6,10 +6,10 @@ deepspeed --num_accelerators 8 docs/examples/finetune.py MODEL TEXT OUT
 import sys
 from pathlib import Path
 
-import cuboid  # cuboid
-
 import deepspeed
 from transformers import AutoTokenizer
+
+import cuboid  # cuboid
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "llama_2x2x2.json")
 STEPS, SEQUENCE_LENGTH = 20, 128

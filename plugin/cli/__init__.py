@@ -7,9 +7,11 @@ import sys
 from typing import Annotated
 
 import typer
+
 from cuboid import CuboidError
 from cuboid.cli.prepare import prepare
 from cuboid.cli.train import train
+from cuboid.cli.verify import verify
 
 commands = typer.Typer(
     name="cuboid",
@@ -20,6 +22,7 @@ commands = typer.Typer(
 )
 commands.command()(prepare)
 commands.command()(train)
+commands.command()(verify)
 
 
 @commands.callback()

@@ -23,5 +23,7 @@ def prepare(
 ) -> None:
     """Tokenize the data into OUT/tokens; without --model, first learn a tokenizer and write a small Llama."""
     from cuboid.train.prepare import prepare as run
+    from cuboid.train.quiet import quiet
 
+    quiet()
     run(out, model=model, data=data, vocabulary=vocabulary, seed=seed, say=typer.echo)

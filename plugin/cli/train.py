@@ -18,9 +18,9 @@ def train(
         typer.Option(help="Optimizer steps; stretches the learning-rate schedule. Default: the schedule's length."),
     ] = None,
     sequence_length: Annotated[int, typer.Option(help="Tokens of a block.")] = 512,
-    heldout_blocks: Annotated[int, typer.Option(help="Blocks of the held-out loss, at most.")] = 64,
+    heldout_blocks: Annotated[int, typer.Option(help="Blocks of the held-out loss, at most.")] = 32,
     evaluations: Annotated[int, typer.Option(help="How many times to take the held-out loss.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of the order of the data.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the order of the data, and of dropout.")] = 0,
     local_rank: Annotated[int, typer.Option("--local_rank", "--local-rank", hidden=True)] = 0,
 ) -> None:
     """Load a checkpoint sharded over the mesh, train it, and save it as plain transformers opens it.
@@ -50,6 +50,7 @@ def train(
         ),
         world,
     )
+    world.disconnect()
     if world.is_first:
         losses = report.losses
         typer.echo(

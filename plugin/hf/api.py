@@ -8,6 +8,9 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
 from cuboid.config import ConfigSource, CuboidConfig, parse_config
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.hf.auto import choose_mesh
@@ -16,9 +19,6 @@ from cuboid.hf.model import ShardedModel, shard_modules, sharding_of, unwrap
 from cuboid.hf.save import save_sharded
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.layout import take_shard
-from torch import nn
-
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 _active: ContextVar[CuboidConfig | None] = ContextVar("cuboid_active_config", default=None)
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from cuboid.errors import UnsupportedModelError
-from cuboid.mesh import Mesh
-from cuboid.tensor3d.dropout import own_random_numbers
 from torch import nn
+from transformers import PretrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from transformers import PretrainedConfig
+from cuboid.errors import UnsupportedModelError
+from cuboid.mesh import Mesh
+from cuboid.tensor3d.dropout import own_random_numbers
 
 PREFIX = "cuboid_"
 _RECORD = "cuboid_attention"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from transformers import PreTrainedModel
+
 from cuboid.config import CuboidConfig
 from cuboid.errors import MeshError
 from cuboid.hf.heads import HeadCounts, plan_key_value_heads
@@ -9,8 +11,6 @@ from cuboid.hf.layouts import fitting_meshes, out_features
 from cuboid.hf.roles import find_roles
 from cuboid.tensor3d.traffic_formula import BlockSizes, layer_bytes
 from cuboid.topology import Coordinate, MeshShape
-
-from transformers import PreTrainedModel
 
 #: What the count assumes where the config doesn't say how many rows a micro-batch has, and for the sequence length,
 #: which nobody knows when weights are loaded. The choice depends on their product only weakly.

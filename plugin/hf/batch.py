@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import PretrainedConfig
+
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.collectives import all_gather, own_slice, padded_length
 from cuboid.topology import AXES, divisors
-from torch import nn
-
-from transformers import PretrainedConfig
 
 IGNORE_INDEX = -100
 _TENSORS = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels")

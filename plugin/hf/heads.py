@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cuboid.topology import Coordinate, MeshShape
-
 from transformers import PretrainedConfig
+
+from cuboid.topology import Coordinate, MeshShape
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
 from cuboid.errors import MeshError
 from cuboid.hf.heads import HeadCounts, plan_key_value_heads
 from cuboid.hf.roles import Role, find_roles
 from cuboid.tensor3d.layout import Layout
 from cuboid.topology import Axis, Coordinate, MeshShape
-from torch import nn
-from transformers.pytorch_utils import Conv1D
-
-from transformers import PreTrainedModel
 
 _SHOWN_MESHES = 6
 

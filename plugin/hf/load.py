@@ -12,6 +12,12 @@ import math
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from transformers import PreTrainedModel
+
 from cuboid.config import CuboidConfig
 from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.hf.auto import choose_mesh
@@ -19,12 +25,6 @@ from cuboid.hf.layouts import Blueprint, draw_blueprint
 from cuboid.hf.model import shard_modules
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.layout import Layout, pad_shard
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
-
-from transformers import PreTrainedModel
 
 _INCOMPATIBLE = (
     "device_map",

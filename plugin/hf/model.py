@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import slice_logits_to_keep
+
 from cuboid.config import TensorParallelConfig
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.hf.attention import check_attention_ran, use_sharded_attention, whole_sequence
@@ -16,10 +20,6 @@ from cuboid.hf.layouts import Blueprint
 from cuboid.hf.swap import ShardOf, attention_modules, swap_modules
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.loss import gather_logits, sharded_cross_entropy, shifted
-from torch import nn
-from transformers.modeling_utils import slice_logits_to_keep
-
-from transformers import PreTrainedModel
 
 
 @dataclass

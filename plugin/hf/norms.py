@@ -6,8 +6,9 @@ import copy
 from typing import Any
 
 import torch
-from cuboid.errors import UnsupportedModelError
 from torch import nn
+
+from cuboid.errors import UnsupportedModelError
 
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 #: What is added to the weight: nothing (Llama and most others) or one (Gemma).

@@ -10,12 +10,12 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cuboid.errors import UnsupportedModelError
-from cuboid.topology import Axis
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from transformers import PreTrainedModel
+from cuboid.errors import UnsupportedModelError
+from cuboid.topology import Axis
 
 Kind = Literal["embedding", "up", "down", "head", "rms_norm", "layer_norm", "gathered"]
 Heads = Literal["query", "key_value", "query_key_value"]

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
 from cuboid.hf.attention import PREFIX
 from cuboid.hf.model import mesh_of, unwrap
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.layout import Layout, put_shard
 from cuboid.tensor3d.parameter import ShardedModule
-from torch import nn
-
-from transformers import PreTrainedModel
 
 
 def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Layout]]:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
 from cuboid.errors import UnsupportedModelError
 from cuboid.hf.heads import KeyValuePlan, plan_key_value_heads
 from cuboid.hf.layouts import Blueprint
@@ -25,10 +29,6 @@ from cuboid.tensor3d.linear import (
 )
 from cuboid.tensor3d.norm import ShardedLayerNorm, ShardedRMSNorm
 from cuboid.tensor3d.sequence import enter_block
-from torch import nn
-from transformers.pytorch_utils import Conv1D
-
-from transformers import PreTrainedModel
 
 #: Gives the shard of a parameter: cut from a whole tensor, or already read as a slice.
 ShardOf = Callable[[nn.Parameter, Layout], torch.Tensor]

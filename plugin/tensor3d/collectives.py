@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+
 from cuboid.mesh import Mesh
 from cuboid.topology import Axis
 

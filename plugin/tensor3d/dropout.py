@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
+
 from cuboid.mesh import Mesh
 from cuboid.topology import AXES
-from torch import nn
 
 
 @contextmanager

@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
+
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.collectives import gather_dim, scatter_dim
 from cuboid.tensor3d.layout import Layout
 from cuboid.tensor3d.parameter import ParameterGather, ShardedModule
 from cuboid.tensor3d.sequence import SEQUENCE_DIM
-from torch import nn
 
 
 class _LookUp(torch.autograd.Function):

@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
+
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.layout import Layout
 from cuboid.tensor3d.parameter import ShardedModule
-from torch import nn
 
 
 class GatheredModule(ShardedModule):

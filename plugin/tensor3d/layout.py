@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import product
 
 import torch
+
 from cuboid.mesh import Mesh
 from cuboid.topology import RANK_ORDER, Axis, Coordinate, MeshShape
 

@@ -26,12 +26,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
+
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.collectives import all_reduce, gather_dim, scatter_dim
 from cuboid.tensor3d.layout import Layout
 from cuboid.tensor3d.parameter import ParameterGather, ShardedModule
 from cuboid.tensor3d.sequence import SEQUENCE_DIM, Regather, saved_input
-from torch import nn
 
 
 class Exchange(Protocol):

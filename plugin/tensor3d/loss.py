@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.collectives import all_reduce, gather_dim, own_slice
 from cuboid.tensor3d.norm import statistics_dtype
-from torch import nn
 
 
 class _TokenLosses(torch.autograd.Function):

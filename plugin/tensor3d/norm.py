@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
+
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.collectives import all_gather, all_reduce
 from cuboid.tensor3d.layout import Layout
 from cuboid.tensor3d.parameter import ShardedModule
-from torch import nn
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -11,10 +11,11 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch import nn
+
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.collectives import all_gather, reduce_scatter
 from cuboid.tensor3d.layout import Layout
-from torch import nn
 
 
 class GatherState(Enum):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.collectives import gather_dim, scatter_dim
 

@@ -8,8 +8,9 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from cuboid.train.tokens import Stream
 from torch import Tensor
+
+from cuboid.train.tokens import Stream
 
 #: Label of a position that doesn't count in the loss, as everywhere in Hugging Face.
 IGNORED = -100

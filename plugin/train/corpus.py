@@ -12,8 +12,8 @@ from cuboid import CuboidError
 
 #: Share of the files (or, of a single file, of its lines) that is kept for the held-out loss.
 HELDOUT_SHARE = 0.04
-#: Folders of the standard library's path that aren't its sources, or are its tests.
-_NOT_SOURCES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+#: Folders of the standard library's path that aren't its sources, are its tests, or hold prose in a string.
+_NOT_SOURCES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"})
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from cuboid.train.report import Report
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+
+from cuboid.train.report import Report
 
 
 def draw(report: Report, path: Path) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoTokenizer
+
 from cuboid import CheckpointError, ConfigError, CuboidError, load_config
 from cuboid.train.tokens import Tokens, TokensMeta, fingerprint
-
-from transformers import AutoConfig, AutoTokenizer
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class TrainOptions:
         sequence_length: tokens of a block.
         heldout_blocks: blocks of the held-out loss, at most.
         evaluations: how many times the held-out loss is taken during the run, the last one included.
-        seed: of the order of the data.
+        seed: of the order of the data, and of dropout.
     """
 
     model: Path
@@ -35,7 +35,7 @@ class TrainOptions:
     out: Path
     steps: int | None = None
     sequence_length: int = 512
-    heldout_blocks: int = 64
+    heldout_blocks: int = 32
     evaluations: int = 5
     seed: int = 0
 

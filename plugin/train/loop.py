@@ -7,15 +7,16 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import cuboid
 import torch
+from torch import Tensor
+
+import cuboid
 from cuboid import CuboidError
 from cuboid.train import memory
 from cuboid.train.batches import Blocks, Share, Shuffle, heldout_batches
 from cuboid.train.progress import TrainProgress
 from cuboid.train.report import HeldoutPoint
 from cuboid.train.world import mean
-from torch import Tensor
 
 
 @dataclass

@@ -10,7 +10,6 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
@@ -30,9 +29,8 @@ class TrainProgress:
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(),
+            BarColumn(bar_width=12),  # all of it fits 80 columns
             TextColumn("{task.description}"),
-            TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(elapsed_when_finished=False),
             console=self._console,
@@ -55,7 +53,7 @@ class TrainProgress:
 
     def step(self, step: int, loss: float, tokens_per_s: float, memory_bytes: int) -> None:
         """Show the state after ``step`` steps."""
-        text = f"loss {loss:.3f} · {tokens_per_s:,.0f} tokens/s · {memory_bytes / _GIB:.2f} GiB/rank"
+        text = f"loss {loss:.3f} · {tokens_per_s:,.0f} tok/s · {memory_bytes / _GIB:.2f} GiB/rank"
         self._bar.update(self._task, completed=step, description=text)
         if self._shown and not self._console.is_terminal and _passes_a_tenth(step, self._steps):
             self.say(f"step {step}/{self._steps} · {text}")

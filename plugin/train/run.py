@@ -6,9 +6,11 @@ import copy
 import time
 from pathlib import Path
 
-import cuboid
+import deepspeed
 import numpy as np
 import torch
+
+import cuboid
 from cuboid import ConfigError, CuboidError
 from cuboid.train import memory
 from cuboid.train.batches import Blocks, Share, Shuffle, heldout_blocks
@@ -31,8 +33,6 @@ from cuboid.train.report import (
 from cuboid.train.tokens import Tokens, tokenize
 from cuboid.train.world import World, agree, gather
 
-import deepspeed
-
 
 def run(options: TrainOptions, world: World) -> Report:
     """Train on all ranks of the launcher's world and leave model, curve and report in ``options.out``.
@@ -52,6 +52,7 @@ def run(options: TrainOptions, world: World) -> Report:
     device = world.connect()
     tokens = job.tokens or _tokenize(job, share, world, device)
     _clear(options.out, world)
+    torch.manual_seed(options.seed + share.replica)  # for dropout: alike within a mesh, which divides the masks itself
     engine, *_ = deepspeed.initialize(model=model, config=copy.deepcopy(job.config))
     loop = _loop(job, engine, tokens, share, device)
     with TrainProgress(job.steps, shown=world.is_first) as progress:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
@@ -38,16 +37,16 @@ def train_tokenizer(documents: Sequence[str], vocabulary: int) -> PreTrainedToke
 def write_llama(folder: Path, vocabulary: int, tokenizer: Any, seed: int) -> int:
     """Write a Llama checkpoint of about 10 million parameters (at 4096 tokens) and its tokenizer.
 
-    Few layers and a narrow residual: on two cores a layer's collectives cost more than its arithmetic.
+    Two layers only: on a few cores, the collectives of a layer cost more than its arithmetic.
 
     Returns:
         The number of parameters.
     """
     config = LlamaConfig(
         vocab_size=vocabulary,
-        hidden_size=384,
-        intermediate_size=1024,
-        num_hidden_layers=4,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=4,
         max_position_embeddings=1024,

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from cuboid import CuboidError
 from cuboid.train.corpus import Corpus
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 Split = Literal["train", "heldout"]
 Stream = npt.NDArray[np.int32]
@@ -85,7 +86,7 @@ def tokenize(corpus: Corpus, tokenizer: Any, folder: Path) -> Tokens:
         "heldout": _encode(corpus.heldout, tokenizer),
     }
     for split, stream in streams.items():
-        partial = folder / f".{split}.{os.getpid()}.npy"
+        partial = folder / f".{split}.{uuid4().hex}.npy"
         np.save(partial, stream, allow_pickle=False)
         partial.replace(folder / f"{split}.npy")
     meta = TokensMeta(
@@ -95,7 +96,7 @@ def tokenize(corpus: Corpus, tokenizer: Any, folder: Path) -> Tokens:
         train=len(streams["train"]),
         heldout=len(streams["heldout"]),
     )
-    partial = folder / f".{os.getpid()}.{_META}"
+    partial = folder / f".{uuid4().hex}.{_META}"
     partial.write_text(meta.model_dump_json(indent=2) + "\n", encoding="utf-8")
     partial.replace(folder / _META)
     return Tokens(folder, meta)

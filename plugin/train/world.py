@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from cuboid import CuboidError
 from deepspeed.accelerator import get_accelerator
+
+from cuboid import CuboidError
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,15 @@ class World:
         if not dist.is_initialized():
             backend = accelerator.communication_backend_name()
             if self.size == 1 and "MASTER_ADDR" not in os.environ:
+                os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
                 dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
             else:
                 dist.init_process_group(backend, rank=self.rank, world_size=self.size)
         return torch.device(accelerator.current_device_name())
+
+    def disconnect(self) -> None:
+        """End the process group, when all ranks have done their work."""
+        dist.destroy_process_group()
 
 
 def agree(failure: CuboidError | None, world: World, device: torch.device) -> None:

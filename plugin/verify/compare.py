@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
+
 from cuboid.verify.training import Outcome, Tensors
 
 Kind = Literal["activation", "logits", "loss", "gradient", "norm", "weight"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 #: Tensors far smaller than the largest of their kind are rounding noise (a gradient that is zero in exact arithmetic):
 #: their errors are taken relative to this share of that largest one.
@@ -42,36 +44,41 @@ class Check:
         return self.error <= self.tolerance
 
 
-def compare(reference: Outcome, other: Outcome, tolerance: float, padding: torch.Tensor | None) -> list[Check]:
-    """Compare everything that both outcomes can have.
+def compare(
+    reference: Outcome,
+    other: Outcome,
+    tolerance: float,
+    *,
+    kinds: Collection[Kind] = KINDS,
+    padding: torch.Tensor | None = None,
+) -> list[Check]:
+    """Compare two outcomes.
 
     Args:
-        reference: of plain transformers. Where it has activations, logits or gradients and ``other`` has none at all,
-            that kind is left out.
+        reference: of plain transformers.
         other: of Cuboid.
         tolerance: for every check.
+        kinds: what to compare.
         padding: ``[B, S]``, true where the probed micro-batch has padding: what a model computes there is nobody's
-            business. None where nothing was probed.
+            business.
 
     Returns:
-        The checks, kind by kind: activations in forward order, logits, losses, gradients, norms, weights.
+        The checks, kind by kind in the order of :data:`KINDS`, activations in forward order.
     """
-    checks: list[Check] = []
-    if other.activations:
-        # Layers whose output is no plain part of the residual stream can't be put together, and aren't compared.
-        shared = {name: x for name, x in reference.activations.items() if name in other.activations}
-        parts = {name: other.activations[name] for name in shared}
-        checks += _compare_tensors("activation", _blank(shared, padding), _blank(parts, padding), tolerance)
-    if other.logits:
-        checks += _compare_tensors(
+    # Outputs that are no plain part of the residual stream can't be put together.
+    shared = {name: x for name, x in reference.activations.items() if name in other.activations}
+    parts = {name: other.activations[name] for name in shared}
+    checks: dict[Kind, Iterable[Check]] = {
+        "activation": _compare_tensors("activation", _blank(shared, padding), _blank(parts, padding), tolerance),
+        "logits": _compare_tensors(
             "logits", _blank(reference.logits, padding), _blank(other.logits, padding), tolerance
-        )
-    checks += _compare_steps("loss", reference.losses, other.losses, tolerance)
-    if other.gradients:
-        checks += _compare_tensors("gradient", reference.gradients, other.gradients, tolerance)
-    checks += _compare_steps("norm", reference.norms, other.norms, tolerance)
-    checks += _compare_tensors("weight", reference.weights, other.weights, tolerance)
-    return checks
+        ),
+        "loss": _compare_steps("loss", reference.losses, other.losses, tolerance),
+        "gradient": _compare_tensors("gradient", reference.gradients, other.gradients, tolerance),
+        "norm": _compare_steps("norm", reference.norms, other.norms, tolerance),
+        "weight": _compare_tensors("weight", reference.weights, other.weights, tolerance),
+    }
+    return [check for kind in KINDS if kind in kinds for check in checks[kind]]
 
 
 def relative_error(reference: torch.Tensor, other: torch.Tensor, floor: float = 0.0) -> float:
@@ -90,22 +97,25 @@ def relative_error(reference: torch.Tensor, other: torch.Tensor, floor: float = 
 def first_difference(checks: Sequence[Check]) -> str | None:
     """Where the two sides part, in a sentence; None if they don't.
 
-    The first module of the forward that differs. Where none does, the last parameter, in the model's order, whose
-    gradient differs: backward comes there first.
+    That is the first module of the forward whose output differs. Where none does, it is the last parameter, in the
+    model's order, whose gradient differs: backward comes there first.
     """
     wrong = [check for check in checks if not check.passed]
-    by_kind = {kind: [check for check in wrong if check.kind == kind] for kind in ("activation", "gradient")}
-    if by_kind["activation"]:
-        first = by_kind["activation"][0]
-        return f"forward: the first output that differs is that of {first.name} (error {first.error:.1e})"
-    if any(check.kind == "logits" for check in wrong):
+    if not wrong:
+        return None
+    first = {check.kind: check for check in reversed(wrong)}
+    if "activation" in first:
+        return f"forward: the first output that differs is that of {first['activation'].name}"
+    if "logits" in first:
         return "forward: the layers agree, the logits don't"
-    if by_kind["gradient"]:
-        last = by_kind["gradient"][-1]
-        return f"backward: outputs agree; coming from the loss, {last.name} has the first gradient that differs"
-    if wrong:
-        return f"{wrong[0].kind}: {wrong[0].name} is the first that differs (error {wrong[0].error:.1e})"
-    return None
+    if "gradient" in first and not _first_loss_differs(checks):
+        last = [check for check in wrong if check.kind == "gradient"][-1]
+        return f"backward: the loss agrees; coming from it, {last.name} has the first gradient that differs"
+    return f"{wrong[0].kind}: {wrong[0].name} is the first that differs"
+
+
+def _first_loss_differs(checks: Sequence[Check]) -> bool:
+    return not next((check.passed for check in checks if check.kind == "loss"), True)
 
 
 def _compare_tensors(kind: Kind, reference: Tensors, other: Tensors, tolerance: float) -> Iterator[Check]:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+Precision = contextlib.AbstractContextManager[Any]
+
 
 class KeepFloat64(TorchFunctionMode):
     """Inside, a float64 tensor stays one under ``x.float()``, ``x.to(torch.float32)`` and ``dtype=torch.float32``.
@@ -37,7 +39,7 @@ class KeepFloat64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def precision(*, keep_float64: bool) -> contextlib.AbstractContextManager[Any]:
+def precision(*, keep_float64: bool) -> Precision:
     """:class:`KeepFloat64`, or a context that does nothing."""
     return KeepFloat64() if keep_float64 else contextlib.nullcontext()
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from cuboid.errors import CuboidError, MeshError
-from cuboid.topology import MeshShape
-
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from cuboid.errors import CuboidError, MeshError
 
 Architecture = Literal["llama", "qwen2", "qwen3", "mistral", "gpt2"]
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
@@ -25,7 +25,7 @@ class SmallModel:
 
     Args:
         architecture: one of :data:`ARCHITECTURES`.
-        heads: query heads; ``None`` in :meth:`for_mesh` alone means as many as the mesh needs.
+        heads: query heads.
         kv_heads: key and value heads; GPT-2 always has as many as query heads.
         head_dim: even, as rotary embeddings need. The hidden size is ``heads * head_dim``.
         layers: decoder layers.
@@ -50,9 +50,12 @@ class SmallModel:
     seed: int = 0
 
     @classmethod
-    def for_mesh(cls, architecture: Architecture, shape: MeshShape, **options: Any) -> SmallModel:
-        """A model that ``shape`` can divide; ``options`` are fields, and win over what the mesh would need."""
-        heads = options.pop("heads", None) or max(8 // shape.size, 1) * shape.size
+    def fitting(cls, architecture: Architecture, ranks: int, **options: Any) -> SmallModel:
+        """A model that any mesh of so many ranks can divide.
+
+        ``options`` are fields. They win over what such a mesh would need; ``None`` for a number of heads leaves it.
+        """
+        heads = options.pop("heads", None) or math.ceil(8 / ranks) * ranks
         kv_heads = options.pop("kv_heads", None) or next(heads // share for share in (4, 2, 1) if heads % share == 0)
         return cls(architecture, heads=heads, kv_heads=kv_heads, **options)
 

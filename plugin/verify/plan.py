@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
 import torch
-from cuboid.errors import CuboidError
-
 from transformers import AutoConfig, PretrainedConfig
+
+from cuboid.errors import CuboidError
+from cuboid.verify.float64 import Precision, precision
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 IGNORE_INDEX = -100
@@ -30,7 +32,9 @@ class Plan:
         steps: optimizer steps.
         data_parallel: replicas of the mesh.
         accumulate: micro-batches of a replica and step.
-        masking: whether rows are padded on either side, and labels are missing here and there.
+        masking: whether rows are padded on either side, and labels are missing here and there. Without, the models are
+            given no attention mask.
+        positions: whether the models are given position ids, which count from a row's first real token.
         checkpointing: whether activations are recomputed in backward.
         mean_over: what a step's loss is the mean over. ``"tokens"``: all label tokens of the step, the models being
             given ``num_items_in_batch``; ``"micro_batches"``: the micro-batches' own means, as DeepSpeed has it.
@@ -49,6 +53,7 @@ class Plan:
     data_parallel: int = 1
     accumulate: int = 1
     masking: bool = True
+    positions: bool = False
     checkpointing: bool = False
     mean_over: Literal["tokens", "micro_batches"] = "tokens"
     learning_rate: float = 1e-3
@@ -73,6 +78,13 @@ class Plan:
         """``dtype`` as torch's."""
         return getattr(torch, self.dtype)
 
+    def recompute_contexts(self) -> tuple[Precision, Precision]:
+        """For torch's checkpointing: the contexts of a forward and of its recomputation.
+
+        Backward recomputes where no mode of the caller's is active.
+        """
+        return contextlib.nullcontext(), precision(keep_float64=self.keep_float64)
+
     def model_config(self) -> PretrainedConfig:
         """The checkpoint's config without dropout, whose random numbers no two layouts draw alike."""
         config = AutoConfig.from_pretrained(self.checkpoint)
@@ -85,7 +97,7 @@ class Plan:
         return config
 
     def micro_batches(self, step: int, replica: int, vocabulary: int) -> list[dict[str, torch.Tensor]]:
-        """What a replica trains on in a step: ``accumulate`` micro-batches of ids, mask and labels, all [B, S]."""
+        """What a replica trains on in a step: ``accumulate`` micro-batches of arguments, each ``[B, S]``."""
         first = replica * self.accumulate
         numbers = range(first, first + self.accumulate)
         return [self._micro_batch(step, number, vocabulary) for number in numbers]
@@ -106,7 +118,12 @@ class Plan:
             for row in range(self.batch):
                 self._mask_row(mask[row], labels[row], kind=self._row_kind(row, index))
             labels[mask == 0] = IGNORE_INDEX
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        batch = {"input_ids": ids, "labels": labels}
+        if self.masking:
+            batch["attention_mask"] = mask
+        if self.positions:
+            batch["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+        return batch
 
     def _row_kind(self, row: int, index: int) -> str:
         kind = _ROW_KINDS[(row + index) % len(_ROW_KINDS)]

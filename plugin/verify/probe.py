@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from cuboid.topology import Coordinate, MeshShape
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-Tensors = dict[str, torch.Tensor]
+from cuboid.topology import Coordinate, MeshShape
+from cuboid.verify.training import Tensors
 
 
 def probe(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[Tensors, torch.Tensor]:

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import cuboid
 import torch
 import torch.distributed as dist
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import cuboid
 from cuboid.verify.float64 import precision
 from cuboid.verify.plan import Plan, vocabulary_of
 from cuboid.verify.probe import probe
 from cuboid.verify.storage import write
 from cuboid.verify.training import Tensors, train
-from torch import nn
-
-from transformers import AutoModelForCausalLM
 
 
 class OneProcess:

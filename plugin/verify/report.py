@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cuboid.topology import MeshShape
-from cuboid.verify.compare import Check, Kind, first_difference
-from cuboid.verify.plan import Plan
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from cuboid.topology import MeshShape
+from cuboid.verify.compare import Check, Kind, first_difference
+from cuboid.verify.plan import Plan
 
 #: One comparison of a whole run: Cuboid's core under torch's optimizer, or the whole DeepSpeed engine.
 Pass = Literal["core", "engine"]
@@ -106,13 +107,13 @@ class Report:
 
 def _print_pass(report: PassReport, console: Console) -> None:
     plan = report.plan
-    title = (
-        f"{_TITLES[report.name]}, {plan.dtype}, mesh {report.mesh}, data parallel {plan.data_parallel}, "
-        f"accumulate {plan.accumulate}: errors up to {report.tolerance:.0e} pass"
+    console.print(
+        f"[bold]{_TITLES[report.name]}[/]: {plan.dtype}, mesh {report.mesh}, data parallel {plan.data_parallel}, "
+        f"accumulate {plan.accumulate}; errors up to {report.tolerance:.0e} pass"
     )
-    console.print(_steps(report, title))
-    console.print(_parameters(report))
-    console.print(_outputs(report))
+    for table in (_steps(report), _outputs(report), _parameters(report)):
+        if table.row_count:
+            console.print(table)
     if report.passed:
         console.print(f"[green]✓[/] all {len(report.checks)} checks pass\n")
     else:
@@ -121,38 +122,36 @@ def _print_pass(report: PassReport, console: Console) -> None:
         console.print(f"[red]✗[/] {escape(report.first_difference or '')}\n")
 
 
-def _steps(report: PassReport, title: str) -> Table:
-    table = _table(title, "step", "loss (transformers)", "loss (Cuboid)", "error", "gradient norm", "error")
+def _steps(report: PassReport) -> Table:
+    table = _table("", "loss", "Cuboid's", "error", "norm", "error")
     losses, norms = (_by_name(report, kind) for kind in ("loss", "norm"))
     for index, name in enumerate(losses):
         pair = (f"{report.losses[0][index]:.9f}", f"{report.losses[1][index]:.9f}")
-        table.add_row(name, *pair, _error(losses.get(name)), f"{report.norms[0][index]:.6g}", _error(norms.get(name)))
-    return table
-
-
-def _parameters(report: PassReport) -> Table:
-    gradients, weights = (_by_name(report, kind) for kind in ("gradient", "weight"))
-    table = _table("", "parameter", "largest gradient", "gradient error", "weight error")
-    for name in {**weights, **gradients}:
-        gradient = gradients.get(name)
-        magnitude = f"{gradient.magnitude:.1e}" if gradient else "–"
-        table.add_row(escape(name), magnitude, _error(gradient), _error(weights.get(name)))
+        table.add_row(name, *pair, _error(losses[name]), f"{report.norms[0][index]:.6g}", _error(norms.get(name)))
     return table
 
 
 def _outputs(report: PassReport) -> Table:
-    table = _table("", "output of", "error")
+    table = _table("output of", "error")
     for check in report.checks:
         if check.kind in ("activation", "logits"):
             table.add_row(escape(check.name), _error(check))
     return table
 
 
-def _table(title: str, first: str, *others: str) -> Table:
-    table = Table(title=title or None, title_justify="left", title_style="bold")
-    table.add_column(first, no_wrap=True)
+def _parameters(report: PassReport) -> Table:
+    gradients, weights = (_by_name(report, kind) for kind in ("gradient", "weight"))
+    table = _table("parameter", "gradient", "weight")
+    for name in {**weights, **gradients}:
+        table.add_row(escape(name), _error(gradients.get(name)), _error(weights.get(name)))
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table()
+    table.add_column(first, overflow="fold")
     for name in others:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import cuboid
+import deepspeed
 import torch
 import torch.distributed as dist
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import cuboid
 from cuboid import Mesh, MeshShape
 from cuboid.verify.float64 import precision
 from cuboid.verify.plan import Plan, vocabulary_of
 from cuboid.verify.probe import probe, residual_part
 from cuboid.verify.reference import device, load_plain
 from cuboid.verify.storage import write, write_part
-from cuboid.verify.training import Outcome, Tensors, train
-from torch import nn
-
-import deepspeed
-from transformers import AutoModelForCausalLM
+from cuboid.verify.training import Outcome, Tensors, prepare, train
 
 
 class OnMesh:
@@ -65,7 +65,7 @@ def run_core(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
         outcome = train(model, plan, OnMesh(mesh))
     if mesh.coordinate.data == 0:
         hidden = model.config.get_text_config().hidden_size
-        parts = residual_part(activations, mesh.shape, *batch["input_ids"].shape, hidden)
+        parts = residual_part(activations, mesh.shape, plan.batch, plan.sequence_length, hidden)
         write_part(parts, Path(directory), mesh.rank)
     outcome.logits = {"logits": logits}
     if mesh.rank == 0:
@@ -79,7 +79,9 @@ def run_engine(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
     Losses, gradient norms and weights only: with ZeRO, gradients are DeepSpeed's own. The processes can't be used
     again, for DeepSpeed keeps what it knows of the world until they end.
     """
-    engine, *_ = deepspeed.initialize(model=_load(plan, config), config=config)
+    model = _load(plan, config)
+    prepare(model, plan)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
     mesh = cuboid.mesh_of(engine)
     vocabulary = vocabulary_of(engine.module)
     outcome = Outcome()
@@ -89,7 +91,9 @@ def run_engine(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
         mean = torch.stack(losses).double().mean() / plan.data_parallel
         OnMesh(mesh).sum_over_replicas(mean)
         outcome.losses.append(mean.item())
-        outcome.norms.append(float(engine.get_global_grad_norm()))
+        norm = engine.get_global_grad_norm()
+        if norm is not None:  # in float32 without ZeRO, DeepSpeed clips and tells nobody
+            outcome.norms.append(float(norm))
     outcome.weights = cuboid.full_state_dict(engine)
     if mesh.rank == 0:
         write(outcome, Path(directory))

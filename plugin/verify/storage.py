@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from safetensors.torch import load_file, save_file
+
 from cuboid.topology import MeshShape, Topology
 from cuboid.verify.probe import assemble
 from cuboid.verify.training import Outcome, Tensors
-from safetensors.torch import load_file, save_file
 
 _TENSORS = ("activations", "logits", "gradients", "weights")
 
@@ -17,7 +18,8 @@ def write(outcome: Outcome, directory: Path) -> None:
     """Write an outcome. Activations that are whole go with it; parts go through :func:`write_part`."""
     for kind in _TENSORS:
         _save(getattr(outcome, kind), directory / f"{kind}.safetensors")
-    scalars = {"losses": outcome.losses, "norms": outcome.norms, "order": list(outcome.activations)}
+    order = {kind: list(getattr(outcome, kind)) for kind in _TENSORS}  # the format sorts by name
+    scalars = {"losses": outcome.losses, "norms": outcome.norms, "order": order}
     (directory / "outcome.json").write_text(json.dumps(scalars), encoding="utf-8")
 
 
@@ -30,8 +32,8 @@ def read(directory: Path) -> Outcome:
     """Read what :func:`write` wrote."""
     scalars = json.loads((directory / "outcome.json").read_text(encoding="utf-8"))
     tensors = {kind: load_file(directory / f"{kind}.safetensors") for kind in _TENSORS}
-    tensors["activations"] = {name: tensors["activations"][name] for name in scalars["order"]}
-    return Outcome(losses=scalars["losses"], norms=scalars["norms"], **tensors)
+    ordered = {kind: {name: tensors[kind][name] for name in scalars["order"][kind]} for kind in _TENSORS}
+    return Outcome(losses=scalars["losses"], norms=scalars["norms"], **ordered)
 
 
 def read_parts(directory: Path, topology: Topology, length: int) -> Tensors:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from cuboid.verify.plan import Plan, vocabulary_of
 from torch import nn
+
+from cuboid.verify.plan import Plan, vocabulary_of
 
 Tensors = dict[str, torch.Tensor]
 
@@ -55,9 +56,7 @@ class Side(Protocol):
 def train(model: Any, plan: Plan, side: Side) -> Outcome:
     """Run the plan's optimizer steps."""
     outcome = Outcome()
-    model.train()
-    if plan.checkpointing:
-        model.gradient_checkpointing_enable()
+    prepare(model, plan)
     optimizer = adamw(model, plan)
     for step in range(plan.steps):
         outcome.losses.append(_backward(model, plan, side, step))
@@ -72,6 +71,13 @@ def train(model: Any, plan: Plan, side: Side) -> Outcome:
         optimizer.zero_grad()
     outcome.weights = side.weights(model)
     return outcome
+
+
+def prepare(model: Any, plan: Plan) -> None:
+    """Put a model into training, as the plan has it."""
+    model.train()
+    if plan.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": plan.recompute_contexts})
 
 
 def adamw(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:

@@ -6,14 +6,11 @@ after job, every job in a fresh world of exactly the size that it asks for.
 
 from __future__ import annotations
 
-import contextlib
-import datetime
+import math
 import multiprocessing
-import os
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -22,12 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cuboid.errors import CuboidError
-from cuboid.train.quiet import quiet
 
-_HOST = "127.0.0.1"
+from cuboid.errors import CuboidError
+from cuboid.verify.worker import HOST, Failure, Job, Success, environment, serve
+
 #: How long the other ranks may still report after the first one has failed, before they are killed.
 _GRACE_S = 0.5
+#: Imports on a slow disk may take a minute.
+_START_S = 300.0
 
 
 class WorkerError(CuboidError):
@@ -36,35 +35,15 @@ class WorkerError(CuboidError):
     Attributes:
         rank: the rank that failed first.
         kind: name of its exception's class, ``"Died"`` or ``"Timeout"``.
+        explanation: the message of a :class:`~cuboid.errors.CuboidError`, which the user can do something about; None
+            for other exceptions.
     """
 
-    def __init__(self, message: str, rank: int, kind: str) -> None:
+    def __init__(self, message: str, rank: int, kind: str, explanation: str | None = None) -> None:
         super().__init__(message)
         self.rank = rank
         self.kind = kind
-
-
-@dataclass(frozen=True)
-class _Job:
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    rank: int
-    world_size: int
-    meeting_point: str
-    port: int
-    backend: str
-    timeout_s: float
-
-
-@dataclass(frozen=True)
-class _Success:
-    result: Any
-
-
-@dataclass(frozen=True)
-class _Failure:
-    kind: str
-    text: str
+        self.explanation = explanation
 
 
 @dataclass
@@ -121,11 +100,11 @@ class WorkerPool:
         self._start(world_size)
         # The ranks meet in a file: clients of a TCPStore may wait seconds for a name server. The store is for
         # code that goes by MASTER_PORT.
-        store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         try:
             with tempfile.TemporaryDirectory(prefix="cuboid-") as directory:
                 for rank, worker in enumerate(self._workers[:world_size]):
-                    job = _Job(
+                    job = Job(
                         function=function,
                         arguments=arguments,
                         rank=rank,
@@ -137,7 +116,7 @@ class WorkerPool:
                     )
                     worker.connection.send(job)
                 replies = _collect(self._workers[:world_size], timeout_s)
-            results = [reply.result for _, reply in sorted(replies.items()) if isinstance(reply, _Success)]
+            results = [reply.result for _, reply in sorted(replies.items()) if isinstance(reply, Success)]
             if len(results) < world_size:
                 raise _error(replies, world_size, f"{function.__module__}.{function.__qualname__}")
         except BaseException:  # an interrupt too leaves them in the middle of something
@@ -169,10 +148,10 @@ class WorkerPool:
         started = [_start_worker(self.backend) for _ in range(count - len(self._workers))]
         self._workers += started
         for worker in started:
-            if isinstance(_receive(worker), _Failure):
+            if not worker.connection.poll(_START_S) or isinstance(_receive(worker), Failure):
                 self.close()
                 raise CuboidError(
-                    "a worker process ended while it started. A script that starts workers needs its own "
+                    "a worker process ended or hung while it started. A script that starts workers needs its own "
                     "code under `if __name__ == '__main__':`, for every worker imports it"
                 )
 
@@ -192,84 +171,22 @@ def _start_worker(backend: str) -> _Worker:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["cuboid.verify.preload"])
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
-    with _environment(_startup_environment(backend)):
+    process = context.Process(target=serve, args=(theirs,), daemon=True)
+    with environment(_startup_variables(backend)):
         process.start()
     theirs.close()
     return _Worker(process, ours)
 
 
-def _startup_environment(backend: str) -> dict[str, str]:
+def _startup_variables(backend: str) -> dict[str, str]:
     if backend == "nccl":
         return {"OMP_NUM_THREADS": "1"}
     return {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _serve(connection: Connection) -> None:
-    """The life of a worker: say ready, then answer one job after another until the parent hangs up."""
-    torch.set_num_threads(1)
-    quiet()
-    connection.send(_Success(None))
-    while True:
-        try:
-            job = connection.recv()
-        except EOFError:
-            return
-        with _environment(_launcher_environment(job)):
-            try:
-                connection.send(_Success(_work(job)))
-            except Exception as error:
-                # Report first: once its sockets close, the other ranks fail too, of something less telling.
-                connection.send(_Failure(type(error).__name__, traceback.format_exc()))
-                return
-
-
-def _work(job: _Job) -> Any:
-    if job.backend == "nccl":
-        torch.cuda.set_device(job.rank)
-    dist.init_process_group(
-        job.backend,
-        init_method=job.meeting_point,
-        rank=job.rank,
-        world_size=job.world_size,
-        timeout=datetime.timedelta(seconds=job.timeout_s),
-    )
-    result = job.function(*job.arguments)
-    if dist.is_initialized():
-        dist.barrier()  # a rank with little to do would hang up on ranks that are still connecting
-        dist.destroy_process_group()
-    return result
-
-
-def _launcher_environment(job: _Job) -> dict[str, str]:
-    return {
-        "RANK": str(job.rank),
-        "LOCAL_RANK": str(job.rank),
-        "WORLD_SIZE": str(job.world_size),
-        "LOCAL_WORLD_SIZE": str(job.world_size),
-        "MASTER_ADDR": _HOST,
-        "MASTER_PORT": str(job.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the parent's; no rank hosts one
-    }
-
-
-def _collect(workers: list[_Worker], timeout_s: float) -> dict[int, _Success | _Failure]:
-    """Replies by rank, in order of arrival; ranks that are missing from it hadn't answered in time."""
-    replies: dict[int, _Success | _Failure] = {}
+def _collect(workers: list[_Worker], timeout_s: float) -> dict[int, Success | Failure]:
+    """Replies by rank; ranks that are missing from it hadn't answered in time."""
+    replies: dict[int, Success | Failure] = {}
     deadline = time.monotonic() + timeout_s
     while len(replies) < len(workers):
         waiting = {worker.connection: rank for rank, worker in enumerate(workers) if rank not in replies}
@@ -280,23 +197,26 @@ def _collect(workers: list[_Worker], timeout_s: float) -> dict[int, _Success | _
             assert isinstance(connection, Connection)
             rank = waiting[connection]
             replies[rank] = _receive(workers[rank])
-            if isinstance(replies[rank], _Failure):
+            if isinstance(replies[rank], Failure):
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
     return replies
 
 
-def _receive(worker: _Worker) -> _Success | _Failure:
+def _receive(worker: _Worker) -> Success | Failure:
     try:
         reply = worker.connection.recv()
     except (EOFError, ConnectionResetError):
         worker.process.join(timeout=5)
-        return _Failure("Died", f"the process ended with exit code {worker.process.exitcode}")
-    assert isinstance(reply, _Success | _Failure)
+        # Whatever the other ranks ran into came of this.
+        text = f"the process ended with exit code {worker.process.exitcode}"
+        return Failure("Died", text, at_s=-math.inf)
+    assert isinstance(reply, Success | Failure)
     return reply
 
 
-def _error(replies: Mapping[int, _Success | _Failure], world_size: int, name: str) -> WorkerError:
-    failures = [(rank, reply) for rank, reply in replies.items() if isinstance(reply, _Failure)]
+def _error(replies: Mapping[int, Success | Failure], world_size: int, name: str) -> WorkerError:
+    failures = [(rank, reply) for rank, reply in replies.items() if isinstance(reply, Failure)]
+    failures.sort(key=lambda failure: failure[1].at_s)
     silent = [rank for rank in range(world_size) if rank not in replies]
     if not failures:
         text = f"{name} ran out of time: no answer from rank {', '.join(map(str, silent))} of {world_size}"
@@ -308,4 +228,4 @@ def _error(replies: Mapping[int, _Success | _Failure], world_size: int, name: st
     ]
     if silent:
         lines.append(f"killed while waiting: rank {', '.join(map(str, silent))}")
-    return WorkerError("\n".join(lines), rank, first.kind)
+    return WorkerError("\n".join(lines), rank, first.kind, first.explanation)

@@ -1,0 +1,75 @@
+# `make train` and `make test` each do all of their own set-up. `make help` lists the rest.
+
+.DEFAULT_GOAL := help
+
+# --- set-up --------------------------------------------------------------------------------------------------
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
+	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
+PINS := configs/requirements.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(PINS)
+export DS_BUILD_OPS := 0
+
+# --- the training job ----------------------------------------------------------------------------------------
+
+NAME ?= stdlib
+RUN := runs/$(NAME)
+CONFIG ?= configs/llama_2x2x2.json
+MODEL ?=
+DATA ?=
+STEPS ?=
+RANKS ?= 8
+SEQUENCE ?= 128
+
+# Without an accelerator for each rank, the ranks are CPU processes.
+GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')
+ifeq ($(shell test "$(GPUS)" -ge "$(RANKS)" && echo enough),)
+export DS_ACCELERATOR ?= cpu
+endif
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help install train test test-slow lint clean
+
+help: ## Show this list.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(VENV)/installed ## Make .venv with pinned dependencies and Cuboid itself.
+
+$(VENV)/installed: $(PINS) setup.py
+	@test -n "$(PYTHON)" || { echo "make install: found no Python of version 3.11 or later, which transformers 5" \
+		"needs; name one: make install PYTHON=/path/to/python3" >&2; exit 1; }
+	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	@echo "installing into $(VENV): PyTorch …"
+	@$(INSTALL) torch
+	@echo "installing into $(VENV): everything else …"
+	@# DeepSpeed's set-up imports torch and setuptools from the environment, so it is built in it, last.
+	@grep -v '^deepspeed==' $(PINS) > $(VENV)/all-but-deepspeed.txt
+	@$(INSTALL) --requirement $(VENV)/all-but-deepspeed.txt
+	@$(INSTALL) --no-build-isolation deepspeed
+	@$(INSTALL) --no-build-isolation --no-deps --editable .
+	@touch $@
+
+train: install ## Train: MODEL=… DATA=… CONFIG=… STEPS=… NAME=… RANKS=… SEQUENCE=…
+	@$(BIN)/python -m cuboid.cli prepare --out "$(RUN)" \
+		$(if $(MODEL),--model "$(MODEL)") $(if $(DATA),--data "$(DATA)")
+	@$(BIN)/deepspeed --quiet --num_accelerators $(RANKS) --module cuboid.cli train \
+		--model "$(or $(MODEL),$(RUN)/start)" --data "$(RUN)/tokens" --config "$(CONFIG)" --out "$(RUN)" \
+		--sequence-length $(SEQUENCE) $(if $(STEPS),--steps $(STEPS))
+	@$(BIN)/python docs/examples/evaluate.py "$(RUN)"
+
+test: install ## Run the test suite.
+	@$(BIN)/python -m pytest -m "not slow"
+
+test-slow: install ## Run the sweeps that are too long for every change.
+	@$(BIN)/python -m pytest -m slow
+
+lint: install ## Check style and types.
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@PYTHON=$(BIN)/python .ci/types
+
+clean: ## Remove .venv and everything that is built; runs/ stays.
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

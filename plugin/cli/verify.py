@@ -1,0 +1,119 @@
+"""``cuboid verify``: is a model on a mesh the same model? Starts its own processes; needs no launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cuboid.verify.models import Architecture
+from cuboid.verify.plan import Dtype
+
+
+def verify(
+    model: Annotated[
+        Path | None, typer.Option(help="Hugging Face checkpoint, a folder.", exists=True, file_okay=False)
+    ] = None,
+    arch: Annotated[Architecture | None, typer.Option(help="A small random model instead.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="DeepSpeed config with a tensor_parallel section; JSON or YAML.")
+    ] = None,
+    mesh: Annotated[str | None, typer.Option(help="BATCHxSEQUENCExHIDDEN, instead of the config's.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of weights and arithmetic in the core pass.")] = "float64",
+    batch: Annotated[
+        int | None,
+        typer.Option(help="Rows of a micro-batch, as a mesh is given it. Default: 2 for each rank of its batch axis."),
+    ] = None,
+    sequence_length: Annotated[int, typer.Option("--seq-len", "--sequence-length", help="Tokens of a row.")] = 32,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 2,
+    data_parallel: Annotated[int, typer.Option(help="Replicas of the mesh.")] = 1,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches of a replica and step.")] = 2,
+    masking: Annotated[bool, typer.Option(help="Pad rows on either side, and leave labels out here and there.")] = True,
+    checkpointing: Annotated[bool, typer.Option(help="Recompute activations in backward.")] = False,
+    casts: Annotated[bool, typer.Option(help="With float64: keep the model's own casts to float32.")] = False,
+    engine: Annotated[bool, typer.Option(help="Compare the whole DeepSpeed engine too.")] = True,
+    tolerance: Annotated[float | None, typer.Option(help="Largest relative error that passes.")] = None,
+    heads: Annotated[int | None, typer.Option(help="With --arch: query heads.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="With --arch: key and value heads.")] = None,
+    layers: Annotated[int, typer.Option(help="With --arch: decoder layers.")] = 2,
+    vocabulary: Annotated[int, typer.Option(help="With --arch: number of tokens.")] = 131,
+    tied: Annotated[bool | None, typer.Option(help="With --arch: tie the embeddings. Default: as it does.")] = None,
+    bias: Annotated[bool, typer.Option(help="With --arch: biases where they are optional.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the result there, as JSON.")] = None,
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds that a run of one side may take.")] = 600.0,
+) -> None:
+    """Compare a model on a mesh with plain transformers.
+
+    Runs the same batches through both and compares loss, every gradient, its norm, and the weights after some
+    optimizer steps. Exits with 1 if anything is over tolerance.
+    """
+    from rich.console import Console
+
+    from cuboid.config import parse_config
+    from cuboid.train.quiet import quiet
+    from cuboid.verify import Plan, SmallModel
+    from cuboid.verify import verify as compare
+
+    if (model is None) == (arch is None):
+        raise typer.BadParameter("give either --model PATH or --arch NAME")
+    quiet()
+    settings = _settings(config, mesh)
+    section = parse_config(settings).tensor_parallel
+    # Which axes "auto" has is known once the model is; all ranks divide by it, whatever it is.
+    rows = section.mesh_size if section.mesh == "auto" else section.mesh.batch
+    options = {"heads": heads, "kv_heads": kv_heads, "layers": layers, "vocabulary": vocabulary}
+    small = SmallModel.fitting(arch, section.mesh_size, tied=tied, bias=bias, **options) if arch else None
+    console = Console()
+    with _checkpoint(model, small) as path, console.status("running both sides"):
+        plan = Plan(
+            checkpoint=path,
+            dtype=dtype,
+            keep_float64=dtype == "float64" and not casts,
+            batch=2 * rows if batch is None else batch,
+            sequence_length=sequence_length,
+            steps=steps,
+            data_parallel=data_parallel,
+            accumulate=accumulate,
+            masking=masking,
+            checkpointing=checkpointing,
+        )
+        report = compare(
+            plan,
+            settings,
+            passes=("core", "engine") if engine else ("core",),
+            tolerance=tolerance,
+            timeout_s=timeout_s,
+        )
+    report.print(console)
+    if json is not None:
+        report.write(json)
+    raise typer.Exit(0 if report.passed else 1)
+
+
+def _settings(config: Path | None, mesh: str | None) -> dict[str, Any]:
+    """The config, with the mesh of the command line if there is one."""
+    from cuboid.config import load_config
+    from cuboid.topology import MeshShape
+
+    if config is None and mesh is None:
+        raise typer.BadParameter("give --config PATH, --mesh BATCHxSEQUENCExHIDDEN, or both")
+    settings: dict[str, Any] = {"zero_optimization": {"stage": 1}} if config is None else load_config(config)
+    if mesh is not None:
+        shape = MeshShape.parse(mesh)
+        axes = {"batch": shape.batch, "sequence": shape.sequence, "hidden": shape.hidden}
+        settings["tensor_parallel"] = {"mode": "3d_tensor", "mesh": axes}
+    return settings
+
+
+@contextlib.contextmanager
+def _checkpoint(model: Path | None, small: Any) -> Iterator[str]:
+    if small is None:
+        yield str(model)
+        return
+    with tempfile.TemporaryDirectory(prefix="cuboid-") as directory:
+        small.write(directory)
+        yield directory

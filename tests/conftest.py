@@ -1,0 +1,32 @@
+"""What several test modules share: a pool of processes, and small checkpoints."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cuboid.verify import SmallModel, WorkerPool
+
+#: For one job of a pool. A job takes a second or two; the rest is for slow machines.
+TIMEOUT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    """Eight processes, started when first used."""
+    with WorkerPool(8) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[SmallModel], str]:
+    """Writes a small model's checkpoint once, and gives its path."""
+    written: dict[SmallModel, Path] = {}
+
+    def path_of(small: SmallModel) -> str:
+        if small not in written:
+            written[small] = tmp_path_factory.mktemp(small.architecture)
+            small.write(written[small])
+        return str(written[small])
+
+    return path_of

@@ -1,0 +1,248 @@
+"""Cuboid's core computes what plain transformers computes, to float64's last digits, on every mesh.
+
+Each case runs the same batches (padding on both sides, labels that are ignored, a row without any) through both and
+compares every output, gradient and weight; see docs/verify.md.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from transformers import AutoModelForCausalLM
+
+from conftest import TIMEOUT_S
+from cuboid import CuboidError, MeshShape
+from cuboid.cli import commands
+from cuboid.topology import Topology
+from cuboid.verify import ARCHITECTURES, Architecture, PassReport, Plan, SmallModel, WorkerPool, verify
+from cuboid.verify.reference import run_reference
+from cuboid.verify.run import judge
+from cuboid.verify.sharded import run_core
+
+MESHES = ("1x1x1", "1x1x8", "8x1x1", "1x8x1", "2x2x2", "1x2x4", "1x2x3", "3x1x2")
+#: Every mesh and every architecture once or more; `-m slow` runs the product.
+COVERING: tuple[tuple[str, Architecture], ...] = (
+    ("1x1x1", "llama"),
+    ("1x1x8", "qwen2"),
+    ("8x1x1", "gpt2"),
+    ("1x8x1", "qwen3"),
+    ("2x2x2", "llama"),
+    ("2x2x2", "gpt2"),
+    ("1x2x4", "mistral"),
+    ("1x2x3", "gpt2"),
+    ("1x2x3", "qwen3"),
+    ("3x1x2", "qwen2"),
+)
+
+Compare = Callable[..., PassReport]
+
+
+@pytest.fixture
+def parity(pool: WorkerPool, checkpoint: Callable[[SmallModel], str]) -> Compare:
+    """Verifies a small model on a mesh and asserts that it passed."""
+
+    def run(mesh: str | dict[str, Any], small: SmallModel | Architecture, **changes: Any) -> PassReport:
+        settings = section(mesh)
+        ranks = settings["size"] if "size" in settings else MeshShape(**settings["mesh"]).size
+        if isinstance(small, str):
+            small = SmallModel.fitting(small, ranks)
+        plan = dataclasses.replace(Plan(checkpoint(small), batch=2 * (rows(mesh) or ranks)), **changes)
+        report = verify(plan, {"tensor_parallel": settings}, passes=("core",), pool=pool, timeout_s=TIMEOUT_S).passes[0]
+        assert report.passed, describe(report)
+        return report
+
+    return run
+
+
+def section(mesh: str | dict[str, Any]) -> dict[str, Any]:
+    """The tensor_parallel section, of a mesh or of the section's own other keys."""
+    if isinstance(mesh, dict):
+        return {"mode": "3d_tensor", **mesh}
+    shape = MeshShape.parse(mesh)
+    axes = {"batch": shape.batch, "sequence": shape.sequence, "hidden": shape.hidden}
+    return {"mode": "3d_tensor", "mesh": axes}
+
+
+def rows(mesh: str | dict[str, Any]) -> int | None:
+    """Size of the batch axis, where it's known."""
+    return MeshShape.parse(mesh).batch if isinstance(mesh, str) else None
+
+
+def describe(report: PassReport) -> str:
+    """What failed, for the test's output."""
+    failed = [f"{c.kind} {c.name}: {c.error:.1e}" for c in report.checks if not c.passed]
+    return f"{report.first_difference}; {len(failed)} of {len(report.checks)} fail: {', '.join(failed[:12])}"
+
+
+@pytest.mark.parametrize(("mesh", "architecture"), COVERING)
+def test_every_mesh_and_architecture(parity: Compare, mesh: str, architecture: Architecture) -> None:
+    report = parity(mesh, architecture, accumulate=2)
+    assert report.tolerance == 1e-9
+    # Nothing was left out for want of a counterpart.
+    names = {check.name for check in report.checks if check.kind == "activation"}
+    layer = "transformer.h.1" if architecture == "gpt2" else "model.layers.1"
+    assert {layer, layer.replace("1", "0")} <= names
+    assert report.worst("gradient") is not None
+    assert report.worst("logits") is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_memory", [False, True], ids=["loaded", "in-memory"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_whole_product(parity: Compare, mesh: str, architecture: Architecture, in_memory: bool) -> None:
+    parity(mesh, architecture, accumulate=2, sequence_length=29, shard_in_memory=in_memory)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 1])
+@pytest.mark.parametrize("mesh", ["2x2x2", "1x2x4", "1x8x1", "1x1x8", "8x1x1"])
+def test_grouped_query_attention(parity: Compare, mesh: str, kv_heads: int) -> None:
+    parity(mesh, SmallModel("llama", heads=8, kv_heads=kv_heads))
+
+
+def test_grouped_query_attention_where_groups_straddle_ranks(parity: Compare) -> None:
+    parity("1x2x3", SmallModel("qwen2", heads=12, kv_heads=4))
+    parity("3x1x2", SmallModel("llama", heads=12, kv_heads=3))
+
+
+@pytest.mark.parametrize("mesh", ["2x2x2", "1x8x1", "8x1x1"])
+@pytest.mark.parametrize(
+    "small",
+    [
+        SmallModel("llama", tied=True),
+        SmallModel("gpt2", tied=False),
+        SmallModel("qwen3", tied=False, bias=True),
+        SmallModel("llama", bias=True, vocabulary=128),
+    ],
+    ids=["llama-tied", "gpt2-untied", "qwen3-untied-bias", "llama-bias"],
+)
+def test_ties_and_biases(parity: Compare, mesh: str, small: SmallModel) -> None:
+    parity(mesh, small)
+
+
+def test_a_vocabulary_smaller_than_the_mesh_leaves_ranks_with_padding_only(parity: Compare) -> None:
+    parity("1x8x1", SmallModel("llama", vocabulary=9))
+    parity("2x2x2", SmallModel("llama", vocabulary=5, tied=True))
+
+
+def test_a_sliding_window(parity: Compare) -> None:
+    parity("1x2x4", SmallModel("mistral", sliding_window=8))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("mesh", ["2x2x2", "1x8x1", "1x2x3"])
+def test_sequences_that_do_not_divide(parity: Compare, mesh: str, architecture: Architecture) -> None:
+    parity(mesh, architecture, sequence_length=29)
+
+
+def test_a_sequence_as_long_as_the_model_goes(parity: Compare) -> None:
+    small = SmallModel("gpt2", positions=29)
+    parity("2x2x2", small, sequence_length=29)
+
+
+@pytest.mark.parametrize("options", [{"masking": False}, {"positions": True}, {"masking": False, "positions": True}])
+def test_without_a_mask_and_with_positions(parity: Compare, options: dict[str, bool]) -> None:
+    parity("2x2x2", "llama", **options)
+    parity("2x1x2", "gpt2", **options)
+
+
+def test_parts_of_a_micro_batch_and_whole_ones_without_labels(parity: Compare) -> None:
+    # Row kinds rotate: with one row a rank, some rank's part has no label; with one row, some micro-batch has none.
+    parity("2x2x1", "llama", batch=2, accumulate=4)
+    parity("1x2x2", "llama", batch=1, accumulate=4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_the_mean_of_each_micro_batch(parity: Compare, architecture: Architecture) -> None:
+    parity("2x2x2", architecture, mean_over="micro_batches", accumulate=2)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("mesh", ["2x2x2", "1x2x3"])
+def test_activation_checkpointing(parity: Compare, mesh: str, architecture: Architecture) -> None:
+    parity(mesh, architecture, checkpointing=True, accumulate=2)
+
+
+@pytest.mark.parametrize("mesh", ["1x2x2", "2x1x2", "2x2x1", "1x1x1"])
+def test_data_parallel_and_accumulation(parity: Compare, mesh: str) -> None:
+    parity(mesh, "llama", data_parallel=2, accumulate=2)
+
+
+def test_clipping(parity: Compare) -> None:
+    report = parity("2x2x2", "llama", clipping=0.25)
+    assert min(report.norms[0]) > 0.25
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_sharding_in_memory(parity: Compare, architecture: Architecture) -> None:
+    parity("2x2x2", architecture, shard_in_memory=True)
+
+
+def test_a_mesh_that_is_chosen(parity: Compare) -> None:
+    report = parity({"mesh": "auto", "size": 8}, "llama")
+    assert report.mesh.size == 8
+
+
+def test_the_casts_of_hugging_face(parity: Compare) -> None:
+    assert parity("2x2x2", "llama", keep_float64=False).tolerance == 1e-6
+
+
+def test_float32(parity: Compare) -> None:
+    parity("2x2x2", "llama", dtype="float32", keep_float64=False)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_bfloat16(parity: Compare, architecture: Architecture) -> None:
+    parity("2x2x2", architecture, dtype="bfloat16", keep_float64=False)
+
+
+def test_a_wrong_weight_is_found_where_it_is(
+    pool: WorkerPool, checkpoint: Callable[[SmallModel], str], tmp_path: Path
+) -> None:
+    path = checkpoint(SmallModel("llama"))
+    wrong = AutoModelForCausalLM.from_pretrained(path)
+    wrong.get_parameter("model.layers.1.mlp.down_proj.weight").data[3, 5] += 1e-6
+    wrong.save_pretrained(tmp_path / "wrong")
+    for name in ("reference", "cuboid"):
+        (tmp_path / name).mkdir()
+    plan, config = Plan(path, batch=4), {"tensor_parallel": section("2x2x2")}
+    pool.run(1, run_reference, plan, str(tmp_path / "reference"), timeout_s=TIMEOUT_S)
+    changed = dataclasses.replace(plan, checkpoint=str(tmp_path / "wrong"))
+    pool.run(8, run_core, changed, config, str(tmp_path / "cuboid"), timeout_s=TIMEOUT_S)
+    report = judge("core", plan, Topology(MeshShape(2, 2, 2), 8), tmp_path / "reference", tmp_path / "cuboid")
+    assert report.first_difference == ("forward: the first output that differs is that of model.layers.1.mlp.down_proj")
+
+
+def test_a_mistake_of_the_user_comes_back_as_itself(pool: WorkerPool, checkpoint: Callable[[SmallModel], str]) -> None:
+    path = checkpoint(SmallModel("llama", heads=8))
+    config = {"tensor_parallel": section("1x1x3")}
+    with pytest.raises(CuboidError, match="3") as caught:
+        verify(Plan(path), config, passes=("core",), pool=pool, timeout_s=TIMEOUT_S)
+    assert "Traceback" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("tolerance", "status"), [([], 0), (["--tolerance", "1e-30"], 1)])
+def test_the_command_exits_with_one_over_tolerance(
+    tolerance: list[str],
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("cuboid.train.quiet.quiet", lambda: None)  # it is for a process of its own
+    out = tmp_path / "report.json"
+    command = ["verify", "--arch", "llama", "--mesh", "1x2x1", "--no-engine", "--json", str(out), *tolerance]
+    assert (commands(command, standalone_mode=False) or 0) == status
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ("checks pass" if status == 0 else "the first output that differs is that of model.") in printed
+    assert json.loads(out.read_text(encoding="utf-8"))["passed"] is (status == 0)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--model", ".", "--arch", "llama"], ["--arch", "llama"]])
+def test_the_command_says_what_it_needs(arguments: list[str]) -> None:
+    with pytest.raises(typer.BadParameter, match="give "):
+        commands(["verify", *arguments], standalone_mode=False)

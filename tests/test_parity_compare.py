@@ -1,0 +1,255 @@
+"""The judge itself: relative errors, what counts as wrong, and where a difference is said to begin."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch.nn import functional
+
+from cuboid import CuboidError, MeshShape
+from cuboid.topology import Topology
+from cuboid.verify import PassReport, Plan, Report
+from cuboid.verify.compare import Check, compare, first_difference, relative_error
+from cuboid.verify.float64 import KeepFloat64, precision
+from cuboid.verify.probe import assemble
+from cuboid.verify.run import default_tolerance, engine_config_of, engine_plan_of
+from cuboid.verify.training import Outcome
+
+
+def outcome(**changes: torch.Tensor | float) -> Outcome:
+    """A made-up outcome, with single tensors or numbers replaced."""
+
+    def value(name: str, default: torch.Tensor) -> torch.Tensor:
+        changed = changes.get(name, default)
+        assert isinstance(changed, torch.Tensor)
+        return changed
+
+    layers = ("embedding", "first", "second")
+    return Outcome(
+        losses=[float(changes.get("loss", 2.0))],
+        norms=[float(changes.get("norm", 3.0))],
+        activations={name: value(f"{name}_output", torch.ones(1, 4, 2)) for name in layers},
+        logits={"logits": value("logits", torch.ones(1, 4, 5))},
+        gradients={name: value(f"{name}_gradient", torch.ones(3)) for name in layers},
+        weights={name: value(f"{name}_weight", torch.ones(3)) for name in layers},
+    )
+
+
+def wrong(**changes: torch.Tensor | float) -> list[tuple[str, str]]:
+    checks = compare(outcome(), outcome(**changes), 1e-9)
+    return [(check.kind, check.name) for check in checks if not check.passed]
+
+
+def test_relative_error_is_of_the_largest_value() -> None:
+    reference = torch.tensor([4.0, 0.5], dtype=torch.float64)
+    assert relative_error(reference, reference) == 0
+    assert relative_error(reference, reference + torch.tensor([0.0, 0.1])) == pytest.approx(0.025)
+
+
+@pytest.mark.parametrize(
+    "other", [torch.tensor([math.nan, 1.0]), torch.tensor([math.inf, 1.0]), torch.ones(3), torch.ones(2, 1)]
+)
+def test_what_is_no_number_or_has_another_shape_is_infinitely_wrong(other: torch.Tensor) -> None:
+    assert relative_error(torch.ones(2), other) == math.inf
+
+
+def test_not_a_number_on_both_sides_is_wrong_too() -> None:
+    assert relative_error(torch.tensor([math.nan]), torch.tensor([math.nan])) == math.inf
+
+
+def test_zero_tensors_need_zeros_up_to_the_floor() -> None:
+    zero = torch.zeros(2)
+    assert relative_error(zero, zero) == 0
+    assert relative_error(zero, zero + 1e-12) == math.inf
+    assert relative_error(zero, zero + 1e-12, floor=1e-3) == pytest.approx(1e-9)
+
+
+def test_equal_outcomes_pass() -> None:
+    assert wrong() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"loss": 2.1}, [("loss", "step 1")]),
+        ({"loss": math.nan}, [("loss", "step 1")]),
+        ({"norm": 2.9}, [("norm", "step 1")]),
+        ({"second_gradient": torch.zeros(3)}, [("gradient", "second")]),
+        ({"first_weight": torch.zeros(3)}, [("weight", "first")]),
+        ({"first_output": torch.zeros(1, 4, 2)}, [("activation", "first")]),
+        ({"logits": torch.zeros(1, 4, 5)}, [("logits", "logits")]),
+    ],
+)
+def test_each_kind_is_compared(changes: dict[str, torch.Tensor | float], found: list[tuple[str, str]]) -> None:
+    assert wrong(**changes) == found
+
+
+def test_missing_and_surplus_tensors_are_wrong() -> None:
+    other = outcome()
+    other.gradients["surplus"] = other.gradients.pop("second")
+    failed = [check for check in compare(outcome(), other, 1e-9) if not check.passed]
+    assert [(check.name, check.error) for check in failed] == [("second", math.inf), ("surplus", math.inf)]
+
+
+def test_a_side_that_lost_its_gradients_is_wrong() -> None:
+    other = outcome()
+    other.gradients = {}
+    assert not all(check.passed for check in compare(outcome(), other, 1e-9))
+
+
+def test_what_is_computed_for_padding_does_not_count() -> None:
+    other = outcome(first_output=torch.tensor([[[7.0, 7.0], [1, 1], [1, 1], [1, 1]]]))
+    padding = torch.tensor([[True, False, False, False]])
+    assert all(check.passed for check in compare(outcome(), other, 1e-9, padding=padding))
+    assert not all(check.passed for check in compare(outcome(), other, 1e-9, padding=~padding))
+
+
+def test_only_the_kinds_asked_for_are_compared() -> None:
+    other = Outcome(losses=[2.0], norms=[3.0], weights=outcome().weights)
+    checks = compare(outcome(), other, 1e-9, kinds=("weight", "loss", "norm"))
+    assert [check.kind for check in checks] == ["loss", "norm", "weight", "weight", "weight"]
+    assert all(check.passed for check in checks)
+
+
+@pytest.mark.parametrize(
+    ("failing", "sentence"),
+    [
+        ([], None),
+        ([("activation", "first"), ("activation", "second"), ("gradient", "first")], "that of first"),
+        ([("logits", "logits"), ("gradient", "first")], "the layers agree, the logits don't"),
+        ([("gradient", "first"), ("gradient", "second")], "second has the first gradient that differs"),
+        ([("loss", "step 1"), ("gradient", "second")], "loss: step 1 is the first that differs"),
+        ([("loss", "step 2"), ("gradient", "second")], "second has the first gradient that differs"),
+        ([("weight", "second")], "weight: second is the first that differs"),
+    ],
+)
+def test_the_difference_is_traced_to_where_it_begins(failing: list, sentence: str | None) -> None:
+    names = [("activation", "first"), ("activation", "second"), ("logits", "logits")]
+    names += [("loss", "step 1"), ("loss", "step 2"), ("gradient", "first"), ("gradient", "second")]
+    names += [("weight", "first"), ("weight", "second")]
+    found = first_difference([Check(*name, error=float(name in failing), magnitude=1, tolerance=0.5) for name in names])
+    assert found is None if sentence is None else sentence in (found or "")
+
+
+def test_a_report_prints_and_writes_what_it_found(tmp_path: Path) -> None:
+    checks = compare(outcome(), outcome(second_gradient=torch.zeros(2)), 1e-9)
+    plan = Plan("nowhere")
+    report = Report([PassReport("core", plan, MeshShape(2, 2, 2), 1e-9, ([2.0], [2.0]), ([3.0], [3.0]), checks)])
+    assert not report.passed
+    worst = report.passes[0].worst("gradient")
+    assert worst is not None
+    assert (worst.name, worst.error) == ("second", math.inf)
+
+    console = Console(width=100)
+    with console.capture() as capture:
+        report.print(console)
+    printed = capture.get()
+    assert "mesh 2×2×2" in printed
+    assert "✗ 1 of 12 checks fail" in printed
+    assert "second has the first gradient that differs" in printed
+    report.write(tmp_path / "new" / "report.json")
+    written = json.loads((tmp_path / "new" / "report.json").read_text(encoding="utf-8"))
+    assert written["passed"] is False
+    assert "second has the first gradient that differs" in written["passes"][0]["first_difference"]
+    assert [check["name"] for check in written["passes"][0]["checks"] if check["error"] is None] == ["second"]
+
+
+def test_float64_stays_float64_inside_the_mode_only() -> None:
+    x = torch.ones(2, dtype=torch.float64)
+    with precision(keep_float64=True):
+        assert x.float() is x
+        assert x.to(torch.float32).dtype == x.to(dtype=torch.float32).dtype == torch.float64
+        assert functional.softmax(x, dim=-1, dtype=torch.float32).dtype == torch.float64
+        assert torch.ones(2).float().dtype == torch.ones(2, dtype=torch.int64).float().dtype == torch.float32
+        assert torch.ones(2, dtype=torch.bfloat16).to(torch.float32).dtype == torch.float32
+        assert x.to(torch.bfloat16).dtype == torch.bfloat16
+    assert x.float().dtype == torch.float32
+    with precision(keep_float64=False):
+        assert x.float().dtype == torch.float32
+
+
+def test_gradients_are_float64_under_the_mode() -> None:
+    x = torch.full((1,), 1 / 3, dtype=torch.float64, requires_grad=True)
+    with KeepFloat64():
+        (x.float() ** 2).sum().backward()
+    assert x.grad is not None
+    assert x.grad.item() == 2 / 3
+
+
+def test_parts_of_the_residual_stream_are_put_together() -> None:
+    topology = Topology(MeshShape(2, 3, 2), 12)
+    whole = torch.arange(2 * 7 * 4).view(2, 7, 4)
+    padded = functional.pad(whole, (0, 0, 0, 2))
+    at = [topology.coordinate(rank) for rank in range(12)]
+    parts = [padded[c.batch : c.batch + 1, c.sequence * 3 : c.sequence * 3 + 3, c.hidden * 2 :][..., :2] for c in at]
+    assert torch.equal(assemble(parts, at, topology.shape, 7), whole)
+
+
+def test_every_kind_of_row_comes_up() -> None:
+    batch = Plan("nowhere", batch=4, sequence_length=16).micro_batches(0, 0, 50)[0]
+    mask, labels = batch["attention_mask"], batch["labels"]
+    assert mask.sum(1).tolist() == [16, 12, 12, 16]
+    assert mask[1, -1] == 0
+    assert mask[2, 0] == 0
+    assert (labels[3] == -100).all()
+    assert (labels[mask == 0] == -100).all()
+    assert (labels[0] == -100).any()
+    assert (labels[0] != -100).any()
+
+
+def test_replicas_and_steps_see_different_data_and_both_sides_the_same() -> None:
+    plan = Plan("nowhere", data_parallel=2, accumulate=2)
+    seen = [
+        batch["input_ids"] for step in (0, 1) for replica in (0, 1) for batch in plan.micro_batches(step, replica, 50)
+    ]
+    assert len({tuple(ids.flatten().tolist()) for ids in seen}) == 8
+    assert torch.equal(plan.micro_batches(1, 1, 50)[1]["input_ids"], seen[-1])
+    tokens = sum((plan.micro_batches(0, r, 50)[i]["labels"][:, 1:] != -100).sum() for r in (0, 1) for i in (0, 1))
+    assert plan.label_tokens(0, 50) == tokens
+
+
+@pytest.mark.parametrize("change", [{"batch": 0}, {"steps": 0}, {"data_parallel": 0}, {"sequence_length": 1}])
+def test_impossible_plans_are_refused(change: dict[str, int]) -> None:
+    with pytest.raises(CuboidError, match=next(iter(change))):
+        Plan("nowhere", **change)
+
+
+def test_the_engine_takes_from_a_config_what_changes_its_results() -> None:
+    config = {
+        "tensor_parallel": {"mode": "3d_tensor", "mesh": {"hidden": 2}},
+        "zero_optimization": {"stage": 2},
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.8, 0.9], "weight_decay": "auto"}},
+        "scheduler": {"type": "WarmupLR"},
+        "tensorboard": {"enabled": True},
+        "train_micro_batch_size_per_gpu": 64,
+    }
+    plan = engine_plan_of(Plan("nowhere", batch=4, accumulate=3), config)
+    assert (plan.dtype, plan.mean_over, plan.clipping) == ("float32", "micro_batches", 0.5)
+    assert (plan.learning_rate, plan.betas, plan.weight_decay) == (0.01, (0.8, 0.9), Plan("nowhere").weight_decay)
+    given = engine_config_of(plan, config)
+    assert given["zero_optimization"] == {"stage": 2}
+    assert given["optimizer"]["params"]["lr"] == 0.01
+    assert (given["train_micro_batch_size_per_gpu"], given["gradient_accumulation_steps"]) == (4, 3)
+    assert not {"scheduler", "tensorboard"} & given.keys()
+
+
+def test_deepspeeds_own_clipping_is_known() -> None:
+    # DeepSpeed clips at 1 where a config doesn't say.
+    assert engine_plan_of(Plan("nowhere"), {}).clipping == 1.0
+    assert engine_plan_of(Plan("nowhere"), {"gradient_clipping": 0}).clipping == 0
+
+
+def test_numbers_left_to_the_trainer_are_the_plans() -> None:
+    config = {"optimizer": {"params": {"lr": "auto", "betas": "auto"}}, "gradient_clipping": "auto"}
+    given, plan = engine_plan_of(Plan("nowhere"), config), Plan("nowhere")
+    assert (given.learning_rate, given.betas, given.clipping) == (plan.learning_rate, plan.betas, plan.clipping)
+
+
+def test_tolerances_follow_the_precision() -> None:
+    assert default_tolerance(Plan("nowhere")) == 1e-9
+    assert default_tolerance(Plan("nowhere", keep_float64=False)) == 1e-6
+    assert default_tolerance(Plan("nowhere", dtype="float32")) == 1e-5

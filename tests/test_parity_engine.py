@@ -1,0 +1,73 @@
+"""The whole DeepSpeed engine on a mesh computes what plain transformers and torch's AdamW compute."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from conftest import TIMEOUT_S
+from cuboid import MeshShape
+from cuboid.verify import Architecture, PassReport, Plan, SmallModel, WorkerPool, verify
+
+Compare = Callable[..., PassReport]
+
+
+@pytest.fixture
+def parity(pool: WorkerPool, checkpoint: Callable[[SmallModel], str]) -> Compare:
+    """Verifies the engine on a mesh, with two micro-batches a step, and asserts that it passed."""
+
+    def run(mesh: str, architecture: Architecture, settings: dict[str, Any], **changes: Any) -> PassReport:
+        shape = MeshShape.parse(mesh)
+        axes = {"batch": shape.batch, "sequence": shape.sequence, "hidden": shape.hidden}
+        config = {**settings, "tensor_parallel": {"mode": "3d_tensor", "mesh": axes}}
+        path = checkpoint(SmallModel.fitting(architecture, shape.size))
+        plan = Plan(path, batch=2 * shape.batch, accumulate=2, steps=3, **changes)
+        report = verify(plan, config, passes=("engine",), pool=pool, timeout_s=TIMEOUT_S).passes[0]
+        failed = [f"{c.kind} {c.name}: {c.error:.1e}" for c in report.checks if not c.passed]
+        assert report.passed, f"{report.first_difference}: {failed}"
+        return report
+
+    return run
+
+
+def zero(stage: int, clipping: float = 0.25) -> dict[str, Any]:
+    """A config with that stage, and a clipping that bites."""
+    return {"zero_optimization": {"stage": stage}, "gradient_clipping": clipping}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "architecture", "stage", "data_parallel"),
+    [
+        ("2x2x2", "llama", 1, 1),
+        ("1x2x2", "llama", 0, 2),
+        ("1x1x2", "gpt2", 1, 2),
+        ("2x1x2", "qwen2", 2, 2),
+        ("1x1x1", "qwen3", 0, 2),
+    ],
+)
+def test_zero_stages(parity: Compare, mesh: str, architecture: Architecture, stage: int, data_parallel: int) -> None:
+    report = parity(mesh, architecture, zero(stage), data_parallel=data_parallel)
+    assert report.tolerance == 1e-5
+    assert min(report.norms[0]) > 0.25
+    assert len(report.losses[0]) == 3
+
+
+def test_without_clipping_and_sharded_in_memory(parity: Compare) -> None:
+    parity("1x2x1", "mistral", zero(1, clipping=0), shard_in_memory=True)
+
+
+def test_activation_checkpointing(parity: Compare) -> None:
+    parity("1x2x2", "llama", zero(1), checkpointing=True)
+
+
+def test_bfloat16(parity: Compare) -> None:
+    parity("1x2x2", "llama", zero(1), data_parallel=2, dtype="bfloat16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data_parallel", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("mesh", ["1x1x4", "4x1x1", "1x4x1", "2x1x2", "1x2x2", "2x2x1", "3x1x1"])
+def test_every_stage_on_many_meshes(parity: Compare, mesh: str, stage: int, data_parallel: int) -> None:
+    architecture: Architecture = "gpt2" if mesh == "1x2x2" else "llama"
+    parity(mesh, architecture, zero(stage), data_parallel=data_parallel)

@@ -1,0 +1,329 @@
+"""What `cuboid prepare` and `cuboid train` do before the ranks meet: text, tokens, shares, checks, report."""
+
+import json
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cuboid import CheckpointError, ConfigError, CuboidError
+from cuboid.cli import app
+from cuboid.train import tokens as tokens_module
+from cuboid.train.batches import IGNORED, Blocks, Share, Shuffle, heldout_batches, heldout_blocks
+from cuboid.train.corpus import Corpus, python_sources, read_corpus, split_files
+from cuboid.train.curve import draw, smooth
+from cuboid.train.job import TrainOptions, check_size, plan
+from cuboid.train.loop import History
+from cuboid.train.report import HeldoutPoint, Losses, MeshSizes, Report, Speed, rank_figures
+from cuboid.train.start import train_tokenizer
+from cuboid.train.tokens import Tokens, TokensMeta, fingerprint, tokenize
+
+TEXTS = [f"def function_{n}(x):\n    return x * {n}\n" * 20 for n in range(30)]
+SCHEDULE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 300, "warmup_num_steps": 30}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(TEXTS, 300)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=304,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=64,
+        )
+    ).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def options(checkpoint, tmp_path):
+    data = tmp_path / "text.txt"
+    data.write_text("".join(TEXTS))
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"train_micro_batch_size_per_gpu": 2, "scheduler": SCHEDULE}))
+
+    def make(**changes):
+        defaults = {"model": checkpoint, "data": data, "config": config, "out": tmp_path / "out", "sequence_length": 32}
+        return TrainOptions(**{**defaults, **changes})
+
+    return make
+
+
+def write_texts(folder, texts):
+    folder.mkdir(parents=True, exist_ok=True)
+    for index, text in enumerate(texts):
+        (folder / f"{index:02}.py").write_text(text)
+    return folder
+
+
+def test_a_folder_is_split_by_file_the_same_way_wherever_it_lies(tmp_path):
+    here, there = (read_corpus(write_texts(tmp_path / name / "texts", TEXTS)) for name in ("a", "b"))
+    assert here.train == there.train
+    assert here.heldout == there.heldout
+    assert len(here.heldout) == 1
+    assert sorted(here.train + here.heldout) == sorted(TEXTS)
+
+
+@given(count=st.integers(2, 200), share=st.floats(0, 1))
+def test_both_sides_of_a_split_hold_a_file(tmp_path_factory, count, share):
+    root = tmp_path_factory.getbasetemp()
+    files = [root / f"{index}.txt" for index in range(count)]
+    train, heldout = split_files(files, root, share)
+    assert train
+    assert heldout
+    assert sorted(train + heldout) == sorted(files)
+
+
+def test_hidden_and_binary_files_are_left_out(tmp_path):
+    write_texts(tmp_path, TEXTS[:2])
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("hidden")
+    (tmp_path / "image").write_bytes(b"\x89PNG\xff")
+    (tmp_path / "zeros").write_bytes(b"a\0b")
+    corpus = read_corpus(tmp_path)
+    assert sorted(corpus.train + corpus.heldout) == sorted(TEXTS[:2])
+
+
+def test_python_sources_leave_out_tests_and_packages(tmp_path):
+    for name in ("a.py", "b/c.py", "test/d.py", "b/tests/e.py", "site-packages/f.py", "g.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).touch()
+    assert [file.relative_to(tmp_path).as_posix() for file in python_sources(tmp_path)] == ["a.py", "b/c.py"]
+
+
+def test_the_end_of_a_single_file_is_held_out(tmp_path):
+    text = "".join(f"line {index}\n" for index in range(100))
+    (tmp_path / "text").write_text(text)
+    corpus = read_corpus(tmp_path / "text")
+    assert corpus.train[0] + corpus.heldout[0] == text
+    assert corpus.heldout[0].count("\n") == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [({}, "0 text files"), ({"one.txt": b"text"}, "1 text files"), ({"a": b"\xff", "b": b""}, "0 text files")],
+)
+def test_a_folder_with_too_little_text_is_refused(tmp_path, content, message):
+    for name, data in content.items():
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(CuboidError, match=message):
+        read_corpus(tmp_path)
+
+
+def test_tokens_decode_to_the_documents_each_with_its_end(tokenizer, tmp_path):
+    corpus = Corpus("test", tuple(TEXTS[:3]), tuple(TEXTS[3:4]))
+    tokens = tokenize(corpus, tokenizer, tmp_path)
+    stream = tokens.stream("train")
+    assert stream.dtype == np.int32
+    assert tokenizer.decode(stream) == "".join(text + tokenizer.eos_token for text in TEXTS[:3])
+    assert tokens.meta.train == len(stream)
+    assert tokens.meta.largest_id == max(stream.max(), tokens.stream("heldout").max())
+    assert Tokens.is_store(tmp_path)
+    assert Tokens.open(tmp_path) == tokens
+    assert {path.name for path in tmp_path.iterdir()} == {"train.npy", "heldout.npy", "tokens.json"}
+
+
+def test_a_long_document_is_tokenized_in_whole_lines(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokens_module, "_PIECE", 50)
+    document = TEXTS[0] + "x" * 120
+    tokens = tokenize(Corpus("test", (document,), (document,)), tokenizer, tmp_path)
+    assert tokenizer.decode(tokens.stream("train")[:-1]) == document
+
+
+def test_a_broken_store_is_refused(tokenizer, tmp_path):
+    tokenize(Corpus("test", ("a",), ("b",)), tokenizer, tmp_path)
+    (tmp_path / "heldout.npy").unlink()
+    with pytest.raises(CuboidError, match=r"heldout\.npy is missing"):
+        Tokens.open(tmp_path)
+    (tmp_path / "tokens.json").write_text("{}")
+    with pytest.raises(CuboidError, match="run `cuboid prepare` again"):
+        Tokens.open(tmp_path)
+
+
+def test_blocks_follow_the_stream():
+    blocks = Blocks(np.arange(10, dtype=np.int32), 3)
+    assert len(blocks) == 3
+    taken = blocks.take([2, 0])
+    assert taken.dtype == torch.int64
+    assert taken.tolist() == [[6, 7, 8], [0, 1, 2]]
+
+
+@given(blocks=st.integers(1, 40), replicas=st.integers(1, 4), micro_batch=st.integers(1, 4), seed=st.integers(0, 9))
+def test_the_replicas_together_visit_every_block_once_an_epoch(blocks, replicas, micro_batch, seed):
+    shuffle = Shuffle(blocks, seed)
+    shares = [Share(replica, replicas, micro_batch) for replica in range(replicas)]
+    steps = 2 * blocks  # two epochs at least
+    visited = list(chain.from_iterable(shuffle.indices(n, share) for n in range(steps) for share in shares))
+    assert sorted(visited[:blocks]) == sorted(visited[blocks : 2 * blocks]) == list(range(blocks))
+    assert visited == [
+        i for n in range(steps) for i in Shuffle(blocks, seed).indices(n, Share(0, 1, replicas * micro_batch))
+    ]
+
+
+def test_the_order_depends_on_seed_and_epoch():
+    def order(seed, epoch):
+        return Shuffle(50, seed).indices(epoch, Share(0, 1, 50))
+
+    assert order(0, 0) != order(1, 0)
+    assert order(0, 0) != order(0, 1)
+
+
+@given(blocks=st.integers(1, 20), replicas=st.integers(1, 4), micro_batch=st.integers(1, 4))
+def test_every_heldout_block_counts_once(blocks, replicas, micro_batch):
+    data = torch.arange(blocks * 5).view(blocks, 5)
+    seen, tokens = [], 0
+    for replica in range(replicas):
+        for batch in heldout_batches(data, Share(replica, replicas, micro_batch)):
+            assert batch.input_ids.shape == batch.labels.shape == (micro_batch, 5)
+            counted = batch.labels[:, 0] != IGNORED
+            assert torch.equal(batch.labels[counted], batch.input_ids[counted])
+            assert batch.tokens == (batch.labels[:, 1:] != IGNORED).sum()
+            seen += batch.labels[counted, 0].tolist()
+            tokens += batch.tokens
+    assert sorted(seen) == data[:, 0].tolist()
+    assert tokens == blocks * 4
+
+
+def test_heldout_blocks_are_spread_over_the_stream():
+    blocks = Blocks(np.arange(100, dtype=np.int32), 10)
+    assert heldout_blocks(blocks, 4)[:, 0].tolist() == [0, 20, 50, 70]
+    assert len(heldout_blocks(blocks, 32)) == 10
+
+
+def test_the_schedule_is_stretched_to_the_steps(options):
+    assert plan(options()).steps == 300
+    job = plan(options(steps=100))
+    assert job.config["scheduler"]["params"] == {"total_num_steps": 100, "warmup_num_steps": 10}
+    assert (job.micro_batch, job.accumulation, job.global_batch(3), job.dtype) == (2, 1, 6, torch.float32)
+
+
+@pytest.mark.parametrize("section", ["bf16", "fp16"])
+def test_the_dtype_is_the_configs(options, tmp_path, section):
+    config = tmp_path / "half.json"
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, section: {"enabled": True}}))
+    assert plan(options(config=config, steps=1)).dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[section]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"steps": 0}, CuboidError, "--steps is 0"),
+        ({"sequence_length": 1}, CuboidError, "--sequence-length is 1"),
+        ({"sequence_length": 65}, CuboidError, "beyond the model's 64 positions"),
+        ({"heldout_blocks": 0}, CuboidError, "--heldout-blocks is 0"),
+        ({"evaluations": 0}, CuboidError, "--evaluations is 0"),
+        ({"data": "nowhere"}, CuboidError, "does not exist"),
+        ({"model": "nowhere"}, CheckpointError, r"no config\.json"),
+        ({"config": "nowhere.json"}, ConfigError, "does not exist"),
+    ],
+)
+def test_a_users_mistake_is_told_before_the_ranks_meet(options, tmp_path, changes, error, message):
+    changes = {key: tmp_path / value if isinstance(value, str) else value for key, value in changes.items()}
+    with pytest.raises(error, match=message):
+        plan(options(**changes))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "--steps is missing"),
+        ({"scheduler": SCHEDULE}, "train_micro_batch_size_per_gpu is None"),
+        ({"scheduler": SCHEDULE, "train_micro_batch_size_per_gpu": "auto"}, "is 'auto'"),
+        ({"scheduler": SCHEDULE, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 0}, "is 0"),
+    ],
+)
+def test_a_config_without_what_the_job_needs_is_refused(options, tmp_path, config, message):
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=message):
+        plan(options(config=path))
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(options, checkpoint, tmp_path):
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    ).save_pretrained(tmp_path / "small")
+    train_tokenizer(TEXTS, 300).save_pretrained(tmp_path / "small")
+    with pytest.raises(CuboidError, match="vocabulary only 64"):
+        plan(options(model=tmp_path / "small"))
+
+
+def test_tokens_of_another_tokenizer_are_refused(options, tokenizer, tmp_path):
+    corpus = Corpus("test", tuple(TEXTS[:20]), tuple(TEXTS[20:]))
+    assert plan(options(data=tokenize(corpus, tokenizer, tmp_path / "same").folder)).tokens is not None
+    other = train_tokenizer(["something else entirely " * 50], 270)
+    assert fingerprint(other) != fingerprint(tokenizer)
+    with pytest.raises(CuboidError, match="another tokenizer"):
+        plan(options(data=tokenize(corpus, other, tmp_path / "other").folder))
+
+
+def test_too_little_data_is_refused_with_the_tokens_that_would_do():
+    meta = TokensMeta(source="test", tokenizer_sha256="", largest_id=0, train=100, heldout=9)
+    with pytest.raises(CuboidError, match="12 blocks of 10 tokens need 120"):
+        check_size(meta, 10, global_batch=12)
+    with pytest.raises(CuboidError, match="held-out part of the data has 9 tokens"):
+        check_size(meta, 10, global_batch=1)
+
+
+def test_the_command_tells_a_mistake_once(options, monkeypatch, capsys):
+    asked = options()
+    arguments = [f"--{name}={getattr(asked, name)}" for name in ("model", "data", "config", "out")]
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for rank in (0, 1, 7):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setattr("sys.argv", ["cuboid", f"--local_rank={rank}", "train", *arguments, "--steps=0"])
+        with pytest.raises(SystemExit) as exit_:
+            app()
+        assert exit_.value.code == 1
+        message = capsys.readouterr().err
+        assert message == ("cuboid: --steps is 0; it must be at least 1\n" if rank == 0 else "")
+
+
+def test_the_report_is_read_back_as_it_was_written_and_its_curve_is_a_picture(tmp_path):
+    history = History(losses=[3.0, 2.0, 1.0], step_s=[9.0, 1.0, 2.0])
+    assert history.mean_step_s == 1.5
+    report = Report(
+        model="model",
+        data="data",
+        device="cpu",
+        dtype="float32",
+        world_size=2,
+        mesh=MeshSizes(batch=1, sequence=2, hidden=1, data_parallel=1),
+        steps=3,
+        seed=0,
+        sequence_length=8,
+        micro_batch=1,
+        gradient_accumulation=1,
+        losses=Losses(first=3.0, last=1.0, heldout_first=3.0, heldout_last=1.5),
+        speed=Speed(tokens=24, tokens_per_s=5.3, step_s=1.5, wall_s=20.0),
+        parameters=20,
+        memory_kind="resident set of the process",
+        ranks=rank_figures([[10, 100, 7], [10, 90, 7]], ["sequence"]),
+        train_losses=history.losses,
+        heldout_losses=[HeldoutPoint(step=0, loss=3.0), HeldoutPoint(step=3, loss=1.5)],
+        config={},
+        versions={},
+    )
+    assert Report.model_validate_json(report.write(tmp_path).read_text()) == report
+    assert report.ranks[1].sent_bytes_per_step == {"sequence": 7}
+    draw(report, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_smoothing_averages_each_value_with_those_before():
+    assert smooth(np.array([4.0, 2.0, 0.0, 6.0]), 2).tolist() == [4.0, 3.0, 1.0, 3.0]

@@ -1,0 +1,190 @@
+"""`cuboid train` under each launcher, on real processes."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cuboid.train.report import Report
+from cuboid.train.start import train_tokenizer
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+STEPS, RANKS = 5, 4
+#: Two replicas of a mesh of two ranks.
+MESH = {"batch": 1, "sequence": 2, "hidden": 1}
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": 1},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+    "tensor_parallel": {"mode": "3d_tensor", "mesh": MESH},
+}
+LAUNCHERS = {
+    "deepspeed": [BIN / "deepspeed", "--quiet", "--num_accelerators", RANKS, "--module"],
+    "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", RANKS, "-m"],
+    # accelerate's own way to several CPU processes needs MPI; --multi_gpu starts them without asking for GPUs.
+    "accelerate": [
+        BIN / "accelerate",
+        "launch",
+        "--multi_gpu",
+        "--num_processes",
+        RANKS,
+        "--main_process_port",
+        0,
+        "-m",
+    ],
+}
+
+
+def start(arguments, **popen):
+    """A process in a group of its own, without whatever launcher's variables this process may have."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    environment.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+    return subprocess.Popen(
+        [str(argument) for argument in arguments],
+        env=environment,
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        **popen,
+    )
+
+
+def finish(process, timeout_s):
+    """The status and the output of a process; its whole group ends with it."""
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    finally:
+        end(process)
+    return process.returncode, output
+
+
+def end(process):
+    """Kill a process and all that it started; torchrun puts its ranks into process groups of their own."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def run(*arguments, timeout_s=240):
+    return finish(start(arguments), timeout_s)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """A tiny checkpoint, text, and a config."""
+    folder = tmp_path_factory.mktemp("job")
+    texts = [f"def function_{n}(x):\n    return x * {n}\n" * 20 for n in range(60)]
+    (folder / "text").mkdir()
+    for index, text in enumerate(texts):
+        (folder / "text" / f"{index:02}.py").write_text(text)
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    train_tokenizer(texts, 300).save_pretrained(folder / "model")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def train_arguments(job, out):
+    names = {"model": job / "model", "data": job / "text", "config": job / "config.json", "out": out}
+    options = [f"--{name}={value}" for name, value in names.items()]
+    return ["cuboid.cli", "train", *options, f"--steps={STEPS}", "--sequence-length=32", "--heldout-blocks=5"]
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    ["deepspeed", pytest.param("torchrun", marks=pytest.mark.slow), pytest.param("accelerate", marks=pytest.mark.slow)],
+)
+def test_a_run_leaves_a_report_and_a_checkpoint_that_plain_transformers_opens(job, tmp_path, launcher):
+    status, output = run(*LAUNCHERS[launcher], *train_arguments(job, tmp_path))
+    assert status == 0, output
+    assert output.count(f"step {STEPS}/{STEPS}") == 1, output
+    check_report(Report.model_validate_json((tmp_path / "report.json").read_text()), job)
+    assert (tmp_path / "loss.png").is_file()
+
+    status, output = run(sys.executable, ROOT / "docs/examples/evaluate.py", tmp_path, "--tokens=5")
+    assert status == 0, output
+    report = Report.model_validate_json((tmp_path / "report.json").read_text())
+    assert report.losses.relative_difference < 1e-5
+    assert report.sample.startswith("def ")
+
+
+def check_report(report, job):
+    whole = LlamaForCausalLM.from_pretrained(job / "model").num_parameters()
+    assert report.losses.last < report.losses.first
+    assert report.losses.heldout_last < report.losses.heldout_first
+    assert (report.losses.first, report.losses.last) == (report.train_losses[0], report.train_losses[-1])
+    assert [point.step for point in report.heldout_losses] == [0, 1, 2, 3, 4, 5]
+    assert report.world_size == len(report.ranks) == RANKS
+    assert report.mesh.model_dump() == {**MESH, "data_parallel": 2}
+    assert report.parameters == whole
+    assert {rank.parameters for rank in report.ranks} == {whole // 2}
+    assert all(rank.peak_memory_bytes > 0 for rank in report.ranks)
+    assert {tuple(rank.sent_bytes_per_step) for rank in report.ranks} == {("sequence",)}
+    assert all(rank.sent_bytes_per_step["sequence"] > 0 for rank in report.ranks)
+    assert report.speed.tokens == STEPS * 2 * 2 * 2 * 32
+
+
+def test_a_mesh_that_does_not_fit_ends_all_ranks_with_one_message(job, tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps({**CONFIG, "tensor_parallel": {"mode": "3d_tensor", "mesh": {"batch": 3}}})
+    )
+    arguments = [*train_arguments(job, tmp_path / "out"), f"--config={tmp_path / 'config.json'}"]
+    status, output = run(*LAUNCHERS["deepspeed"], *arguments)
+    assert status != 0
+    assert output.count("cuboid: ") == 1, output
+    assert "tensor_parallel.mesh" in output
+    assert "Traceback" not in output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_ranks(job, tmp_path):
+    process = start([*LAUNCHERS["deepspeed"], *train_arguments(job, tmp_path), "--steps=100000", "--evaluations=1"])
+    try:
+        for line in process.stdout:
+            if "step 0" in line or "after 0 steps" in line:
+                break
+        os.killpg(process.pid, signal.SIGINT)
+        status, _ = finish(process, timeout_s=60)
+    finally:
+        end(process)
+    assert status != 0
+    assert not (tmp_path / "report.json").exists()
+
+
+@pytest.mark.slow
+def test_the_example_script_trains(job, tmp_path):
+    text = tmp_path / "text"
+    text.write_text("def f(x):\n    return x\n" * 1000)
+    script = ROOT / "docs/examples/finetune.py"
+    status, output = run(
+        BIN / "deepspeed", "--quiet", "--num_accelerators", 8, script, job / "model", text, tmp_path / "out"
+    )
+    assert status == 0, output
+    assert output.count("step 20: loss") == 1
+    LlamaForCausalLM.from_pretrained(tmp_path / "out")

@@ -1,0 +1,140 @@
+"""The pool of local processes: results by rank, fresh worlds, and failures that leave nothing hanging."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from conftest import TIMEOUT_S
+from cuboid import ConfigError, CuboidError
+from cuboid.verify import WorkerError, WorkerPool
+
+
+def describe(factor: int) -> tuple[int, int, int, float]:
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total)
+    return dist.get_rank() * factor, dist.get_world_size(), os.getpid(), total.item()
+
+
+def environment() -> dict[str, str]:
+    return {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+
+
+def threads() -> int:
+    return torch.get_num_threads()
+
+
+def store_of_environment() -> str:
+    # As a library does that rendezvouses by the launcher's variables.
+    store, rank, size = next(iter(dist.rendezvous("env://")))
+    store.set(f"key-{rank}", str(rank))
+    return ",".join(store.get(f"key-{other}").decode() for other in range(size))
+
+
+def leave_the_group() -> int:
+    dist.destroy_process_group()
+    return 1
+
+
+def fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ZeroDivisionError("this rank's own reason")
+    dist.barrier()
+
+
+def refuse() -> None:
+    raise ConfigError("the key is wrong")
+
+
+def end_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(7)
+    dist.barrier()
+
+
+def sleep_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(3600)
+
+
+def not_sendable() -> object:
+    return lambda: None
+
+
+def test_results_come_by_rank(pool: WorkerPool) -> None:
+    results = pool.run(3, describe, 10, timeout_s=TIMEOUT_S)
+    assert [result[0] for result in results] == [0, 10, 20]
+    assert {result[1] for result in results} == {3}
+    assert {result[3] for result in results} == {3.0}
+    assert len({result[2] for result in results}) == 3
+
+
+def test_processes_are_kept_for_worlds_of_other_sizes(pool: WorkerPool) -> None:
+    pids = {size: [result[2] for result in pool.run(size, describe, 1, timeout_s=TIMEOUT_S)] for size in (2, 8, 1, 5)}
+    for size in (2, 1, 5):
+        assert pids[size] == pids[8][:size]
+
+
+def test_the_environment_is_a_launchers(pool: WorkerPool) -> None:
+    seen = pool.run(2, environment, timeout_s=TIMEOUT_S)
+    assert [(e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"]) for e in seen] == [("0", "0", "2"), ("1", "1", "2")]
+    assert len({(e["MASTER_ADDR"], e["MASTER_PORT"]) for e in seen}) == 1
+    assert pool.run(2, store_of_environment, timeout_s=TIMEOUT_S) == ["0,1", "0,1"]
+    assert pool.run(1, threads, timeout_s=TIMEOUT_S) == [1]
+
+
+def test_a_job_may_end_the_process_group_itself(pool: WorkerPool) -> None:
+    assert pool.run(2, leave_the_group, timeout_s=TIMEOUT_S) == [1, 1]
+
+
+def test_the_rank_that_failed_is_named_first(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError) as caught:
+        pool.run(4, fail_on, 2, timeout_s=TIMEOUT_S)
+    assert (caught.value.rank, caught.value.kind, caught.value.explanation) == (2, "ZeroDivisionError", None)
+    first, _, rest = str(caught.value).partition("\n")
+    assert first == "rank 2 of 4 failed in test_workers.fail_on:"
+    assert 'raise ZeroDivisionError("this rank\'s own reason")' in rest.split("then rank")[0]
+    assert len(pool.run(4, describe, 1, timeout_s=TIMEOUT_S)) == 4
+
+
+def test_a_users_mistake_is_marked_as_one(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError) as caught:
+        pool.run(2, refuse, timeout_s=TIMEOUT_S)
+    assert (caught.value.kind, caught.value.explanation) == ("ConfigError", "the key is wrong")
+
+
+def test_a_rank_that_dies_is_an_error(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match="the process ended with exit code 7") as caught:
+        pool.run(2, end_on, 1, timeout_s=TIMEOUT_S)
+    assert caught.value.rank == 1
+
+
+def test_a_rank_that_hangs_is_killed(pool: WorkerPool) -> None:
+    before = {result[2] for result in pool.run(3, describe, 1, timeout_s=TIMEOUT_S)}
+    with pytest.raises(WorkerError, match="no answer from rank") as caught:
+        pool.run(3, sleep_on, 1, timeout_s=3)
+    assert caught.value.kind == "Timeout"
+    for pid in before:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert before.isdisjoint(result[2] for result in pool.run(3, describe, 1, timeout_s=TIMEOUT_S))
+
+
+def test_a_result_that_cannot_be_sent_is_an_error(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match="not_sendable"):
+        pool.run(1, not_sendable, timeout_s=TIMEOUT_S)
+
+
+def test_a_world_larger_than_the_pool_is_refused(pool: WorkerPool) -> None:
+    with pytest.raises(CuboidError, match="1 to 8 workers"):
+        pool.run(9, describe, 1)
+
+
+def test_a_closed_pool_leaves_no_process() -> None:
+    with WorkerPool(2) as workers:
+        pids = [result[2] for result in workers.run(2, describe, 1, timeout_s=TIMEOUT_S)]
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
