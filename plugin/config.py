@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from cuboid.errors import ConfigError
 from cuboid.topology import MeshShape
@@ -89,9 +90,8 @@ class CuboidConfig(_Section):
     """Everything Cuboid read from a config: one section for each thing that it adds to the framework."""
 
     tensor_parallel: TensorParallelConfig
-    micro_batch: int | None = Field(
-        None, description="Rows of a micro-batch, from the framework's train_micro_batch_size_per_gpu where it is set."
-    )
+    #: Rows of a micro-batch, where the framework's own train_micro_batch_size_per_gpu says; not a key of ours.
+    micro_batch: SkipJsonSchema[int | None] = None
 
 
 def load_config(source: ConfigSource) -> dict[str, Any]:
