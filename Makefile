@@ -29,6 +29,7 @@ ifeq ($(shell test "$(GPUS)" -ge "$(RANKS)" && echo enough),)
 export DS_ACCELERATOR ?= cpu
 endif
 export OMP_NUM_THREADS ?= 1
+FREE_PORT := $(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
 
 .PHONY: help install train test test-slow lint clean
 
@@ -54,7 +55,7 @@ $(VENV)/installed: $(PINS) setup.py
 train: install ## Train: MODEL=… DATA=… CONFIG=… STEPS=… NAME=… RANKS=… SEQUENCE=…
 	@$(BIN)/python -m cuboid.cli prepare --out "$(RUN)" \
 		$(if $(MODEL),--model "$(MODEL)") $(if $(DATA),--data "$(DATA)")
-	@$(BIN)/deepspeed --quiet --num_accelerators $(RANKS) --module cuboid.cli train \
+	@$(BIN)/deepspeed --quiet --num_accelerators $(RANKS) --master_port "$$($(FREE_PORT))" --module cuboid.cli train \
 		--model "$(or $(MODEL),$(RUN)/start)" --data "$(RUN)/tokens" --config "$(CONFIG)" --out "$(RUN)" \
 		--sequence-length $(SEQUENCE) $(if $(STEPS),--steps $(STEPS))
 	@$(BIN)/python docs/examples/evaluate.py "$(RUN)"

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from accelerate.utils import recursively_apply
 
+from cuboid.compatibility import check_framework_config
 from cuboid.config import load_config, split_config
 from cuboid.errors import ConfigError
 from cuboid.mesh import current_world_size
 from cuboid.patches.base import Patch
-from cuboid.patches.deepspeed_config import check_framework_config, skip_shared_memory_build
+from cuboid.patches.deepspeed import skip_shared_memory_build
 
 
 def _hf_deepspeed_config(original: Any) -> Any:

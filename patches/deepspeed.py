@@ -9,11 +9,14 @@ from collections.abc import Iterable
 from types import GeneratorType
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from cuboid.compatibility import check_framework_config
 from cuboid.config import CuboidConfig, split_config
 from cuboid.errors import ConfigError, CuboidError
 from cuboid.hf.api import shard
@@ -21,7 +24,6 @@ from cuboid.hf.model import ShardedModel, mesh_of
 from cuboid.hf.save import full_state_dict
 from cuboid.mesh import Mesh, current_world_size
 from cuboid.patches.base import Patch
-from cuboid.patches.deepspeed_config import check_framework_config, skip_shared_memory_build
 
 
 class ModelParallelUnit:
@@ -100,6 +102,15 @@ def _initialize(original: Any) -> Any:
     return initialize
 
 
+def skip_shared_memory_build() -> None:
+    """Keep DeepSpeed from compiling a CPU collective that we don't use.
+
+    The first ``init_distributed`` on CPU builds it, which takes half a minute and a C++ compiler on every new machine.
+    """
+    if get_accelerator().device_name() == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def _config_source(given: dict[str, Any]) -> Any:
     """The config, from whichever of its three doors it came."""
     if given.get("config") is not None:
@@ -142,8 +153,6 @@ def _forget_config(given: dict[str, Any]) -> None:
 
 def _start_distributed(given: dict[str, Any]) -> None:
     if current_world_size() > 1 and not dist.is_initialized():
-        import deepspeed
-
         deepspeed.init_distributed(dist_init_required=given.get("dist_init_required"))
 
 

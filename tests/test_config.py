@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from cuboid.compatibility import check_framework_config
 from cuboid.config import load_config, parse_config, split_config
 from cuboid.errors import ConfigError, MeshError
-from cuboid.patches.deepspeed_config import check_framework_config
 
 SECTION = {"mode": "3d_tensor", "mesh": {"batch": 2, "sequence": 2, "hidden": 2}}
 

@@ -1,6 +1,7 @@
 """What `cuboid prepare` and `cuboid train` do before the ranks meet: text, tokens, shares, checks, report."""
 
 import json
+import socket
 from itertools import chain
 
 import numpy as np
@@ -22,6 +23,7 @@ from cuboid.train.loop import History
 from cuboid.train.report import HeldoutPoint, Losses, MeshSizes, Report, Speed, rank_figures
 from cuboid.train.start import train_tokenizer
 from cuboid.train.tokens import Tokens, TokensMeta, fingerprint, tokenize
+from cuboid.train.world import World
 
 TEXTS = [f"def function_{n}(x):\n    return x * {n}\n" * 20 for n in range(30)]
 SCHEDULE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 300, "warmup_num_steps": 30}}
@@ -211,11 +213,11 @@ def test_the_schedule_is_stretched_to_the_steps(options):
     assert (job.micro_batch, job.accumulation, job.global_batch(3), job.dtype) == (2, 1, 6, torch.float32)
 
 
-@pytest.mark.parametrize("section", ["bf16", "fp16"])
-def test_the_dtype_is_the_configs(options, tmp_path, section):
-    config = tmp_path / "half.json"
-    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, section: {"enabled": True}}))
-    assert plan(options(config=config, steps=1)).dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[section]
+@pytest.mark.parametrize(("section", "dtype"), [({"bf16": {"enabled": True}}, torch.bfloat16), ({}, torch.float32)])
+def test_the_dtype_is_the_configs(options, tmp_path, section, dtype):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, **section}))
+    assert plan(options(config=config, steps=1)).dtype == dtype
 
 
 @pytest.mark.parametrize(
@@ -292,6 +294,25 @@ def test_the_command_tells_a_mistake_once(options, monkeypatch, capsys):
         assert exit_.value.code == 1
         message = capsys.readouterr().err
         assert message == ("cuboid: --steps is 0; it must be at least 1\n" if rank == 0 else "")
+
+
+def test_without_a_launcher_the_world_is_one(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert World.from_environment() == World(rank=0, size=1, local_rank=0)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(CuboidError, match="WORLD_SIZE is ''"):
+        World.from_environment()
+
+
+def test_a_port_that_another_job_has_is_named(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(CuboidError, match=r"can't meet at 127\.0\.0\.1:\d+ .*--master_port"):
+            World(rank=0, size=2, local_rank=0).connect()
 
 
 def test_the_report_is_read_back_as_it_was_written_and_its_curve_is_a_picture(tmp_path):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -28,8 +29,11 @@ CONFIG = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
     "tensor_parallel": {"mode": "3d_tensor", "mesh": MESH},
 }
+with socket.socket() as free:
+    free.bind(("", 0))
+    DEEPSPEED = [BIN / "deepspeed", "--quiet", "--master_port", free.getsockname()[1]]
 LAUNCHERS = {
-    "deepspeed": [BIN / "deepspeed", "--quiet", "--num_accelerators", RANKS, "--module"],
+    "deepspeed": [*DEEPSPEED, "--num_accelerators", RANKS, "--module"],
     "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", RANKS, "-m"],
     # accelerate's own way to several CPU processes needs MPI; --multi_gpu starts them without asking for GPUs.
     "accelerate": [
@@ -182,9 +186,7 @@ def test_the_example_script_trains(job, tmp_path):
     text = tmp_path / "text"
     text.write_text("def f(x):\n    return x\n" * 1000)
     script = ROOT / "docs/examples/finetune.py"
-    status, output = run(
-        BIN / "deepspeed", "--quiet", "--num_accelerators", 8, script, job / "model", text, tmp_path / "out"
-    )
+    status, output = run(*DEEPSPEED, "--num_accelerators", 8, script, job / "model", text, tmp_path / "out")
     assert status == 0, output
     assert output.count("step 20: loss") == 1
     LlamaForCausalLM.from_pretrained(tmp_path / "out")

@@ -11,13 +11,14 @@ from typing import Any
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cuboid.config import ConfigSource, CuboidConfig, parse_config
+from cuboid.compatibility import check_framework_config
+from cuboid.config import ConfigSource, CuboidConfig, load_config, parse_config
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.hf.auto import choose_mesh
 from cuboid.hf.layouts import draw_blueprint
 from cuboid.hf.model import ShardedModel, shard_modules, sharding_of, unwrap
 from cuboid.hf.save import save_sharded
-from cuboid.mesh import Mesh
+from cuboid.mesh import Mesh, current_world_size
 from cuboid.tensor3d.layout import take_shard
 
 _active: ContextVar[CuboidConfig | None] = ContextVar("cuboid_active_config", default=None)
@@ -33,12 +34,20 @@ def scope(config: ConfigSource | CuboidConfig) -> Iterator[CuboidConfig]:
     Raises:
         ConfigError: the config is wrong or doesn't switch Cuboid on.
     """
-    parsed = parse_config(config)
+    parsed = _checked(config)
     token = _active.set(parsed)
     try:
         yield parsed
     finally:
         _active.reset(token)
+
+
+def _checked(source: ConfigSource | CuboidConfig) -> CuboidConfig:
+    """Cuboid's part of a config, after the framework's part was found to go with it."""
+    config = parse_config(source)
+    if not isinstance(source, CuboidConfig):
+        check_framework_config(config, load_config(source), current_world_size())
+    return config
 
 
 def active_config() -> CuboidConfig | None:
@@ -69,7 +78,7 @@ def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTra
     Raises:
         ConfigError, MeshError, UnsupportedModelError: before anything is changed.
     """
-    parsed = parse_config(config)
+    parsed = _checked(config)
     if isinstance(model, ShardedModel):
         raise CuboidError("the model is sharded already")
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:

@@ -62,17 +62,14 @@ def take_local_batch(arguments: dict[str, Any], config: PretrainedConfig, mesh: 
     whole = {name: arguments[name] for name in _TENSORS if arguments.get(name) is not None}
     options = {name: value for name, value in arguments.items() if name not in (*_TENSORS, *_REFUSED)}
     _check_shapes(whole, mesh)
-    batch, length = whole["input_ids"].shape
+    length = whole["input_ids"].shape[1]
     if "position_ids" not in whole:
         whole["position_ids"] = torch.arange(length, device=whole["input_ids"].device).unsqueeze(0)
     target = padded_length(length, math.lcm(mesh.size("sequence"), mesh.size("hidden")))
     local = {}
     for name, tensor in whole.items():
-        own = (
-            own_slice(tensor, 0, mesh, ("batch",))
-            if tensor.shape[0] == batch > 1 or mesh.size("batch") == 1
-            else tensor
-        )
+        given_once = name == "position_ids" and tensor.shape[0] == 1
+        own = tensor if given_once else own_slice(tensor, 0, mesh, ("batch",))
         local[name] = _pad(name, own, target - length, config)
     return LocalBatch(local, length, options)
 

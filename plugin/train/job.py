@@ -82,6 +82,8 @@ def plan(options: TrainOptions) -> Job:
     for name in ("sequence_length", "heldout_blocks", "evaluations"):
         _at_least(getattr(options, name), f"--{name.replace('_', '-')}", 2 if name == "sequence_length" else 1)
     config = load_config(options.config)
+    if isinstance(config.get("tensor_parallel"), dict):
+        config["tensor_parallel"].setdefault("gather_logits", False)  # nobody here looks at them
     steps = _steps(options.steps, config)
     micro_batch = _count(config, "train_micro_batch_size_per_gpu", default=None)
     accumulation = _count(config, "gradient_accumulation_steps", default=1)
@@ -193,8 +195,5 @@ def _at_least(value: int, name: str, least: int) -> None:
 
 
 def _dtype(config: dict[str, Any]) -> torch.dtype:
-    for key, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        section = config.get(key)
-        if isinstance(section, dict) and section.get("enabled") is True:
-            return dtype
-    return torch.float32
+    section = config.get("bf16")
+    return torch.bfloat16 if isinstance(section, dict) and section.get("enabled") is True else torch.float32

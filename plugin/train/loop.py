@@ -103,7 +103,7 @@ class Loop:
         if not math.isfinite(history.losses[-1]):
             raise CuboidError(
                 f"the loss is {history.losses[-1]} at step {step}; a lower learning rate, a longer warm-up, "
-                "gradient clipping or bf16 in place of fp16 may help"
+                "or gradient clipping may help"
             )
 
     @torch.no_grad()

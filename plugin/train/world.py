@@ -61,8 +61,18 @@ class World:
                 os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
                 dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
             else:
-                dist.init_process_group(backend, rank=self.rank, world_size=self.size)
+                self._meet(backend)
         return torch.device(accelerator.current_device_name())
+
+    def _meet(self, backend: str) -> None:
+        try:
+            dist.init_process_group(backend, rank=self.rank, world_size=self.size)
+        except (dist.DistNetworkError, ValueError) as error:
+            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise CuboidError(
+                f"the ranks can't meet at {address} (MASTER_ADDR:MASTER_PORT): {error}. If another job has the port, "
+                "give the launcher another one, for example deepspeed --master_port 29501"
+            ) from error
 
     def disconnect(self) -> None:
         """End the process group, when all ranks have done their work."""

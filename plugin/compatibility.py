@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import deepspeed
-from deepspeed.accelerator import get_accelerator
-
 from cuboid.config import CuboidConfig
 from cuboid.errors import ConfigError, MeshError
 from cuboid.topology import MeshShape, divisors
@@ -112,12 +109,3 @@ def _check_batch(config: CuboidConfig, rest: dict[str, Any], world_size: int) ->
             f"train_batch_size is {total}, but train_micro_batch_size_per_gpu × gradient_accumulation_steps × replicas "
             f"of the mesh = {micro} × {steps} × {replicas} = {micro * steps * replicas}; leave train_batch_size out"
         )
-
-
-def skip_shared_memory_build() -> None:
-    """Keep DeepSpeed from compiling a CPU collective that we don't use.
-
-    The first ``init_distributed`` on CPU builds it, which takes half a minute and a C++ compiler on every new machine.
-    """
-    if get_accelerator().device_name() == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
