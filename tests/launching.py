@@ -15,6 +15,13 @@ BIN = Path(sys.executable).parent
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
+def free_port():
+    """A port that nobody listens on now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def start(*arguments, **variables):
     """A process in a group of its own, without whatever launcher's variables this process may have."""
     environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
@@ -67,10 +74,7 @@ def as_ranks(ranks, script, *arguments, timeout_s=120):
     Returns:
         (status, output) of each rank.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = (sys.executable, script, *arguments)
     processes = [start(*command, RANK=str(rank), LOCAL_RANK=str(rank), **world) for rank in range(ranks)]
     return [finish(process, timeout_s) for process in processes]

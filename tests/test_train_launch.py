@@ -1,23 +1,17 @@
 """`cuboid train` under each launcher, on real processes."""
 
-import contextlib
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
-from pathlib import Path
 
-import psutil
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cuboid.train.report import Report
 from cuboid.train.start import train_tokenizer
+from launching import BIN, ROOT, end, finish, free_port, run, start
 
-ROOT = Path(__file__).parents[1]
-BIN = Path(sys.executable).parent
 STEPS, RANKS = 5, 4
 #: Two replicas of a mesh of two ranks.
 MESH = {"batch": 1, "sequence": 2, "hidden": 1}
@@ -29,9 +23,7 @@ CONFIG = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
     "tensor_parallel": {"mode": "3d_tensor", "mesh": MESH},
 }
-with socket.socket() as free:
-    free.bind(("", 0))
-    DEEPSPEED = [BIN / "deepspeed", "--quiet", "--master_port", free.getsockname()[1]]
+DEEPSPEED = [BIN / "deepspeed", "--quiet", "--master_port", free_port()]
 LAUNCHERS = {
     "deepspeed": [*DEEPSPEED, "--num_accelerators", RANKS, "--module"],
     "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", RANKS, "-m"],
@@ -47,48 +39,6 @@ LAUNCHERS = {
         "-m",
     ],
 }
-
-
-def start(arguments, **popen):
-    """A process in a group of its own, without whatever launcher's variables this process may have."""
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
-    environment.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
-    return subprocess.Popen(
-        [str(argument) for argument in arguments],
-        env=environment,
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        **popen,
-    )
-
-
-def finish(process, timeout_s):
-    """The status and the output of a process; its whole group ends with it."""
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    finally:
-        end(process)
-    return process.returncode, output
-
-
-def end(process):
-    """Kill a process and all that it started; torchrun puts its ranks into process groups of their own."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def run(*arguments, timeout_s=240):
-    return finish(start(arguments), timeout_s)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +118,7 @@ def test_a_mesh_that_does_not_fit_ends_all_ranks_with_one_message(job, tmp_path)
 
 @pytest.mark.slow
 def test_ctrl_c_ends_all_ranks(job, tmp_path):
-    process = start([*LAUNCHERS["deepspeed"], *train_arguments(job, tmp_path), "--steps=100000", "--evaluations=1"])
+    process = start(*LAUNCHERS["deepspeed"], *train_arguments(job, tmp_path), "--steps=100000", "--evaluations=1")
     try:
         for line in process.stdout:
             if "step 0" in line or "after 0 steps" in line:
