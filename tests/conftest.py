@@ -4,8 +4,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from cuboid.verify import SmallModel, WorkerPool
+
+# Machines are shared and slow at times; how long an example takes says nothing about it.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 #: For one job of a pool. A job takes a second or two; the rest is for slow machines.
 TIMEOUT_S = 120.0

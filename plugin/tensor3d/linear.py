@@ -33,6 +33,7 @@ from cuboid.tensor3d.collectives import all_reduce, gather_dim, scatter_dim
 from cuboid.tensor3d.layout import Layout
 from cuboid.tensor3d.parameter import ParameterGather, ShardedModule
 from cuboid.tensor3d.sequence import SEQUENCE_DIM, Regather, saved_input
+from cuboid.topology import Axis
 
 
 class Exchange(Protocol):
@@ -52,7 +53,7 @@ class ScatterDim:
     """Reduce-scatter over one axis onto one dim (which may consist of several parts, each cut separately)."""
 
     mesh: Mesh
-    axis: Any
+    axis: Axis
     dim: int
     parts: int = 1
 
@@ -174,6 +175,8 @@ class ShardedLinear(ShardedModule, nn.Linear):
     Still an ``nn.Linear`` for whoever looks for one; ``in_features`` and ``out_features`` are the unsplit sizes.
     """
 
+    bias_rows: torch.Tensor | None
+
     def __init__(
         self,
         weight: nn.Parameter,
@@ -193,7 +196,7 @@ class ShardedLinear(ShardedModule, nn.Linear):
     def configure(self, product: Product, bias_rows: torch.Tensor | None = None) -> None:
         """Set the multiplication, and the entries of the bias block to add where they are not all."""
         self.product = product
-        self.bias_rows = bias_rows
+        self.register_buffer("bias_rows", bias_rows, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[B/b, S, …]`` to the output of the table above."""
@@ -206,7 +209,7 @@ class ShardedLinear(ShardedModule, nn.Linear):
         if self.bias is None:
             return y
         bias = self.gathered("bias")
-        return y + (bias if self.bias_rows is None else bias[self.bias_rows.to(bias.device)]).to(y.dtype)
+        return y + (bias if self.bias_rows is None else bias[self.bias_rows]).to(y.dtype)
 
     def extra_repr(self) -> str:
         """Unsplit sizes and the mesh."""
