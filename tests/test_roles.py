@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfi
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+import cuboid
 from cuboid.config import parse_config
 from cuboid.errors import MeshError, UnsupportedModelError
 from cuboid.hf.auto import block_sizes, choose_mesh
@@ -66,6 +67,25 @@ def test_a_known_module_of_another_class_is_refused():
     model.set_input_embeddings(nn.Embedding(131, 96, max_norm=1.0, device="meta"))
     with pytest.raises(UnsupportedModelError, match="max_norm"):
         find_roles(model)
+
+
+def test_what_is_refused_leaves_the_model_as_it_was():
+    class SquaredRMSNorm(LlamaRMSNorm):
+        def forward(self, x):
+            return super().forward(x) ** 2
+
+    one_rank = {"tensor_parallel": {"mode": "3d_tensor", "mesh": {"batch": 1}}}
+    model = AutoModelForCausalLM.from_config(llama().config)
+    model.model.norm = SquaredRMSNorm(96)
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(UnsupportedModelError, match="SquaredRMSNorm"):
+        cuboid.shard(model, one_rank)
+    assert [type(module) for module in model.modules()] == before
+    model = AutoModelForCausalLM.from_config(llama().config)
+    model.config._attn_implementation = "home-made"
+    with pytest.raises(UnsupportedModelError, match="'home-made' has no rule; choose one of eager, sdpa"):
+        cuboid.shard(model, one_rank)
+    assert not any(type(module).__module__.startswith("cuboid") for module in model.modules())
 
 
 @pytest.mark.parametrize(

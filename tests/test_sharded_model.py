@@ -262,6 +262,28 @@ def test_autocast_gives_what_it_gives_alone(pool):
     assert sum(squares for _, squares, _ in ranks) == pytest.approx(norm, rel=0.03)
 
 
+def loss_with(mesh, implementation, sliding_window):
+    small = SmallModel("mistral", heads=8, kv_heads=2, sliding_window=sliding_window)
+    model = built(small)
+    model.config._attn_implementation = implementation
+    if mesh is not None:
+        cuboid.shard(model, mode(mesh))
+    ids = tokens(small, length=13)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = mask[1, -4:] = 0
+    loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
+    loss.backward()
+    return loss.item()
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("sliding_window", [None, 5])
+def test_masks_are_right_for_each_attention_implementation(pool, implementation, sliding_window):
+    (alone,) = pool.run(1, loss_with, None, implementation, sliding_window)
+    for loss in pool.run(4, loss_with, "1x2x2", implementation, sliding_window):
+        assert loss == pytest.approx(alone, rel=1e-6)
+
+
 # --- dropout -----------------------------------------------------------------------------------------------------
 
 

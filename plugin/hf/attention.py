@@ -27,19 +27,28 @@ PREFIX = "cuboid_"
 _RECORD = "cuboid_attention"
 IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
-#: Length of the unsplit sequence of the forward that is running. Masks are made from an embedding that holds
-#: only this rank's part of it, and get no other argument that knows.
-_whole_length: ContextVar[int] = ContextVar("cuboid_whole_length")
+
+@dataclass(frozen=True)
+class Lengths:
+    """Positions of the unsplit sequence: as given, and as padded for the mesh."""
+
+    real: int
+    padded: int
+
+
+#: Of the forward that is running. Masks are made from an embedding that holds only this rank's part of the sequence,
+#: and get no other argument that knows.
+_lengths: ContextVar[Lengths] = ContextVar("cuboid_lengths")
 
 
 @contextmanager
-def whole_sequence(length: int) -> Iterator[None]:
-    """Masks made inside are for ``length`` positions."""
-    token = _whole_length.set(length)
+def whole_sequence(lengths: Lengths) -> Iterator[None]:
+    """Masks made inside are for the whole sequence."""
+    token = _lengths.set(lengths)
     try:
         yield
     finally:
-        _whole_length.reset(token)
+        _lengths.reset(token)
 
 
 @dataclass
@@ -51,10 +60,17 @@ class AttentionRecord:
 
 
 def use_sharded_attention(config: PretrainedConfig, modules: list[nn.Module], mesh: Mesh) -> None:
-    """Point a model's config at the twin of its attention implementation.
+    """Point a model's config at the twin of its attention implementation, which :func:`check_attention` found."""
+    for module in modules:
+        setattr(module, _RECORD, AttentionRecord(mesh))
+    config._attn_implementation = PREFIX + config._attn_implementation
+
+
+def check_attention(config: PretrainedConfig) -> None:
+    """Make sure that a model's attention implementation has a twin.
 
     Raises:
-        UnsupportedModelError: there is no twin.
+        UnsupportedModelError: it has none.
     """
     name = config._attn_implementation
     if name not in IMPLEMENTATIONS:
@@ -63,9 +79,6 @@ def use_sharded_attention(config: PretrainedConfig, modules: list[nn.Module], me
         )
     if name == "eager" and getattr(config, "reorder_and_upcast_attn", False):
         raise UnsupportedModelError('reorder_and_upcast_attn with attn_implementation "eager" has no rule; use "sdpa"')
-    for module in modules:
-        setattr(module, _RECORD, AttentionRecord(mesh))
-    config._attn_implementation = PREFIX + name
 
 
 def attention_twin(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
@@ -87,8 +100,14 @@ def mask_twin(name: str) -> Callable[..., Any]:
     """The mask function registered as ``cuboid_<name>``."""
 
     def make_mask(*args: Any, **kwargs: Any) -> Any:
-        length = _whole_length.get()
-        return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **{**kwargs, "q_length": length, "kv_length": length})
+        lengths = _lengths.get()
+        sizes = {"q_length": lengths.padded, "kv_length": lengths.padded}
+        mask = ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **{**kwargs, **sizes})
+        if isinstance(mask, torch.Tensor) and mask.is_floating_point():
+            # A position that may see nothing, as in padding on the left, sees everything alike under an additive
+            # mask; but never what was added here.
+            mask[..., lengths.real :] = -torch.inf
+        return mask
 
     return make_mask
 

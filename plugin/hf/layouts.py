@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from cuboid.errors import MeshError
+from cuboid.hf.attention import check_attention
 from cuboid.hf.heads import HeadCounts, plan_key_value_heads
 from cuboid.hf.roles import Role, find_roles
 from cuboid.tensor3d.layout import Layout
@@ -33,9 +34,10 @@ def draw_blueprint(model: PreTrainedModel, mesh: MeshShape) -> Blueprint:
     """Lay a model (on any device, meta included) out on a mesh.
 
     Raises:
-        UnsupportedModelError: a module has no rule.
+        UnsupportedModelError: a module or the attention implementation has no rule.
         MeshError: the mesh doesn't divide the model; names what, and the nearest meshes that do.
     """
+    check_attention(model.config)
     roles = find_roles(model)
     misfits = _misfits(model, roles, mesh)
     if misfits:

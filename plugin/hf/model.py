@@ -14,7 +14,7 @@ from transformers.modeling_utils import slice_logits_to_keep
 
 from cuboid.config import TensorParallelConfig
 from cuboid.errors import CuboidError, UnsupportedModelError
-from cuboid.hf.attention import check_attention_ran, use_sharded_attention, whole_sequence
+from cuboid.hf.attention import Lengths, check_attention_ran, use_sharded_attention, whole_sequence
 from cuboid.hf.batch import LocalBatch, check_same_batch, take_local_batch
 from cuboid.hf.layouts import Blueprint
 from cuboid.hf.swap import ShardOf, attention_modules, swap_modules
@@ -121,7 +121,7 @@ def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
     batch = take_local_batch(arguments, model.config, sharding.mesh)
     if not sharding.checked:
         check_same_batch(arguments["input_ids"], sharding.mesh)
-    with whole_sequence(batch.padded):
+    with whole_sequence(Lengths(batch.length, batch.padded)):
         output = base_forward(**_local_arguments(model, batch), return_dict=True)
     if not sharding.checked:
         check_attention_ran(sharding.attention)

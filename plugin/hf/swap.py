@@ -39,13 +39,14 @@ def swap_modules(model: PreTrainedModel, blueprint: Blueprint, mesh: Mesh, shard
 
     Tied parameters stay one parameter. The whole tensors are freed one by one as their modules are swapped.
     """
+    # First, for it can refuse a norm, and the model must then be as it was.
+    rms_settings = {name: _settings(model.get_submodule(name), role) for name, role in blueprint.roles.items()}
     _split_attributes(model, mesh)
-    templates = {name: _settings(model.get_submodule(name), role) for name, role in blueprint.roles.items()}
     shards = _Shards(model, shard_of)
     for name, role in blueprint.roles.items():
         old = model.get_submodule(name)
         parameters = {key: shards.take(old, key, layout) for key, layout in blueprint.layouts[name].items()}
-        new = _build(old, role, parameters, blueprint.layouts[name], mesh, templates[name])
+        new = _build(old, role, parameters, blueprint.layouts[name], mesh, rms_settings[name])
         if isinstance(new, ShardedLinear):
             new.configure(*_product(new, role, blueprint, isinstance(old, Conv1D)))
         new.train(old.training)
