@@ -14,7 +14,7 @@ from cuboid.config import load_config, split_config
 from cuboid.errors import ConfigError
 from cuboid.mesh import current_world_size
 from cuboid.patches.base import Patch
-from cuboid.patches.deepspeed import skip_shared_memory_build
+from cuboid.patches.deepspeed import SHARED_MEMORY_BUILD
 
 
 def _hf_deepspeed_config(original: Any) -> Any:
@@ -30,7 +30,7 @@ def _hf_deepspeed_config(original: Any) -> Any:
         if config is None:
             return
         check_framework_config(config, rest, current_world_size())
-        skip_shared_memory_build()
+        SHARED_MEMORY_BUILD.skip()
         # accelerate's data loader and the HF Trainer's batch arithmetic read the number of ranks that share their
         # data from here.
         self.config["tensor_parallel"]["autotp_size"] = config.tensor_parallel.mesh_size

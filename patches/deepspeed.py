@@ -102,13 +102,35 @@ def _initialize(original: Any) -> Any:
     return initialize
 
 
-def skip_shared_memory_build() -> None:
-    """Keep DeepSpeed from compiling a CPU collective that we don't use.
+class SharedMemoryBuild:
+    """A CPU collective that DeepSpeed compiles at the first ``init_distributed``, and that we don't use.
 
-    The first ``init_distributed`` on CPU builds it, which takes half a minute and a C++ compiler on every new machine.
+    Building it takes half a minute and a C++ compiler on every new machine. It is skipped only once a config of ours
+    is seen, and offered again by :meth:`revert`.
     """
-    if get_accelerator().device_name() == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+    _NAME = "deepspeed_shm_comm"
+
+    def __init__(self) -> None:
+        self._original: bool | None = None
+
+    def apply(self) -> None:
+        """Nothing yet: configs of others keep it."""
+
+    def skip(self) -> None:
+        """Keep DeepSpeed from building it, where it would."""
+        if get_accelerator().device_name() == "cpu" and self._original is None:
+            self._original = deepspeed.ops.__compatible_ops__.get(self._NAME, False)
+            deepspeed.ops.__compatible_ops__[self._NAME] = False
+
+    def revert(self) -> None:
+        """Let DeepSpeed build it again, if it would have."""
+        if self._original is not None:
+            deepspeed.ops.__compatible_ops__[self._NAME] = self._original
+            self._original = None
+
+
+SHARED_MEMORY_BUILD = SharedMemoryBuild()
 
 
 def _config_source(given: dict[str, Any]) -> Any:
@@ -126,7 +148,7 @@ def _initialize_sharded(original: Any, given: dict[str, Any], config: CuboidConf
         raise ConfigError(
             "initialize(mpu=…) can't be combined with tensor_parallel.mode 3d_tensor, which makes its own"
         )
-    skip_shared_memory_build()
+    SHARED_MEMORY_BUILD.skip()
     model = _sharded_model(given, config)
     mesh = mesh_of(model)
     _start_distributed(given)
@@ -208,7 +230,8 @@ def _tp_model_init(original: Any) -> Any:
     return tp_model_init
 
 
-PATCHES = [
+PATCHES: list[Patch | SharedMemoryBuild] = [
+    SHARED_MEMORY_BUILD,
     Patch(
         target="deepspeed:tp_model_init",
         package="deepspeed",

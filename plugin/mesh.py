@@ -45,11 +45,6 @@ class Mesh:
         """This rank's position along the axes together, the first varying slowest."""
         return self.coordinate.index(axes, self.shape)
 
-    @property
-    def connected(self) -> bool:
-        """Whether the process groups exist."""
-        return self._connected
-
     def connect(self) -> None:
         """Make the process groups; every rank of the world must call it. Later calls do nothing.
 

@@ -13,6 +13,7 @@ from transformers.modeling_utils import AttentionInterface
 
 import cuboid
 from cuboid.patches.base import Patch, PatchError
+from cuboid.patches.deepspeed import SHARED_MEMORY_BUILD
 from launching import as_ranks, torchrun
 
 
@@ -49,6 +50,19 @@ def test_unregister_restores_the_very_same_objects(unregistered):
     cuboid.unregister()
     assert touched() == unregistered
     assert not any(name.startswith("cuboid_") for name in unregistered["attention"])
+
+
+def test_a_build_that_was_skipped_for_a_config_of_ours_is_offered_again(monkeypatch):
+    offered = {"deepspeed_shm_comm": True}
+    monkeypatch.setattr(deepspeed.ops, "__compatible_ops__", offered)
+    monkeypatch.setattr(SHARED_MEMORY_BUILD, "_original", None)
+    SHARED_MEMORY_BUILD.apply()
+    assert offered["deepspeed_shm_comm"]
+    SHARED_MEMORY_BUILD.skip()
+    SHARED_MEMORY_BUILD.skip()
+    assert not offered["deepspeed_shm_comm"]
+    SHARED_MEMORY_BUILD.revert()
+    assert offered["deepspeed_shm_comm"]
 
 
 def test_deepspeed_itself_refuses_our_keys_without_us(unregistered):

@@ -44,9 +44,11 @@ def scope(config: ConfigSource | CuboidConfig) -> Iterator[CuboidConfig]:
 
 def _checked(source: ConfigSource | CuboidConfig) -> CuboidConfig:
     """Cuboid's part of a config, after the framework's part was found to go with it."""
-    config = parse_config(source)
-    if not isinstance(source, CuboidConfig):
-        check_framework_config(config, load_config(source), current_world_size())
+    if isinstance(source, CuboidConfig):
+        return source
+    whole = load_config(source)
+    config = parse_config(whole)
+    check_framework_config(config, whole, current_world_size())
     return config
 
 

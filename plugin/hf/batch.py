@@ -97,7 +97,7 @@ def check_same_batch(ids: torch.Tensor, mesh: Mesh) -> None:
 def _refuse(arguments: dict[str, Any]) -> None:
     for name, harmless in _REFUSED.items():
         value = arguments.get(name)
-        if not any(value is allowed or (allowed is not None and value == allowed) for allowed in (None, *harmless)):
+        if not any(value is allowed or (allowed is not None and value == allowed) for allowed in harmless):
             raise UnsupportedModelError(
                 f"{name} has no rule on a sharded model"
                 + (": its cache would hold parts of the heads; pass use_cache=False" if name == "use_cache" else "")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import cuboid
-from cuboid import ConfigError, CuboidError
+from cuboid import CuboidError
 from cuboid.train import memory
 from cuboid.train.batches import Blocks, Share, Shuffle, heldout_blocks
 from cuboid.train.corpus import read_corpus
@@ -70,12 +70,6 @@ def run(options: TrainOptions, world: World) -> Report:
 
 
 def _share(job: Job, mesh: cuboid.Mesh) -> Share:
-    if job.micro_batch % mesh.shape.batch:
-        raise ConfigError(
-            f"train_micro_batch_size_per_gpu is {job.micro_batch}, which the mesh's batch axis of "
-            f"{mesh.shape.batch} can't share; make it a multiple of {mesh.shape.batch}. (It counts the "
-            "sequences of a whole mesh.)"
-        )
     return Share(mesh.coordinate.data, mesh.topology.data, job.micro_batch)
 
 
