@@ -33,7 +33,7 @@ def _hf_deepspeed_config(original: Any) -> Any:
         SHARED_MEMORY_BUILD.skip()
         # accelerate's data loader and the HF Trainer's batch arithmetic read the number of ranks that share their
         # data from here.
-        self.config["tensor_parallel"]["autotp_size"] = config.tensor_parallel.mesh_size
+        self.config.setdefault("tensor_parallel", {})["autotp_size"] = config.ranks
 
     return init
 
@@ -41,7 +41,7 @@ def _hf_deepspeed_config(original: Any) -> Any:
 def _gather_for_metrics(original: Any) -> Any:
     @functools.wraps(original)
     def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-        ranks = _ranks_of_a_mesh(self)
+        ranks = _ranks_of_a_copy(self)
         if ranks == 1:
             return original(self, input_data, use_gather_object)
         if use_gather_object:
@@ -56,14 +56,14 @@ def _gather_for_metrics(original: Any) -> Any:
     return gather_for_metrics
 
 
-def _ranks_of_a_mesh(accelerator: Any) -> int:
+def _ranks_of_a_copy(accelerator: Any) -> int:
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    section = {} if plugin is None else plugin.deepspeed_config.get("tensor_parallel", {})
-    return section["autotp_size"] if section.get("mode") == "3d_tensor" else 1
+    config = None if plugin is None else split_config(plugin.deepspeed_config)[0]
+    return 1 if config is None else config.ranks
 
 
 def _one_of_each_mesh(gathered: torch.Tensor, *, ranks: int) -> torch.Tensor:
-    """Rows of the first rank of each mesh, out of those of all ranks in rank order."""
+    """Rows of the first rank of each mesh or pipeline, out of those of all ranks in rank order."""
     return gathered.unflatten(0, (current_world_size(), -1))[::ranks].flatten(0, 1)
 
 

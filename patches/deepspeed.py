@@ -1,4 +1,4 @@
-"""What Cuboid changes in DeepSpeed: ``deepspeed.initialize`` understands the 3d_tensor mode."""
+"""What Cuboid changes in DeepSpeed: ``deepspeed.initialize`` understands the 3d_tensor mode and the pipeline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
@@ -21,68 +20,11 @@ from cuboid.config import CuboidConfig, split_config
 from cuboid.errors import ConfigError, CuboidError
 from cuboid.hf.api import shard
 from cuboid.hf.model import ShardedModel, mesh_of
-from cuboid.hf.save import full_state_dict
-from cuboid.mesh import Mesh, current_world_size
+from cuboid.hf.stage_model import StageModel
+from cuboid.mesh import current_world_size
 from cuboid.patches.base import Patch
-
-
-class ModelParallelUnit:
-    """A mesh in the words of DeepSpeed's (Megatron's) ``mpu``: the whole mesh is one model-parallel group."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """Ranks that hold one copy of the model together."""
-        return self._mesh.model_parallel_group
-
-    def get_model_parallel_world_size(self) -> int:
-        """Ranks of the mesh."""
-        return self._mesh.shape.size
-
-    def get_model_parallel_rank(self) -> int:
-        """This rank's place in :meth:`get_model_parallel_group`."""
-        return dist.get_rank(self.get_model_parallel_group())
-
-    get_tensor_model_parallel_group = get_model_parallel_group
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """Ranks that hold the same shards for other data."""
-        return self._mesh.data_parallel_group
-
-    def get_data_parallel_world_size(self) -> int:
-        """Replicas of the mesh."""
-        return self._mesh.topology.data
-
-    def get_data_parallel_rank(self) -> int:
-        """Which replica this rank belongs to."""
-        return self._mesh.coordinate.data
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        """World ranks of :meth:`get_data_parallel_group`."""
-        return dist.get_process_group_ranks(self.get_data_parallel_group())
-
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        """Pipeline stages."""
-        return self._mesh.topology.pipe
-
-
-class CuboidEngine(DeepSpeedEngine):
-    """A DeepSpeedEngine whose exports hold whole tensors."""
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Exports are always gathered."""
-        return True
-
-    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
-        # What accelerate and the HF Trainer save. All ranks come here; the first one gets the tensors.
-        state = full_state_dict(self.module)
-        if not exclude_frozen_parameters:
-            return state
-        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
-        return {name: tensor for name, tensor in state.items() if name not in frozen}
+from cuboid.patches.deepspeed_engine import CuboidEngine, ModelParallelUnit
+from cuboid.patches.deepspeed_pipeline import CuboidPipelineEngine
 
 
 def _initialize(original: Any) -> Any:
@@ -146,7 +88,8 @@ def _initialize_sharded(original: Any, given: dict[str, Any], config: CuboidConf
     check_framework_config(config, rest, current_world_size())
     if given.get("mpu") is not None:
         raise ConfigError(
-            "initialize(mpu=…) can't be combined with tensor_parallel.mode 3d_tensor, which makes its own"
+            "initialize(mpu=…) can't be combined with tensor_parallel.mode 3d_tensor or pipeline.engine seq1f1b, which "
+            "make their own"
         )
     SHARED_MEMORY_BUILD.skip()
     model = _sharded_model(given, config)
@@ -156,6 +99,12 @@ def _initialize_sharded(original: Any, given: dict[str, Any], config: CuboidConf
     for parameter in model.parameters():
         # Every shard counts once in the gradient norm.
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    if isinstance(model, StageModel):
+        for parameter in model.staging.repeated_parameters():
+            # The one says so to DeepSpeed's ZeRO, the other to its clipping without ZeRO.
+            parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
+            parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
+        _accumulate_in_float32(rest)
     if "train_micro_batch_size_per_gpu" in rest:
         # Follows from the two other batch sizes, with which it was checked; accelerate counts every rank of a mesh.
         rest.pop("train_batch_size", None)
@@ -163,7 +112,18 @@ def _initialize_sharded(original: Any, given: dict[str, Any], config: CuboidConf
     unit = ModelParallelUnit(mesh) if mesh.topology.world_size > 1 else None
     engine, *others = original(**{**given, "model": model, "config": rest, "mpu": unit})
     engine.__class__ = CuboidEngine
+    if isinstance(model, StageModel):
+        engine = CuboidPipelineEngine.take_over(engine)
     return (engine, *others)
+
+
+def _accumulate_in_float32(rest: dict[str, Any]) -> None:
+    # A pipeline adds up a gradient for each unit, which bfloat16 is too coarse for.
+    section = rest.get("bf16") or {}
+    if section.get("enabled") is True:
+        rest.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+        # Added by DeepSpeed's own hooks, as soon as a gradient is there.
+        section["immediate_grad_update"] = True
 
 
 def _forget_config(given: dict[str, Any]) -> None:
@@ -181,10 +141,13 @@ def _start_distributed(given: dict[str, Any]) -> None:
 def _sharded_model(given: dict[str, Any], config: CuboidConfig) -> nn.Module:
     model = given.get("model")
     if isinstance(model, ShardedModel):
-        shape = mesh_of(model).shape  # type: ignore[arg-type]
-        if config.tensor_parallel.mesh != "auto" and shape != config.tensor_parallel.mesh.shape:
+        mesh, wanted = mesh_of(model), config.tensor_parallel.mesh  # type: ignore[arg-type]
+        if wanted != "auto" and mesh.shape != wanted.shape:
+            raise ConfigError(f"the model is sharded over {mesh.shape}, but tensor_parallel.mesh is {wanted.shape}")
+        if isinstance(model, StageModel) != (config.pipeline is not None) or mesh.topology.pipe != config.stages:
             raise ConfigError(
-                f"the model is sharded over {shape}, but tensor_parallel.mesh is {config.tensor_parallel.mesh.shape}"
+                f"the model is cut into {mesh.topology.pipe} pipeline stages, but the config has {config.stages}; load "
+                "it with the same config"
             )
         return model  # type: ignore[return-value]
     old = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}

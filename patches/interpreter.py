@@ -11,7 +11,8 @@ from typing import Any
 from cuboid.errors import CuboidError
 from cuboid.patches.base import Patch
 
-#: How long the other ranks wait before they leave, so that no launcher ends the job before rank 0 has spoken.
+#: How long a rank waits whose message may be another's too, so that no launcher ends the job before the first one has
+#: spoken.
 _GRACE_S = 3.0
 
 
@@ -20,10 +21,18 @@ def _excepthook(original: Any) -> Any:
     def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
         if not issubclass(kind, CuboidError) or "RANK" not in os.environ:
             original(kind, error, traceback)
-        elif os.environ["RANK"] == "0":
-            print(f"cuboid: {kind.__name__}: {error}", file=sys.stderr, flush=True)
-        else:
+            return
+        rank, origin = os.environ["RANK"], getattr(error, "rank", None)
+        if origin is None and rank != "0":
+            # All ranks came to the same conclusion, and rank 0 says it.
             time.sleep(_GRACE_S)
+        elif origin is None or str(origin) == rank:
+            where = "" if origin is None else f"rank {rank}: "
+            print(f"cuboid: {where}{kind.__name__}: {error}", file=sys.stderr, flush=True)
+        else:
+            # Another rank failed first; its own message comes first too.
+            time.sleep(_GRACE_S)
+            print(f"cuboid: rank {rank}: {kind.__name__}: {error}", file=sys.stderr, flush=True)
 
     return hook
 

@@ -1,4 +1,4 @@
-"""Which of DeepSpeed's own settings go together with the 3d_tensor mode; checked before anything is allocated."""
+"""Which of DeepSpeed's own settings go together with Cuboid's; checked before anything is allocated."""
 
 from __future__ import annotations
 
@@ -36,18 +36,23 @@ def check_framework_config(config: CuboidConfig, rest: dict[str, Any], world_siz
     _check_world(config, world_size)
     for key, reason in _REFUSED_SECTIONS.items():
         if _is_on(rest.get(key)):
-            raise ConfigError(f"{key} can't be combined with tensor_parallel.mode 3d_tensor: {reason}")
+            raise ConfigError(f"{key} can't be combined with {_mode(config)}: {reason}")
     _check_precision(config, rest)
+    _check_pipeline(config, rest)
     _check_batch(config, rest, world_size)
 
 
 def _check_world(config: CuboidConfig, world_size: int) -> None:
-    size, mesh = config.tensor_parallel.mesh_size, config.tensor_parallel.mesh
-    if world_size % size == 0:
+    if world_size % config.ranks == 0:
         return
+    size, mesh = config.tensor_parallel.mesh_size, config.tensor_parallel.mesh
     name = f"size = {size} ranks" if mesh == "auto" else f"mesh {mesh.shape}, {size} ranks,"
     hint = ""
-    if mesh != "auto":
+    if config.pipeline is not None:
+        name += f" for each of pipeline.stages = {config.stages}, {config.ranks} in all,"
+        counts = [count for count in divisors(world_size) if world_size % (count * size) == 0]
+        hint = f"; numbers of stages that do with that mesh: {', '.join(map(str, counts)) or 'none'}"
+    elif mesh != "auto":
         hint = "; nearest meshes that do: " + ", ".join(str(shape) for shape in _nearest(mesh.shape, world_size))
     raise MeshError(
         f"tensor_parallel.{name} doesn't divide the world of {world_size} (sizes that do: "
@@ -77,17 +82,35 @@ def _enabled(rest: dict[str, Any], key: str) -> bool:
 def _check_precision(config: CuboidConfig, rest: dict[str, Any]) -> None:
     stage = (rest.get("zero_optimization") or {}).get("stage", 0)
     if _enabled(rest, "fp16"):
-        raise ConfigError("fp16.enabled: loss scaling isn't supported with 3d_tensor; use bf16 or fp32")
+        raise ConfigError(f"fp16.enabled: loss scaling isn't supported with {_mode(config)}; use bf16 or fp32")
     if stage == 3:
         raise ConfigError(
-            "zero_optimization.stage 3 would split parameters that the mesh splits already; use stage 1 or 2, and "
-            "tensor_parallel.mesh.batch for what stage 3 does"
+            "zero_optimization.stage 3 would split parameters that the mesh splits already; use stage 1"
+            f"{'' if config.pipeline else ' or 2'}, and tensor_parallel.mesh.batch for what stage 3 does"
         )
-    if stage == 0 and _enabled(rest, "bf16") and config.tensor_parallel.mesh_size > 1:
+    if stage == 0 and _enabled(rest, "bf16") and config.ranks > 1:
         raise ConfigError(
             "zero_optimization.stage 0 with bf16: DeepSpeed computes a wrong gradient norm there for any tensor "
-            "parallelism, and clips by it; use stage 1 or 2"
+            "or pipeline parallelism, and clips by it; use stage 1" + ("" if config.pipeline else " or 2")
         )
+
+
+def _check_pipeline(config: CuboidConfig, rest: dict[str, Any]) -> None:
+    if config.pipeline is None:
+        return
+    section = rest.get("zero_optimization") or {}
+    stage = section.get("stage", 0)
+    if stage == 2:
+        raise ConfigError(
+            "zero_optimization.stage 2 would give away gradients that the next unit of a pipeline adds to; use stage 1"
+        )
+    for key in ("offload_optimizer", "offload_param"):
+        if isinstance(section.get(key), dict) and section[key].get("device", "none") != "none":
+            raise ConfigError(f"zero_optimization.{key} is untried with pipeline.engine seq1f1b; leave it out")
+
+
+def _mode(config: CuboidConfig) -> str:
+    return "tensor_parallel.mode 3d_tensor" if config.pipeline is None else "pipeline.engine seq1f1b"
 
 
 def _check_batch(config: CuboidConfig, rest: dict[str, Any], world_size: int) -> None:
@@ -102,7 +125,7 @@ def _check_batch(config: CuboidConfig, rest: dict[str, Any], world_size: int) ->
     total = rest.get("train_batch_size")
     if not all(isinstance(value, int) for value in (micro, steps, total)):
         return
-    replicas = world_size // config.tensor_parallel.mesh_size
+    replicas = world_size // config.ranks
     # accelerate multiplies by all processes, as DeepSpeed's AutoTP does.
     if total not in (micro * steps * replicas, micro * steps * world_size):
         raise ConfigError(

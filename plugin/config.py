@@ -9,12 +9,12 @@ from __future__ import annotations
 import copy
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from cuboid.errors import ConfigError
@@ -59,7 +59,8 @@ class TensorParallelConfig(_Section):
     )
     autotp_size: int | None = Field(
         None,
-        description="Written by Cuboid for accelerate and the HF Trainer; if given, it must equal the mesh's size.",
+        description="Written by Cuboid for accelerate and the HF Trainer: the ranks that share their data. If given, "
+        "it must equal the mesh's size, times the stages of a pipeline.",
     )
 
     @model_validator(mode="after")
@@ -70,10 +71,6 @@ class TensorParallelConfig(_Section):
         elif self.size is not None and self.size != self.mesh.shape.size:
             raise ValueError(
                 f'"size" is {self.size}, but mesh {self.mesh.shape} has {self.mesh_size} ranks; leave "size" out'
-            )
-        if self.autotp_size not in (None, 0, self.mesh_size):
-            raise ValueError(
-                f"autotp_size is {self.autotp_size}, but the mesh has {self.mesh_size} ranks; leave autotp_size out"
             )
         return self
 
@@ -86,12 +83,90 @@ class TensorParallelConfig(_Section):
         return self.size
 
 
+class PipelineConfig(_Section):
+    """The ``pipeline`` section."""
+
+    engine: Literal["seq1f1b"] = Field(description="Selects Cuboid's sequence-level pipeline.")
+    stages: int = Field(ge=1, description="Stages that the layers are cut into, one for each pipeline rank.")
+    segments: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto",
+        description="Segments that each sequence is cut into. 1 is the ordinary pipeline; "
+        '"auto" takes the number with the shortest simulated step, by the first batch\'s length.',
+    )
+    partition: Literal["flops", "even", "measured"] | tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        "flops",
+        description="Where sequences are cut. "
+        '"flops": into segments of equal cost, later ones being shorter for what they attend to; "even": into equal '
+        'lengths; "measured": by the times of the first steps; or a list of lengths, for sequences of just that sum.',
+    )
+    stage_balance: Literal["flops", "layers"] | tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        "flops",
+        description="How many layers each stage has. "
+        '"flops": so that the costliest stage, the head counted, costs the least; "layers": as equal as can be; or a '
+        "list of numbers, one for each stage.",
+    )
+    schedule: Literal["seq1f1b", "1f1b", "gpipe"] = Field(
+        "seq1f1b", description="Order of the units. With one segment, `seq1f1b` is `1f1b`."
+    )
+    kv_gradients: Literal["fp32", "parameter"] = Field(
+        "fp32",
+        description="What the gradients of keys and values are added up in over the segments: at least fp32, or the "
+        "parameters' own precision, which takes half the memory under bf16.",
+    )
+    trace: bool | str = Field(
+        False,
+        description="Write the measured schedule of a step as a Perfetto trace and a picture: into this folder, or "
+        "with `true` into `cuboid_trace`.",
+    )
+    trace_step: int = Field(3, ge=1, description="The optimizer step to trace, counted from 1; early ones warm up.")
+
+    @field_validator("partition", "stage_balance", mode="before")
+    @classmethod
+    def _lists_are_tuples(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _numbers_agree(self) -> PipelineConfig:
+        if isinstance(self.stage_balance, tuple) and len(self.stage_balance) != self.stages:
+            raise ValueError(
+                f'"stage_balance" has {len(self.stage_balance)} numbers for {self.stages} stages; give one for each'
+            )
+        if isinstance(self.partition, tuple) and self.segments != len(self.partition):
+            raise ValueError(
+                f'"partition" has {len(self.partition)} lengths, but "segments" is {self.segments!r}; '
+                f'write "segments": {len(self.partition)}'
+            )
+        if self.schedule == "1f1b" and self.segments != 1:
+            raise ValueError('"schedule": "1f1b" has whole sequences: write "segments": 1, or take "seq1f1b"')
+        return self
+
+
 class CuboidConfig(_Section):
     """Everything Cuboid read from a config: one section for each thing that it adds to the framework."""
 
-    tensor_parallel: TensorParallelConfig
+    tensor_parallel: TensorParallelConfig = TensorParallelConfig(mode="3d_tensor", mesh=MeshConfig())
+    pipeline: PipelineConfig | None = None
     #: Rows of a micro-batch, where the framework's own train_micro_batch_size_per_gpu says; not a key of ours.
     micro_batch: SkipJsonSchema[int | None] = None
+
+    @model_validator(mode="after")
+    def _ranks_agree(self) -> CuboidConfig:
+        given = self.tensor_parallel.autotp_size
+        if given not in (None, 0, self.ranks):
+            raise ValueError(
+                f"autotp_size is {given}, but {self.ranks} ranks hold one copy of the model; leave autotp_size out"
+            )
+        return self
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages; 1 without a pipeline."""
+        return 1 if self.pipeline is None else self.pipeline.stages
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that hold one copy of the model: those of the mesh, for each stage."""
+        return self.stages * self.tensor_parallel.mesh_size
 
 
 def load_config(source: ConfigSource) -> dict[str, Any]:
@@ -125,15 +200,21 @@ def split_config(source: ConfigSource) -> tuple[CuboidConfig | None, dict[str, A
         ConfigError: an unknown key, a wrong type, or sizes that contradict each other.
     """
     rest = load_config(source)
-    _refuse_pipeline(rest.get("pipeline"))
-    section = rest.get("tensor_parallel")
-    if not isinstance(section, dict) or not any(key in section for key in _OWN_KEYS):
+    sections = {name: rest.pop(name) for name, is_ours in _SECTIONS.items() if is_ours(rest.get(name))}
+    if not sections:
         return None, rest
-    del rest["tensor_parallel"]
+    if "pipeline" in sections and list(rest.get("tensor_parallel", ())) == ["autotp_size"]:
+        # What Cuboid itself wrote for accelerate.
+        sections["tensor_parallel"] = {**_NO_MESH, **rest.pop("tensor_parallel")}
+    if "pipeline" in sections and "tensor_parallel" in rest:
+        raise ConfigError(
+            'pipeline.engine "seq1f1b" goes together with tensor_parallel.mode "3d_tensor", not with the '
+            "tensor_parallel section of AutoTP"
+        )
     try:
         micro_batch = rest.get("train_micro_batch_size_per_gpu")
         rows = micro_batch if isinstance(micro_batch, int) else None
-        return CuboidConfig.model_validate({"tensor_parallel": section, "micro_batch": rows}), rest
+        return CuboidConfig.model_validate({**sections, "micro_batch": rows}), rest
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
 
@@ -150,17 +231,25 @@ def parse_config(source: ConfigSource | CuboidConfig) -> CuboidConfig:
     if config is None:
         raise ConfigError(
             'the config has no key of Cuboid\'s; add "tensor_parallel": '
-            '{"mode": "3d_tensor", "mesh": {"batch": 1, "sequence": 1, "hidden": 1}}'
+            '{"mode": "3d_tensor", "mesh": {"batch": 1, "sequence": 1, "hidden": 1}} or '
+            '"pipeline": {"engine": "seq1f1b", "stages": 2}'
         )
     return config
 
 
-def _refuse_pipeline(section: object) -> None:
-    # DeepSpeed takes any key in this section without a word, so an engine that isn't there would be ignored.
-    if isinstance(section, dict) and "engine" in section:
-        raise ConfigError(
-            f"pipeline.engine is {section['engine']!r}: this version has no pipeline engine; leave the key out"
-        )
+def _is_mode(section: object) -> bool:
+    return isinstance(section, dict) and any(key in section for key in _OWN_KEYS)
+
+
+def _is_engine(section: object) -> bool:
+    # DeepSpeed takes any key in this section without a word, so an engine that isn't known must not get through.
+    return isinstance(section, dict) and "engine" in section
+
+
+_NO_MESH = {"mode": "3d_tensor", "mesh": {}}
+
+#: Sections that may be ours, and how to tell.
+_SECTIONS: dict[str, Callable[[object], bool]] = {"tensor_parallel": _is_mode, "pipeline": _is_engine}
 
 
 def _explain(error: ValidationError) -> str:
@@ -169,17 +258,23 @@ def _explain(error: ValidationError) -> str:
 
 def _explain_one(location: tuple[int | str, ...], message: str, kind: str, given: object) -> str:
     # pydantic names the tried member of a union in the location; users know only their own keys.
-    keys = [str(part) for part in location if part not in ("MeshConfig", "literal['auto']", "bool")]
-    path = ".".join(keys)
+    keys = [str(part) for part in location if str(part) in _KNOWN_KEYS or isinstance(part, int)]
     if kind == "extra_forbidden":
-        known = sorted(MeshConfig.model_fields) if "mesh" in keys[:-1] else sorted(_public_fields())
-        near = difflib.get_close_matches(keys[-1], known, n=1)
+        section = _SECTION_MODELS["mesh" if "mesh" in location[:-1] else str(location[0])]
+        unknown = str(location[-1])
+        known = sorted(name for name in section.model_fields if name != "autotp_size")
+        near = difflib.get_close_matches(unknown, known, n=1)
         hint = f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(known)}"
-        return f"{path} is not a known key; {hint}"
+        return f"{'.'.join([*keys, unknown])} is not a known key; {hint}"
+    path = ".".join(keys) or "config"
     if kind == "missing":
         return f"{path} is missing"
     return f"{path}: {message.removeprefix('Value error, ')} (given: {given!r})"
 
 
-def _public_fields() -> list[str]:
-    return [name for name in TensorParallelConfig.model_fields if name != "autotp_size"]
+_SECTION_MODELS: dict[str, type[_Section]] = {
+    "mesh": MeshConfig,
+    "tensor_parallel": TensorParallelConfig,
+    "pipeline": PipelineConfig,
+}
+_KNOWN_KEYS = {*_SECTION_MODELS, *(name for model in _SECTION_MODELS.values() for name in model.model_fields)}

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class CuboidError(ValueError):
-    """Base class. Raised before any process group or allocation wherever the cause can be known then."""
+    """Base class. Raised before any process group or allocation wherever the cause can be known then.
+
+    Attributes:
+        rank: where it arose; None for what all ranks find alike, which is then said once.
+    """
+
+    rank: int | None = None
+
+    def arising_on(self, rank: int) -> Self:
+        """The same error, as one that arose on this rank alone, unless it has a rank."""
+        if self.rank is None:
+            self.rank = rank
+        return self
 
 
 class ConfigError(CuboidError):

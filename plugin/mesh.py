@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import chain, combinations
 
 import torch.distributed as dist
@@ -21,6 +23,7 @@ class Mesh:
 
     Args:
         shape: sizes of the axes.
+        pipe: pipeline stages, each of which is a mesh of that shape.
         rank: this rank in the world; by default the process group's or the launcher's.
         world_size: likewise.
 
@@ -28,13 +31,16 @@ class Mesh:
         MeshError: the mesh doesn't divide the world.
     """
 
-    def __init__(self, shape: MeshShape, *, rank: int | None = None, world_size: int | None = None) -> None:
+    def __init__(
+        self, shape: MeshShape, *, pipe: int = 1, rank: int | None = None, world_size: int | None = None
+    ) -> None:
         self.shape = shape
         self.rank = current_rank() if rank is None else rank
-        self.topology = Topology(shape, current_world_size() if world_size is None else world_size)
+        self.topology = Topology(shape, current_world_size() if world_size is None else world_size, pipe)
         self.coordinate = self.topology.coordinate(self.rank)
         self.traffic = Traffic()
         self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
+        self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._connected = False
 
     def size(self, *axes: Axis) -> int:
@@ -63,6 +69,8 @@ class Mesh:
                 if key not in made:
                     made[key] = dist.new_subgroups_by_enumeration(ranks)[0]
                 self._groups[names] = made[key]
+            for ends in self._channel_ends():
+                self._channels[ends] = dist.new_subgroups_by_enumeration(self.topology.columns(sorted(ends)))[0]
         self._connected = True
 
     def split_axes(self, axes: Sequence[Axis]) -> tuple[Axis, ...]:
@@ -79,9 +87,36 @@ class Mesh:
         return self._groups[frozenset({"data"})]
 
     @property
+    def mesh_group(self) -> dist.ProcessGroup:
+        """All ranks of this mesh: of one pipeline stage."""
+        return self._groups[frozenset({"mesh"})]
+
+    @property
+    def pipe_group(self) -> dist.ProcessGroup:
+        """The ranks at this one's place in every stage."""
+        return self._groups[frozenset({"pipe"})]
+
+    @property
     def model_parallel_group(self) -> dist.ProcessGroup:
-        """All ranks of this mesh."""
+        """All ranks that hold one copy of the model together: the meshes of all stages."""
         return self._groups[frozenset({"model"})]
+
+    @cached_property
+    def copy_ranks(self) -> list[int]:
+        """World ranks of :attr:`model_parallel_group`, ascending; the first of them is at the first stage."""
+        return next(ranks for ranks in self.topology.groups(("pipe", *AXES)) if self.rank in ranks)
+
+    def channel(self, source: int, target: int) -> dist.ProcessGroup:
+        """Process group of this rank's place in two stages, for what ``source`` sends to ``target`` alone.
+
+        Each direction has its own, so that under NCCL neither waits for the other's order. Neighbouring stages have
+        channels, and the first and the last one, which may share tied weights.
+        """
+        return self._channels[source, target]
+
+    def peer(self, stage: int) -> int:
+        """World rank at this one's place in another stage."""
+        return self.topology.rank(dataclasses.replace(self.coordinate, pipe=stage))
 
     def _check_world(self) -> None:
         if not dist.is_initialized():
@@ -99,14 +134,22 @@ class Mesh:
         split = self.split_axes(AXES)
         subsets = chain.from_iterable(combinations(split, count) for count in range(1, len(split) + 1))
         named: dict[frozenset[str], tuple[str, ...]] = {frozenset(subset): subset for subset in subsets}
-        return {**named, frozenset({"data"}): ("data",), frozenset({"model"}): AXES}
+        copy = ("pipe", *AXES)
+        sets: dict[str, tuple[str, ...]] = {"data": ("data",), "mesh": AXES, "pipe": ("pipe",), "model": copy}
+        return {**named, **{frozenset({name}): axes for name, axes in sets.items()}}
+
+    def _channel_ends(self) -> list[tuple[int, int]]:
+        stages = self.topology.pipe
+        ends = [(stage, stage + 1) for stage in range(stages - 1)]
+        around = [(0, stages - 1)] if stages > 2 else []
+        return [*ends, *((target, source) for source, target in ends), *around]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
         # A copied module lives on the same mesh; process groups can't be copied.
         return self
 
     def __repr__(self) -> str:
-        return f"Mesh({self.shape}, {self.coordinate})"
+        return f"Mesh({self.shape}, pipe={self.topology.pipe}, {self.coordinate})"
 
 
 def current_rank() -> int:

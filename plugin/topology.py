@@ -103,8 +103,9 @@ class Topology:
 
     def __post_init__(self) -> None:
         if self.world_size % (self.shape.size * self.pipe):
+            stages = f" for each of pipeline.stages = {self.pipe}" if self.pipe > 1 else ""
             raise MeshError(
-                f"tensor_parallel.mesh {self.shape} needs a multiple of {self.shape.size * self.pipe} ranks, "
+                f"tensor_parallel.mesh {self.shape}{stages} needs a multiple of {self.shape.size * self.pipe} ranks, "
                 f"but the world has {self.world_size}"
             )
 
@@ -140,3 +141,7 @@ class Topology:
             rest = [n for n in ("pipe", "data", *RANK_ORDER) if n not in names]
             sets.setdefault(tuple(getattr(at, name) for name in rest), []).append(rank)
         return list(sets.values())
+
+    def columns(self, stages: Sequence[int]) -> list[list[int]]:
+        """For each place in a stage, the ranks there in ``stages``, in that order."""
+        return [[ranks[stage] for stage in stages] for ranks in self.groups(("pipe",))]

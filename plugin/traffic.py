@@ -40,6 +40,11 @@ class Traffic:
         self._bytes[label] += round(sent_bytes(operation, whole_bytes, ranks))
         self._calls[label] += 1
 
+    def record_send(self, label: str, sent: int) -> None:
+        """Count ``sent`` bytes to one other rank."""
+        self._bytes[label] += sent
+        self._calls[label] += 1
+
     def snapshot(self) -> dict[str, int]:
         """Bytes by axes label."""
         return dict(sorted(self._bytes.items()))

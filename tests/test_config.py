@@ -62,9 +62,71 @@ def test_mistakes_are_named(section, message):
         split_config({"tensor_parallel": section})
 
 
-def test_a_pipeline_engine_that_does_not_exist_is_not_ignored():
-    with pytest.raises(ConfigError, match=r"pipeline\.engine"):
-        split_config(deepspeed_config(pipeline={"engine": "seq1f1b", "stages": 2}))
+PIPELINE = {"engine": "seq1f1b", "stages": 2, "segments": 4}
+
+
+def test_a_pipeline_section_of_ours_is_taken_out():
+    config, rest = split_config({"pipeline": PIPELINE, "bf16": {"enabled": True}})
+    assert rest == {"bf16": {"enabled": True}}
+    assert (config.pipeline.stages, config.pipeline.segments, config.ranks) == (2, 4, 2)
+    config, rest = split_config(deepspeed_config(pipeline=PIPELINE))
+    assert config.ranks == 16
+    assert "pipeline" not in rest
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"engine": "gpipe"}, r"pipeline\.engine.*seq1f1b.*given: 'gpipe'"),
+        ({"stags": 2}, 'pipeline.stags is not a known key; did you mean "stages"'),
+        ({"stages": 0}, r"pipeline\.stages.*greater than or equal to 1"),
+        ({"segments": "many"}, r"pipeline\.segments"),
+        ({"partition": [64, 64]}, '"partition" has 2 lengths, but "segments" is 4; write "segments": 2'),
+        ({"partition": "flop"}, r"pipeline\.partition.*'flops', 'even' or 'measured'"),
+        ({"stage_balance": [3]}, '"stage_balance" has 1 numbers for 2 stages'),
+        ({"schedule": "1f1b"}, 'whole sequences: write "segments": 1'),
+        ({"kv_gradients": "bf16"}, r"pipeline\.kv_gradients"),
+        ({"trace_step": 0}, r"pipeline\.trace_step"),
+    ],
+)
+def test_mistakes_in_the_pipeline_section_are_named(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        split_config({"pipeline": {**PIPELINE, **keys}})
+
+
+def test_a_pipeline_needs_its_stages_and_no_autotp():
+    with pytest.raises(ConfigError, match=r"pipeline\.stages is missing"):
+        split_config({"pipeline": {"engine": "seq1f1b"}})
+    with pytest.raises(ConfigError, match="not with the tensor_parallel section of AutoTP"):
+        split_config({"pipeline": PIPELINE, "tensor_parallel": {"autotp_size": 2, "tp_grain_size": 8}})
+    # What the accelerate patch wrote into the config is read again.
+    assert split_config({"pipeline": PIPELINE, "tensor_parallel": {"autotp_size": 2}})[0].ranks == 2
+    with pytest.raises(ConfigError, match="autotp_size is 4, but 2 ranks hold one copy"):
+        split_config({"pipeline": PIPELINE, "tensor_parallel": {"autotp_size": 4}})
+
+
+@pytest.mark.parametrize(
+    ("keys", "world_size", "message"),
+    [
+        ({"zero_optimization": {"stage": 2}}, 2, "stage 2 would give away gradients.*use stage 1"),
+        ({"zero_optimization": {"stage": 3}}, 2, "stage 3.*use stage 1, and"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, 2, "offload_optimizer"),
+        ({"fp16": {"enabled": True}}, 2, "fp16.*pipeline.engine seq1f1b"),
+        ({"bf16": {"enabled": True}}, 2, "stage 0 with bf16.*use stage 1"),
+        ({"train_batch_size": 3}, 2, "train_batch_size is 3"),
+    ],
+)
+def test_settings_that_do_not_go_with_a_pipeline_are_refused(keys, world_size, message):
+    whole = {"pipeline": PIPELINE, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, **keys}
+    config, rest = split_config(whole)
+    with pytest.raises(ConfigError, match=message):
+        check_framework_config(config, rest, world_size)
+
+
+def test_stages_that_do_not_divide_the_world_are_refused_with_those_that_do():
+    config, rest = split_config({"pipeline": {**PIPELINE, "stages": 4}})
+    with pytest.raises(MeshError, match=r"pipeline.stages = 4, 4 in all.*numbers of stages that do.*1, 2, 3, 6"):
+        check_framework_config(config, rest, 6)
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -18,8 +19,9 @@ from cuboid.hf.auto import choose_mesh
 from cuboid.hf.layouts import draw_blueprint
 from cuboid.hf.model import ShardedModel, shard_modules, sharding_of, unwrap
 from cuboid.hf.save import save_sharded
+from cuboid.hf.stage_model import cut_model, finish_stage, plan_staging
 from cuboid.mesh import Mesh, current_world_size
-from cuboid.tensor3d.layout import take_shard
+from cuboid.tensor3d.layout import Layout, take_shard
 
 _active: ContextVar[CuboidConfig | None] = ContextVar("cuboid_active_config", default=None)
 
@@ -75,7 +77,9 @@ def from_pretrained(path: str | Path, config: ConfigSource | CuboidConfig, /, **
 
 
 def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTrainedModel:
-    """Shard a model that is in memory, in place. Every rank must hold the same weights.
+    """Shard a model that is in memory, in place, or cut it to this rank's pipeline stage, or both.
+
+    Every rank must hold the same weights.
 
     Raises:
         ConfigError, MeshError, UnsupportedModelError: before anything is changed.
@@ -88,12 +92,19 @@ def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTra
             f"{type(model).__name__} isn't a causal language model of transformers, the only kind with rules so far"
         )
     shape = choose_mesh(model, parsed)
-    blueprint = draw_blueprint(model, shape)
-    mesh = Mesh(shape)
-    settings = parsed.tensor_parallel
-    return shard_modules(
-        model, blueprint, mesh, settings, shard_of=lambda whole, layout: take_shard(whole, layout, mesh)
-    )
+    mesh = Mesh(shape, pipe=parsed.stages)
+
+    def shard_of(whole: nn.Parameter, layout: Layout) -> torch.Tensor:
+        return take_shard(whole, layout, mesh)
+
+    if parsed.pipeline is None:
+        return shard_modules(model, draw_blueprint(model, shape), mesh, parsed.tensor_parallel, shard_of)
+    staging = plan_staging(type(model), model.config, parsed, mesh)
+    if shape.size > 1:
+        draw_blueprint(model, shape)  # refuses what it can't shard while the model is whole
+    cut_model(model, staging)
+    blueprint = draw_blueprint(model, shape) if shape.size > 1 else None
+    return finish_stage(model, staging, mesh, blueprint, shard_of)
 
 
 def save_pretrained(model: nn.Module, directory: str | Path, **kwargs: Any) -> None:

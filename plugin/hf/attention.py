@@ -1,5 +1,5 @@
 """Attention behind Hugging Face's interfaces: heads are local, so the model's own kernel runs; masks see the whole
-sequence although the residual stream is split.
+sequence although the residual stream is split, and although only a segment of it may be running.
 
 Each known implementation ``name`` has a twin ``cuboid_name``. Registering them is :mod:`cuboid.patches`'s business.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +20,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cuboid.errors import UnsupportedModelError
+from cuboid.hf.segment_call import Call, attend_plain, check_call, is_plain, with_prefix
+from cuboid.hf.segment_mask import segment_mask
+from cuboid.hf.segments import PREFIX, AttentionRecord, hang_record, record_of, running_unit
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.dropout import own_random_numbers
 
-PREFIX = "cuboid_"
-_RECORD = "cuboid_attention"
 IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
@@ -51,18 +52,10 @@ def whole_sequence(lengths: Lengths) -> Iterator[None]:
         _lengths.reset(token)
 
 
-@dataclass
-class AttentionRecord:
-    """What a twin needs to know of the module that calls it, and whether it was called."""
-
-    mesh: Mesh
-    calls: int = 0
-
-
 def use_sharded_attention(config: PretrainedConfig, modules: list[nn.Module], mesh: Mesh) -> None:
     """Point a model's config at the twin of its attention implementation, which :func:`check_attention` found."""
     for module in modules:
-        setattr(module, _RECORD, AttentionRecord(mesh))
+        hang_record(module, AttentionRecord(mesh))
     config._attn_implementation = PREFIX + config._attn_implementation
 
 
@@ -84,25 +77,46 @@ def check_attention(config: PretrainedConfig) -> None:
 def attention_twin(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     """The attention function registered as ``cuboid_<name>``."""
 
-    def attend(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def attend(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         kernel = _eager_of(module) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
-        record = _record(module)
+        record = record_of(module)
         record.calls += 1
-        if not kwargs.get("dropout"):
-            return kernel(module, query, *args, **kwargs)
-        with own_random_numbers(record.mesh, query.device):
-            return kernel(module, query, *args, **kwargs)
+        call = Call(query, key, value, attention_mask, kwargs)
+        unit = record.unit
+        if unit is not None:
+            check_call(call, unit, module, record)
+            if is_plain(name, call, unit):
+                return attend_plain(call, unit, module), None
+            call = with_prefix(name, call, unit, module)
+        with _random_numbers(record, call):
+            return kernel(module, call.query, call.key, call.value, call.mask, **call.options)
 
     return attend
+
+
+def _random_numbers(record: AttentionRecord, call: Call) -> AbstractContextManager[None]:
+    if record.mesh is None or not call.options.get("dropout"):
+        return nullcontext()
+    return own_random_numbers(record.mesh, call.query.device)
 
 
 def mask_twin(name: str) -> Callable[..., Any]:
     """The mask function registered as ``cuboid_<name>``."""
 
-    def make_mask(*args: Any, **kwargs: Any) -> Any:
+    def make_mask(**kwargs: Any) -> Any:
+        unit = running_unit()
+        if unit is not None:
+            return segment_mask(name, unit, kwargs)
         lengths = _lengths.get()
         sizes = {"q_length": lengths.padded, "kv_length": lengths.padded}
-        mask = ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **{**kwargs, **sizes})
+        mask = ALL_MASK_ATTENTION_FUNCTIONS[name](**{**kwargs, **sizes})
         if isinstance(mask, torch.Tensor) and mask.is_floating_point():
             # A position that may see nothing, as in padding on the left, sees everything alike under an additive
             # mask; but never what was added here.
@@ -110,12 +124,6 @@ def mask_twin(name: str) -> Callable[..., Any]:
         return mask
 
     return make_mask
-
-
-def _record(module: nn.Module) -> AttentionRecord:
-    record = getattr(module, _RECORD)
-    assert isinstance(record, AttentionRecord)
-    return record
 
 
 def _eager_of(module: nn.Module) -> Callable[..., Any]:
@@ -129,6 +137,6 @@ def check_attention_ran(modules: dict[str, nn.Module]) -> None:
     Raises:
         UnsupportedModelError: a module computed attention elsewhere.
     """
-    bypassed = [name for name, module in modules.items() if not _record(module).calls]
+    bypassed = [name for name, module in modules.items() if not record_of(module).calls]
     if bypassed:
         raise UnsupportedModelError(f"{bypassed[0]} computed attention without Hugging Face's attention interface")

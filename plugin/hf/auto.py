@@ -26,6 +26,8 @@ def choose_mesh(model: PreTrainedModel, config: CuboidConfig) -> MeshShape:
     settings = config.tensor_parallel
     if settings.mesh != "auto":
         return settings.mesh.shape
+    if settings.mesh_size == 1:
+        return MeshShape()
     rows = config.micro_batch
     fitting = [m for m in fitting_meshes(model, settings.mesh_size) if rows is None or rows % m.batch == 0]
     if not fitting:

@@ -51,8 +51,10 @@ class LocalBatch:
         return self.tensors["input_ids"].shape[1]
 
 
-def take_local_batch(arguments: dict[str, Any], config: PretrainedConfig, mesh: Mesh) -> LocalBatch:
-    """Check a forward's arguments, cut its batch dim over `batch`, and pad its sequence dim.
+def take_local_batch(
+    arguments: dict[str, Any], config: PretrainedConfig, mesh: Mesh, *, at_least: int = 0
+) -> LocalBatch:
+    """Check a forward's arguments, cut its batch dim over `batch`, and pad its sequence dim to ``at_least`` or more.
 
     Raises:
         UnsupportedModelError: an argument that a sharded model has no rule for.
@@ -65,7 +67,7 @@ def take_local_batch(arguments: dict[str, Any], config: PretrainedConfig, mesh: 
     length = whole["input_ids"].shape[1]
     if "position_ids" not in whole:
         whole["position_ids"] = torch.arange(length, device=whole["input_ids"].device).unsqueeze(0)
-    target = padded_length(length, math.lcm(mesh.size("sequence"), mesh.size("hidden")))
+    target = padded_length(max(length, at_least), math.lcm(mesh.size("sequence"), mesh.size("hidden")))
     local = {}
     for name, tensor in whole.items():
         given_once = name == "position_ids" and tensor.shape[0] == 1

@@ -9,6 +9,7 @@ No process group is needed: a rank's coordinate comes from the launcher's enviro
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.hf.auto import choose_mesh
 from cuboid.hf.layouts import Blueprint, draw_blueprint
 from cuboid.hf.model import shard_modules
+from cuboid.hf.stage_model import Staging, cut_model, finish_stage, plan_staging
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.layout import Layout, pad_shard
 
@@ -40,7 +42,7 @@ _INCOMPATIBLE = (
 def load_sharded(
     cls: type[PreTrainedModel], from_pretrained: Any, config: CuboidConfig, args: tuple, kwargs: dict[str, Any]
 ) -> PreTrainedModel:
-    """``cls.from_pretrained(*args, **kwargs)`` of a model sharded as ``config`` says.
+    """``cls.from_pretrained(*args, **kwargs)`` of a model sharded, and cut into pipeline stages, as ``config`` says.
 
     Args:
         cls: the architecture's class.
@@ -48,13 +50,14 @@ def load_sharded(
         config: the mode's configuration.
 
     Raises:
-        MeshError, UnsupportedModelError: before any weight is read.
+        MeshError, UnsupportedModelError, ConfigError: before any weight is read.
         CheckpointError: the checkpoint lacks a parameter.
     """
     for name in _INCOMPATIBLE:
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(
-                f"from_pretrained({name}=…) can't be combined with tensor_parallel.mode 3d_tensor"
+                f"from_pretrained({name}=…) can't be combined with tensor_parallel.mode 3d_tensor or pipeline.engine "
+                "seq1f1b"
             )
     if not cls.__name__.endswith(("ForCausalLM", "LMHeadModel")):
         raise UnsupportedModelError(
@@ -82,12 +85,21 @@ class _Loading:
     named_parameters: Any
     all_tied_weights_keys: Any
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        shape = choose_mesh(self, self._cuboid_config)
-        self._blueprint = draw_blueprint(self, shape)
-        self._mesh = Mesh(shape)
-        _mark_parameters(self, self._blueprint, self._mesh)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[safe-super]
+        config = self._cuboid_config
+        shape = choose_mesh(self, config)
+        # One rank for each stage needs no rules for the architecture.
+        self._blueprint = draw_blueprint(self, shape) if config.pipeline is None or shape.size > 1 else None
+        self._mesh = Mesh(shape, pipe=config.stages)
+        self._staging = None
+        if config.pipeline is not None:
+            self._staging = plan_staging(self._cuboid_base, self.config, config, self._mesh)
+            _cut_stage(self, self._staging)
+        if self._blueprint is not None:
+            # The one before was of the whole model, so that all stages refuse the same; this one has what is here.
+            self._blueprint = draw_blueprint(self, shape)
+            _mark_parameters(self, self._blueprint, self._mesh)
 
     def _move_missing_keys_from_meta_to_device(self, missing_keys: Any, *args: Any) -> None:
         parameters = {name for name, _ in self.named_parameters(remove_duplicate=False)}
@@ -99,7 +111,8 @@ class _Loading:
                 "slice by slice: save a complete checkpoint with plain transformers first"
             )
         super()._move_missing_keys_from_meta_to_device(missing_keys, *args)  # type: ignore[misc]
-        _unmark_parameters(self, self._blueprint, self._mesh)
+        if self._blueprint is not None:
+            _unmark_parameters(self, self._blueprint, self._mesh)
 
     def tie_weights(self, missing_keys: Any = None, **kwargs: Any) -> Any:
         if missing_keys is not None:
@@ -107,11 +120,32 @@ class _Loading:
         return super().tie_weights(missing_keys=missing_keys, **kwargs)  # type: ignore[misc]
 
     def finish_loading(self: Any) -> None:
-        """Become a sharded model."""
-        blueprint, mesh, config = self._blueprint, self._mesh, self._cuboid_config.tensor_parallel
+        """Become a sharded model, or a stage."""
+        blueprint, mesh, staging = self._blueprint, self._mesh, self._staging
+        settings = self._cuboid_config.tensor_parallel
         self.__class__ = self._cuboid_base
-        del self._blueprint, self._mesh
-        shard_modules(self, blueprint, mesh, config, shard_of=lambda shard, _: shard.detach())
+        del self._blueprint, self._mesh, self._staging
+        if staging is not None:
+            finish_stage(self, staging, mesh, blueprint, _as_loaded)
+        else:
+            shard_modules(self, blueprint, mesh, settings, _as_loaded)
+
+
+def _as_loaded(shard: torch.Tensor, _: Layout) -> torch.Tensor:
+    return shard.detach()
+
+
+def _cut_stage(model: Any, staging: Staging) -> None:
+    """Cut a model that is going to be loaded: what the checkpoint has for other stages is no surprise."""
+    whole = set(model.state_dict())
+    cut_model(model, staging)
+    # The modules that are gone, not only their parameters: an old checkpoint may have more in them.
+    absent = {name.rpartition(".")[0] for name in whole - set(model.state_dict())}
+    prefix = re.escape(f"{model.base_model_prefix}.")
+    patterns = {
+        rf"^({prefix})?{re.escape(name.removeprefix(f'{model.base_model_prefix}.'))}\." for name in sorted(absent)
+    }
+    model._keys_to_ignore_on_load_unexpected = set(model._keys_to_ignore_on_load_unexpected or ()) | patterns
 
 
 def _check_ties(model: Any, missing_keys: Any) -> None:

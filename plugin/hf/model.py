@@ -60,7 +60,7 @@ def shard_modules(
     swap_modules(model, blueprint, mesh, shard_of)
     attention = {name: model.get_submodule(name) for name in attention_modules(blueprint)}
     use_sharded_attention(model.config, list(attention.values()), mesh)
-    model.loss_function = functools.partial(_loss, mesh=mesh)
+    model.loss_function = functools.partial(sharded_loss, mesh=mesh)
     base = type(model)
     model.cuboid = Sharding(mesh, config, base, attention)
     model.__class__ = _sharded_class(base)  # type: ignore[arg-type]
@@ -147,7 +147,7 @@ def _whole_logits(model: Any, logits: torch.Tensor, batch: LocalBatch, *, has_lo
     return gather_logits(logits, model.cuboid.mesh, length=batch.length, vocabulary=model.config.vocab_size)
 
 
-def _loss(
+def sharded_loss(
     logits: torch.Tensor,
     labels: torch.Tensor | None,
     vocab_size: int,

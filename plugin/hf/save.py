@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from cuboid.hf.attention import PREFIX
 from cuboid.hf.model import mesh_of, unwrap
+from cuboid.hf.segments import PREFIX
+from cuboid.hf.stage_model import StageModel
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.layout import Layout, put_shard
 from cuboid.tensor3d.parameter import ShardedModule
+from cuboid.topology import AXES
 
 
 def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Layout]]:
@@ -27,20 +30,24 @@ def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, La
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All parameters and persistent buffers whole, on the CPU of the first rank of each mesh; ``{}`` on the others.
+    """All parameters and persistent buffers whole, on the CPU of the first rank that holds a copy of the model.
 
-    All ranks of the mesh must call it.
+    With a pipeline that is the first rank of the first stage's mesh, without one the first rank of each mesh; the
+    others get ``{}``. All ranks of all stages must call it.
     """
     inner = unwrap(model)
-    state = _whole_tensors(inner, lambda parameter: parameter.detach())
-    if state:
-        state.update({name: x.cpu() for name, x in inner.state_dict().items() if name not in state})
-    return state
+    state = inner.state_dict(keep_vars=True)
+    return _whole_tensors(inner, {name: x for name, x in state.items() if isinstance(x, torch.Tensor)}, _value)
 
 
 def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All gradients whole, like :func:`full_state_dict`; a parameter without one is left out on every rank."""
-    return _whole_tensors(unwrap(model), lambda parameter: parameter.grad)
+    """All gradients whole, like :func:`full_state_dict`; a parameter without one is left out.
+
+    Of a parameter that the first and the last stage share, the first one's is given: what both hold once the engine
+    has added up the two parts.
+    """
+    inner = unwrap(model)
+    return _whole_tensors(inner, dict(inner.named_parameters(remove_duplicate=False)), lambda x: x.grad)
 
 
 def save_sharded(
@@ -77,55 +84,128 @@ def save_sharded(
 
 
 def _save_as_own_class(model: Any, directory: str | Path, state: dict[str, torch.Tensor], kwargs: Any) -> None:
-    # The base class writes the file; for that time the config must not name the twin of its attention.
+    # The base class writes the file; for that time the config must not name the twin of its attention, and the model
+    # must know of all ties in the whole state.
     base = model.cuboid.base
-    implementation = model.config._attn_implementation
+    implementation, ties = model.config._attn_implementation, model._tied_weights_keys
     model.config._attn_implementation = implementation.removeprefix(PREFIX)
+    model._tied_weights_keys = base._tied_weights_keys
     try:
         base.save_pretrained(model, directory, is_main_process=True, state_dict=state, **kwargs)
     finally:
-        model.config._attn_implementation = implementation
+        model.config._attn_implementation, model._tied_weights_keys = implementation, ties
 
 
 def _is_whole(model: nn.Module, state: dict[str, torch.Tensor]) -> bool:
     shapes = {name: layout.shape for name, _, layout in sharded_parameters(model)}
-    return all(tuple(state[name].shape) == shape for name, shape in shapes.items() if name in state)
+    if not all(tuple(state[name].shape) == shape for name, shape in shapes.items() if name in state):
+        return False
+    if not state or not isinstance(model, StageModel):
+        return True
+    outline = model.staging.outline
+    return all(any(name.startswith(f"{outline.layer(i)}.") for name in state) for i in range(outline.count))
 
 
-def _whole_tensors(
-    model: nn.Module, value_of: Callable[[nn.Parameter], torch.Tensor | None]
-) -> dict[str, torch.Tensor]:
+_ValueOf = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+def _value(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach()
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What a stage has under a name: a tensor of its own, or the one that goes by the name ``source``."""
+
+    name: str
+    source: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _whole_tensors(model: nn.Module, tensors: dict[str, torch.Tensor], value_of: _ValueOf) -> dict[str, torch.Tensor]:
+    """What ``value_of`` gives for a stage's ``tensors`` and those of all other stages, whole, on the first rank."""
     mesh = mesh_of(model)
     mesh.connect()
+    layouts = {name: layout for name, _, layout in sharded_parameters(model)}
+    entries = _entries(model, tensors, layouts, value_of)
+    others = _of_other_stages(entries, mesh)
     state: dict[str, torch.Tensor] = {}
-    first_names: dict[nn.Parameter, str] = {}
-    for name, parameter, layout in sharded_parameters(model):
-        shard = value_of(parameter)
-        if shard is None:
+    for entry in entries:
+        if entry.source != entry.name:
+            if entry.source in state:
+                state[entry.name] = state[entry.source]
             continue
-        tied_to = first_names.setdefault(parameter, name)
-        whole = _collect(shard, layout, mesh) if tied_to == name else state.get(tied_to)
-        if whole is not None:
-            state[name] = whole
+        value = value_of(tensors[entry.name])
+        assert value is not None
+        whole = _collect(value, layouts.get(entry.name), mesh)
+        if whole is not None and mesh.coordinate.pipe > 0:
+            dist.send(whole.to(value.device), mesh.peer(0), group=mesh.pipe_group)
+        elif whole is not None:
+            state[entry.name] = whole
+    device = next(model.parameters()).device
+    for stage, theirs in others.items():
+        _receive(state, theirs, mesh.peer(stage), device, mesh)
     return state
 
 
-def _collect(shard: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor | None:
-    """The whole tensor on the first rank of the mesh, one tensor in flight at a time."""
-    shard = shard.contiguous()
-    peers = _peers(mesh)
+def _receive(
+    state: dict[str, torch.Tensor], entries: list[_Entry], source: int, device: torch.device, mesh: Mesh
+) -> None:
+    """Take in another stage's tensors, one at a time."""
+    for entry in entries:
+        if entry.source != entry.name:
+            state[entry.name] = state[entry.source]
+            continue
+        received = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+        dist.recv(received, source, group=mesh.pipe_group)
+        state[entry.name] = received.cpu()
+
+
+def _entries(
+    model: nn.Module, tensors: dict[str, torch.Tensor], layouts: dict[str, Layout], value_of: _ValueOf
+) -> list[_Entry]:
+    """What to send, alike on all ranks of a mesh. What the first stage has already is named as a source only."""
+    repeated: dict[str, nn.Parameter] = {}
+    if isinstance(model, StageModel) and model.staging.cut.is_last:
+        repeated = model.staging.shared
+    names = {id(parameter): name for name, parameter in repeated.items()}
+    entries = []
+    for name, tensor in tensors.items():
+        value = value_of(tensor)
+        if value is None or name in repeated:
+            continue
+        layout = layouts.get(name)
+        shape = value.shape if layout is None else layout.shape
+        entries.append(_Entry(name, names.setdefault(id(tensor), name), tuple(shape), value.dtype))
+    return entries
+
+
+def _of_other_stages(entries: list[_Entry], mesh: Mesh) -> dict[int, list[_Entry]]:
+    """The other stages' entries by stage, on the first rank of the first stage; nothing on the others."""
+    if mesh.topology.pipe == 1 or mesh.index(*AXES) > 0:
+        return {}
+    here = mesh.coordinate.pipe == 0
+    gathered: list[Any] | None = [None] * mesh.topology.pipe if here else None
+    dist.gather_object(entries, gathered, dst=mesh.peer(0), group=mesh.pipe_group)
+    return dict(list(enumerate(gathered))[1:]) if gathered else {}
+
+
+def _collect(value: torch.Tensor, layout: Layout | None, mesh: Mesh) -> torch.Tensor | None:
+    """The whole tensor on the first rank of a stage's mesh, on the CPU; None on the others."""
+    peers = next(ranks for ranks in mesh.topology.groups(AXES) if mesh.rank in ranks)
+    if layout is None:
+        # Every rank has it.
+        return value.to("cpu", copy=True) if mesh.rank == peers[0] else None
+    shard = value.contiguous()
     if len(peers) == 1:
         shards: list[torch.Tensor] | None = [shard]
     else:
         shards = [torch.empty_like(shard) for _ in peers] if mesh.rank == peers[0] else None
-        dist.gather(shard, shards, dst=peers[0], group=mesh.model_parallel_group)
+        dist.gather(shard, shards, dst=peers[0], group=mesh.mesh_group)
     if shards is None:
         return None
     whole = torch.empty(layout.shape, dtype=shard.dtype, device="cpu")
     for rank, piece in zip(peers, shards, strict=True):
         put_shard(whole, piece.cpu(), layout, mesh.shape, mesh.topology.coordinate(rank))
     return whole
-
-
-def _peers(mesh: Mesh) -> list[int]:
-    return next(ranks for ranks in mesh.topology.groups(("batch", "sequence", "hidden")) if mesh.rank in ranks)

@@ -1,0 +1,69 @@
+"""What DeepSpeed is handed for a sharded model: the mesh in its words, and an engine whose exports are whole."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+
+from cuboid.hf.save import full_state_dict
+from cuboid.mesh import Mesh
+
+
+class ModelParallelUnit:
+    """A mesh in the words of DeepSpeed's (Megatron's) ``mpu``: the whole mesh is one model-parallel group."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        """Ranks that hold one copy of the model together."""
+        return self._mesh.model_parallel_group
+
+    def get_model_parallel_world_size(self) -> int:
+        """Ranks of the mesh."""
+        return self._mesh.shape.size
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's place in :meth:`get_model_parallel_group`."""
+        return dist.get_rank(self.get_model_parallel_group())
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the same shards for other data."""
+        return self._mesh.data_parallel_group
+
+    def get_data_parallel_world_size(self) -> int:
+        """Replicas of the mesh."""
+        return self._mesh.topology.data
+
+    def get_data_parallel_rank(self) -> int:
+        """Which replica this rank belongs to."""
+        return self._mesh.coordinate.data
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """World ranks of :meth:`get_data_parallel_group`."""
+        return dist.get_process_group_ranks(self.get_data_parallel_group())
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        """Pipeline stages."""
+        return self._mesh.topology.pipe
+
+
+class CuboidEngine(DeepSpeedEngine):
+    """A DeepSpeedEngine whose exports hold whole tensors."""
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Exports are always gathered."""
+        return True
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
+        # What accelerate and the HF Trainer save. All ranks come here; the first one gets the tensors.
+        state = full_state_dict(self.module)
+        if not exclude_frozen_parameters:
+            return state
+        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+        return {name: tensor for name, tensor in state.items() if name not in frozen}

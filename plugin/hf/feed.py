@@ -1,0 +1,161 @@
+"""A step's micro-batches: read on one rank of a replica, known to all of them.
+
+Every stage needs the shapes, the positions and the mask of what passes through it, and all ranks of a mesh must have
+the same. So the first rank of a replica reads, and one message tells the others. It is small (some bytes a token,
+where a hidden state has thousands), and after it no stage need ask another for a shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cuboid.errors import CuboidError
+from cuboid.mesh import Mesh
+
+#: What a micro-batch may hold, each ``[B, S]`` of integers; positions also ``[1, S]``.
+KEYS = ("input_ids", "labels", "attention_mask", "position_ids", "shift_labels")
+MicroBatch = dict[str, torch.Tensor]
+
+_FINE, _EXHAUSTED, _FAILED = 0, 1, 2
+
+
+def read_micro_batch(batch: Any) -> MicroBatch:
+    """A micro-batch in one of the forms in which data loaders give it.
+
+    Args:
+        batch: a mapping with ``input_ids`` and perhaps ``labels``, ``attention_mask``, ``position_ids``,
+            ``shift_labels``; or a pair (inputs, labels) of such a mapping or the ids, and the labels.
+
+    Raises:
+        CuboidError: another form, another key, or shapes that contradict each other.
+    """
+    if isinstance(batch, list | tuple) and len(batch) == 2:
+        inputs, labels = batch
+        batch = {**(inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}), "labels": labels}
+    if not isinstance(batch, Mapping):
+        raise CuboidError(
+            f"a micro-batch must be a dict with input_ids and labels, or a pair (input_ids, labels), not a "
+            f"{type(batch).__name__}"
+        )
+    given = {name: value for name, value in batch.items() if value is not None}
+    unknown = [name for name in given if name not in KEYS]
+    if unknown:
+        raise CuboidError(f"{unknown[0]} has no rule in a pipeline's micro-batch; known: {', '.join(KEYS)}")
+    if "input_ids" not in given:
+        raise CuboidError("a pipeline's micro-batch needs input_ids [batch, sequence]")
+    tensors = {name: torch.as_tensor(value) for name, value in given.items()}
+    _check_shapes(tensors)
+    return tensors
+
+
+def _check_shapes(tensors: MicroBatch) -> None:
+    shape = tuple(tensors["input_ids"].shape)
+    if len(shape) != 2 or 0 in shape:
+        raise CuboidError(f"input_ids must be [batch, sequence], not {list(shape)}")
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            raise CuboidError(f"{name} holds {tensor.dtype}; a pipeline takes integers there")
+        allowed = [shape, (1, shape[1])] if name == "position_ids" else [shape]
+        if tuple(tensor.shape) not in allowed:
+            raise CuboidError(f"{name} is {list(tensor.shape)}, but input_ids is {list(shape)}")
+
+
+def share_micro_batches(
+    batches: Iterator[Any] | None, count: int, mesh: Mesh, device: torch.device
+) -> list[MicroBatch]:
+    """The next ``count`` micro-batches of this rank's replica, whole, on ``device``.
+
+    Collective over the ranks that hold one copy of the model. Only the first of them reads; on the others
+    ``batches`` may be None.
+
+    Raises:
+        StopIteration: on every rank, if there are fewer.
+        CuboidError: on every rank, if one is malformed or the reading rank has no iterator.
+    """
+
+    def read() -> list[MicroBatch]:
+        if batches is None:
+            raise CuboidError(f"rank {mesh.rank} reads the data of its replica, but was given no iterator")
+        return [read_micro_batch(next(batches)) for _ in range(count)]
+
+    if mesh.copy_ranks[-1] == mesh.copy_ranks[0]:
+        return [{name: x.to(device) for name, x in batch.items()} for batch in read()]
+    if mesh.rank == mesh.copy_ranks[0]:
+        return _tell(read, count, mesh, device)
+    return _listen(count, mesh, device)
+
+
+def _tell(read: Callable[[], list[MicroBatch]], count: int, mesh: Mesh, device: torch.device) -> list[MicroBatch]:
+    try:
+        batches = read()
+    except StopIteration:
+        _broadcast(_header(_EXHAUSTED, [], count, device), mesh)
+        raise
+    except Exception as error:
+        text = torch.frombuffer(bytearray(str(error).encode() or b"?"), dtype=torch.uint8).to(device, torch.int64)
+        _broadcast(_header(_FAILED, [text.numel()], count, device), mesh)
+        _broadcast(text, mesh)
+        if isinstance(error, CuboidError):
+            error.arising_on(mesh.rank)
+        raise
+    sizes = [size for batch in batches for size in _sizes(batch)]
+    _broadcast(_header(_FINE, sizes, count, device), mesh)
+    payload = torch.cat([batch[name].flatten().to(device, torch.int64) for batch in batches for name in _order(batch)])
+    _broadcast(payload, mesh)
+    return list(_split(payload, sizes))
+
+
+def _listen(count: int, mesh: Mesh, device: torch.device) -> list[MicroBatch]:
+    header = _header(_FINE, [], count, device)
+    _broadcast(header, mesh)
+    status, *sizes = header.tolist()
+    if status == _EXHAUSTED:
+        raise StopIteration
+    if status == _FAILED:
+        text = torch.empty(sizes[0], dtype=torch.int64, device=device)
+        _broadcast(text, mesh)
+        raise CuboidError(bytes(text.to("cpu", torch.uint8).tolist()).decode()).arising_on(mesh.copy_ranks[0])
+    payload = torch.empty(sum(_numel(sizes)), dtype=torch.int64, device=device)
+    _broadcast(payload, mesh)
+    return list(_split(payload, sizes))
+
+
+#: Numbers in the header for each micro-batch: rows and length, and the rows of each key, 0 for none.
+_FIELDS = 2 + len(KEYS)
+
+
+def _header(status: int, sizes: Sequence[int], count: int, device: torch.device) -> torch.Tensor:
+    filled = [status, *sizes, *([0] * (count * _FIELDS - len(sizes)))]
+    return torch.tensor(filled, dtype=torch.int64, device=device)
+
+
+def _broadcast(tensor: torch.Tensor, mesh: Mesh) -> None:
+    dist.broadcast(tensor, mesh.copy_ranks[0], group=mesh.model_parallel_group)
+
+
+def _order(batch: MicroBatch) -> list[str]:
+    return [name for name in KEYS if name in batch]
+
+
+def _sizes(batch: MicroBatch) -> list[int]:
+    return [*batch["input_ids"].shape, *(batch[name].shape[0] if name in batch else 0 for name in KEYS)]
+
+
+def _numel(sizes: Sequence[int]) -> Iterator[int]:
+    for first in range(0, len(sizes), _FIELDS):
+        yield sizes[first + 1] * sum(sizes[first + 2 : first + _FIELDS])
+
+
+def _split(payload: torch.Tensor, sizes: Sequence[int]) -> Iterator[MicroBatch]:
+    offset = 0
+    for first in range(0, len(sizes), _FIELDS):
+        length, batch = sizes[first + 1], {}
+        for name, rows in zip(KEYS, sizes[first + 2 : first + _FIELDS], strict=True):
+            if rows:
+                batch[name] = payload[offset : offset + rows * length].view(rows, length)
+                offset += rows * length
+        yield batch

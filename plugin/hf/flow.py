@@ -1,0 +1,239 @@
+"""Follow one forward on the meta device: what runs when, and what depends on what.
+
+Meta tensors have no values, so a model of any size costs nothing to follow. Where its code asks for values all the
+same (is anything masked? which tokens go to this expert?) it gets an arbitrary answer: which modules run in which
+order, and which tensors they pass on, doesn't depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import PreTrainedModel
+
+_aten = torch.ops.aten
+#: Take the shape, dtype or device of their first argument, never its values.
+_SHAPE_ONLY = frozenset(
+    {
+        _aten.zeros_like,
+        _aten.ones_like,
+        _aten.empty_like,
+        _aten.full_like,
+        _aten.rand_like,
+        _aten.new_zeros,
+        _aten.new_ones,
+        _aten.new_full,
+        _aten.new_empty,
+        _aten.new_empty_strided,
+    }
+)
+
+
+class Flow(TorchDispatchMode):
+    """Marks tensors with the places that they come from; whatever is computed from them inherits their marks.
+
+    Attributes:
+        allowed: marks that tensors may have which are used now; None while anything goes.
+        leaks: marks that were seen where they were not allowed, in order, each with the ``place`` of that time.
+        place: what runs now, in words.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allowed: frozenset[str] | None = None
+        self.place = ""
+        self.leaks: list[tuple[str, str]] = []
+        self._marks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def mark(self, tensor: torch.Tensor, mark: str) -> None:
+        """Let a tensor come from ``mark`` and nowhere else."""
+        self._marks[tensor] = frozenset({mark})
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        _check_writes(func, args)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        marks: frozenset[str] = frozenset()
+        if func.overloadpacket not in _SHAPE_ONLY:
+            marks = marks.union(*(self.marks_of(tensor) for tensor in given))
+            if self.allowed is not None:
+                self.leaks += [(mark, self.place) for mark in sorted(marks - self.allowed)]
+        result = _ANSWERS.get(func.overloadpacket, func)(*args, **kwargs)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._marks[leaf] = marks if func.overloadpacket in _SHAPE_ONLY else self.marks_of(leaf) | marks
+        return result
+
+    def marks_of(self, tensor: torch.Tensor) -> frozenset[str]:
+        """Where a tensor comes from. One that is written in place keeps what it had."""
+        marks: frozenset[str] = self._marks.get(tensor, frozenset())
+        return marks
+
+
+def _check_writes(func: Any, args: tuple[Any, ...]) -> None:
+    """Refuse what a real device would: a write into a tensor whose elements share memory.
+
+    Raises:
+        RuntimeError: there is one.
+    """
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        if writes and isinstance(value, torch.Tensor):
+            sizes = zip(value.shape, value.stride(), strict=True)
+            if any(size > 1 and stride == 0 for size, stride in sizes):
+                raise RuntimeError("it writes into the embeddings that it is given")
+
+
+def _scalar(tensor: torch.Tensor) -> bool | int | float:
+    return False if tensor.dtype == torch.bool else 0.0 if tensor.is_floating_point() else 0
+
+
+def _nothing(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return torch.empty((0, tensor.dim()), dtype=torch.int64, device=tensor.device)
+
+
+#: For functions whose result's shape, or whose value in Python, depends on the values of a tensor.
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    _aten._local_scalar_dense: _scalar,
+    _aten.equal: lambda *_: False,
+    _aten.is_nonzero: lambda *_: False,
+    _aten.nonzero: _nothing,
+    _aten.masked_select: lambda tensor, _: tensor.new_empty((0,)),
+}
+
+
+class ForwardLog:
+    """What hooks see of one forward of a model with a list of layers.
+
+    Attributes:
+        flow: follows the tensors.
+        times: when each unit of modules ran: "before" the first layer, "between" the layers or in them, or "after".
+        outermost: names of the modules that the model's own forward called, with what they returned.
+        hidden: what the last layer that ran returned.
+        argument: where layers find the hidden state: 0 (the first positional argument) or a keyword.
+        returned: None where layers return the hidden state itself, else the length of the tuple that it leads.
+        finished: number of layers that ran.
+        problem: the first thing that a plain list of layers wouldn't do, in words.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: nn.ModuleList, units: Iterable[str], ids: torch.Tensor) -> None:
+        self.flow = Flow()
+        self.flow.mark(ids, "the token ids")
+        self.count = len(layers)
+        self.times: dict[str, set[str]] = {name: set() for name in units}
+        self.outermost: list[tuple[str, Any]] = []
+        self.hidden: torch.Tensor | None = None
+        self.argument: int | str | None = None
+        self.returned: int | None = None
+        self.finished = 0
+        self.problem: str | None = None
+        self._model, self._layers, self._ids = model, layers, ids
+        self._embedding = model.get_input_embeddings()
+        self._begun = 0
+        self._version = 0
+        self._depth = 0
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """The forward that runs inside is the one to follow."""
+        hooks: list[Any] = []
+        for name, module in self._model.named_modules():
+            hooks.append(module.register_forward_pre_hook(self._enter))
+            hooks.append(module.register_forward_hook(self._leave(name)))
+        for unit, times in self.times.items():
+            for module in self._model.get_submodule(unit).modules():
+                hooks.append(module.register_forward_pre_hook(self._note(times)))
+        for index, layer in enumerate(self._layers):
+            hooks.append(layer.register_forward_pre_hook(self._begin_layer(index), with_kwargs=True))
+            hooks.append(layer.register_forward_hook(self._end_layer(index)))
+        try:
+            with self.flow:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _complain(self, problem: str) -> None:
+        self.problem = self.problem or problem
+
+    def _enter(self, *_: Any) -> None:
+        self._depth += 1
+
+    def _leave(self, name: str) -> Callable[..., None]:
+        def leave(_: nn.Module, __: Any, output: Any) -> None:
+            self._depth -= 1
+            if self._depth == 1:
+                self.outermost.append((name, output))
+
+        return leave
+
+    def _note(self, times: set[str]) -> Callable[..., None]:
+        def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+            times.add("before" if not self._begun else "between" if self.finished < self.count else "after")
+            if not isinstance(module, nn.Embedding) or module is self._embedding:
+                return
+            index = args[0] if args else None
+            if isinstance(index, torch.Tensor) and index is not self._ids and self.flow.marks_of(index):
+                # As RoBERTa's positions; a stage is given positions that count from 0.
+                self._complain("it looks up an embedding by something that it computes from the token ids")
+
+        return note
+
+    def _begin_layer(self, index: int) -> Callable[..., None]:
+        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if index != self._begun:
+                self._complain(f"layer {index} runs as number {self._begun}")
+            given: dict[int | str, Any] = dict(enumerate(args[:1]))
+            given.update(kwargs)
+            place = next((key for key, value in given.items() if self._is_hidden(value)), None)
+            if place is None or (index and place != self.argument):
+                self._complain(f"layer {index} isn't given what the layer before it returned")
+            else:
+                self.argument = place
+                self.flow.mark(given[place], f"the hidden state of layer {index}")
+            self.flow.allowed = frozenset({f"the hidden state of layer {index}"})
+            self.flow.place = f"layer {index}"
+            self._begun = index + 1
+
+        return begin
+
+    def _is_hidden(self, value: Any) -> bool:
+        """Whether an argument is what the layer before returned, unchanged; for the first, whether it may be."""
+        if self.hidden is not None:
+            return value is self.hidden and value._version == self._version
+        return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 3
+
+    def _end_layer(self, index: int) -> Callable[..., None]:
+        def end(_: nn.Module, __: Any, output: Any) -> None:
+            returned = len(output) if isinstance(output, tuple) else None
+            hidden = output[0] if isinstance(output, tuple) else output
+            if not isinstance(hidden, torch.Tensor):
+                self._complain(f"layer {index} returns a {type(output).__name__}")
+                return
+            if index and (returned != self.returned or self._shape() != (hidden.shape, hidden.dtype)):
+                self._complain(f"layer {index} returns something else than the layers before it")
+            self.hidden, self._version, self.returned = hidden, hidden._version, returned
+            self.finished += 1
+            last = self.finished == self.count
+            self.flow.allowed = frozenset({_END}) if last else None
+            self.flow.place = "what follows the last layer"
+            if last:
+                self.flow.mark(hidden, _END)
+
+        return end
+
+    def _shape(self) -> tuple[torch.Size, torch.dtype]:
+        assert self.hidden is not None
+        return self.hidden.shape, self.hidden.dtype
+
+
+_END = "the hidden state of the last layer"

@@ -1,0 +1,210 @@
+"""A step of a pipeline: micro-batches in, gradients and the loss out. Framework adapters and tests call this."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cuboid.errors import CuboidError
+from cuboid.hf.attention import check_attention_ran
+from cuboid.hf.cutting import Cutter
+from cuboid.hf.feed import MicroBatch, share_micro_batches
+from cuboid.hf.model import unwrap
+from cuboid.hf.stage_model import StageModel
+from cuboid.hf.stage_runner import StageRunner
+from cuboid.hf.tracing import StepTrace
+from cuboid.hf.units import SegmentedBatch, label_tokens
+from cuboid.mesh import Mesh
+from cuboid.seq1f1b.actions import Program
+from cuboid.seq1f1b.lowering import lower
+from cuboid.seq1f1b.recorder import Recorder
+from cuboid.seq1f1b.runtime import Interpreter
+from cuboid.seq1f1b.schedules import SCHEDULES, PipelineShape, gpipe, only_forward
+from cuboid.seq1f1b.store import KeyValueStore, StorePool
+from cuboid.seq1f1b.transport import Channel
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a step works on: its micro-batches, their segments' lengths, and the label tokens of all replicas."""
+
+    shape: PipelineShape
+    batches: list[SegmentedBatch]
+    lengths: list[tuple[int, ...]]
+    items: int
+
+
+class Pipeline:
+    """Runs the stages of one model over all ranks. All methods are collective over the world.
+
+    Args:
+        model: a stage, or an engine around one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        stage = unwrap(model)
+        if not isinstance(stage, StageModel):
+            raise CuboidError("the model isn't cut into stages; load it with a config that has pipeline.engine")
+        self._model: Any = stage
+        self._staging = stage.staging
+        assert stage.staging.config.pipeline is not None
+        self._config = stage.staging.config.pipeline
+        self.mesh: Mesh = stage.cuboid.mesh
+        self.mesh.connect()
+        self._cutter = Cutter(self._config, stage.staging.sizes, self.mesh)
+        self._pool = StorePool()
+        self._channels = self._open_channels()
+        self._step = 0
+
+    def train(self, batches: Iterator[Any] | None, count: int, *, gradient_scale: float = 1.0) -> torch.Tensor:
+        """Forward and backward of ``count`` micro-batches of each replica; gradients add up in ``.grad``.
+
+        Args:
+            batches: gives micro-batches (:func:`cuboid.hf.feed.read_micro_batch`); read on the first rank of each
+                replica only.
+            count: micro-batches for each replica.
+            gradient_scale: what gradients, but not the loss, are multiplied by.
+
+        Returns:
+            The mean loss over the label tokens of all micro-batches of all replicas, a tensor of no dims, the same on
+            every rank. Gradients are this rank's part of its gradient: to be added over the replicas.
+
+        Raises:
+            StopIteration: on every rank, where ``batches`` ends too early.
+            CuboidError: on every rank, where a micro-batch is malformed.
+        """
+        self._step += 1
+        step = self._prepare(batches, count)
+        traces = self._config.trace is not False and self._step == self._config.trace_step
+        measures = self._cutter.begin_step()
+        recorder = Recorder(self._device) if traces or measures else None
+        scale = gradient_scale / step.items
+        runner = self._run(_programs(self._config.schedule, step.shape), step, scale, recorder)
+        self._add_shared_gradients()
+        if recorder is not None:
+            trace = StepTrace.gather(recorder, step.shape, self._config.schedule, self.mesh, self._device)
+            if measures:
+                self._cutter.note(trace, step.lengths)
+            if traces:
+                trace.write(self._trace_folder(), self._step, step.lengths, self._staging)
+        return self._total(runner.loss) / gradient_scale
+
+    def evaluate(self, batches: Iterator[Any] | None, count: int) -> torch.Tensor:
+        """The loss of ``count`` micro-batches of each replica, without gradients; otherwise as :meth:`train`."""
+        step = self._prepare(batches, count)
+        return self._total(self._run(_evaluation(step.shape), step, 1.0 / step.items, None, training=False).loss)
+
+    def _prepare(self, batches: Iterator[Any] | None, count: int) -> _Step:
+        micro_batches = share_micro_batches(batches, count, self.mesh, self._device)
+        for batch in micro_batches:
+            if "labels" not in batch and "shift_labels" not in batch:
+                raise CuboidError("a pipeline's micro-batch needs labels; add labels: input_ids, with -100 for padding")
+        lengths = [self._cutter.lengths(batch["input_ids"].shape[1], count) for batch in micro_batches]
+        cut = [
+            SegmentedBatch.of(batch, own, self._store(sum(own)), self._model.config, self.mesh)
+            for batch, own in zip(micro_batches, lengths, strict=True)
+        ]
+        shape = PipelineShape(self._staging.cut.stages, count, len(lengths[0]))
+        return _Step(shape, cut, lengths, self._items(micro_batches))
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._model.parameters()).device
+
+    def _open_channels(self) -> dict[tuple[int, int], Channel]:
+        stage, stages = self._staging.cut.stage, self._staging.cut.stages
+        count = functools.partial(self.mesh.traffic.record_send, "pipe")
+        ends = [(stage, stage + 1), (stage + 1, stage)] if stage + 1 < stages else []
+        ends += [(stage - 1, stage), (stage, stage - 1)] if stage > 0 else []
+        return {
+            (source, target): Channel(
+                self.mesh.channel(source, target), self.mesh.peer(target if source == stage else source), count
+            )
+            for source, target in ends
+        }
+
+    def _items(self, micro_batches: list[MicroBatch]) -> int:
+        """Label tokens of all replicas; 1 if there are none, so that the loss is 0."""
+        items = torch.tensor(sum(map(label_tokens, micro_batches)), device=self._device)
+        if self.mesh.topology.data > 1:
+            dist.all_reduce(items, group=self.mesh.data_parallel_group)
+        return max(int(items), 1)
+
+    def _run(
+        self,
+        programs: tuple[Program, ...],
+        step: _Step,
+        scale: float,
+        recorder: Recorder | None,
+        *,
+        training: bool = True,
+    ) -> StageRunner:
+        stage = self._staging.cut.stage
+        runner = StageRunner(self._model, step.batches, scale=scale, training=training)
+        observe = (lambda _: nullcontext()) if recorder is None else recorder.observe
+        interpreter = Interpreter({stage: runner}, self._channels, observe)
+        try:
+            interpreter.run(programs[stage], step.shape)
+        except CuboidError as error:
+            error.arising_on(self.mesh.rank)
+            raise
+        except Exception as error:
+            error.add_note(f"in {interpreter.running} on rank {self.mesh.rank}")
+            raise
+        if not self._model.cuboid.checked:
+            check_attention_ran(self._model.cuboid.attention)
+            self._model.cuboid.checked = True
+        return runner
+
+    def _trace_folder(self) -> Path:
+        return Path("cuboid_trace" if self._config.trace is True else str(self._config.trace))
+
+    def _store(self, length: int) -> KeyValueStore:
+        return KeyValueStore(length, self._pool, self._config.kv_gradients)
+
+    def _add_shared_gradients(self) -> None:
+        """Give the first and the last stage the whole gradient of the parameters that both have."""
+        cut = self._staging.cut
+        if not self._staging.shared:
+            return
+        group = self.mesh.channel(0, cut.stages - 1)
+        for parameter in self._staging.shared.values():
+            gradient = gradient_of(parameter)
+            if gradient is not None:
+                dist.all_reduce(gradient, group=group)
+
+    def _total(self, loss: torch.Tensor | None) -> torch.Tensor:
+        """Sum of the last stages' losses over the replicas, on every rank."""
+        last = self._staging.cut.stages - 1
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        if loss is not None:
+            total += loss.detach()
+            if self.mesh.topology.data > 1:
+                dist.all_reduce(total, group=self.mesh.data_parallel_group)
+        if last > 0:
+            dist.broadcast(total, self.mesh.peer(last), group=self.mesh.pipe_group)
+        return total.to(torch.float32 if self._model.dtype != torch.float64 else torch.float64)
+
+
+def gradient_of(parameter: nn.Parameter) -> torch.Tensor | None:
+    """A parameter's gradient so far, also where DeepSpeed's bf16 optimizer keeps it in float32 beside ``.grad``."""
+    kept: torch.Tensor | None = getattr(parameter, "_hp_grad", None)
+    return parameter.grad if kept is None else kept
+
+
+@functools.cache
+def _programs(schedule: str, shape: PipelineShape) -> tuple[Program, ...]:
+    return lower(SCHEDULES[schedule](shape), shape)
+
+
+@functools.cache
+def _evaluation(shape: PipelineShape) -> tuple[Program, ...]:
+    return lower(only_forward(gpipe(shape)), shape)

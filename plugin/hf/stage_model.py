@@ -1,0 +1,127 @@
+"""One stage of a pipeline as a model: the user's own class, cut to a stage and perhaps sharded over a mesh."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from cuboid.config import CuboidConfig, PipelineConfig
+from cuboid.errors import CuboidError
+from cuboid.hf.attention import check_attention
+from cuboid.hf.costs import model_sizes
+from cuboid.hf.layouts import Blueprint
+from cuboid.hf.model import ShardedModel, Sharding, sharded_loss
+from cuboid.hf.outline import Outline, draw_outline
+from cuboid.hf.segments import UnitSlot, check_segments, use_segment_attention
+from cuboid.hf.stages import Entrance, StageCut, cut_at, cut_stage, plan_stages, shared_parameters
+from cuboid.hf.swap import ShardOf, swap_modules
+from cuboid.mesh import Mesh
+from cuboid.seq1f1b.costs import ModelSizes
+
+
+@dataclass
+class Staging:
+    """What a stage remembers about itself.
+
+    Attributes:
+        outline: of the whole model.
+        counts: layers of each stage.
+        cut: this stage's.
+        sizes: of the whole model, for costs; None where nothing asks for them.
+        config: what the pipeline was asked for.
+        entrance: where the hidden state comes in, on all stages but the first.
+        shared: parameters that the first and the last stage both have, by name.
+        slot: tells the attention functions which unit is running.
+    """
+
+    outline: Outline
+    counts: tuple[int, ...]
+    cut: StageCut
+    sizes: ModelSizes | None
+    config: CuboidConfig
+    entrance: Entrance | None = None
+    shared: dict[str, nn.Parameter] = field(default_factory=dict)
+    slot: UnitSlot = field(default_factory=UnitSlot)
+
+    def repeated_parameters(self) -> Iterator[nn.Parameter]:
+        """Those of this stage that count on another one."""
+        if self.cut.is_last:
+            yield from self.shared.values()
+
+
+class StageModel(ShardedModel):
+    """Mixed into the model's own class by :func:`finish_stage`. An engine's ``train_batch`` runs it."""
+
+    staging: Staging
+
+
+def plan_staging(cls: type[PreTrainedModel], hf_config: Any, config: CuboidConfig, mesh: Mesh) -> Staging:
+    """Decide what this rank's stage is, without touching a model.
+
+    Raises:
+        UnsupportedModelError: the model can't be cut.
+        ConfigError: the layers can't be given to so many stages as asked.
+    """
+    assert config.pipeline is not None
+    check_attention(hf_config)
+    check_segments(hf_config, config.pipeline.segments)
+    outline = draw_outline(cls, hf_config)
+    counts = plan_stages(outline, hf_config, config.pipeline)
+    sizes = model_sizes(hf_config) if _asks_for_costs(config.pipeline) else None
+    return Staging(outline, counts, cut_at(counts, mesh.coordinate.pipe), sizes, config)
+
+
+def _asks_for_costs(pipeline: PipelineConfig) -> bool:
+    counted = pipeline.partition in ("flops", "measured") and pipeline.segments != 1
+    return counted or pipeline.segments == "auto" or pipeline.trace is not False
+
+
+def cut_model(model: PreTrainedModel, staging: Staging) -> None:
+    """Leave of a model, on any device, what this stage needs; in place."""
+    staging.entrance = cut_stage(model, staging.outline, staging.cut)
+
+
+def finish_stage(
+    model: PreTrainedModel, staging: Staging, mesh: Mesh, blueprint: Blueprint | None, shard_of: ShardOf
+) -> PreTrainedModel:
+    """Turn a model that was cut into a stage, in place.
+
+    Args:
+        model: as :func:`cut_model` left it.
+        staging, mesh: of this rank.
+        blueprint: how to shard the stage over the mesh; None on a mesh of one rank.
+        shard_of: gives the shard of a parameter.
+    """
+    if blueprint is not None:
+        swap_modules(model, blueprint, mesh, shard_of)
+        model.loss_function = functools.partial(sharded_loss, mesh=mesh)
+    layers = model.get_submodule(staging.outline.layers)
+    assert isinstance(layers, nn.ModuleList)
+    own = {staging.outline.layer(index): layers[index] for index in range(staging.cut.first, staging.cut.stop)}
+    use_segment_attention(model.config, own, staging.slot, mesh)
+    staging.shared = shared_parameters(model, staging.outline, staging.cut)
+    base = type(model)
+    model.cuboid = Sharding(mesh, staging.config.tensor_parallel, base, attention=own)
+    model.staging = staging
+    model.__class__ = _stage_class(base)  # type: ignore[assignment]
+    return model
+
+
+@functools.cache
+def _stage_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A subclass that goes by its base's name, so that configs and checkpoints say what they would have said."""
+
+    # Trainers read this signature to learn which columns the model takes.
+    @functools.wraps(base.forward)
+    def forward(*_: Any, **__: Any) -> Any:
+        raise CuboidError(
+            "a pipeline stage has no forward of its own; give micro-batches to the engine's train_batch or eval_batch"
+        )
+
+    members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (StageModel, base), members)

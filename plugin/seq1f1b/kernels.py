@@ -1,0 +1,217 @@
+"""Fused attention kernels that tell the log-sum-exp of each query's scores, and their backward.
+
+All take as many key heads as query heads and know no mask but the causal one. With ``out`` and ``lse`` merged from
+several calls, each backward yields its own call's share of the gradients: a kernel recomputes the probabilities from
+``lse``, and the rest of the formula needs ``out`` only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+_aten: Any = torch.ops.aten
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Kernel(Protocol):
+    """Attention of ``[B, H, L, D]`` queries to ``[B, H, S, D]`` keys and ``[B, H, S, Dv]`` values."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output ``[B, H, L, Dv]`` and the natural log-sum-exp ``[B, H, L]`` in at least float32."""
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> Gradients:
+        """Gradients of query, key and value, for the gradient ``[B, H, L, Dv]`` of the output."""
+
+
+def choose_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Kernel:
+    """The fastest kernel for such tensors on their device."""
+    one_dtype = query.dtype == key.dtype == value.dtype
+    one_head_dim = query.shape[-1] == value.shape[-1]
+    if query.device.type == "cpu" and one_dtype and one_head_dim:
+        return CpuFlash()
+    # Elsewhere than on NVIDIA's GPUs these operators have other conventions for the log-sum-exp.
+    if query.device.type == "cuda" and one_dtype and torch.version.hip is None:
+        cuda = torch.backends.cuda
+        parameters = cuda.SDPAParams(query, key, value, None, 0.0, False, False)
+        if one_head_dim and query.shape[-1] % 8 == 0 and cuda.can_use_flash_attention(parameters):
+            return CudaFlash()
+        if cuda.can_use_efficient_attention(parameters):
+            return CudaEfficient()
+    return ChunkedMath()
+
+
+class CpuFlash:
+    """torch's flash kernel for CPUs, in any floating dtype."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`Kernel`."""
+        flash = _aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = flash(query, key, value, 0.0, causal, scale=scale)
+        return out, lse
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> Gradients:
+        """See :class:`Kernel`."""
+        flash_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+        dq, dk, dv = flash_backward(grad, query, key, value, out, lse, 0.0, causal, scale=scale)
+        return dq, dk, dv
+
+
+class CudaFlash:
+    """FlashAttention-2 as torch brings it, in float16 and bfloat16."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`Kernel`."""
+        flash = _aten._scaled_dot_product_flash_attention
+        out, lse, *_ = flash(query, key, value, 0.0, causal, False, scale=scale)
+        return out, lse
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> Gradients:
+        """See :class:`Kernel`."""
+        # Neither sequences of various lengths, nor dropout and its random state.
+        no_bounds, no_random = None, torch.empty(0, dtype=torch.uint64, device=query.device)
+        sizes = (no_bounds, no_bounds, query.shape[2], key.shape[2])
+        flash_backward = _aten._scaled_dot_product_flash_attention_backward
+        dq, dk, dv = flash_backward(
+            grad, query, key, value, out, lse, *sizes, 0.0, causal, no_random, no_random, scale=scale
+        )
+        return dq, dk, dv
+
+
+class CudaEfficient:
+    """torch's memory-efficient kernel, for float32 and head dims that flash refuses."""
+
+    #: The kernel's log-sum-exp has room for a multiple of so many queries, infinity in the rest.
+    _ALIGNMENT = 32
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`Kernel`."""
+        efficient = _aten._scaled_dot_product_efficient_attention
+        out, lse, *_ = efficient(query, key, value, None, True, 0.0, causal, scale=scale)
+        return out, lse[:, :, : query.shape[2]]
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> Gradients:
+        """See :class:`Kernel`."""
+        lse = nn.functional.pad(lse, (0, -lse.shape[2] % self._ALIGNMENT), value=torch.inf)
+        no_random = torch.zeros((), dtype=torch.int64, device="cpu")
+        wanted = [True, True, True, False]
+        efficient_backward = _aten._scaled_dot_product_efficient_attention_backward
+        dq, dk, dv, _ = efficient_backward(
+            grad, query, key, value, None, out, lse, no_random, no_random, 0.0, wanted, causal, scale=scale
+        )
+        return dq, dk, dv
+
+
+class ChunkedMath:
+    """Plain tensor operations on any device, for a few queries at a time."""
+
+    #: Most scores that exist at a time.
+    _SCORES = 1 << 24
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`Kernel`."""
+        outs, lses = [], []
+        for rows in self._chunks(query, key):
+            scores = _scores(query, key, rows, causal=causal, scale=scale)
+            lse = scores.logsumexp(-1)
+            outs.append((scores.sub_(lse.unsqueeze(-1)).exp_() @ value.to(scores.dtype)).to(query.dtype))
+            lses.append(lse)
+        return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> Gradients:
+        """See :class:`Kernel`."""
+        dtype = lse.dtype
+        dq, dk, dv = [], torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
+        for rows in self._chunks(query, key):
+            grad_rows, query_rows = grad[:, :, rows].to(dtype), query[:, :, rows].to(dtype)
+            scores = _scores(query, key, rows, causal=causal, scale=scale)
+            probabilities = scores.sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
+            dv += probabilities.mT @ grad_rows
+            # d(scores) = P · (dP − Σ dO·O), the sum over the head dim.
+            delta = (grad_rows * out[:, :, rows].to(dtype)).sum(-1, keepdim=True)
+            ds = (grad_rows @ value.to(dtype).mT).sub_(delta).mul_(probabilities).mul_(scale)
+            dq.append((ds @ key.to(dtype)).to(query.dtype))
+            dk += ds.mT @ query_rows
+        return torch.cat(dq, dim=2), dk.to(key.dtype), dv.to(value.dtype)
+
+    def _chunks(self, query: torch.Tensor, key: torch.Tensor) -> list[slice]:
+        batch, heads, length, _ = query.shape
+        step = max(1, self._SCORES // (batch * heads * key.shape[2]))
+        return [slice(start, min(start + step, length)) for start in range(0, length, step)]
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor, rows: slice, *, causal: bool, scale: float) -> torch.Tensor:
+    """Scores ``[B, H, rows, S]`` in at least float32, −∞ where a key comes after its query."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    scores = (query[:, :, rows].to(dtype) * scale) @ key.to(dtype).mT
+    if causal:
+        positions = torch.arange(key.shape[2], device=key.device)
+        scores.masked_fill_(positions > positions[rows].unsqueeze(-1), -torch.inf)
+    return scores
