@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from accelerate.utils import recursively_apply
 
 from cuboid.compatibility import check_framework_config
-from cuboid.config import load_config, split_config
+from cuboid.config import CuboidConfig, load_config, split_config
 from cuboid.errors import ConfigError
-from cuboid.mesh import current_world_size
+from cuboid.mesh import current_rank, current_world_size
 from cuboid.patches.base import Patch
 from cuboid.patches.deepspeed import SHARED_MEMORY_BUILD
+from cuboid.topology import AXES, MeshShape, Topology
 
 
 def _hf_deepspeed_config(original: Any) -> Any:
@@ -41,13 +44,13 @@ def _hf_deepspeed_config(original: Any) -> Any:
 def _gather_for_metrics(original: Any) -> Any:
     @functools.wraps(original)
     def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-        ranks = _ranks_of_a_copy(self)
-        if ranks == 1:
+        config = _config_of(self.state)
+        if config is None or config.ranks == 1:
             return original(self, input_data, use_gather_object)
         if use_gather_object:
             raise ConfigError("eval_use_gather_object would count every row once for each rank of a mesh; leave it out")
         gather = self.gather
-        self.gather = lambda data: recursively_apply(functools.partial(_one_of_each_mesh, ranks=ranks), gather(data))
+        self.gather = lambda data: recursively_apply(functools.partial(_one_of_each_copy, config=config), gather(data))
         try:
             return original(self, input_data)
         finally:
@@ -56,15 +59,46 @@ def _gather_for_metrics(original: Any) -> Any:
     return gather_for_metrics
 
 
-def _ranks_of_a_copy(accelerator: Any) -> int:
-    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    config = None if plugin is None else split_config(plugin.deepspeed_config)[0]
-    return 1 if config is None else config.ranks
+def _prepare_data_loader(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def prepare_data_loader(*args: Any, **kwargs: Any) -> Any:
+        config, world_size = _config_of(AcceleratorState()), current_world_size()
+        if config is None or world_size == config.ranks:
+            return original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        if given.get("dispatch_batches"):
+            raise ConfigError(
+                "dispatch_batches would give every replica the same batches; leave it out, so that each reads its own"
+            )
+        topology = _topology(config, world_size)
+        own = {
+            "num_processes": topology.data,
+            "process_index": topology.coordinate(current_rank()).data,
+            "dispatch_batches": False,
+            # What accelerate would work the two numbers out from.
+            "torch_device_mesh": None,
+        }
+        return original(**{**given, **own})
+
+    return prepare_data_loader
 
 
-def _one_of_each_mesh(gathered: torch.Tensor, *, ranks: int) -> torch.Tensor:
-    """Rows of the first rank of each mesh or pipeline, out of those of all ranks in rank order."""
-    return gathered.unflatten(0, (current_world_size(), -1))[::ranks].flatten(0, 1)
+def _config_of(state: Any) -> CuboidConfig | None:
+    plugin = getattr(state, "deepspeed_plugin", None)
+    return None if plugin is None else split_config(plugin.deepspeed_config)[0]
+
+
+def _topology(config: CuboidConfig, world_size: int) -> Topology:
+    """Of stages and replicas only: a mesh's ranks are neighbours, whatever its shape, which may not be known yet."""
+    return Topology(MeshShape(sequence=config.tensor_parallel.mesh_size), world_size, config.stages)
+
+
+def _one_of_each_copy(gathered: torch.Tensor, *, config: CuboidConfig) -> torch.Tensor:
+    """Rows of the first rank of each copy of the model, out of those of all ranks in rank order."""
+    copies = _topology(config, current_world_size()).groups(("pipe", *AXES))
+    return gathered.unflatten(0, (current_world_size(), -1))[[ranks[0] for ranks in copies]].flatten(0, 1)
 
 
 PATCHES = [
@@ -80,8 +114,16 @@ PATCHES = [
         target="accelerate.accelerator:Accelerator.gather_for_metrics",
         package="accelerate",
         versions=">=1.10,<2",
-        reason="count the rows that the ranks of a mesh share once, as predictions and in the last batch",
+        reason="count the rows that the ranks of a copy of the model share once, as predictions and in the last batch",
         parameters=("input_data", "use_gather_object"),
         replace=_gather_for_metrics,
+    ),
+    Patch(
+        target="accelerate.accelerator:prepare_data_loader",
+        package="accelerate",
+        versions=">=1.10,<2",
+        reason="give each replica its own data, also where the ranks of one aren't neighbours, as in a pipeline",
+        parameters=("dataloader", "num_processes", "process_index", "dispatch_batches", "torch_device_mesh"),
+        replace=_prepare_data_loader,
     ),
 ]

@@ -150,18 +150,23 @@ def _sharded_model(given: dict[str, Any], config: CuboidConfig) -> nn.Module:
                 "it with the same config"
             )
         return model  # type: ignore[return-value]
-    old = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+    named = dict(model.named_parameters()) if isinstance(model, nn.Module) and _names_parameters(given) else {}
     model = shard(model, config)  # type: ignore[arg-type]
     new = dict(model.named_parameters())
-    replaced = {id(parameter): new[name] for name, parameter in old.items()}
+    replaced = {id(parameter): new.get(name) for name, parameter in named.items()}
     if given.get("model_parameters") is not None:
         given["model_parameters"] = _remap(given["model_parameters"], replaced)
     _remap_optimizer(given.get("optimizer"), replaced)
     return model
 
 
-def _remap(parameters: Any, replaced: dict[int, nn.Parameter]) -> Any:
-    """The same parameters, or groups of them, after the model was sharded."""
+def _names_parameters(given: dict[str, Any]) -> bool:
+    # If not, the whole tensors needn't be kept until all are sharded.
+    return given.get("model_parameters") is not None or isinstance(given.get("optimizer"), torch.optim.Optimizer)
+
+
+def _remap(parameters: Any, replaced: dict[int, nn.Parameter | None]) -> Any:
+    """The same parameters, or groups of them, after the model was sharded; those of other stages are left out."""
     if isinstance(parameters, GeneratorType):
         # Not run yet, so it may walk through the new modules or the old parameters: either way the map knows.
         parameters = list(parameters)
@@ -170,17 +175,23 @@ def _remap(parameters: Any, replaced: dict[int, nn.Parameter]) -> Any:
     if isinstance(parameters, nn.Parameter):
         return replaced.get(id(parameters), parameters)
     if isinstance(parameters, Iterable):
-        return [_remap(parameter, replaced) for parameter in parameters]
+        remapped = [_remap(parameter, replaced) for parameter in parameters]
+        return [entry for entry in remapped if entry is not None and not _is_empty_group(entry)]
     raise CuboidError(f"model_parameters holds a {type(parameters).__name__}; give parameters or groups of them")
 
 
-def _remap_optimizer(optimizer: Any, replaced: dict[int, nn.Parameter]) -> None:
+def _is_empty_group(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("params"), list) and not entry["params"]
+
+
+def _remap_optimizer(optimizer: Any, replaced: dict[int, nn.Parameter | None]) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         return
     if optimizer.state:
         raise CuboidError("the optimizer has state for whole parameters; make it after the model is sharded")
     for group in optimizer.param_groups:
         group["params"] = _remap(group["params"], replaced)
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
 def _tp_model_init(original: Any) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -58,13 +59,16 @@ class CuboidPipelineEngine(CuboidEngine):
             self.set_dataiterator(data_iter)
         self.module.train()
         self.tput_timer.start()
-        with self._reducing_at_the_end():
-            loss = self.pipeline.train(
-                self._iterator,
-                self.gradient_accumulation_steps(),
-                # DeepSpeed takes the mean over the replicas, where this loss's gradients are to be added.
-                gradient_scale=float(self.dp_world_size),
-            )
+        if isinstance(self.optimizer, ZeROOptimizer):
+            # Its hooks see each unit's gradients, and leave them where they are.
+            self.optimizer.set_gradient_accumulation_boundary(False)
+        loss = self.pipeline.train(
+            self._iterator,
+            self.gradient_accumulation_steps(),
+            # DeepSpeed takes the mean over the replicas, where this loss's gradients are to be added.
+            gradient_scale=float(self.dp_world_size),
+        )
+        self._reduce_gradients()
         self._finish_step()
         if self.monitor.enabled and self.global_rank == 0:
             self.monitor.write_events([("Train/Samples/train_loss", loss.item(), self.global_samples)])
@@ -163,16 +167,19 @@ class CuboidPipelineEngine(CuboidEngine):
         """
         raise CuboidError("train_batch makes the optimizer step itself")
 
-    def _reducing_at_the_end(self) -> AbstractContextManager[None]:
-        """Gradients of all units add up on this rank, and are then reduced once over the replicas."""
+    def _reduce_gradients(self) -> None:
+        """Take the mean over the replicas, once for all units of the step."""
         if isinstance(self.optimizer, DeepSpeedZeroOptimizer):
-            return self.coalesce_grad_reduction()
-        return nullcontext()
+            # Nothing is left to be put off, but this reduces at its end whatever there is. It isn't wrapped around the
+            # units: where one of them fails, it would wait for the other replicas and keep the message back.
+            with self.coalesce_grad_reduction():
+                pass
+        else:
+            with self._at_boundary():
+                self.allreduce_gradients()
 
     def _finish_step(self) -> None:
         with self._at_boundary():
-            if not isinstance(self.optimizer, DeepSpeedZeroOptimizer):
-                self.allreduce_gradients()
             # As if each micro-batch had been a backward of its own; the step counts the last one.
             self.micro_steps += self.gradient_accumulation_steps() - 1
             super().step()

@@ -90,8 +90,8 @@ def attention_twin(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor 
         record.calls += 1
         call = Call(query, key, value, attention_mask, kwargs)
         unit = record.unit
-        if unit is not None:
-            check_call(call, unit, module, record)
+        if record.slot is not None and unit is not None:
+            check_call(call, unit, module, record.slot)
             if is_plain(name, call, unit):
                 return attend_plain(call, unit, module), None
             call = with_prefix(name, call, unit, module)

@@ -116,6 +116,15 @@ class Pipeline:
         return _Step(shape, cut, lengths, self._items(micro_batches))
 
     @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of each stage."""
+        return self._staging.counts
+
+    def segment_lengths(self, length: int, micro_batches: int) -> tuple[int, ...]:
+        """How a sequence of so many tokens would be cut now, filled up to what the mesh and the segments need."""
+        return self._cutter.lengths(length, micro_batches)
+
+    @property
     def _device(self) -> torch.device:
         return next(self._model.parameters()).device
 

@@ -12,7 +12,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from cuboid.errors import UnsupportedModelError
 from cuboid.hf.segment_mask import FLASH
-from cuboid.hf.segments import AttentionRecord, Unit
+from cuboid.hf.segments import Unit, UnitSlot
 from cuboid.seq1f1b.attention import attend_segment, prefix
 
 #: Arguments without a say in plain causal attention. Any other goes to the model's own kernel, which knows it.
@@ -45,16 +45,18 @@ class Call:
     options: dict[str, Any]
 
 
-def check_call(call: Call, unit: Unit, module: nn.Module, record: AttentionRecord) -> None:
-    """Make sure that a call is causal self-attention of just this unit.
+def check_call(call: Call, unit: Unit, module: nn.Module, slot: UnitSlot) -> None:
+    """Make sure that a call is causal self-attention of just this unit, and the module's only one.
 
     Raises:
         UnsupportedModelError: it isn't.
     """
     own = unit.stop - unit.start
     is_causal = call.options.get("is_causal")
-    reason = record.obstacle
-    if call.query.shape[2] != own or call.key.shape[2] != own:
+    reason = None
+    if not slot.is_first_call(module):
+        reason = "it computes attention more than once in a forward"
+    elif call.query.shape[2] != own or call.key.shape[2] != own:
         reason = f"it has {call.query.shape[2]} queries and {call.key.shape[2]} keys for a segment of {own} positions"
     elif not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         reason = "its positions see later ones"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -61,21 +62,40 @@ class UnitSlot:
     """Where the attention modules of one stage find the unit that is running.
 
     They can't ask a ``ContextVar``: autograd may repeat a checkpointed forward in a thread of its own.
+
+    Attributes:
+        current: the running unit.
+        obstacle: why the stage's layers can't run in segments, if they can't; set with the layers.
     """
 
     def __init__(self) -> None:
         self.current: Unit | None = None
+        self.obstacle: str | None = None
+        self._called: set[nn.Module] = set()
 
     @contextmanager
     def running(self, unit: Unit) -> Iterator[None]:
-        """Forward or backward inside is of this unit."""
+        """Forward or backward inside is of this unit.
+
+        Raises:
+            UnsupportedModelError: it is a part of a sequence, and this stage's layers need whole ones.
+        """
+        if self.obstacle is not None and not unit.is_whole:
+            raise UnsupportedModelError(f'{self.obstacle}; write "segments": 1')
         before, self.current = self.current, unit
+        self._called.clear()
         token = _running.set(unit)
         try:
             yield
         finally:
             self.current = before
             _running.reset(token)
+
+    def is_first_call(self, module: nn.Module) -> bool:
+        """Whether a module calls its attention function for the first time in this forward, or in its recomputation."""
+        called = module in self._called
+        self._called.add(module)
+        return not called
 
 
 @dataclass
@@ -85,12 +105,10 @@ class AttentionRecord:
     Args:
         mesh: that the heads are split over, if any.
         slot: names the running unit, where sequences run in segments.
-        obstacle: why this layer can't run in segments.
     """
 
     mesh: Mesh | None = None
     slot: UnitSlot | None = None
-    obstacle: str | None = None
     calls: int = 0
 
     @property
@@ -125,16 +143,21 @@ def use_segment_attention(
         mesh: that the heads are split over.
     """
     for name, module in modules.items():
-        record = AttentionRecord(mesh, slot, _obstacle(name, module))
+        slot.obstacle = slot.obstacle or _obstacle(name, module)
+        record = AttentionRecord(mesh, slot)
         for part in module.modules():
             hang_record(part, record)
     config._attn_implementation = PREFIX + config._attn_implementation
 
 
-def _obstacle(name: str, module: nn.Module) -> str | None:
-    for inner, part in module.named_modules(prefix=name):
+def _obstacle(name: str, layer: nn.Module) -> str | None:
+    for inner, part in layer.named_modules(prefix=name):
         if isinstance(part, (nn.Conv1d, nn.Conv2d)):
             return f"{inner} mixes neighbouring positions, which may lie in different segments"
+    # Whoever uses the interface imports this name. The others would attend to their segment alone.
+    files = [sys.modules[type(part).__module__] for part in layer.modules()]
+    if not any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files):
+        return f"{name} ({type(layer).__name__}) computes attention without Hugging Face's attention interface"
     return None
 
 

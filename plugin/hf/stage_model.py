@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cuboid.config import CuboidConfig, PipelineConfig
-from cuboid.errors import CuboidError
+from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.hf.attention import check_attention
 from cuboid.hf.costs import model_sizes
 from cuboid.hf.layouts import Blueprint
@@ -71,6 +71,11 @@ def plan_staging(cls: type[PreTrainedModel], hf_config: Any, config: CuboidConfi
     check_attention(hf_config)
     check_segments(hf_config, config.pipeline.segments)
     outline = draw_outline(cls, hf_config)
+    if config.pipeline.segments != 1 and "position_ids" not in outline.options:
+        raise UnsupportedModelError(
+            f"{cls.__name__} counts positions by itself, from the start of what it is given, which with segments isn't "
+            'the start of the sequence; write "segments": 1'
+        )
     counts = plan_stages(outline, hf_config, config.pipeline)
     sizes = model_sizes(hf_config) if _asks_for_costs(config.pipeline) else None
     return Staging(outline, counts, cut_at(counts, mesh.coordinate.pipe), sizes, config)

@@ -77,7 +77,13 @@ class StepTrace:
 
         folder.mkdir(parents=True, exist_ok=True)
         simulated = self.simulated(lengths, staging)
-        write_chrome_trace(self.timeline, folder / f"step_{step}.json")
+        details = {
+            "step": step,
+            "simulated_bubble": simulated.bubble,
+            "layers": list(staging.counts),
+            "segment_lengths": [list(own) for own in lengths],
+        }
+        write_chrome_trace(self.timeline, folder / f"step_{step}.json", details=details)
         draw_timelines(
             [
                 (f"simulated, by operations: bubble {simulated.bubble:.1%}", simulated),
