@@ -141,10 +141,13 @@ class PipelineConfig(_Section):
         return self
 
 
+_NO_MESH = {"mode": "3d_tensor", "mesh": {}}
+
+
 class CuboidConfig(_Section):
     """Everything Cuboid read from a config: one section for each thing that it adds to the framework."""
 
-    tensor_parallel: TensorParallelConfig = TensorParallelConfig(mode="3d_tensor", mesh=MeshConfig())
+    tensor_parallel: TensorParallelConfig = Field(default_factory=lambda: TensorParallelConfig.model_validate(_NO_MESH))
     pipeline: PipelineConfig | None = None
     #: Rows of a micro-batch, where the framework's own train_micro_batch_size_per_gpu says; not a key of ours.
     micro_batch: SkipJsonSchema[int | None] = None
@@ -245,8 +248,6 @@ def _is_engine(section: object) -> bool:
     # DeepSpeed takes any key in this section without a word, so an engine that isn't known must not get through.
     return isinstance(section, dict) and "engine" in section
 
-
-_NO_MESH = {"mode": "3d_tensor", "mesh": {}}
 
 #: Sections that may be ours, and how to tell.
 _SECTIONS: dict[str, Callable[[object], bool]] = {"tensor_parallel": _is_mode, "pipeline": _is_engine}

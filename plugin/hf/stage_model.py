@@ -18,7 +18,8 @@ from cuboid.hf.layouts import Blueprint
 from cuboid.hf.model import ShardedModel, Sharding, sharded_loss
 from cuboid.hf.outline import Outline, draw_outline
 from cuboid.hf.segments import UnitSlot, check_segments, use_segment_attention
-from cuboid.hf.stages import Entrance, StageCut, cut_at, cut_stage, plan_stages, shared_parameters
+from cuboid.hf.stages import StageCut, cut_at, cut_stage, plan_stages, shared_parameters
+from cuboid.hf.stand_ins import Entrance
 from cuboid.hf.swap import ShardOf, swap_modules
 from cuboid.mesh import Mesh
 from cuboid.seq1f1b.costs import ModelSizes
@@ -113,7 +114,7 @@ def finish_stage(
     base = type(model)
     model.cuboid = Sharding(mesh, staging.config.tensor_parallel, base, attention=own)
     model.staging = staging
-    model.__class__ = _stage_class(base)  # type: ignore[assignment]
+    model.__class__ = _stage_class(base)  # type: ignore[arg-type, assignment]
     return model
 
 
