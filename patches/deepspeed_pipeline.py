@@ -10,6 +10,7 @@ import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import log_dist
 
 from cuboid.errors import CuboidError
 from cuboid.hf.pipeline import Pipeline
@@ -70,6 +71,10 @@ class CuboidPipelineEngine(CuboidEngine):
         )
         self._reduce_gradients()
         self._finish_step()
+        if self.pipeline.recut is not None:
+            log_dist(
+                f"by the times measured so far, sequences are cut into segments of {self.pipeline.recut}", ranks=[0]
+            )
         if self.monitor.enabled and self.global_rank == 0:
             self.monitor.write_events([("Train/Samples/train_loss", loss.item(), self.global_samples)])
         return loss

@@ -42,12 +42,13 @@ def one(_):
     return 1
 
 
-def critical_path(schedule, shape, duration):
-    """Length of the longest chain of dependencies, on as many ranks as one likes."""
+def critical_path(shape, duration, transfer):
+    """Length of the longest chain of dependencies if each rank could do all that is ready at once."""
 
     @cache
     def end(action):
-        return duration[action] + max((end(need) for need in dependencies(action, shape)), default=0)
+        needs = dependencies(action, shape)
+        return duration[action] + max((end(n) + transfer * (n.stage != action.stage) for n in needs), default=0)
 
     order = sorted(duration, key=lambda a: (a.op is not Op.FORWARD, a.stage, a.micro_batch, a.segment))
     return max(end(action) for action in order)
@@ -181,21 +182,21 @@ def check_schedule(name, shape, forward, backward):
     assert timeline.busy_s == (shape.units * (forward + backward),) * shape.stages
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(whole, shapes, durations, durations)
 def test_equal_units_have_the_published_bubble_and_units_in_flight(name, shape, forward, backward):
     check_schedule(name, shape, forward, backward)
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(whole, shapes, durations, durations)
 def test_equal_units_have_the_published_bubble_and_units_in_flight_everywhere(name, shape, forward, backward):
     check_schedule(name, shape, forward, backward)
 
 
-@settings(max_examples=25)
-@given(whole, shapes.filter(lambda shape: shape.units < 100))
+@settings(max_examples=12)
+@given(whole, shapes.filter(lambda shape: shape.units < 40))
 def test_the_look_ahead_of_one_receive_is_enough(name, shape):
     schedule = SCHEDULES[name](shape)
     validate_programs(insert_messages(schedule, shape, 1), shape)
@@ -329,8 +330,8 @@ def test_no_simulated_step_beats_the_critical_path(name, shape, pattern, transfe
     duration = {action: pattern[i % len(pattern)] for i, action in enumerate(everything)}
     free = simulate(schedule, shape, duration.__getitem__)
     slow = simulate(schedule, shape, duration.__getitem__, transfer_s=lambda _: transfer)
-    assert free.makespan_s >= max(critical_path(schedule, shape, duration), *free.busy_s)
-    assert free.makespan_s + 2 * (shape.stages - 1) * transfer <= slow.makespan_s
+    assert free.makespan_s >= max(critical_path(shape, duration, 0), *free.busy_s)
+    assert slow.makespan_s >= max(critical_path(shape, duration, transfer), free.makespan_s)
     assert free.busy_s == slow.busy_s
     for rank in free.spans:
         assert all(span.end_s <= following.start_s for span, following in pairwise(rank))

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,8 @@ class Pipeline:
         self._pool = StorePool()
         self._channels = self._open_channels()
         self._step = 0
+        #: Where ``"measured"`` cuts the longest sequence of the last step from now on, if that step was measured.
+        self.recut: tuple[int, ...] | None = None
 
     def train(self, batches: Iterator[Any] | None, count: int, *, gradient_scale: float = 1.0) -> torch.Tensor:
         """Forward and backward of ``count`` micro-batches of each replica; gradients add up in ``.grad``.
@@ -89,10 +92,12 @@ class Pipeline:
         scale = gradient_scale / step.items
         runner = self._run(_programs(self._config.schedule, step.shape), step, scale, recorder)
         self._add_shared_gradients()
+        self.recut = None
         if recorder is not None:
             trace = StepTrace.gather(recorder, step.shape, self._config.schedule, self.mesh, self._device)
             if measures:
                 self._cutter.note(trace, step.lengths)
+                self.recut = self._cutter.lengths(max(map(sum, step.lengths)), count)
             if traces:
                 trace.write(self._trace_folder(), self._step, step.lengths, self._staging)
         return self._total(runner.loss) / gradient_scale
@@ -129,16 +134,16 @@ class Pipeline:
         return next(self._model.parameters()).device
 
     def _open_channels(self) -> dict[tuple[int, int], Channel]:
-        stage, stages = self._staging.cut.stage, self._staging.cut.stages
+        stage = self._staging.cut.stage
         count = functools.partial(self.mesh.traffic.record_send, "pipe")
-        ends = [(stage, stage + 1), (stage + 1, stage)] if stage + 1 < stages else []
-        ends += [(stage - 1, stage), (stage, stage - 1)] if stage > 0 else []
-        return {
-            (source, target): Channel(
-                self.mesh.channel(source, target), self.mesh.peer(target if source == stage else source), count
-            )
-            for source, target in ends
-        }
+        channels = {}
+        for source, target in pairwise(range(self._staging.cut.stages)):
+            for ends in ((source, target), (target, source)):
+                if stage in ends:
+                    peer = self.mesh.peer(ends[0] if stage == ends[1] else ends[1])
+                    channels[ends] = Channel(self.mesh.channel(*ends), peer, count)
+                    channels[ends].meet(self._device, sends=stage == ends[0])
+        return channels
 
     def _items(self, micro_batches: list[MicroBatch]) -> int:
         """Label tokens of all replicas; 1 if there are none, so that the loss is 0."""

@@ -41,6 +41,8 @@ class CuboidTrainer(Trainer):
         ConfigError: an argument asks for what a pipeline can't do, such as logits.
     """
 
+    deepspeed: Any
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)

@@ -69,6 +69,18 @@ class Channel:
         assert work is not None
         self._sending.append((work, tensor))
 
+    def meet(self, device: torch.device, *, sends: bool) -> None:
+        """Exchange a byte, so that whatever the backend sets up at the first message is there.
+
+        NCCL does so with the host waiting for the peer: a receive that is posted early would keep the peer waiting for
+        something else of this rank. Both ends must call, and all ranks go through their channels in one order.
+        """
+        byte = torch.zeros(1, dtype=torch.uint8, device=device)
+        if sends:
+            dist.send(byte, self._peer, group=self._group)
+        else:
+            dist.recv(byte, self._peer, group=self._group)
+
     def drain(self) -> None:
         """Wait until everything is sent.
 
