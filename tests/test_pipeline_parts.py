@@ -1,0 +1,185 @@
+"""What a step of a pipeline is made of: micro-batches in every form, cuts, clocks, and messages."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from conftest import TIMEOUT_S
+from cuboid.config import split_config
+from cuboid.errors import ConfigError, CuboidError
+from cuboid.hf.cutting import MEASURED_STEPS, Cutter
+from cuboid.hf.feed import read_micro_batch, share_micro_batches
+from cuboid.mesh import Mesh
+from cuboid.seq1f1b.costs import LayerSizes, ModelSizes
+from cuboid.seq1f1b.recorder import gather_times_s
+from cuboid.seq1f1b.transport import Arrival, Channel, PeerLostError
+from cuboid.topology import MeshShape
+
+IDS = torch.arange(12).view(2, 6)
+ONE = MeshShape()
+SIZES = ModelSizes((LayerSizes.decoder(32, 32, 32, 64),) * 4, head=32 * 64)
+
+
+def cutter(shape=ONE, stages=2, **keys):
+    config, _ = split_config({"pipeline": {"engine": "seq1f1b", "stages": stages, **keys}})
+    return Cutter(config.pipeline, SIZES, Mesh(shape, pipe=stages, rank=0, world_size=shape.size * stages))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"input_ids": IDS, "labels": IDS},
+        {"input_ids": IDS.tolist(), "labels": IDS.numpy(), "attention_mask": None},
+        (IDS, IDS),
+        [{"input_ids": IDS}, IDS],
+    ],
+)
+def test_a_micro_batch_has_many_forms(batch):
+    read = read_micro_batch(batch)
+    assert read.keys() == {"input_ids", "labels"}
+    assert all(torch.equal(tensor, IDS) for tensor in read.values())
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (IDS, "must be a dict with input_ids and labels, or a pair"),
+        ({"labels": IDS}, "needs input_ids"),
+        ({"input_ids": IDS[0]}, r"input_ids must be \[batch, sequence\], not \[6\]"),
+        ({"input_ids": IDS[:, :0]}, r"not \[2, 0\]"),
+        ({"input_ids": IDS, "labels": IDS[:1]}, r"labels is \[1, 6\], but input_ids is \[2, 6\]"),
+        ({"input_ids": IDS, "position_ids": IDS[:, :5]}, "position_ids is"),
+        ({"input_ids": IDS, "attention_mask": IDS.float()}, "holds torch.float32"),
+        ({"input_ids": IDS, "token_type_ids": IDS}, "token_type_ids has no rule"),
+    ],
+)
+def test_a_malformed_micro_batch_is_named(batch, message):
+    with pytest.raises(CuboidError, match=message):
+        read_micro_batch(batch)
+
+
+def test_lengths_are_filled_up_to_what_mesh_and_segments_need():
+    mesh = MeshShape(1, 2, 3)
+    for length, total in [(37, 42), (1, 18), (18, 18), (19, 24)]:
+        lengths = cutter(mesh, segments=3, partition="even").lengths(length, 4)
+        assert sum(lengths) == total
+        assert all(part > 0 and part % 6 == 0 for part in lengths)
+
+
+def test_by_operations_later_segments_are_shorter_and_even_ones_are_not():
+    flops = cutter(segments=4).lengths(4096, 4)
+    assert list(flops) == sorted(flops, reverse=True)
+    assert flops[0] > flops[-1]
+    assert cutter(segments=4, partition="even").lengths(4096, 4) == (1024,) * 4
+
+
+def test_auto_settles_on_one_number_of_segments():
+    auto = cutter(stages=4)
+    first = auto.lengths(8192, 4)
+    assert len(first) > 1
+    assert len(auto.lengths(512, 4)) == len(first)
+    assert len(cutter(stages=1).lengths(8192, 4)) == 1
+
+
+def test_explicit_lengths_are_for_sequences_of_their_sum():
+    explicit = cutter(segments=2, partition=[10, 6])
+    assert explicit.lengths(16, 1) == (10, 6)
+    with pytest.raises(ConfigError, match="lengths with the sum 16, but a sequence has 20 tokens"):
+        explicit.lengths(20, 1)
+    with pytest.raises(ConfigError, match=r"a segment of 9 tokens.*use multiples of 2"):
+        cutter(MeshShape(1, 2, 1), segments=2, partition=[10, 9])
+
+
+class Measured:
+    """A trace in which the first segment takes as long as all others together."""
+
+    def segment_times_s(self, micro_batch):
+        return [3.0, 1.0, 1.0, 1.0]
+
+
+def test_measured_times_move_the_cut_from_the_step_after():
+    measured = cutter(segments=4, partition="measured")
+    wanted = [measured.begin_step() for _ in range(6)]
+    assert [step for step, wants in enumerate(wanted, start=1) if wants] == list(MEASURED_STEPS)
+    before = measured.lengths(4096, 1)
+    measured.note(Measured(), [before])
+    after = measured.lengths(4096, 1)
+    assert sum(after) == 4096
+    assert after[0] < before[0], "what took long becomes shorter"
+
+
+def _clocks(skew_s):
+    rank = dist.get_rank()
+    real, time.perf_counter = time.perf_counter, lambda original=time.perf_counter: original() + skew_s * rank
+    try:
+        dist.barrier()
+        now_s = time.perf_counter()
+        times_s = gather_times_s([(now_s, now_s + 1)], dist.group.WORLD, torch.device("cpu"))
+    finally:
+        time.perf_counter = real
+    return times_s
+
+
+def test_all_times_are_brought_onto_one_clock(pool):
+    everywhere = pool.run(3, _clocks, 1000.0, timeout_s=TIMEOUT_S)
+    assert all(times_s == everywhere[0] for times_s in everywhere)
+    starts_s = [start_s for ((start_s, end_s),) in everywhere[0]]
+    # They left a barrier together; a second is for slow machines, where the clocks are a thousand apart.
+    assert max(starts_s) - min(starts_s) < 1
+
+
+def _share(kind):
+    mesh = Mesh(MeshShape(1, 2, 1), pipe=2)
+    mesh.connect()
+    batches = [
+        {"input_ids": IDS, "labels": IDS},
+        {"input_ids": IDS[:1, :3], "shift_labels": IDS[:1, :3], "position_ids": IDS[:1, :3] + 4},
+    ]
+    source = {"fine": batches, "short": batches[:1], "wrong": [batches[0], {"input_ids": IDS.double()}]}[kind]
+    try:
+        shared = share_micro_batches(iter(source) if mesh.rank == 0 else None, 2, mesh, torch.device("cpu"))
+    except (StopIteration, CuboidError) as error:
+        return type(error).__name__, str(error), getattr(error, "rank", None)
+    return [{name: tensor.tolist() for name, tensor in batch.items()} for batch in shared]
+
+
+def test_one_rank_reads_and_all_know(pool):
+    expected = [
+        {"input_ids": IDS.tolist(), "labels": IDS.tolist()},
+        {"input_ids": [[0, 1, 2]], "shift_labels": [[0, 1, 2]], "position_ids": [[4, 5, 6]]},
+    ]
+    assert pool.run(4, _share, "fine", timeout_s=TIMEOUT_S) == [expected] * 4
+    assert pool.run(4, _share, "short", timeout_s=TIMEOUT_S) == [("StopIteration", "", None)] * 4
+    failed = ("CuboidError", "input_ids holds torch.float64; a pipeline takes integers there", 0)
+    assert pool.run(4, _share, "wrong", timeout_s=TIMEOUT_S) == [failed] * 4
+
+
+def _messages():
+    rank, sent = dist.get_rank(), []
+    channel = Channel(dist.new_group([0, 1]), 1 - rank, sent.append)
+    channel.meet(torch.device("cpu"), sends=rank == 0)
+    tensors = [torch.full((2, 3 + number), float(number)) for number in range(4)]
+    if rank == 0:
+        for tensor in tensors:
+            channel.send(tensor.T)  # what isn't contiguous arrives all the same
+        channel.drain()
+        return sent
+    arrivals = [channel.post_receive((3 + number, 2), torch.float32, torch.device("cpu")) for number in range(4)]
+    return [torch.equal(arrival.wait(), tensor.T) for arrival, tensor in zip(arrivals, tensors, strict=True)]
+
+
+def test_what_is_sent_first_is_received_first(pool):
+    assert pool.run(2, _messages, timeout_s=TIMEOUT_S) == [[24, 32, 40, 48], [True] * 4]
+
+
+class Broken:
+    def wait(self):
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_a_peer_that_is_gone_is_named_with_its_rank():
+    with pytest.raises(PeerLostError, match="rank 7 of the pipeline went away") as caught:
+        Arrival(torch.empty(1), Broken(), 7).wait()
+    assert caught.value.rank == 7
