@@ -1,9 +1,13 @@
-"""Cuboid: 3-D tensor parallelism for unmodified Hugging Face models, inside the framework that trains them."""
+"""Cuboid: 3-D tensor parallelism and sequence-level pipelines for unmodified Hugging Face models, inside the framework
+that trains them."""
+
+from typing import TYPE_CHECKING, Any
 
 from cuboid.config import CuboidConfig, load_config, parse_config, split_config
 from cuboid.errors import CheckpointError, ConfigError, CuboidError, MeshError, UnsupportedModelError
 from cuboid.hf.api import from_pretrained, save_pretrained, scope, shard
 from cuboid.hf.model import mesh_of
+from cuboid.hf.pipeline import Pipeline
 from cuboid.hf.save import full_gradients, full_state_dict
 from cuboid.mesh import Mesh
 from cuboid.patches import register, unregister
@@ -14,9 +18,11 @@ __all__ = [
     "ConfigError",
     "CuboidConfig",
     "CuboidError",
+    "CuboidTrainer",
     "Mesh",
     "MeshError",
     "MeshShape",
+    "Pipeline",
     "Topology",
     "UnsupportedModelError",
     "from_pretrained",
@@ -32,5 +38,18 @@ __all__ = [
     "split_config",
     "unregister",
 ]
+
+if TYPE_CHECKING:
+    from cuboid.hf.trainer import CuboidTrainer
+
+
+def __getattr__(name: str) -> Any:
+    # Here the Trainer would be imported with everything that it imports, also where nobody asks for it.
+    if name == "CuboidTrainer":
+        from cuboid.hf.trainer import CuboidTrainer
+
+        return CuboidTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 register()

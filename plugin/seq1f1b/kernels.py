@@ -114,7 +114,7 @@ class CudaFlash:
         sizes = (no_bounds, no_bounds, query.shape[2], key.shape[2])
         flash_backward = _aten._scaled_dot_product_flash_attention_backward
         dq, dk, dv = flash_backward(
-            grad, query, key, value, out, lse, *sizes, 0.0, causal, no_random, no_random, scale=scale
+            grad, query, key, value, out, lse.contiguous(), *sizes, 0.0, causal, no_random, no_random, scale=scale
         )
         return dq, dk, dv
 
@@ -146,6 +146,8 @@ class CudaEfficient:
         scale: float,
     ) -> Gradients:
         """See :class:`Kernel`."""
+        # The kernel takes it for granted that the output lies in memory as its forward writes it.
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
         lse = nn.functional.pad(lse, (0, -lse.shape[2] % self._ALIGNMENT), value=torch.inf)
         no_random = torch.zeros((), dtype=torch.int64, device="cpu")
         wanted = [True, True, True, False]
