@@ -10,17 +10,19 @@ import typer
 
 from cuboid import CuboidError
 from cuboid.cli.prepare import prepare
+from cuboid.cli.timeline import timeline
 from cuboid.cli.train import train
 from cuboid.cli.verify import verify
 
 commands = typer.Typer(
     name="cuboid",
-    help="3-D tensor parallelism for unmodified Hugging Face models, inside DeepSpeed.",
+    help="3-D tensor parallelism and a sequence pipeline for unmodified Hugging Face models, inside DeepSpeed.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 commands.command()(prepare)
+commands.command()(timeline)
 commands.command()(train)
 commands.command()(verify)
 

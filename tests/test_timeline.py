@@ -1,0 +1,211 @@
+"""Timelines as pictures, as traces, and on the command line."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from transformers import LlamaConfig
+from typer import BadParameter
+
+from cuboid import CuboidError
+from cuboid.cli import commands
+from cuboid.seq1f1b.actions import Action, Op
+from cuboid.seq1f1b.picture import draw_timeline, draw_timelines, format_bytes
+from cuboid.seq1f1b.schedules import SCHEDULES, PipelineShape
+from cuboid.seq1f1b.simulate import Span, Timeline, simulate
+from cuboid.seq1f1b.trace import read_chrome_trace, write_chrome_trace
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def simulated(name="seq1f1b", stages=2, micro_batches=2, segments=2, scale_s=1.0):
+    shape = PipelineShape(stages, micro_batches, segments)
+    return simulate(
+        SCHEDULES[name](shape),
+        shape,
+        lambda action: scale_s * (1 if action.op is Op.FORWARD else 2),
+        kept_bytes=lambda _: 2**20,
+    )
+
+
+def lanes(path):
+    """Columns of pixels that are blue, and that are orange, through the middle of each lane; the legend is left out."""
+    red, _, blue = np.moveaxis(imread(path)[..., :3], -1, 0)
+    is_blue, is_orange = blue - red > 0.15, red - blue > 0.15
+    rows = np.flatnonzero((is_blue | is_orange).sum(axis=1) > 150)
+    for group in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1):
+        # Near the lower edge there is no text.
+        row = group[-len(group) // 10]
+        yield is_blue[row], is_orange[row]
+
+
+def test_boxes_are_as_long_as_the_work_and_idle_time_is_blank(tmp_path):
+    timeline = simulated(stages=3, micro_batches=3)
+    draw_timeline(timeline, tmp_path / "a.png", title="title")
+    drawn = list(lanes(tmp_path / "a.png"))
+    assert len(drawn) == 3
+    whole = max(np.flatnonzero(blue | orange)[-1] for blue, orange in drawn)
+    whole -= min(np.flatnonzero(blue | orange)[0] for blue, orange in drawn)
+    for (blue, orange), idle in zip(drawn, timeline.bubbles, strict=True):
+        # Lines between the boxes are white too.
+        assert (blue | orange).sum() / whole == pytest.approx(1 - idle, abs=0.04)
+        assert orange.sum() / blue.sum() == pytest.approx(2, rel=0.06)
+
+
+def test_a_shorter_step_is_drawn_shorter_on_the_common_axis(tmp_path):
+    draw_timelines([("one", simulated()), ("half", simulated(scale_s=0.5))], tmp_path / "a.png")
+    long, _, short, _ = (blue | orange for blue, orange in lanes(tmp_path / "a.png"))
+    assert np.ptp(np.flatnonzero(short)) / np.ptp(np.flatnonzero(long)) == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_the_same_timeline_gives_the_same_picture(tmp_path, suffix):
+    messages = simulated()
+    for name in "ab":
+        draw_timeline(messages, tmp_path / f"{name}{suffix}", title="t", caption="c", time_label="time")
+    first = (tmp_path / f"a{suffix}").read_bytes()
+    assert first == (tmp_path / f"b{suffix}").read_bytes()
+    if suffix == ".svg":
+        assert ElementTree.fromstring(first).tag.endswith("svg")
+
+
+def test_large_timelines_measured_ones_and_empty_ones_are_drawn(tmp_path):
+    large = simulated(stages=16, micro_batches=16, segments=8, scale_s=1e-3)
+    unit = (0, 0, 0)
+    measured = Timeline(
+        (
+            (Span(Action(Op.FORWARD, *unit), 5.0, 6.0), Span(Action(Op.SEND_ACTIVATION, *unit), 6.0, 6.5)),
+            (Span(Action(Op.INPUT_GRADIENT, 1, 0, 0), 7.0, 8.0), Span(Action(Op.WEIGHT_GRADIENT, 1, 0, 0), 8.0, 9.0)),
+        ),
+        (0, 0),
+    )
+    empty = Timeline(((), ()), (0, 0))
+    draw_timelines([("large", large), ("measured", measured), ("empty", empty)], tmp_path / "a.png")
+    assert imread(tmp_path / "a.png").shape[0] > 1000
+
+
+def test_other_formats_are_refused(tmp_path):
+    with pytest.raises(CuboidError, match=r"\.png, \.svg or \.pdf, not as 'a\.jpg'"):
+        draw_timeline(simulated(), tmp_path / "a.jpg")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0 B"), (999, "999 B"), (1536, "1.5 KiB"), (73.7 * 2**30, "73.7 GiB"), (2**41, "2 TiB")]
+)
+def test_bytes_for_people(number, text):
+    assert format_bytes(number) == text
+
+
+def test_a_trace_is_read_back_as_it_was(tmp_path):
+    timeline = simulated(stages=3, micro_batches=4, segments=3, scale_s=0.37)
+    write_chrome_trace(timeline, tmp_path / "a.json", details={"step": 3})
+    back = read_chrome_trace(tmp_path / "a.json")
+    assert back.peak_bytes == timeline.peak_bytes
+    assert back.bubble == pytest.approx(timeline.bubble, rel=1e-9)
+    for spans, others in zip(timeline.spans, back.spans, strict=True):
+        assert [span.action for span in spans] == [span.action for span in others]
+        np.testing.assert_allclose([s.start_s for s in spans], [s.start_s for s in others], atol=1e-12)
+
+
+def test_a_trace_is_what_perfetto_reads(tmp_path):
+    timeline = simulated(stages=2)
+    write_chrome_trace(timeline, tmp_path / "a.json", name="run", details={"step": 3})
+    trace = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
+    assert trace["otherData"]["step"] == 3
+    assert trace["otherData"]["bubble"] == timeline.bubble
+    names = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
+    assert names == {0: "stage 0", 1: "stage 1"}
+    complete = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(complete) == 2 * 2 * 2 * 2
+    first = min(complete, key=lambda event: (event["tid"], event["ts"]))
+    assert (first["name"], first["ts"], first["dur"]) == ("F0.0.0", 0, 1e6)
+    assert first["args"] == {"action": "F0.0.0", "stage": 0, "micro_batch": 0, "segment": 0}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"otherData": {"peak_bytes": []}, "traceEvents": [{"ph": "X"}]}'])
+def test_other_files_are_no_traces(tmp_path, text):
+    (tmp_path / "a.json").write_text(text, encoding="utf-8")
+    with pytest.raises(CuboidError, match="not a trace of a pipeline"):
+        read_chrome_trace(tmp_path / "a.json")
+
+
+@pytest.fixture
+def cli(tmp_path, capsys):
+    """Runs ``cuboid timeline`` with a picture in the test's folder, and gives what it printed."""
+
+    def run(*arguments):
+        commands(["timeline", "--output", str(tmp_path / "a.png"), *map(str, arguments)], standalone_mode=False)
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4, vocab_size=131
+    ).save_pretrained(folder)
+    return folder
+
+
+def test_the_command_prints_the_bubble_of_equal_units(cli, tmp_path):
+    printed = cli("--stages", 4, "--micro-batches", 8, "--segments", 4)
+    assert f"bubble {3 / 35:.1%}" in printed
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_knows_what_a_model_costs(cli, model):
+    flops = cli("--stages", 2, "--micro-batches", 2, "--segments", 2, "--model", model, "--seq-len", 4096)
+    even = cli(
+        "--stages", 2, "--micro-batches", 2, "--segments", 2, "--model", model, "--seq-len", 4096, "--partition", "even"
+    )  # fmt: skip
+    assert "llama, 4096 tokens cut into 2048, 2048" in even
+    assert "activations" in even
+
+    def bubble(printed):
+        return float(printed.partition("bubble ")[2].partition("%")[0])
+
+    assert 20 <= bubble(flops) < bubble(even)
+
+
+def test_lengths_may_be_given_with_and_without_a_model(cli, model):
+    assert "4 segments" in cli("--partition", "4,3,2,1")
+    assert "8 tokens cut into 5, 3" in cli("--partition", "5,3", "--model", model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--partition", "measured"), "times of real steps"),
+        (("--partition", "flop"), "none of"),
+        (("--seq-len", "64"), "--model PATH"),
+        (("--model", "MODEL"), "needs --seq-len"),
+        (("--model", "MODEL", "--seq-len", "63", "--multiple", "8"), "63 is not a multiple"),
+        (("--model", "MODEL", "--seq-len", "64", "--partition", "32,16"), "adds up to 48"),
+        (("--model", "MODEL", "--seq-len", "64", "--stages", "7"), "6 layers"),
+        (("--model", "MODEL", "--seq-len", "64", "--segments", "9", "--multiple", "8"), "8 or fewer would work"),
+        (("--schedule", "1f1b", "--segments", "2"), 'take "seq1f1b"'),
+        (("--model", "EMPTY", "--seq-len", "64"), "no config that transformers knows"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_what_would(cli, model, tmp_path, arguments, problem):
+    places = {"MODEL": model, "EMPTY": tmp_path}
+    with pytest.raises((BadParameter, CuboidError)) as refused:
+        cli(*(places.get(argument, argument) for argument in arguments))
+    assert problem in str(refused.value)
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_the_page_is_up_to_date_and_its_picture_is_drawn(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(DOCS))
+    monkeypatch.setattr(sys, "argv", ["generate_timeline.py", "--check", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(DOCS / "generate_timeline.py"), run_name="__main__")
+    assert ended.value.code == 0
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
