@@ -6,6 +6,7 @@ from typing import Any
 
 from cuboid.config import CuboidConfig
 from cuboid.errors import ConfigError, MeshError
+from cuboid.seq1f1b.schedules import SCHEDULES
 from cuboid.topology import MeshShape, divisors
 
 #: Sections that change how the model runs in ways that nobody has fitted to a sharded model.
@@ -98,6 +99,8 @@ def _check_precision(config: CuboidConfig, rest: dict[str, Any]) -> None:
 def _check_pipeline(config: CuboidConfig, rest: dict[str, Any]) -> None:
     if config.pipeline is None:
         return
+    if config.pipeline.schedule not in SCHEDULES:
+        raise ConfigError(f"pipeline.schedule is {config.pipeline.schedule!r}; known: {', '.join(SCHEDULES)}")
     section = rest.get("zero_optimization") or {}
     stage = section.get("stage", 0)
     if stage == 2:

@@ -105,8 +105,10 @@ class PipelineConfig(_Section):
         '"flops": so that the costliest stage, the head counted, costs the least; "layers": as equal as can be; or a '
         "list of numbers, one for each stage.",
     )
-    schedule: Literal["seq1f1b", "1f1b", "gpipe"] = Field(
-        "seq1f1b", description="Order of the units. With one segment, `seq1f1b` is `1f1b`."
+    schedule: str = Field(
+        "seq1f1b",
+        description="Order of the units: `seq1f1b`, `gpipe`, or, with one segment, `1f1b`, which is then the same as "
+        "`seq1f1b`.",
     )
     kv_gradients: Literal["fp32", "parameter"] = Field(
         "fp32",

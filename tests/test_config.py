@@ -114,6 +114,7 @@ def test_a_pipeline_needs_its_stages_and_no_autotp():
         ({"fp16": {"enabled": True}}, 2, "fp16.*pipeline.engine seq1f1b"),
         ({"bf16": {"enabled": True}}, 2, "stage 0 with bf16.*use stage 1"),
         ({"train_batch_size": 3}, 2, "train_batch_size is 3"),
+        ({"pipeline": {**PIPELINE, "schedule": "1b1f"}}, 2, "schedule is '1b1f'; known: gpipe, 1f1b, seq1f1b"),
     ],
 )
 def test_settings_that_do_not_go_with_a_pipeline_are_refused(keys, world_size, message):
