@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.utils import clip_grad_norm_
 
 from cuboid.hf.save import full_state_dict
 from cuboid.mesh import Mesh
 
 
 class ModelParallelUnit:
-    """A mesh in the words of DeepSpeed's (Megatron's) ``mpu``: the whole mesh is one model-parallel group."""
+    """A mesh in the words of DeepSpeed's (Megatron's) ``mpu``: all that hold a copy are one model-parallel group."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -21,15 +22,19 @@ class ModelParallelUnit:
         return self._mesh.model_parallel_group
 
     def get_model_parallel_world_size(self) -> int:
-        """Ranks of the mesh."""
-        return self._mesh.shape.size
+        """Ranks of :meth:`get_model_parallel_group`: of the meshes of all stages."""
+        return len(self._mesh.copy_ranks)
 
     def get_model_parallel_rank(self) -> int:
         """This rank's place in :meth:`get_model_parallel_group`."""
         return dist.get_rank(self.get_model_parallel_group())
 
     get_tensor_model_parallel_group = get_model_parallel_group
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        """Ranks of the mesh."""
+        return self._mesh.shape.size
+
     get_tensor_model_parallel_rank = get_model_parallel_rank
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
@@ -54,7 +59,13 @@ class ModelParallelUnit:
 
 
 class CuboidEngine(DeepSpeedEngine):
-    """A DeepSpeedEngine whose exports hold whole tensors."""
+    """A DeepSpeedEngine whose exports hold whole tensors, and which tells the gradient norm without ZeRO too."""
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip, and keep the norm that DeepSpeed would forget."""
+        self._global_grad_norm = clip_grad_norm_(
+            parameters=self.module.parameters(), max_norm=self.gradient_clipping(), mpu=self.mpu
+        )
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Exports are always gathered."""

@@ -154,7 +154,10 @@ class CuboidPipelineEngine(CuboidEngine):
         Raises:
             CuboidError: always.
         """
-        raise CuboidError("a pipeline engine has no forward of its own; use train_batch or eval_batch")
+        raise CuboidError(
+            "a pipeline engine has no forward of its own; use train_batch or eval_batch, or cuboid.CuboidTrainer in "
+            "place of the Hugging Face Trainer"
+        )
 
     def backward(self, *_: Any, **__: Any) -> NoReturn:
         """Not by itself.

@@ -126,7 +126,8 @@ def _stage_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     @functools.wraps(base.forward)
     def forward(*_: Any, **__: Any) -> Any:
         raise CuboidError(
-            "a pipeline stage has no forward of its own; give micro-batches to the engine's train_batch or eval_batch"
+            "a pipeline stage has no forward of its own; give micro-batches to the engine's train_batch or eval_batch, "
+            "or use cuboid.CuboidTrainer in place of the Hugging Face Trainer"
         )
 
     members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}

@@ -1,0 +1,277 @@
+"""A Trainer script with one changed line, on a pipeline, against the unmodified Trainer in one process."""
+
+import json
+import sys
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cuboid.config import split_config
+from cuboid.errors import ConfigError
+from cuboid.patches import accelerate
+from cuboid.topology import AXES, MeshShape, Topology
+from launching import run, torchrun
+
+SCRIPT = """
+    import json, sys
+    import torch
+    from torch.utils.data import Dataset, IterableDataset
+    from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments, logging
+
+    plan = json.loads(sys.argv[1])
+    if plan["config"] is None:
+        from transformers import Trainer
+    else:
+        from cuboid import CuboidTrainer as Trainer
+
+    logging.set_verbosity_error()
+
+    class Stream(IterableDataset):
+        def __init__(self, rows):
+            self.rows = rows
+        def __iter__(self):
+            return (self.rows[row] for row in range(len(self.rows)))
+
+    class Tokens(Dataset):
+        def __init__(self, count, seed):
+            self.ids = torch.randint(0, 67, (count, 11), generator=torch.Generator().manual_seed(seed))
+        def __len__(self):
+            return len(self.ids)
+        def __getitem__(self, row):
+            labels = self.ids[row].clone()
+            labels[: row % 7] = -100
+            return {"input_ids": self.ids[row], "labels": labels}
+
+    class Calls(TrainerCallback):
+        def __init__(self):
+            self.names = []
+        def on_step_begin(self, *args, **kwargs):
+            self.names.append("begin")
+        def on_substep_end(self, *args, **kwargs):
+            self.names.append("substep")
+        def on_step_end(self, *args, **kwargs):
+            self.names.append("end")
+
+    arguments = TrainingArguments(
+        plan["out"], deepspeed=plan["config"], use_cpu=True, report_to=[], disable_tqdm=True, seed=5,
+        per_device_train_batch_size=plan["rows"], per_device_eval_batch_size=plan["rows"],
+        gradient_accumulation_steps=2, num_train_epochs=2, logging_steps=1, learning_rate=1e-3, warmup_steps=2,
+        max_grad_norm=0.5, weight_decay=0.0, include_num_input_tokens_seen="all", **plan["arguments"],
+    )
+    calls, rows = Calls(), Tokens(plan["train"], 3)
+    trainer = Trainer(
+        model=AutoModelForCausalLM.from_pretrained(plan["start"]), args=arguments,
+        train_dataset=Stream(rows) if plan["stream"] else rows, eval_dataset=Tokens(plan["evaluate"], 4),
+        callbacks=[calls],
+    )
+    before = None if plan["resume"] else trainer.evaluate()["eval_loss"]
+    trainer.train(resume_from_checkpoint=plan["resume"])
+    after = trainer.evaluate()["eval_loss"]
+    trainer.save_model(plan["out"])
+    if arguments.process_index == 0:
+        state = trainer.state
+        print("RESULT" + json.dumps([before, after, state.log_history, calls.names, state.total_flos]))
+"""
+
+SIZES = {"vocab_size": 67, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3}
+
+
+def config_of(stages, mesh):
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True, "weight_decay": 0.0}},
+        "pipeline": {"engine": "seq1f1b", "stages": stages, "segments": 2, "stage_balance": "layers"},
+        "tensor_parallel": {"mode": "3d_tensor", "mesh": mesh},
+    }
+
+
+def result_of(status, output):
+    assert status == 0, output
+    line = next(line for line in output.splitlines() if line.startswith("RESULT"))
+    return json.loads(line.removeprefix("RESULT"))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    path = tmp_path_factory.mktemp("trainer")
+    (path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    for name, tied in (("untied", False), ("tied", True)):
+        torch.manual_seed(0)
+        config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied, **SIZES)
+        LlamaForCausalLM(config).save_pretrained(path / name)
+    return path
+
+
+def plan_of(root, out, start, rows, *, config=None, resume=None, stream=False, train=26, evaluate=16, **arguments):
+    arguments = {"eval_strategy": "epoch", "save_strategy": "no", **arguments}
+    plan = {"out": str(root / out), "start": str(root / start), "config": config, "resume": resume, "stream": stream}
+    return json.dumps({**plan, "rows": rows, "train": train, "evaluate": evaluate, "arguments": arguments})
+
+
+def compare(expected, result, *, logs_next_rate=False):
+    for one, other in zip(expected[:2], result[:2], strict=True):
+        assert other == pytest.approx(one, rel=1e-5)
+    assert len(expected[2]) == len(result[2])
+    tolerances = {"loss": 1e-5, "eval_loss": 1e-5, "grad_norm": 1e-4, "train_loss": 1e-5, "epoch": 1e-9}
+    tolerances |= {"num_input_tokens_seen": 0, "step": 0}
+    for one, other in zip(expected[2], result[2], strict=True):
+        assert {key for key in tolerances if key in one} == {key for key in tolerances if key in other}
+        for key in tolerances.keys() & one.keys():
+            assert other[key] == pytest.approx(one[key], rel=tolerances[key]), (key, one, other)
+    rates, ours = ([entry["learning_rate"] for entry in run[2] if "loss" in entry] for run in (expected, result))
+    if logs_next_rate:
+        rates, ours = rates[1:], ours[:-1]
+    assert ours == pytest.approx(rates, rel=1e-9)
+    assert expected[3] == result[3]
+    assert result[4] == pytest.approx(expected[4], rel=1e-6)
+
+
+def compare_weights(root, expected, saved):
+    one, other = (load_file(root / name / "model.safetensors") for name in (expected, saved))
+    assert one.keys() == other.keys()
+    for name, weight in one.items():
+        # Adam's first steps have the size of the learning rate where a gradient is nearly zero, whatever its sign.
+        torch.testing.assert_close(other[name], weight, rtol=0, atol=2e-4, msg=name)
+
+
+def test_a_pipeline_trains_evaluates_and_saves_as_one_process_does(root):
+    """Seven micro-batches an epoch, the last one short, in groups of two: each epoch ends with a group of one."""
+    script, config = root / "script.py", config_of(2, {})
+    # The Trainer's own optimizer and schedule.
+    del config["optimizer"]
+    alone = result_of(*run(sys.executable, script, plan_of(root, "alone", "tied", 4)))
+    plan = plan_of(root, "piped", "tied", 4, config=config, activation_checkpointing=True)
+    piped = result_of(*torchrun(2, script, plan))
+    assert piped[3].count("end") == 8
+    assert piped[3].count("substep") == 6
+    compare(alone, piped)
+    compare_weights(root, "alone", "piped")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True], ids=["rows", "stream"])
+def test_two_replicas_whose_ranks_are_not_neighbours(root, stream):
+    script = root / "script.py"
+    # Of a stream, whole epochs of two steps, since the Trainer can't know where they end.
+    given = {"stream": True, "train": 32, "max_steps": 5, "eval_strategy": "no"} if stream else {"train": 40}
+    alone = result_of(*run(sys.executable, script, plan_of(root, f"alone{stream}", "untied", 8, **given)))
+    plan = plan_of(root, f"piped{stream}", "untied", 4, config=config_of(2, {}), **given)
+    # DeepSpeed's optimizer: its engine steps the schedule before the Trainer logs the rate.
+    compare(alone, result_of(*torchrun(4, script, plan)), logs_next_rate=True)
+    compare_weights(root, f"alone{stream}", f"piped{stream}")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_resumes_where_it_was_saved(root):
+    save = {"save_strategy": "steps", "save_steps": 3}
+    config = config_of(2, {"sequence": 2})
+    whole = result_of(*torchrun(4, root / "script.py", plan_of(root, "saved", "tied", 4, config=config, **save)))
+    checkpoint = str(root / "saved" / "checkpoint-3")
+    plan = plan_of(root, "resumed", "tied", 4, config=config, resume=checkpoint, **save)
+    resumed = result_of(*torchrun(4, root / "script.py", plan))
+    losses, rest = ({e["step"]: e["loss"] for e in run[2] if "loss" in e} for run in (whole, resumed))
+    assert {step: rest[step] for step in range(4, 9)} == pytest.approx({s: losses[s] for s in range(4, 9)}, rel=1e-6)
+    assert resumed[1] == pytest.approx(whole[1], rel=1e-6)
+    # What the Trainer saves beside the engine's own files opens with plain transformers.
+    reopened = LlamaForCausalLM.from_pretrained(checkpoint).state_dict()
+    started = LlamaForCausalLM.from_pretrained(root / "tied").state_dict()
+    assert reopened.keys() == started.keys()
+    assert not all(torch.equal(reopened[name], started[name]) for name in started)
+
+
+REFUSALS = """
+    import json, sys
+    import torch
+    from cuboid.errors import CuboidError
+    from cuboid import CuboidTrainer
+    from transformers import AutoModelForCausalLM, TrainingArguments
+
+    out, start, config = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+
+    class OwnLoss(CuboidTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+    def message_of(cls=CuboidTrainer, arguments=None, **given):
+        options = TrainingArguments(out, deepspeed=config, use_cpu=True, report_to=[], save_strategy="no")
+        for name, value in (arguments or {}).items():
+            setattr(options, name, value)
+        try:
+            trainer = cls(model=AutoModelForCausalLM.from_pretrained(start), args=options, **given)
+            row = torch.arange(8)
+            trainer.predict([{"input_ids": row, "labels": row}])
+        except CuboidError as error:
+            return str(error)
+
+    values = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0}
+    names = ["torch_compile", "fp16", "fp16_full_eval", "bf16_full_eval", "use_liger_kernel", "auto_find_batch_size"]
+    messages = {name: message_of(arguments={name: values.get(name, True)}) for name in [*values, *names]}
+    messages["compute_loss_func"] = message_of(compute_loss_func=lambda *_: None)
+    messages["OwnLoss.compute_loss"] = message_of(OwnLoss)
+    messages["compute_metrics"] = message_of(compute_metrics=lambda _: {})
+    messages["predictions"] = message_of()
+    allowed = message_of(compute_metrics=lambda _: {}, arguments={"prediction_loss_only": True})
+    print("RESULT" + json.dumps([messages, allowed]))
+"""
+
+
+def test_what_a_pipeline_cannot_do_is_refused_by_name(root):
+    (root / "refusals.py").write_text(textwrap.dedent(REFUSALS))
+    plan = (root / "refused", root / "untied", json.dumps(config_of(1, {})))
+    messages, allowed = result_of(*torchrun(1, root / "refusals.py", *plan))
+    assert all(message is not None and name in message for name, message in messages.items()), messages
+    assert allowed is None
+
+
+WORLDS = [(4, 2, {}), (8, 2, {"sequence": 2}), (12, 3, {"hidden": 2}), (4, 1, {"sequence": 2})]
+
+
+@pytest.mark.parametrize(("world", "stages", "mesh"), WORLDS)
+def test_ranks_of_a_replica_share_their_data_and_no_others_do(monkeypatch, world, stages, mesh):
+    config = config_of(stages, mesh) | {"train_micro_batch_size_per_gpu": 4}
+    state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config=config))
+    monkeypatch.setattr(accelerate, "AcceleratorState", lambda: state)
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+
+    def loader(dataloader, num_processes=None, process_index=None, dispatch_batches=None, torch_device_mesh=None):
+        return num_processes, process_index, dispatch_batches, torch_device_mesh
+
+    prepare = accelerate._prepare_data_loader(loader)
+    replicas = {}
+    for rank in range(world):
+        monkeypatch.setenv("RANK", str(rank))
+        count, index, dispatches, device_mesh = prepare(
+            [], num_processes=world, process_index=rank, torch_device_mesh=object()
+        )
+        assert (dispatches, device_mesh) == (False, None)
+        replicas.setdefault(index, []).append(rank)
+        with pytest.raises(ConfigError, match="dispatch_batches"):
+            prepare([], dispatch_batches=True)
+    topology = Topology(MeshShape(**mesh), world, stages)
+    assert count == topology.data == len(replicas)
+    assert list(replicas.values()) == topology.groups(("pipe", *AXES))
+    # Of what was gathered from all ranks, one copy of each replica's rows remains, in the order of the replicas.
+    gathered = torch.arange(world).repeat_interleave(3)
+    ours, _ = split_config(config)
+    kept = accelerate._one_of_each_copy(gathered, config=ours)
+    assert kept.tolist() == [ranks[0] for ranks in replicas.values() for _ in range(3)]
+
+
+def test_other_configs_keep_accelerates_data_loader(monkeypatch):
+    state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config={"tensor_parallel": {"autotp_size": 2}}))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+
+    def loader(dataloader, **given):
+        return given
+
+    for other in (state, SimpleNamespace(deepspeed_plugin=None), SimpleNamespace()):
+        monkeypatch.setattr(accelerate, "AcceleratorState", lambda other=other: other)
+        assert accelerate._prepare_data_loader(loader)([], process_index=3) == {"process_index": 3}
