@@ -16,12 +16,12 @@ export DS_BUILD_OPS := 0
 
 NAME ?= stdlib
 RUN := runs/$(NAME)
-CONFIG ?= configs/llama_2x2x2.json
+CONFIG ?= configs/llama_2_stages_1x2x2.json
 MODEL ?=
 DATA ?=
 STEPS ?=
 RANKS ?= 8
-SEQUENCE ?= 128
+SEQUENCE ?= 256
 
 # Without an accelerator for each rank, the ranks are CPU processes.
 GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')

@@ -54,6 +54,10 @@ def _kind_of_member(member: dict[str, Any]) -> str:
         return "object"
     if "const" in member:
         return _value(member["const"])
+    if "enum" in member:
+        return " or ".join(map(_value, member["enum"]))
+    if member["type"] == "array":
+        return f"[{_kind_of_member(member['items'])}, …]"
     least = f" ≥ {member['minimum']}" if "minimum" in member else ""
     return f"{member['type']}{least}"
 

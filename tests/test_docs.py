@@ -78,10 +78,10 @@ def test_configs_are_valid(page):
     loaded = [yaml.safe_load(text) for text in blocks(page, "yaml")]
     loaded += [json.loads(re.sub(r"//.*", "", text)) for text in blocks(page, "json", "jsonc")]
     for config in loaded:
-        if "tensor_parallel" in config:
+        if "tensor_parallel" in config or "pipeline" in config:
             ours, rest = cuboid.split_config(config)
             assert ours is not None
-            check_framework_config(ours, rest, ours.tensor_parallel.mesh_size)
+            check_framework_config(ours, rest, ours.ranks)
 
 
 @pages

@@ -14,6 +14,7 @@ import pytest
 import typer
 from transformers import AutoModelForCausalLM
 
+from comparing import describe, mesh_section
 from conftest import TIMEOUT_S
 from cuboid import CuboidError, MeshShape
 from cuboid.cli import commands
@@ -60,22 +61,12 @@ def parity(pool: WorkerPool, checkpoint: Callable[[SmallModel], str]) -> Compare
 
 def section(mesh: str | dict[str, Any]) -> dict[str, Any]:
     """The tensor_parallel section, of a mesh or of the section's own other keys."""
-    if isinstance(mesh, dict):
-        return {"mode": "3d_tensor", **mesh}
-    shape = MeshShape.parse(mesh)
-    axes = {"batch": shape.batch, "sequence": shape.sequence, "hidden": shape.hidden}
-    return {"mode": "3d_tensor", "mesh": axes}
+    return {"mode": "3d_tensor", **mesh} if isinstance(mesh, dict) else mesh_section(mesh)
 
 
 def rows(mesh: str | dict[str, Any]) -> int | None:
     """Size of the batch axis, where it's known."""
     return MeshShape.parse(mesh).batch if isinstance(mesh, str) else None
-
-
-def describe(report: PassReport) -> str:
-    """What failed, for the test's output."""
-    failed = [f"{c.kind} {c.name}: {c.error:.1e}" for c in report.checks if not c.passed]
-    return f"{report.first_difference}; {len(failed)} of {len(report.checks)} fail: {', '.join(failed[:12])}"
 
 
 @pytest.mark.parametrize(("mesh", "architecture"), COVERING)

@@ -150,6 +150,7 @@ def test_a_report_prints_and_writes_what_it_found(tmp_path: Path) -> None:
     assert "mesh 2×2×2" in printed
     assert "✗ 1 of 12 checks fail" in printed
     assert "second has the first gradient that differs" in printed
+    assert "stages" not in printed
     report.write(tmp_path / "new" / "report.json")
     written = json.loads((tmp_path / "new" / "report.json").read_text(encoding="utf-8"))
     assert written["passed"] is False
@@ -185,7 +186,7 @@ def test_parts_of_the_residual_stream_are_put_together() -> None:
     padded = functional.pad(whole, (0, 0, 0, 2))
     at = [topology.coordinate(rank) for rank in range(12)]
     parts = [padded[c.batch : c.batch + 1, c.sequence * 3 : c.sequence * 3 + 3, c.hidden * 2 :][..., :2] for c in at]
-    assert torch.equal(assemble(parts, at, topology.shape, 7), whole)
+    assert torch.equal(assemble(parts, at, topology.shape)[:, :7], whole)
 
 
 def test_every_kind_of_row_comes_up() -> None:
@@ -198,6 +199,29 @@ def test_every_kind_of_row_comes_up() -> None:
     assert (labels[mask == 0] == -100).all()
     assert (labels[0] == -100).any()
     assert (labels[0] != -100).any()
+
+
+def test_padding_stays_on_the_right_where_it_must() -> None:
+    mask = Plan("nowhere", batch=4, sequence_length=16, left_padding=False).micro_batches(0, 0, 50)[0]["attention_mask"]
+    assert mask.sum(1).tolist() == [16, 12, 12, 16]
+    assert mask[:, 0].all()
+
+
+def test_packed_rows_begin_anew_and_have_no_padding() -> None:
+    batch = Plan("nowhere", batch=4, sequence_length=48, packed=True).micro_batches(0, 0, 50)[0]
+    positions = batch["position_ids"]
+    assert "attention_mask" not in batch
+    assert (positions[:, 0] == 0).all()
+    assert ((positions[:, 1:] == positions[:, :-1] + 1) | (positions[:, 1:] == 0)).all()
+    assert ((positions == 0).sum(1) > 2).all()
+    assert (batch["labels"][0, -12:] != -100).any()
+
+
+def test_lengths_vary_by_micro_batch() -> None:
+    plan = Plan("nowhere", sequence_length=32, accumulate=2, data_parallel=2, varying=True)
+    lengths = [[batch["labels"].shape[1] for batch in plan.micro_batches(0, r, 50)] for r in (0, 1)]
+    assert lengths == [[32, 28], [24, 20]]
+    assert plan.label_tokens(0, 50) < Plan("nowhere", accumulate=2, data_parallel=2).label_tokens(0, 50)
 
 
 def test_replicas_and_steps_see_different_data_and_both_sides_the_same() -> None:
@@ -235,6 +259,13 @@ def test_the_engine_takes_from_a_config_what_changes_its_results() -> None:
     assert given["optimizer"]["params"]["lr"] == 0.01
     assert (given["train_micro_batch_size_per_gpu"], given["gradient_accumulation_steps"]) == (4, 3)
     assert not {"scheduler", "tensorboard"} & given.keys()
+
+
+def test_the_mean_of_a_pipeline_is_over_tokens() -> None:
+    config = {"pipeline": {"engine": "seq1f1b", "stages": 2}}
+    plan = engine_plan_of(Plan("nowhere"), config)
+    assert plan.mean_over == "tokens"
+    assert engine_config_of(plan, config)["pipeline"] == config["pipeline"]
 
 
 def test_deepspeeds_own_clipping_is_known() -> None:

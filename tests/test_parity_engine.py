@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from comparing import describe, mesh_section
 from conftest import TIMEOUT_S
 from cuboid import MeshShape
 from cuboid.verify import Architecture, PassReport, Plan, SmallModel, WorkerPool, verify
@@ -18,13 +19,11 @@ def parity(pool: WorkerPool, checkpoint: Callable[[SmallModel], str]) -> Compare
 
     def run(mesh: str, architecture: Architecture, settings: dict[str, Any], **changes: Any) -> PassReport:
         shape = MeshShape.parse(mesh)
-        axes = {"batch": shape.batch, "sequence": shape.sequence, "hidden": shape.hidden}
-        config = {**settings, "tensor_parallel": {"mode": "3d_tensor", "mesh": axes}}
+        config = {**settings, "tensor_parallel": mesh_section(mesh)}
         path = checkpoint(SmallModel.fitting(architecture, shape.size))
         plan = Plan(path, batch=2 * shape.batch, accumulate=2, steps=3, **changes)
         report = verify(plan, config, passes=("engine",), pool=pool, timeout_s=TIMEOUT_S).passes[0]
-        failed = [f"{c.kind} {c.name}: {c.error:.1e}" for c in report.checks if not c.passed]
-        assert report.passed, f"{report.first_difference}: {failed}"
+        assert report.passed, describe(report)
         return report
 
     return run

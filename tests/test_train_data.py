@@ -3,6 +3,7 @@
 import json
 import socket
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from cuboid.train.corpus import Corpus, python_sources, read_corpus, split_files
 from cuboid.train.curve import draw, smooth
 from cuboid.train.job import TrainOptions, check_size, plan
 from cuboid.train.loop import History
-from cuboid.train.report import HeldoutPoint, Losses, MeshSizes, Report, Speed, rank_figures
+from cuboid.train.report import HeldoutPoint, Losses, MeshSizes, RankFigures, Report, Speed
 from cuboid.train.start import train_tokenizer
 from cuboid.train.tokens import Tokens, TokensMeta, fingerprint, tokenize
 from cuboid.train.world import World
@@ -188,8 +189,10 @@ def test_the_order_depends_on_seed_and_epoch():
 def test_every_heldout_block_counts_once(blocks, replicas, micro_batch):
     data = torch.arange(blocks * 5).view(blocks, 5)
     seen, tokens = [], 0
-    for replica in range(replicas):
-        for batch in heldout_batches(data, Share(replica, replicas, micro_batch)):
+    shares = [list(heldout_batches(data, Share(replica, replicas, micro_batch))) for replica in range(replicas)]
+    assert len(set(map(len, shares))) == 1
+    for batches in shares:
+        for batch in batches:
             assert batch.input_ids.shape == batch.labels.shape == (micro_batch, 5)
             counted = batch.labels[:, 0] != IGNORED
             assert torch.equal(batch.labels[counted], batch.input_ids[counted])
@@ -204,6 +207,21 @@ def test_heldout_blocks_are_spread_over_the_stream():
     blocks = Blocks(np.arange(100, dtype=np.int32), 10)
     assert heldout_blocks(blocks, 4)[:, 0].tolist() == [0, 20, 50, 70]
     assert len(heldout_blocks(blocks, 32)) == 10
+
+
+@pytest.mark.parametrize(
+    ("asked", "steps", "folder", "step"),
+    [({"trace": True}, 10, "out/trace", 3), ({"trace": "elsewhere", "trace_step": 7}, 5, "elsewhere", 5)],
+)
+def test_a_trace_goes_to_the_folder_of_the_run_before_it_ends(options, tmp_path, asked, steps, folder, step):
+    config = tmp_path / "pipeline.json"
+    pipeline = {"engine": "seq1f1b", "stages": 2, **asked}
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "pipeline": pipeline}))
+    job = plan(options(config=config, steps=steps))
+    assert job.has_pipeline
+    placed = job.config["pipeline"]
+    assert Path(placed["trace"]) == (tmp_path / folder if asked["trace"] is True else Path(folder))
+    assert placed["trace_step"] == step
 
 
 def test_the_schedule_is_stretched_to_the_steps(options):
@@ -334,14 +352,16 @@ def test_the_report_is_read_back_as_it_was_written_and_its_curve_is_a_picture(tm
         speed=Speed(tokens=24, tokens_per_s=5.3, step_s=1.5, wall_s=20.0),
         parameters=20,
         memory_kind="resident set of the process",
-        ranks=rank_figures([[10, 100, 7], [10, 90, 7]], ["sequence"]),
+        ranks=[
+            RankFigures(stage=0, parameters=10, peak_memory_bytes=peak, sent_bytes_per_step={"sequence": 7})
+            for peak in (100, 90)
+        ],
         train_losses=history.losses,
         heldout_losses=[HeldoutPoint(step=0, loss=3.0), HeldoutPoint(step=3, loss=1.5)],
         config={},
         versions={},
     )
     assert Report.model_validate_json(report.write(tmp_path).read_text()) == report
-    assert report.ranks[1].sent_bytes_per_step == {"sequence": 7}
     draw(report, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 

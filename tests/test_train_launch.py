@@ -4,16 +4,17 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from cuboid.seq1f1b.trace import read_chrome_trace
 from cuboid.train.report import Report
 from cuboid.train.start import train_tokenizer
 from launching import BIN, ROOT, end, finish, free_port, run, start
 
 STEPS, RANKS = 5, 4
-#: Two replicas of a mesh of two ranks.
 MESH = {"batch": 1, "sequence": 2, "hidden": 1}
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -22,6 +23,12 @@ CONFIG = {
     "zero_optimization": {"stage": 1},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
     "tensor_parallel": {"mode": "3d_tensor", "mesh": MESH},
+}
+PIPELINE = {"engine": "seq1f1b", "stages": 2, "segments": 3, "partition": [16, 10, 6], "trace": True}
+#: Two replicas each: of a mesh of two ranks, and of two stages of one rank.
+CONFIGS = {
+    "mesh": CONFIG,
+    "pipeline": {**{key: CONFIG[key] for key in CONFIG if key != "tensor_parallel"}, "pipeline": PIPELINE},
 }
 DEEPSPEED = [BIN / "deepspeed", "--quiet", "--master_port", free_port()]
 LAUNCHERS = {
@@ -43,7 +50,7 @@ LAUNCHERS = {
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """A tiny checkpoint, text, and a config."""
+    """A tiny checkpoint with tied embeddings, text, and configs."""
     folder = tmp_path_factory.mktemp("job")
     texts = [f"def function_{n}(x):\n    return x * {n}\n" * 20 for n in range(60)]
     (folder / "text").mkdir()
@@ -56,28 +63,38 @@ def job(tmp_path_factory):
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        tie_word_embeddings=True,
     )
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     train_tokenizer(texts, 300).save_pretrained(folder / "model")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    for name, content in CONFIGS.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
     return folder
 
 
-def train_arguments(job, out):
-    names = {"model": job / "model", "data": job / "text", "config": job / "config.json", "out": out}
+def train_arguments(job, out, config="mesh"):
+    names = {"model": job / "model", "data": job / "text", "config": job / f"{config}.json", "out": out}
     options = [f"--{name}={value}" for name, value in names.items()]
     return ["cuboid.cli", "train", *options, f"--steps={STEPS}", "--sequence-length=32", "--heldout-blocks=5"]
 
 
 @pytest.mark.parametrize(
-    "launcher",
-    ["deepspeed", pytest.param("torchrun", marks=pytest.mark.slow), pytest.param("accelerate", marks=pytest.mark.slow)],
+    ("launcher", "config"),
+    [
+        ("deepspeed", "mesh"),
+        ("deepspeed", "pipeline"),
+        pytest.param("torchrun", "mesh", marks=pytest.mark.slow),
+        pytest.param("torchrun", "pipeline", marks=pytest.mark.slow),
+        pytest.param("accelerate", "mesh", marks=pytest.mark.slow),
+    ],
 )
-def test_a_run_leaves_a_report_and_a_checkpoint_that_plain_transformers_opens(job, tmp_path, launcher):
-    status, output = run(*LAUNCHERS[launcher], *train_arguments(job, tmp_path))
+def test_a_run_leaves_a_report_and_a_checkpoint_that_plain_transformers_opens(job, tmp_path, launcher, config):
+    status, output = run(*LAUNCHERS[launcher], *train_arguments(job, tmp_path, config))
     assert status == 0, output
     assert output.count(f"step {STEPS}/{STEPS}") == 1, output
-    check_report(Report.model_validate_json((tmp_path / "report.json").read_text()), job)
+    report = Report.model_validate_json((tmp_path / "report.json").read_text())
+    check_report(report, job)
+    CHECKS[config](report, job, tmp_path, output)
     assert (tmp_path / "loss.png").is_file()
 
     status, output = run(sys.executable, ROOT / "docs/examples/evaluate.py", tmp_path, "--tokens=5")
@@ -88,19 +105,45 @@ def test_a_run_leaves_a_report_and_a_checkpoint_that_plain_transformers_opens(jo
 
 
 def check_report(report, job):
-    whole = LlamaForCausalLM.from_pretrained(job / "model").num_parameters()
     assert report.losses.last < report.losses.first
     assert report.losses.heldout_last < report.losses.heldout_first
     assert (report.losses.first, report.losses.last) == (report.train_losses[0], report.train_losses[-1])
     assert [point.step for point in report.heldout_losses] == [0, 1, 2, 3, 4, 5]
     assert report.world_size == len(report.ranks) == RANKS
-    assert report.mesh.model_dump() == {**MESH, "data_parallel": 2}
-    assert report.parameters == whole
-    assert {rank.parameters for rank in report.ranks} == {whole // 2}
+    assert report.parameters == LlamaForCausalLM.from_pretrained(job / "model").num_parameters()
     assert all(rank.peak_memory_bytes > 0 for rank in report.ranks)
+    assert report.speed.tokens == STEPS * 2 * 2 * 2 * 32
+
+
+def check_mesh(report, job, out, output):
+    assert report.pipeline is None
+    assert report.mesh.model_dump() == {**MESH, "data_parallel": 2}
+    assert {rank.parameters for rank in report.ranks} == {report.parameters // 2}
     assert {tuple(rank.sent_bytes_per_step) for rank in report.ranks} == {("sequence",)}
     assert all(rank.sent_bytes_per_step["sequence"] > 0 for rank in report.ranks)
-    assert report.speed.tokens == STEPS * 2 * 2 * 2 * 32
+
+
+def check_pipeline(report, job, out, output):
+    assert report.mesh.model_dump() == {"batch": 1, "sequence": 1, "hidden": 1, "data_parallel": 2}
+    pipeline = report.pipeline
+    assert (pipeline.stages, pipeline.layers, pipeline.segment_lengths) == (2, [1, 1], [16, 10, 6])
+    assert [rank.stage for rank in report.ranks] == [0, 0, 1, 1]
+    # Each stage has a layer and the tied embedding, the last one a norm too.
+    embedding = 300 * 32
+    assert sum(rank.parameters for rank in report.ranks) == 2 * (report.parameters + embedding)
+    # In each direction, whole hidden states of both micro-batches pass once.
+    assert {rank.sent_bytes_per_step["pipe"] for rank in report.ranks} == {2 * 2 * 32 * 32 * 4}
+    trace = pipeline.trace
+    assert trace.step == 3
+    assert Path(trace.picture) == out / "trace" / "step_3.png"
+    assert Path(trace.picture).read_bytes().startswith(b"\x89PNG")
+    assert len(read_chrome_trace(trace.perfetto).spans) == 2
+    assert 0 < trace.measured_bubble < 1
+    assert 0 < trace.simulated_bubble < 1
+    assert output.count(f"drawn in {trace.picture}") == 1
+
+
+CHECKS = {"mesh": check_mesh, "pipeline": check_pipeline}
 
 
 def test_a_mesh_that_does_not_fit_ends_all_ranks_with_one_message(job, tmp_path):
@@ -132,11 +175,13 @@ def test_ctrl_c_ends_all_ranks(job, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_example_script_trains(job, tmp_path):
-    text = tmp_path / "text"
+@pytest.mark.parametrize("script", ["finetune.py", "pipeline.py"])
+def test_the_example_scripts_train(job, tmp_path, script):
+    text, out = tmp_path / "text", tmp_path / "out"
     text.write_text("def f(x):\n    return x\n" * 1000)
-    script = ROOT / "docs/examples/finetune.py"
-    status, output = run(*DEEPSPEED, "--num_accelerators", 8, script, job / "model", text, tmp_path / "out")
+    arguments = (ROOT / "docs/examples" / script, job / "model", text, out)
+    status, output = run(*DEEPSPEED, "--num_accelerators", 8, *arguments)
     assert status == 0, output
     assert output.count("step 20: loss") == 1
-    LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    LlamaForCausalLM.from_pretrained(out)
+    assert (out / "trace" / "step_3.png").is_file() == (script == "pipeline.py")

@@ -1,4 +1,4 @@
-"""``cuboid train``: train a Hugging Face checkpoint on a mesh. Started by a launcher, on every rank."""
+"""``cuboid train``: train a Hugging Face checkpoint on stages and a mesh. Started by a launcher, on every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import typer
 def train(
     model: Annotated[Path, typer.Option(help="Hugging Face checkpoint with its tokenizer.")],
     data: Annotated[Path, typer.Option(help="Text file, folder of text files, or tokens from `cuboid prepare`.")],
-    config: Annotated[Path, typer.Option(help="DeepSpeed config with a tensor_parallel section; JSON or YAML.")],
+    config: Annotated[
+        Path, typer.Option(help="DeepSpeed config with a tensor_parallel or pipeline section; JSON or YAML.")
+    ],
     out: Annotated[Path, typer.Option(help="Folder for model, report.json and loss.png; made if need be.")],
     steps: Annotated[
         int | None,
@@ -23,7 +25,7 @@ def train(
     seed: Annotated[int, typer.Option(help="Of the order of the data, and of dropout.")] = 0,
     local_rank: Annotated[int, typer.Option("--local_rank", "--local-rank", hidden=True)] = 0,
 ) -> None:
-    """Load a checkpoint sharded over the mesh, train it, and save it as plain transformers opens it.
+    """Load a checkpoint sharded over stages and mesh, train it, and save it as plain transformers opens it.
 
     Start it with a launcher: `deepspeed --module cuboid.cli train …`, `torchrun -m cuboid.cli train …` or
     `accelerate launch -m cuboid.cli train …`.
@@ -57,3 +59,9 @@ def train(
             f"loss {losses.first:.3f} -> {losses.last:.3f}, held-out {losses.heldout_last:.4f}; "
             f"{report.speed.tokens_per_s:,.0f} tokens/s; model, report and curve in {out}"
         )
+        if report.pipeline is not None and report.pipeline.trace is not None:
+            trace = report.pipeline.trace
+            typer.echo(
+                f"schedule of step {trace.step}: bubble {trace.measured_bubble:.1%} measured, "
+                f"{trace.simulated_bubble:.1%} simulated; drawn in {trace.picture}"
+            )

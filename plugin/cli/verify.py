@@ -1,4 +1,4 @@
-"""``cuboid verify``: is a model on a mesh the same model? Starts its own processes; needs no launcher."""
+"""``cuboid verify``: is a model on a mesh or in a pipeline the same model? Starts its own processes; no launcher."""
 
 from __future__ import annotations
 
@@ -20,33 +20,51 @@ def verify(
     ] = None,
     arch: Annotated[Architecture | None, typer.Option(help="A small random model instead.")] = None,
     config: Annotated[
-        Path | None, typer.Option(help="DeepSpeed config with a tensor_parallel section; JSON or YAML.")
+        Path | None, typer.Option(help="DeepSpeed config with a tensor_parallel or pipeline section; JSON or YAML.")
     ] = None,
     mesh: Annotated[str | None, typer.Option(help="BATCHxSEQUENCExHIDDEN, instead of the config's.")] = None,
+    stages: Annotated[int | None, typer.Option(help="Stages of a pipeline, instead of the config's.")] = None,
+    segments: Annotated[int | None, typer.Option(help="Segments of each sequence, instead of the config's.")] = None,
+    partition: Annotated[
+        str | None,
+        typer.Option(help='Where sequences are cut, instead of the config\'s: "flops", "even", or lengths: 16,12,4.'),
+    ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of weights and arithmetic in the core pass.")] = "float64",
     batch: Annotated[
         int | None,
         typer.Option(help="Rows of a micro-batch, as a mesh is given it. Default: 2 for each rank of its batch axis."),
     ] = None,
-    sequence_length: Annotated[int, typer.Option("--seq-len", "--sequence-length", help="Tokens of a row.")] = 32,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option("--seq-len", "--sequence-length", help="Tokens of a row. Default: 32, or all of given lengths."),
+    ] = None,
+    varying: Annotated[bool, typer.Option(help="Make three micro-batches out of four shorter.")] = False,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 2,
-    data_parallel: Annotated[int, typer.Option(help="Replicas of the mesh.")] = 1,
+    data_parallel: Annotated[int, typer.Option(help="Replicas of the mesh or pipeline.")] = 1,
     accumulate: Annotated[int, typer.Option(help="Micro-batches of a replica and step.")] = 2,
     masking: Annotated[bool, typer.Option(help="Pad rows on either side, and leave labels out here and there.")] = True,
+    packed: Annotated[
+        bool, typer.Option(help="Several sequences in a row, by position ids that restart, instead of padding.")
+    ] = False,
     checkpointing: Annotated[bool, typer.Option(help="Recompute activations in backward.")] = False,
     casts: Annotated[bool, typer.Option(help="With float64: keep the model's own casts to float32.")] = False,
     engine: Annotated[bool, typer.Option(help="Compare the whole DeepSpeed engine too.")] = True,
     tolerance: Annotated[float | None, typer.Option(help="Largest relative error that passes.")] = None,
     heads: Annotated[int | None, typer.Option(help="With --arch: query heads.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="With --arch: key and value heads.")] = None,
-    layers: Annotated[int, typer.Option(help="With --arch: decoder layers.")] = 2,
+    layers: Annotated[
+        int | None, typer.Option(help="With --arch: decoder layers. Default: 2, or one for each stage.")
+    ] = None,
     vocabulary: Annotated[int, typer.Option(help="With --arch: number of tokens.")] = 131,
     tied: Annotated[bool | None, typer.Option(help="With --arch: tie the embeddings. Default: as it does.")] = None,
     bias: Annotated[bool, typer.Option(help="With --arch: biases where they are optional.")] = False,
+    sliding_window: Annotated[
+        int | None, typer.Option(help="With --arch: attention window, where the architecture may have one.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the result there, as JSON.")] = None,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds that a run of one side may take.")] = 600.0,
 ) -> None:
-    """Compare a model on a mesh with plain transformers.
+    """Compare a model on a mesh, in a pipeline, or both, with plain transformers.
 
     Runs the same batches through both and compares loss, every gradient, its norm, and the weights after some
     optimizer steps. Exits with 1 if anything is over tolerance.
@@ -61,12 +79,14 @@ def verify(
     if (model is None) == (arch is None):
         raise typer.BadParameter("give either --model PATH or --arch NAME")
     quiet()
-    settings = _settings(config, mesh)
-    section = parse_config(settings).tensor_parallel
+    settings = _settings(config, mesh, _pipeline(stages, segments, partition))
+    parsed = parse_config(settings)
+    section, lengths = parsed.tensor_parallel, parsed.pipeline and parsed.pipeline.partition
     # Which axes "auto" has is known once the model is; all ranks divide by it, whatever it is.
     rows = section.mesh_size if section.mesh == "auto" else section.mesh.batch
-    options = {"heads": heads, "kv_heads": kv_heads, "layers": layers, "vocabulary": vocabulary}
-    small = SmallModel.fitting(arch, section.mesh_size, tied=tied, bias=bias, **options) if arch else None
+    options = {"heads": heads, "kv_heads": kv_heads, "layers": layers or max(2, parsed.stages)}
+    options |= {"vocabulary": vocabulary, "tied": tied, "bias": bias, "sliding_window": sliding_window}
+    small = SmallModel.fitting(arch, section.mesh_size, **options) if arch else None
     console = Console()
     with _checkpoint(model, small) as path, console.status("running both sides"):
         plan = Plan(
@@ -74,11 +94,13 @@ def verify(
             dtype=dtype,
             keep_float64=dtype == "float64" and not casts,
             batch=2 * rows if batch is None else batch,
-            sequence_length=sequence_length,
+            sequence_length=sequence_length or (sum(lengths) if isinstance(lengths, tuple) else 32),
+            varying=varying,
             steps=steps,
             data_parallel=data_parallel,
             accumulate=accumulate,
             masking=masking,
+            packed=packed,
             checkpointing=checkpointing,
         )
         report = compare(
@@ -94,19 +116,35 @@ def verify(
     raise typer.Exit(0 if report.passed else 1)
 
 
-def _settings(config: Path | None, mesh: str | None) -> dict[str, Any]:
-    """The config, with the mesh of the command line if there is one."""
+def _settings(config: Path | None, mesh: str | None, pipeline: dict[str, Any]) -> dict[str, Any]:
+    """The config, with the mesh and the pipeline of the command line if there are any."""
     from cuboid.config import load_config
     from cuboid.topology import MeshShape
 
-    if config is None and mesh is None:
-        raise typer.BadParameter("give --config PATH, --mesh BATCHxSEQUENCExHIDDEN, or both")
+    if config is None and mesh is None and not pipeline:
+        raise typer.BadParameter("give --config PATH, --mesh BATCHxSEQUENCExHIDDEN, --stages NUMBER, or several")
     settings: dict[str, Any] = {"zero_optimization": {"stage": 1}} if config is None else load_config(config)
     if mesh is not None:
         shape = MeshShape.parse(mesh)
         axes = {"batch": shape.batch, "sequence": shape.sequence, "hidden": shape.hidden}
         settings["tensor_parallel"] = {"mode": "3d_tensor", "mesh": axes}
+    if pipeline:
+        settings["pipeline"] = {**settings.get("pipeline", {}), "engine": "seq1f1b", **pipeline}
     return settings
+
+
+def _pipeline(stages: int | None, segments: int | None, partition: str | None) -> dict[str, Any]:
+    """Keys of the pipeline section that the command line gives."""
+    given: dict[str, Any] = {"stages": stages, "segments": segments, "partition": partition}
+    if partition is not None and partition[:1].isdigit():
+        lengths = partition.split(",")
+        if not all(length.strip().isdigit() for length in lengths):
+            raise typer.BadParameter(
+                f'--partition {partition!r} is neither "flops", "even" nor lengths such as 16,12,4'
+            )
+        given["partition"] = [int(length) for length in lengths]
+        given["segments"] = segments or len(lengths)
+    return {key: value for key, value in given.items() if value is not None}
 
 
 @contextlib.contextmanager

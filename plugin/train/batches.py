@@ -97,13 +97,15 @@ def heldout_blocks(blocks: Blocks, limit: int) -> Tensor:
 def heldout_batches(blocks: Tensor, share: Share) -> Iterator[HeldoutBatch]:
     """A replica's share of the held-out blocks, each in exactly one replica's batch.
 
-    The last batch is filled up with ignored rows, since a mesh takes whole micro-batches only.
+    A mesh takes whole micro-batches only, and the replicas of a pipeline equally many: ignored rows fill the batches
+    up, and whole batches of them a share that is shorter than the first replica's.
     """
     mine = blocks[share.replica :: share.replicas]
-    for first in range(0, len(mine), share.micro_batch):
+    longest = -(-len(blocks) // share.replicas)
+    for first in range(0, longest, share.micro_batch):
         rows = mine[first : first + share.micro_batch]
-        missing = share.micro_batch - len(rows)
-        input_ids = torch.cat([rows, rows[:1].expand(missing, -1)])
+        filler = blocks[:1].expand(share.micro_batch - len(rows), -1)
+        input_ids = torch.cat([rows, filler])
         labels = input_ids.clone()
         labels[len(rows) :] = IGNORED
         yield HeldoutBatch(input_ids, labels, len(rows) * (rows.shape[1] - 1))

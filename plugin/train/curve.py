@@ -31,10 +31,8 @@ def draw(report: Report, path: Path) -> None:
     tokens_per_step = report.speed.tokens // report.steps
     axes.set_xlabel(f"optimizer steps (of {tokens_per_step:,} tokens)")
     axes.set_ylabel("loss (nats per token)")
-    mesh = report.mesh
     axes.set_title(
-        f"{report.parameters / 1e6:.1f} M parameters on {report.world_size} ranks, mesh "
-        f"{mesh.batch}×{mesh.sequence}×{mesh.hidden}, {report.dtype}",
+        f"{report.parameters / 1e6:.1f} M parameters on {report.world_size} ranks, {report.layout}, {report.dtype}",
         fontsize="medium",
     )
     axes.grid(alpha=0.3)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from cuboid import CheckpointError, ConfigError, CuboidError, load_config
+from cuboid import CheckpointError, ConfigError, CuboidError, load_config, split_config
+from cuboid.train.report import TRACE
 from cuboid.train.tokens import Tokens, TokensMeta, fingerprint
 
 
@@ -46,7 +47,7 @@ class Job:
 
     Attributes:
         options: what was asked.
-        config: the DeepSpeed config, its schedule as long as the run.
+        config: the DeepSpeed config, its schedule as long as the run, its trace in the run's folder.
         steps: optimizer steps.
         micro_batch: sequences of one micro-batch of one replica of the mesh.
         accumulation: micro-batches of one optimizer step.
@@ -65,6 +66,11 @@ class Job:
     tokenizer: Any
     vocabulary: int
     tokens: Tokens | None
+
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether the model is cut into stages, and the engine takes a whole step at once."""
+        return "engine" in (self.config.get("pipeline") or {})
 
     def global_batch(self, replicas: int) -> int:
         """Sequences of one optimizer step on that many replicas of the mesh."""
@@ -85,6 +91,7 @@ def plan(options: TrainOptions) -> Job:
     if isinstance(config.get("tensor_parallel"), dict):
         config["tensor_parallel"].setdefault("gather_logits", False)  # nobody here looks at them
     steps = _steps(options.steps, config)
+    _place_trace(config, options.out, steps)
     micro_batch = _count(config, "train_micro_batch_size_per_gpu", default=None)
     accumulation = _count(config, "gradient_accumulation_steps", default=1)
     tokenizer = load_tokenizer(options.model)
@@ -180,6 +187,16 @@ def _steps(asked: int | None, config: dict[str, Any]) -> int:
     if "total_num_steps" in schedule:
         schedule["total_num_steps"] = steps
     return steps
+
+
+def _place_trace(config: dict[str, Any], out: Path, steps: int) -> None:
+    """Let a trace go to the run's folder, unless another was named, and be taken before the run ends."""
+    ours, _ = split_config(config)
+    if ours is None or ours.pipeline is None or not ours.pipeline.trace:
+        return
+    section = config["pipeline"]
+    section["trace"] = str(out / TRACE) if ours.pipeline.trace is True else ours.pipeline.trace
+    section["trace_step"] = min(ours.pipeline.trace_step, steps)
 
 
 def _count(config: dict[str, Any], key: str, default: int | None) -> int:

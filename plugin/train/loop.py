@@ -7,16 +7,15 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import cuboid
 from cuboid import CuboidError
 from cuboid.train import memory
 from cuboid.train.batches import Blocks, Share, Shuffle, heldout_batches
+from cuboid.train.driver import Driver
 from cuboid.train.progress import TrainProgress
 from cuboid.train.report import HeldoutPoint
-from cuboid.train.world import mean
 
 
 @dataclass
@@ -27,7 +26,7 @@ class History:
         losses: of each optimizer step, nats per token, mean over all replicas.
         heldout: held-out losses, the first before any step.
         step_s: seconds of each optimizer step, evaluations not counted.
-        sent_bytes: bytes that this rank sent in the last optimizer step, by axis of the mesh.
+        sent_bytes: bytes that this rank sent in the last optimizer step, by axis of the mesh and to other stages.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -48,21 +47,21 @@ class Loop:
 
     Attributes:
         engine: what ``deepspeed.initialize`` returned.
+        driver: of the engine.
         blocks: the training data.
         heldout: the held-out blocks, int64 ``[blocks, sequence_length]``.
         shuffle: the order of the training data.
         share: this replica's part.
         accumulation: micro-batches of one optimizer step.
-        device: of this rank.
     """
 
     engine: Any
+    driver: Driver
     blocks: Blocks
     heldout: Tensor
     shuffle: Shuffle
     share: Share
     accumulation: int
-    device: torch.device
 
     @property
     def tokens_per_step(self) -> int:
@@ -90,14 +89,10 @@ class Loop:
         started = time.perf_counter()
         traffic = cuboid.mesh_of(self.engine).traffic
         traffic.reset()
-        total = torch.zeros((), device=self.device)
-        for micro_step in range((step - 1) * self.accumulation, step * self.accumulation):
-            input_ids = self.blocks.take(self.shuffle.indices(micro_step, self.share)).to(self.device)
-            loss = self.engine(input_ids=input_ids, labels=input_ids).loss
-            self.engine.backward(loss)
-            self.engine.step()
-            total += loss.detach()
-        history.losses.append(mean(float(total) / self.accumulation, 1.0, self.device))
+        micro_steps = range((step - 1) * self.accumulation, step * self.accumulation)
+        history.losses.append(
+            self.driver.train(self.blocks.take(self.shuffle.indices(number, self.share)) for number in micro_steps)
+        )
         history.step_s.append(time.perf_counter() - started)
         history.sent_bytes = traffic.snapshot()
         if not math.isfinite(history.losses[-1]):
@@ -106,16 +101,8 @@ class Loop:
                 "or gradient clipping may help"
             )
 
-    @torch.no_grad()
     def _evaluate(self, step: int, progress: TrainProgress) -> HeldoutPoint:
         """Mean loss per token over all held-out blocks, the same on every rank."""
-        self.engine.eval()
-        loss_sum, tokens = 0.0, 0
-        for batch in heldout_batches(self.heldout, self.share):
-            output = self.engine(input_ids=batch.input_ids.to(self.device), labels=batch.labels.to(self.device))
-            loss_sum += float(output.loss) * batch.tokens
-            tokens += batch.tokens
-        self.engine.train()
-        loss = mean(loss_sum / max(tokens, 1), tokens, self.device)
+        loss = self.driver.evaluate(heldout_batches(self.heldout, self.share))
         progress.say(f"held-out loss after {step} steps: {loss:.4f}")
         return HeldoutPoint(step=step, loss=loss)

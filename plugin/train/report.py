@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 #: Names of the files that a run leaves in its folder.
-REPORT, CURVE, MODEL, BLOCKS = "report.json", "loss.png", "model", "heldout_blocks.npy"
+REPORT, CURVE, MODEL, BLOCKS, TRACE = "report.json", "loss.png", "model", "heldout_blocks.npy", "trace"
 
 
 class _Section(BaseModel):
@@ -59,11 +58,35 @@ class Speed(_Section):
 
 
 class RankFigures(_Section):
-    """One rank: the parameters that it owns, its peak memory, the bytes that it sends in a step by axis."""
+    """One rank: the parameters that it holds, its peak memory, the bytes that it sends in a step by axis.
 
+    ``sent_bytes_per_step`` has what goes to other stages under ``pipe``.
+    """
+
+    stage: int
     parameters: int
     peak_memory_bytes: int
     sent_bytes_per_step: dict[str, int]
+
+
+class TraceFigures(_Section):
+    """The measured schedule of one step: its files, and the idle share of its stages beside the simulated one."""
+
+    step: int
+    picture: str
+    perfetto: str
+    measured_bubble: float
+    simulated_bubble: float
+
+
+class PipelineFigures(_Section):
+    """How the model and its sequences were cut. ``trace`` is None unless the config asked for it."""
+
+    stages: int
+    layers: list[int]
+    segment_lengths: list[int]
+    schedule: str
+    trace: TraceFigures | None = None
 
 
 class Report(_Section):
@@ -75,6 +98,7 @@ class Report(_Section):
     dtype: str
     world_size: int
     mesh: MeshSizes
+    pipeline: PipelineFigures | None = None
     steps: int
     seed: int
     sequence_length: int
@@ -91,23 +115,17 @@ class Report(_Section):
     config: dict[str, Any]
     versions: dict[str, str]
 
+    @property
+    def layout(self) -> str:
+        """Stages and mesh in a few words."""
+        mesh = f"mesh {self.mesh.batch}×{self.mesh.sequence}×{self.mesh.hidden}"
+        return mesh if self.pipeline is None else f"{self.pipeline.stages} stages × {mesh}"
+
     def write(self, folder: Path) -> Path:
         """Write the report into a run's folder."""
         path = folder / REPORT
         path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
         return path
-
-
-def rank_figures(rows: Sequence[Sequence[int]], axes: Sequence[str]) -> list[RankFigures]:
-    """One entry per rank from rows ``[parameters, peak memory, bytes sent by each of the axes …]``."""
-    return [
-        RankFigures(
-            parameters=parameters,
-            peak_memory_bytes=memory,
-            sent_bytes_per_step=dict(zip(axes, sent, strict=True)),
-        )
-        for parameters, memory, *sent in rows
-    ]
 
 
 def versions() -> dict[str, str]:

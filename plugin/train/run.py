@@ -15,6 +15,8 @@ from cuboid import CuboidError
 from cuboid.train import memory
 from cuboid.train.batches import Blocks, Share, Shuffle, heldout_blocks
 from cuboid.train.corpus import read_corpus
+from cuboid.train.driver import Driver, MicroBatchDriver, PipelineDriver
+from cuboid.train.figures import own_parameters, pipeline_figures, rank_figures
 from cuboid.train.job import Job, TrainOptions, check_size, check_tokens, plan
 from cuboid.train.loop import History, Loop
 from cuboid.train.progress import TrainProgress
@@ -27,7 +29,6 @@ from cuboid.train.report import (
     MeshSizes,
     Report,
     Speed,
-    rank_figures,
     versions,
 )
 from cuboid.train.tokens import Tokens, tokenize
@@ -52,13 +53,13 @@ def run(options: TrainOptions, world: World) -> Report:
     device = world.connect()
     tokens = job.tokens or _tokenize(job, share, world, device)
     _clear(options.out, world)
-    torch.manual_seed(options.seed + share.replica)  # for dropout: alike within a mesh, which divides the masks itself
+    torch.manual_seed(_dropout_seed(options.seed, cuboid.mesh_of(model)))
     engine, *_ = deepspeed.initialize(model=model, config=copy.deepcopy(job.config))
     loop = _loop(job, engine, tokens, share, device)
     with TrainProgress(job.steps, shown=world.is_first) as progress:
         history = loop.run(job.steps, options.evaluations, progress)
     cuboid.save_pretrained(engine, str(options.out / MODEL))
-    report = _report(job, loop, history, tokens, world, started)
+    report = _report(job, loop, history, tokens, world, device, started)
     if world.is_first:
         from cuboid.train.curve import draw  # the other ranks have no use for matplotlib, which takes a second
 
@@ -67,6 +68,11 @@ def run(options: TrainOptions, world: World) -> Report:
         draw(report, options.out / CURVE)
         report.write(options.out)
     return report
+
+
+def _dropout_seed(seed: int, mesh: cuboid.Mesh) -> int:
+    """Alike within a mesh, which divides the masks itself; another one for each replica and each stage."""
+    return seed + mesh.coordinate.pipe * mesh.topology.data + mesh.coordinate.data
 
 
 def _share(job: Job, mesh: cuboid.Mesh) -> Share:
@@ -102,24 +108,27 @@ def _loop(job: Job, engine: object, tokens: Tokens, share: Share, device: torch.
     blocks = Blocks(tokens.stream("train"), length)
     heldout = heldout_blocks(Blocks(tokens.stream("heldout"), length), job.options.heldout_blocks)
     shuffle = Shuffle(len(blocks), job.options.seed)
-    return Loop(engine, blocks, heldout, shuffle, share, job.accumulation, device)
+    driver: Driver = MicroBatchDriver(engine, device)
+    if job.has_pipeline:
+        driver = PipelineDriver(engine, device, job.accumulation)
+    return Loop(engine, driver, blocks, heldout, shuffle, share, job.accumulation)
 
 
-def _report(job: Job, loop: Loop, history: History, tokens: Tokens, world: World, started: float) -> Report:
+def _report(
+    job: Job, loop: Loop, history: History, tokens: Tokens, world: World, device: torch.device, started: float
+) -> Report:
     mesh = cuboid.mesh_of(loop.engine)
-    parameters = sum(parameter.numel() for parameter in loop.engine.module.parameters())
-    own = [parameters, memory.peak_bytes(), *history.sent_bytes.values()]
-    ranks = rank_figures(gather(own, world, loop.device), list(history.sent_bytes))
     shape, options = mesh.shape, job.options
     return Report(
         model=str(options.model),
         data=tokens.meta.source,
-        device=str(loop.device),
+        device=str(device),
         dtype=str(job.dtype).removeprefix("torch."),
         world_size=world.size,
         mesh=MeshSizes(
             batch=shape.batch, sequence=shape.sequence, hidden=shape.hidden, data_parallel=loop.share.replicas
         ),
+        pipeline=pipeline_figures(job, loop.engine) if job.has_pipeline else None,
         steps=job.steps,
         seed=options.seed,
         sequence_length=options.sequence_length,
@@ -137,9 +146,9 @@ def _report(job: Job, loop: Loop, history: History, tokens: Tokens, world: World
             step_s=history.mean_step_s,
             wall_s=time.perf_counter() - started,
         ),
-        parameters=sum(rank.parameters for rank in ranks) // loop.share.replicas,
+        parameters=sum(gather(own_parameters(loop.engine), world)) // loop.share.replicas,
         memory_kind=memory.kind(),
-        ranks=ranks,
+        ranks=gather(rank_figures(loop.engine, history.sent_bytes), world),
         train_losses=history.losses,
         heldout_losses=history.heldout,
         config=job.config,

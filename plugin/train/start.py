@@ -35,18 +35,19 @@ def train_tokenizer(documents: Sequence[str], vocabulary: int) -> PreTrainedToke
 
 
 def write_llama(folder: Path, vocabulary: int, tokenizer: Any, seed: int) -> int:
-    """Write a Llama checkpoint of about 10 million parameters (at 4096 tokens) and its tokenizer.
+    """Write a Llama checkpoint of about 8 million parameters (at 4096 tokens) and its tokenizer.
 
-    Two layers only: on a few cores, the collectives of a layer cost more than its arithmetic.
+    Few layers only: on a few cores, the collectives of a layer cost more than its arithmetic. The head multiplies about
+    as much as a layer, so that two stages of two and of one layer are in balance.
 
     Returns:
         The number of parameters.
     """
     config = LlamaConfig(
         vocab_size=vocabulary,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=2,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=3,
         num_attention_heads=8,
         num_key_value_heads=4,
         max_position_embeddings=1024,

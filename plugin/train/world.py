@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from cuboid import CuboidError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -93,12 +95,11 @@ def agree(failure: CuboidError | None, world: World, device: torch.device) -> No
         raise CuboidError(f"rank {int(failed.item()) - 1} could not go on; see its own messages")
 
 
-def gather(numbers: Sequence[int], world: World, device: torch.device) -> list[list[int]]:
-    """The same count of numbers from each rank, in rank order; collective."""
-    mine = torch.tensor(list(numbers), dtype=torch.int64, device=device)
-    rows = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(rows, mine)
-    return [row.tolist() for row in rows]
+def gather(item: T, world: World) -> list[T]:
+    """One small object from each rank, in rank order; collective."""
+    items: list[Any] = [None] * world.size
+    dist.all_gather_object(items, item)
+    return items
 
 
 def mean(value: float, weight: float, device: torch.device) -> float:

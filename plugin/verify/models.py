@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -13,10 +14,16 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from cuboid.errors import CuboidError, MeshError
 
-Architecture = Literal["llama", "qwen2", "qwen3", "mistral", "gpt2"]
+#: Those with rules for a mesh.
+MeshArchitecture = Literal["llama", "qwen2", "qwen3", "mistral", "gpt2"]
+#: Those that a pipeline alone can cut as well.
+PipelineArchitecture = Literal["gemma2", "gemma3", "gpt_neox", "mixtral"]
+Architecture = Literal[MeshArchitecture, PipelineArchitecture]
+MESH_ARCHITECTURES: tuple[MeshArchitecture, ...] = get_args(MeshArchitecture)
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 #: Far from zero, so that scores, gates and norms leave the neighbourhood where every function is linear.
 _WEIGHT_STD, _VECTOR_STD = 0.1, 0.2
+_GEMMA_WINDOW = 12
 
 
 @dataclass(frozen=True)
@@ -26,13 +33,14 @@ class SmallModel:
     Args:
         architecture: one of :data:`ARCHITECTURES`.
         heads: query heads.
-        kv_heads: key and value heads; GPT-2 always has as many as query heads.
+        kv_heads: key and value heads; GPT-2 and GPT-NeoX always have as many as query heads.
         head_dim: even, as rotary embeddings need. The hidden size is ``heads * head_dim``.
         layers: decoder layers.
         vocabulary: number of tokens; the default divides by next to nothing.
         tied: whether the output embedding is the input embedding; ``None`` takes the architecture's own default.
         bias: whether attention and MLP have biases, where the architecture leaves that open.
-        sliding_window: attention window of Mistral, in tokens.
+        sliding_window: attention window in tokens, of Mistral and Mixtral in every layer (None for no window), of
+            Gemma 2 and 3 in every other one (None for 12 tokens).
         positions: longest sequence.
         seed: of the weights.
     """
@@ -74,32 +82,10 @@ class SmallModel:
             raise CuboidError(f"arch is {self.architecture!r}; known: {', '.join(ARCHITECTURES)}")
         if self.heads % self.kv_heads:
             raise MeshError(f"kv_heads is {self.kv_heads}, which doesn't divide heads = {self.heads}")
-        if self.architecture == "gpt2":
-            return transformers.GPT2Config(
-                n_embd=self.hidden,
-                n_layer=self.layers,
-                n_head=self.heads,
-                n_positions=self.positions,
-                **self._common(tied_by_default=True),
-            )
-        sizes = {
-            "hidden_size": self.hidden,
-            "intermediate_size": 2 * self.hidden,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "max_position_embeddings": self.positions,
-            **self._common(tied_by_default=self.architecture == "qwen3"),
-        }
-        if self.architecture == "llama":
-            return transformers.LlamaConfig(attention_bias=self.bias, mlp_bias=self.bias, **sizes)
-        if self.architecture == "qwen2":
-            return transformers.Qwen2Config(**sizes)
-        if self.architecture == "qwen3":
-            return transformers.Qwen3Config(attention_bias=self.bias, head_dim=self.head_dim, **sizes)
-        return transformers.MistralConfig(sliding_window=self.sliding_window, **sizes)
+        return _CONFIGS[self.architecture](self)
 
-    def _common(self, *, tied_by_default: bool) -> dict[str, Any]:
+    def common(self, *, tied_by_default: bool = False) -> dict[str, Any]:
+        """What every config has."""
         return {
             "vocab_size": self.vocabulary,
             "tie_word_embeddings": tied_by_default if self.tied is None else self.tied,
@@ -107,6 +93,18 @@ class SmallModel:
             "bos_token_id": None,
             "eos_token_id": None,
             "pad_token_id": None,
+        }
+
+    def sizes(self, *, tied_by_default: bool = False) -> dict[str, Any]:
+        """:meth:`common` and the sizes, as most configs call them."""
+        return {
+            "hidden_size": self.hidden,
+            "intermediate_size": 2 * self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "max_position_embeddings": self.positions,
+            **self.common(tied_by_default=tied_by_default),
         }
 
     def write(self, directory: str | Path) -> None:
@@ -119,3 +117,76 @@ class SmallModel:
             if parameter.dim() == 1:  # norms start at one and biases at zero, where mistakes don't show
                 parameter.data += _VECTOR_STD * torch.randn(parameter.shape, generator=generator)
         model.save_pretrained(directory)
+
+
+def _llama(small: SmallModel) -> PretrainedConfig:
+    return transformers.LlamaConfig(attention_bias=small.bias, mlp_bias=small.bias, **small.sizes())
+
+
+def _qwen2(small: SmallModel) -> PretrainedConfig:
+    return transformers.Qwen2Config(**small.sizes())
+
+
+def _qwen3(small: SmallModel) -> PretrainedConfig:
+    sizes = small.sizes(tied_by_default=True)
+    return transformers.Qwen3Config(attention_bias=small.bias, head_dim=small.head_dim, **sizes)
+
+
+def _mistral(small: SmallModel) -> PretrainedConfig:
+    return transformers.MistralConfig(sliding_window=small.sliding_window, **small.sizes())
+
+
+def _mixtral(small: SmallModel) -> PretrainedConfig:
+    return transformers.MixtralConfig(
+        sliding_window=small.sliding_window, num_local_experts=4, num_experts_per_tok=2, **small.sizes()
+    )
+
+
+def _gemma2(small: SmallModel) -> PretrainedConfig:
+    # Caps so low that they bend most scores and logits.
+    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    return transformers.Gemma2Config(**caps, **_gemma_sizes(small))
+
+
+def _gemma3(small: SmallModel) -> PretrainedConfig:
+    return transformers.Gemma3TextConfig(**_gemma_sizes(small))
+
+
+def _gemma_sizes(small: SmallModel) -> dict[str, Any]:
+    return {
+        "head_dim": small.head_dim,
+        "query_pre_attn_scalar": small.head_dim,
+        "sliding_window": small.sliding_window or _GEMMA_WINDOW,
+        "layer_types": ["full_attention" if index % 2 else "sliding_attention" for index in range(small.layers)],
+        "attention_bias": small.bias,
+        **small.sizes(tied_by_default=True),
+    }
+
+
+def _gpt2(small: SmallModel) -> PretrainedConfig:
+    return transformers.GPT2Config(
+        n_embd=small.hidden,
+        n_layer=small.layers,
+        n_head=small.heads,
+        n_positions=small.positions,
+        **small.common(tied_by_default=True),
+    )
+
+
+def _gpt_neox(small: SmallModel) -> PretrainedConfig:
+    sizes = small.sizes()
+    del sizes["num_key_value_heads"]
+    return transformers.GPTNeoXConfig(**sizes)
+
+
+_CONFIGS: dict[str, Callable[[SmallModel], PretrainedConfig]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "mistral": _mistral,
+    "mixtral": _mixtral,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+}

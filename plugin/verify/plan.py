@@ -29,12 +29,16 @@ class Plan:
         keep_float64: whether casts to float32 inside the models are skipped, see :mod:`cuboid.verify.float64`.
         batch: rows of a micro-batch, as a mesh is given it.
         sequence_length: tokens of a row.
+        varying: whether only every fourth micro-batch is so long, and others are shorter.
         steps: optimizer steps.
         data_parallel: replicas of the mesh.
         accumulate: micro-batches of a replica and step.
         masking: whether rows are padded on either side, and labels are missing here and there. Without, the models are
             given no attention mask.
+        left_padding: whether padding may be on the left as well.
         positions: whether the models are given position ids, which count from a row's first real token.
+        packed: whether rows hold several sequences each, told apart by position ids that restart. Such rows have no
+            padding and no attention mask.
         checkpointing: whether activations are recomputed in backward.
         mean_over: what a step's loss is the mean over. ``"tokens"``: all label tokens of the step, the models being
             given ``num_items_in_batch``; ``"micro_batches"``: the micro-batches' own means, as DeepSpeed has it.
@@ -49,11 +53,14 @@ class Plan:
     keep_float64: bool = True
     batch: int = 2
     sequence_length: int = 32
+    varying: bool = False
     steps: int = 2
     data_parallel: int = 1
     accumulate: int = 1
     masking: bool = True
+    left_padding: bool = True
     positions: bool = False
+    packed: bool = False
     checkpointing: bool = False
     mean_over: Literal["tokens", "micro_batches"] = "tokens"
     learning_rate: float = 1e-3
@@ -85,6 +92,13 @@ class Plan:
         """
         return contextlib.nullcontext(), precision(keep_float64=self.keep_float64)
 
+    def loading_options(self) -> dict[str, Any]:
+        """For ``from_pretrained``, on both sides."""
+        options: dict[str, Any] = {"config": self.model_config(), "dtype": self.torch_dtype}
+        if self.dtype == "float64":
+            options["experts_implementation"] = "eager"  # torch's grouped product of experts knows no float64
+        return options
+
     def model_config(self) -> PretrainedConfig:
         """The checkpoint's config without dropout, whose random numbers no two layouts draw alike."""
         config = AutoConfig.from_pretrained(self.checkpoint)
@@ -110,7 +124,7 @@ class Plan:
     def _micro_batch(self, step: int, number: int, vocabulary: int) -> dict[str, torch.Tensor]:
         index = step * self.data_parallel * self.accumulate + number
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
-        shape = (self.batch, self.sequence_length)
+        shape = (self.batch, self._length(index))
         ids = torch.randint(vocabulary, shape, generator=generator)
         mask, labels = torch.ones(shape, dtype=torch.long), ids.clone()
         if self.masking:
@@ -119,21 +133,29 @@ class Plan:
                 self._mask_row(mask[row], labels[row], kind=self._row_kind(row, index))
             labels[mask == 0] = IGNORE_INDEX
         batch = {"input_ids": ids, "labels": labels}
+        if self.packed:
+            batch["position_ids"] = _packed_positions(shape, generator)
+            return batch
         if self.masking:
             batch["attention_mask"] = mask
         if self.positions:
             batch["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
         return batch
 
+    def _length(self, index: int) -> int:
+        return self.sequence_length - (index % 4) * self.sequence_length // 8 if self.varying else self.sequence_length
+
     def _row_kind(self, row: int, index: int) -> str:
         kind = _ROW_KINDS[(row + index) % len(_ROW_KINDS)]
+        if kind == "padded left" and not self.left_padding:
+            kind = "padded right"
         # A micro-batch without any label has no mean.
         return "whole" if kind == "without labels" and self.batch == 1 and self.mean_over == "micro_batches" else kind
 
     def _mask_row(self, mask: torch.Tensor, labels: torch.Tensor, kind: str) -> None:
-        padding = math.ceil(self.sequence_length / 4)
+        padding = 0 if self.packed else math.ceil(mask.numel() / 4)
         if kind == "padded right":
-            mask[-padding:] = 0
+            mask[mask.numel() - padding :] = 0
         elif kind == "padded left":
             mask[:padding] = 0
         elif kind == "without labels":
@@ -143,3 +165,11 @@ class Plan:
 def vocabulary_of(model: Any) -> int:
     """Tokens of a model."""
     return int(model.config.get_text_config().vocab_size)
+
+
+def _packed_positions(shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
+    """Positions ``[B, S]`` of sequences that begin where the row does, and at one place in six after that."""
+    begins = torch.rand(shape, generator=generator) < 1 / 6
+    begins[:, 0] = True
+    index = torch.arange(shape[1]).expand(shape)
+    return index - (index * begins).cummax(dim=1).values

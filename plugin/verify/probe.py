@@ -2,61 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from cuboid.hf.pipeline import Pipeline
+from cuboid.hf.stage_model import Staging
 from cuboid.topology import Coordinate, MeshShape
-from cuboid.verify.training import Tensors
+
+#: Outputs by module, one for each call: a whole sequence's, or one segment's after the other.
+Outputs = dict[str, list[torch.Tensor]]
 
 
-def probe(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[Tensors, torch.Tensor]:
+def probe(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[Outputs, torch.Tensor]:
     """Run a micro-batch in evaluation.
 
     Returns:
         The three-dimensional output of every module that has one, this process's part of it, in forward order; and the
         logits.
     """
-    captured: Tensors = {}
-    hooks = [_capture(module, name, captured) for name, module in model.named_modules() if name]
-    was_training = model.training
     device = next(model.parameters()).device
     inputs = {name: x.to(device) for name, x in batch.items() if name != "labels"}
+    with _evaluation(model), torch.no_grad(), _captured(model.named_modules()) as outputs:
+        logits = model(**inputs, use_cache=False).logits
+    # A module that is called again has begun something else.
+    return {name: calls[:1] for name, calls in outputs.items()}, logits.cpu()
+
+
+def probe_stage(pipeline: Pipeline, model: Any, batch: Mapping[str, torch.Tensor]) -> Outputs:
+    """Like :func:`probe`, of one stage of a pipeline, without logits: segment after segment. Collective."""
+    with _evaluation(model), _captured(_own_modules(model, model.staging)) as outputs:
+        pipeline.evaluate(iter([batch]), 1)
+    return outputs
+
+
+def _own_modules(model: nn.Module, staging: Staging) -> Iterator[tuple[str, nn.Module]]:
+    """Those that compute on this stage what they compute in a whole model."""
+    outline, cut = staging.outline, staging.cut
+    roots = [outline.layer(index) for index in range(cut.first, cut.stop)]
+    roots += outline.before if cut.is_first else ()
+    roots += outline.after if cut.is_last else ()
+    for name, module in model.named_modules():
+        if any(name == root or name.startswith(f"{root}.") for root in roots):
+            yield name, module
+
+
+@contextlib.contextmanager
+def _evaluation(model: nn.Module) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
     try:
-        model.eval()
-        with torch.no_grad():
-            logits = model(**inputs, use_cache=False).logits
+        yield
     finally:
         model.train(was_training)
+
+
+@contextlib.contextmanager
+def _captured(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Outputs]:
+    outputs: Outputs = {}
+    hooks = [_capture(module, name, outputs) for name, module in modules if name]
+    try:
+        yield outputs
+    finally:
         for hook in hooks:
             hook.remove()
-    return captured, logits.cpu()
 
 
-def _capture(module: nn.Module, name: str, captured: Tensors) -> RemovableHandle:
+def _capture(module: nn.Module, name: str, outputs: Outputs) -> RemovableHandle:
     def hook(_: nn.Module, __: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(first, torch.Tensor) and first.dim() == 3 and first.is_floating_point() and name not in captured:
-            captured[name] = first.detach().cpu()
+        if isinstance(first, torch.Tensor) and first.dim() == 3 and first.is_floating_point():
+            outputs.setdefault(name, []).append(first.detach().cpu())
 
     return module.register_forward_hook(hook)
 
 
-def residual_part(activations: Tensors, shape: MeshShape, batch: int, length: int, hidden: int) -> Tensors:
-    """Those activations that may be a rank's ``[B/b, S'/s, H/h]`` part of the residual stream, S' ≥ S."""
+def residual_part(outputs: Outputs, shape: MeshShape, batch: int, length: int, hidden: int) -> Outputs:
+    """Those outputs that may be a rank's ``[B/b, S'/s, H/h]`` part of the residual stream, S' ≥ S."""
 
-    def fits(x: torch.Tensor) -> bool:
-        rows, tokens, width = x.shape
-        return rows * shape.batch == batch and tokens * shape.sequence >= length and width * shape.hidden == hidden
+    def fits(calls: list[torch.Tensor]) -> bool:
+        tokens = sum(x.shape[1] for x in calls) * shape.sequence
+        return tokens >= length and all(
+            x.shape[0] * shape.batch == batch and x.shape[2] * shape.hidden == hidden for x in calls
+        )
 
-    return {name: x for name, x in activations.items() if fits(x)}
+    return {name: calls for name, calls in outputs.items() if fits(calls)}
 
 
-def assemble(parts: Sequence[torch.Tensor], at: Sequence[Coordinate], shape: MeshShape, length: int) -> torch.Tensor:
-    """Whole ``[B, S, H]`` from the parts of the ranks of a mesh that stand at the coordinates ``at``."""
+def assemble(parts: Sequence[torch.Tensor], at: Sequence[Coordinate], shape: MeshShape) -> torch.Tensor:
+    """Whole ``[B, S', H]`` from the parts of the ranks of a mesh that stand at the coordinates ``at``."""
     by_place = {(c.batch, c.sequence, c.hidden): part for c, part in zip(at, parts, strict=True)}
 
     def row(batch: int, sequence: int) -> torch.Tensor:
@@ -65,4 +103,4 @@ def assemble(parts: Sequence[torch.Tensor], at: Sequence[Coordinate], shape: Mes
     def rows(batch: int) -> torch.Tensor:
         return torch.cat([row(batch, sequence) for sequence in range(shape.sequence)], dim=1)
 
-    return torch.cat([rows(batch) for batch in range(shape.batch)], dim=0)[:, :length]
+    return torch.cat([rows(batch) for batch in range(shape.batch)], dim=0)

@@ -17,21 +17,25 @@ from cuboid.verify.float64 import precision
 from cuboid.verify.plan import Plan, vocabulary_of
 from cuboid.verify.probe import probe
 from cuboid.verify.storage import write
-from cuboid.verify.training import Tensors, train
+from cuboid.verify.training import Tensors, run_replicas, train
 
 
 class OneProcess:
     """Everything is here, so there is nothing to add up."""
 
-    def replicas(self, plan: Plan, /) -> list[int]:
-        """All."""
-        return list(range(plan.data_parallel))
+    def backward(self, model: Any, plan: Plan, step: int) -> float:
+        """All replicas, one after the other."""
+        return run_replicas(model, plan, step, range(plan.data_parallel)).item()
 
     def sum_over_replicas(self, tensor: torch.Tensor) -> None:
         """Nothing to do."""
 
     def sum_over_model(self, tensor: torch.Tensor) -> None:
         """Nothing to do."""
+
+    def counted(self, model: nn.Module) -> list[nn.Parameter]:
+        """All."""
+        return list(model.parameters())
 
     def gradients(self, model: nn.Module) -> Tensors:
         """As the parameters have them, tied ones once for each name."""
@@ -52,14 +56,14 @@ def run_reference(plan: Plan, directory: str) -> None:
             activations, logits = probe(model, batch)
             outcome = train(model, plan, OneProcess())
     whole = (*batch["input_ids"].shape, model.config.get_text_config().hidden_size)
-    outcome.activations = {name: x for name, x in activations.items() if tuple(x.shape) == whole}
+    outcome.activations = {name: x for name, (x,) in activations.items() if tuple(x.shape) == whole}
     outcome.logits = {"logits": logits}
     write(outcome, Path(directory))
 
 
 def load_plain(plan: Plan) -> Any:
     """The plan's checkpoint, whole, on this process's device."""
-    model = AutoModelForCausalLM.from_pretrained(plan.checkpoint, config=plan.model_config(), dtype=plan.torch_dtype)
+    model = AutoModelForCausalLM.from_pretrained(plan.checkpoint, **plan.loading_options())
     return model.to(device())
 
 

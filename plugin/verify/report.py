@@ -12,12 +12,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cuboid.config import PipelineConfig
 from cuboid.topology import MeshShape
 from cuboid.verify.compare import Check, Kind, first_difference
 from cuboid.verify.plan import Plan
 
 #: One comparison of a whole run: Cuboid's core under torch's optimizer, or the whole DeepSpeed engine.
 Pass = Literal["core", "engine"]
+#: Keys of a pipeline that change nothing here.
+_NO_RESULT = {"engine", "trace", "trace_step"}
 _TITLES: dict[Pass, str] = {"core": "Cuboid's core", "engine": "the DeepSpeed engine"}
 
 
@@ -28,10 +31,11 @@ class PassReport:
     Args:
         name: which pass.
         plan: what both sides ran.
-        mesh: of one replica.
+        mesh: of one replica, or of each of its stages.
         tolerance: the largest error that passes.
         losses, norms: of each step, plain transformers first, then Cuboid.
         checks: see :func:`cuboid.verify.compare.compare`.
+        pipeline: stages and segments, if there are any.
     """
 
     name: Pass
@@ -41,6 +45,7 @@ class PassReport:
     losses: tuple[list[float], list[float]]
     norms: tuple[list[float], list[float]]
     checks: list[Check]
+    pipeline: PipelineConfig | None = None
 
     @property
     def passed(self) -> bool:
@@ -64,6 +69,7 @@ class PassReport:
             "first_difference": self.first_difference,
             "dtype": self.plan.dtype,
             "mesh": {"batch": self.mesh.batch, "sequence": self.mesh.sequence, "hidden": self.mesh.hidden},
+            "pipeline": None if self.pipeline is None else self.pipeline.model_dump(exclude=_NO_RESULT),
             "data_parallel": self.plan.data_parallel,
             "accumulate": self.plan.accumulate,
             "tolerance": self.tolerance,
@@ -108,7 +114,7 @@ class Report:
 def _print_pass(report: PassReport, console: Console) -> None:
     plan = report.plan
     console.print(
-        f"[bold]{_TITLES[report.name]}[/]: {plan.dtype}, mesh {report.mesh}, data parallel {plan.data_parallel}, "
+        f"[bold]{_TITLES[report.name]}[/]: {plan.dtype}, {_layout(report)}, data parallel {plan.data_parallel}, "
         f"accumulate {plan.accumulate}; errors up to {report.tolerance:.0e} pass"
     )
     for table in (_steps(report), _outputs(report), _parameters(report)):
@@ -120,6 +126,13 @@ def _print_pass(report: PassReport, console: Console) -> None:
         failures = sum(not check.passed for check in report.checks)
         console.print(f"[red]✗[/] {failures} of {len(report.checks)} checks fail")
         console.print(f"[red]✗[/] {escape(report.first_difference or '')}\n")
+
+
+def _layout(report: PassReport) -> str:
+    pipeline = report.pipeline
+    if pipeline is None:
+        return f"mesh {report.mesh}"
+    return f"{pipeline.stages} stages of mesh {report.mesh}, {pipeline.segments} segments ({pipeline.schedule})"
 
 
 def _steps(report: PassReport) -> Table:

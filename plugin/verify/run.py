@@ -9,12 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+from transformers import AutoModelForCausalLM
 
-from cuboid.config import ConfigSource, load_config, parse_config
+from cuboid.config import ConfigSource, PipelineConfig, load_config, parse_config, split_config
 from cuboid.errors import CuboidError
 from cuboid.topology import Topology
-from cuboid.verify.compare import Kind, compare
+from cuboid.verify.compare import KINDS, Kind, compare
 from cuboid.verify.plan import Plan
 from cuboid.verify.reference import run_reference
 from cuboid.verify.report import Pass, PassReport, Report
@@ -26,6 +28,7 @@ from cuboid.verify.workers import WorkerError, WorkerPool
 #: checkpoints, logging) stays out of a comparison.
 _ENGINE_KEYS = (
     "tensor_parallel",
+    "pipeline",
     "zero_optimization",
     "gradient_clipping",
     "prescale_gradients",
@@ -74,9 +77,23 @@ def _verify(
     timeout_s: float,
 ) -> Report:
     loaded = load_config(config)
-    world_size = parse_config(loaded).tensor_parallel.mesh_size * plan.data_parallel
+    ours = parse_config(loaded)
+    if ours.pipeline is not None:
+        loaded["pipeline"]["trace"] = False
+        plan = _for_pipeline(plan)
+    world_size = ours.ranks * plan.data_parallel
     with _pool(pool, world_size) as workers:
         return Report([_run(name, plan, loaded, workers, world_size, tolerance, timeout_s) for name in passes])
+
+
+def _for_pipeline(plan: Plan) -> Plan:
+    """The plan without what pipelines refuse."""
+    if plan.mean_over != "tokens":
+        raise CuboidError(f"mean_over is {plan.mean_over!r}, but a pipeline's loss is the mean over tokens")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(plan.model_config())
+    # Under eager attention, padding on the left sees all positions alike, later ones too.
+    return dataclasses.replace(plan, left_padding=plan.left_padding and model.config._attn_implementation != "eager")
 
 
 def default_tolerance(plan: Plan) -> float:
@@ -103,11 +120,12 @@ def engine_plan_of(plan: Plan, config: Mapping[str, Any]) -> Plan:
     known = {name: value for name, value in given.items() if value is not None and value != "auto"}
     if "betas" in known:
         known["betas"] = tuple(known["betas"])
+    ours, _ = split_config(config)
     return dataclasses.replace(
         plan,
         dtype="bfloat16" if plan.dtype == "bfloat16" else "float32",
         keep_float64=False,
-        mean_over="micro_batches",
+        mean_over="micro_batches" if ours is None or ours.pipeline is None else "tokens",
         **known,
     )
 
@@ -150,11 +168,20 @@ def _run(
     with _directories() as (reference, sharded), _pool(pool if name == "core" else None, world_size) as ranks:
         pool.run(1, run_reference, plan, str(reference), timeout_s=timeout_s)
         mesh = ranks.run(world_size, job, plan, settings, str(sharded), timeout_s=timeout_s)[0]
-        return judge(name, plan, Topology(mesh, world_size), reference, sharded, tolerance)
+        pipeline = parse_config(config).pipeline
+        topology = Topology(mesh, world_size, 1 if pipeline is None else pipeline.stages)
+        return judge(name, plan, topology, reference, sharded, tolerance=tolerance, pipeline=pipeline)
 
 
 def judge(
-    name: Pass, plan: Plan, topology: Topology, reference: Path, sharded: Path, tolerance: float | None = None
+    name: Pass,
+    plan: Plan,
+    topology: Topology,
+    reference: Path,
+    sharded: Path,
+    *,
+    tolerance: float | None = None,
+    pipeline: PipelineConfig | None = None,
 ) -> PassReport:
     """Compare what the two sides wrote.
 
@@ -163,6 +190,7 @@ def judge(
         topology: of the ranks that wrote ``sharded``.
         reference, sharded: directories that the jobs were given.
         tolerance: the largest error that passes, in place of :func:`default_tolerance`.
+        pipeline: what the stages and segments were, if there were any.
     """
     theirs, ours = read(reference), read(sharded)
     largest = default_tolerance(plan) if tolerance is None else tolerance
@@ -170,7 +198,9 @@ def judge(
         ours.activations = read_parts(sharded, topology, plan.sequence_length)
         probed = plan.micro_batches(0, 0, vocabulary=theirs.logits["logits"].shape[-1])[0]
         padding = probed["attention_mask"] == 0 if "attention_mask" in probed else None
-        checks = compare(theirs, ours, largest, padding=padding)
+        # A pipeline never has the logits in one place.
+        core_kinds = tuple(kind for kind in KINDS if kind != "logits" or pipeline is None)
+        checks = compare(theirs, ours, largest, kinds=core_kinds, padding=padding)
     else:
         kinds: tuple[Kind, ...] = ("loss", "norm", "weight") if ours.norms else ("loss", "weight")
         checks = compare(theirs, ours, largest, kinds=kinds)
@@ -178,6 +208,7 @@ def judge(
         name=name,
         plan=plan,
         mesh=topology.shape,
+        pipeline=pipeline,
         tolerance=largest,
         losses=(theirs.losses, ours.losses),
         norms=(theirs.norms, ours.norms),

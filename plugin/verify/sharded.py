@@ -1,7 +1,9 @@
-"""The side to check: the same plan on a mesh, in Cuboid's core and in the whole DeepSpeed engine."""
+"""The side to check: the same plan on a mesh or a pipeline, in Cuboid's core and in the whole DeepSpeed engine."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,14 @@ from transformers import AutoModelForCausalLM
 
 import cuboid
 from cuboid import Mesh, MeshShape
+from cuboid.hf.pipeline import Pipeline
+from cuboid.hf.stage_model import StageModel
 from cuboid.verify.float64 import precision
 from cuboid.verify.plan import Plan, vocabulary_of
-from cuboid.verify.probe import probe, residual_part
+from cuboid.verify.probe import probe, probe_stage, residual_part
 from cuboid.verify.reference import device, load_plain
 from cuboid.verify.storage import write, write_part
-from cuboid.verify.training import Outcome, Tensors, prepare, train
+from cuboid.verify.training import Outcome, Tensors, prepare, run_replicas, train
 
 
 class OnMesh:
@@ -27,9 +31,11 @@ class OnMesh:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
 
-    def replicas(self, _: Plan, /) -> list[int]:
-        """The one that this rank belongs to."""
-        return [self._mesh.coordinate.data]
+    def backward(self, model: Any, plan: Plan, step: int) -> float:
+        """The one replica that this rank belongs to."""
+        loss = run_replicas(model, plan, step, [self._mesh.coordinate.data])
+        self.sum_over_replicas(loss)
+        return loss.item()
 
     def sum_over_replicas(self, tensor: torch.Tensor) -> None:
         """All-reduce over the ranks with the same shards."""
@@ -37,9 +43,13 @@ class OnMesh:
             dist.all_reduce(tensor, group=self._mesh.data_parallel_group)
 
     def sum_over_model(self, tensor: torch.Tensor) -> None:
-        """All-reduce over the mesh: every parameter element has one owner there, so the plain sum is right."""
-        if self._mesh.shape.size > 1:
+        """All-reduce over the meshes of all stages."""
+        if len(self._mesh.copy_ranks) > 1:
             dist.all_reduce(tensor, group=self._mesh.model_parallel_group)
+
+    def counted(self, model: nn.Module) -> list[nn.Parameter]:
+        """All: every parameter element has one owner in the mesh."""
+        return list(model.parameters())
 
     def gradients(self, model: nn.Module) -> Tensors:
         """Whole, on rank 0."""
@@ -50,8 +60,26 @@ class OnMesh:
         return cuboid.full_state_dict(model)
 
 
+class OnStages(OnMesh):
+    """One rank of ``data_parallel`` pipelines."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        super().__init__(pipeline.mesh)
+        self._pipeline = pipeline
+
+    def backward(self, model: Any, plan: Plan, step: int) -> float:
+        """All stages of the replica that this rank belongs to."""
+        batches = plan.micro_batches(step, self._mesh.coordinate.data, vocabulary_of(model))
+        return self._pipeline.train(iter(batches), plan.accumulate).item()
+
+    def counted(self, model: Any) -> list[nn.Parameter]:
+        """All but those that another stage counts."""
+        repeated = {id(parameter) for parameter in model.staging.repeated_parameters()}
+        return [parameter for parameter in model.parameters() if id(parameter) not in repeated]
+
+
 def run_core(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
-    """Job of every rank: the plan on the mesh, with torch's own optimizer. Rank 0 writes the outcome.
+    """Job of every rank: the plan on the mesh of each stage, with torch's own optimizer. Rank 0 writes the outcome.
 
     Returns:
         The mesh, which ``"mesh": "auto"`` leaves open until the model is known.
@@ -59,15 +87,22 @@ def run_core(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
     model = _load(plan, config)
     mesh = cuboid.mesh_of(model)
     mesh.connect()
-    batch = plan.micro_batches(0, 0, vocabulary_of(model))[0]
+    batch = plan.micro_batches(0, mesh.coordinate.data, vocabulary_of(model))[0]
+    logits: Tensors = {}
+    is_stage = isinstance(model, StageModel)
     with precision(keep_float64=plan.keep_float64):
-        activations, logits = probe(model, batch)
-        outcome = train(model, plan, OnMesh(mesh))
+        if is_stage:
+            pipeline = Pipeline(model)
+            outputs = probe_stage(pipeline, model, batch)
+            outcome = train(model, plan, OnStages(pipeline))
+        else:
+            outputs, logits["logits"] = probe(model, batch)
+            outcome = train(model, plan, OnMesh(mesh))
     if mesh.coordinate.data == 0:
         hidden = model.config.get_text_config().hidden_size
-        parts = residual_part(activations, mesh.shape, plan.batch, plan.sequence_length, hidden)
+        parts = residual_part(outputs, mesh.shape, plan.batch, plan.sequence_length, hidden)
         write_part(parts, Path(directory), mesh.rank)
-    outcome.logits = {"logits": logits}
+    outcome.logits = logits
     if mesh.rank == 0:
         write(outcome, Path(directory))
     return mesh.shape
@@ -81,16 +116,15 @@ def run_engine(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
     """
     model = _load(plan, config)
     prepare(model, plan)
-    engine, *_ = deepspeed.initialize(model=model, config=config)
+    with contextlib.redirect_stdout(io.StringIO()):  # some of its optimizers print how much memory they take
+        engine, *_ = deepspeed.initialize(model=model, config=config)
     mesh = cuboid.mesh_of(engine)
     vocabulary = vocabulary_of(engine.module)
     outcome = Outcome()
     for step in range(plan.steps):
         batches = plan.micro_batches(step, mesh.coordinate.data, vocabulary)
-        losses = [_engine_step(engine, batch) for batch in batches]
-        mean = torch.stack(losses).double().mean() / plan.data_parallel
-        OnMesh(mesh).sum_over_replicas(mean)
-        outcome.losses.append(mean.item())
+        run_step = _pipeline_step if isinstance(engine.module, StageModel) else _engine_step
+        outcome.losses.append(run_step(engine, batches, mesh))
         norm = engine.get_global_grad_norm()
         if norm is not None:  # in float32 without ZeRO, DeepSpeed clips and tells nobody
             outcome.norms.append(float(norm))
@@ -100,18 +134,25 @@ def run_engine(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
     return mesh.shape
 
 
-def _engine_step(engine: Any, batch: Tensors) -> torch.Tensor:
-    loss = engine(**{name: x.to(engine.device) for name, x in batch.items()}, use_cache=False).loss
-    engine.backward(loss)
-    engine.step()
-    return loss.detach()
+def _engine_step(engine: Any, batches: list[Tensors], mesh: Mesh) -> float:
+    losses = []
+    for batch in batches:
+        loss = engine(**{name: x.to(engine.device) for name, x in batch.items()}, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    mean = torch.stack(losses).double().mean() / mesh.topology.data
+    OnMesh(mesh).sum_over_replicas(mean)
+    return mean.item()
+
+
+def _pipeline_step(engine: Any, batches: list[Tensors], _: Mesh) -> float:
+    return float(engine.train_batch(iter(batches)))
 
 
 def _load(plan: Plan, config: dict[str, Any]) -> Any:
     if plan.shard_in_memory:
         return cuboid.shard(load_plain(plan), config)
     with cuboid.scope(config):
-        model = AutoModelForCausalLM.from_pretrained(
-            plan.checkpoint, config=plan.model_config(), dtype=plan.torch_dtype
-        )
+        model = AutoModelForCausalLM.from_pretrained(plan.checkpoint, **plan.loading_options())
     return model.to(device())

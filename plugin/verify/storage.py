@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 
-from cuboid.topology import MeshShape, Topology
-from cuboid.verify.probe import assemble
+from cuboid.topology import Coordinate, Topology
+from cuboid.verify.probe import Outputs, assemble
 from cuboid.verify.training import Outcome, Tensors
 
 _TENSORS = ("activations", "logits", "gradients", "weights")
@@ -23,9 +24,10 @@ def write(outcome: Outcome, directory: Path) -> None:
     (directory / "outcome.json").write_text(json.dumps(scalars), encoding="utf-8")
 
 
-def write_part(activations: Tensors, directory: Path, rank: int) -> None:
+def write_part(outputs: Outputs, directory: Path, rank: int) -> None:
     """Write one rank's part of the activations."""
-    _save(activations, directory / f"part-{rank}.safetensors")
+    calls = {f"{call}:{name}": x for name, parts in outputs.items() for call, x in enumerate(parts)}
+    _save(calls, directory / f"part-{rank}.safetensors")
 
 
 def read(directory: Path) -> Outcome:
@@ -37,12 +39,23 @@ def read(directory: Path) -> Outcome:
 
 
 def read_parts(directory: Path, topology: Topology, length: int) -> Tensors:
-    """Put together the activations ``[B, S, H]`` of the first replica, from the parts of its ranks."""
-    ranks = [rank for rank in range(topology.world_size) if topology.coordinate(rank).data == 0]
-    parts = [load_file(directory / f"part-{rank}.safetensors") for rank in ranks]
-    at = [topology.coordinate(rank) for rank in ranks]
-    shape: MeshShape = topology.shape
-    return {name: assemble([part[name] for part in parts], at, shape, length) for name in parts[0]}
+    """Put together the activations ``[B, S, H]`` of the first replica, from the parts of its ranks, stage by stage."""
+    whole: Tensors = {}
+    for stage in range(topology.pipe):
+        ranks = [rank for rank in range(topology.world_size) if _is_at(topology.coordinate(rank), stage)]
+        parts = [load_file(directory / f"part-{rank}.safetensors") for rank in ranks]
+        at = [topology.coordinate(rank) for rank in ranks]
+        calls: dict[str, dict[int, torch.Tensor]] = {}
+        for key in parts[0]:
+            call, _, name = key.partition(":")
+            calls.setdefault(name, {})[int(call)] = assemble([part[key] for part in parts], at, topology.shape)
+        for name, segments in calls.items():
+            whole[name] = torch.cat([segments[call] for call in sorted(segments)], dim=1)[:, :length]
+    return whole
+
+
+def _is_at(coordinate: Coordinate, stage: int) -> bool:
+    return coordinate.data == 0 and coordinate.pipe == stage
 
 
 def _save(tensors: Tensors, path: Path) -> None:

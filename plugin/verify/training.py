@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -35,16 +36,19 @@ class Outcome:
 
 
 class Side(Protocol):
-    """What the two sides do differently: running replicas, and adding up over ranks."""
+    """What the two sides do differently: running micro-batches, and adding up over ranks."""
 
-    def replicas(self, plan: Plan, /) -> list[int]:
-        """The replicas whose micro-batches this process runs."""
+    def backward(self, model: Any, plan: Plan, step: int) -> float:
+        """Gradients of a step, of the replicas that this process belongs to; the loss of all replicas."""
 
     def sum_over_replicas(self, tensor: torch.Tensor) -> None:
         """Add up, in place, over processes that ran other replicas' micro-batches."""
 
     def sum_over_model(self, tensor: torch.Tensor) -> None:
         """Add up, in place, over processes that hold other parts of the model."""
+
+    def counted(self, model: nn.Module) -> list[nn.Parameter]:
+        """Parameters that are this process's to count in a sum over the model."""
 
     def gradients(self, model: nn.Module) -> Tensors:
         """Whole gradients by Hugging Face name, on the process that reports."""
@@ -59,11 +63,11 @@ def train(model: Any, plan: Plan, side: Side) -> Outcome:
     prepare(model, plan)
     optimizer = adamw(model, plan)
     for step in range(plan.steps):
-        outcome.losses.append(_backward(model, plan, side, step))
+        outcome.losses.append(side.backward(model, plan, step))
         parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
         for parameter in parameters:
             side.sum_over_replicas(parameter.grad)
-        outcome.norms.append(_norm(parameters, side))
+        outcome.norms.append(_norm(model, side))
         if step == 0:
             outcome.gradients = side.gradients(model)
         _clip(parameters, outcome.norms[-1], plan.clipping)
@@ -92,8 +96,12 @@ def adamw(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     )
 
 
-def _backward(model: Any, plan: Plan, side: Side, step: int) -> float:
-    """Gradients of a step, this process's replicas alone; the loss of all."""
+def run_replicas(model: Any, plan: Plan, step: int, replicas: Iterable[int]) -> torch.Tensor:
+    """Forward and backward of some replicas' micro-batches, one after the other.
+
+    Returns:
+        Their share of the step's loss, a float64 tensor of no dims.
+    """
     vocabulary, device = vocabulary_of(model), next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     options: dict[str, Any] = {"use_cache": False}
@@ -102,20 +110,19 @@ def _backward(model: Any, plan: Plan, side: Side, step: int) -> float:
         options["num_items_in_batch"] = torch.tensor(plan.label_tokens(step, vocabulary), device=device)
     else:
         share /= plan.data_parallel * plan.accumulate
-    for replica in side.replicas(plan):
+    for replica in replicas:
         for batch in plan.micro_batches(step, replica, vocabulary):
             loss = model(**{name: x.to(device) for name, x in batch.items()}, **options).loss * share
             loss.backward()
             total += loss.detach()
-    side.sum_over_replicas(total)
-    return total.item()
+    return total
 
 
-def _norm(parameters: list[nn.Parameter], side: Side) -> float:
-    squares = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
-    for parameter in parameters:
-        assert parameter.grad is not None
-        squares += parameter.grad.double().square().sum()
+def _norm(model: nn.Module, side: Side) -> float:
+    squares = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    for parameter in side.counted(model):
+        if parameter.grad is not None:
+            squares += parameter.grad.double().square().sum()
     side.sum_over_model(squares)
     return squares.sqrt().item()
 

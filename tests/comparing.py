@@ -1,0 +1,19 @@
+"""What the parity tests share: sections of a config, and what to say when a comparison fails."""
+
+from typing import Any
+
+from cuboid import MeshShape
+from cuboid.verify import PassReport
+
+
+def mesh_section(mesh: str) -> dict[str, Any]:
+    """The tensor_parallel section of a mesh such as ``"1x2x2"``."""
+    shape = MeshShape.parse(mesh)
+    axes = {"batch": shape.batch, "sequence": shape.sequence, "hidden": shape.hidden}
+    return {"mode": "3d_tensor", "mesh": axes}
+
+
+def describe(report: PassReport) -> str:
+    """What failed, for the test's output."""
+    failed = [f"{c.kind} {c.name}: {c.error:.1e}" for c in report.checks if not c.passed]
+    return f"{report.first_difference}; {len(failed)} of {len(report.checks)} fail: {', '.join(failed[:12])}"

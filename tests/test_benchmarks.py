@@ -1,0 +1,76 @@
+"""The benchmarks run, and what they compare computes the same. Times are not looked at: tests run on busy machines."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT_S = 600
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    """Numbers of the smallest run of benchmarks/pipeline.py that has everything in it."""
+    out = tmp_path_factory.mktemp("benchmark")
+    options = ["--quick", "--repeats", "1", "--limit", "0", "--micro-batches", "2", "--segments", "1", "3"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "pipeline.py"), *options, "--out", str(out)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for picture in ("pipeline.png", "timelines.png"):
+        assert (out / picture).read_bytes().startswith(b"\x89PNG")
+    numbers = json.loads((out / "pipeline.json").read_text(encoding="utf-8"))
+    assert all(row["name"] in ended.stdout for row in numbers["rows"])
+    return numbers
+
+
+def test_everyone_takes_part(result):
+    taking_part = [(row["kind"], row["segments"], row["partition"]) for row in result["rows"]]
+    ours = [("cuboid", 1, "flops"), ("cuboid", 3, "flops"), ("cuboid", 3, "even")]
+    assert taking_part == [("torch", 1, "flops"), ("deepspeed", 1, "flops"), *ours]
+
+
+def test_all_compute_the_same(result):
+    first = result["rows"][0]
+    for row in result["rows"]:
+        assert row["loss"] == pytest.approx(first["loss"], rel=1e-5)
+        assert row["gradient_norm"] == pytest.approx(first["gradient_norm"], rel=1e-5)
+    assert math.log(256) - 1 < first["loss"] < math.log(256) + 1
+    assert first["gradient_norm"] > 0
+
+
+def test_rows_have_all_their_numbers(result):
+    for row in result["rows"]:
+        assert sum(row["lengths"]) == result["workload"]["length"]
+        assert len(row["samples"]) == 1
+        assert 0 < row["step_s"]["low"] <= row["step_s"]["median"] <= row["step_s"]["high"]
+        assert set(row["ratios"]) == {"torch", "deepspeed", "own_1f1b"}
+        assert 0 < row["bubble"] < 1
+        assert (row["bubble_traced"] is not None) == (row["kind"] == "cuboid")
+        assert all(peak > 0 for peak in row["peak_bytes"])
+
+
+def test_theory_is_the_paper_s(result):
+    by_segments = {row["segments"]: row for row in result["rows"]}
+    assert by_segments[1]["bubble_theory"] == pytest.approx(1 / 3)
+    assert by_segments[3]["bubble_theory"] == pytest.approx(1 / 7)
+    assert by_segments[3]["ratio_theory"] == pytest.approx(3 / (2 + 1 / 3))
+
+
+def test_segments_keep_less(result):
+    peaks = {(row["kind"], row["segments"], row["partition"]): row["peak_bytes"] for row in result["memory"]}
+    whole = peaks["cuboid", 1, "flops"]
+    # The same layers and schedule keep the same, whoever runs them.
+    assert peaks["torch", 1, "flops"] == pytest.approx(whole, rel=0.02)
+    assert max(peaks["cuboid", 3, "even"]) < 0.6 * max(whole)
+    for row in result["memory"]:
+        assert row["sequences_in_flight"][0] == max(row["sequences_in_flight"])
+
+
+def test_the_page_shows_the_numbers_that_are_kept():
+    command = [sys.executable, str(ROOT / "docs" / "generate_performance.py"), "--check"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert ended.returncode == 0, ended.stderr
