@@ -31,7 +31,7 @@ endif
 export OMP_NUM_THREADS ?= 1
 FREE_PORT := $(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
 
-.PHONY: help install train test test-slow lint clean
+.PHONY: help install train test test-slow bench lint clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -65,6 +65,9 @@ test: install ## Run the test suite.
 
 test-slow: install ## Run the sweeps that are too long for every change.
 	@$(BIN)/python -m pytest -m slow
+
+bench: install ## Measure the pipeline beside DeepSpeed's and PyTorch's, on two quiet cores.
+	@$(BIN)/python benchmarks/pipeline.py
 
 lint: install ## Check style and types.
 	@$(BIN)/ruff check .
