@@ -66,7 +66,7 @@ test: install ## Run the test suite.
 test-slow: install ## Run the sweeps that are too long for every change.
 	@$(BIN)/python -m pytest -m slow
 
-bench: install ## Measure the pipeline beside DeepSpeed's and PyTorch's, on two quiet cores.
+bench: install ## Measure the pipeline beside two others (12 minutes, on an idle machine).
 	@$(BIN)/python benchmarks/pipeline.py
 
 lint: install ## Check style and types.

@@ -163,7 +163,7 @@ class _Cuboid:
         model = cuboid.shard(workload.model(), config)
         self._engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
         self.pool: MeteredPool | None = MeteredPool()
-        self._engine.pipeline._pool = self.pool
+        self._engine.pipeline.pool = self.pool
         self._batches = (
             {"input_ids": ids, "shift_labels": labels} for ids, labels in _micro_batches(workload, micro_batches)
         )

@@ -109,7 +109,8 @@ def _range(numbers: dict[str, float]) -> str:
 
 
 def _ratio(row: dict[str, Any], key: str) -> str:
-    return "1" if row["kind"] == key else _range(row["ratios"][key])
+    is_itself = row["segments"] == 1 and key == {"cuboid": "own_1f1b"}.get(row["kind"], row["kind"])
+    return "1" if is_itself else _range(row["ratios"][key])
 
 
 def main() -> int:

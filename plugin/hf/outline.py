@@ -46,6 +46,7 @@ class Outline:
         dtype: of the hidden state between layers, where it isn't the weights'.
         output: the class of what the base model returns.
         options: arguments that the base model takes by name.
+        longest: positions that the model has learned, where it has a table of them.
     """
 
     base: str
@@ -63,6 +64,7 @@ class Outline:
     dtype: torch.dtype | None
     output: type
     options: frozenset[str]
+    longest: int | None
 
     def layer(self, index: int) -> str:
         """Name of a layer."""
@@ -228,6 +230,7 @@ def _outline_of(model: PreTrainedModel, layers: str, log: ForwardLog) -> Outline
         dtype=None if hidden.dtype == _TRACED_DTYPE else hidden.dtype,
         output=type(output),
         options=frozenset(inspect.signature(type(model.get_submodule(base)).forward).parameters),
+        longest=_learned_positions(model),
     )
     _check_ties(cls, outline)
     return outline
@@ -242,6 +245,15 @@ def _base_of(cls: type, layers: str, log: ForwardLog) -> tuple[str, Any]:
     if not isinstance(output, ModelOutput) or not hasattr(output, "last_hidden_state"):
         raise _unsupported(cls, f"{name} returns a {type(output).__name__} without last_hidden_state")
     return name, output
+
+
+def _learned_positions(model: PreTrainedModel) -> int | None:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is None:
+        return None
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
+    # Some tables have a few rows more than there are positions.
+    return limit if any(limit <= table.num_embeddings <= limit + 8 for table in tables) else None
 
 
 def _embedding_of(model: PreTrainedModel) -> str:

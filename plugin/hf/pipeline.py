@@ -61,7 +61,8 @@ class Pipeline:
         self.mesh: Mesh = stage.cuboid.mesh
         self.mesh.connect()
         self._cutter = Cutter(self._config, stage.staging.sizes, self.mesh)
-        self._pool = StorePool()
+        #: Buffers of keys and values, for reports of memory.
+        self.pool = StorePool()
         self._channels = self._open_channels()
         self._step = 0
         #: Where ``"measured"`` cuts the longest sequence of the last step from now on, if that step was measured.
@@ -112,6 +113,7 @@ class Pipeline:
         for batch in micro_batches:
             if "labels" not in batch and "shift_labels" not in batch:
                 raise CuboidError("a pipeline's micro-batch needs labels; add labels: input_ids, with -100 for padding")
+            self._check_length(batch["input_ids"].shape[1])
         lengths = [self._cutter.lengths(batch["input_ids"].shape[1], count) for batch in micro_batches]
         cut = [
             SegmentedBatch.of(batch, own, self._store(sum(own)), self._model.config, self.mesh)
@@ -119,6 +121,14 @@ class Pipeline:
         ]
         shape = PipelineShape(self._staging.cut.stages, count, len(lengths[0]))
         return _Step(shape, cut, lengths, self._items(micro_batches))
+
+    def _check_length(self, length: int) -> None:
+        longest = self._staging.outline.longest
+        if longest is not None and length > longest:
+            raise CuboidError(
+                f"a micro-batch has sequences of {length} tokens, but the model has learned {longest} positions "
+                "(max_position_embeddings); give shorter ones"
+            )
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -182,7 +192,7 @@ class Pipeline:
         return Path("cuboid_trace" if self._config.trace is True else str(self._config.trace))
 
     def _store(self, length: int) -> KeyValueStore:
-        return KeyValueStore(length, self._pool, self._config.kv_gradients)
+        return KeyValueStore(length, self.pool, self._config.kv_gradients)
 
     def _add_shared_gradients(self) -> None:
         """Give the first and the last stage the whole gradient of the parameters that both have."""
