@@ -1,8 +1,13 @@
 """The pool of local processes: results by rank, fresh worlds, and failures that leave nothing hanging."""
 
 import os
+import signal
+import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +15,7 @@ import torch.distributed as dist
 from conftest import TIMEOUT_S
 from cuboid import ConfigError, CuboidError
 from cuboid.verify import WorkerError, WorkerPool
+from launching import end, start
 
 
 def describe(factor: int) -> tuple[int, int, int, float]:
@@ -138,3 +144,43 @@ def test_a_closed_pool_leaves_no_process() -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def report_and_sleep(folder: str) -> None:
+    Path(folder, str(os.getpid())).touch()
+    time.sleep(3600)
+
+
+OWNER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from cuboid.verify import WorkerPool
+from test_workers import report_and_sleep
+
+if __name__ == "__main__":
+    with WorkerPool(2) as pool:
+        pool.run(2, report_and_sleep, sys.argv[2], timeout_s=600)
+"""
+
+
+def test_workers_leave_with_the_process_that_started_them(tmp_path: Path) -> None:
+    script, pids = tmp_path / "owner.py", tmp_path / "pids"
+    script.write_text(OWNER)
+    pids.mkdir()
+    owner = start(sys.executable, script, Path(__file__).parent, pids)
+    try:
+        wait_until(lambda: len(list(pids.iterdir())) == 2 or owner.poll() is not None)
+        workers = [int(path.name) for path in pids.iterdir()]
+        assert len(workers) == 2
+        os.kill(owner.pid, signal.SIGKILL)
+        owner.wait()
+        wait_until(lambda: not any(map(psutil.pid_exists, workers)))
+    finally:
+        end(owner)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    give_up_s = time.monotonic() + TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.1)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import multiprocessing
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -70,6 +72,7 @@ class Failure:
 
 def serve(connection: Connection) -> None:
     """Say that the process is ready, then do one job after another until the parent hangs up or a job fails."""
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     quiet()
     connection.send(Success(None))
@@ -86,6 +89,14 @@ def serve(connection: Connection) -> None:
                 explanation = str(error) if isinstance(error, CuboidError) else None
                 connection.send(Failure(type(error).__name__, traceback.format_exc(), explanation))
                 return
+
+
+def _leave_with_parent() -> None:
+    """End the process, whatever it is at, when the one with the pool is gone without a word."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _work(job: Job) -> Any:
