@@ -5,17 +5,21 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
 from conftest import TIMEOUT_S
+from cuboid import Pipeline, from_pretrained
 from cuboid.config import split_config
 from cuboid.errors import ConfigError, CuboidError
 from cuboid.hf.cutting import MEASURED_STEPS, Cutter
 from cuboid.hf.feed import read_micro_batch, share_micro_batches
+from cuboid.hf.outline import draw_outline
 from cuboid.mesh import Mesh
 from cuboid.seq1f1b.costs import LayerSizes, ModelSizes
 from cuboid.seq1f1b.recorder import gather_times_s
 from cuboid.seq1f1b.transport import Arrival, Channel, PeerLostError
 from cuboid.topology import MeshShape
+from cuboid.verify import SmallModel
 
 IDS = torch.arange(12).view(2, 6)
 ONE = MeshShape()
@@ -183,3 +187,27 @@ def test_a_peer_that_is_gone_is_named_with_its_rank():
     with pytest.raises(PeerLostError, match="rank 7 of the pipeline went away") as caught:
         Arrival(torch.empty(1), Broken(), 7).wait()
     assert caught.value.rank == 7
+
+
+@pytest.mark.parametrize(("architecture", "longest"), [("gpt2", 256), ("llama", None), ("gpt_neox", None)])
+def test_learned_positions_end_somewhere_and_rotary_ones_do_not(architecture, longest):
+    config = SmallModel(architecture).config()
+    cls = AutoModelForCausalLM._model_mapping[type(config)]
+    assert draw_outline(cls, config).longest == longest
+
+
+def _train_beyond(path, length):
+    config = {"pipeline": {"engine": "seq1f1b", "stages": 2, "segments": 2}}
+    pipeline = Pipeline(from_pretrained(path, config))
+    ids = torch.zeros((1, length), dtype=torch.int64)
+    try:
+        return pipeline.evaluate(iter([{"input_ids": ids, "labels": ids}]), 1).item()
+    except CuboidError as error:
+        return str(error)
+
+
+def test_sequences_beyond_the_learned_positions_are_refused_on_all_ranks(pool, checkpoint):
+    path = checkpoint(SmallModel("gpt2", positions=16))
+    message = "a micro-batch has sequences of 17 tokens, but the model has learned 16 positions"
+    assert all(answer.startswith(message) for answer in pool.run(2, _train_beyond, path, 17, timeout_s=TIMEOUT_S))
+    assert all(answer > 0 for answer in pool.run(2, _train_beyond, path, 16, timeout_s=TIMEOUT_S))
