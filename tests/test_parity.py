@@ -19,7 +19,8 @@ from conftest import TIMEOUT_S
 from cuboid import CuboidError, MeshShape
 from cuboid.cli import commands
 from cuboid.topology import Topology
-from cuboid.verify import ARCHITECTURES, Architecture, PassReport, Plan, SmallModel, WorkerPool, verify
+from cuboid.verify import Architecture, PassReport, Plan, SmallModel, WorkerPool, verify
+from cuboid.verify.models import MESH_ARCHITECTURES
 from cuboid.verify.reference import run_reference
 from cuboid.verify.run import judge
 from cuboid.verify.sharded import run_core
@@ -83,7 +84,7 @@ def test_every_mesh_and_architecture(parity: Compare, mesh: str, architecture: A
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_memory", [False, True], ids=["loaded", "in-memory"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", MESH_ARCHITECTURES)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_whole_product(parity: Compare, mesh: str, architecture: Architecture, in_memory: bool) -> None:
     parity(mesh, architecture, accumulate=2, sequence_length=29, shard_in_memory=in_memory)
