@@ -104,7 +104,12 @@ class Mesh:
     @cached_property
     def copy_ranks(self) -> list[int]:
         """World ranks of :attr:`model_parallel_group`, ascending; the first of them is at the first stage."""
-        return next(ranks for ranks in self.topology.groups(("pipe", *AXES)) if self.rank in ranks)
+        return self._own(self.topology.groups(("pipe", *AXES)))
+
+    @cached_property
+    def mesh_ranks(self) -> list[int]:
+        """World ranks of :attr:`mesh_group`, ascending."""
+        return self._own(self.topology.groups(AXES))
 
     def channel(self, source: int, target: int) -> dist.ProcessGroup:
         """Process group of this rank's place in two stages, for what ``source`` sends to ``target`` alone.
@@ -117,6 +122,9 @@ class Mesh:
     def peer(self, stage: int) -> int:
         """World rank at this one's place in another stage."""
         return self.topology.rank(dataclasses.replace(self.coordinate, pipe=stage))
+
+    def _own(self, sets: list[list[int]]) -> list[int]:
+        return next(ranks for ranks in sets if self.rank in ranks)
 
     def _check_world(self) -> None:
         if not dist.is_initialized():

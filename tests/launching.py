@@ -1,11 +1,13 @@
 """Start real processes as a user would, and end all that they started."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import psutil
@@ -66,6 +68,19 @@ def torchrun(ranks, script, *arguments, timeout_s=240, **variables):
     """Run a script on so many ranks."""
     launcher = (BIN / "torchrun", "--standalone", "--nproc-per-node", ranks)
     return run(*launcher, script, *arguments, timeout_s=timeout_s, **variables)
+
+
+def reports_of(ranks, script, root):
+    """Run the text of a script on so many ranks, with ``root`` as its argument, and give what they report.
+
+    A rank reports by printing ``RESULT`` and a line of JSON.
+    """
+    (root / "script.py").write_text(textwrap.dedent(script))
+    status, output = torchrun(ranks, root / "script.py", root)
+    assert status == 0, output
+    # Ranks may print at the same time, on one line.
+    decoder, found = json.JSONDecoder(), output.split("RESULT")[1:]
+    return [decoder.raw_decode(part)[0] for part in found]
 
 
 def as_ranks(ranks, script, *arguments, timeout_s=120):

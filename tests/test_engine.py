@@ -1,12 +1,10 @@
 """DeepSpeed's own features around a sharded model: loader, scheduler, monitor, parameter groups, its checkpoints."""
 
 import csv
-import json
-import textwrap
 
 import pytest
 
-from launching import torchrun
+from launching import reports_of
 
 SCRIPT = """
     import json, sys
@@ -79,11 +77,7 @@ SCRIPT = """
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     root = tmp_path_factory.mktemp("engine")
-    (root / "script.py").write_text(textwrap.dedent(SCRIPT))
-    status, output = torchrun(4, root / "script.py", root)
-    assert status == 0, output
-    lines = [line.partition("RESULT")[2] for line in output.splitlines() if "RESULT" in line]
-    return root, [json.loads(line) for line in lines]
+    return root, reports_of(4, SCRIPT, root)
 
 
 def test_the_data_loader_gives_each_replica_its_share(reports):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from launching import as_ranks, torchrun
+from launching import as_ranks, reports_of
 
 SCRIPT = """
     import json, sys
@@ -124,11 +124,7 @@ SCRIPT = """
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     root = tmp_path_factory.mktemp("pipeline")
-    (root / "script.py").write_text(textwrap.dedent(SCRIPT))
-    status, output = torchrun(4, root / "script.py", root)
-    assert status == 0, output
-    lines = [line.partition("RESULT")[2] for line in output.splitlines() if "RESULT" in line]
-    found = [json.loads(line) for line in lines]
+    found = reports_of(4, SCRIPT, root)
     assert len(found) == 4
     return root, found
 

@@ -1,6 +1,7 @@
 """Hugging Face models cut into pipeline stages: what is refused, and that the stages together are the whole model."""
 
 import copy
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from cuboid.config import PipelineConfig
 from cuboid.errors import ConfigError, UnsupportedModelError
 from cuboid.hf.batch import IGNORE_INDEX
+from cuboid.hf.costs import model_sizes
 from cuboid.hf.head import Head, chunked_loss
 from cuboid.hf.outline import draw_outline
 from cuboid.hf.stages import cut_at, cut_stage, plan_stages, run_base, shared_parameters
@@ -308,7 +310,8 @@ def test_an_outline_leaves_the_config_as_it_was():
 def planned(counts_or_name, stages, architecture="llama"):
     config = config_of(architecture)
     outline = draw_outline(AutoModelForCausalLM._model_mapping[type(config)], config)
-    return plan_stages(outline, config, PipelineConfig(engine="seq1f1b", stages=stages, stage_balance=counts_or_name))
+    sizes = functools.partial(model_sizes, config)
+    return plan_stages(outline, sizes, PipelineConfig(engine="seq1f1b", stages=stages, stage_balance=counts_or_name))
 
 
 def test_numbers_of_layers():

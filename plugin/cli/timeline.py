@@ -127,7 +127,7 @@ def _model_costs(request: _Request, model: Path, length: int | None, rows: int) 
 
     from cuboid.hf.costs import model_sizes
     from cuboid.seq1f1b.costs import kept_bytes, unit_flops
-    from cuboid.seq1f1b.partition import balance_stages, check_lengths, cut_sequence, even_cut, segment_cost
+    from cuboid.seq1f1b.partition import balance_by_flops, check_lengths, cut_sequence, even_cut, segment_cost
 
     if length is None:
         if request.lengths is None:
@@ -147,7 +147,7 @@ def _model_costs(request: _Request, model: Path, length: int | None, rows: int) 
         lengths = even_cut(length, request.segments, request.multiple)
     else:
         lengths = cut_sequence(length, request.segments, multiple=request.multiple, cost=segment_cost(sizes))
-    layers = balance_stages(sizes.layer_flops(length), request.stages, last=sizes.head_flops(length))
+    layers = balance_by_flops(sizes, request.stages, length)
     flops = unit_flops(sizes, layers, lengths, backward_ratio=request.backward_ratio)
     average = segment_cost(sizes)(0, length) / (request.stages * request.segments)
     caption = f"{config.model_type}, {length} tokens cut into {', '.join(map(str, lengths))}"

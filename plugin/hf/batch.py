@@ -16,7 +16,8 @@ from cuboid.tensor3d.collectives import all_gather, own_slice, padded_length
 from cuboid.topology import AXES, divisors
 
 IGNORE_INDEX = -100
-_TENSORS = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels")
+#: What a micro-batch may hold, each ``[B, S]``; positions also ``[1, S]``.
+TENSORS = ("input_ids", "labels", "attention_mask", "position_ids", "shift_labels")
 #: Arguments that mean "nothing special" with these values and have no rule with others.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "use_cache": (None, False),
@@ -51,6 +52,11 @@ class LocalBatch:
         return self.tensors["input_ids"].shape[1]
 
 
+def granule(mesh: Mesh) -> int:
+    """What the length of a sequence, or of a segment of one, must be a multiple of."""
+    return math.lcm(mesh.size("sequence"), mesh.size("hidden"))
+
+
 def take_local_batch(
     arguments: dict[str, Any], config: PretrainedConfig, mesh: Mesh, *, at_least: int = 0
 ) -> LocalBatch:
@@ -61,13 +67,14 @@ def take_local_batch(
         CuboidError: shapes that contradict each other, or a batch that doesn't divide.
     """
     _refuse(arguments)
-    whole = {name: arguments[name] for name in _TENSORS if arguments.get(name) is not None}
-    options = {name: value for name, value in arguments.items() if name not in (*_TENSORS, *_REFUSED)}
-    _check_shapes(whole, mesh)
+    whole = {name: arguments[name] for name in TENSORS if arguments.get(name) is not None}
+    options = {name: value for name, value in arguments.items() if name not in (*TENSORS, *_REFUSED)}
+    check_shapes(whole)
+    _check_rows(whole["input_ids"].shape[0], mesh)
     length = whole["input_ids"].shape[1]
     if "position_ids" not in whole:
         whole["position_ids"] = torch.arange(length, device=whole["input_ids"].device).unsqueeze(0)
-    target = padded_length(max(length, at_least), math.lcm(mesh.size("sequence"), mesh.size("hidden")))
+    target = padded_length(max(length, at_least), granule(mesh))
     local = {}
     for name, tensor in whole.items():
         given_once = name == "position_ids" and tensor.shape[0] == 1
@@ -108,7 +115,12 @@ def _refuse(arguments: dict[str, Any]) -> None:
         raise CuboidError("a sharded model needs input_ids [batch, sequence]")
 
 
-def _check_shapes(whole: dict[str, torch.Tensor], mesh: Mesh) -> None:
+def check_shapes(whole: dict[str, torch.Tensor]) -> None:
+    """Make sure that a micro-batch's tensors have the shape of its ids.
+
+    Raises:
+        CuboidError: they don't, or the ids aren't ``[B, S]``.
+    """
     ids = whole["input_ids"]
     if ids.dim() != 2:
         raise CuboidError(f"input_ids must be [batch, sequence], not {list(ids.shape)}")
@@ -117,12 +129,15 @@ def _check_shapes(whole: dict[str, torch.Tensor], mesh: Mesh) -> None:
         rows = (1, ids.shape[0]) if name == "position_ids" else (ids.shape[0],)
         if tensor.dim() != 2 or tensor.shape[0] not in rows or tensor.shape[1] != ids.shape[1]:
             raise CuboidError(f"{name} is {list(tensor.shape)}, but input_ids is {list(ids.shape)}")
+
+
+def _check_rows(rows: int, mesh: Mesh) -> None:
     pieces = mesh.size("batch")
-    if ids.shape[0] % pieces:
-        axes = " or ".join(map(str, divisors(ids.shape[0])))
+    if rows % pieces:
+        axes = " or ".join(map(str, divisors(rows)))
         raise CuboidError(
-            f"the micro-batch has {ids.shape[0]} rows, which the mesh's batch axis of {pieces} can't share; give it a "
-            f"multiple of {pieces} such as {padded_length(ids.shape[0], pieces)}, or a batch axis of {axes}"
+            f"the micro-batch has {rows} rows, which the mesh's batch axis of {pieces} can't share; give it a "
+            f"multiple of {pieces} such as {padded_length(rows, pieces)}, or a batch axis of {axes}"
         )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from cuboid.config import PipelineConfig
 from cuboid.errors import ConfigError
+from cuboid.hf.batch import granule
 from cuboid.hf.tracing import StepTrace
-from cuboid.hf.units import granule
 from cuboid.mesh import Mesh
 from cuboid.seq1f1b.costs import ModelSizes
 from cuboid.seq1f1b.partition import MeasuredCut, choose_segments, cut_sequence, even_cut, segment_cost
@@ -35,14 +35,12 @@ class Cutter:
         self._segments = None if config.segments == "auto" else config.segments
         self._measured = MeasuredCut() if config.partition == "measured" else None
         self._known: dict[int, tuple[int, ...]] = {}
-        self._step = 0
         if isinstance(config.partition, tuple):
             self._check_explicit(config.partition)
 
-    def begin_step(self) -> bool:
-        """Count a step; whether its times are wanted."""
-        self._step += 1
-        return self._measured is not None and self._step in MEASURED_STEPS
+    def measures(self, step: int) -> bool:
+        """Whether the times of a step, counted from 1, are wanted."""
+        return self._measured is not None and step in MEASURED_STEPS
 
     def lengths(self, length: int, micro_batches: int) -> tuple[int, ...]:
         """Lengths of the segments of a sequence of S tokens.

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from cuboid.errors import CuboidError
+from cuboid.hf.batch import TENSORS, check_shapes
 from cuboid.mesh import Mesh
 
-#: What a micro-batch may hold, each ``[B, S]`` of integers; positions also ``[1, S]``.
-KEYS = ("input_ids", "labels", "attention_mask", "position_ids", "shift_labels")
+#: By the names in :data:`TENSORS`, integers all of them.
 MicroBatch = dict[str, torch.Tensor]
 
 _FINE, _EXHAUSTED, _FAILED = 0, 1, 2
@@ -42,26 +42,20 @@ def read_micro_batch(batch: Any) -> MicroBatch:
             f"{type(batch).__name__}"
         )
     given = {name: value for name, value in batch.items() if value is not None}
-    unknown = [name for name in given if name not in KEYS]
+    unknown = [name for name in given if name not in TENSORS]
     if unknown:
-        raise CuboidError(f"{unknown[0]} has no rule in a pipeline's micro-batch; known: {', '.join(KEYS)}")
+        raise CuboidError(f"{unknown[0]} has no rule in a pipeline's micro-batch; known: {', '.join(TENSORS)}")
     if "input_ids" not in given:
         raise CuboidError("a pipeline's micro-batch needs input_ids [batch, sequence]")
     tensors = {name: torch.as_tensor(value) for name, value in given.items()}
-    _check_shapes(tensors)
-    return tensors
-
-
-def _check_shapes(tensors: MicroBatch) -> None:
-    shape = tuple(tensors["input_ids"].shape)
-    if len(shape) != 2 or 0 in shape:
-        raise CuboidError(f"input_ids must be [batch, sequence], not {list(shape)}")
+    shape = list(tensors["input_ids"].shape)
+    if 0 in shape:
+        raise CuboidError(f"input_ids must be [batch, sequence], not {shape}")
+    check_shapes(tensors)
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
             raise CuboidError(f"{name} holds {tensor.dtype}; a pipeline takes integers there")
-        allowed = [shape, (1, shape[1])] if name == "position_ids" else [shape]
-        if tuple(tensor.shape) not in allowed:
-            raise CuboidError(f"{name} is {list(tensor.shape)}, but input_ids is {list(shape)}")
+    return tensors
 
 
 def share_micro_batches(
@@ -125,7 +119,7 @@ def _listen(count: int, mesh: Mesh, device: torch.device) -> list[MicroBatch]:
 
 
 #: Numbers in the header for each micro-batch: rows and length, and the rows of each key, 0 for none.
-_FIELDS = 2 + len(KEYS)
+_FIELDS = 2 + len(TENSORS)
 
 
 def _header(status: int, sizes: Sequence[int], count: int, device: torch.device) -> torch.Tensor:
@@ -138,11 +132,11 @@ def _broadcast(tensor: torch.Tensor, mesh: Mesh) -> None:
 
 
 def _order(batch: MicroBatch) -> list[str]:
-    return [name for name in KEYS if name in batch]
+    return [name for name in TENSORS if name in batch]
 
 
 def _sizes(batch: MicroBatch) -> list[int]:
-    return [*batch["input_ids"].shape, *(batch[name].shape[0] if name in batch else 0 for name in KEYS)]
+    return [*batch["input_ids"].shape, *(batch[name].shape[0] if name in batch else 0 for name in TENSORS)]
 
 
 def _numel(sizes: Sequence[int]) -> Iterator[int]:
@@ -154,7 +148,7 @@ def _split(payload: torch.Tensor, sizes: Sequence[int]) -> Iterator[MicroBatch]:
     offset = 0
     for first in range(0, len(sizes), _FIELDS):
         length, batch = sizes[first + 1], {}
-        for name, rows in zip(KEYS, sizes[first + 2 : first + _FIELDS], strict=True):
+        for name, rows in zip(TENSORS, sizes[first + 2 : first + _FIELDS], strict=True):
             if rows:
                 batch[name] = payload[offset : offset + rows * length].view(rows, length)
                 offset += rows * length

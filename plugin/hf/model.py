@@ -44,6 +44,10 @@ class ShardedModel:
 
         save_sharded(self, directory, **kwargs)  # type: ignore[arg-type]
 
+    def counted_parameters(self: Any) -> list[nn.Parameter]:
+        """This rank's parameters for sums over all ranks of a copy of the model: each element has one owner."""
+        return list(self.parameters())
+
     def resize_token_embeddings(self, *_: Any, **__: Any) -> None:
         """Not on a sharded model.
 

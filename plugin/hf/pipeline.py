@@ -22,7 +22,7 @@ from cuboid.hf.model import unwrap
 from cuboid.hf.stage_model import StageModel
 from cuboid.hf.stage_runner import StageRunner
 from cuboid.hf.tracing import StepTrace
-from cuboid.hf.units import SegmentedBatch, label_tokens
+from cuboid.hf.units import SegmentedBatch, label_tokens, with_shifted_labels
 from cuboid.mesh import Mesh
 from cuboid.seq1f1b.actions import Program
 from cuboid.seq1f1b.lowering import lower
@@ -88,7 +88,7 @@ class Pipeline:
         self._step += 1
         step = self._prepare(batches, count)
         traces = self._config.trace is not False and self._step == self._config.trace_step
-        measures = self._cutter.begin_step()
+        measures = self._cutter.measures(self._step)
         recorder = Recorder(self._device) if traces or measures else None
         scale = gradient_scale / step.items
         runner = self._run(_programs(self._config.schedule, step.shape), step, scale, recorder)
@@ -109,10 +109,9 @@ class Pipeline:
         return self._total(self._run(_evaluation(step.shape), step, 1.0 / step.items, None, training=False).loss)
 
     def _prepare(self, batches: Iterator[Any] | None, count: int) -> _Step:
-        micro_batches = share_micro_batches(batches, count, self.mesh, self._device)
+        shared = share_micro_batches(batches, count, self.mesh, self._device)
+        micro_batches = [with_shifted_labels(batch) for batch in shared]
         for batch in micro_batches:
-            if "labels" not in batch and "shift_labels" not in batch:
-                raise CuboidError("a pipeline's micro-batch needs labels; add labels: input_ids, with -100 for padding")
             self._check_length(batch["input_ids"].shape[1])
         lengths = [self._cutter.lengths(batch["input_ids"].shape[1], count) for batch in micro_batches]
         cut = [
@@ -157,7 +156,7 @@ class Pipeline:
 
     def _items(self, micro_batches: list[MicroBatch]) -> int:
         """Label tokens of all replicas; 1 if there are none, so that the loss is 0."""
-        items = torch.tensor(sum(map(label_tokens, micro_batches)), device=self._device)
+        items = torch.stack([label_tokens(batch) for batch in micro_batches]).sum()
         if self.mesh.topology.data > 1:
             dist.all_reduce(items, group=self.mesh.data_parallel_group)
         return max(int(items), 1)

@@ -193,7 +193,7 @@ def _of_other_stages(entries: list[_Entry], mesh: Mesh) -> dict[int, list[_Entry
 
 def _collect(value: torch.Tensor, layout: Layout | None, mesh: Mesh) -> torch.Tensor | None:
     """The whole tensor on the first rank of a stage's mesh, on the CPU; None on the others."""
-    peers = next(ranks for ranks in mesh.topology.groups(AXES) if mesh.rank in ranks)
+    peers = mesh.mesh_ranks
     if layout is None:
         # Every rank has it.
         return value.to("cpu", copy=True) if mesh.rank == peers[0] else None

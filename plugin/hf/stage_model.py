@@ -60,6 +60,11 @@ class StageModel(ShardedModel):
 
     staging: Staging
 
+    def counted_parameters(self: Any) -> list[nn.Parameter]:
+        """As on any sharded model, without those that count on another stage."""
+        repeated = {id(parameter) for parameter in self.staging.repeated_parameters()}
+        return [parameter for parameter in self.parameters() if id(parameter) not in repeated]
+
 
 def plan_staging(cls: type[PreTrainedModel], hf_config: Any, config: CuboidConfig, mesh: Mesh) -> Staging:
     """Decide what this rank's stage is, without touching a model.
@@ -77,8 +82,10 @@ def plan_staging(cls: type[PreTrainedModel], hf_config: Any, config: CuboidConfi
             f"{cls.__name__} counts positions by itself, from the start of what it is given, which with segments isn't "
             'the start of the sequence; write "segments": 1'
         )
-    counts = plan_stages(outline, hf_config, config.pipeline)
-    sizes = model_sizes(hf_config) if _asks_for_costs(config.pipeline) else None
+    # They take a model without memory to find out: once at most, and only where somebody asks.
+    find_sizes = functools.cache(lambda: model_sizes(hf_config))
+    counts = plan_stages(outline, find_sizes, config.pipeline)
+    sizes = find_sizes() if _asks_for_costs(config.pipeline) else None
     return Staging(outline, counts, cut_at(counts, mesh.coordinate.pipe), sizes, config)
 
 

@@ -127,7 +127,6 @@ class StageRunner:
             return run_base(self._model, self._staging.outline, self._staging.entrance, hidden=hidden, **options)
 
     def _run_head(self, batch: SegmentedBatch, segment: int, output: torch.Tensor) -> torch.Tensor | None:
-        assert batch.labels is not None
         labels = batch.cut(batch.labels, segment)
         loss, gradient = chunked_loss(
             self._head,

@@ -6,22 +6,22 @@ rotary tables and whatever else its layers are given; only the hidden state come
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cuboid.config import PipelineConfig
 from cuboid.errors import ConfigError, UnsupportedModelError
-from cuboid.hf.costs import model_sizes
 from cuboid.hf.flow import Flow
 from cuboid.hf.head import Head
 from cuboid.hf.outline import Outline
 from cuboid.hf.stand_ins import AbsentLayer, AbsentModule, Entrance, Exit
-from cuboid.seq1f1b.partition import balance_stages
+from cuboid.seq1f1b.costs import ModelSizes
+from cuboid.seq1f1b.partition import balance_by_flops
 
 #: For the weight of attention and of the head; nobody knows the sequences' length when weights are loaded.
 _ASSUMED_LENGTH = 4096
@@ -56,8 +56,13 @@ def cut_at(counts: Sequence[int], stage: int) -> StageCut:
     return StageCut(stage, len(counts), first, first + counts[stage])
 
 
-def plan_stages(outline: Outline, config: PretrainedConfig, pipeline: PipelineConfig) -> tuple[int, ...]:
+def plan_stages(outline: Outline, sizes: Callable[[], ModelSizes], pipeline: PipelineConfig) -> tuple[int, ...]:
     """Numbers of layers of each stage.
+
+    Args:
+        outline: of the model.
+        sizes: gives the model's sizes, where the stages are balanced by them.
+        pipeline: what was asked for.
 
     Raises:
         ConfigError: fewer layers than stages, or an explicit list that isn't the model's.
@@ -74,12 +79,7 @@ def plan_stages(outline: Outline, config: PretrainedConfig, pipeline: PipelineCo
         even, rest = divmod(outline.count, pipeline.stages)
         # The odd ones go to the front: the last stage has the head already.
         return tuple(even + (stage < rest) for stage in range(pipeline.stages))
-    return _balanced_by_flops(config, pipeline.stages)
-
-
-def _balanced_by_flops(config: PretrainedConfig, stages: int) -> tuple[int, ...]:
-    sizes = model_sizes(config)
-    return balance_stages(sizes.layer_flops(_ASSUMED_LENGTH), stages, last=sizes.head_flops(_ASSUMED_LENGTH))
+    return balance_by_flops(sizes(), pipeline.stages, _ASSUMED_LENGTH)
 
 
 def _checked_balance(balance: tuple[int, ...], outline: Outline, pipeline: PipelineConfig) -> tuple[int, ...]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from transformers import PretrainedConfig
 
+from cuboid.errors import CuboidError
 from cuboid.hf.batch import IGNORE_INDEX, take_local_batch
 from cuboid.hf.feed import MicroBatch
 from cuboid.hf.segments import Unit, prepare_masks
@@ -18,22 +18,25 @@ from cuboid.seq1f1b.store import KeyValueStore
 from cuboid.tensor3d.loss import shifted
 
 
-def granule(mesh: Mesh) -> int:
-    """What the length of a segment must be a multiple of."""
-    return math.lcm(mesh.size("sequence"), mesh.size("hidden"))
+def with_shifted_labels(batch: MicroBatch) -> MicroBatch:
+    """The same micro-batch with ``shift_labels`` in place of ``labels``.
+
+    They are shifted before the sequence is cut, or each segment would lose the label of its last token.
+
+    Raises:
+        CuboidError: it has neither.
+    """
+    rest = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    if "shift_labels" in rest:
+        return rest
+    if "labels" not in batch:
+        raise CuboidError("a pipeline's micro-batch needs labels; add labels: input_ids, with -100 for padding")
+    return {**rest, "shift_labels": shifted(batch["labels"], IGNORE_INDEX)}
 
 
-def label_tokens(batch: MicroBatch) -> int:
-    """Tokens of a whole micro-batch that have a loss."""
-    labels = _shifted_labels(batch)
-    return 0 if labels is None else int((labels != IGNORE_INDEX).sum())
-
-
-def _shifted_labels(batch: MicroBatch) -> torch.Tensor | None:
-    # Shifted before the sequence is cut, or each segment would lose the label of its last token.
-    if "shift_labels" in batch:
-        return batch["shift_labels"]
-    return shifted(batch["labels"], IGNORE_INDEX) if "labels" in batch else None
+def label_tokens(batch: MicroBatch) -> torch.Tensor:
+    """Tokens of a whole micro-batch with shifted labels that have a loss, a tensor of no dims."""
+    return (batch["shift_labels"] != IGNORE_INDEX).sum()
 
 
 @dataclass
@@ -42,7 +45,7 @@ class SegmentedBatch:
 
     Args:
         ids, positions: ``[B/b, S']``, or ``[1, S']`` for positions that all rows share.
-        labels: ``[B/b, S']``, shifted: entry t is the token after t.
+        labels: ``[B/b, S']``: entry t is the token after t.
         bounds: start of each segment, and the end of the last, in 0 … S'.
         store: keys and values of this stage's layers.
         attention_mask, packed: see :func:`cuboid.hf.segments.prepare_masks`.
@@ -50,7 +53,7 @@ class SegmentedBatch:
 
     ids: torch.Tensor
     positions: torch.Tensor
-    labels: torch.Tensor | None
+    labels: torch.Tensor
     bounds: tuple[int, ...]
     store: KeyValueStore
     attention_mask: torch.Tensor | None
@@ -60,26 +63,22 @@ class SegmentedBatch:
     def of(
         cls, batch: MicroBatch, lengths: Sequence[int], store: KeyValueStore, config: PretrainedConfig, mesh: Mesh
     ) -> SegmentedBatch:
-        """Take this rank's rows of a whole micro-batch and fill them up to the sum of ``lengths``.
+        """Take this rank's rows of a whole micro-batch with shifted labels; fill them up to the sum of ``lengths``.
 
         Raises:
             CuboidError: the mesh's batch axis doesn't divide the rows.
         """
-        labels = _shifted_labels(batch)
-        given = {name: x for name, x in batch.items() if name not in ("labels", "shift_labels")}
-        if labels is not None:
-            given["shift_labels"] = labels
-        local = take_local_batch(given, config, mesh, at_least=sum(lengths)).tensors
+        local = take_local_batch(dict(batch), config, mesh, at_least=sum(lengths)).tensors
         attention_mask, packed = prepare_masks(
             local.get("attention_mask"),
             local["position_ids"] if "position_ids" in batch else None,
             local["input_ids"].shape[1],
-            local.get("shift_labels"),
+            local["shift_labels"],
         )
         return cls(
             ids=local["input_ids"],
             positions=local["position_ids"],
-            labels=local.get("shift_labels"),
+            labels=local["shift_labels"],
             bounds=tuple(accumulate(lengths, initial=0)),
             store=store,
             attention_mask=attention_mask,
@@ -92,7 +91,7 @@ class SegmentedBatch:
 
     def unit(self, segment: int) -> Unit:
         """What attention must know of a segment."""
-        start, stop = list(pairwise(self.bounds))[segment]
+        start, stop = self.bounds[segment : segment + 2]
         return Unit(self.store, start, stop, self.bounds[-1], self.attention_mask, self.packed)
 
     def cut(self, tensor: torch.Tensor, segment: int) -> torch.Tensor:

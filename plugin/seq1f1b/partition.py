@@ -107,6 +107,15 @@ def balance_stages(costs: Sequence[float], stages: int, *, first: float = 0, las
     return cut_sequence(count, stages, cost=cost)
 
 
+def balance_by_flops(sizes: ModelSizes, stages: int, length: int) -> tuple[int, ...]:
+    """:func:`balance_stages` by the operations on sequences of ``length`` tokens, those of the head on the last stage.
+
+    Raises:
+        ConfigError: there are more stages than layers.
+    """
+    return balance_stages(sizes.layer_flops(length), stages, last=sizes.head_flops(length))
+
+
 def choose_segments(
     length: int, *, stages: int, micro_batches: int, cost: Cost, multiple: int = 1, schedule: str = "seq1f1b"
 ) -> int:

@@ -11,9 +11,6 @@ from cuboid.train import memory
 from cuboid.train.job import Job
 from cuboid.train.report import PipelineFigures, RankFigures, TraceFigures
 
-#: DeepSpeed's mark on a parameter that an earlier stage has too.
-_REPEATED = "ds_pipe_replicated"
-
 
 def rank_figures(engine: Any, sent_bytes: dict[str, int]) -> RankFigures:
     """This rank's part of the report.
@@ -32,9 +29,7 @@ def rank_figures(engine: Any, sent_bytes: dict[str, int]) -> RankFigures:
 
 def own_parameters(engine: Any) -> int:
     """Parameters that count on this rank: without its copies of tied ones that the first stage has too."""
-    return sum(
-        parameter.numel() for parameter in engine.module.parameters() if not getattr(parameter, _REPEATED, False)
-    )
+    return sum(parameter.numel() for parameter in engine.module.counted_parameters())
 
 
 def pipeline_figures(job: Job, engine: Any) -> PipelineFigures:

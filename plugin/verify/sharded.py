@@ -47,9 +47,9 @@ class OnMesh:
         if len(self._mesh.copy_ranks) > 1:
             dist.all_reduce(tensor, group=self._mesh.model_parallel_group)
 
-    def counted(self, model: nn.Module) -> list[nn.Parameter]:
-        """All: every parameter element has one owner in the mesh."""
-        return list(model.parameters())
+    def counted(self, model: Any) -> list[nn.Parameter]:
+        """Those that the model counts here."""
+        return model.counted_parameters()
 
     def gradients(self, model: nn.Module) -> Tensors:
         """Whole, on rank 0."""
@@ -71,11 +71,6 @@ class OnStages(OnMesh):
         """All stages of the replica that this rank belongs to."""
         batches = plan.micro_batches(step, self._mesh.coordinate.data, vocabulary_of(model))
         return self._pipeline.train(iter(batches), plan.accumulate).item()
-
-    def counted(self, model: Any) -> list[nn.Parameter]:
-        """All but those that another stage counts."""
-        repeated = {id(parameter) for parameter in model.staging.repeated_parameters()}
-        return [parameter for parameter in model.parameters() if id(parameter) not in repeated]
 
 
 def run_core(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
