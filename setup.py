@@ -29,6 +29,7 @@ setup(
         "tokenizers>=0.21",
         "typer>=0.19",
         "rich>=13",
+        "tqdm>=4.66",
         "matplotlib>=3.9",
         "psutil>=5.9",
     ],

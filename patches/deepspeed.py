@@ -15,14 +15,16 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from cuboid.checkpoint.lineage import first_ancestors
 from cuboid.compatibility import check_framework_config
-from cuboid.config import CuboidConfig, split_config
+from cuboid.config import ConfigSource, CuboidConfig, load_config, split_config
 from cuboid.errors import ConfigError, CuboidError
 from cuboid.hf.api import shard
-from cuboid.hf.model import ShardedModel, mesh_of
+from cuboid.hf.model import ShardedModel, mesh_of, unwrap
 from cuboid.hf.stage_model import StageModel
 from cuboid.mesh import current_world_size
 from cuboid.patches.base import Patch
+from cuboid.patches.deepspeed_checkpoint import Origin
 from cuboid.patches.deepspeed_engine import CuboidEngine, ModelParallelUnit
 from cuboid.patches.deepspeed_pipeline import CuboidPipelineEngine
 
@@ -39,7 +41,7 @@ def _initialize(original: Any) -> Any:
             if isinstance(given.get("model"), ShardedModel):
                 raise ConfigError("the model is sharded, but the config has no tensor_parallel.mode 3d_tensor")
             return original(*args, **kwargs)
-        return _initialize_sharded(original, given, config, rest)
+        return _initialize_sharded(original, given, source, config, rest)
 
     return initialize
 
@@ -84,7 +86,9 @@ def _config_source(given: dict[str, Any]) -> Any:
     return getattr(given.get("args"), "deepspeed_config", None)
 
 
-def _initialize_sharded(original: Any, given: dict[str, Any], config: CuboidConfig, rest: dict[str, Any]) -> Any:
+def _initialize_sharded(
+    original: Any, given: dict[str, Any], source: ConfigSource, config: CuboidConfig, rest: dict[str, Any]
+) -> Any:
     check_framework_config(config, rest, current_world_size())
     if given.get("mpu") is not None:
         raise ConfigError(
@@ -112,9 +116,15 @@ def _initialize_sharded(original: Any, given: dict[str, Any], config: CuboidConf
     unit = ModelParallelUnit(mesh) if mesh.topology.world_size > 1 else None
     engine, *others = original(**{**given, "model": model, "config": rest, "mpu": unit})
     engine.__class__ = CuboidEngine
+    engine.origin = Origin(config, load_config(source), first_ancestors(_name_of(model)))
     if isinstance(model, StageModel):
         engine = CuboidPipelineEngine.take_over(engine)
     return (engine, *others)
+
+
+def _name_of(model: nn.Module) -> str:
+    inner: Any = unwrap(model)
+    return str(inner.config._name_or_path)
 
 
 def _accumulate_in_float32(rest: dict[str, Any]) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.utils import clip_grad_norm_
 
 from cuboid.hf.save import full_state_dict
 from cuboid.mesh import Mesh
+from cuboid.patches.deepspeed_checkpoint import CheckpointedEngine
 
 
 class ModelParallelUnit:
@@ -58,7 +58,7 @@ class ModelParallelUnit:
         return self._mesh.topology.pipe
 
 
-class CuboidEngine(DeepSpeedEngine):
+class CuboidEngine(CheckpointedEngine):
     """A DeepSpeedEngine whose exports hold whole tensors, and which tells the gradient norm without ZeRO too."""
 
     def clip_fp32_gradients(self) -> None:

@@ -12,8 +12,10 @@ from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import log_dist
 
+from cuboid.checkpoint.loader import Opened
 from cuboid.errors import CuboidError
 from cuboid.hf.pipeline import Pipeline
+from cuboid.patches.deepspeed_checkpoint import positioned
 from cuboid.patches.deepspeed_engine import CuboidEngine
 
 
@@ -116,6 +118,13 @@ class CuboidPipelineEngine(CuboidEngine):
     def set_dataloader(self, loader: Any) -> None:
         """Like :meth:`set_dataiterator`, over and over."""
         self._iterator = iter(RepeatingLoader(loader))
+
+    def _restore(self, opened: Opened, *, with_scheduler: bool) -> None:
+        super()._restore(opened, with_scheduler=with_scheduler)
+        if self.training_dataloader is not None:
+            # Ours to position, since train_batch reads it by itself.
+            micro_batch = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+            self._iterator = positioned(self.training_dataloader, self.global_samples, micro_batch)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the optimizer step of a :meth:`train_batch` is running."""

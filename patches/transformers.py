@@ -12,7 +12,8 @@ from transformers.modeling_utils import AttentionInterface
 from cuboid.config import CuboidConfig, split_config
 from cuboid.hf.api import active_config
 from cuboid.hf.attention import IMPLEMENTATIONS, attention_twin, mask_twin
-from cuboid.hf.load import load_sharded
+from cuboid.hf.load import is_loading_class, load_sharded
+from cuboid.hf.model import ShardedModel
 from cuboid.patches.base import Patch, Registration
 
 
@@ -20,11 +21,29 @@ def _from_pretrained(original: Any) -> Any:
     @functools.wraps(original.__func__)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         active = active_config() or _config_kept_alive()
-        if active is None:
+        if active is None or is_loading_class(cls):
             return original.__func__(cls, *args, **kwargs)
         return load_sharded(cls, original.__func__, active, args, kwargs)
 
     return classmethod(from_pretrained)
+
+
+def _save_model(original: Any) -> Any:
+    @functools.wraps(original)
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        model = self.model
+        if not isinstance(model, ShardedModel):
+            original(self, output_dir, _internal_call)
+            return
+        folder = self.args.output_dir if output_dir is None else output_dir
+        model.save_pretrained(folder)
+        if self.args.should_save:
+            # What there is beside the weights: the tokenizer, and the arguments.
+            self._save(folder, state_dict={})
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    return save_model
 
 
 def _config_kept_alive() -> CuboidConfig | None:
@@ -41,6 +60,14 @@ PATCHES: list[Patch | Registration] = [
         reason="read only this rank's slices when a config of ours is active",
         parameters=("pretrained_model_name_or_path", "config", "kwargs"),
         replace=_from_pretrained,
+    ),
+    Patch(
+        target="transformers.trainer:Trainer.save_model",
+        package="transformers",
+        versions=">=5.23,<5.24",
+        reason="let all ranks write a sharded model together, instead of gathering it on one",
+        parameters=("output_dir", "_internal_call"),
+        replace=_save_model,
     ),
     Registration(AttentionInterface, {f"cuboid_{name}": attention_twin(name) for name in IMPLEMENTATIONS}),
     Registration(AttentionMaskInterface, {f"cuboid_{name}": mask_twin(name) for name in IMPLEMENTATIONS}),

@@ -143,6 +143,30 @@ class PipelineConfig(_Section):
         return self
 
 
+class CheckpointConfig(_Section):
+    """The ``checkpoint`` section: how ``save_checkpoint`` goes about it."""
+
+    keep_last: int | None = Field(
+        None,
+        ge=1,
+        description="Checkpoints to keep in a folder; older ones go when a new one is complete. By default all.",
+    )
+    asynchronous: bool = Field(
+        False,
+        description="Return from `save_checkpoint` as soon as this rank's part is copied, and write while training "
+        "goes on. Takes as much host memory as the checkpoint, divided by the ranks.",
+    )
+    on_failure: Literal["raise", "warn"] = Field(
+        "raise",
+        description='What a checkpoint that can\'t be written does: `"raise"` an error, or `"warn"` and train on.',
+    )
+    verify: bool = Field(
+        True,
+        description="Read files back from the disk after writing, and before loading, to compare their checksums.",
+    )
+    max_file_bytes: int = Field(5_000_000_000, ge=1, description="Longest file, unless one tensor alone is longer.")
+
+
 _NO_MESH = {"mode": "3d_tensor", "mesh": {}}
 
 
@@ -151,6 +175,7 @@ class CuboidConfig(_Section):
 
     tensor_parallel: TensorParallelConfig = Field(default_factory=lambda: TensorParallelConfig.model_validate(_NO_MESH))
     pipeline: PipelineConfig | None = None
+    checkpoint: CheckpointConfig = Field(default_factory=lambda: CheckpointConfig.model_validate({}))
     #: Rows of a micro-batch, where the framework's own train_micro_batch_size_per_gpu says; not a key of ours.
     micro_batch: SkipJsonSchema[int | None] = None
 
@@ -216,12 +241,32 @@ def split_config(source: ConfigSource) -> tuple[CuboidConfig | None, dict[str, A
             'pipeline.engine "seq1f1b" goes together with tensor_parallel.mode "3d_tensor", not with the '
             "tensor_parallel section of AutoTP"
         )
+    _take_checkpoint(rest, sections)
     try:
         micro_batch = rest.get("train_micro_batch_size_per_gpu")
         rows = micro_batch if isinstance(micro_batch, int) else None
         return CuboidConfig.model_validate({**sections, "micro_batch": rows}), rest
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
+
+
+def _take_checkpoint(rest: dict[str, Any], sections: dict[str, Any]) -> None:
+    """Take our keys out of the framework's section of that name, which has keys of its own.
+
+    Raises:
+        ConfigError: a key of its own means nothing for our checkpoints.
+    """
+    section = rest.get("checkpoint")
+    if not isinstance(section, dict):
+        return
+    for key, reason in _NO_CHECKPOINT_KEYS.items():
+        if section.get(key):
+            raise ConfigError(f"checkpoint.{key}: {reason}; leave it out")
+    theirs = {key: section[key] for key in (*_NO_CHECKPOINT_KEYS, "tag_validation") if key in section}
+    sections["checkpoint"] = {key: value for key, value in section.items() if key not in theirs}
+    rest.pop("checkpoint")
+    if theirs:
+        rest["checkpoint"] = theirs
 
 
 def parse_config(source: ConfigSource | CuboidConfig) -> CuboidConfig:
@@ -275,9 +320,17 @@ def _explain_one(location: tuple[int | str, ...], message: str, kind: str, given
     return f"{path}: {message.removeprefix('Value error, ')} (given: {given!r})"
 
 
+#: Keys of DeepSpeed's checkpoint section that would change how its own checkpoints are written.
+_NO_CHECKPOINT_KEYS = {
+    "load_universal": "every checkpoint loads on any layout",
+    "use_node_local_storage": "all ranks write into one folder, which they all have to see",
+    "parallel_write": "all ranks always write in parallel",
+    "writer": "files are written by Cuboid itself",
+}
 _SECTION_MODELS: dict[str, type[_Section]] = {
     "mesh": MeshConfig,
     "tensor_parallel": TensorParallelConfig,
     "pipeline": PipelineConfig,
+    "checkpoint": CheckpointConfig,
 }
 _KNOWN_KEYS = {*_SECTION_MODELS, *(name for model in _SECTION_MODELS.values() for name in model.model_fields)}

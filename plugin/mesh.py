@@ -41,6 +41,7 @@ class Mesh:
         self.traffic = Traffic()
         self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._host_groups: dict[str, dist.ProcessGroup] = {}
         self._connected = False
 
     def size(self, *axes: Axis) -> int:
@@ -72,6 +73,31 @@ class Mesh:
             for ends in self._channel_ends():
                 self._channels[ends] = dist.new_subgroups_by_enumeration(self.topology.columns(sorted(ends)))[0]
         self._connected = True
+
+    def connect_host(self) -> None:
+        """Make the process groups for what lies in the host's memory, which has a network of its own: checkpoints.
+
+        They go over gloo whatever the backend is, so that a thread may use them while the others compute. Every rank of
+        the world must call it. Later calls do nothing.
+        """
+        if self._host_groups or self.topology.world_size == 1:
+            return
+        self._check_world()
+        stages = self.topology.groups(("data", *AXES))
+        self._host_groups = {
+            "world": dist.new_group(backend="gloo"),
+            "stage": dist.new_subgroups_by_enumeration(stages, backend="gloo")[0],
+        }
+
+    @property
+    def host_group(self) -> dist.ProcessGroup | None:
+        """All ranks of the world, over gloo; None in a world of one. See :meth:`connect_host`."""
+        return self._host_groups.get("world")
+
+    @property
+    def stage_host_group(self) -> dist.ProcessGroup | None:
+        """All ranks of this pipeline stage, replicas included, over gloo; None in a world of one."""
+        return self._host_groups.get("stage")
 
     def split_axes(self, axes: Sequence[Axis]) -> tuple[Axis, ...]:
         """Those of ``axes`` that have more than one rank."""
@@ -110,6 +136,15 @@ class Mesh:
     def mesh_ranks(self) -> list[int]:
         """World ranks of :attr:`mesh_group`, ascending."""
         return self._own(self.topology.groups(AXES))
+
+    @cached_property
+    def stage_ranks(self) -> list[list[int]]:
+        """World ranks of this pipeline stage: for each place in the mesh, those of all replicas."""
+        return [
+            ranks
+            for ranks in self.topology.groups(("data",))
+            if self.topology.coordinate(ranks[0]).pipe == self.coordinate.pipe
+        ]
 
     def channel(self, source: int, target: int) -> dist.ProcessGroup:
         """Process group of this rank's place in two stages, for what ``source`` sends to ``target`` alone.

@@ -8,8 +8,11 @@ No process group is needed: a rank's coordinate comes from the launcher's enviro
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,14 +20,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from cuboid.config import CuboidConfig
 from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.hf.auto import choose_mesh
 from cuboid.hf.layouts import Blueprint, draw_blueprint
 from cuboid.hf.model import shard_modules
-from cuboid.hf.stage_model import Staging, cut_model, finish_stage, plan_staging
+from cuboid.hf.stage_model import StageModel, Staging, cut_model, finish_stage, plan_staging
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.layout import Layout, pad_shard
 
@@ -69,11 +72,49 @@ def load_sharded(
     return result
 
 
-def _loading_class(cls: type[PreTrainedModel], config: CuboidConfig) -> type[PreTrainedModel]:
+def read_weights(model: Any, folder: str | Path) -> dict[str, torch.Tensor]:
+    """This rank's parts of another checkpoint of a model, cut as the model is.
+
+    Args:
+        model: a sharded model or a stage.
+        folder: a Hugging Face checkpoint.
+
+    Returns:
+        Shards and persistent buffers by name, on the CPU.
+
+    Raises:
+        CheckpointError: the checkpoint is of another architecture, or lacks a parameter.
+    """
+    staging = model.staging if isinstance(model, StageModel) else None
+    config = AutoConfig.from_pretrained(folder)
+    if config.model_type != model.config.model_type:
+        raise CheckpointError(f"{folder}: holds a {config.model_type}, but the model is a {model.config.model_type}")
+    settings = CuboidConfig() if staging is None else staging.config
+    cls = _loading_class(model.cuboid.base, settings, _Plan(model.cuboid.mesh, staging))
+    loaded = cls.from_pretrained(folder, config=config, dtype=model.dtype)
+    return {name: x.detach() for name, x in loaded.state_dict().items() if isinstance(x, torch.Tensor)}
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a model that is there already was cut by."""
+
+    mesh: Mesh
+    staging: Staging | None
+
+
+def _loading_class(
+    cls: type[PreTrainedModel], config: CuboidConfig, plan: _Plan | None = None
+) -> type[PreTrainedModel]:
     # transformers looks the root class up by its module and name to find the conversions of old checkpoints.
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_cuboid_base": cls}
-    members["_cuboid_config"] = config
+    members.update(_cuboid_config=config, _cuboid_plan=plan)
     return type(cls.__name__, (_Loading, cls), members)
+
+
+def is_loading_class(cls: type) -> bool:
+    """Whether a class is one of those that read only this rank's slices already."""
+    return issubclass(cls, _Loading)
 
 
 class _Loading:
@@ -81,20 +122,25 @@ class _Loading:
 
     _cuboid_base: type[PreTrainedModel]
     _cuboid_config: CuboidConfig
+    _cuboid_plan: _Plan | None
     # Of the architecture's class, which is mixed in.
     named_parameters: Any
     all_tied_weights_keys: Any
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[safe-super]
-        config = self._cuboid_config
-        shape = choose_mesh(self, config)
+        config, plan = self._cuboid_config, self._cuboid_plan
+        shape = choose_mesh(self, config) if plan is None else plan.mesh.shape
         # One rank for each stage needs no rules for the architecture.
         self._blueprint = draw_blueprint(self, shape) if config.pipeline is None or shape.size > 1 else None
-        self._mesh = Mesh(shape, pipe=config.stages)
+        self._mesh = Mesh(shape, pipe=config.stages) if plan is None else plan.mesh
         self._staging = None
         if config.pipeline is not None:
-            self._staging = plan_staging(self._cuboid_base, self.config, config, self._mesh)
+            self._staging = (
+                plan_staging(self._cuboid_base, self.config, config, self._mesh)
+                if plan is None or plan.staging is None
+                else dataclasses.replace(plan.staging, entrance=None, shared={})
+            )
             _cut_stage(self, self._staging)
         if self._blueprint is not None:
             # The one before was of the whole model, so that all stages refuse the same; this one has what is here.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,22 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils.hub import convert_file_size_to_int
 
+from cuboid.checkpoint.writing import MAX_FILE_BYTES
+from cuboid.hf.checkpoint import export_model
 from cuboid.hf.model import mesh_of, unwrap
 from cuboid.hf.segments import PREFIX
 from cuboid.hf.stage_model import StageModel
+from cuboid.hf.stored import sharded_layouts
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.layout import Layout, put_shard
-from cuboid.tensor3d.parameter import ShardedModule
 from cuboid.topology import AXES
-
-
-def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Layout]]:
-    """Every parameter of a sharded model with its Hugging Face name and layout, tied ones once for each name."""
-    for prefix, module in model.named_modules():
-        if isinstance(module, ShardedModule):
-            for name, gather in module.gathers.items():
-                yield f"{prefix}.{name}", getattr(module, name), gather.layout
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -60,21 +55,30 @@ def save_sharded(
 ) -> None:
     """Write a checkpoint that plain transformers opens.
 
-    All ranks of the mesh call it and rank 0 writes; unless ``state_dict`` holds whole tensors already (or nothing, on
-    the ranks that were given nothing), as trainers hand over: the rank that has it writes without asking the others.
+    All ranks call it, and each writes its share; unless ``state_dict`` holds whole tensors already (or nothing, on the
+    ranks that were given nothing), as trainers hand over: the rank that has it writes without asking the others.
 
     Args:
         model: the sharded model.
         directory: where the checkpoint goes.
         state_dict: whole tensors, or one rank's shards, which are ignored for the model's own.
-        is_main_process: whether this rank writes; by default rank 0 does.
-        kwargs: handed to ``PreTrainedModel.save_pretrained``.
+        is_main_process: whether this rank writes whole tensors that it was given; by default rank 0 does.
+        kwargs: of ``PreTrainedModel.save_pretrained``. With others than ``max_shard_size``, the first rank gathers the
+            whole model and writes it alone.
+
+    Raises:
+        CheckpointError: on every rank, where any of them can't write.
     """
     mesh = mesh_of(model)
-    writes = mesh.rank == 0 if is_main_process is None else is_main_process
     if state_dict is not None and _is_whole(model, state_dict):
-        if writes and state_dict:
+        if state_dict and (mesh.rank == 0 if is_main_process is None else is_main_process):
             _save_as_own_class(model, directory, state_dict, kwargs)
+        return
+    mesh.connect()
+    asked = {name: value for name, value in kwargs.items() if value not in (None, False)}
+    if set(asked) <= {"max_shard_size"}:
+        limit = asked.get("max_shard_size", MAX_FILE_BYTES)
+        export_model(model, Path(directory), convert_file_size_to_int(limit))
         return
     state = full_state_dict(model)
     if mesh.rank == 0:
@@ -97,7 +101,7 @@ def _save_as_own_class(model: Any, directory: str | Path, state: dict[str, torch
 
 
 def _is_whole(model: nn.Module, state: dict[str, torch.Tensor]) -> bool:
-    shapes = {name: layout.shape for name, _, layout in sharded_parameters(model)}
+    shapes = {name: layout.shape for name, layout in sharded_layouts(model).items()}
     if not all(tuple(state[name].shape) == shape for name, shape in shapes.items() if name in state):
         return False
     if not state or not isinstance(model, StageModel):
@@ -127,7 +131,7 @@ def _whole_tensors(model: nn.Module, tensors: dict[str, torch.Tensor], value_of:
     """What ``value_of`` gives for a stage's ``tensors`` and those of all other stages, whole, on the first rank."""
     mesh = mesh_of(model)
     mesh.connect()
-    layouts = {name: layout for name, _, layout in sharded_parameters(model)}
+    layouts = sharded_layouts(model)
     entries = _entries(model, tensors, layouts, value_of)
     others = _of_other_stages(entries, mesh)
     state: dict[str, torch.Tensor] = {}

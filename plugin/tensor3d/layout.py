@@ -134,6 +134,18 @@ def put_shard(full: torch.Tensor, shard: torch.Tensor, layout: Layout, mesh: Mes
         full[there] = shard[here].to(full.dtype)
 
 
+def placed_boxes(
+    layout: Layout, mesh: MeshShape, at: Coordinate, rows: slice
+) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """What the shard's ``rows`` are made of: pairs of (slices of those rows, slices of the whole tensor)."""
+    for (here, *rest), (there, *others) in _copies(layout.shard_intervals(mesh, at)):
+        low, high = max(here.start, rows.start), min(here.stop, rows.stop)
+        if low < high:
+            start = there.start + low - here.start
+            whole = slice(start, start + high - low)
+            yield (slice(low - rows.start, high - rows.start), *rest), (whole, *others)
+
+
 def _copies(intervals: list[list[Interval]]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """Pairs of (slices of the shard, slices of the whole tensor) that hold the same elements."""
     placed = [list(_placed(dim)) for dim in intervals]

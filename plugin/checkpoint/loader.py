@@ -1,0 +1,167 @@
+"""Open a checkpoint on all ranks, and give an optimizer back what it holds, whatever layout wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from cuboid.checkpoint.folder import resolve
+from cuboid.checkpoint.manifest import Manifest, check_contents, check_sizes
+from cuboid.checkpoint.optimizer import MASTER, OptimizerAdapter
+from cuboid.checkpoint.pieces import Run
+from cuboid.checkpoint.reading import TensorFolder
+from cuboid.checkpoint.saver import OPTIMIZER
+from cuboid.checkpoint.state import read_state
+from cuboid.checkpoint.supply import assign
+from cuboid.checkpoint.writing import check_all, gather
+from cuboid.errors import CheckpointError, CuboidError
+from cuboid.mesh import Mesh
+from cuboid.tensor3d.layout import Layout
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint that is whole, as far as was asked.
+
+    Attributes:
+        path: of its folder.
+        step: optimizer steps that it was written after.
+        document: what its ``state.json`` says.
+    """
+
+    path: Path
+    step: int
+    document: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A parameter's whole shape, and how the mesh cuts it, if it does."""
+
+    shape: tuple[int, ...]
+    layout: Layout | None
+
+
+def open_checkpoint(root: Path, tag: str | None, mesh: Mesh, *, verify: bool) -> Opened:
+    """Find a checkpoint and make sure that it is whole. Collective over the world.
+
+    Args:
+        root: folder of checkpoints, or one checkpoint.
+        tag: which one; None for the latest.
+        mesh: of this rank.
+        verify: whether to compare checksums too, of which each rank takes a share of the files.
+
+    Raises:
+        CheckpointError: on every rank, naming what is missing or wrong.
+    """
+    mesh.connect_host()
+
+    def find() -> Path | None:
+        return resolve(root, tag) if mesh.rank == 0 else None
+
+    path = gather(together(find, mesh), mesh)[0]
+    assert path is not None
+
+    def check() -> Manifest:
+        manifest = Manifest.read(path)
+        if mesh.rank == 0:
+            check_sizes(path, manifest)
+        if verify:
+            check_contents(path, manifest, _share(manifest, mesh))
+        return manifest
+
+    manifest = together(check, mesh)
+    return Opened(path, manifest.step, together(lambda: read_state(path), mesh))
+
+
+def together(action: Callable[[], T], mesh: Mesh) -> T:
+    """Do something on every rank; if it fails on any, raise on all. Collective over the world.
+
+    Raises:
+        CheckpointError: the first rank's failure.
+    """
+    error: Exception | None = None
+    try:
+        result = action()
+    except (CuboidError, OSError) as failure:
+        error = failure
+    check_all(error, mesh)
+    return result
+
+
+def load_optimizer(opened: Opened, adapter: OptimizerAdapter, placed: Mapping[str, Placed], mesh: Mesh) -> None:
+    """Give an optimizer its state back: of each quantity the elements that this rank has to have.
+
+    Args:
+        opened: the checkpoint.
+        adapter: of the optimizer.
+        placed: the model's parameters.
+        mesh: of this rank.
+
+    Raises:
+        CheckpointError: the checkpoint has none, or one of another kind, or lacks something.
+    """
+    saved = opened.document.get("optimizer")
+    if saved is None:
+        raise CheckpointError(
+            f"{opened.path}: has no optimizer state, only weights; load with load_module_only=True, or without "
+            "load_optimizer_states"
+        )
+    kind = adapter.state().kind
+    if saved["class"] != kind:
+        raise CheckpointError(
+            f"{opened.path}: holds the state of {saved['class']}, but the optimizer is {kind}; configure the same one, "
+            "or load without load_optimizer_states"
+        )
+    adapter.allocate(saved["quantities"])
+    for quantity, runs in adapter.state().quantities.items():
+        if quantity in saved["quantities"]:
+            _fill(runs, opened.path / OPTIMIZER / quantity, placed, mesh, needed=saved["numbers"])
+        elif quantity == MASTER:
+            # The model was in the masters' precision itself.
+            _fill(runs, opened.path, placed, mesh, needed=())
+    adapter.restore(saved["numbers"], saved["groups"])
+
+
+def load_masters(
+    opened: Opened, parameters: Mapping[str, torch.Tensor], placed: Mapping[str, Placed], mesh: Mesh
+) -> None:
+    """Give a model in the masters' precision the masters for its weights, if the checkpoint has any.
+
+    Args:
+        opened: the checkpoint.
+        parameters: this rank's shards.
+        placed: the same parameters' shapes and layouts.
+        mesh: of this rank.
+    """
+    folder = opened.path / OPTIMIZER / MASTER
+    if folder.is_dir():
+        runs = {name: Run.whole(parameter) for name, parameter in parameters.items()}
+        _fill(runs, folder, placed, mesh, needed=())
+
+
+def _fill(
+    runs: Mapping[str, Run], path: Path, placed: Mapping[str, Placed], mesh: Mesh, *, needed: Collection[str]
+) -> None:
+    """Read runs from a folder; of those that are ``needed``, none may be missing."""
+    with TensorFolder(path) as folder:
+        known = set(folder.names)
+        for name, run in runs.items():
+            if name in known:
+                where = placed[name]
+                run.values.copy_(folder.read_run(name, where.shape, where.layout, mesh, run.start, run.stop))
+            elif name in needed:
+                raise CheckpointError(f"{path}: lacks {name}")
+
+
+def _share(manifest: Manifest, mesh: Mesh) -> list[str]:
+    """The files whose checksums this rank compares."""
+    names = list(manifest.files)
+    readers = assign([manifest.files[name].bytes for name in names], range(mesh.topology.world_size))
+    return [name for name, reader in zip(names, readers, strict=True) if reader == mesh.rank]

@@ -1,0 +1,48 @@
+"""All random states that a rank's training draws from."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """The states of Python's, NumPy's and torch's generators, and of the device's.
+
+    Args:
+        device: of the model.
+
+    Returns:
+        Values that :func:`cuboid.checkpoint.state.write_state` takes.
+    """
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def restore(states: Mapping[str, Any], device: torch.device) -> None:
+    """Bring the generators back to where they were; one that has no state here stays where it is.
+
+    Args:
+        states: as :func:`capture` gave them, perhaps on another kind of machine.
+        device: of the model.
+    """
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type], device)
+    elif device.type != "cpu":
+        logger.warning("the checkpoint has no random state of a %s; what is drawn on it will differ", device.type)

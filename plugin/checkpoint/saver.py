@@ -1,0 +1,263 @@
+"""Write a checkpoint: all ranks together, at once or behind training's back, complete or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from cuboid.checkpoint.folder import INCOMPLETE, abandon, begin, commit, point_latest, prune, sweep
+from cuboid.checkpoint.manifest import FileRecord, Manifest, record_of
+from cuboid.checkpoint.optimizer import OptimizerState, merged
+from cuboid.checkpoint.pieces import Bundle, Family, SplitTensor
+from cuboid.checkpoint.state import write_state
+from cuboid.checkpoint.writing import Written, check_all, gather, write_families, write_indices
+from cuboid.config import CheckpointConfig
+from cuboid.errors import CheckpointError, CuboidError
+from cuboid.mesh import Mesh
+
+logger = logging.getLogger(__name__)
+#: The folder of the optimizer's quantities, each of which has one of its own.
+OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What goes into a checkpoint, of one rank.
+
+    Attributes:
+        step: optimizer steps so far.
+        families: of tensors.
+        optimizer: its numbers and groups; its quantities are in ``families``. None without one.
+        random: this rank's random states.
+        document: what ``state.json`` says; the first rank's counts.
+        companions: writes further files into a folder; called on the first rank.
+    """
+
+    step: int
+    families: tuple[Family, ...]
+    optimizer: OptimizerState | None
+    random: Mapping[str, Any]
+    document: Mapping[str, Any]
+    companions: Callable[[Path], None]
+
+    def copied(self) -> Contents:
+        """The same with copies of everything that training goes on to change."""
+        return dataclasses.replace(self, families=tuple(_copied(family) for family in self.families))
+
+
+class Saver:
+    """Writes the checkpoints of one model.
+
+    Args:
+        mesh: of this rank.
+        settings: of the ``checkpoint`` section.
+    """
+
+    def __init__(self, mesh: Mesh, settings: CheckpointConfig) -> None:
+        self._mesh = mesh
+        self._settings = settings
+        self._thread: threading.Thread | None = None
+        self._failure: CheckpointError | None = None
+
+    def save(self, root: Path, tag: str, contents: Contents, *, latest: bool = True) -> bool:
+        """Write ``root/tag``. Collective over the world.
+
+        If asynchronous, this returns when the contents are copied; :meth:`wait`, which the next call does too, tells
+        how it went.
+
+        Args:
+            root: folder of checkpoints, the same on all ranks.
+            tag: name of this one.
+            contents: of this rank.
+            latest: whether ``root/latest`` is to name it.
+
+        Returns:
+            Whether it is there, or on its way.
+
+        Raises:
+            CheckpointError: on every rank, where any of them failed; unless ``on_failure`` is ``warn``.
+        """
+        self.wait()
+        self._mesh.connect_host()
+        if not self._settings.asynchronous:
+            return self._tell(self._attempt(root, tag, contents, latest))
+        copied = contents.copied()
+
+        def work() -> None:
+            self._failure = self._attempt(root, tag, copied, latest)
+
+        self._thread = threading.Thread(target=work, name=f"checkpoint {tag}")
+        self._thread.start()
+        return True
+
+    def wait(self) -> bool:
+        """Wait for a checkpoint that is on its way.
+
+        Returns:
+            False where it could not be written and ``on_failure`` is ``warn``.
+
+        Raises:
+            CheckpointError: as :meth:`save`.
+        """
+        if self._thread is None:
+            return True
+        self._thread.join()
+        self._thread = None
+        failure, self._failure = self._failure, None
+        return self._tell(failure)
+
+    def _tell(self, failure: CheckpointError | None) -> bool:
+        if failure is None:
+            return True
+        if self._settings.on_failure == "raise":
+            raise failure
+        if self._mesh.rank == 0:
+            logger.warning("no checkpoint was written, and training goes on: %s", failure)
+        return False
+
+    def _attempt(self, root: Path, tag: str, contents: Contents, latest: bool) -> CheckpointError | None:
+        try:
+            self._write(root, tag, contents, latest)
+        except CheckpointError as error:
+            return error
+        return None
+
+    def _write(self, root: Path, tag: str, contents: Contents, latest: bool) -> None:
+        folder = self._begin(root, tag)
+        try:
+            with self._bar(tag) as bar:
+                results = write_families(
+                    contents.families,
+                    folder,
+                    self._mesh,
+                    max_file_bytes=self._settings.max_file_bytes,
+                    advance=lambda share: bar.update(100 * share) and None,
+                )
+            own = results[self._mesh.rank]
+            check_all(self._fault(folder, own), self._mesh)
+            document = self._document(contents)
+            self._on_first(lambda: self._finish(root, tag, folder, contents, document, results, latest))
+        except BaseException:
+            if self._mesh.rank == 0:
+                abandon(root, tag)
+            raise
+
+    def _begin(self, root: Path, tag: str) -> Path:
+        asked = gather((str(root), tag), self._mesh)
+        if len(set(asked)) > 1:
+            other = next(rank for rank, one in enumerate(asked) if one != asked[0])
+            raise CheckpointError(f"rank 0 saves {asked[0]}, but rank {other} saves {asked[other]}; give all the same")
+        self._on_first(lambda: (sweep(root), begin(root, tag)))
+        folder = root / f"{tag}{INCOMPLETE}"
+        missing = None
+        if not folder.is_dir():
+            missing = CheckpointError(
+                f"{folder}: was made by rank 0, but rank {self._mesh.rank} doesn't see it; checkpoints need a folder "
+                "that all ranks share"
+            )
+        check_all(missing, self._mesh)
+        return folder
+
+    def _bar(self, tag: str) -> Any:
+        # Of the first rank's stage, whose files are all written at the same time as the others'.
+        hidden = None if self._mesh.rank == 0 else True
+        form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+        return tqdm(total=100, desc=f"checkpoint {tag}", disable=hidden, bar_format=form, leave=False)
+
+    def _fault(self, folder: Path, written: Written) -> CheckpointError | None:
+        """What is wrong with this rank's files."""
+        if written.failure is not None:
+            return CheckpointError(written.failure)
+        if not self._settings.verify:
+            return None
+        try:
+            differing = [name for name, record in written.records.items() if _read_back(folder / name) != record]
+        except OSError as error:
+            return CheckpointError(f"{error.filename}: can't be read back: {error.strerror}")
+        if differing:
+            return CheckpointError(f"{folder / differing[0]}: reads back differently than it was written")
+        return None
+
+    def _document(self, contents: Contents) -> dict[str, Any]:
+        """The first rank's document with what only the others know; whole on the first rank."""
+        at = self._mesh.coordinate
+        speaks = self._mesh.rank == self._mesh.stage_ranks[0][0]
+        optimizer = contents.optimizer
+        told = dataclasses.replace(optimizer, quantities={}) if optimizer is not None and speaks else None
+        place = {"pipe": at.pipe, "data": at.data, "mesh": self._mesh.mesh_ranks.index(self._mesh.rank)}
+        parts = gather((told, {**place, "state": dict(contents.random)}), self._mesh)
+        document = {**contents.document, "random": [random for _, random in parts]}
+        if optimizer is not None:
+            numbers, groups = merged([state for state, _ in parts if state is not None])
+            names = sorted(optimizer.quantities)
+            document["optimizer"] = {
+                "class": optimizer.kind,
+                "quantities": names,
+                "numbers": numbers,
+                "groups": groups,
+            }
+        return document
+
+    def _finish(
+        self,
+        root: Path,
+        tag: str,
+        folder: Path,
+        contents: Contents,
+        document: Mapping[str, Any],
+        results: Sequence[Written],
+        latest: bool,
+    ) -> None:
+        write_indices(folder, results)
+        contents.companions(folder)
+        write_state(folder, document)
+        records: dict[str, FileRecord] = {}
+        for written in results:
+            records.update(written.records)
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(folder).as_posix()
+            if path.is_file() and name not in records:
+                records[name] = record_of(path)
+        commit(root, tag, Manifest(step=contents.step, files=dict(sorted(records.items()))))
+        if latest:
+            point_latest(root, tag)
+        if self._settings.keep_last is not None:
+            prune(root, self._settings.keep_last)
+
+    def _on_first(self, action: Callable[[], object]) -> None:
+        """Do something on the first rank; raise on all if it fails."""
+        error: Exception | None = None
+        if self._mesh.rank == 0:
+            try:
+                action()
+            except OSError as failure:
+                error = CheckpointError(f"{failure.filename or ''}: {failure.strerror or failure}")
+            except CuboidError as failure:
+                error = failure
+        check_all(error, self._mesh)
+
+
+def _read_back(path: Path) -> FileRecord:
+    return record_of(path, from_disk=True)
+
+
+def _copied(family: Family) -> Family:
+    return dataclasses.replace(family, bundles=tuple(_copied_bundle(bundle) for bundle in family.bundles))
+
+
+def _copied_bundle(bundle: Bundle) -> Bundle:
+    return dataclasses.replace(bundle, tensors=tuple(map(_copied_tensor, bundle.tensors)))
+
+
+def _copied_tensor(tensor: SplitTensor) -> SplitTensor:
+    if tensor.run is None:
+        return tensor
+    values = tensor.run.values.detach().to("cpu", copy=True)
+    return dataclasses.replace(tensor, run=dataclasses.replace(tensor.run, values=values))

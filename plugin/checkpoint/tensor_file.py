@@ -1,0 +1,288 @@
+"""Safetensors files, written and read piece by piece.
+
+The safetensors library maps files into memory, where their pages count as the process's own, and writes a file from a
+dict that holds all of its tensors. Here neither side ever holds more than the piece at hand, and the checksum comes
+along with the writing. The format is the library's: eight bytes of header length, a JSON header, the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from cuboid.checkpoint.manifest import FileRecord
+from cuboid.errors import CheckpointError
+
+#: Names of dtypes in the header.
+_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_METADATA = "__metadata__"
+#: The library refuses longer headers.
+_LONGEST_HEADER_BYTES = 100_000_000
+#: Rows that are cut along other dims are read in blocks of about so much.
+_BLOCK_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a file says about a tensor before its bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensor's bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class TensorFileWriter:
+    """Writes a new file, one tensor after the other. Use it as a context manager: an exception removes the file.
+
+    Args:
+        path: of the file, which must not exist.
+        specs: the tensors to come. Wider dtypes go first, so that each tensor is aligned; else the order is kept.
+        metadata: texts for the header; ``format`` is ``pt`` unless given.
+
+    Attributes:
+        specs: in the order in which the tensors are to be written.
+
+    Raises:
+        CheckpointError: a dtype that the format doesn't know.
+        OSError: from the file system, as from the other methods.
+    """
+
+    def __init__(
+        self, path: str | Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        self.path = Path(path)
+        for name, spec in specs.items():
+            if spec.dtype not in _NAMES:
+                raise CheckpointError(f"{name} is of {spec.dtype}, which safetensors files can't hold")
+        self.specs = dict(sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize))
+        self._pending = iter(self.specs.items())
+        self._name: str | None = None
+        self._missing_bytes = 0
+        self._bytes = 0
+        self._hash = hashlib.sha256()
+        self._file = open(self.path, "xb")  # noqa: SIM115 (it lives as long as this object)
+        self._put(_header(self.specs, {"format": "pt", **(metadata or {})}))
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write the next tensor, whole, from whatever device."""
+        assert tuple(tensor.shape) == self.specs[name].shape, f"{name} has another shape than announced"
+        self.write_rows(name, tensor)
+
+    def write_rows(self, name: str, rows: torch.Tensor) -> None:
+        """Write the next rows of a tensor, which follow those that were written before."""
+        if self._missing_bytes == 0:
+            self._name, spec = next(self._pending)
+            self._missing_bytes = spec.nbytes
+        assert name == self._name, f"{name} is not the next tensor, but {self._name}"
+        assert rows.dtype == self.specs[name].dtype, f"{name} is of {rows.dtype}, not as announced"
+        data = bytes_of(rows)
+        assert len(data) <= self._missing_bytes, f"{name} has more rows than announced"
+        self._put(data)
+        self._missing_bytes -= len(data)
+
+    def close(self) -> FileRecord:
+        """Bring the file to the disk.
+
+        Returns:
+            Its size and checksum, as they were written.
+        """
+        rest = [spec for _, spec in self._pending if spec.nbytes]
+        assert self._missing_bytes == 0, "a tensor is missing rows"
+        assert not rest, "a tensor was never written"
+        if not self._file.closed:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+        return FileRecord(bytes=self._bytes, sha256=self._hash.hexdigest())
+
+    def discard(self) -> None:
+        """Remove the file."""
+        # A disk that is full can fail the last flush too.
+        with contextlib.suppress(OSError):
+            self._file.close()
+        self.path.unlink(missing_ok=True)
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+        self._bytes += len(data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.discard()
+            return
+        try:
+            self.close()
+        except OSError:
+            self.discard()
+            raise
+
+
+class TensorFile:
+    """Reads a file's tensors or parts of them. Use it as a context manager, or call :meth:`close`.
+
+    Args:
+        path: of a safetensors file.
+
+    Attributes:
+        specs: of the tensors, in the order of the file.
+        metadata: texts of the header.
+
+    Raises:
+        CheckpointError: no such file, or not a whole safetensors file; says what is wrong with it.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            self._descriptor = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: can't be opened: {error.strerror}") from error
+        try:
+            self.specs, self.metadata, self._starts = _read_header(self._descriptor, self.path)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def read(self, name: str, box: Sequence[slice] | None = None) -> torch.Tensor:
+        """A tensor, or a box of it, on the CPU.
+
+        Args:
+            name: of the tensor.
+            box: a slice without step for each dim; by default all of each.
+
+        Raises:
+            CheckpointError: the file has no such tensor, or ends early.
+        """
+        if name not in self.specs:
+            raise CheckpointError(f"{self.path}: has no tensor {name}")
+        spec = self.specs[name]
+        ranges = [part.indices(size) for part, size in zip(box or _everything(spec), spec.shape, strict=True)]
+        assert all(step == 1 for _, _, step in ranges), "boxes have no steps"
+        if not spec.shape:
+            return self._rows(name, 0, 1).reshape(())
+        (first, stop, _), *inner = ranges
+        if all((low, high) == (0, size) for (low, high, _), size in zip(inner, spec.shape[1:], strict=True)):
+            return self._rows(name, first, stop)
+        cut = tuple(slice(low, high) for low, high, _ in inner)
+        part = torch.empty([max(high - low, 0) for low, high, _ in ranges], dtype=spec.dtype)
+        for low, high in _blocks(first, stop, spec):
+            part[low - first : high - first] = self._rows(name, low, high)[(slice(None), *cut)]
+        return part
+
+    def blocks(self, name: str, block_bytes: int = _BLOCK_BYTES) -> Iterator[slice]:
+        """Consecutive ranges of rows that make up a tensor, each of at most about ``block_bytes``."""
+        spec = self.specs[name]
+        for low, high in _blocks(0, spec.shape[0] if spec.shape else 1, spec, block_bytes):
+            yield slice(low, high)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def _rows(self, name: str, first: int, stop: int) -> torch.Tensor:
+        spec = self.specs[name]
+        row = TensorSpec(spec.dtype, spec.shape[1:])
+        rows = torch.empty((max(stop - first, 0), *row.shape), dtype=spec.dtype)
+        data, position = bytes_of(rows), self._starts[name] + first * row.nbytes
+        while data:
+            count = os.preadv(self._descriptor, [data], position)
+            if count == 0:
+                raise CheckpointError(f"{self.path}: ends in the middle of {name}")
+            data, position = data[count:], position + count
+        return rows
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor; of one on the CPU that is contiguous they are its own memory."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
+
+
+def _everything(spec: TensorSpec) -> list[slice]:
+    return [slice(None)] * len(spec.shape)
+
+
+def _blocks(first: int, stop: int, spec: TensorSpec, block_bytes: int = _BLOCK_BYTES) -> Iterator[tuple[int, int]]:
+    row_bytes = TensorSpec(spec.dtype, spec.shape[1:]).nbytes
+    height = max(1, block_bytes // max(row_bytes, 1))
+    for low in range(first, stop, height):
+        yield low, min(low + height, stop)
+
+
+def _header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, Any] = {_METADATA: dict(metadata)}
+    offset = 0
+    for name, spec in specs.items():
+        span = [offset, offset + spec.nbytes]
+        entries[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": span}
+        offset = span[1]
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _read_header(descriptor: int, path: Path) -> tuple[dict[str, TensorSpec], dict[str, str], dict[str, int]]:
+    size = os.fstat(descriptor).st_size
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    if size < 8 or length > min(_LONGEST_HEADER_BYTES, size - 8):
+        raise CheckpointError(f"{path}: is not a whole safetensors file: its header doesn't fit in {size} bytes")
+    try:
+        header = json.loads(os.pread(descriptor, length, 8))
+        metadata = header.pop(_METADATA, {})
+        entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+        specs = {name: TensorSpec(_DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in entries}
+        spans = {name: tuple(entry["data_offsets"]) for name, entry in entries}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: its safetensors header can't be understood: {error!r}") from error
+    end = 0
+    for name, (low, high) in spans.items():
+        if low != end or high - low != specs[name].nbytes:
+            raise CheckpointError(f"{path}: its header gives {name} bytes {low} to {high}, which doesn't fit its shape")
+        end = high
+    if 8 + length + end != size:
+        raise CheckpointError(f"{path}: is {size} bytes long, but its header describes {8 + length + end}; truncated?")
+    return specs, metadata, {name: 8 + length + low for name, (low, _) in spans.items()}
