@@ -1,6 +1,10 @@
-"""What the parity tests share: sections of a config, and what to say when a comparison fails."""
+"""What tests of parity and of checkpoints share: sections of a config, stored tensors, and what to say of a failure."""
 
+from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import load_file
 
 from cuboid import MeshShape
 from cuboid.verify import PassReport
@@ -17,3 +21,8 @@ def describe(report: PassReport) -> str:
     """What failed, for the test's output."""
     failed = [f"{c.kind} {c.name}: {c.error:.1e}" for c in report.checks if not c.passed]
     return f"{report.first_difference}; {len(failed)} of {len(report.checks)} fail: {', '.join(failed[:12])}"
+
+
+def stored(folder: str | Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, in however many files."""
+    return {name: x for file in Path(folder).glob("*.safetensors") for name, x in load_file(file).items()}

@@ -60,7 +60,10 @@ SCRIPT = """
     }
 
     # From the training data, which starts over by itself: two steps are an epoch.
-    for _ in range(4):
+    for step in range(4):
+        if step == 3:
+            # In the middle of an epoch.
+            engine.save_checkpoint(out + "/middle")
         report["cuts"].append(engine.pipeline.segment_lengths(24, 2))
         report["losses"].append(engine.train_batch().item())
         report["lr"].append(engine.get_lr()[0])
@@ -117,6 +120,9 @@ SCRIPT = """
         report["plain"] = plain(input_ids=ids[:4], labels=ids[:4]).loss.item()
     last = engine.eval_batch(iter([{"input_ids": ids[:4], "labels": ids[:4]}]), num_micro_batches=1)
     report["saved"] = last.item()
+    engine.set_train_batch_size(4 * 2)
+    engine.load_checkpoint(out + "/middle")
+    report["again"] = engine.train_batch().item()
     print("RESULT" + json.dumps(report), flush=True)
 """
 
@@ -188,6 +194,13 @@ def test_what_is_saved_opens_in_plain_transformers(reports):
     _, found = reports
     first = next(report for report in found if "plain" in report)
     assert first["plain"] == pytest.approx(first["saved"], rel=1e-6)
+
+
+def test_a_resumed_engine_reads_its_data_on_from_where_it_was(reports):
+    for report in reports[1]:
+        # The sequences are cut by measured times, which are others by now.
+        assert report["again"] == pytest.approx(report["losses"][3], rel=1e-6)
+        assert report["again"] != pytest.approx(report["losses"][2], rel=1e-3)
 
 
 def test_the_monitor_has_loss_and_learning_rate(reports):

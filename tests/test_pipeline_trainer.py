@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from comparing import stored
 from cuboid.config import split_config
 from cuboid.errors import ConfigError
 from cuboid.patches import accelerate
@@ -135,7 +135,7 @@ def compare(expected, result, *, logs_next_rate=False):
 
 
 def compare_weights(root, expected, saved):
-    one, other = (load_file(root / name / "model.safetensors") for name in (expected, saved))
+    one, other = (stored(root / name) for name in (expected, saved))
     assert one.keys() == other.keys()
     for name, weight in one.items():
         # Adam's first steps have the size of the learning rate where a gradient is nearly zero, whatever its sign.

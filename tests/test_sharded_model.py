@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.distributed import sharding_utils
 
 import cuboid
+from comparing import stored
 from cuboid.hf.auto import block_sizes
 from cuboid.tensor3d.dropout import ShardedDropout
 from cuboid.tensor3d.parameter import GatherState, ShardedModule
@@ -367,7 +367,7 @@ def reloaded(path, mesh, out):
 def test_load_and_save_give_the_same_checkpoint(pool, checkpoint, tmp_path, architecture, mesh):
     path = checkpoint(SmallModel(architecture, heads=12, kv_heads=12))
     pool.run(MeshShape.parse(mesh).size, reloaded, path, mesh, str(tmp_path))
-    before, after = (load_file(os.path.join(folder, "model.safetensors")) for folder in (path, tmp_path))
+    before, after = stored(path), stored(tmp_path)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert (tmp_path / "config.json").read_text() == (Path(path) / "config.json").read_text()

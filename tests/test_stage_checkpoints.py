@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, core_model_loading
 from transformers.distributed import sharding_utils
 
 import cuboid
+from comparing import stored
 from cuboid.errors import CheckpointError
 from cuboid.hf.batch import IGNORE_INDEX
 from cuboid.hf.head import Head, chunked_loss
@@ -33,11 +34,6 @@ def pipeline(stages, mesh="1x1x1", balance="layers"):
         "tensor_parallel": {"mode": "3d_tensor", "mesh": axes},
         "pipeline": {"engine": "seq1f1b", "stages": stages, "segments": 2, "stage_balance": balance},
     }
-
-
-def stored(path):
-    """All tensors of a checkpoint, in however many files."""
-    return {name: x for file in Path(path).glob("*.safetensors") for name, x in load_file(file).items()}
 
 
 class CountedBytes:

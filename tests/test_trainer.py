@@ -6,9 +6,9 @@ import textwrap
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from comparing import stored
 from launching import run, torchrun
 
 SCRIPT = """
@@ -101,7 +101,7 @@ def test_the_trainer_gives_what_it_gives_alone(paths, ranks, mesh, evaluated):
     assert evaluation["eval_loss"] == pytest.approx(expected_evaluation["eval_loss"], rel=1e-5)
     assert evaluation["eval_shape"] == expected_evaluation["eval_shape"] == [evaluated, 11, 67]
     assert evaluation["eval_mean"] == pytest.approx(expected_evaluation["eval_mean"], rel=1e-3)
-    weights, saved = (load_file(paths / f"{run}{ranks}" / "model.safetensors") for run in ("alone", "sharded"))
+    weights, saved = (stored(paths / f"{run}{ranks}") for run in ("alone", "sharded"))
     assert weights.keys() == saved.keys()
     for name, weight in weights.items():
         # Adam's first steps have the size of the learning rate where a gradient is nearly zero, whatever its sign.

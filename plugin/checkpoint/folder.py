@@ -1,4 +1,7 @@
-"""The folder of a checkpoint: made under another name, complete or not there at all, and found again after a crash."""
+"""The folder of a checkpoint: made under another name, complete or not there at all, and found again after a crash.
+
+In a folder of checkpoints, names that end in ``.incomplete`` or ``.replaced`` are taken for what crashes left.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ def begin(root: Path, tag: str) -> Path:
 
     Raises:
         ConfigError: the tag isn't a plain file name.
+        CheckpointError: something else than a checkpoint has that name.
         OSError: from the file system.
     """
     plain = tag not in ("", ".", "..", LATEST) and "/" not in tag and "\0" not in tag and tag == tag.strip()
@@ -32,6 +36,12 @@ def begin(root: Path, tag: str) -> Path:
         raise ConfigError(
             f"tag {tag!r} can't be the name of a checkpoint: it has to be a plain file name, other than {LATEST!r}, "
             f"and not end in {' or '.join(_SUFFIXES)}"
+        )
+    final = root / tag
+    if final.exists() and not _is_complete(final):
+        raise CheckpointError(
+            f"{final}: is there and isn't a checkpoint of Cuboid's (it has no {MANIFEST}), so it isn't replaced; save "
+            "under another tag, or move it away"
         )
     root.mkdir(parents=True, exist_ok=True)
     folder = root / f"{tag}{INCOMPLETE}"
@@ -49,21 +59,22 @@ def commit(root: Path, tag: str, manifest: Manifest) -> Path:
     Raises:
         OSError: from the file system.
     """
-    folder, final = root / f"{tag}{INCOMPLETE}", root / tag
+    folder, final, old = root / f"{tag}{INCOMPLETE}", root / tag, root / f"{tag}{REPLACED}"
     for name in manifest.files:
         _sync(folder / name)
     manifest.write(folder)
     for inner in {folder, *(path for path in folder.rglob("*") if path.is_dir())}:
         _sync(inner)
-    old = root / f"{tag}{REPLACED}"
     if final.exists():
         if old.exists():
-            shutil.rmtree(old)
+            _discard(old)
         final.rename(old)
     folder.rename(final)
     _sync(root)
     if old.exists():
-        shutil.rmtree(old)
+        # The new one is there; what can't be removed now is swept up later.
+        with contextlib.suppress(OSError):
+            _discard(old)
     return final
 
 
@@ -88,27 +99,28 @@ def abandon(root: Path, tag: str) -> None:
 
 
 def sweep(root: Path) -> None:
-    """Remove what crashes have left: folders in the making, and replaced ones whose successor is there."""
-    for path in root.glob(f"*{INCOMPLETE}"):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
-                path.unlink()
-    for path in root.glob(f"*{REPLACED}"):
+    """Remove what crashes have left, so far as that works.
+
+    These are folders in the making, and replaced ones whose successor is there.
+    """
+    with contextlib.suppress(OSError):
+        (root / f"{LATEST}{INCOMPLETE}").unlink()
+    for path in _folders(root, INCOMPLETE):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in _folders(root, REPLACED):
         if _is_complete(root / path.name.removesuffix(REPLACED)):
-            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                _discard(path)
 
 
 def complete(root: Path) -> list[Path]:
     """The checkpoints in a folder, by step and then by age; replaced ones only where their successor is missing."""
     found = []
     for path in root.iterdir() if root.is_dir() else ():
-        tag = path.name.removesuffix(REPLACED)
-        superseded = path.name.endswith(REPLACED) and _is_complete(root / tag)
-        if _is_complete(path) and not path.name.endswith(INCOMPLETE) and not superseded:
+        superseded = path.name.endswith(REPLACED) and _is_complete(root / path.name.removesuffix(REPLACED))
+        if _is_complete(path) and not superseded:
             with contextlib.suppress(CheckpointError):
-                found.append((Manifest.read(path).step, path.stat().st_mtime, path))
+                found.append((Manifest.read(path).step, (path / MANIFEST).stat().st_mtime_ns, path))
     return [path for _, _, path in sorted(found)]
 
 
@@ -122,54 +134,85 @@ def resolve(root: Path, tag: str | None = None) -> Path:
     Raises:
         CheckpointError: there is none; says what there is.
     """
-    if tag is None and (root / MANIFEST).is_file():
+    if tag is None and _is_complete(root):
         return root
-    latest = root / LATEST
-    wanted = tag
-    if tag is None and latest.is_file():
-        wanted = latest.read_text(encoding="utf-8").strip()
-    for name in () if wanted is None else (wanted, f"{wanted}{REPLACED}"):
-        if _is_complete(root / name):
-            return root / name
+    wanted = _named(root) if tag is None else tag
+    if wanted:
+        if _is_complete(root / wanted):
+            return root / wanted
+        replaced = root / f"{wanted}{REPLACED}"
+        if _is_complete(replaced):
+            logger.warning("%s: was being replaced when its writer ended; going on from the one before", replaced)
+            return replaced
     found = complete(root)
     if tag is None and found:
-        logger.warning("%s: names no complete checkpoint; going on from %s", latest, found[-1])
+        logger.warning("%s: names no complete checkpoint; going on from %s", root / LATEST, found[-1])
         return found[-1]
     raise CheckpointError(_nothing(root, wanted, found))
 
 
 def prune(root: Path, keep_last: int) -> None:
-    """Remove the oldest checkpoints but ``keep_last``, never the one that ``latest`` names.
+    """Remove the oldest checkpoints but ``keep_last`` (at least 1), never the one that ``latest`` names.
 
     Raises:
         OSError: from the file system.
     """
-    latest = root / LATEST
-    named = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+    assert keep_last >= 1, "the newest checkpoint is never pruned"
+    latest = _named(root)
     for path in complete(root)[:-keep_last]:
-        if path.name != named:
+        if path.name.removesuffix(REPLACED) != latest:
             # No longer a checkpoint before it loses its first file.
-            doomed = path.rename(root / f"{path.name}{INCOMPLETE}")
-            shutil.rmtree(doomed)
+            doomed = root / f"{path.name}{INCOMPLETE}"
+            shutil.rmtree(doomed, ignore_errors=True)
+            shutil.rmtree(path.rename(doomed))
 
 
 def _is_complete(path: Path) -> bool:
-    return (path / MANIFEST).is_file()
+    return (path / MANIFEST).is_file() and not path.name.endswith(INCOMPLETE)
+
+
+def _named(root: Path) -> str | None:
+    """What ``latest`` names."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return (root / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+    return None
+
+
+def _folders(root: Path, suffix: str) -> list[Path]:
+    return [path for path in root.glob(f"*{suffix}") if path.is_dir() and not path.is_symlink()]
+
+
+def _discard(path: Path) -> None:
+    """Remove a checkpoint, which is no longer one from the first moment on."""
+    (path / MANIFEST).unlink(missing_ok=True)
+    _sync(path)
+    shutil.rmtree(path)
 
 
 def _nothing(root: Path, wanted: str | None, found: list[Path]) -> str:
-    where = root if wanted is None else root / wanted
+    where = root / wanted if wanted else root
     if not root.is_dir():
         return f"{root}: is not a folder, so there is no checkpoint to load"
-    if any(where.glob("*mp_rank_*_model_states.pt")) or (where / "zero").is_dir():
-        return f"{where}: is a checkpoint of DeepSpeed's own, made of pickles; turn it into one with `cuboid convert`"
-    started = [path.name for path in sorted(root.glob(f"*{INCOMPLETE}")) if path.is_dir()]
+    foreign = next((path for path in (where, *sorted(root.iterdir())) if _is_pickled(path)), None)
+    if foreign is not None and not found:
+        return f"{foreign}: is a checkpoint of DeepSpeed's own, made of pickles; turn it into one with `cuboid convert`"
+    if (where / "config.json").is_file():
+        return (
+            f"{where}: is a model without optimizer state and {MANIFEST}: train on from its weights alone, with "
+            "load_module_only=True or as the model to start from"
+        )
+    started = [path.name for path in sorted(_folders(root, INCOMPLETE))]
     parts = []
     if found:
         parts.append(f"complete ones there: {', '.join(path.name for path in found)}")
     if started:
         parts.append(f"begun but never finished: {', '.join(started)}")
     return f"{where}: is not a checkpoint ({'; '.join(parts) or 'the folder has none'})"
+
+
+def _is_pickled(path: Path) -> bool:
+    """Whether a folder is one of DeepSpeed's checkpoints."""
+    return path.is_dir() and (any(path.glob("*mp_rank_*_model_states.pt")) or (path / "zero").is_dir())
 
 
 def _sync(path: Path) -> None:

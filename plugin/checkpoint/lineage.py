@@ -10,9 +10,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
+from cuboid.checkpoint.manifest import MANIFEST
 from cuboid.checkpoint.state import STATE, read_state
+from cuboid.errors import CheckpointError
 
 #: A key of the client state that says which data a run saw.
 DATA_FINGERPRINT = "data_fingerprint"
@@ -52,21 +54,35 @@ def new_identity() -> dict[str, str]:
 def first_ancestors(source: str) -> list[Ancestor]:
     """The chain of a model that was loaded from ``source``: a folder, perhaps one of our checkpoints, or a name."""
     folder = Path(source)
-    if source and (folder / STATE).is_file():
+    if source and (folder / MANIFEST).is_file() and (folder / STATE).is_file():
         return lineage_behind(folder, read_state(folder))
     return [Ancestor(path=source)] if source else []
 
 
 def lineage_behind(path: Path, document: Mapping[str, Any]) -> list[Ancestor]:
-    """The chain of a run that went on from a checkpoint: the checkpoint's own, and it."""
-    own = Ancestor(
-        path=str(path.absolute()),
-        id=document["id"],
-        step=document["steps"]["optimizer"],
-        created=document["created"],
-        config_sha256=hashlib.sha256(json.dumps(document["config"], sort_keys=True).encode()).hexdigest(),
-        data_fingerprint=document["client"].get(DATA_FINGERPRINT),
-        layout=document["layout"],
-        versions=document["versions"],
-    )
-    return [*map(Ancestor.model_validate, document["lineage"]), own]
+    """The chain of a run that went on from a checkpoint: the checkpoint's own, and it.
+
+    Args:
+        path: of the checkpoint.
+        document: what its ``state.json`` says.
+
+    Raises:
+        CheckpointError: the document isn't what a checkpoint says of itself.
+    """
+    try:
+        # A config may come from YAML, which has dates.
+        config = json.dumps(document["config"], sort_keys=True, default=str)
+        fingerprint = document["client"].get(DATA_FINGERPRINT)
+        own = Ancestor(
+            path=str(path.absolute()),
+            id=document["id"],
+            step=document["steps"]["optimizer"],
+            created=document["created"],
+            config_sha256=hashlib.sha256(config.encode()).hexdigest(),
+            data_fingerprint=None if fingerprint is None else str(fingerprint),
+            layout=document["layout"],
+            versions=document["versions"],
+        )
+        return [*map(Ancestor.model_validate, document["lineage"]), own]
+    except (KeyError, TypeError, AttributeError, ValidationError) as error:
+        raise CheckpointError(f"{path / STATE}: doesn't say where the checkpoint comes from: {error!r}") from error

@@ -6,10 +6,10 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from cuboid.errors import CheckpointError
 
@@ -45,6 +45,15 @@ class Manifest(BaseModel):
     step: int
     files: dict[str, FileRecord]
 
+    @field_validator("files")
+    @classmethod
+    def _lie_inside(cls, files: dict[str, FileRecord]) -> dict[str, FileRecord]:
+        for name in files:
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts or not path.parts:
+                raise ValueError(f"{name!r} isn't the path of a file inside of the checkpoint")
+        return dict(sorted(files.items()))
+
     @classmethod
     def read(cls, folder: Path) -> Self:
         """Read a checkpoint's.
@@ -54,16 +63,21 @@ class Manifest(BaseModel):
         """
         path = folder / MANIFEST
         try:
-            manifest = cls.model_validate_json(path.read_bytes())
+            content = json.loads(path.read_bytes())
         except OSError as error:
             raise CheckpointError(f"{path}: can't be read: {error.strerror}; the checkpoint isn't complete") from error
+        except ValueError as error:
+            raise CheckpointError(f"{path}: isn't JSON: {error}") from error
+        found = content.get("format") if isinstance(content, dict) else None
+        # Before everything else: another format may well have other keys.
+        if isinstance(found, int) and found != FORMAT:
+            raise CheckpointError(f"{path}: is of format {found}, but this version knows format {FORMAT}")
+        try:
+            return cls.model_validate(content)
         except ValidationError as error:
             problem = error.errors()[0]
             where = ".".join(map(str, problem["loc"])) or "the whole"
             raise CheckpointError(f"{path}: can't be understood: {where}: {problem['msg']}") from None
-        if manifest.format != FORMAT:
-            raise CheckpointError(f"{path}: is of format {manifest.format}, but this version knows format {FORMAT}")
-        return manifest
 
     def write(self, folder: Path) -> None:
         """Write it into a checkpoint, and to the disk."""

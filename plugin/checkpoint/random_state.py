@@ -22,13 +22,15 @@ def capture(device: torch.device) -> dict[str, Any]:
     Returns:
         Values that :func:`cuboid.checkpoint.state.write_state` takes.
     """
+    version, words, gauss = random.getstate()
     states: dict[str, Any] = {
-        "python": random.getstate(),
+        # 625 numbers of 32 bits, of which a document of many ranks shouldn't have to be full.
+        "python": (version, np.array(words, dtype=np.uint32), gauss),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
     }
     if device.type != "cpu":
-        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+        states[device.type] = torch.get_device_module(device).get_rng_state(*_of(device))
     return states
 
 
@@ -39,10 +41,16 @@ def restore(states: Mapping[str, Any], device: torch.device) -> None:
         states: as :func:`capture` gave them, perhaps on another kind of machine.
         device: of the model.
     """
-    random.setstate(states["python"])
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     if device.type in states:
-        torch.get_device_module(device).set_rng_state(states[device.type], device)
+        torch.get_device_module(device).set_rng_state(states[device.type], *_of(device))
     elif device.type != "cpu":
         logger.warning("the checkpoint has no random state of a %s; what is drawn on it will differ", device.type)
+
+
+def _of(device: torch.device) -> tuple[torch.device, ...]:
+    """What a device's module wants to be told: Apple's has one generator only."""
+    return () if device.type == "mps" else (device,)

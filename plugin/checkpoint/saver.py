@@ -127,6 +127,11 @@ class Saver:
             self._write(root, tag, contents, latest)
         except CheckpointError as error:
             return error
+        except Exception as error:
+            # Such as a connection to a rank that is gone; in a thread nobody else would hear of it.
+            failure = CheckpointError(f"{root / tag} can't be written: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            return failure.arising_on(self._mesh.rank)
         return None
 
     def _write(self, root: Path, tag: str, contents: Contents, latest: bool) -> None:

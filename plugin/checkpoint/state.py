@@ -1,4 +1,4 @@
-"""JSON documents that may hold tensors: ``state.json``, with a safetensors file beside it."""
+"""JSON documents that may hold tensors: ``state.json``, with a safetensors file in a folder beside it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from cuboid.checkpoint.tensor_file import TensorFile, TensorFileWriter, TensorSpec
+from cuboid.checkpoint.tensor_file import TensorFile, TensorFileWriter, TensorSpec, bytes_of
 from cuboid.errors import CheckpointError
 
-STATE, TENSORS = "state.json", "state.safetensors"
-#: Marks a value that JSON doesn't have: ``{"$tuple": […]}``.
+STATE = "state.json"
+#: Not beside the model's files, which some take all safetensors of a folder for.
+TENSORS = "state/tensors.safetensors"
+#: Marks a value that JSON doesn't have: ``{"$tuple": […]}``. A dict with such a key of its own becomes a ``$dict``.
 _MARK = "$"
+#: Kinds of numpy dtypes that are nothing but their bytes: numbers, times and texts of fixed length.
+_NUMPY_KINDS = "biufcmMSU"
+#: What every reader of the file format knows. Tensors of other dtypes, such as complex ones, are held as bytes.
+_PLAIN = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    }
+)
+_REMEDY = "give numbers, texts, tensors, numpy arrays, and lists, tuples and dicts of them"
 
 
 def write_state(folder: Path, document: Mapping[str, Any]) -> None:
@@ -24,28 +37,38 @@ def write_state(folder: Path, document: Mapping[str, Any]) -> None:
 
     Args:
         folder: an existing folder.
-        document: None, bools, ints, floats, texts, paths, tensors, dtypes, numpy arrays and numbers, and lists, tuples
-            and dicts of them, these with texts or ints for keys.
+        document: None, bools, ints, floats, texts, paths, tensors, dtypes, numpy arrays and scalars, and lists, tuples
+            and dicts of them, these with texts or ints for keys. A subclass of these (of an enumeration, say) comes
+            back as what it is based on.
 
     Raises:
         CheckpointError: before anything is written, for any other value; names its key.
         OSError: from the file system.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    encoded = _encode(dict(document), "", tensors)
+    encoder = _Encoder()
+    try:
+        text = json.dumps(encoder.encode(dict(document), ""), indent=1)
+    except RecursionError:
+        raise CheckpointError("the state is nested too deeply, perhaps in itself, to be written as JSON") from None
+    except ValueError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"the state can't be written as JSON: {error}") from error
+    tensors = encoder.tensors
     if tensors:
         specs = {name: TensorSpec(x.dtype, tuple(x.shape)) for name, x in tensors.items()}
+        (folder / TENSORS).parent.mkdir(exist_ok=True)
         with TensorFileWriter(folder / TENSORS, specs) as file:
             for name in file.specs:
                 file.write(name, tensors[name])
-    with open(folder / STATE, "w", encoding="utf-8") as text:
-        json.dump(encoded, text, indent=1, ensure_ascii=False)
-        text.flush()
-        os.fsync(text.fileno())
+    with open(folder / STATE, "w", encoding="utf-8") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read a document back, every value of the type that it had; paths come back as texts.
+    """Read a document back, every value of the type that it had; tensors on the CPU, paths as texts.
 
     Raises:
         CheckpointError: there is none, or it can't be understood.
@@ -63,6 +86,89 @@ def read_state(folder: Path) -> dict[str, Any]:
         return _decoded(encoded, file.read, path)
 
 
+class _Encoder:
+    """Turns values into what JSON has, and sets their tensors aside.
+
+    Attributes:
+        tensors: for the file beside the document, by names that resemble their keys.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def encode(self, value: Any, key: str) -> Any:
+        """The value of a key in the document."""
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, key)
+        if isinstance(value, np.ndarray | np.generic):
+            return self._numpy(value, key)
+        if isinstance(value, torch.dtype):
+            return {f"{_MARK}dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, Path):
+            return str(value)
+        if isinstance(value, list | tuple):
+            items = [self.encode(item, f"{key}.{index}") for index, item in enumerate(value)]
+            return items if isinstance(value, list) else {f"{_MARK}tuple": items}
+        if isinstance(value, Mapping):
+            return self._mapping(value, key)
+        # By the base class, since members of enumerations say something else of themselves.
+        if isinstance(value, int):
+            return int.__int__(value)
+        if isinstance(value, float):
+            return float.__float__(value)
+        if isinstance(value, str):
+            return str.__str__(value)
+        raise CheckpointError(f"{_told(key)} is a {_kind(value)}, which a checkpoint can't hold; {_REMEDY}")
+
+    def _tensor(self, value: torch.Tensor, key: str) -> Any:
+        if is_traceable_wrapper_subclass(value) or value.layout != torch.strided or value.is_meta or value.is_quantized:
+            kind = f"{_kind(value)} of layout {value.layout} on {value.device}"
+            raise CheckpointError(f"{_told(key)} is a {kind}; only dense tensors with data of their own can be held")
+        value = value.detach().resolve_conj().resolve_neg()
+        if value.dtype in _PLAIN:
+            return {f"{_MARK}tensor": self._set_aside(value, key)}
+        raw = torch.frombuffer(bytearray(bytes_of(value)), dtype=torch.uint8) if value.numel() else torch.empty(0)
+        name, dtype = self._set_aside(raw, key), str(value.dtype).removeprefix("torch.")
+        return {f"{_MARK}raw": {"bytes": name, "dtype": dtype, "shape": list(value.shape)}}
+
+    def _numpy(self, value: Any, key: str) -> Any:
+        # A masked array, for one, has more than its bytes.
+        whole = isinstance(value, np.generic) or type(value) in (np.ndarray, np.memmap)
+        if not whole or value.dtype.kind not in _NUMPY_KINDS:
+            raise CheckpointError(f"{_told(key)} is a {_kind(value)} of {value.dtype}, which a checkpoint can't hold")
+        raw = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.nbytes else torch.empty(0)
+        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        name = self._set_aside(raw, key)
+        return {f"{_MARK}{kind}": {"bytes": name, "dtype": value.dtype.str, "shape": list(value.shape)}}
+
+    def _mapping(self, value: Mapping[Any, Any], key: str) -> Any:
+        wrong = next((name for name in value if type(name) not in (str, int)), None)
+        if wrong is not None:
+            raise CheckpointError(f"{_told(key)} has {wrong!r} for a key; only texts and ints can be")
+        items = {name: self.encode(item, f"{key}.{name}") for name, item in value.items()}
+        if all(isinstance(name, str) and not name.startswith(_MARK) for name in items):
+            return items
+        return {f"{_MARK}dict": [[name, item] for name, item in items.items()]}
+
+    def _set_aside(self, tensor: torch.Tensor, key: str) -> str:
+        # Different keys may read the same, and the format has a name of its own and knows no lone surrogates.
+        name = key.removeprefix(".").encode("ascii", "backslashreplace").decode()
+        while name in self.tensors or name == "__metadata__":
+            name += f"#{len(self.tensors)}"
+        self.tensors[name] = tensor
+        return name
+
+
+def _told(key: str) -> str:
+    return key.removeprefix(".") or "the state"
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
 def _no_tensor(name: str) -> torch.Tensor:
     raise CheckpointError(f"{TENSORS}, which should hold {name}, is missing")
 
@@ -70,61 +176,13 @@ def _no_tensor(name: str) -> torch.Tensor:
 def _decoded(encoded: Any, tensor: Callable[[str], torch.Tensor], path: Path) -> dict[str, Any]:
     try:
         document = _decode(encoded, tensor)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path}: can't be understood: {error!r}") from error
     if not isinstance(document, dict):
         raise CheckpointError(f"{path}: holds a {type(document).__name__} instead of keys and values")
     return document
-
-
-def _encode(value: Any, key: str, tensors: dict[str, torch.Tensor]) -> Any:
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if isinstance(value, torch.Tensor):
-        tensors[key] = value.detach()
-        return {f"{_MARK}tensor": key}
-    if isinstance(value, np.ndarray | np.generic):
-        return _encode_numpy(value, key, tensors)
-    if isinstance(value, torch.dtype):
-        return {f"{_MARK}dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        items = [_encode(item, f"{key}.{index}", tensors) for index, item in enumerate(value)]
-        return items if isinstance(value, list) else {f"{_MARK}tuple": items}
-    if isinstance(value, Mapping):
-        return _encode_mapping(value, key, tensors)
-    if isinstance(value, bool | int | float | str):
-        # Subclasses, such as members of an enumeration, come back as what they are based on.
-        return next(kind(value) for kind in (bool, int, float, str) if isinstance(value, kind))
-    if isinstance(value, list | tuple):
-        return _encode(tuple(value) if isinstance(value, tuple) else list(value), key, tensors)
-    raise CheckpointError(
-        f"{key.lstrip('.')} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint can't hold "
-        "without pickling; give numbers, texts, tensors, numpy arrays, and lists, tuples and dicts of them"
-    )
-
-
-def _encode_mapping(value: Mapping[Any, Any], key: str, tensors: dict[str, torch.Tensor]) -> Any:
-    wrong = next((name for name in value if type(name) not in (str, int)), None)
-    if wrong is not None:
-        raise CheckpointError(f"{key.lstrip('.')} has {wrong!r} for a key; only texts and ints can be")
-    plain = all(isinstance(name, str) and not name.startswith(_MARK) for name in value)
-    if plain:
-        return {name: _encode(item, f"{key}.{name}", tensors) for name, item in value.items()}
-    pairs = [[name, _encode(item, f"{key}.{name}", tensors)] for name, item in value.items()]
-    return {f"{_MARK}dict": pairs}
-
-
-def _encode_numpy(value: Any, key: str, tensors: dict[str, torch.Tensor]) -> Any:
-    if value.dtype.kind not in "biufc" or value.dtype.itemsize > 16 or value.dtype.name in ("float128", "complex256"):
-        raise CheckpointError(f"{key.lstrip('.')} is a numpy array of {value.dtype}, which a checkpoint can't hold")
-    raw = np.ascontiguousarray(value)
-    tensors[key] = torch.frombuffer(bytearray(raw.tobytes()), dtype=torch.uint8) if raw.nbytes else torch.empty(0)
-    kind = "array" if isinstance(value, np.ndarray) else "scalar"
-    return {f"{_MARK}{kind}": {"bytes": key, "dtype": value.dtype.str, "shape": list(np.shape(value))}}
 
 
 def _decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
@@ -137,14 +195,29 @@ def _decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         return {name: _decode(item, tensor) for name, item in value.items()}
     inner = value[mark]
     kind = mark.removeprefix(_MARK)
-    if kind == "tensor":
-        return tensor(inner)
     if kind == "tuple":
         return tuple(_decode(item, tensor) for item in inner)
     if kind == "dict":
         return {name: _decode(item, tensor) for name, item in inner}
     if kind == "dtype":
-        return getattr(torch, inner)
+        return _dtype(inner)
+    if kind == "tensor":
+        return tensor(inner)
+    if kind == "raw":
+        return _from_bytes(tensor(inner["bytes"]), _dtype(inner["dtype"]), inner["shape"])
+    if kind not in ("array", "scalar"):
+        raise ValueError(f"{mark} is no mark that this version knows")
     raw = tensor(inner["bytes"]).numpy().tobytes()
-    array = np.frombuffer(raw, dtype=np.dtype(inner["dtype"])).reshape(inner["shape"]).copy()
+    array = np.ndarray(inner["shape"], np.dtype(inner["dtype"]), raw).copy()
     return array if kind == "array" else array[()]
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"torch.{name} is no dtype")
+    return dtype
+
+
+def _from_bytes(raw: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    return raw.view(dtype).reshape(shape) if raw.numel() else torch.empty(shape, dtype=dtype)

@@ -1,0 +1,323 @@
+"""What becomes of checkpoints when ranks die, files are damaged, disks are full, and something else is loaded."""
+
+import itertools
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import cuboid
+from comparing import stored
+from cuboid.checkpoint.folder import complete, resolve
+from cuboid.checkpoint.manifest import Manifest, check_contents, check_sizes
+from cuboid.errors import CheckpointError
+from cuboid.verify import SmallModel, WorkerPool
+from cuboid.verify.workers import WorkerError
+from training import make_engine, settings, train
+
+SMALL = SmallModel("llama", heads=4, kv_heads=2, layers=2)
+KILLS = 50
+#: Killing stops there, however slow the machine is; the kills so far are then all there are.
+LIMIT_S = 240.0
+
+
+# --- ranks that die ------------------------------------------------------------------------------------------------
+
+
+def save_until_killed(path, config, root, asynchronous):
+    """Go on from the last checkpoint, if there is one, and save without end: everything has the step's value."""
+    config = {**config, "checkpoint": {"keep_last": 3, "asynchronous": asynchronous}}
+    engine = make_engine(path, config)
+    train(engine, 1)
+    step = 0
+    if complete(Path(root)):
+        _, client = engine.load_checkpoint(root)
+        step = client["value"]
+        found = {float(x) for parameter in engine.module.parameters() for x in (parameter.min(), parameter.max())}
+        # Padding stays zero.
+        assert found - {0.0} == {float(step)}, f"weights are {found} in a checkpoint of {step}"
+        moments = _moments(engine)
+        assert moments - {0.0} == {float(step)}, f"moments are {moments} in a checkpoint of {step}"
+    for saves in itertools.count(1):
+        step += 1
+        with torch.no_grad():
+            for tensor in (*engine.module.parameters(), *_moment_tensors(engine)):
+                tensor.fill_(step)
+        engine.global_steps = step
+        # One tag is written again and again.
+        engine.save_checkpoint(root, tag=None if step % 3 else "again", client_state={"value": step})
+        if saves > 1:
+            # The one before this one is complete, even if this one is still being written.
+            Path(root, "began").touch()
+
+
+def _moment_tensors(engine):
+    return [x for state in engine.optimizer.optimizer.state.values() for x in state.values() if x.dim() > 0]
+
+
+def _moments(engine):
+    return {float(x) for tensor in _moment_tensors(engine) for x in (tensor.min(), tensor.max())}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "behind"])
+def test_killed_ranks_leave_the_checkpoint_before_this_one(checkpoint, tmp_path, asynchronous):
+    kill_again_and_again(checkpoint, tmp_path, asynchronous, KILLS // 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "behind"])
+def test_many_killed_ranks_leave_the_checkpoint_before_this_one(checkpoint, tmp_path, asynchronous):
+    kill_again_and_again(checkpoint, tmp_path, asynchronous, KILLS)
+
+
+def kill_again_and_again(checkpoint, tmp_path, asynchronous, times):
+    path, config, root = checkpoint(SMALL), settings("1x1x2", stages=1), tmp_path / "saved"
+    root.mkdir()
+    kills, end, last = 0, time.monotonic() + LIMIT_S, -1
+    chance = random.Random(asynchronous)
+    with WorkerPool(2) as pool:
+        while kills < times and time.monotonic() < end:
+            (root / "began").unlink(missing_ok=True)
+            failure = []
+            job = threading.Thread(target=_run, args=(pool, failure, path, config, str(root), asynchronous))
+            job.start()
+            while job.is_alive() and not (root / "began").exists():
+                time.sleep(0.01)
+            # Somewhere in the two saves that follow.
+            time.sleep(chance.uniform(0.0, 0.4))
+            victims = chance.choice([[0], [1], [0, 1]])
+            for victim in victims:
+                os.kill(pool._workers[victim].process.pid, signal.SIGKILL)
+            job.join(60)
+            assert not job.is_alive()
+            assert "AssertionError" not in failure[0], failure[0]
+            assert "exit code -9" in failure[0], failure[0]
+            kills += 1
+            last = _check_whole(root, last)
+    assert kills >= min(times, 5)
+
+
+def _run(pool, failure, *arguments):
+    try:
+        pool.run(2, save_until_killed, *arguments, timeout_s=60)
+    except WorkerError as error:
+        failure.append(str(error))
+
+
+def _check_whole(root, last):
+    """The checkpoint that the next start would find is whole, and no older than the one before."""
+    found = resolve(root)
+    manifest = Manifest.read(found)
+    check_sizes(found, manifest)
+    check_contents(found, manifest, manifest.files)
+    assert manifest.step >= last
+    # Nothing piles up: what is kept, the one in the making, and one that is being replaced.
+    assert len([entry for entry in root.iterdir() if entry.is_dir()]) <= 6
+    return manifest.step
+
+
+# --- files that are damaged ----------------------------------------------------------------------------------------
+
+
+def save_once(path, config, root):
+    engine = make_engine(path, config)
+    train(engine, 1)
+    engine.save_checkpoint(root)
+
+
+def refusals(path, config, root, damages):
+    """What loading says on this rank after each damage, which the first rank does and undoes."""
+    engine = make_engine(path, config)
+    rank, said = torch.distributed.get_rank(), []
+    before = cuboid.full_state_dict(engine)
+    for name, kind in damages:
+        file = Path(root) / "global_step1" / name
+        content = file.read_bytes() if rank == 0 else b""
+        if rank == 0:
+            _damage(file, content, kind)
+        torch.distributed.barrier()
+        try:
+            engine.load_checkpoint(root)
+            said.append(None)
+        except CheckpointError as error:
+            said.append(str(error))
+        torch.distributed.barrier()
+        if rank == 0:
+            if kind == "foreign":
+                file.with_name("model-00009-of-00009.safetensors").unlink()
+            file.write_bytes(content)
+        torch.distributed.barrier()
+    untouched = all(torch.equal(x, before[name]) for name, x in cuboid.full_state_dict(engine).items())
+    engine.load_checkpoint(root)
+    return said, untouched
+
+
+def _damage(file, content, kind):
+    if kind == "missing":
+        file.unlink()
+    elif kind == "truncated":
+        file.write_bytes(content[: len(content) * 2 // 3])
+    elif kind == "flipped":
+        place = len(content) * 3 // 4
+        file.write_bytes(content[:place] + bytes([content[place] ^ 0x10]) + content[place + 1 :])
+    else:
+        file.with_name("model-00009-of-00009.safetensors").write_bytes(content)
+
+
+def test_damaged_files_are_refused_by_name_on_every_rank(pool, checkpoint, tmp_path):
+    path, config = checkpoint(SMALL), settings("1x1x2", stages=2)
+    pool.run(4, save_once, path, config, str(tmp_path))
+    folder = tmp_path / "global_step1"
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    tensors = [name for name in names if name.endswith(".safetensors")]
+    kinds = ("flipped", "truncated", "missing")
+    possible = [(name, kind) for name in names if name != "manifest.json" for kind in kinds]
+    damages = [*random.Random(1).sample(possible, 33), (tensors[0], "foreign")]
+    results = pool.run(4, refusals, path, config, str(tmp_path), damages)
+    words = {"flipped": "sha256", "truncated": "bytes long", "missing": "is missing", "foreign": "is foreign"}
+    for said, untouched in results:
+        for (name, kind), message in zip(damages, said, strict=True):
+            expected = "model-00009-of-00009.safetensors" if kind == "foreign" else name
+            assert message is not None, f"{name}, {kind}, was loaded"
+            assert expected in message
+            assert words[kind] in message
+        assert untouched
+
+
+# --- disks that are full -------------------------------------------------------------------------------------------
+
+
+def save_on_a_full_disk(path, config, root, settings_):
+    """What saving says when files can't get longer than so much, and that training goes on and saves again."""
+    engine = make_engine(path, {**config, "checkpoint": settings_})
+    train(engine, 1)
+    engine.save_checkpoint(root)
+    engine.wait_for_checkpoint()
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if torch.distributed.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, usual[1]))
+    train(engine, 1)
+    try:
+        said = engine.save_checkpoint(root)
+        if settings_.get("asynchronous"):
+            said = engine.wait_for_checkpoint()
+    except CheckpointError as error:
+        said = (str(error), error.rank)
+    resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    torch.distributed.barrier()
+    left = sorted(entry.name for entry in Path(root).iterdir())
+    train(engine, 1)
+    engine.save_checkpoint(root)
+    engine.wait_for_checkpoint()
+    return said, left
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "behind"])
+def test_a_full_disk_fails_the_save_and_nothing_else(pool, checkpoint, tmp_path, asynchronous):
+    config = settings("1x1x2")
+    arguments = (checkpoint(SMALL), config, str(tmp_path), {"asynchronous": asynchronous})
+    for (message, rank), left in pool.run(2, save_on_a_full_disk, *arguments):
+        assert "can't be written: File too large" in message
+        assert "global_step2.incomplete/" in message
+        assert rank == 1
+        assert left == ["global_step1", "latest"]
+    assert (tmp_path / "latest").read_text() == "global_step3"
+
+
+def test_training_goes_on_without_a_checkpoint_if_so_configured(pool, checkpoint, tmp_path):
+    arguments = (checkpoint(SMALL), settings("1x1x2"), str(tmp_path), {"on_failure": "warn"})
+    for said, left in pool.run(2, save_on_a_full_disk, *arguments):
+        assert said is False
+        assert left == ["global_step1", "latest"]
+    assert resolve(tmp_path).name == "global_step3"
+
+
+# --- what can't be loaded, or saved --------------------------------------------------------------------------------
+
+
+def misuses(path, root, deeper):
+    """What is said on this rank of each misuse, with training going on after all of them."""
+    engine = make_engine(path, settings("1x1x2"))
+    train(engine, 1)
+    engine.save_checkpoint(root)
+    rank = torch.distributed.get_rank()
+    attempts = {
+        "nothing there": lambda: engine.load_checkpoint(root + "/elsewhere"),
+        "unknown tag": lambda: engine.load_checkpoint(root, tag="best"),
+        "strict": lambda: engine.load_checkpoint(root, load_module_strict=False),
+        "frozen": lambda: engine.save_checkpoint(root, exclude_frozen_parameters=True),
+        "tag": lambda: engine.save_checkpoint(root, tag="a/b"),
+        "tags": lambda: engine.save_checkpoint(root, tag=f"rank{rank}"),
+        "client state": lambda: engine.save_checkpoint(root, tag="x", client_state={"a": [{"b": object()}]}),
+        "another model": lambda: engine.load_checkpoint(deeper, load_module_only=True),
+    }
+    said = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+            said[name] = "nothing"
+        except cuboid.CuboidError as error:
+            said[name] = str(error)
+    optimizer = {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}
+    other = make_engine(path, {**settings("1x1x2", zero=0), "optimizer": optimizer})
+    try:
+        other.load_checkpoint(root)
+    except CheckpointError as error:
+        said["another optimizer"] = str(error)
+    other.load_checkpoint(root, load_optimizer_states=False)
+    train(engine, 1)
+    left = sorted(entry.name for entry in Path(root).iterdir())
+    return said, left
+
+
+def test_misuse_is_told_on_every_rank(pool, checkpoint, tmp_path):
+    deeper = checkpoint(SmallModel("llama", heads=8, kv_heads=2, layers=2))
+    for said, left in pool.run(2, misuses, checkpoint(SMALL), str(tmp_path), deeper):
+        assert "elsewhere: is not a folder" in said["nothing there"]
+        assert "global_step1" in said["unknown tag"]
+        assert "load_module_strict" in said["strict"]
+        assert "exclude_frozen_parameters" in said["frozen"]
+        assert "'a/b'" in said["tag"]
+        assert "rank1" in said["tags"]
+        assert "client.a.0.b is a builtins.object" in said["client state"]
+        assert "is it of another model?" in said["another model"] or "shape" in said["another model"]
+        assert "AdamW, but the optimizer is SGD" in said["another optimizer"]
+        assert left == ["global_step1", "latest"]
+
+
+def test_checkpoints_of_deepspeed_itself_are_sent_to_convert(pool, checkpoint, tmp_path):
+    (tmp_path / "global_step9").mkdir()
+    (tmp_path / "global_step9" / "mp_rank_00_model_states.pt").write_bytes(b"")
+    (tmp_path / "latest").write_text("global_step9")
+    with pytest.raises(WorkerError, match="cuboid convert"):
+        pool.run(2, load_only, checkpoint(SMALL), str(tmp_path))
+
+
+def load_only(path, root):
+    make_engine(path, settings("1x1x2")).load_checkpoint(root)
+
+
+# --- exports in place ----------------------------------------------------------------------------------------------
+
+
+def export(path, out, mesh):
+    model = cuboid.from_pretrained(path, settings(mesh))
+    cuboid.save_pretrained(model, out, max_shard_size="9KB")
+
+
+def test_an_export_replaces_the_files_of_another(pool, checkpoint, tmp_path):
+    pool.run(4, export, checkpoint(SMALL), str(tmp_path), "1x2x2")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 4
+    other = checkpoint(SmallModel("llama", heads=4, kv_heads=2, layers=2, seed=3))
+    pool.run(2, export, other, str(tmp_path), "1x1x2")
+    read, expected = stored(tmp_path), stored(other)
+    assert read.keys() == expected.keys()
+    assert all(torch.equal(read[name], expected[name]) for name in read)
+    assert not list(tmp_path.glob(".*"))

@@ -1,0 +1,283 @@
+"""What a checkpoint says beside its tensors: any state comes back exactly; random states and lineage."""
+
+import enum
+import json
+import math
+import random
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from torch import nn
+
+from cuboid import CheckpointError
+from cuboid.checkpoint.lineage import Ancestor, first_ancestors, lineage_behind, new_identity
+from cuboid.checkpoint.manifest import Manifest
+from cuboid.checkpoint.random_state import capture, restore
+from cuboid.checkpoint.state import STATE, TENSORS, read_state, write_state
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+    *(torch.bool, torch.complex64, torch.complex128),
+]
+
+
+@st.composite
+def tensors(draw):
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    dtype = draw(st.sampled_from(DTYPES))
+    size = math.prod(shape)
+    if dtype == torch.bool:
+        return torch.tensor(draw(st.lists(st.booleans(), min_size=size, max_size=size)), dtype=dtype).reshape(shape)
+    raw = draw(st.binary(min_size=size * dtype.itemsize, max_size=size * dtype.itemsize))
+    return (
+        torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(dtype).reshape(shape)
+        if raw
+        else torch.empty(shape, dtype=dtype)
+    )
+
+
+#: Texts that look like marks and paths, and lone surrogates, as undecodable file names have them.
+texts = st.one_of(
+    st.text(st.characters(exclude_categories=())),
+    st.sampled_from(["$tensor", "$tuple", "$dict", "$", "a.b", "__metadata__", ""]),
+)
+arrays = hnp.arrays(
+    st.one_of(
+        hnp.scalar_dtypes(),
+        hnp.datetime64_dtypes(),
+        hnp.byte_string_dtypes(max_len=4),
+        hnp.unicode_string_dtypes(max_len=4),
+    ),
+    hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3),
+)
+leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    texts,
+    tensors(),
+    st.sampled_from(DTYPES),
+    arrays,
+    arrays.filter(lambda array: array.size)
+    .map(lambda array: array.flat[0])
+    .filter(lambda x: isinstance(x, np.generic)),
+)
+values = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.one_of(texts, st.integers()), inner, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+def same(one, other):
+    """Equal in type, and to the last bit."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(
+            type(a) is type(b) and same(one[a], other[b]) for a, b in zip(one, other, strict=True)
+        )
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, torch.Tensor):
+        bits = [x.reshape(-1).view(torch.uint8) if x.numel() else None for x in (one, other)]
+        alike = one.dtype == other.dtype and one.shape == other.shape
+        return alike and (bits[0] is None or torch.equal(*bits))
+    if isinstance(one, np.ndarray | np.generic):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if isinstance(one, float):
+        return one.hex() == other.hex()  # tells -0.0, and calls every NaN the same
+    return one == other
+
+
+@given(document=st.dictionaries(texts, values, max_size=4))
+def test_every_document_comes_back_as_it_was(tmp_path_factory, document):
+    folder = tmp_path_factory.mktemp("state")
+    write_state(folder, document)
+    assert same(read_state(folder), document)
+
+
+def test_keys_that_read_alike_keep_tensors_of_their_own(tmp_path):
+    document = {
+        "a": {"b": torch.tensor(1), 0: torch.tensor(2), "0": torch.tensor(3)},
+        "a.b": torch.tensor(4),
+        "__metadata__": torch.tensor(5),
+        "\ud800": torch.tensor(6),
+        "\\ud800": torch.tensor(7),
+    }
+    write_state(tmp_path, document)
+    assert same(read_state(tmp_path), document)
+
+
+def test_views_parameters_and_lazy_values_are_held_as_they_read(tmp_path):
+    whole = torch.arange(12.0).reshape(3, 4)
+    tangled = torch.tensor([1 + 2j, 3 - 4j])
+    document = {
+        "view": whole.T[1:],
+        "parameter": nn.Parameter(whole),
+        "conjugate": tangled.conj(),
+        "negative": tangled.conj().imag,
+        "strided": np.arange(12)[::3],
+        "memmap": np.memmap(tmp_path / "file", dtype=np.int16, mode="w+", shape=(3,)),
+    }
+    write_state(tmp_path, document)
+    state = read_state(tmp_path)
+    assert torch.equal(state["view"], whole.T[1:])
+    assert torch.equal(state["parameter"], whole)
+    assert not state["parameter"].requires_grad
+    assert state["conjugate"].tolist() == [1 - 2j, 3 + 4j]
+    assert state["negative"].tolist() == [-2, 4]
+    assert state["strided"].tolist() == [0, 3, 6, 9]
+    assert same(state["memmap"], np.zeros(3, np.int16))
+
+
+class Color(str, enum.Enum):  # noqa: UP042 (it tells of itself differently than enum.StrEnum)
+    RED = "red"
+
+
+def test_subclasses_come_back_as_what_they_are_based_on(tmp_path):
+    number = enum.IntEnum("Number", "ONE TWO")
+    document = {"path": Path("a/b"), "size": torch.Size([2]), "ordered": OrderedDict(x=1), "n": number.TWO}
+    write_state(tmp_path, {**document, "color": Color.RED})
+    expected = {"path": "a/b", "size": (2,), "ordered": {"x": 1}, "n": 2, "color": "red"}
+    assert same(read_state(tmp_path), expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({1, 2}, r"client\.0 is a builtins\.set, which a checkpoint can't hold"),
+        (b"raw", r"client\.0 is a builtins\.bytes"),
+        (1j, r"client\.0 is a builtins\.complex"),
+        (print, r"client\.0 is a builtins\.builtin_function"),
+        ({"x": {(1, 2): 3}}, r"client\.0\.x has \(1, 2\) for a key"),
+        ({True: 1}, r"client\.0 has True for a key"),
+        (np.array([None]), r"client\.0 is a numpy\.ndarray of object"),
+        (np.ma.masked_array([1], [True]), r"client\.0 is a numpy\.ma.*MaskedArray of int64"),
+        (np.zeros(1, [("x", "i4")]), r"client\.0 is a numpy\.ndarray of \[\('x'"),
+        (torch.zeros(2).to_sparse(), r"client\.0 is a torch\.Tensor of layout torch\.sparse_coo"),
+        (torch.zeros(2, device="meta"), r"client\.0 is a torch\.Tensor .* on meta"),
+        (10**5000, "can't be written as JSON: Exceeds the limit"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else type(value).__name__,
+)
+def test_what_can_not_be_held_is_named_before_anything_is_written(tmp_path, value, message):
+    with pytest.raises(CheckpointError, match=message):
+        write_state(tmp_path, {"fine": torch.zeros(1), "client": [value]})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_document_that_holds_itself_is_refused(tmp_path):
+    document = {}
+    document["again"] = [document]
+    with pytest.raises(CheckpointError, match="nested too deeply"):
+        write_state(tmp_path, document)
+
+
+def test_a_damaged_state_is_refused_by_name(tmp_path):
+    with pytest.raises(CheckpointError, match=r"state\.json: can't be read"):
+        read_state(tmp_path)
+    write_state(tmp_path, {"x": torch.zeros(3)})
+    (tmp_path / TENSORS).unlink()
+    with pytest.raises(CheckpointError, match=r"safetensors, which should hold x, is missing"):
+        read_state(tmp_path)
+    for content, message in [
+        ("{", "isn't JSON"),
+        ("[]", "holds a list instead of keys and values"),
+        ('{"a": {"$new": 1}}', r"\$new is no mark that this version knows"),
+        ('{"a": {"$dtype": "load"}}', r"torch\.load is no dtype"),
+        ('{"a": {"$array": 3}}', "can't be understood"),
+    ]:
+        (tmp_path / STATE).write_text(content)
+        with pytest.raises(CheckpointError, match=message):
+            read_state(tmp_path)
+
+
+def draw():
+    return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
+
+
+@pytest.fixture
+def kept_generators():
+    """This process's generators are afterwards as they were."""
+    states = capture(torch.device("cpu"))
+    yield
+    restore(states, torch.device("cpu"))
+
+
+def test_random_states_go_on_exactly_from_a_file(tmp_path, kept_generators):
+    device = torch.device("cpu")
+    draw()  # Gaussian generators keep every second number back
+    write_state(tmp_path, {"random": capture(device)})
+    after = draw(), draw()
+    restore(read_state(tmp_path)["random"], device)
+    assert (draw(), draw()) == after
+
+
+def test_a_random_state_of_another_kind_of_machine_is_used_so_far_as_it_goes(kept_generators, caplog):
+    states = capture(torch.device("cpu"))
+    after = draw()
+    restore(states, torch.device("cuda"))
+    assert draw() == after
+    assert "no random state of a cuda" in caplog.text
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_random_states_of_an_accelerator_go_on_exactly(tmp_path, kept_generators):
+    device = torch.device("cuda", torch.cuda.current_device())
+    write_state(tmp_path, {"random": capture(device)})
+    after = torch.rand(3, device=device).tolist()
+    restore(read_state(tmp_path)["random"], device)
+    assert torch.rand(3, device=device).tolist() == after
+
+
+def describe(step, lineage, **client):
+    return {
+        **new_identity(),
+        "steps": {"optimizer": step},
+        "config": {"a": 1},
+        "client": client,
+        "layout": {"world_size": 2},
+        "versions": {"torch": "2"},
+        "lineage": [ancestor.model_dump() for ancestor in lineage],
+    }
+
+
+def test_a_lineage_grows_by_one_checkpoint_at_a_time(tmp_path):
+    assert first_ancestors("") == []
+    root = first_ancestors("org/model")
+    assert root == [Ancestor(path="org/model")]
+    chain = root
+    for step in (3, 7):
+        folder = tmp_path / f"step{step}"
+        folder.mkdir()
+        document = describe(step, chain, data_fingerprint="f")
+        write_state(folder, document)
+        assert first_ancestors(str(folder)) == [Ancestor(path=str(folder))]  # not complete yet
+        Manifest(step=step, files={}).write(folder)
+        chain = first_ancestors(str(folder))
+        assert chain == lineage_behind(folder, read_state(folder))
+    assert [ancestor.step for ancestor in chain] == [None, 3, 7]
+    assert [ancestor.path for ancestor in chain] == ["org/model", str(tmp_path / "step3"), str(tmp_path / "step7")]
+    assert chain[1].id != chain[2].id
+    assert {ancestor.data_fingerprint for ancestor in chain[1:]} == {"f"}
+    assert chain[1].config_sha256 == chain[2].config_sha256
+
+
+def test_a_checkpoint_that_does_not_say_where_it_comes_from_is_refused(tmp_path):
+    document = describe(1, [])
+    for change in ({"lineage": [{"path": 1}]}, {"steps": 3}, {"id": None, "client": None}):
+        with pytest.raises(CheckpointError, match=r"state\.json: doesn't say where the checkpoint comes from"):
+            lineage_behind(tmp_path, json.loads(json.dumps({**document, **change})))

@@ -1,0 +1,339 @@
+"""Checkpoints of real engines: what plain transformers opens of them, and how training goes on, on any layout."""
+
+import json
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import cuboid
+from comparing import stored
+from cuboid.checkpoint.state import read_state
+from cuboid.verify import SmallModel, WorkerPool
+from training import NO_DROPOUT, make_engine, ranks_of, settings, train
+
+BEFORE, AFTER = 3, 20
+LLAMA = SmallModel("llama", heads=8, kv_heads=4, layers=4)
+TIED = SmallModel("qwen3", heads=8, kv_heads=4, layers=4)
+FUSED = SmallModel("gpt2", heads=8, kv_heads=8, layers=4)
+EXPERTS = SmallModel("mixtral", heads=4, kv_heads=2, layers=3)
+NAMES = {LLAMA: "llama", TIED: "qwen3, tied", FUSED: "gpt2, fused", EXPERTS: "mixtral, experts"}
+
+
+@pytest.fixture
+def alone():
+    """One process that has had no engine: DeepSpeed remembers the groups of the first."""
+    with WorkerPool(1) as workers:
+        yield workers
+
+
+def overrides_of(small):
+    return NO_DROPOUT if small.architecture == "gpt2" else {}
+
+
+def train_and_save(path, config, out, overrides):
+    """Losses after the save, and everything that was saved, whole."""
+    engine = make_engine(path, config, **overrides)
+    train(engine, BEFORE)
+    client = {"epoch": 2, "best": (1.5, [None, True]), "mask": torch.arange(3), "data_fingerprint": "abc"}
+    assert engine.save_checkpoint(out, client_state=client)
+    weights = cuboid.full_state_dict(engine)
+    return train(engine, AFTER, skip=BEFORE), {name: x.clone() for name, x in weights.items()}
+
+
+def resume(path, config, out, overrides, steps=AFTER):
+    """Losses after the resumption."""
+    engine = make_engine(path, config, **overrides)
+    torch.manual_seed(99)
+    where, client = engine.load_checkpoint(out)
+    assert Path(where).name == f"global_step{BEFORE}"
+    assert engine.global_steps == BEFORE
+    assert client["epoch"] == 2
+    assert client["best"] == (1.5, [None, True])
+    assert client["mask"].tolist() == [0, 1, 2]
+    return train(engine, steps, skip=BEFORE)
+
+
+@pytest.fixture(scope="module")
+def saved(pool, checkpoint, tmp_path_factory):
+    """A checkpoint of each model from eight ranks (four for the experts), written once."""
+    written = {}
+
+    def of(small):
+        if small not in written:
+            out = tmp_path_factory.mktemp("saved")
+            if small is EXPERTS:
+                config, data = settings(stages=2, data=2), 2
+            else:
+                config, data = settings("2x2x1", stages=2), 1
+            job = (checkpoint(small), config, str(out), overrides_of(small))
+            losses, weights = pool.run(ranks_of(config, data), train_and_save, *job)[0]
+            written[small] = out, config, ranks_of(config, data), losses, weights
+        return written[small]
+
+    return of
+
+
+@pytest.mark.parametrize("small", NAMES, ids=NAMES.values())
+def test_plain_transformers_opens_a_checkpoint_bit_by_bit(saved, small, tmp_path):
+    out, _, _, _, weights = saved(small)
+    folder = out / f"global_step{BEFORE}"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    state = model.state_dict()
+    assert state.keys() == weights.keys()
+    assert all(torch.equal(state[name], weights[name]) for name in weights)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    ours = stored(folder)
+    # The names are those of a checkpoint that transformers writes itself.
+    model.save_pretrained(tmp_path)
+    theirs = stored(tmp_path)
+    assert theirs.keys() == ours.keys() == index["weight_map"].keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in ours.values())
+    assert index["metadata"]["total_parameters"] == model.num_parameters()
+
+
+@pytest.mark.parametrize("small", NAMES, ids=NAMES.values())
+def test_optimizer_state_is_whole_under_the_parameters_names(saved, small):
+    out, _, _, _, _ = saved(small)
+    folder = out / f"global_step{BEFORE}"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    shapes = {name: x.shape for name, x in model.named_parameters()}
+    for quantity in ("exp_avg", "exp_avg_sq"):
+        tensors = stored(folder / "optimizer" / quantity)
+        assert {name: x.shape for name, x in tensors.items()} == shapes
+        assert all(x.any() for x in tensors.values())
+    assert not list(out.rglob("*.pt")) + list(out.rglob("*.bin"))
+    assert (out / "latest").read_text() == f"global_step{BEFORE}"
+
+
+@pytest.mark.parametrize("small", NAMES, ids=NAMES.values())
+def test_the_same_layout_goes_on_to_the_bit(pool, checkpoint, saved, small):
+    out, config, ranks, losses, _ = saved(small)
+    assert pool.run(ranks, resume, checkpoint(small), config, str(out), overrides_of(small))[0] == losses
+
+
+OTHERS = {
+    "1×2×2": (settings("1x2x2"), 1),
+    "4×1×1, ZeRO 0": (settings("4x1x1", zero=0), 1),
+    "3 stages × 1×1×2": (settings("1x1x2", stages=3), 1),
+    "1×1×1, 4 replicas, ZeRO 2": (settings(data=4, zero=2), 4),
+}
+
+
+def goes_on_alike(pool, checkpoint, saved, small, layout):
+    out, _, _, losses, _ = saved(small)
+    config, data = OTHERS[layout]
+    others = pool.run(ranks_of(config, data), resume, checkpoint(small), config, str(out), overrides_of(small))[0]
+    assert others == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("small", "layout"),
+    list(zip([LLAMA, TIED, FUSED, LLAMA], OTHERS, strict=True)),
+    ids=["llama", "tied", "fused", "llama, replicas"],
+)
+def test_another_layout_goes_on_alike(pool, checkpoint, saved, small, layout):
+    goes_on_alike(pool, checkpoint, saved, small, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", OTHERS)
+@pytest.mark.parametrize("small", [LLAMA, TIED, FUSED], ids=["llama", "tied", "fused"])
+def test_every_model_goes_on_alike_on_every_layout(pool, checkpoint, saved, small, layout):
+    goes_on_alike(pool, checkpoint, saved, small, layout)
+
+
+@pytest.mark.parametrize("small", [LLAMA, TIED, FUSED, EXPERTS], ids=["llama", "tied", "fused", "experts"])
+def test_one_process_goes_on_alike(alone, checkpoint, saved, small):
+    out, _, _, losses, _ = saved(small)
+    config = settings(stages=1) if small is EXPERTS else settings()
+    others = alone.run(1, resume, checkpoint(small), config, str(out), overrides_of(small))[0]
+    assert others == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.parametrize(("stages", "zero"), [(3, 1), pytest.param(2, 0, marks=pytest.mark.slow)])
+def test_experts_go_on_in_other_stages(pool, checkpoint, saved, stages, zero):
+    out, _, _, losses, _ = saved(EXPERTS)
+    config = settings(stages=stages, zero=zero)
+    assert pool.run(stages, resume, checkpoint(EXPERTS), config, str(out), {})[0] == pytest.approx(losses, rel=1e-6)
+
+
+# --- precision -----------------------------------------------------------------------------------------------------
+
+
+def test_bf16_keeps_its_masters(pool, alone, checkpoint, tmp_path):
+    """Four replicas share the masters; later one process has them, in bf16 again and as the weights of fp32."""
+    path = checkpoint(LLAMA)
+    config = settings("1x1x2", data=2, bf16=True)
+    losses, weights = pool.run(4, train_and_save, path, config, str(tmp_path), {})[0]
+    folder = tmp_path / f"global_step{BEFORE}"
+    masters = stored(folder / "optimizer" / "master")
+    assert all(weights[name].dtype == torch.bfloat16 for name in weights)
+    assert all(torch.equal(masters[name].bfloat16(), weights[name]) for name in weights)
+    assert not all(torch.equal(masters[name], weights[name].float()) for name in weights)
+    assert pool.run(4, resume, path, config, str(tmp_path), {})[0] == losses
+    wide = pool.run(2, loaded_weights, path, settings("1x2x1"), str(tmp_path))[0]
+    assert all(torch.equal(wide[name], masters[name]) for name in masters)
+    again = alone.run(1, resume, path, settings(bf16=True), str(tmp_path), {})[0]
+    assert again == pytest.approx(losses, rel=5e-3)
+
+
+def loaded_weights(path, config, out):
+    engine = make_engine(path, config)
+    engine.load_checkpoint(out)
+    return {name: x.clone() for name, x in cuboid.full_state_dict(engine).items()}
+
+
+def test_masters_of_bf16_come_from_fp32_weights(pool, checkpoint, tmp_path):
+    path = checkpoint(LLAMA)
+    pool.run(2, train_and_save, path, settings("1x1x2"), str(tmp_path), {})
+    found = pool.run(4, masters_after_loading, path, settings("1x1x2", data=2, bf16=True), str(tmp_path), str(tmp_path))
+    before, after = found[0]
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def masters_after_loading(path, config, out, _):
+    engine = make_engine(path, config)
+    engine.load_checkpoint(out)
+    engine.save_checkpoint(out, tag="again")
+    return stored(Path(out) / f"global_step{BEFORE}"), stored(Path(out) / "again" / "optimizer" / "master")
+
+
+# --- random numbers ------------------------------------------------------------------------------------------------
+
+
+def test_dropout_goes_on_to_the_bit(pool, checkpoint, tmp_path):
+    path, config = checkpoint(FUSED), settings("1x2x2", data=2)
+    losses, _ = pool.run(8, train_and_save, path, config, str(tmp_path), {})[0]
+    assert pool.run(8, resume, path, config, str(tmp_path), {})[0] == losses
+
+
+# --- weights alone -------------------------------------------------------------------------------------------------
+
+
+def fine_tune(path, config, folder):
+    """Where the engine stands after it took weights alone, and that they are the checkpoint's."""
+    engine = make_engine(path, config)
+    _, client = engine.load_checkpoint(folder, load_module_only=True)
+    read = stored(Path(folder) if (Path(folder) / "config.json").exists() else Path(folder) / f"global_step{BEFORE}")
+    weights = cuboid.full_state_dict(engine)
+    alike = all(torch.equal(weights[name], read[name]) for name in weights)
+    return alike, engine.global_steps, engine.lr_scheduler.last_batch_iteration, client, train(engine, 2)
+
+
+def test_weights_alone_for_fine_tuning(pool, checkpoint, saved):
+    out, *_ = saved(LLAMA)
+    # Before the first step, a schedule of DeepSpeed's stands at -1 or at 0.
+    alike, steps, iteration, client, losses = pool.run(2, fine_tune, checkpoint(LLAMA), settings("1x2x1"), str(out))[0]
+    assert alike
+    assert (steps, iteration <= 0, client["epoch"]) == (0, True, 2)
+    # Any Hugging Face checkpoint will do.
+    other = checkpoint(SmallModel("llama", heads=8, kv_heads=4, layers=4, seed=5))
+    alike, steps, _, client, others = pool.run(2, fine_tune, checkpoint(LLAMA), settings("1x2x1"), other)[0]
+    assert alike
+    assert (steps, client) == (0, {})
+    assert others != losses
+
+
+# --- settings ------------------------------------------------------------------------------------------------------
+
+
+def save_often(path, config, out):
+    engine = make_engine(path, config)
+    states = []
+    for _ in range(4):
+        train(engine, 1)
+        states.append({name: x.clone() for name, x in cuboid.full_state_dict(engine).items()})
+        engine.save_checkpoint(out)
+        # Overwrites what the thread must have copied by now.
+        train(engine, 1)
+    assert engine.wait_for_checkpoint()
+    return states
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_last_ones_are_kept(pool, checkpoint, tmp_path, asynchronous):
+    config = settings("1x1x2", stages=2, keep_last=2, asynchronous=asynchronous, max_file_bytes=60_000)
+    states = pool.run(4, save_often, checkpoint(LLAMA), config, str(tmp_path))[0]
+    assert {path.name for path in tmp_path.iterdir()} == {"global_step5", "global_step7", "latest"}
+    for state, tag in zip(states[2:], ("global_step5", "global_step7"), strict=True):
+        read = stored(tmp_path / tag)
+        assert all(torch.equal(state[name], read[name]) for name in read)
+    # Files are cut at 60 kB, but for single tensors.
+    files = list((tmp_path / "global_step7").glob("model-*.safetensors"))
+    assert len(files) > 4
+    index = json.loads((tmp_path / "global_step7" / "model.safetensors.index.json").read_text())
+    assert {file.name for file in files} == set(index["weight_map"].values())
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+#: Of the largest tensor.
+LARGEST_BYTES = 64 << 20
+
+
+def memory_of_saving(path, config, out):
+    """Bytes that this rank's resident set grows by while it saves, for the second time, and the model's size."""
+    engine = make_engine(path, config)
+    train(engine, 1)
+    process, peak, done = psutil.Process(), [0], threading.Event()
+    engine.save_checkpoint(f"{out}/first")
+
+    def watch():
+        while not done.wait(0.001):
+            peak[0] = max(peak[0], process.memory_info().rss)
+
+    before = process.memory_info().rss
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    engine.save_checkpoint(f"{out}/second")
+    done.set()
+    watcher.join()
+    return peak[0] - before, sum(x.nbytes for x in cuboid.full_state_dict(engine).values())
+
+
+def test_a_rank_holds_two_whole_tensors_at_most(pool, tmp_path):
+    config = LlamaConfig(
+        vocab_size=LARGEST_BYTES // 4 // 1024,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "start")
+    grown = pool.run(2, memory_of_saving, str(tmp_path / "start"), settings("1x1x2"), str(tmp_path))
+    assert grown[0][1] > 4 * LARGEST_BYTES
+    # The last tenth is for what isn't tensors.
+    assert max(growth for growth, _ in grown) <= 2.1 * LARGEST_BYTES
+
+
+# --- lineage -------------------------------------------------------------------------------------------------------
+
+
+def test_lineage_tells_the_way_from_the_first_weights(pool, checkpoint, tmp_path):
+    path, first, second = checkpoint(LLAMA), tmp_path / "first", tmp_path / "second"
+    pool.run(2, train_and_save, path, settings("1x2x1"), str(first), {})
+    pool.run(4, resume_and_save, path, settings("1x2x2"), str(first), str(second))
+    documents = [read_state(folder / tag) for folder, tag in ((first, "global_step3"), (second, "on"))]
+    assert [ancestor["path"] for ancestor in documents[0]["lineage"]] == [path]
+    root, parent = documents[1]["lineage"]
+    assert root == documents[0]["lineage"][0]
+    assert (parent["id"], parent["step"], parent["data_fingerprint"]) == (documents[0]["id"], BEFORE, "abc")
+    assert parent["layout"]["mesh"] == {"batch": 1, "sequence": 2, "hidden": 1}
+    assert documents[1]["layout"]["mesh"] == {"batch": 1, "sequence": 2, "hidden": 2}
+    # A model that is loaded from a checkpoint descends from it too.
+    pool.run(2, train_and_save, str(first / "global_step3"), settings("1x2x1"), str(tmp_path / "third"), {})
+    third = read_state(tmp_path / "third" / "global_step3")["lineage"]
+    assert [ancestor["id"] for ancestor in third] == [None, documents[0]["id"]]
+
+
+def resume_and_save(path, config, out, further):
+    engine = make_engine(path, config)
+    engine.load_checkpoint(out)
+    train(engine, 1)
+    engine.save_checkpoint(further, tag="on")
