@@ -23,7 +23,8 @@ class OptimizerState:
         kind: name of the optimizer's class.
         quantities: what there is for each element, such as ``exp_avg``: by parameter the run that is here, an empty one
             where others have it all.
-        numbers: what there is for a parameter as a whole, such as ``step``.
+        numbers: what there is for a parameter as a whole, such as ``step``; by each parameter that has a state, though
+            it may have no such number.
         groups: hyperparameters, each with the names of its parameters under ``parameters``.
     """
 
@@ -112,10 +113,10 @@ class OptimizerAdapter:
             for holding in holdings:
                 names += holding.names
                 values, numbers = divide(self._optimizer.state.get(holding.tensor, {}), holding)
+                if values or numbers:
+                    state.numbers.update(dict.fromkeys(holding.names, numbers))
                 if self._has_master:
                     values[MASTER] = holding.tensor
-                if numbers:
-                    state.numbers.update(dict.fromkeys(holding.names, numbers))
                 for key, value in values.items():
                     runs = state.quantities.setdefault(key, {})
                     runs.update(dict.fromkeys(holding.names, Run(0, value.detach().view(-1)[:0])))

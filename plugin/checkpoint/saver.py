@@ -159,7 +159,12 @@ class Saver:
         if len(set(asked)) > 1:
             other = next(rank for rank, one in enumerate(asked) if one != asked[0])
             raise CheckpointError(f"rank 0 saves {asked[0]}, but rank {other} saves {asked[other]}; give all the same")
-        self._on_first(lambda: (sweep(root), begin(root, tag)))
+
+        def prepare() -> None:
+            sweep(root)
+            begin(root, tag)
+
+        self._on_first(prepare)
         folder = root / f"{tag}{INCOMPLETE}"
         missing = None
         if not folder.is_dir():

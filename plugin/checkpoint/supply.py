@@ -78,12 +78,10 @@ def find_parts(
 def _chain(name: str, cell: int, numel: int, runs: Mapping[int, tuple[int, int]]) -> list[Part]:
     """Runs of several ranks one behind the other."""
     parts, end = [], 0
-    for rank, (start, stop) in sorted(runs.items(), key=lambda item: item[1]):
+    for rank, (start, stop) in [*sorted(runs.items(), key=lambda item: item[1]), (-1, (numel, numel))]:
         if start > end:
-            break
+            raise CheckpointError(f"no rank holds elements {end} to {start} of shard {cell} of {name}")
         if stop > end:
             parts.append(Part(rank, cell, end, stop))
             end = stop
-    if end < numel:
-        raise CheckpointError(f"no rank holds elements {end} to {numel} of shard {cell} of {name}")
     return parts

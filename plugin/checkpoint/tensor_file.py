@@ -150,7 +150,7 @@ class TensorFileWriter:
             return
         try:
             self.close()
-        except OSError:
+        except BaseException:
             self.discard()
             raise
 

@@ -1,0 +1,322 @@
+"""Files of tensors beside the safetensors library, who writes what, and reading what a rank owns."""
+
+import json
+import struct
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from cuboid.checkpoint.optimizer import Holding, OptimizerAdapter, Slot, merged
+from cuboid.checkpoint.reading import TensorFolder
+from cuboid.checkpoint.supply import assign, find_parts
+from cuboid.checkpoint.tensor_file import TensorFile, TensorFileWriter, TensorSpec
+from cuboid.errors import CheckpointError
+from cuboid.mesh import Mesh
+from cuboid.tensor3d.layout import Layout, take_shard
+from cuboid.topology import MeshShape
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
+SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+TENSORS = st.dictionaries(
+    st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8).filter(
+        lambda name: name != "__metadata__"
+    ),
+    st.tuples(st.sampled_from(DTYPES), SHAPES),
+    max_size=5,
+)
+
+
+def filled(dtype, shape):
+    values = torch.arange(1, torch.Size(shape).numel() + 1).view(shape)
+    return (values % 2).bool() if dtype is torch.bool else values.to(dtype)
+
+
+def write(path, tensors, **options):
+    specs = {name: TensorSpec(x.dtype, tuple(x.shape)) for name, x in tensors.items()}
+    with TensorFileWriter(path, specs, **options) as file:
+        for name in file.specs:
+            file.write(name, tensors[name])
+    return file.close()
+
+
+def same(one, other):
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+
+
+# --- files ---------------------------------------------------------------------------------------------------------
+
+
+@given(TENSORS)
+def test_the_library_reads_what_is_written_here(tmp_path_factory, described):
+    tensors = {name: filled(*one) for name, one in described.items()}
+    path = tmp_path_factory.mktemp("file") / "x.safetensors"
+    record = write(path, tensors)
+    read = load_file(path)
+    assert read.keys() == tensors.keys()
+    assert all(same(read[name], tensors[name]) for name in tensors)
+    assert record.bytes == path.stat().st_size
+
+
+@given(TENSORS)
+def test_what_the_library_writes_is_read_here(tmp_path_factory, described):
+    tensors = {name: filled(*one) for name, one in described.items()}
+    path = tmp_path_factory.mktemp("file") / "x.safetensors"
+    save_file(tensors, path, metadata={"who": "them"})
+    with TensorFile(path) as file:
+        assert file.metadata == {"who": "them"}
+        assert file.specs.keys() == tensors.keys()
+        assert all(same(file.read(name), tensors[name]) for name in tensors)
+
+
+@given(st.data(), st.sampled_from(DTYPES), st.lists(st.integers(1, 6), min_size=1, max_size=3))
+def test_any_box_can_be_read(tmp_path_factory, data, dtype, shape):
+    path = tmp_path_factory.mktemp("file") / "x.safetensors"
+    whole = filled(dtype, shape)
+    write(path, {"x": whole})
+    box = []
+    for size in shape:
+        first = data.draw(st.integers(0, size))
+        box.append(slice(first, data.draw(st.integers(first, size))))
+    with TensorFile(path) as file:
+        assert same(file.read("x", box), whole[tuple(box)])
+        rows = torch.cat([file.read("x", [rows, *[slice(None)] * (len(shape) - 1)]) for rows in file.blocks("x", 16)])
+        assert same(rows, whole)
+
+
+def test_rows_make_up_a_tensor(tmp_path):
+    whole = filled(torch.float32, (7, 3))
+    with TensorFileWriter(tmp_path / "x", {"x": TensorSpec(torch.float32, (7, 3))}) as file:
+        for rows in whole.split(2):
+            file.write_rows("x", rows)
+    assert same(load_file(tmp_path / "x")["x"], whole)
+
+
+def test_a_file_that_fails_is_gone(tmp_path):
+    specs = {"x": TensorSpec(torch.float32, (2,)), "y": TensorSpec(torch.float32, (2,))}
+    with pytest.raises(AssertionError, match="never written"), TensorFileWriter(tmp_path / "x", specs) as file:
+        file.write("x", torch.zeros(2))
+    assert not (tmp_path / "x").exists()
+    (tmp_path / "x").write_text("precious")
+    with pytest.raises(FileExistsError):
+        TensorFileWriter(tmp_path / "x", specs)
+    assert (tmp_path / "x").read_text() == "precious"
+    with pytest.raises(CheckpointError, match=r"z is of torch\.complex128"):
+        TensorFileWriter(tmp_path / "z", {"z": TensorSpec(torch.complex128, (2,))})
+
+
+def _with_header(header, data=b"\0" * 8):
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not a whole safetensors file"),
+        (b"\xff" * 40, "is not a whole safetensors file"),
+        (struct.pack("<Q", 3) + b"{x}", "can't be understood"),
+        (_with_header([1]), "can't be understood"),
+        (_with_header({"x": {"dtype": "F33", "shape": [2], "data_offsets": [0, 8]}}), "can't be understood"),
+        (_with_header({"x": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}), "gives x bytes 0 to 8"),
+        (_with_header({"x": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}), "gives x bytes 4 to 8"),
+        (_with_header({"x": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}), "truncated"),
+        (_with_header({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}), "truncated"),
+    ],
+)
+def test_malformed_files_are_refused_by_name(tmp_path, content, message):
+    (tmp_path / "bad.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message) as error:
+        TensorFile(tmp_path / "bad.safetensors")
+    assert "bad.safetensors" in str(error.value)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_told(tmp_path):
+    path = tmp_path / "x.safetensors"
+    write(path, {"x": filled(torch.float32, (100,))})
+    with TensorFile(path) as file:
+        with open(path, "r+b") as other:
+            other.truncate(path.stat().st_size - 40)
+        with pytest.raises(CheckpointError, match="ends in the middle of x"):
+            file.read("x")
+
+
+# --- who writes, and who gives -------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 9))
+def test_writers_get_about_as_much(sizes, writers):
+    ranks = [10 + number for number in range(writers)]
+    chosen = assign(sizes, ranks)
+    assert len(chosen) == len(sizes)
+    assert set(chosen) <= set(ranks)
+    loads = [sum(size for size, rank in zip(sizes, chosen, strict=True) if rank == own) for own in ranks]
+    # No one's load can be lowered by giving the last thing that it got to another one.
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.data())
+def test_parts_make_up_every_shard_once(numel, cells, replicas, data):
+    """Whether a replica holds all of a shard, nothing, or its share of it."""
+    places = [[replica * cells + cell for replica in range(replicas)] for cell in range(cells)]
+    whole = data.draw(st.booleans())
+    cuts = sorted(data.draw(st.lists(st.integers(0, numel), min_size=replicas - 1, max_size=replicas - 1)))
+    runs = [(0, numel)] * replicas if whole else list(zip([0, *cuts], [*cuts, numel], strict=True))
+    holdings = {rank: {0: runs[replica]} for ranks in places for replica, rank in enumerate(ranks)}
+    writer = data.draw(st.sampled_from([rank for ranks in places for rank in ranks]))
+    parts = find_parts("x", 0, numel, places, holdings, writer)
+    for cell, ranks in enumerate(places):
+        own = [part for part in parts if part.cell == cell]
+        assert [index for part in own for index in range(part.start, part.stop)] == list(range(numel))
+        for part in own:
+            start, stop = holdings[part.source][0]
+            assert start <= part.start <= part.stop <= stop
+            assert part.source in ranks
+        if whole:
+            assert own[0].source == (writer if writer in ranks else ranks[writer // cells])
+
+
+def test_elements_that_nobody_has_are_told():
+    with pytest.raises(CheckpointError, match="elements 3 to 5 of shard 0 of x"):
+        find_parts("x", 0, 8, [[0, 1]], {0: {0: (0, 3)}, 1: {0: (5, 8)}}, 0)
+    with pytest.raises(CheckpointError, match="elements 5 to 8 of shard 0 of x"):
+        find_parts("x", 0, 8, [[0, 1]], {0: {0: (0, 3)}, 1: {0: (3, 5)}}, 0)
+
+
+# --- reading what a rank owns --------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "up": Layout((12, 8), (("sequence",), ("hidden",))),
+    "down": Layout((8, 12), (("hidden",), ("sequence",))),
+    "fused": Layout((8, 36), (("hidden",), ("sequence",)), (1, 3)),
+    "vocabulary": Layout((13, 8), (("sequence",), ("hidden",)), ragged=True),
+    "norm": Layout((12,), (("hidden",),)),
+}
+
+
+@given(st.data(), st.sampled_from(sorted(LAYOUTS)), st.sampled_from(["1x2x2", "2x2x1", "3x1x2", "1x1x1", "2x1x4"]))
+def test_a_run_of_a_shard_is_read_as_it_is_taken_in_memory(tmp_path_factory, data, name, mesh):
+    layout, shape = LAYOUTS[name], MeshShape.parse(mesh)
+    if layout.indivisible(shape):
+        return
+    whole = filled(torch.float32, layout.shape)
+    folder = tmp_path_factory.mktemp("folder")
+    write(folder / "model.safetensors", {name: whole})
+    rank = data.draw(st.integers(0, shape.size - 1))
+    here = Mesh(shape, rank=rank, world_size=shape.size)
+    shard = take_shard(whole, layout, here).view(-1)
+    start = data.draw(st.integers(0, shard.numel()))
+    stop = data.draw(st.integers(start, shard.numel()))
+    with TensorFolder(folder) as files:
+        assert same(files.read_run(name, layout.shape, layout, here, start, stop), shard[start:stop])
+
+
+def test_folders_without_what_they_should_hold_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="neither"):
+        TensorFolder(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text("[]")
+    with pytest.raises(CheckpointError, match="is not an index"):
+        TensorFolder(tmp_path)
+    write(tmp_path / "a.safetensors", {"x": torch.zeros(2)})
+    index.write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "a.safetensors", "z": "b.safetensors"}}))
+    mesh = Mesh(MeshShape(), rank=0, world_size=1)
+    with TensorFolder(tmp_path) as files:
+        with pytest.raises(CheckpointError, match=r"a\.safetensors: has no tensor y"):
+            files.read("y")
+        with pytest.raises(CheckpointError, match=r"b\.safetensors: can't be opened"):
+            files.read("z")
+        with pytest.raises(CheckpointError, match="has no tensor w"):
+            files.read("w")
+        with pytest.raises(CheckpointError, match=r"x is of shape \[2\], but the model's is \[3\]"):
+            files.read_run("x", (3,), None, mesh, 0, 3)
+
+
+# --- optimizers ----------------------------------------------------------------------------------------------------
+
+
+def stepped(kind, **options):
+    torch.manual_seed(0)
+    parameters = {"a": torch.nn.Parameter(torch.randn(3, 2)), "b": torch.nn.Parameter(torch.randn(2))}
+    optimizer = kind([{"params": [p], "lr": 0.1 * (n + 1)} for n, p in enumerate(parameters.values())], **options)
+    for _ in range(2):
+        for p in parameters.values():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    return parameters, optimizer
+
+
+KINDS = [
+    (torch.optim.AdamW, {"weight_decay": 0.1}),
+    (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.RMSprop, {"centered": True}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.NAdam, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=[f"{kind.__name__}{options}" for kind, options in KINDS])
+def test_a_fresh_optimizer_takes_over_from_another(kind, options):
+    parameters, optimizer = stepped(kind, **options)
+    adapter = OptimizerAdapter.direct(optimizer, {id(p): name for name, p in parameters.items()})
+    state = adapter.state()
+    numbers, groups = merged([state])
+
+    others = {name: torch.nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
+    # In one group for each, with settings that give way.
+    fresh = kind([{"params": [p], "lr": 9.0} for p in reversed(others.values())], **options)
+    taking = OptimizerAdapter.direct(fresh, {id(p): name for name, p in others.items()})
+    taking.allocate(state.quantities)
+    for quantity, runs in taking.state().quantities.items():
+        for name, run in runs.items():
+            run.values.copy_(state.quantities[quantity][name].values)
+    taking.restore(numbers, groups)
+    for _ in range(3):
+        for name, p in parameters.items():
+            p.grad = torch.randn_like(p)
+            others[name].grad = p.grad.clone()
+        optimizer.step()
+        fresh.step()
+    assert all(torch.equal(parameters[name], others[name]) for name in parameters)
+
+
+def test_what_has_no_meaning_on_another_layout_is_refused():
+    parameters, optimizer = stepped(torch.optim.Adafactor)
+    adapter = OptimizerAdapter.direct(optimizer, {id(p): name for name, p in parameters.items()})
+    with pytest.raises(CheckpointError, match="'row_var' of a"):
+        adapter.state()
+
+
+def test_flat_copies_are_told_apart():
+    """Two parameters end to end, of which this rank has the end of one and the beginning of the other."""
+    flat = torch.nn.Parameter(torch.arange(5.0))
+    optimizer = torch.optim.Adam([flat], lr=0.1)
+    flat.grad = torch.ones(5)
+    optimizer.step()
+    holding = Holding(flat, (Slot("a", 4, 0, 2), Slot("b", 0, 2, 3)), ("a", "b", "c"))
+    state = OptimizerAdapter(optimizer, [[holding]], has_master=True).state()
+    assert set(state.quantities) == {"exp_avg", "exp_avg_sq", "master"}
+    runs = state.quantities["master"]
+    assert (runs["a"].start, runs["a"].stop, runs["b"].start, runs["b"].stop) == (4, 6, 0, 3)
+    assert torch.equal(torch.cat([runs["a"].values, runs["b"].values]), flat)
+    # Another replica has it.
+    assert (runs["c"].start, runs["c"].stop) == (0, 0)
+    assert state.numbers["c"]["step"] == state.numbers["a"]["step"] == 1
+
+
+def test_parameters_that_were_apart_cannot_share_a_group():
+    parameters, optimizer = stepped(torch.optim.AdamW)
+    names = {id(p): name for name, p in parameters.items()}
+    numbers, groups = merged([OptimizerAdapter.direct(optimizer, names).state()])
+    together = OptimizerAdapter.direct(torch.optim.AdamW(parameters.values()), names)
+    with pytest.raises(CheckpointError, match="a and b are in one parameter group here"):
+        together.restore(numbers, groups)
+    flat = torch.nn.Parameter(torch.zeros(8))
+    holding = Holding(flat, (Slot("a", 0, 0, 6), Slot("b", 0, 6, 2)), ("a", "b"))
+    numbers["b"] = {"step": torch.tensor(7.0)}
+    with pytest.raises(CheckpointError, match="one state for a and 1 more"):
+        OptimizerAdapter(torch.optim.AdamW([flat]), [[holding]]).restore(numbers, groups[:1])
