@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from comparing import stored
 from launching import run, torchrun
@@ -33,7 +33,8 @@ SCRIPT = """
             return {"input_ids": self.ids[row], "labels": labels}
 
     arguments = TrainingArguments(
-        out, deepspeed=config, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, seed=5,
+        out, deepspeed=config, use_cpu=True, report_to=[], disable_tqdm=True, seed=5, save_strategy="steps",
+        save_steps=2,
         per_device_train_batch_size=rows, per_device_eval_batch_size=rows, gradient_accumulation_steps=2,
         max_steps=3, logging_steps=1, learning_rate=1e-3, lr_scheduler_type="constant", max_grad_norm=0.5,
     )
@@ -42,7 +43,7 @@ SCRIPT = """
         model=AutoModelForCausalLM.from_pretrained(path), args=arguments, train_dataset=Tokens(32),
         eval_dataset=Tokens(int(sys.argv[5])), compute_metrics=metrics,
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=sys.argv[6] if len(sys.argv) > 6 else None)
     evaluated = trainer.evaluate()
     trainer.save_model(out)
     if arguments.process_index == 0:
@@ -80,6 +81,17 @@ def paths(tmp_path_factory):
     return root
 
 
+def resumes_on_another_mesh(paths, losses, evaluation):
+    checkpoint = paths / "sharded2" / "checkpoint-2"
+    AutoModelForCausalLM.from_pretrained(checkpoint)
+    config = json.dumps(config_of({"hidden": 2}))
+    arguments = (paths / "script.py", paths / "start", paths / "resumed", config, 4, 30, checkpoint)
+    rest, evaluated = result_of(*torchrun(2, *arguments))
+    assert [entry["step"] for entry in rest] == [1, 2, 3]
+    assert rest[-1]["loss"] == pytest.approx(losses[-1]["loss"], rel=1e-6)
+    assert evaluated["eval_loss"] == pytest.approx(evaluation, rel=1e-6)
+
+
 # Two ranks share one stream of data, whose last batch is short; of four ranks, two pairs have one stream each, of which
 # accelerate fills up the last batch, so that only whole batches compare.
 @pytest.mark.parametrize(
@@ -101,6 +113,8 @@ def test_the_trainer_gives_what_it_gives_alone(paths, ranks, mesh, evaluated):
     assert evaluation["eval_loss"] == pytest.approx(expected_evaluation["eval_loss"], rel=1e-5)
     assert evaluation["eval_shape"] == expected_evaluation["eval_shape"] == [evaluated, 11, 67]
     assert evaluation["eval_mean"] == pytest.approx(expected_evaluation["eval_mean"], rel=1e-3)
+    if ranks == 2:
+        resumes_on_another_mesh(paths, losses, evaluation["eval_loss"])
     weights, saved = (stored(paths / f"{run}{ranks}") for run in ("alone", "sharded"))
     assert weights.keys() == saved.keys()
     for name, weight in weights.items():

@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from cuboid import CuboidError
+from cuboid.cli.convert import convert
+from cuboid.cli.inspect import inspect
 from cuboid.cli.prepare import prepare
 from cuboid.cli.timeline import timeline
 from cuboid.cli.train import train
@@ -21,6 +23,8 @@ commands = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+commands.command()(convert)
+commands.command()(inspect)
 commands.command()(prepare)
 commands.command()(timeline)
 commands.command()(train)

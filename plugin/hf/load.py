@@ -27,6 +27,7 @@ from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.hf.auto import choose_mesh
 from cuboid.hf.layouts import Blueprint, draw_blueprint
 from cuboid.hf.model import shard_modules
+from cuboid.hf.presharded import from_rank_file, rank_folder_of
 from cuboid.hf.stage_model import StageModel, Staging, cut_model, finish_stage, plan_staging
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.layout import Layout, pad_shard
@@ -66,7 +67,11 @@ def load_sharded(
         raise UnsupportedModelError(
             f"{cls.__name__} isn't a causal language model, the only kind with rules for its head and loss so far"
         )
-    result = from_pretrained(_loading_class(cls, config), *args, **kwargs)
+    loading = _loading_class(cls, config)
+    folder = rank_folder_of(args, kwargs)
+    if folder is not None:
+        loading, args, kwargs = from_rank_file(loading, config, folder, args, kwargs)
+    result = from_pretrained(loading, *args, **kwargs)
     model = result[0] if isinstance(result, tuple) else result
     model.finish_loading()
     return result

@@ -1,0 +1,1 @@
+"""Checkpoints from one form into another, streaming: Hugging Face folders, per-rank files, DeepSpeed's pickles."""

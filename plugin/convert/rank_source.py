@@ -1,0 +1,138 @@
+"""Whole tensors out of per-rank files; one block of rows is in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cuboid.checkpoint.manifest import record_of
+from cuboid.checkpoint.tensor_file import TensorFile
+from cuboid.convert.tensors import Tensors, row_ranges
+from cuboid.errors import CheckpointError
+from cuboid.hf.rank_folder import SHARDS, RankFolder, RankTensor, file_name, shard_spec
+from cuboid.tensor3d.layout import Interval
+from cuboid.topology import Coordinate
+
+#: Open at a time; systems commonly allow a process four times as many.
+_MOST_FILES = 256
+#: Is given a number of bytes to be read, and makes a bar; the function that it gives moves it on.
+Checking = Callable[[int], AbstractContextManager[Callable[[int], Any]]]
+
+
+def open_rank_files(folder: Path, stack: ExitStack, checking: Checking) -> Tensors:
+    """The whole tensors of a folder of per-rank files, each of which is first compared with its checksum.
+
+    Args:
+        folder: with a ``shards.json``.
+        stack: closes the files.
+        checking: is given the bytes that are read for it.
+
+    Raises:
+        CheckpointError: a file is missing, foreign, truncated or altered; names it.
+    """
+    document = RankFolder.read(folder)
+    with checking(sum(record.bytes for record in document.files.values())) as advance:
+        for fault in rank_file_faults(folder, document, advance):
+            raise CheckpointError(fault)
+    files = _RankFiles(folder, document)
+    stack.callback(files.close)
+    return Tensors({name: tensor.spec for name, tensor in document.tensors.items()}, files.blocks)
+
+
+def rank_file_faults(folder: Path, document: RankFolder, advance: Callable[[int], Any] | None) -> Iterator[str]:
+    """What is wrong with the files, in words.
+
+    Args:
+        folder: of the files.
+        document: its ``shards.json``.
+        advance: is told of each file's bytes when it was read; None to look at sizes only.
+    """
+    wanted = {file_name(document.topology, place) for place in range(document.topology.world_size)}
+    present = {path.name for path in folder.glob("rank-*.safetensors")}
+    for name in sorted(wanted ^ document.files.keys()):
+        yield f"{folder / SHARDS}: its layout and its list of files contradict each other about {name}"
+    for name in sorted(present - wanted):
+        yield f"{folder / name}: is foreign: {SHARDS} doesn't name it"
+    for name in sorted(wanted & document.files.keys()):
+        path, record = folder / name, document.files[name]
+        if name not in present:
+            yield f"{path}: is missing"
+        elif path.stat().st_size != record.bytes:
+            yield f"{path}: is {path.stat().st_size} bytes long instead of {record.bytes}; truncated or replaced"
+        elif advance is not None:
+            if record_of(path) != record:
+                yield f"{path}: its sha256 isn't the one in {SHARDS}: the file was damaged or edited"
+            advance(record.bytes)
+
+
+class _RankFiles:
+    """Puts whole rows together from the files of a stage's ranks."""
+
+    def __init__(self, folder: Path, document: RankFolder) -> None:
+        self._folder, self._document, self._mesh = folder, document, document.mesh.shape
+        places = document.topology
+        self._places = [places.coordinate(place) for place in range(places.world_size)]
+        self._open: dict[str, TensorFile] = {}
+
+    def blocks(self, name: str) -> Iterator[torch.Tensor]:
+        """Consecutive rows of a whole tensor."""
+        tensor = self._document.tensors[name]
+        ranks = [at for at in self._places if at.pipe == tensor.stages[0]]
+        layout = tensor.whole_layout
+        for rows in row_ranges(tensor.spec):
+            if layout is None:
+                box = [rows, *(slice(None) for _ in tensor.shape[1:])] if tensor.shape else None
+                yield self._file(name, tensor, ranks[0]).read(name, box)
+                continue
+            block = torch.empty((rows.stop - rows.start, *tensor.shape[1:]), dtype=tensor.spec.dtype)
+            for at in ranks:
+                file = self._file(name, tensor, at)
+                for box, target in _own_boxes(block, rows.start, layout.shard_intervals(self._mesh, at)):
+                    target.copy_(file.read(name, box))
+            yield block
+
+    def _file(self, name: str, tensor: RankTensor, at: Coordinate) -> TensorFile:
+        file = self._document.file_of(at)
+        if file not in self._open:
+            if len(self._open) == _MOST_FILES:
+                self._open.pop(next(iter(self._open))).close()
+            self._open[file] = TensorFile(self._folder / file)
+        spec, wanted = self._open[file].specs.get(name), shard_spec(tensor, self._mesh, at)
+        if spec != wanted:
+            raise CheckpointError(f"{self._folder / file}: has {name} as {spec}, but {SHARDS} says {wanted}")
+        return self._open[file]
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+
+
+def _own_boxes(
+    block: torch.Tensor, first: int, intervals: Sequence[Sequence[Interval]]
+) -> Iterator[tuple[list[slice], torch.Tensor]]:
+    """For rows of a whole tensor from ``first`` on: boxes of a shard, and the views of the rows where they belong."""
+    placed = [list(_placed(dim)) for dim in intervals]
+    for (shard, (low, high)), *others in product(*placed):
+        start, stop = max(low, first), min(high, first + block.shape[0])
+        if start < stop:
+            box = [slice(shard + start - low, shard + stop - low)]
+            target = block[start - first : stop - first]
+            for dim, (offset, (begin, end)) in enumerate(others, 1):
+                box.append(slice(offset, offset + end - begin))
+                target = target.narrow(dim, begin, end - begin)
+            yield box, target
+
+
+def _placed(intervals: Sequence[Interval]) -> Iterator[tuple[int, Interval]]:
+    """Intervals with their places in the shard."""
+    offset = 0
+    for low, high in intervals:
+        yield offset, (low, high)
+        offset += high - low

@@ -1,0 +1,158 @@
+"""What there is to convert: find out what a folder is, and open its tensors."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cuboid.checkpoint.folder import INCOMPLETE, resolve
+from cuboid.checkpoint.manifest import MANIFEST, Manifest, check_sizes
+from cuboid.convert.deepspeed import open_deepspeed, tag_folder
+from cuboid.convert.hugging_face import open_weights, weights_in
+from cuboid.convert.rank_source import Checking, open_rank_files
+from cuboid.convert.target import CONFIG
+from cuboid.convert.tensors import Tensors
+from cuboid.errors import CheckpointError
+from cuboid.hf.rank_folder import SHARDS
+
+
+class Kind(Enum):
+    """Kinds of checkpoints, in words."""
+
+    CUBOID = "checkpoint of cuboid"
+    HUGGING_FACE = "Hugging Face checkpoint"
+    RANKS = "per-rank files"
+    DEEPSPEED = "DeepSpeed checkpoint"
+
+
+_KNOWN = (
+    "a Hugging Face checkpoint (model.safetensors or its index, or pytorch_model.bin), a checkpoint of cuboid or a "
+    f"folder of them (manifest.json, latest), per-rank files ({SHARDS}), a DeepSpeed checkpoint or a folder of them "
+    "(mp_rank_00_model_states.pt, layer_00-model_states.pt, zero/, latest)"
+)
+#: Where a checkpoint of cuboid has the fp32 weights of a model of another dtype.
+_MASTERS = Path("optimizer") / "master"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint.
+
+    Attributes:
+        kind: of it.
+        folder: that holds it, where a folder of checkpoints was given.
+    """
+
+    kind: Kind
+    folder: Path
+
+
+def find_checkpoint(path: Path) -> Found:
+    """Find out what a folder is.
+
+    Raises:
+        CheckpointError: it is none of what is known; says what that is.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: is no folder" if path.exists() else f"{path}: does not exist")
+    if (path / SHARDS).is_file():
+        return Found(Kind.RANKS, path)
+    if (path / MANIFEST).is_file():
+        return Found(Kind.CUBOID, path)
+    if path.name.endswith(INCOMPLETE):
+        raise CheckpointError(f"{path}: is what is left of a checkpoint that was never finished")
+    if weights_in(path) is not None:
+        return Found(Kind.HUGGING_FACE, path)
+    if any(path.glob(f"*/{MANIFEST}")):
+        return Found(Kind.CUBOID, resolve(path))
+    tag = tag_folder(path)
+    if tag is None:
+        raise CheckpointError(f"{path}: is none of the checkpoints that are known: {_KNOWN}")
+    return Found(Kind.DEEPSPEED, tag)
+
+
+@dataclass(frozen=True)
+class Source:
+    """An opened checkpoint.
+
+    Attributes:
+        found: what it is.
+        tensors: of the model, by the names that Hugging Face stores.
+        companions: where the files are that go along with weights: a folder, or ``config.json`` alone.
+    """
+
+    found: Found
+    tensors: Tensors
+    companions: Path
+
+
+def open_source(
+    path: Path,
+    stack: ExitStack,
+    *,
+    model: Path | None = None,
+    dtype: torch.dtype | None = None,
+    master: bool = False,
+    trusted: bool = False,
+    checking: Checking,
+) -> Source:
+    """Open whatever checkpoint is there.
+
+    Args:
+        path: of the checkpoint, or of a folder of checkpoints of which the latest counts.
+        stack: closes its files.
+        model: folder or ``config.json`` of the model, where the checkpoint has none.
+        dtype: that the tensors are going to be cast to, if any.
+        master: whether the optimizer's fp32 weights are wanted of a checkpoint of cuboid.
+        trusted: whether pickles may be loaded.
+        checking: makes the bar for files that are read to compare checksums.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged, or it can't be opened so.
+    """
+    found = find_checkpoint(path)
+    companions = _companions(found, path, model)
+    if master and found.kind is not Kind.CUBOID:
+        raise CheckpointError(f"{path}: is a {found.kind.value}; --master goes with a checkpoint of cuboid alone")
+    if found.kind is Kind.DEEPSPEED:
+        tensors = open_deepspeed(found.folder, companions, stack, dtype=dtype, trusted=trusted)
+    elif found.kind is Kind.RANKS:
+        tensors = open_rank_files(found.folder, stack, checking)
+    else:
+        if found.kind is Kind.CUBOID:
+            check_sizes(found.folder, Manifest.read(found.folder))
+        tensors = open_weights(found.folder, stack, trusted=trusted)
+    return Source(found, _with_masters(found.folder, tensors, stack) if master else tensors, companions)
+
+
+def _companions(found: Found, path: Path, model: Path | None) -> Path:
+    places = [model] if model is not None else [found.folder, path, found.folder.parent]
+    for place in places:
+        if (place / CONFIG).is_file() or (place.is_file() and place.suffix == ".json"):
+            return place
+    if model is not None:
+        raise CheckpointError(f"{model}: has no {CONFIG}; --model takes a Hugging Face folder, or a config.json")
+    raise CheckpointError(f"{found.folder}: has no {CONFIG}; give --model, a Hugging Face folder or a config.json")
+
+
+def _with_masters(folder: Path, tensors: Tensors, stack: ExitStack) -> Tensors:
+    """The same tensors, the optimizer's fp32 weights in the place of those that are rounded from them."""
+    if weights_in(folder / _MASTERS) is None:
+        raise CheckpointError(f"{folder}: has no {_MASTERS.as_posix()}: the model's own weights are all there are")
+    masters = open_weights(folder / _MASTERS, stack, trusted=False)
+    for name, spec in masters.specs.items():
+        if name not in tensors.specs or tensors.specs[name].shape != spec.shape:
+            raise CheckpointError(
+                f"{folder / _MASTERS}: has {name}, which the weights are stored without, for this architecture stores "
+                "them in another form; load the checkpoint with from_pretrained and save the model in float32"
+            )
+
+    def blocks(name: str) -> Any:
+        return (masters if name in masters.specs else tensors).blocks(name)
+
+    return Tensors({**tensors.specs, **masters.specs}, blocks)

@@ -1,0 +1,42 @@
+"""What tests of conversions share."""
+
+from pathlib import Path
+
+import torch
+
+from comparing import mesh_section, stored
+from cuboid.config import parse_config
+from cuboid.convert.run import ConvertOptions, convert
+
+
+def run(source, target, **options):
+    """Convert, and give the lines that were said."""
+    lines = []
+    convert(ConvertOptions(Path(source), Path(target), quiet=True, **options), lines.append)
+    return lines
+
+
+def layout_section(mesh="1x1x1", stages=None, balance="layers"):
+    """A config with a mesh, and a pipeline where stages are given."""
+    config = {"tensor_parallel": mesh_section(mesh)}
+    if stages is not None:
+        config["pipeline"] = {"engine": "seq1f1b", "stages": stages, "segments": 2, "stage_balance": balance}
+    return config
+
+
+def layout(mesh="1x1x1", stages=None, balance="layers"):
+    """The same, parsed."""
+    return parse_config(layout_section(mesh, stages, balance))
+
+
+def same(one, other):
+    """Whether two folders hold the same tensors to the bit, under the same names."""
+    first, second = stored(one), stored(other)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) and first[name].dtype == second[name].dtype for name in first
+    )
+
+
+def nothing_left(target):
+    """Whether neither a folder nor the beginning of one is there."""
+    return not target.exists() and not target.with_name(f"{target.name}.incomplete").exists()

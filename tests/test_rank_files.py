@@ -1,0 +1,304 @@
+"""Per-rank files: written, put together again, loaded by the ranks, and refused where they don't fit."""
+
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+import cuboid
+from comparing import stored
+from converting import layout, layout_section, nothing_left, run, same
+from cuboid.convert import tensors as tensors_module
+from cuboid.convert.rank_plan import RankPlan
+from cuboid.convert.rank_source import open_rank_files
+from cuboid.convert.rank_target import write_rank_files
+from cuboid.convert.tensors import Tensors
+from cuboid.errors import CheckpointError, CuboidError, UnsupportedModelError
+from cuboid.hf.rank_folder import RankFolder, RankTensor, StoredLayout, file_name
+from cuboid.mesh import Mesh
+from cuboid.tensor3d.layout import Layout, take_shard
+from cuboid.topology import AXES, MeshShape
+from cuboid.verify import SmallModel
+
+LLAMA = SmallModel("llama", heads=8, kv_heads=4, layers=3)
+TIED = SmallModel("qwen3", heads=8, kv_heads=4, layers=2)
+FUSED = SmallModel("gpt2", heads=8, kv_heads=8, layers=2)
+EXPERTS = SmallModel("mixtral", heads=4, kv_heads=2, layers=2)
+
+# --- writing and reading -----------------------------------------------------------------------------------------
+
+SHAPES = st.builds(MeshShape, *[st.integers(1, 3)] * 3)
+
+
+@st.composite
+def laid_out(draw):
+    """A mesh and a tensor with a layout on it: any axes on any dims, fused dims, ragged vocabularies."""
+    mesh = draw(SHAPES)
+    dims = draw(st.integers(1, 3))
+    owner = {axis: draw(st.integers(-1, dims - 1)) for axis in AXES}
+    split = tuple(tuple(axis for axis in AXES if owner[axis] == dim) for dim in range(dims))
+    ragged = draw(st.booleans())
+    parts = tuple(1 if ragged and dim == 0 else draw(st.integers(1, 3)) for dim in range(dims))
+    shape = [parts[dim] * mesh.of(*split[dim]) * draw(st.integers(1, 3)) for dim in range(dims)]
+    if ragged:
+        shape[0] = draw(st.integers(1, 40))
+    return mesh, Layout(tuple(shape), split, parts, ragged)
+
+
+@settings(max_examples=60)
+@given(laid_out(), st.data())
+def test_a_rank_has_just_what_it_owns_and_the_ranks_together_have_all(tmp_path_factory, drawn, data):
+    mesh, cut = drawn
+    whole = torch.arange(float(torch.Size(cut.shape).numel())).view(cut.shape)
+    rows = data.draw(st.lists(st.integers(1, max(cut.shape[0], 1)), max_size=4))
+    blocks = list(torch.tensor_split(whole, sorted(row for row in rows if row < cut.shape[0])))
+    tensor = RankTensor(dtype="float32", shape=cut.shape, parameter="x", layout=StoredLayout.of(cut), stages=(0,))
+    folder = tmp_path_factory.mktemp("ranks")
+    plan = RankPlan(mesh, (), {"x": tensor}, ())
+    write_rank_files(folder, Tensors({"x": tensor.spec}, lambda _: iter(blocks)), plan, lambda _: None)
+    places = RankFolder.read(folder).topology
+    for place in range(places.world_size):
+        own = load_file(folder / file_name(places, place))["x"]
+        padded = take_shard(whole, cut, Mesh(mesh, rank=place, world_size=places.world_size))
+        assert torch.equal(own, padded[: own.shape[0]])
+        assert not padded[own.shape[0] :].any()
+    height = data.draw(st.integers(1, 200))
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setattr(tensors_module, "BLOCK_BYTES", height)
+        read = open_rank_files(folder, stack, lambda _: contextlib.nullcontext(lambda _: None))
+        assert torch.equal(torch.cat(list(read.blocks("x"))), whole)
+
+
+@pytest.mark.parametrize(
+    ("small", "mesh", "stages"),
+    [
+        (LLAMA, "1x2x2", None),
+        (LLAMA, "2x2x1", None),
+        (LLAMA, "1x1x2", 3),
+        (TIED, "2x1x2", None),
+        (TIED, "1x1x2", 2),
+        (FUSED, "2x2x2", None),
+        (FUSED, "1x2x1", 2),
+        (EXPERTS, "1x1x1", 2),
+    ],
+)
+def test_there_and_back_is_the_same_to_the_bit(checkpoint, tmp_path, monkeypatch, small, mesh, stages):
+    path = checkpoint(small)
+    monkeypatch.setattr(tensors_module, "BLOCK_BYTES", 3000)
+    run(path, tmp_path / "ranks", config=layout(mesh, stages))
+    document = RankFolder.read(tmp_path / "ranks")
+    assert len(document.files) == MeshShape.parse(mesh).size * (stages or 1)
+    for name in document.files:
+        with safe_open(tmp_path / "ranks" / name, "pt") as file:
+            # Other programs can read them, too.
+            assert set(file.keys()) <= set(document.tensors)
+    run(tmp_path / "ranks", tmp_path / "back")
+    assert same(tmp_path / "back", path)
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
+        (Path(path) / "config.json").read_text()
+    )
+
+
+def test_each_rank_has_its_share_and_no_more(checkpoint, tmp_path):
+    run(checkpoint(LLAMA), tmp_path / "ranks", config=layout("2x2x2"))
+    document = RankFolder.read(tmp_path / "ranks")
+    held = [sum(x.numel() for x in load_file(tmp_path / "ranks" / name).values()) for name in document.files]
+    assert sum(held) == sum(x.numel() for x in stored(checkpoint(LLAMA)).values())
+    assert max(held) - min(held) <= 0.02 * max(held)
+
+
+def test_files_for_one_layout_become_files_for_another(checkpoint, tmp_path):
+    run(checkpoint(LLAMA), tmp_path / "one", config=layout("1x2x2", 2, (1, 2)))
+    run(tmp_path / "one", tmp_path / "other", config=layout("4x1x1"), world_size=8, dtype=torch.bfloat16)
+    run(tmp_path / "other", tmp_path / "back")
+    before, after = stored(checkpoint(LLAMA)), stored(tmp_path / "back")
+    assert all(torch.equal(after[name], x.bfloat16()) for name, x in before.items())
+
+
+def test_names_of_before_are_kept(checkpoint, tmp_path):
+    """As the GPT-2 of 2019 was saved: without the base model's prefix, and with masks that nobody needs any more."""
+    old = tmp_path / "old"
+    shutil.copytree(checkpoint(FUSED), old)
+    whole = {name.removeprefix("transformer."): x for name, x in stored(old).items()}
+    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 4, 4).tril() for layer in range(2)}
+    save_file(whole | masks, old / "model.safetensors", metadata={"format": "pt"})
+    said = run(old, tmp_path / "ranks", config=layout("1x2x1", 2))
+    assert "left out: tensor h.0.attn.bias, which the model has no use for" in said
+    run(tmp_path / "ranks", tmp_path / "back")
+    after = stored(tmp_path / "back")
+    assert after.keys() == whole.keys()
+    assert all(torch.equal(after[name], x) for name, x in whole.items())
+
+
+def alter(file):
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda folder: (folder / "rank-00001-of-00004.safetensors").unlink(), r"rank-00001-of-00004\S+ is missing"),
+        (
+            lambda folder: os.truncate(folder / "rank-00002-of-00004.safetensors", 5000),
+            r"rank-00002-of-00004\S+ is 5000 bytes long instead of \d+",
+        ),
+        (lambda folder: alter(folder / "rank-00003-of-00004.safetensors"), r"rank-00003-of-00004\S+ its sha256"),
+        (
+            lambda folder: shutil.copy(
+                folder / "rank-00003-of-00004.safetensors", folder / "rank-00004-of-00004.safetensors"
+            ),
+            r"rank-00004-of-00004\S+ is foreign",
+        ),
+        (lambda folder: (folder / "shards.json").write_text("{}"), r"shards\.json: can't be understood"),
+    ],
+)
+def test_damaged_files_of_ranks_are_refused_by_name(checkpoint, tmp_path, damage, told):
+    run(checkpoint(LLAMA), tmp_path / "ranks", config=layout("1x2x2"))
+    damage(tmp_path / "ranks")
+    with pytest.raises(CheckpointError, match=told):
+        run(tmp_path / "ranks", tmp_path / "back")
+    assert nothing_left(tmp_path / "back")
+
+
+def test_a_checkpoint_that_ranks_could_not_load_is_refused_by_the_tensors_name(checkpoint, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint(LLAMA), source)
+    whole = stored(source)
+
+    def refused(tensors, told, **options):
+        save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(CuboidError, match=told):
+            run(source, tmp_path / "ranks", **{"config": layout("1x2x2"), **options})
+        assert nothing_left(tmp_path / "ranks")
+
+    name = "model.layers.1.mlp.up_proj.weight"
+    refused({key: x for key, x in whole.items() if key != name}, f"no tensor for {name}")
+    refused(whole | {"model.extra.weight": torch.ones(2)}, r"a tensor model\.extra\.weight")
+    refused(whole | {name: torch.ones(3, 3)}, rf"{name} is of shape \[3, 3\]")
+    refused(whole, "world.* 6", world_size=6)
+    refused(whole, "divide", config=layout("1x3x1"))
+    refused(whole, "stages", config=layout("1x1x1", 4))
+
+
+def test_experts_that_are_stored_one_by_one_are_not_cut_by_a_mesh(checkpoint, tmp_path):
+    with pytest.raises(UnsupportedModelError, match="mixtral"):
+        run(checkpoint(EXPERTS), tmp_path / "ranks", config=layout("1x2x1"))
+
+
+# --- loading -----------------------------------------------------------------------------------------------------
+
+
+def load(monkeypatch, folder, config, rank, ranks, **kwargs):
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    return cuboid.from_pretrained(folder, config, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("small", "mesh", "stages"),
+    [
+        (LLAMA, "1x2x2", None),
+        (LLAMA, "1x2x1", 3),
+        (TIED, "2x1x2", None),
+        (TIED, "1x1x2", 2),
+        (FUSED, "2x2x2", None),
+        (FUSED, "1x2x1", 2),
+        (EXPERTS, "1x1x1", 2),
+    ],
+)
+def test_a_rank_loads_of_its_own_file_what_it_would_cut_out_of_the_whole(
+    checkpoint, tmp_path, monkeypatch, small, mesh, stages
+):
+    path, config = checkpoint(small), layout_section(mesh, stages)
+    run(path, tmp_path / "ranks", config=layout(mesh, stages))
+    places = MeshShape.parse(mesh).size * (stages or 1)
+    # Two replicas read the same files.
+    for rank in range(2 * places):
+        cut = load(monkeypatch, path, config, rank, 2 * places)
+        own = _machine_of(cut.cuboid.mesh, tmp_path)
+        model = load(monkeypatch, own, config, rank, 2 * places)
+        wanted, state = cut.state_dict(), model.state_dict()
+        assert state.keys() == wanted.keys()
+        tensors = [name for name, x in wanted.items() if isinstance(x, torch.Tensor)]
+        assert all(torch.equal(state[name], wanted[name]) for name in tensors)
+        assert not any(x.is_meta for x in (*model.parameters(), *model.buffers()))
+        assert model.config.to_diff_dict() == cut.config.to_diff_dict()
+
+
+def _machine_of(mesh, tmp_path):
+    """A folder as a rank's machine has it: with the rank's file, and what goes along."""
+    document = RankFolder.read(tmp_path / "ranks")
+    own = tmp_path / f"rank {mesh.rank}"
+    own.mkdir()
+    for file in (tmp_path / "ranks").iterdir():
+        if not file.name.startswith("rank-") or file.name == document.file_of(mesh.coordinate):
+            shutil.copy(file, own)
+    return own
+
+
+def test_options_of_from_pretrained_count_as_ever(checkpoint, tmp_path, monkeypatch):
+    run(checkpoint(LLAMA), tmp_path / "ranks", config=layout("1x2x1"))
+    config = layout_section("1x2x1")
+    model = load(monkeypatch, tmp_path / "ranks", config, 1, 2, dtype=torch.bfloat16, attention_dropout=0.25)
+    whole = load(monkeypatch, checkpoint(LLAMA), config, 1, 2)
+    assert model.config.attention_dropout == 0.25
+    assert all(torch.equal(x, y.bfloat16()) for x, y in zip(model.parameters(), whole.parameters(), strict=True))
+    with cuboid.scope(config):
+        model, report = LlamaForCausalLM.from_pretrained(
+            tmp_path / "ranks", attention_dropout=0.5, output_loading_info=True
+        )
+    assert model.config.attention_dropout == 0.5
+    assert not report["missing_keys"]
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "told"),
+    [
+        (layout_section("1x4x1"), 4, r"mesh 1×2×2 .* asks for a mesh of 1×4×1 in 1 stage"),
+        (layout_section("1x2x2", 2), 8, r"mesh 1×2×2 .* asks for a mesh of 1×2×2 in 2 stage"),
+        (layout_section("1x2x2"), 6, r"1×2×2.* 6"),
+    ],
+)
+def test_another_layout_than_the_files_are_for_is_refused_with_both(
+    checkpoint, tmp_path, monkeypatch, config, ranks, told
+):
+    run(checkpoint(LLAMA), tmp_path / "ranks", config=layout("1x2x2"))
+    with pytest.raises(CuboidError, match=told):
+        load(monkeypatch, tmp_path / "ranks", config, 0, ranks)
+
+
+def test_other_layers_on_the_stages_are_refused_with_both(checkpoint, tmp_path, monkeypatch):
+    run(checkpoint(LLAMA), tmp_path / "ranks", config=layout("1x2x1", 2, (1, 2)))
+    with pytest.raises(CheckpointError, match=r"2 stages of 1, 2 layers.*2 stages of 2, 1 layers"):
+        load(monkeypatch, tmp_path / "ranks", layout_section("1x2x1", 2, (2, 1)), 0, 4)
+
+
+def test_a_mesh_of_its_own_choice_loads_where_it_is_the_same(checkpoint, tmp_path, monkeypatch):
+    automatic = {"tensor_parallel": {"mode": "3d_tensor", "mesh": "auto", "size": 4}}
+    run(checkpoint(LLAMA), tmp_path / "ranks", config=cuboid.parse_config(automatic))
+    model = load(monkeypatch, tmp_path / "ranks", automatic, 3, 4)
+    cut = load(monkeypatch, checkpoint(LLAMA), automatic, 3, 4)
+    assert all(torch.equal(x, y) for x, y in zip(model.parameters(), cut.parameters(), strict=True))
+
+
+def test_a_missing_or_truncated_file_is_refused_by_its_rank_alone(checkpoint, tmp_path, monkeypatch):
+    run(checkpoint(LLAMA), tmp_path / "ranks", config=layout("1x2x1"))
+    file = tmp_path / "ranks" / "rank-00001-of-00002.safetensors"
+    os.truncate(file, 5000)
+    load(monkeypatch, tmp_path / "ranks", layout_section("1x2x1"), 0, 2)
+    with pytest.raises(CheckpointError, match=r"rank-00001-of-00002\S+ is 5000 bytes long"):
+        load(monkeypatch, tmp_path / "ranks", layout_section("1x2x1"), 1, 2)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"rank-00001-of-00002\S+ is missing, and rank 1 of 2 reads it"):
+        load(monkeypatch, tmp_path / "ranks", layout_section("1x2x1"), 1, 2)
