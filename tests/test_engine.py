@@ -71,6 +71,9 @@ SCRIPT = """
     del alive
     report["gone"] = type(AutoModelForCausalLM.from_pretrained(out + "/saved")).__mro__[1].__name__
     print("RESULT" + json.dumps(report), flush=True)
+    # A rank that leaves first would take the others' connections along.
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 """
 
 

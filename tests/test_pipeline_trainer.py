@@ -75,6 +75,9 @@ SCRIPT = """
     if arguments.process_index == 0:
         state = trainer.state
         print("RESULT" + json.dumps([before, after, state.log_history, calls.names, state.total_flos]))
+    # A rank that leaves first would take the others' connections along.
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 """
 
 SIZES = {"vocab_size": 67, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3}
@@ -220,6 +223,9 @@ REFUSALS = """
     messages["predictions"] = message_of()
     allowed = message_of(compute_metrics=lambda _: {}, arguments={"prediction_loss_only": True})
     print("RESULT" + json.dumps([messages, allowed]))
+    # A rank that leaves first would take the others' connections along.
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 """
 
 

@@ -48,6 +48,9 @@ SCRIPT = """
     trainer.save_model(out)
     if arguments.process_index == 0:
         print("RESULT" + json.dumps([trainer.state.log_history, evaluated]))
+    # A rank that leaves first would take the others' connections along.
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 """
 
 

@@ -92,6 +92,9 @@ class Saver:
 
         def work() -> None:
             self._failure = self._attempt(root, tag, copied, latest)
+            if self._failure is not None:
+                # At once, in case that nobody waits.
+                logger.error("%s", self._failure)
 
         self._thread = threading.Thread(target=work, name=f"checkpoint {tag}")
         self._thread.start()
