@@ -22,6 +22,9 @@ DATA ?=
 STEPS ?=
 RANKS ?= 8
 SEQUENCE ?= 256
+SAVE_EVERY ?=
+KEEP_LAST ?=
+RESUME ?=
 
 # Without an accelerator for each rank, the ranks are CPU processes.
 GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')
@@ -52,12 +55,15 @@ $(VENV)/installed: $(PINS) setup.py
 	@$(INSTALL) --no-build-isolation --no-deps --editable .
 	@touch $@
 
-train: install ## Train: MODEL=… DATA=… CONFIG=… STEPS=… NAME=… RANKS=… SEQUENCE=…
-	@$(BIN)/python -m cuboid.cli prepare --out "$(RUN)" \
-		$(if $(MODEL),--model "$(MODEL)") $(if $(DATA),--data "$(DATA)")
-	@$(BIN)/deepspeed --quiet --num_accelerators $(RANKS) --master_port "$$($(FREE_PORT))" --module cuboid.cli train \
+train: install ## Train: MODEL=… DATA=… CONFIG=… STEPS=… NAME=… RANKS=… SEQUENCE=… SAVE_EVERY=… KEEP_LAST=… RESUME=1
+	@$(if $(RESUME),true,$(BIN)/python -m cuboid.cli prepare --out "$(RUN)" \
+		$(if $(MODEL),--model "$(MODEL)") $(if $(DATA),--data "$(DATA)"))
+	@# The launcher is shielded from Ctrl-C, which the ranks answer with a checkpoint.
+	@exec $(BIN)/python -P plugin/train/launch.py \
+		$(BIN)/deepspeed --quiet --num_accelerators $(RANKS) --master_port "$$($(FREE_PORT))" --module cuboid.cli train \
 		--model "$(or $(MODEL),$(RUN)/start)" --data "$(RUN)/tokens" --config "$(CONFIG)" --out "$(RUN)" \
-		--sequence-length $(SEQUENCE) $(if $(STEPS),--steps $(STEPS))
+		--sequence-length $(SEQUENCE) $(if $(STEPS),--steps $(STEPS)) $(if $(SAVE_EVERY),--save-every $(SAVE_EVERY)) \
+		$(if $(KEEP_LAST),--keep-last $(KEEP_LAST)) $(if $(RESUME),--resume)
 	@$(BIN)/python docs/examples/evaluate.py "$(RUN)"
 
 test: install ## Run the test suite.

@@ -147,6 +147,27 @@ def test_a_long_document_is_tokenized_in_whole_lines(tokenizer, tmp_path, monkey
     assert tokenizer.decode(tokens.stream("train")[:-1]) == document
 
 
+def test_tokens_are_told_apart_by_every_one_of_them(tokenizer, tmp_path):
+    corpora = [Corpus("a", (TEXTS[0],), (TEXTS[1],)), Corpus("b", (TEXTS[0],), (TEXTS[1],))]
+    corpora += [Corpus("a", (TEXTS[1],), (TEXTS[0],)), Corpus("a", (TEXTS[0],), (TEXTS[1] + "x",))]
+    names = [
+        tokenize(corpus, tokenizer, tmp_path / str(number)).meta.data_sha256 for number, corpus in enumerate(corpora)
+    ]
+    assert names[0] == names[1]
+    assert len(set(names)) == 3
+
+
+def test_tokens_that_will_not_do_leave_a_store_as_it_was(tokenizer, tmp_path):
+    def refuse(meta):
+        raise CuboidError(f"{meta.source} won't do")
+
+    kept = tokenize(Corpus("kept", ("a",), ("b",)), tokenizer, tmp_path)
+    with pytest.raises(CuboidError, match="other won't do"):
+        tokenize(Corpus("other", ("c",), ("d",)), tokenizer, tmp_path, refuse)
+    assert Tokens.open(tmp_path) == kept
+    assert tokenizer.decode(kept.stream("train")) == "a" + tokenizer.eos_token
+
+
 def test_a_broken_store_is_refused(tokenizer, tmp_path):
     tokenize(Corpus("test", ("a",), ("b",)), tokenizer, tmp_path)
     (tmp_path / "heldout.npy").unlink()
@@ -183,6 +204,16 @@ def test_the_order_depends_on_seed_and_epoch():
 
     assert order(0, 0) != order(1, 0)
     assert order(0, 0) != order(0, 1)
+
+
+@given(blocks=st.integers(1, 60), step=st.integers(0, 99), seed=st.integers(0, 9))
+def test_a_step_sees_the_same_blocks_however_they_are_shared_out(blocks, step, seed):
+    def seen(replicas, micro_batch, accumulation):
+        shares = [Share(replica, replicas, micro_batch) for replica in range(replicas)]
+        steps = range(step * accumulation, (step + 1) * accumulation)
+        return sorted(block for n in steps for share in shares for block in Shuffle(blocks, seed).indices(n, share))
+
+    assert seen(1, 12, 1) == seen(3, 2, 2) == seen(2, 1, 6) == seen(1, 1, 12)
 
 
 @given(blocks=st.integers(1, 20), replicas=st.integers(1, 4), micro_batch=st.integers(1, 4))
@@ -292,7 +323,7 @@ def test_tokens_of_another_tokenizer_are_refused(options, tokenizer, tmp_path):
 
 
 def test_too_little_data_is_refused_with_the_tokens_that_would_do():
-    meta = TokensMeta(source="test", tokenizer_sha256="", largest_id=0, train=100, heldout=9)
+    meta = TokensMeta(source="test", tokenizer_sha256="", data_sha256="", largest_id=0, train=100, heldout=9)
     with pytest.raises(CuboidError, match="12 blocks of 10 tokens need 120"):
         check_size(meta, 10, global_batch=12)
     with pytest.raises(CuboidError, match="held-out part of the data has 9 tokens"):
@@ -302,6 +333,7 @@ def test_too_little_data_is_refused_with_the_tokens_that_would_do():
 def test_the_command_tells_a_mistake_once(options, monkeypatch, capsys):
     asked = options()
     arguments = [f"--{name}={getattr(asked, name)}" for name in ("model", "data", "config", "out")]
+    monkeypatch.setattr("cuboid.train.quiet.quiet", lambda **_: None)  # it is for a process of its own
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_RANK", "0")
     for rank in (0, 1, 7):
@@ -344,6 +376,7 @@ def test_the_report_is_read_back_as_it_was_written_and_its_curve_is_a_picture(tm
         world_size=2,
         mesh=MeshSizes(batch=1, sequence=2, hidden=1, data_parallel=1),
         steps=3,
+        resumed_after=[1, 2],
         seed=0,
         sequence_length=8,
         micro_batch=1,

@@ -1,7 +1,9 @@
 """`cuboid train` under each launcher, on real processes."""
 
+import functools
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -14,7 +16,7 @@ from cuboid.train.report import Report
 from cuboid.train.start import train_tokenizer
 from launching import BIN, ROOT, end, finish, free_port, run, start
 
-STEPS, RANKS = 5, 4
+STEPS, RANKS = 20, 4
 MESH = {"batch": 1, "sequence": 2, "hidden": 1}
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -25,13 +27,19 @@ CONFIG = {
     "tensor_parallel": {"mode": "3d_tensor", "mesh": MESH},
 }
 PIPELINE = {"engine": "seq1f1b", "stages": 2, "segments": 3, "partition": [16, 10, 6], "trace": True}
-#: Two replicas each: of a mesh of two ranks, and of two stages of one rank.
+#: Two replicas each: of a mesh of two ranks, and of two stages of one rank. One rank alone has the same batch, or a
+#: step that takes a while.
 CONFIGS = {
     "mesh": CONFIG,
     "pipeline": {**{key: CONFIG[key] for key in CONFIG if key != "tensor_parallel"}, "pipeline": PIPELINE},
+    "alone": {**CONFIG, "gradient_accumulation_steps": 4, "tensor_parallel": {"mode": "3d_tensor", "mesh": {}}},
+    "long": {**CONFIG, "gradient_accumulation_steps": 250, "tensor_parallel": {"mode": "3d_tensor", "mesh": {}}},
 }
 DEEPSPEED = [BIN / "deepspeed", "--quiet", "--master_port", free_port()]
+SHIELD = [sys.executable, "-P", ROOT / "plugin" / "train" / "launch.py"]
 LAUNCHERS = {
+    "none": [sys.executable, "-m"],
+    "shielded": [*SHIELD, *DEEPSPEED, "--num_accelerators", RANKS, "--module"],
     "deepspeed": [*DEEPSPEED, "--num_accelerators", RANKS, "--module"],
     "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", RANKS, "-m"],
     # accelerate's own way to several CPU processes needs MPI; --multi_gpu starts them without asking for GPUs.
@@ -72,10 +80,28 @@ def job(tmp_path_factory):
     return folder
 
 
-def train_arguments(job, out, config="mesh"):
+def train_arguments(job, out, config="mesh", *more):
     names = {"model": job / "model", "data": job / "text", "config": job / f"{config}.json", "out": out}
     options = [f"--{name}={value}" for name, value in names.items()]
-    return ["cuboid.cli", "train", *options, f"--steps={STEPS}", "--sequence-length=32", "--heldout-blocks=5"]
+    return ["cuboid.cli", "train", *options, "--sequence-length=32", "--heldout-blocks=5", *more]
+
+
+@pytest.fixture(scope="module")
+def finished(job, tmp_path_factory):
+    """The folder and the output of a run that nobody stopped, run once for each launcher and config."""
+
+    @functools.cache
+    def run_of(launcher, config):
+        out = tmp_path_factory.mktemp("finished")
+        status, output = run(*LAUNCHERS[launcher], *train_arguments(job, out, config, f"--steps={STEPS}"))
+        assert status == 0, output
+        return out, output
+
+    return run_of
+
+
+def report_of(out):
+    return Report.model_validate_json((out / "report.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -88,18 +114,18 @@ def train_arguments(job, out, config="mesh"):
         pytest.param("accelerate", "mesh", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_leaves_a_report_and_a_checkpoint_that_plain_transformers_opens(job, tmp_path, launcher, config):
-    status, output = run(*LAUNCHERS[launcher], *train_arguments(job, tmp_path, config))
-    assert status == 0, output
+def test_a_run_leaves_a_report_and_a_checkpoint_that_plain_transformers_opens(job, finished, launcher, config):
+    out, output = finished(launcher, config)
     assert output.count(f"step {STEPS}/{STEPS}") == 1, output
-    report = Report.model_validate_json((tmp_path / "report.json").read_text())
+    report = report_of(out)
     check_report(report, job)
-    CHECKS[config](report, job, tmp_path, output)
-    assert (tmp_path / "loss.png").is_file()
+    CHECKS[config](report, job, out, output)
+    assert (out / "loss.png").is_file()
+    assert not (out / "checkpoints").exists()
 
-    status, output = run(sys.executable, ROOT / "docs/examples/evaluate.py", tmp_path, "--tokens=5")
+    status, output = run(sys.executable, ROOT / "docs/examples/evaluate.py", out, "--tokens=5")
     assert status == 0, output
-    report = Report.model_validate_json((tmp_path / "report.json").read_text())
+    report = report_of(out)
     assert report.losses.relative_difference < 1e-5
     assert report.sample.startswith("def ")
 
@@ -108,7 +134,7 @@ def check_report(report, job):
     assert report.losses.last < report.losses.first
     assert report.losses.heldout_last < report.losses.heldout_first
     assert (report.losses.first, report.losses.last) == (report.train_losses[0], report.train_losses[-1])
-    assert [point.step for point in report.heldout_losses] == [0, 1, 2, 3, 4, 5]
+    assert [point.step for point in report.heldout_losses] == [0, 4, 8, 12, 16, 20]
     assert report.world_size == len(report.ranks) == RANKS
     assert report.parameters == LlamaForCausalLM.from_pretrained(job / "model").num_parameters()
     assert all(rank.peak_memory_bytes > 0 for rank in report.ranks)
@@ -150,7 +176,8 @@ def test_a_mesh_that_does_not_fit_ends_all_ranks_with_one_message(job, tmp_path)
     (tmp_path / "config.json").write_text(
         json.dumps({**CONFIG, "tensor_parallel": {"mode": "3d_tensor", "mesh": {"batch": 3}}})
     )
-    arguments = [*train_arguments(job, tmp_path / "out"), f"--config={tmp_path / 'config.json'}"]
+    options = (f"--steps={STEPS}", f"--config={tmp_path / 'config.json'}")
+    arguments = train_arguments(job, tmp_path / "out", "mesh", *options)
     status, output = run(*LAUNCHERS["deepspeed"], *arguments)
     assert status != 0
     assert output.count("cuboid: ") == 1, output
@@ -159,19 +186,105 @@ def test_a_mesh_that_does_not_fit_ends_all_ranks_with_one_message(job, tmp_path)
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-def test_ctrl_c_ends_all_ranks(job, tmp_path):
-    process = start(*LAUNCHERS["deepspeed"], *train_arguments(job, tmp_path), "--steps=100000", "--evaluations=1")
+def interrupt(process, when, *numbers):
+    """Send signals to a process and those it started, the first when it says something, the others when it tells so."""
     try:
-        for line in process.stdout:
-            if "step 0" in line or "after 0 steps" in line:
-                break
-        os.killpg(process.pid, signal.SIGINT)
-        status, _ = finish(process, timeout_s=60)
+        for number in numbers:
+            assert any(when in line for line in process.stdout), f"{process.args} never says {when!r}"
+            os.killpg(process.pid, number)
+            when = "stopping after this step"
+        return finish(process, timeout_s=120)
     finally:
         end(process)
-    assert status != 0
-    assert not (tmp_path / "report.json").exists()
+
+
+#: How a run is started and stopped, and what its launcher then exits with.
+WAYS = {
+    "shielded": ("mesh", signal.SIGINT, 130),
+    "deepspeed": ("pipeline", signal.SIGINT, -signal.SIGINT),
+    "torchrun": ("mesh", signal.SIGTERM, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def interrupted(job, tmp_path_factory):
+    """The folder, the last step and the output of a run that was stopped in its middle, run once for each way."""
+
+    @functools.cache
+    def run_of(launcher):
+        config, number, expected = WAYS[launcher]
+        out = tmp_path_factory.mktemp("interrupted")
+        options = (f"--steps={STEPS}", "--save-every=3", "--keep-last=2")
+        process = start(*LAUNCHERS[launcher], *train_arguments(job, out, config, *options))
+        status, output = interrupt(process, f"step 6/{STEPS}", number)
+        assert status == expected, output
+        told = re.search(rf"stopped by {number.name} after step (\d+) of {STEPS}; --resume .* from (\S+)", output)
+        assert told, output
+        assert Path(told[2]) == out / "checkpoints" / f"global_step{told[1]}"
+        return out, int(told[1]), output
+
+    return run_of
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    ["shielded", pytest.param("deepspeed", marks=pytest.mark.slow), pytest.param("torchrun", marks=pytest.mark.slow)],
+)
+def test_an_interrupted_run_goes_on_to_the_same_losses(job, finished, interrupted, launcher):
+    config, _, _ = WAYS[launcher]
+    out, step, output = interrupted(launcher)
+    assert 6 <= step < STEPS
+    assert not (out / "report.json").exists()
+    # The one before is a regular one, every third step; what was older is gone.
+    regular = (step - 1) // 3 * 3
+    names = {path.name for path in (out / "checkpoints").iterdir()}
+    assert names == {"latest", f"global_step{regular}", f"global_step{step}"}
+    if launcher == "shielded":
+        assert "Traceback" not in output
+
+    status, output = run(*LAUNCHERS[launcher], *train_arguments(job, out, config, "--resume"))
+    assert status == 0, output
+    assert output.count(f"going on after step {step} of {STEPS}, from {out}") == 1, output
+    report, whole = report_of(out), report_of(finished("deepspeed", config)[0])
+    assert report.train_losses == whole.train_losses
+    assert report.heldout_losses == whole.heldout_losses
+    assert report.resumed_after == [step]
+    assert report.speed.tokens == whole.speed.tokens
+    assert (out / "loss.png").is_file()
+
+
+def test_an_interrupted_run_goes_on_alike_on_one_rank(job, finished, interrupted):
+    out, step, _ = interrupted("shielded")
+    status, output = run(*LAUNCHERS["none"], *train_arguments(job, out, "alone", "--resume", f"--steps={STEPS}"))
+    assert status == 0, output
+    report, whole = report_of(out), report_of(finished("deepspeed", "mesh")[0])
+    assert report.world_size == 1
+    assert report.train_losses[:step] == whole.train_losses[:step]
+    assert report.train_losses == pytest.approx(whole.train_losses, rel=1e-5)
+    assert report.losses.heldout_last == pytest.approx(whole.losses.heldout_last, rel=1e-5)
+
+
+def test_a_run_does_not_go_on_with_another_batch(job, interrupted):
+    out, step, _ = interrupted("shielded")
+    status, output = run(*LAUNCHERS["none"], *train_arguments(job, out, "long", "--resume"))
+    assert status == 1
+    told = f"global_step{step} had 8 sequences of all ranks in a step, not 500. Give the same again"
+    assert told in output, output
+
+
+def test_a_second_ctrl_c_ends_a_run_at_once(job, tmp_path):
+    process = start(*LAUNCHERS["none"], *train_arguments(job, tmp_path, "long", "--steps=1000"))
+    status, output = interrupt(process, "after 0 steps", signal.SIGINT, signal.SIGINT)
+    assert status == 130, output
+    assert "Traceback" not in output
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_sigterm_leaves_a_checkpoint_and_ends_with_its_status(job, tmp_path):
+    process = start(*LAUNCHERS["none"], *train_arguments(job, tmp_path, "alone", "--steps=1000"))
+    status, output = interrupt(process, "step 100/1000", signal.SIGTERM)
+    assert status == 143, output
+    assert (tmp_path / "checkpoints" / "latest").read_text() in output
 
 
 @pytest.mark.slow

@@ -21,7 +21,10 @@ def train(
     out: Annotated[Path, typer.Option(help="Folder for model, report.json and loss.png; made if need be.")],
     steps: Annotated[
         int | None,
-        typer.Option(help="Optimizer steps; stretches the learning-rate schedule. Default: the schedule's length."),
+        typer.Option(
+            help="Optimizer steps; stretches the learning-rate schedule. Default: the schedule's length, or with "
+            "--resume what the run was begun with."
+        ),
     ] = None,
     sequence_length: Annotated[int, typer.Option(help="Tokens of a block.")] = 512,
     heldout_blocks: Annotated[int, typer.Option(help="Blocks of the held-out loss, at most.")] = 32,

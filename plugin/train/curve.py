@@ -12,7 +12,7 @@ from cuboid.train.report import Report
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draw train and held-out losses over optimizer steps to a PNG, without any display."""
+    """Draw train and held-out losses over optimizer steps to a PNG, and where the run was resumed; needs no display."""
     losses = np.asarray(report.train_losses)
     steps = np.arange(1, len(losses) + 1)
     figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
@@ -28,6 +28,9 @@ def draw(report: Report, path: Path) -> None:
         marker="o",
         label="held-out",
     )
+    for number, step in enumerate(report.resumed_after):
+        label = None if number else "resumed"
+        axes.axvline(step + 0.5, color="tab:gray", linestyle=":", linewidth=1, label=label)
     tokens_per_step = report.speed.tokens // report.steps
     axes.set_xlabel(f"optimizer steps (of {tokens_per_step:,} tokens)")
     axes.set_ylabel("loss (nats per token)")

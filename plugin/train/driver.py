@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 from cuboid.train.batches import HeldoutBatch
-from cuboid.train.world import mean
+from cuboid.train.interrupt import Interrupts
+from cuboid.train.world import total
 
 
 class Driver(Protocol):
-    """What the loop asks of an engine. Both calls are collective and give the same number on every rank."""
+    """What the loop asks of an engine. Both calls are collective and give the same number on every rank.
+
+    With the numbers, the ranks tell one another whether they were asked to stop.
+    """
 
     def train(self, micro_batches: Iterable[Tensor]) -> float:
         """One optimizer step.
@@ -35,15 +39,22 @@ class Driver(Protocol):
 
 @dataclass(frozen=True)
 class MicroBatchDriver:
-    """``forward``, ``backward`` and ``step`` for each micro-batch, as with any DeepSpeed engine."""
+    """``forward``, ``backward`` and ``step`` for each micro-batch, as with any DeepSpeed engine.
+
+    Attributes:
+        engine: what ``deepspeed.initialize`` returned.
+        device: of this rank.
+        interrupts: of this rank.
+    """
 
     engine: Any
     device: torch.device
+    interrupts: Interrupts
 
     def train(self, micro_batches: Iterable[Tensor]) -> float:
         """See :class:`Driver`."""
         losses = [self._step(micro_batch.to(self.device)) for micro_batch in micro_batches]
-        return mean(float(torch.stack(losses).mean()), 1.0, self.device)
+        return mean(float(torch.stack(losses).mean()), 1.0, self.device, self.interrupts)
 
     def _step(self, input_ids: Tensor) -> Tensor:
         loss: Tensor = self.engine(input_ids=input_ids, labels=input_ids).loss
@@ -63,7 +74,7 @@ class MicroBatchDriver:
             loss_sum += float(output.loss) * batch.tokens
             tokens += batch.tokens
         self.engine.train()
-        return mean(loss_sum / max(tokens, 1), tokens, self.device)
+        return mean(loss_sum / max(tokens, 1), tokens, self.device, self.interrupts)
 
 
 @dataclass(frozen=True)
@@ -73,16 +84,21 @@ class PipelineDriver:
     Attributes:
         engine: what ``deepspeed.initialize`` returned for a config with a pipeline.
         device: of this rank.
+        interrupts: of this rank.
         accumulation: micro-batches of a step; evaluation takes as many at a time, so that it needs no more memory.
     """
 
     engine: Any
     device: torch.device
+    interrupts: Interrupts
     accumulation: int
 
     def train(self, micro_batches: Iterable[Tensor]) -> float:
         """See :class:`Driver`."""
-        return float(self.engine.train_batch({"input_ids": ids, "labels": ids} for ids in micro_batches))
+        loss = float(self.engine.train_batch({"input_ids": ids, "labels": ids} for ids in micro_batches))
+        # The engine's loss is everyone's already, so that there is no sum of the loop's own to add this to.
+        self.interrupts.agree(total(self.interrupts.own(), self.device))
+        return loss
 
     def evaluate(self, batches: Iterable[HeldoutBatch]) -> float:
         """See :class:`Driver`."""
@@ -94,7 +110,14 @@ class PipelineDriver:
             # The loss is the mean over the tokens of all replicas; weighted by each one's own they add up to the same.
             loss_sum += loss * own
             tokens += own
-        return mean(loss_sum / max(tokens, 1), tokens, self.device)
+        return mean(loss_sum / max(tokens, 1), tokens, self.device, self.interrupts)
+
+
+def mean(value: float, weight: float, device: torch.device, interrupts: Interrupts) -> float:
+    """Weighted mean of one number per rank over all ranks, which agree by the way on whether to stop; collective."""
+    weighted, weights, *asked = total([value * weight, weight, *interrupts.own()], device)
+    interrupts.agree(asked)
+    return weighted / weights
 
 
 def _groups(batches: Iterable[HeldoutBatch], size: int) -> Iterator[list[HeldoutBatch]]:

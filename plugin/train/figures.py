@@ -1,4 +1,4 @@
-"""The report's figures of one rank, and of the pipeline if there is one."""
+"""The report of a run: figures of each rank, of the pipeline if there is one, and all of it together."""
 
 from __future__ import annotations
 
@@ -6,10 +6,66 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import cuboid
 from cuboid.train import memory
 from cuboid.train.job import Job
-from cuboid.train.report import PipelineFigures, RankFigures, TraceFigures
+from cuboid.train.keeper import Keeper
+from cuboid.train.loop import History, Loop
+from cuboid.train.report import (
+    Losses,
+    MeshSizes,
+    PipelineFigures,
+    RankFigures,
+    Report,
+    Speed,
+    TraceFigures,
+    versions,
+)
+from cuboid.train.world import World, gather
+
+
+def make_report(keeper: Keeper, loop: Loop, history: History, world: World, device: torch.device) -> Report:
+    """Everything about a run that is done; collective."""
+    job, mesh = keeper.job, cuboid.mesh_of(loop.engine)
+    shape, options = mesh.shape, job.options
+    return Report(
+        model=str(options.model),
+        data=keeper.data.source,
+        device=str(device),
+        dtype=str(job.dtype).removeprefix("torch."),
+        world_size=world.size,
+        mesh=MeshSizes(
+            batch=shape.batch, sequence=shape.sequence, hidden=shape.hidden, data_parallel=loop.share.replicas
+        ),
+        pipeline=pipeline_figures(job, loop.engine) if job.has_pipeline else None,
+        steps=job.steps,
+        resumed_after=keeper.resumed_after,
+        seed=options.seed,
+        sequence_length=options.sequence_length,
+        micro_batch=job.micro_batch,
+        gradient_accumulation=job.accumulation,
+        losses=Losses(
+            first=history.losses[0],
+            last=history.losses[-1],
+            heldout_first=history.heldout[0].loss,
+            heldout_last=history.heldout[-1].loss,
+        ),
+        speed=Speed(
+            tokens=loop.tokens_per_step * job.steps,
+            tokens_per_s=loop.tokens_per_step / history.mean_step_s,
+            step_s=history.mean_step_s,
+            wall_s=keeper.wall_s,
+        ),
+        parameters=sum(gather(own_parameters(loop.engine), world)) // loop.share.replicas,
+        memory_kind=memory.kind(),
+        ranks=gather(rank_figures(loop.engine, history.sent_bytes), world),
+        train_losses=history.losses,
+        heldout_losses=history.heldout,
+        config=job.config,
+        versions=versions(),
+    )
 
 
 def rank_figures(engine: Any, sent_bytes: dict[str, int]) -> RankFigures:

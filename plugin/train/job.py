@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from cuboid import CheckpointError, ConfigError, CuboidError, load_config, split_config
-from cuboid.train.report import TRACE
+from cuboid import CheckpointError, CuboidError, load_config
+from cuboid.train.resume import Resumed, find_run, refuse_other_run
+from cuboid.train.settings import at_least, count, keep_checkpoints, place_trace, run_length, weights_dtype
 from cuboid.train.tokens import Tokens, TokensMeta, fingerprint
+
+#: What a model's config says of the file that it was read from.
+_NOT_ARCHITECTURE = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype"})
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,9 @@ class TrainOptions:
         heldout_blocks: blocks of the held-out loss, at most.
         evaluations: how many times the held-out loss is taken during the run, the last one included.
         seed: of the order of the data, and of dropout.
+        save_every: optimizer steps from one checkpoint to the next; None for none, unless the run is interrupted.
+        keep_last: how many checkpoints to keep; None for what the config says.
+        resume: whether to go on with the run that has left checkpoints in ``out``.
     """
 
     model: Path
@@ -39,6 +48,9 @@ class TrainOptions:
     heldout_blocks: int = 32
     evaluations: int = 5
     seed: int = 0
+    save_every: int | None = None
+    keep_last: int | None = None
+    resume: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,7 +66,9 @@ class Job:
         dtype: of the weights.
         tokenizer: the model's.
         vocabulary: entries of the model's embedding.
+        model_sha256: of the model's architecture.
         tokens: the data, if it was tokenized beforehand.
+        resumed: the run to go on with, if so asked.
     """
 
     options: TrainOptions
@@ -65,7 +79,9 @@ class Job:
     dtype: torch.dtype
     tokenizer: Any
     vocabulary: int
+    model_sha256: str
     tokens: Tokens | None
+    resumed: Resumed | None
 
     @property
     def has_pipeline(self) -> bool:
@@ -84,25 +100,47 @@ def plan(options: TrainOptions) -> Job:
         CuboidError: a file is missing, a number is out of range, or model, tokenizer and data don't fit
             one another.
         ConfigError: a key of the config that this job needs is missing or malformed.
+        CheckpointError: there is no run to go on with.
     """
     for name in ("sequence_length", "heldout_blocks", "evaluations"):
-        _at_least(getattr(options, name), f"--{name.replace('_', '-')}", 2 if name == "sequence_length" else 1)
+        at_least(getattr(options, name), f"--{name.replace('_', '-')}", 2 if name == "sequence_length" else 1)
+    at_least(options.save_every or 0, "--save-every", 0)
     config = load_config(options.config)
     if isinstance(config.get("tensor_parallel"), dict):
         config["tensor_parallel"].setdefault("gather_logits", False)  # nobody here looks at them
-    steps = _steps(options.steps, config)
-    _place_trace(config, options.out, steps)
-    micro_batch = _count(config, "train_micro_batch_size_per_gpu", default=None)
-    accumulation = _count(config, "gradient_accumulation_steps", default=1)
+    resumed = find_run(options.out) if options.resume else None
+    if resumed is None:
+        refuse_other_run(options.out)
+    steps = _steps(options, config, resumed)
+    place_trace(config, options.out, steps if resumed is None else steps - resumed.state.step)
+    keep_checkpoints(config, options.keep_last)
+    micro_batch = count(config, "train_micro_batch_size_per_gpu", default=None)
+    accumulation = count(config, "gradient_accumulation_steps", default=1)
     tokenizer = load_tokenizer(options.model)
-    vocabulary = _check_model(options, tokenizer)
+    vocabulary, model_sha256 = _check_model(options, tokenizer)
     tokens = None
     if Tokens.is_store(options.data):
         tokens = Tokens.open(options.data)
         check_tokens(tokens.meta, tokenizer, vocabulary)
     elif not options.data.exists():
         raise CuboidError(f"--data {str(options.data)!r} does not exist; name a text file or a folder of text files")
-    return Job(options, config, steps, micro_batch, accumulation, _dtype(config), tokenizer, vocabulary, tokens)
+    if resumed is not None:
+        fixed = {name: getattr(options, name) for name in ("seed", "sequence_length", "heldout_blocks")}
+        told = {} if tokens is None else {"data_fingerprint": tokens.meta.data_sha256}
+        resumed.refuse_differences(**fixed, model_sha256=model_sha256, **told)
+    return Job(
+        options=options,
+        config=config,
+        steps=steps,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        dtype=weights_dtype(config),
+        tokenizer=tokenizer,
+        vocabulary=vocabulary,
+        model_sha256=model_sha256,
+        tokens=tokens,
+        resumed=resumed,
+    )
 
 
 def load_tokenizer(model: Path) -> Any:
@@ -154,9 +192,23 @@ def check_size(meta: TokensMeta, sequence_length: int, global_batch: int) -> Non
             )
 
 
-def _check_model(options: TrainOptions, tokenizer: Any) -> int:
+def _steps(options: TrainOptions, config: dict[str, Any], resumed: Resumed | None) -> int:
+    """The length of the run: as asked, or as before, or as the config has it."""
+    if resumed is None:
+        return run_length(options.steps, config)
+    steps = run_length(resumed.state.steps if options.steps is None else options.steps, config)
+    if steps < resumed.state.step:
+        raise CuboidError(
+            f"--steps is {steps}, but the run in {resumed.path} is {resumed.state.step} steps long already"
+        )
+    return steps
+
+
+def _check_model(options: TrainOptions, tokenizer: Any) -> tuple[int, str]:
+    """The entries of the model's embedding, and a name for its architecture."""
     try:
-        text_config = AutoConfig.from_pretrained(options.model).get_text_config()
+        config = AutoConfig.from_pretrained(options.model)
+        text_config = config.get_text_config()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"the config.json in {str(options.model)!r} can't be read: {error}") from error
     vocabulary = int(text_config.vocab_size)
@@ -169,48 +221,5 @@ def _check_model(options: TrainOptions, tokenizer: Any) -> int:
     positions = getattr(text_config, "max_position_embeddings", None)
     if positions is not None and options.sequence_length > positions:
         raise CuboidError(f"--sequence-length {options.sequence_length} is beyond the model's {positions} positions")
-    return vocabulary
-
-
-def _steps(asked: int | None, config: dict[str, Any]) -> int:
-    """The length of the run; a schedule of another length in ``config`` is stretched to it, warm-up too."""
-    schedule = (config.get("scheduler") or {}).get("params") or {}
-    written = schedule.get("total_num_steps")
-    steps = written if asked is None else asked
-    if not isinstance(steps, int):
-        raise ConfigError("--steps is missing, and the config has no scheduler.params.total_num_steps to take it from")
-    _at_least(steps, "--steps", 1)
-    if isinstance(written, int) and written > 0 and written != steps:
-        warmup = schedule.get("warmup_num_steps")
-        if isinstance(warmup, int):
-            schedule["warmup_num_steps"] = max(1, round(warmup * steps / written))
-    if "total_num_steps" in schedule:
-        schedule["total_num_steps"] = steps
-    return steps
-
-
-def _place_trace(config: dict[str, Any], out: Path, steps: int) -> None:
-    """Let a trace go to the run's folder, unless another was named, and be taken before the run ends."""
-    ours, _ = split_config(config)
-    if ours is None or ours.pipeline is None or not ours.pipeline.trace:
-        return
-    section = config["pipeline"]
-    section["trace"] = str(out / TRACE) if ours.pipeline.trace is True else ours.pipeline.trace
-    section["trace_step"] = min(ours.pipeline.trace_step, steps)
-
-
-def _count(config: dict[str, Any], key: str, default: int | None) -> int:
-    value = config.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{key} is {value!r}; `cuboid train` needs a number of at least 1 there")
-    return value
-
-
-def _at_least(value: int, name: str, least: int) -> None:
-    if value < least:
-        raise CuboidError(f"{name} is {value}; it must be at least {least}")
-
-
-def _dtype(config: dict[str, Any]) -> torch.dtype:
-    section = config.get("bf16")
-    return torch.bfloat16 if isinstance(section, dict) and section.get("enabled") is True else torch.float32
+    architecture = {key: value for key, value in config.to_dict().items() if key not in _NOT_ARCHITECTURE}
+    return vocabulary, hashlib.sha256(json.dumps(architecture, sort_keys=True, default=str).encode()).hexdigest()

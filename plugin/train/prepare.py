@@ -8,6 +8,7 @@ from pathlib import Path
 from cuboid import CuboidError
 from cuboid.train.corpus import read_corpus
 from cuboid.train.job import load_tokenizer
+from cuboid.train.resume import refuse_other_run
 from cuboid.train.start import train_tokenizer, write_llama
 from cuboid.train.tokens import Tokens, tokenize
 
@@ -38,12 +39,13 @@ def prepare(
         say: is told what happens.
 
     Raises:
-        CuboidError: a file is missing or unfit, or ``out`` can't be written.
+        CuboidError: a file is missing or unfit, ``out`` can't be written, or a run there could still be resumed.
     """
     if vocabulary < _LEAST_VOCABULARY:
         raise CuboidError(
             f"--vocabulary is {vocabulary}; it must be at least {_LEAST_VOCABULARY}: every byte, and one more"
         )
+    refuse_other_run(out)
     tokenizer = None if model is None else load_tokenizer(model)
     corpus = read_corpus(data)
     characters = sum(map(len, corpus.train)) + sum(map(len, corpus.heldout))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import TracebackType
 
 from rich.console import Console
@@ -20,9 +22,14 @@ class TrainProgress:
     """Loss, tokens per second, memory per rank and time left. Silent where it isn't shown.
 
     Where the output isn't a terminal (a log), a line is written at each tenth of the run instead.
+
+    Args:
+        steps: of the whole run.
+        shown: whether on this rank.
+        done: steps that were done before.
     """
 
-    def __init__(self, steps: int, shown: bool) -> None:
+    def __init__(self, steps: int, shown: bool, done: int = 0) -> None:
         self._steps = steps
         self._shown = shown
         self._console = Console(stderr=True, quiet=not shown, highlight=False)
@@ -36,7 +43,7 @@ class TrainProgress:
             console=self._console,
             disable=not (shown and self._console.is_terminal),
         )
-        self._task = self._bar.add_task("starting", total=steps)
+        self._task = self._bar.add_task("starting", total=steps, completed=done)
 
     def __enter__(self) -> TrainProgress:
         self._bar.start()
@@ -50,6 +57,18 @@ class TrainProgress:
     def say(self, message: str) -> None:
         """Write a line above the bar."""
         self._console.print(message, markup=False, soft_wrap=True)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave the terminal to another bar meanwhile."""
+        live = self._bar.live
+        live.transient = True
+        self._bar.stop()
+        live.transient = False
+        try:
+            yield
+        finally:
+            self._bar.start()
 
     def step(self, step: int, loss: float, tokens_per_s: float, memory_bytes: int) -> None:
         """Show the state after ``step`` steps."""

@@ -8,8 +8,14 @@ import warnings
 import transformers
 
 
-def quiet() -> None:
-    """Let DeepSpeed, transformers and torch report errors only. For a command's own process alone."""
+def quiet(speaks: bool = True) -> None:
+    """Let DeepSpeed, transformers and torch report errors only. For a command's own process alone.
+
+    Args:
+        speaks: whether this process is the one to pass on warnings that all ranks have alike.
+    """
+    if not speaks:
+        logging.getLogger("cuboid").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

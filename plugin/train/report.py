@@ -7,10 +7,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 #: Names of the files that a run leaves in its folder.
 REPORT, CURVE, MODEL, BLOCKS, TRACE = "report.json", "loss.png", "model", "heldout_blocks.npy", "trace"
+#: The folder for those that a run is interrupted at and goes on from.
+CHECKPOINTS = "checkpoints"
 
 
 class _Section(BaseModel):
@@ -49,7 +51,10 @@ class Losses(_Section):
 
 
 class Speed(_Section):
-    """Tokens of all replicas; times in seconds. The first step, which warms up, counts in ``wall_s`` only."""
+    """Tokens of all replicas; times in seconds. The first step, which warms up, counts in ``wall_s`` only.
+
+    Of a run that was resumed, ``tokens`` and ``wall_s`` are of all of it, and the others of the time since.
+    """
 
     tokens: int
     tokens_per_s: float
@@ -90,7 +95,10 @@ class PipelineFigures(_Section):
 
 
 class Report(_Section):
-    """Everything that ``report.json`` holds."""
+    """Everything that ``report.json`` holds.
+
+    Losses are of the whole run, also where it was resumed: after ``resumed_after`` optimizer steps, each time.
+    """
 
     model: str
     data: str
@@ -100,6 +108,7 @@ class Report(_Section):
     mesh: MeshSizes
     pipeline: PipelineFigures | None = None
     steps: int
+    resumed_after: list[int] = Field(default_factory=list)
     seed: int
     sequence_length: int
     micro_batch: int

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import deepspeed
@@ -12,33 +14,41 @@ import torch
 
 import cuboid
 from cuboid import CuboidError
-from cuboid.train import memory
 from cuboid.train.batches import Blocks, Share, Shuffle, heldout_blocks
 from cuboid.train.corpus import read_corpus
 from cuboid.train.driver import Driver, MicroBatchDriver, PipelineDriver
-from cuboid.train.figures import own_parameters, pipeline_figures, rank_figures
+from cuboid.train.figures import make_report
+from cuboid.train.interrupt import Interrupts
 from cuboid.train.job import Job, TrainOptions, check_size, check_tokens, plan
-from cuboid.train.loop import History, Loop
+from cuboid.train.keeper import Keeper
+from cuboid.train.loop import Goal, History, Loop
 from cuboid.train.progress import TrainProgress
-from cuboid.train.report import (
-    BLOCKS,
-    CURVE,
-    MODEL,
-    REPORT,
-    Losses,
-    MeshSizes,
-    Report,
-    Speed,
-    versions,
-)
-from cuboid.train.tokens import Tokens, tokenize
-from cuboid.train.world import World, agree, gather
+from cuboid.train.report import BLOCKS, CURVE, MODEL, REPORT, Report
+from cuboid.train.tokens import Tokens, TokensMeta, tokenize
+from cuboid.train.world import World, agree
 
 
-def run(options: TrainOptions, world: World) -> Report:
+@dataclass(frozen=True)
+class Stopped:
+    """A run that was asked to stop before its end.
+
+    Attributes:
+        by: the signal that asked.
+        step: optimizer steps so far.
+        steps: of the whole run.
+        checkpoint: to go on from; None where nothing was to be saved, or it could not be written.
+    """
+
+    by: signal.Signals
+    step: int
+    steps: int
+    checkpoint: Path | None
+
+
+def run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report | Stopped:
     """Train on all ranks of the launcher's world and leave model, curve and report in ``options.out``.
 
-    Collective.
+    Collective. Where the ranks are asked to stop, they leave a checkpoint there instead.
 
     Raises:
         CuboidError: the user's to mend. Raised on every rank, and before the process group wherever it can be
@@ -48,18 +58,30 @@ def run(options: TrainOptions, world: World) -> Report:
     job = plan(options)
     model = cuboid.from_pretrained(str(options.model), job.config, dtype=job.dtype)
     share = _share(job, cuboid.mesh_of(model))
+    global_batch = job.global_batch(share.replicas)
+    if job.resumed is not None:
+        job.resumed.refuse_differences(global_batch=global_batch)
     if job.tokens is not None:
-        check_size(job.tokens.meta, options.sequence_length, job.global_batch(share.replicas))
+        check_size(job.tokens.meta, options.sequence_length, global_batch)
     device = world.connect()
     tokens = job.tokens or _tokenize(job, share, world, device)
     _clear(options.out, world)
     torch.manual_seed(_dropout_seed(options.seed, cuboid.mesh_of(model)))
     engine, *_ = deepspeed.initialize(model=model, config=copy.deepcopy(job.config))
-    loop = _loop(job, engine, tokens, share, device)
-    with TrainProgress(job.steps, shown=world.is_first) as progress:
-        history = loop.run(job.steps, options.evaluations, progress)
+    loop = _loop(job, engine, interrupts, tokens, share, device)
+    done = 0 if job.resumed is None else job.resumed.state.step
+    with TrainProgress(job.steps, shown=world.is_first, done=done) as progress:
+        keeper = Keeper(engine, job, tokens.meta, global_batch, started, progress)
+        history = keeper.begin()
+        interrupts.defer(lambda: progress.say("stopping after this step; Ctrl-C once more ends it at once"))
+        goal = Goal(job.steps, options.evaluations, options.save_every or 0, keeper.save)
+        loop.run(goal, history, progress)
+        if interrupts.stop is not None and not goal.is_reached(history):
+            return _stop(interrupts.stop, keeper, history)
+        interrupts.defer(lambda: progress.say("saving the result; Ctrl-C once more ends it at once"))
+        engine.wait_for_checkpoint()
     cuboid.save_pretrained(engine, str(options.out / MODEL))
-    report = _report(job, loop, history, tokens, world, device, started)
+    report = make_report(keeper, loop, history, world, device)
     if world.is_first:
         from cuboid.train.curve import draw  # the other ranks have no use for matplotlib, which takes a second
 
@@ -68,6 +90,17 @@ def run(options: TrainOptions, world: World) -> Report:
         draw(report, options.out / CURVE)
         report.write(options.out)
     return report
+
+
+def _stop(by: signal.Signals, keeper: Keeper, history: History) -> Stopped:
+    """Leave a checkpoint, unless there is one of this step already; collective."""
+    resumed = keeper.job.resumed
+    checkpoint = None if resumed is None else resumed.path
+    if history.step > (0 if resumed is None else resumed.state.step):
+        checkpoint = keeper.save(history)
+        if not keeper.engine.wait_for_checkpoint():
+            checkpoint = None
+    return Stopped(by, history.step, keeper.job.steps, checkpoint)
 
 
 def _dropout_seed(seed: int, mesh: cuboid.Mesh) -> int:
@@ -81,13 +114,18 @@ def _share(job: Job, mesh: cuboid.Mesh) -> Share:
 
 def _tokenize(job: Job, share: Share, world: World, device: torch.device) -> Tokens:
     """Tokenize the text once on each machine; the other ranks wait and map the same files."""
+
+    def check(meta: TokensMeta) -> None:
+        check_tokens(meta, job.tokenizer, job.vocabulary)
+        check_size(meta, job.options.sequence_length, job.global_batch(share.replicas))
+        if job.resumed is not None:
+            job.resumed.refuse_differences(data_fingerprint=meta.data_sha256)
+
     failure: CuboidError | None = None
     folder = job.options.out / "tokens"
     if world.local_rank == 0:
         try:
-            tokens = tokenize(read_corpus(job.options.data), job.tokenizer, folder)
-            check_tokens(tokens.meta, job.tokenizer, job.vocabulary)
-            check_size(tokens.meta, job.options.sequence_length, job.global_batch(share.replicas))
+            tokenize(read_corpus(job.options.data), job.tokenizer, folder, check)
         except CuboidError as error:
             failure = error
         except OSError as error:
@@ -103,54 +141,12 @@ def _clear(out: Path, world: World) -> None:
         (out / REPORT).unlink(missing_ok=True)
 
 
-def _loop(job: Job, engine: object, tokens: Tokens, share: Share, device: torch.device) -> Loop:
+def _loop(job: Job, engine: object, interrupts: Interrupts, tokens: Tokens, share: Share, device: torch.device) -> Loop:
     length = job.options.sequence_length
     blocks = Blocks(tokens.stream("train"), length)
     heldout = heldout_blocks(Blocks(tokens.stream("heldout"), length), job.options.heldout_blocks)
     shuffle = Shuffle(len(blocks), job.options.seed)
-    driver: Driver = MicroBatchDriver(engine, device)
+    driver: Driver = MicroBatchDriver(engine, device, interrupts)
     if job.has_pipeline:
-        driver = PipelineDriver(engine, device, job.accumulation)
-    return Loop(engine, driver, blocks, heldout, shuffle, share, job.accumulation)
-
-
-def _report(
-    job: Job, loop: Loop, history: History, tokens: Tokens, world: World, device: torch.device, started: float
-) -> Report:
-    mesh = cuboid.mesh_of(loop.engine)
-    shape, options = mesh.shape, job.options
-    return Report(
-        model=str(options.model),
-        data=tokens.meta.source,
-        device=str(device),
-        dtype=str(job.dtype).removeprefix("torch."),
-        world_size=world.size,
-        mesh=MeshSizes(
-            batch=shape.batch, sequence=shape.sequence, hidden=shape.hidden, data_parallel=loop.share.replicas
-        ),
-        pipeline=pipeline_figures(job, loop.engine) if job.has_pipeline else None,
-        steps=job.steps,
-        seed=options.seed,
-        sequence_length=options.sequence_length,
-        micro_batch=job.micro_batch,
-        gradient_accumulation=job.accumulation,
-        losses=Losses(
-            first=history.losses[0],
-            last=history.losses[-1],
-            heldout_first=history.heldout[0].loss,
-            heldout_last=history.heldout[-1].loss,
-        ),
-        speed=Speed(
-            tokens=loop.tokens_per_step * job.steps,
-            tokens_per_s=loop.tokens_per_step / history.mean_step_s,
-            step_s=history.mean_step_s,
-            wall_s=time.perf_counter() - started,
-        ),
-        parameters=sum(gather(own_parameters(loop.engine), world)) // loop.share.replicas,
-        memory_kind=memory.kind(),
-        ranks=gather(rank_figures(loop.engine, history.sent_bytes), world),
-        train_losses=history.losses,
-        heldout_losses=history.heldout,
-        config=job.config,
-        versions=versions(),
-    )
+        driver = PipelineDriver(engine, device, interrupts, job.accumulation)
+    return Loop(engine, driver, interrupts, blocks, heldout, shuffle, share, job.accumulation)

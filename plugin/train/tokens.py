@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,12 +25,22 @@ _PIECE = 1 << 20
 
 
 class TokensMeta(BaseModel):
-    """What ``tokens.json`` says of the two streams beside it."""
+    """What ``tokens.json`` says of the two streams beside it.
+
+    Attributes:
+        source: where the text is from.
+        tokenizer_sha256: see :func:`fingerprint`.
+        data_sha256: of both streams.
+        largest_id: in either stream.
+        train: tokens to learn from.
+        heldout: tokens never learnt from.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     source: str
     tokenizer_sha256: str
+    data_sha256: str
     largest_id: int
     train: int
     heldout: int
@@ -70,7 +80,7 @@ class Tokens:
         return stream
 
 
-def tokenize(corpus: Corpus, tokenizer: Any, folder: Path) -> Tokens:
+def tokenize(corpus: Corpus, tokenizer: Any, folder: Path, check: Callable[[TokensMeta], None] | None = None) -> Tokens:
     """Write the token streams of a corpus; documents end with the end-of-text token, if there is one.
 
     Each file appears whole or not at all, so several processes may write the same corpus at once.
@@ -79,27 +89,39 @@ def tokenize(corpus: Corpus, tokenizer: Any, folder: Path) -> Tokens:
         corpus: the text.
         tokenizer: a Hugging Face tokenizer.
         folder: made if need be.
+        check: raises where the streams won't do, before any of them is written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     streams: dict[Split, Stream] = {
         "train": _encode(corpus.train, tokenizer),
         "heldout": _encode(corpus.heldout, tokenizer),
     }
+    meta = _describe(corpus.source, tokenizer, streams)
+    if check is not None:
+        check(meta)
+    folder.mkdir(parents=True, exist_ok=True)
     for split, stream in streams.items():
         partial = folder / f".{split}.{uuid4().hex}.npy"
         np.save(partial, stream, allow_pickle=False)
         partial.replace(folder / f"{split}.npy")
-    meta = TokensMeta(
-        source=corpus.source,
-        tokenizer_sha256=fingerprint(tokenizer),
-        largest_id=max(int(stream.max(initial=0)) for stream in streams.values()),
-        train=len(streams["train"]),
-        heldout=len(streams["heldout"]),
-    )
     partial = folder / f".{uuid4().hex}.{_META}"
     partial.write_text(meta.model_dump_json(indent=2) + "\n", encoding="utf-8")
     partial.replace(folder / _META)
     return Tokens(folder, meta)
+
+
+def _describe(source: str, tokenizer: Any, streams: dict[Split, Stream]) -> TokensMeta:
+    digest = hashlib.sha256()
+    for stream in streams.values():
+        digest.update(len(stream).to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(stream, dtype="<i4").data)
+    return TokensMeta(
+        source=source,
+        tokenizer_sha256=fingerprint(tokenizer),
+        data_sha256=digest.hexdigest(),
+        largest_id=max(int(stream.max(initial=0)) for stream in streams.values()),
+        train=len(streams["train"]),
+        heldout=len(streams["heldout"]),
+    )
 
 
 def fingerprint(tokenizer: Any) -> str:

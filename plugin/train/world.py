@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -102,8 +103,8 @@ def gather(item: T, world: World) -> list[T]:
     return items
 
 
-def mean(value: float, weight: float, device: torch.device) -> float:
-    """Weighted mean of one number per rank over all ranks; collective."""
-    pair = torch.tensor([value * weight, weight], dtype=torch.float64, device=device)
-    dist.all_reduce(pair)
-    return float(pair[0] / pair[1])
+def total(values: Sequence[float], device: torch.device) -> list[float]:
+    """Sums of each rank's numbers over all ranks; collective."""
+    sums = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(sums)
+    return sums.tolist()

@@ -1,0 +1,290 @@
+"""Which run `cuboid train` goes on with, what asks it to stop, and who is told so."""
+
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cuboid import CheckpointError, CuboidError
+from cuboid.checkpoint.folder import begin, commit, point_latest
+from cuboid.checkpoint.manifest import Manifest, record_of
+from cuboid.checkpoint.state import STATE, write_state
+from cuboid.train.interrupt import Interrupts
+from cuboid.train.job import TrainOptions, plan
+from cuboid.train.loop import Goal, History
+from cuboid.train.prepare import prepare
+from cuboid.train.report import HeldoutPoint
+from cuboid.train.resume import RunState, find_run, refuse_other_run
+from cuboid.train.start import train_tokenizer
+from launching import ROOT, finish, start
+
+TEXTS = [f"def function_{n}(x):\n    return x * {n}\n" * 20 for n in range(30)]
+SHIELD = (sys.executable, "-P", ROOT / "plugin" / "train" / "launch.py")
+
+
+# --- the run to go on with -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """A tiny checkpoint, tokens of its tokenizer, and a config."""
+    folder = tmp_path_factory.mktemp("job")
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    train_tokenizer(TEXTS, 300).save_pretrained(folder / "model")
+    (folder / "text").write_text("".join(TEXTS))
+    prepare(folder, model=folder / "model", data=folder / "text", vocabulary=300, seed=0, say=lambda _: None)
+    schedule = {"type": "WarmupCosineLR", "params": {"total_num_steps": 300, "warmup_num_steps": 30}}
+    pipeline = {"engine": "seq1f1b", "stages": 2, "trace": True, "trace_step": 3}
+    settings = {"train_micro_batch_size_per_gpu": 2, "scheduler": schedule, "pipeline": pipeline}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture
+def options(job, tmp_path):
+    def make(**changes):
+        names = {"model": job / "model", "data": job / "tokens", "config": job / "config.json"}
+        return TrainOptions(**{**names, "out": tmp_path, "sequence_length": 32, **changes})
+
+    return make
+
+
+def save(out, step, client):
+    """A checkpoint with nothing but a client state."""
+    root, tag = out / "checkpoints", f"global_step{step}"
+    folder = begin(root, tag)
+    write_state(folder, {"client": client})
+    commit(root, tag, Manifest(step=step, files={STATE: record_of(folder / STATE)}))
+    point_latest(root, tag)
+    return root / tag
+
+
+@pytest.fixture
+def interrupted(options, tmp_path):
+    """Leaves the checkpoint of a run that was interrupted after 7 steps of 40, and gives its state."""
+
+    def leave(**changes):
+        job = plan(options(steps=40))
+        state = RunState(
+            step=7,
+            steps=40,
+            seed=0,
+            sequence_length=32,
+            global_batch=4,
+            heldout_blocks=32,
+            model_sha256=job.model_sha256,
+            data_fingerprint=job.tokens.meta.data_sha256,
+            train_losses=[1 / (n + 3) for n in range(7)],
+            heldout_losses=[HeldoutPoint(step=0, loss=0.1)],
+            step_s=0.5,
+            wall_s=10.0,
+            resumed_after=[],
+        ).model_copy(update=changes)
+        save(tmp_path, state.step, state.model_dump())
+        return state
+
+    return leave
+
+
+def test_a_run_goes_on_as_long_as_before_unless_told_otherwise(options, interrupted, tmp_path):
+    state = interrupted()
+    job = plan(options(resume=True))
+    assert job.resumed.state == state
+    assert job.resumed.path == tmp_path / "checkpoints" / "global_step7"
+    assert job.steps == job.config["scheduler"]["params"]["total_num_steps"] == 40
+    assert plan(options(resume=True, steps=60)).steps == 60
+    assert plan(options(resume=True, steps=7)).steps == 7
+    with pytest.raises(CuboidError, match=r"--steps is 6, but the run in .*global_step7 is 7 steps long already"):
+        plan(options(resume=True, steps=6))
+
+
+def test_what_is_left_of_a_run_is_traced(options, interrupted):
+    interrupted(steps=9)
+    assert plan(options(resume=True)).config["pipeline"]["trace_step"] == 2
+    assert plan(options(resume=True, steps=70)).config["pipeline"]["trace_step"] == 3
+
+
+def test_a_run_does_not_go_on_as_another_one(options, interrupted, job, tmp_path):
+    interrupted(seed=3, sequence_length=16, data_fingerprint="other", model_sha256="other")
+    with pytest.raises(CuboidError) as caught:
+        plan(options(resume=True))
+    message = str(caught.value)
+    for part in ("--seed 3, not 0", "--sequence-length 16, not 32", "another model", "other data"):
+        assert part in message
+    resumed = find_run(tmp_path)
+    resumed.refuse_differences(global_batch=4)
+    with pytest.raises(CuboidError, match="4 sequences of all ranks in a step, not 6"):
+        resumed.refuse_differences(global_batch=6)
+
+
+def test_what_is_no_run_of_ours_is_not_gone_on_with(options, interrupted, tmp_path):
+    with pytest.raises(CheckpointError, match=r"--resume has nothing to go on from: .*is not a folder"):
+        plan(options(resume=True))
+    save(tmp_path, 3, {"epoch": 2})
+    with pytest.raises(CheckpointError, match="global_step3 isn't a checkpoint that this version of `cuboid train`"):
+        plan(options(resume=True))
+
+
+def test_a_new_run_leaves_another_ones_checkpoints_alone(options, interrupted, job, tmp_path):
+    refuse_other_run(tmp_path)
+    interrupted()
+    with pytest.raises(CuboidError, match=r"the newest is global_step7\)\. Go on with it: --resume \(make train RES"):
+        plan(options())
+    with pytest.raises(CuboidError, match="has checkpoints of another run"):
+        prepare(tmp_path, model=None, data=job / "text", vocabulary=300, seed=0, say=lambda _: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
+def test_how_many_checkpoints_are_kept_goes_into_the_config(options, job, tmp_path):
+    assert "checkpoint" not in plan(options()).config
+    assert plan(options(keep_last=2)).config["checkpoint"] == {"keep_last": 2}
+    settings = json.loads((job / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "checkpoint": {"verify": False, "keep_last": 5}}))
+    config = plan(options(keep_last=2, config=tmp_path / "config.json")).config
+    assert config["checkpoint"] == {"verify": False, "keep_last": 2}
+    with pytest.raises(CuboidError, match="--keep-last is 0"):
+        plan(options(keep_last=0))
+    with pytest.raises(CuboidError, match="--save-every is -1"):
+        plan(options(save_every=-1))
+
+
+# --- how far it goes -----------------------------------------------------------------------------------------------
+
+
+@given(steps=st.integers(1, 60), evaluations=st.integers(1, 70), save_every=st.integers(0, 70))
+def test_the_last_step_is_evaluated_and_saved(steps, evaluations, save_every):
+    goal = Goal(steps, evaluations, save_every, lambda _: None)
+    evaluated = [step for step in range(steps + 1) if goal.evaluates_after(step)]
+    assert evaluated[0] == 0
+    assert evaluated[-1] == steps
+    assert len(evaluated) == 1 + min(steps, evaluations)
+    saved = [step for step in range(1, steps + 1) if goal.saves_after(step)]
+    assert saved == (sorted({*range(save_every, steps + 1, save_every), steps}) if save_every else [])
+
+
+def test_a_run_is_over_when_its_last_step_is_evaluated():
+    goal = Goal(2, 1, 0, lambda _: None)
+    first, last = (HeldoutPoint(step=step, loss=1.0) for step in (0, 2))
+    assert not goal.is_reached(History([1.0], [first]))
+    assert not goal.is_reached(History([1.0, 1.0], [first]))
+    assert goal.is_reached(History([1.0, 1.0], [first, last]))
+
+
+def test_a_step_takes_as_long_as_since_the_run_was_resumed():
+    assert History([1.0] * 5, [], [9.0, 1.0, 2.0], earlier_step_s=7.0).mean_step_s == 1.5
+    assert History([1.0] * 5, [], [9.0], earlier_step_s=7.0).mean_step_s == 9.0
+    assert History([1.0] * 5, [], [], earlier_step_s=7.0).mean_step_s == 7.0
+
+
+# --- signals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_told_and_noted_and_sigterm_ends_nothing(number):
+    handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
+    told = threading.Semaphore(0)
+    with Interrupts() as interrupts:
+        interrupts.defer(told.release)
+        assert interrupts.own() == [0, 0]
+        for later in (number, signal.SIGTERM, signal.SIGTERM):
+            os.kill(os.getpid(), later)
+        assert told.acquire(timeout=20)
+        deadline = time.monotonic() + 20
+        while not interrupts.own()[1] and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert interrupts.own() == [float(number is signal.SIGINT), 1]
+        assert not told.acquire(blocking=False)
+        assert interrupts.stop is None
+        interrupts.agree([0, 0])
+        assert interrupts.stop is None
+        interrupts.agree([0, 3])
+        interrupts.agree([1, 3])
+        assert interrupts.stop is signal.SIGTERM
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+#: Lines are written whole, since several processes write to one pipe.
+RANK = """
+import os, signal, subprocess, sys, time
+kind, own = sys.argv[1], [sys.executable, "-c", open(sys.argv[2]).read()]
+children = [subprocess.Popen([*own, "child", sys.argv[2]])] if kind == "rank" else []
+def told(number, _):
+    os.write(1, f"{kind} told {number}\\n".encode())
+    for child in children:
+        child.kill()
+    if kind != "stubborn":
+        sys.exit(128 + number)
+for number in (2, 15):
+    signal.signal(number, told)
+os.write(1, f"{kind} ready\\n".encode())
+time.sleep(30)
+"""
+LAUNCHER = """
+import os, signal, subprocess, sys, time
+signal.signal(2, lambda *_: os.write(1, b"launcher told 2\\n"))
+kind, count, script = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+command = [sys.executable, "-c", open(script).read(), kind, script]
+ranks = [subprocess.Popen(command, env={**os.environ, "LOCAL_RANK": str(rank)}) for rank in range(count)]
+os.write(1, b"launcher ready\\n")
+if not ranks:
+    time.sleep(30)
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+
+
+@pytest.fixture
+def shielded(tmp_path):
+    """Starts a launcher behind the shield, and gives it when so many processes have said that they are ready."""
+
+    def launch(kind, ranks, ready):
+        (tmp_path / "rank.py").write_text(RANK)
+        (tmp_path / "launcher.py").write_text(LAUNCHER)
+        process = start(*SHIELD, sys.executable, tmp_path / "launcher.py", kind, ranks, tmp_path / "rank.py")
+        lines = itertools.islice((line for line in process.stdout if "ready" in line), ready)
+        assert len(list(lines)) == ready
+        return process
+
+    return launch
+
+
+def test_a_shielded_launchers_ranks_are_told_alone_and_it_ends_as_they_do(shielded):
+    process = shielded("rank", 2, ready=5)
+    os.killpg(process.pid, signal.SIGINT)
+    status, output = finish(process, timeout_s=30)
+    assert status == 130
+    assert output.count("rank told 2\n") == 2
+    assert "launcher told" not in output
+    assert "child told" not in output
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 143)])
+def test_a_shield_passes_on_what_asks_to_end(shielded, number, status):
+    process = shielded("rank", 1, ready=3)
+    os.kill(process.pid, number)
+    assert finish(process, timeout_s=30) == (status, "rank told 15\n")
+
+
+def test_a_shielded_launcher_without_ranks_is_ended(shielded):
+    process = shielded("rank", 0, ready=1)
+    os.killpg(process.pid, signal.SIGINT)
+    assert finish(process, timeout_s=30) == (143, "")
+
+
+def test_the_third_ctrl_c_kills_what_does_not_end(shielded):
+    process = shielded("stubborn", 1, ready=2)
+    for _ in range(2):
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.stdout.readline() == "stubborn told 2\n"
+    os.killpg(process.pid, signal.SIGINT)
+    assert finish(process, timeout_s=30) == (128 + signal.SIGKILL, "")
