@@ -298,3 +298,17 @@ def test_the_example_scripts_train(job, tmp_path, script):
     assert output.count("step 20: loss") == 1
     LlamaForCausalLM.from_pretrained(out)
     assert (out / "trace" / "step_3.png").is_file() == (script == "pipeline.py")
+
+
+@pytest.mark.slow
+def test_the_example_that_resumes_goes_on(job, tmp_path):
+    text, out = tmp_path / "text", tmp_path / "out"
+    text.write_text("def f(x):\n    return x\n" * 1000)
+    arguments = (ROOT / "docs/examples/resume.py", job / "model", text, out, ROOT / "configs/llama_2x2x2.json")
+    for first, last in ((1, 10), (11, 20)):
+        status, output = run(*DEEPSPEED, "--num_accelerators", 8, *arguments)
+        assert status == 0, output
+        steps = [int(number) for number in re.findall(r"step (\d+): loss", output)]
+        assert steps == list(range(first, last + 1))
+        assert (out / "latest").read_text() == f"global_step{last}"
+    assert sorted(path.name for path in out.iterdir()) == ["global_step15", "global_step20", "latest"]
