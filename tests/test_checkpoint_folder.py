@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from cuboid import CheckpointError, ConfigError, Mesh, MeshShape
+from cuboid.checkpoint.contents import Contents
 from cuboid.checkpoint.folder import (
     INCOMPLETE,
     LATEST,
@@ -30,8 +31,9 @@ from cuboid.checkpoint.folder import (
 )
 from cuboid.checkpoint.manifest import MANIFEST, FileRecord, Manifest, check_contents, check_sizes, record_of
 from cuboid.checkpoint.pieces import Bundle, Family, Run, SplitTensor
-from cuboid.checkpoint.saver import Contents, Saver
-from cuboid.checkpoint.tensor_file import TensorFile, TensorFileWriter, TensorSpec
+from cuboid.checkpoint.saver import Saver
+from cuboid.checkpoint.tensor_file import TensorFile, TensorFileWriter
+from cuboid.checkpoint.tensor_header import TensorSpec
 from cuboid.config import CheckpointConfig
 
 KEPT, TAGS = 2, 4
@@ -74,12 +76,13 @@ def check(root):
 
 
 def check_swept(root):
-    """After a sweep there is nothing but complete checkpoints, one more at most than are kept."""
+    """After a sweep there is nothing but complete checkpoints, of no more tags than are used."""
     sweep(root)
     assert not list(root.glob(f"*{INCOMPLETE}"))
     names = {path.name for path in root.iterdir()} - {LATEST}
     assert names == {path.name for path in complete(root)}
-    assert len(names) <= KEPT + 1
+    # A writer may be killed again and again before it prunes.
+    assert len(names) <= TAGS
 
 
 def save_forever(root, saved):

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from cuboid.checkpoint.optimizer import Holding, OptimizerAdapter, Slot, merged
 from cuboid.checkpoint.reading import TensorFolder
 from cuboid.checkpoint.supply import assign, find_parts
-from cuboid.checkpoint.tensor_file import TensorFile, TensorFileWriter, TensorSpec
+from cuboid.checkpoint.tensor_file import TensorFile, TensorFileWriter
+from cuboid.checkpoint.tensor_header import TensorSpec
 from cuboid.errors import CheckpointError
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.layout import Layout, take_shard

@@ -15,7 +15,8 @@ from cuboid.checkpoint.state import read_state
 from cuboid.verify import SmallModel, WorkerPool
 from training import NO_DROPOUT, make_engine, ranks_of, settings, train
 
-BEFORE, AFTER = 3, 20
+#: Steps before the save, and after it; in the sweep as many as it takes to be sure.
+BEFORE, AFTER, LONG_AFTER = 3, 5, 20
 LLAMA = SmallModel("llama", heads=8, kv_heads=4, layers=4)
 TIED = SmallModel("qwen3", heads=8, kv_heads=4, layers=4)
 FUSED = SmallModel("gpt2", heads=8, kv_heads=8, layers=4)
@@ -62,17 +63,17 @@ def saved(pool, checkpoint, tmp_path_factory):
     """A checkpoint of each model from eight ranks (four for the experts), written once."""
     written = {}
 
-    def of(small):
-        if small not in written:
+    def of(small, after=AFTER):
+        if (small, after) not in written:
             out = tmp_path_factory.mktemp("saved")
             if small is EXPERTS:
                 config, data = settings(stages=2, data=2), 2
             else:
                 config, data = settings("2x2x1", stages=2), 1
-            job = (checkpoint(small), config, str(out), overrides_of(small))
+            job = (checkpoint(small), config, str(out), overrides_of(small), after)
             losses, weights = pool.run(ranks_of(config, data), train_and_save, *job)[0]
-            written[small] = out, config, ranks_of(config, data), losses, weights
-        return written[small]
+            written[small, after] = out, config, ranks_of(config, data), losses, weights
+        return written[small, after]
 
     return of
 
@@ -124,10 +125,11 @@ OTHERS = {
 }
 
 
-def goes_on_alike(pool, checkpoint, saved, small, layout):
-    out, _, _, losses, _ = saved(small)
+def goes_on_alike(pool, checkpoint, saved, small, layout, after=AFTER):
+    out, _, _, losses, _ = saved(small, after)
     config, data = OTHERS[layout]
-    others = pool.run(ranks_of(config, data), resume, checkpoint(small), config, str(out), overrides_of(small))[0]
+    job = (checkpoint(small), config, str(out), overrides_of(small), after)
+    others = pool.run(ranks_of(config, data), resume, *job)[0]
     assert others == pytest.approx(losses, rel=1e-6)
 
 
@@ -144,7 +146,7 @@ def test_another_layout_goes_on_alike(pool, checkpoint, saved, small, layout):
 @pytest.mark.parametrize("layout", OTHERS)
 @pytest.mark.parametrize("small", [LLAMA, TIED, FUSED], ids=["llama", "tied", "fused"])
 def test_every_model_goes_on_alike_on_every_layout(pool, checkpoint, saved, small, layout):
-    goes_on_alike(pool, checkpoint, saved, small, layout)
+    goes_on_alike(pool, checkpoint, saved, small, layout, LONG_AFTER)
 
 
 @pytest.mark.parametrize("small", [LLAMA, TIED, FUSED, EXPERTS], ids=["llama", "tied", "fused", "experts"])
@@ -300,14 +302,15 @@ def test_a_rank_holds_two_whole_tensors_at_most(pool, tmp_path):
     config = LlamaConfig(
         vocab_size=LARGEST_BYTES // 4 // 1024,
         hidden_size=1024,
-        intermediate_size=4096,
-        num_hidden_layers=2,
+        intermediate_size=1024,
+        num_hidden_layers=1,
         num_attention_heads=8,
         tie_word_embeddings=False,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "start")
     grown = pool.run(2, memory_of_saving, str(tmp_path / "start"), settings("1x1x2"), str(tmp_path))
-    assert grown[0][1] > 4 * LARGEST_BYTES
+    # Weights and two moments; on the other rank, nothing is gathered for the comparison.
+    assert 3 * grown[0][1] > 6 * LARGEST_BYTES
     # The last tenth is for what isn't tensors.
     assert max(growth for growth, _ in grown) <= 2.1 * LARGEST_BYTES
 

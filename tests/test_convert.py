@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import launching
 from comparing import stored
 from converting import nothing_left, run, same
-from cuboid.checkpoint.tensor_file import TensorSpec
+from cuboid.checkpoint.tensor_header import TensorSpec
 from cuboid.cli import commands
 from cuboid.convert.naming import as_stored, blank_model, state_specs
 from cuboid.convert.tensors import Tensors

@@ -21,8 +21,9 @@ from cuboid.tensor3d.layout import put_shard
 
 @dataclass(frozen=True)
 class Task:
-    """A bundle and the rank that writes it."""
+    """A bundle, the folder that it goes to, and the rank that writes it."""
 
+    folder: str
     bundle: Bundle
     writer: int
     #: Position of the bundle's first tensor in the holdings.

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
+from cuboid.checkpoint.consent import gather, together
+from cuboid.checkpoint.contents import OPTIMIZER
 from cuboid.checkpoint.folder import resolve
 from cuboid.checkpoint.manifest import Manifest, check_contents, check_sizes
 from cuboid.checkpoint.optimizer import MASTER, OptimizerAdapter
 from cuboid.checkpoint.pieces import Run
 from cuboid.checkpoint.reading import TensorFolder
-from cuboid.checkpoint.saver import OPTIMIZER
 from cuboid.checkpoint.state import read_state
 from cuboid.checkpoint.supply import assign
-from cuboid.checkpoint.writing import check_all, gather
-from cuboid.errors import CheckpointError, CuboidError
+from cuboid.errors import CheckpointError
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.layout import Layout
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -78,21 +76,6 @@ def open_checkpoint(root: Path, tag: str | None, mesh: Mesh, *, verify: bool) ->
 
     manifest = together(check, mesh)
     return Opened(path, manifest.step, together(lambda: read_state(path), mesh))
-
-
-def together(action: Callable[[], T], mesh: Mesh) -> T:
-    """Do something on every rank; if it fails on any, raise on all. Collective over the world.
-
-    Raises:
-        CheckpointError: the first rank's failure.
-    """
-    error: Exception | None = None
-    try:
-        result = action()
-    except (CuboidError, OSError) as failure:
-        error = failure
-    check_all(error, mesh)
-    return result
 
 
 def load_optimizer(opened: Opened, adapter: OptimizerAdapter, placed: Mapping[str, Placed], mesh: Mesh) -> None:

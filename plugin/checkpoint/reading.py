@@ -10,8 +10,10 @@ from typing import Self
 
 import torch
 
-from cuboid.checkpoint.tensor_file import TensorFile, TensorSpec
-from cuboid.checkpoint.writing import INDEX, SINGLE
+from cuboid.checkpoint.file_plan import SINGLE
+from cuboid.checkpoint.tensor_file import TensorFile
+from cuboid.checkpoint.tensor_header import TensorSpec
+from cuboid.checkpoint.writing import INDEX
 from cuboid.errors import CheckpointError
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.layout import Layout, placed_boxes

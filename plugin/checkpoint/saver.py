@@ -6,50 +6,23 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from cuboid.checkpoint.consent import check_all, gather
+from cuboid.checkpoint.contents import Contents
 from cuboid.checkpoint.folder import INCOMPLETE, abandon, begin, commit, point_latest, prune, sweep
 from cuboid.checkpoint.manifest import FileRecord, Manifest, record_of
-from cuboid.checkpoint.optimizer import OptimizerState, merged
-from cuboid.checkpoint.pieces import Bundle, Family, SplitTensor
+from cuboid.checkpoint.optimizer import merged
 from cuboid.checkpoint.state import write_state
-from cuboid.checkpoint.writing import Written, check_all, gather, write_families, write_indices
+from cuboid.checkpoint.writing import Written, write_families, write_indices
 from cuboid.config import CheckpointConfig
 from cuboid.errors import CheckpointError, CuboidError
 from cuboid.mesh import Mesh
 
 logger = logging.getLogger(__name__)
-#: The folder of the optimizer's quantities, each of which has one of its own.
-OPTIMIZER = "optimizer"
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What goes into a checkpoint, of one rank.
-
-    Attributes:
-        step: optimizer steps so far.
-        families: of tensors.
-        optimizer: its numbers and groups; its quantities are in ``families``. None without one.
-        random: this rank's random states.
-        document: what ``state.json`` says; the first rank's counts.
-        companions: writes further files into a folder; called on the first rank.
-    """
-
-    step: int
-    families: tuple[Family, ...]
-    optimizer: OptimizerState | None
-    random: Mapping[str, Any]
-    document: Mapping[str, Any]
-    companions: Callable[[Path], None]
-
-    def copied(self) -> Contents:
-        """The same with copies of everything that training goes on to change."""
-        return dataclasses.replace(self, families=tuple(_copied(family) for family in self.families))
 
 
 class Saver:
@@ -139,14 +112,11 @@ class Saver:
 
     def _write(self, root: Path, tag: str, contents: Contents, latest: bool) -> None:
         folder = self._begin(root, tag)
+        longest = self._settings.max_file_bytes
         try:
             with self._bar(tag) as bar:
                 results = write_families(
-                    contents.families,
-                    folder,
-                    self._mesh,
-                    max_file_bytes=self._settings.max_file_bytes,
-                    advance=lambda share: bar.update(100 * share) and None,
+                    contents.families, folder, self._mesh, max_file_bytes=longest, advance=bar.update
                 )
             own = results[self._mesh.rank]
             check_all(self._fault(folder, own), self._mesh)
@@ -182,7 +152,7 @@ class Saver:
         # Of the first rank's stage, whose files are all written at the same time as the others'.
         hidden = None if self._mesh.rank == 0 else True
         form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-        return tqdm(total=100, desc=f"checkpoint {tag}", disable=hidden, bar_format=form, leave=False)
+        return tqdm(total=1.0, desc=f"checkpoint {tag}", disable=hidden, bar_format=form, leave=False)
 
     def _fault(self, folder: Path, written: Written) -> CheckpointError | None:
         """What is wrong with this rank's files."""
@@ -259,18 +229,3 @@ class Saver:
 
 def _read_back(path: Path) -> FileRecord:
     return record_of(path, from_disk=True)
-
-
-def _copied(family: Family) -> Family:
-    return dataclasses.replace(family, bundles=tuple(_copied_bundle(bundle) for bundle in family.bundles))
-
-
-def _copied_bundle(bundle: Bundle) -> Bundle:
-    return dataclasses.replace(bundle, tensors=tuple(map(_copied_tensor, bundle.tensors)))
-
-
-def _copied_tensor(tensor: SplitTensor) -> SplitTensor:
-    if tensor.run is None:
-        return tensor
-    values = tensor.run.values.detach().to("cpu", copy=True)
-    return dataclasses.replace(tensor, run=dataclasses.replace(tensor.run, values=values))

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from cuboid.checkpoint.tensor_file import TensorFile, TensorFileWriter, TensorSpec, bytes_of
+from cuboid.checkpoint.tensor_file import TensorFile, TensorFileWriter, bytes_of
+from cuboid.checkpoint.tensor_header import TensorSpec
 from cuboid.errors import CheckpointError
 
 STATE = "state.json"

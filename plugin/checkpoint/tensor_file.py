@@ -9,58 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from cuboid.checkpoint.manifest import FileRecord
+from cuboid.checkpoint.tensor_header import DTYPE_NAMES, TensorSpec, make_header, read_header
 from cuboid.errors import CheckpointError
 
-#: Names of dtypes in the header.
-_DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_METADATA = "__metadata__"
-#: The library refuses longer headers.
-_LONGEST_HEADER_BYTES = 100_000_000
 #: Rows that are cut along other dims are read in blocks of about so much.
 _BLOCK_BYTES = 32 << 20
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """What a file says about a tensor before its bytes."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensor's bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class TensorFileWriter:
@@ -84,7 +46,7 @@ class TensorFileWriter:
     ) -> None:
         self.path = Path(path)
         for name, spec in specs.items():
-            if spec.dtype not in _NAMES:
+            if spec.dtype not in DTYPE_NAMES:
                 raise CheckpointError(f"{name} is of {spec.dtype}, which safetensors files can't hold")
         self.specs = dict(sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize))
         self._pending = iter(self.specs.items())
@@ -93,7 +55,7 @@ class TensorFileWriter:
         self._bytes = 0
         self._hash = hashlib.sha256()
         self._file = open(self.path, "xb")  # noqa: SIM115 (it lives as long as this object)
-        self._put(_header(self.specs, {"format": "pt", **(metadata or {})}))
+        self._put(make_header(self.specs, {"format": "pt", **(metadata or {})}))
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write the next tensor, whole, from whatever device."""
@@ -176,7 +138,7 @@ class TensorFile:
         except OSError as error:
             raise CheckpointError(f"{self.path}: can't be opened: {error.strerror}") from error
         try:
-            self.specs, self.metadata, self._starts = _read_header(self._descriptor, self.path)
+            self.specs, self.metadata, self._starts = read_header(self._descriptor, self.path)
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -251,38 +213,3 @@ def _blocks(first: int, stop: int, spec: TensorSpec, block_bytes: int = _BLOCK_B
     height = max(1, block_bytes // max(row_bytes, 1))
     for low in range(first, stop, height):
         yield low, min(low + height, stop)
-
-
-def _header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    entries: dict[str, Any] = {_METADATA: dict(metadata)}
-    offset = 0
-    for name, spec in specs.items():
-        span = [offset, offset + spec.nbytes]
-        entries[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": span}
-        offset = span[1]
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _read_header(descriptor: int, path: Path) -> tuple[dict[str, TensorSpec], dict[str, str], dict[str, int]]:
-    size = os.fstat(descriptor).st_size
-    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-    if size < 8 or length > min(_LONGEST_HEADER_BYTES, size - 8):
-        raise CheckpointError(f"{path}: is not a whole safetensors file: its header doesn't fit in {size} bytes")
-    try:
-        header = json.loads(os.pread(descriptor, length, 8))
-        metadata = header.pop(_METADATA, {})
-        entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-        specs = {name: TensorSpec(_DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in entries}
-        spans = {name: tuple(entry["data_offsets"]) for name, entry in entries}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: its safetensors header can't be understood: {error!r}") from error
-    end = 0
-    for name, (low, high) in spans.items():
-        if low != end or high - low != specs[name].nbytes:
-            raise CheckpointError(f"{path}: its header gives {name} bytes {low} to {high}, which doesn't fit its shape")
-        end = high
-    if 8 + length + end != size:
-        raise CheckpointError(f"{path}: is {size} bytes long, but its header describes {8 + length + end}; truncated?")
-    return specs, metadata, {name: 8 + length + low for name, (low, _) in spans.items()}

@@ -6,28 +6,25 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
+from cuboid.checkpoint.consent import gather
 from cuboid.checkpoint.exchange import Exchange, Task
+from cuboid.checkpoint.file_plan import FilePlan, cut_files, gather_holdings, name_files, plan_tasks
 from cuboid.checkpoint.manifest import FileRecord
-from cuboid.checkpoint.pieces import Bundle, Family
-from cuboid.checkpoint.supply import Holdings, assign
-from cuboid.checkpoint.tensor_file import TensorFileWriter, TensorSpec
+from cuboid.checkpoint.pieces import Family
+from cuboid.checkpoint.tensor_file import TensorFileWriter
+from cuboid.checkpoint.tensor_header import TensorSpec
 from cuboid.errors import CheckpointError
 from cuboid.mesh import Mesh
 
 INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 #: Files are cut where they would get longer, as the Hugging Face hub likes them.
 MAX_FILE_BYTES = 5_000_000_000
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -49,21 +46,13 @@ class Written:
     failure: str | None = None
 
 
-@dataclass(frozen=True)
-class _FilePlan:
-    """One file of one rank: where it goes, and how many of the rank's tasks make it up."""
-
-    folder: str
-    tasks: tuple[Task, ...]
-
-
 def write_families(
     families: Sequence[Family],
     folder: Path,
     mesh: Mesh,
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
-    advance: Callable[[float], None] | None = None,
+    advance: Callable[[float], object] | None = None,
 ) -> list[Written]:
     """Write the tensors of all stages. Collective over the world, on the host groups.
 
@@ -80,12 +69,12 @@ def write_families(
     Returns:
         What each rank wrote, by rank. A rank that fails goes on giving the others their parts.
     """
-    tasks, holdings = _plan(families, mesh)
-    files = _files(tasks, families, mesh.rank, max_file_bytes)
-    names = _names(gather([plan.folder for plan in files], mesh), mesh.rank)
+    tasks = plan_tasks(families, mesh)
+    files = cut_files([task for task in tasks if task.writer == mesh.rank], max_file_bytes)
+    names = name_files(gather([plan.folder for plan in files], mesh), mesh.rank)
     writer = _RankWriter(folder, dict(zip(names, files, strict=True)))
     total = max(sum(task.bundle.nbytes for task in tasks), 1)
-    for current, own, wholes in Exchange(mesh, holdings).rounds(_in_order(tasks, families)):
+    for current, own, wholes in Exchange(mesh, gather_holdings(families, mesh)).rounds(tasks):
         if own is not None:
             writer.write(own, wholes)
         wholes.clear()
@@ -94,110 +83,10 @@ def write_families(
     return gather(writer.written, mesh)
 
 
-def gather(item: T, mesh: Mesh) -> list[T]:
-    """One object of each rank, by rank."""
-    if mesh.host_group is None:
-        return [item]
-    items: list[Any] = [None] * mesh.topology.world_size
-    dist.all_gather_object(items, item, group=mesh.host_group)
-    return items
-
-
-def check_all(error: Exception | None, mesh: Mesh) -> None:
-    """Raise on every rank what failed on any; collective over the world.
-
-    Raises:
-        CheckpointError: the first rank's failure.
-    """
-    failures = gather(None if error is None else f"{error}", mesh)
-    first = next((rank for rank, failure in enumerate(failures) if failure is not None), None)
-    if first is None:
-        return
-    alike = failures.count(failures[first]) == len(failures)
-    raised = CheckpointError(failures[first])
-    if not alike:
-        raised.arising_on(first)
-    raise raised from error
-
-
-def _plan(families: Sequence[Family], mesh: Mesh) -> tuple[list[Task], Holdings]:
-    bundles = [bundle for family in families for bundle in family.bundles]
-    writers = sorted(rank for ranks in mesh.stage_ranks for rank in ranks)
-    chosen = assign([bundle.nbytes for bundle in bundles], writers)
-    tasks, item = [], 0
-    for bundle, writer in zip(bundles, chosen, strict=True):
-        tasks.append(Task(bundle, writer, item))
-        item += len(bundle.tensors)
-    return tasks, _holdings(bundles, mesh)
-
-
-def _holdings(bundles: Sequence[Bundle], mesh: Mesh) -> Holdings:
-    runs = [tensor.run for bundle in bundles for tensor in bundle.tensors]
-    own = {item: (run.start, run.stop) for item, run in enumerate(runs) if run is not None}
-    if mesh.stage_host_group is None:
-        return {mesh.rank: own}
-    everyone: list[Any] = [None] * dist.get_world_size(mesh.stage_host_group)
-    dist.all_gather_object(everyone, own, group=mesh.stage_host_group)
-    return dict(zip(dist.get_process_group_ranks(mesh.stage_host_group), everyone, strict=True))
-
-
-def _in_order(tasks: Sequence[Task], families: Sequence[Family]) -> list[Task]:
-    """Family by family, and in each as the files are to have them: wider dtypes first."""
-    ordered: list[Task] = []
-    position = 0
-    for family in families:
-        own = tasks[position : position + len(family.bundles)]
-        ordered += sorted(own, key=lambda task: -_width(task.bundle))
-        position += len(family.bundles)
-    return ordered
-
-
-def _width(bundle: Bundle) -> int:
-    return max(spec.dtype.itemsize for spec in bundle.outputs.values())
-
-
-def _files(tasks: Sequence[Task], families: Sequence[Family], rank: int, max_file_bytes: int) -> list[_FilePlan]:
-    """This rank's tasks cut into files."""
-    plans: list[_FilePlan] = []
-    position = 0
-    for family in families:
-        part = tasks[position : position + len(family.bundles)]
-        own = [task for task in _in_order(part, [family]) if task.writer == rank]
-        plans += [_FilePlan(family.folder, tuple(chunk)) for chunk in _chunks(own, max_file_bytes)]
-        position += len(family.bundles)
-    return plans
-
-
-def _chunks(tasks: Sequence[Task], max_bytes: int) -> Iterator[list[Task]]:
-    chunk: list[Task] = []
-    size = 0
-    for task in tasks:
-        if chunk and size + task.bundle.nbytes > max_bytes:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(task)
-        size += task.bundle.nbytes
-    if chunk:
-        yield chunk
-
-
-def _names(folders: Sequence[Sequence[str]], rank: int) -> list[str]:
-    """Paths of this rank's files, given the folders of every rank's files."""
-    totals = Counter(folder for own in folders for folder in own)
-    numbers = Counter(folder for own in folders[:rank] for folder in own)
-    names = []
-    for folder in folders[rank]:
-        numbers[folder] += 1
-        total = totals[folder]
-        name = SINGLE if total == 1 else f"model-{numbers[folder]:05d}-of-{total:05d}.safetensors"
-        names.append(f"{folder}/{name}" if folder else name)
-    return names
-
-
 class _RankWriter:
     """This rank's files, one open at a time, in the order of its tasks."""
 
-    def __init__(self, folder: Path, plans: dict[str, _FilePlan]) -> None:
+    def __init__(self, folder: Path, plans: dict[str, FilePlan]) -> None:
         self._folder = folder
         self._plans = iter(plans.items())
         self._remaining = 0

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from cuboid.checkpoint.tensor_file import TensorSpec
+from cuboid.checkpoint.tensor_header import TensorSpec
 from cuboid.convert.deepspeed_states import Files
 from cuboid.convert.naming import state_specs
 from cuboid.convert.pickles import Scattered, load_pickle, whole

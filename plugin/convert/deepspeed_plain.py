@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cuboid.checkpoint.tensor_file import TensorSpec
+from cuboid.checkpoint.tensor_header import TensorSpec
 from cuboid.convert.deepspeed_states import ModelStates
 from cuboid.convert.pickles import Extent, ExtentReader, Scattered, cut, extent_of
 from cuboid.convert.tensors import BLOCK_BYTES

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cuboid.checkpoint.tensor_file import TensorSpec
+from cuboid.checkpoint.tensor_header import TensorSpec
 from cuboid.convert.deepspeed_states import ModelStates, assembled
 from cuboid.convert.pickles import Extent, Scattered, cut, extent_of, load_pickle
 from cuboid.errors import CheckpointError

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, core
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
-from cuboid.checkpoint.tensor_file import TensorSpec
+from cuboid.checkpoint.tensor_header import TensorSpec
 from cuboid.convert.tensors import Tensors, row_ranges
 from cuboid.errors import CheckpointError, UnsupportedModelError
 

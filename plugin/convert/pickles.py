@@ -18,7 +18,8 @@ from typing import Any, Self
 import torch
 from torch.serialization import safe_globals
 
-from cuboid.checkpoint.tensor_file import TensorSpec, bytes_of
+from cuboid.checkpoint.tensor_file import bytes_of
+from cuboid.checkpoint.tensor_header import TensorSpec
 from cuboid.convert.tensors import row_ranges
 from cuboid.errors import CheckpointError
 

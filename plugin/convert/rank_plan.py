@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from cuboid.checkpoint.tensor_file import TensorSpec
+from cuboid.checkpoint.tensor_header import TensorSpec
 from cuboid.config import CuboidConfig
 from cuboid.convert.naming import Role, blank_model, is_expected, roles_of, state_specs
 from cuboid.errors import CheckpointError, UnsupportedModelError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cuboid.checkpoint.tensor_file import TensorSpec
+from cuboid.checkpoint.tensor_header import TensorSpec
 from cuboid.errors import CheckpointError
 
 #: Of a block of rows, unless one row is longer.

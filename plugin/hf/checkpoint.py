@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from cuboid.checkpoint.loader import Opened, Placed, load_masters, load_optimizer, together
+from cuboid.checkpoint.consent import together
+from cuboid.checkpoint.contents import OPTIMIZER, Contents
+from cuboid.checkpoint.loader import Opened, Placed, load_masters, load_optimizer
 from cuboid.checkpoint.optimizer import OptimizerAdapter, OptimizerState
 from cuboid.checkpoint.pieces import Bundle, Family
 from cuboid.checkpoint.random_state import capture, restore
-from cuboid.checkpoint.saver import OPTIMIZER, Contents
 from cuboid.checkpoint.writing import write_families, write_indices
 from cuboid.errors import CheckpointError
 from cuboid.hf.companions import write_companions

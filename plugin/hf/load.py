@@ -9,28 +9,24 @@ No process group is needed: a rank's coordinate comes from the launcher's enviro
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from transformers import AutoConfig, PreTrainedModel
 
 from cuboid.config import CuboidConfig
 from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.hf.auto import choose_mesh
-from cuboid.hf.layouts import Blueprint, draw_blueprint
+from cuboid.hf.layouts import draw_blueprint
 from cuboid.hf.model import shard_modules
 from cuboid.hf.presharded import from_rank_file, rank_folder_of
+from cuboid.hf.slicing import mark_parameters, unmark_parameters
 from cuboid.hf.stage_model import StageModel, Staging, cut_model, finish_stage, plan_staging
 from cuboid.mesh import Mesh
-from cuboid.tensor3d.layout import Layout, pad_shard
+from cuboid.tensor3d.layout import Layout
 
 _INCOMPATIBLE = (
     "device_map",
@@ -150,7 +146,7 @@ class _Loading:
         if self._blueprint is not None:
             # The one before was of the whole model, so that all stages refuse the same; this one has what is here.
             self._blueprint = draw_blueprint(self, shape)
-            _mark_parameters(self, self._blueprint, self._mesh)
+            mark_parameters(self, self._blueprint, self._mesh)
 
     def _move_missing_keys_from_meta_to_device(self, missing_keys: Any, *args: Any) -> None:
         parameters = {name for name, _ in self.named_parameters(remove_duplicate=False)}
@@ -163,7 +159,7 @@ class _Loading:
             )
         super()._move_missing_keys_from_meta_to_device(missing_keys, *args)  # type: ignore[misc]
         if self._blueprint is not None:
-            _unmark_parameters(self, self._blueprint, self._mesh)
+            unmark_parameters(self, self._blueprint, self._mesh)
 
     def tie_weights(self, missing_keys: Any = None, **kwargs: Any) -> Any:
         if missing_keys is not None:
@@ -209,83 +205,3 @@ def _check_ties(model: Any, missing_keys: Any) -> None:
                 f"the config ties {target} to {source}, but the checkpoint holds both with different values; "
                 "set tie_word_embeddings to false in its config.json, or remove one of them"
             )
-
-
-def _mark_parameters(model: Any, blueprint: Blueprint, mesh: Mesh) -> None:
-    """Put a DTensor on the meta device in the place of each parameter."""
-    for module_name, layouts in blueprint.layouts.items():
-        module = model.get_submodule(module_name)
-        for name, layout in layouts.items():
-            whole = getattr(module, name)
-            marked = nn.Parameter(_placed(whole, layout, mesh), requires_grad=whole.requires_grad)
-            module.register_parameter(name, marked)
-
-
-def _unmark_parameters(model: Any, blueprint: Blueprint, mesh: Mesh) -> None:
-    """Replace the DTensors, loaded by now, by this rank's shards."""
-    for module_name, layouts in blueprint.layouts.items():
-        module = model.get_submodule(module_name)
-        for name, layout in layouts.items():
-            loaded = getattr(module, name)
-            shard = pad_shard(loaded.detach().to_local(), layout, mesh.shape)
-            plain = nn.Parameter(shard, requires_grad=loaded.requires_grad)
-            plain._is_hf_initialized = True  # type: ignore[attr-defined]
-            module.register_parameter(name, plain)
-
-
-def _placed(whole: torch.Tensor, layout: Layout, mesh: Mesh) -> DTensor:
-    axes = list(_slicing(layout, mesh))
-    device_mesh = _RankOfSlices(tuple(size for size, _, _ in axes), tuple(index for _, index, _ in axes))
-    intervals = layout.shard_intervals(mesh.shape, mesh.coordinate)
-    local = whole.new_empty([sum(high - low for low, high in dim) for dim in intervals], device="meta")
-    return DTensor.from_local(
-        local,
-        device_mesh,
-        [placement for _, _, placement in axes],
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
-    )
-
-
-def _slicing(layout: Layout, mesh: Mesh) -> list[tuple[int, int, Placement]]:
-    """The cuts of a layout one after the other: number of pieces, this rank's piece, and the DTensor placement."""
-    storage = (mesh.size(*layout.storage), mesh.index(*layout.storage))
-    if layout.ragged:
-        # Rounded up once over all pieces of dim 0, not once for the blocks and once more for the shards.
-        pieces = (
-            mesh.size(*layout.split[0]) * storage[0],
-            mesh.index(*layout.split[0]) * storage[0] + storage[1],
-        )
-        first: list[tuple[int, int, Placement]] = [(*pieces, Shard(0))]
-        return first + [_cut(layout, mesh, dim) for dim in range(1, len(layout.shape))]
-    return [_cut(layout, mesh, dim) for dim in range(len(layout.shape))] + [(*storage, Shard(0))]
-
-
-def _cut(layout: Layout, mesh: Mesh, dim: int) -> tuple[int, int, Placement]:
-    axes, parts = layout.split[dim], layout.parts[dim]
-    placement: Placement = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
-    return mesh.size(*axes), mesh.index(*axes), placement
-
-
-class _RankOfSlices(DeviceMesh):
-    """A DeviceMesh that knows which slices this rank owns and nothing else: no process group, no peers."""
-
-    def __init__(self, sizes: tuple[int, ...], at: tuple[int, ...]) -> None:
-        self._sizes, self._at = sizes, at
-        # Models are built under `torch.device("meta")`; this tensor is read.
-        cells = torch.arange(math.prod(sizes), device="cpu").view(sizes)
-        own = int(cells[at])
-        # Equal meshes are taken for one another, whichever rank they were made for; so the ranks are numbered
-        # differently for each cell.
-        ranks = cells + own * cells.numel()
-        names = tuple(str(dim) for dim in range(len(sizes)))
-        super().__init__("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=int(ranks[at]))
-
-    def __getitem__(self, name: Any) -> DeviceMesh:
-        dim = int(name)
-        return _RankOfSlices((self._sizes[dim],), (self._at[dim],))
-
-    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """Which slice is this rank's along one cut."""
-        return self._at[int(mesh_dim or 0)]

@@ -15,7 +15,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from cuboid.checkpoint.manifest import FileRecord
-from cuboid.checkpoint.tensor_file import TensorSpec
+from cuboid.checkpoint.tensor_header import TensorSpec
 from cuboid.config import MeshConfig
 from cuboid.errors import CheckpointError
 from cuboid.tensor3d.layout import Layout

@@ -13,7 +13,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, revert_weight_conversion
 
 from cuboid.checkpoint.pieces import Bundle, Family, Run, SplitTensor
-from cuboid.checkpoint.tensor_file import TensorSpec
+from cuboid.checkpoint.tensor_header import TensorSpec
 from cuboid.hf.model import unwrap
 from cuboid.hf.stage_model import StageModel
 from cuboid.tensor3d.layout import Layout

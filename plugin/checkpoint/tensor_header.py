@@ -1,0 +1,101 @@
+"""What a safetensors file says before its tensors: their names, dtypes, shapes and places."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cuboid.errors import CheckpointError
+
+#: Names of dtypes in the header.
+_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+#: The reverse; dtypes that aren't here can't be stored.
+DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_METADATA = "__metadata__"
+#: The library refuses longer headers.
+_LONGEST_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a file says about a tensor before its bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensor's bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def make_header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """The beginning of a file whose tensors follow one another as in ``specs``."""
+    entries: dict[str, Any] = {_METADATA: dict(metadata)}
+    offset = 0
+    for name, spec in specs.items():
+        span = [offset, offset + spec.nbytes]
+        entries[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": span}
+        offset = span[1]
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_header(descriptor: int, path: Path) -> tuple[dict[str, TensorSpec], dict[str, str], dict[str, int]]:
+    """Read and check the beginning of a file.
+
+    Args:
+        descriptor: of the open file.
+        path: for messages.
+
+    Returns:
+        The tensors in the order of the file, the header's texts, and where in the file each tensor starts.
+
+    Raises:
+        CheckpointError: it isn't a safetensors file, or not a whole one.
+    """
+    size = os.fstat(descriptor).st_size
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    if size < 8 or length > min(_LONGEST_HEADER_BYTES, size - 8):
+        raise CheckpointError(f"{path}: is not a whole safetensors file: its header doesn't fit in {size} bytes")
+    try:
+        header = json.loads(os.pread(descriptor, length, 8))
+        metadata = header.pop(_METADATA, {})
+        entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+        specs = {name: TensorSpec(_DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in entries}
+        spans = {name: tuple(entry["data_offsets"]) for name, entry in entries}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: its safetensors header can't be understood: {error!r}") from error
+    end = 0
+    for name, (low, high) in spans.items():
+        if low != end or high - low != specs[name].nbytes:
+            raise CheckpointError(f"{path}: its header gives {name} bytes {low} to {high}, which doesn't fit its shape")
+        end = high
+    if 8 + length + end != size:
+        raise CheckpointError(f"{path}: is {size} bytes long, but its header describes {8 + length + end}; truncated?")
+    return specs, metadata, {name: 8 + length + low for name, (low, _) in spans.items()}
