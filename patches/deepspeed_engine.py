@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.utils import clip_grad_norm_
 
+from cuboid.checkpoint.writing import MAX_FILE_BYTES
+from cuboid.errors import CheckpointError
+from cuboid.hf.checkpoint import export_model
 from cuboid.hf.save import full_state_dict
 from cuboid.mesh import Mesh
 from cuboid.patches.deepspeed_checkpoint import CheckpointedEngine
@@ -69,6 +74,30 @@ class CuboidEngine(CheckpointedEngine):
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Exports are always gathered."""
+        return True
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the weights as a Hugging Face checkpoint, where DeepSpeed would pickle this rank's. All ranks call it.
+
+        Args:
+            save_dir: folder of the checkpoint.
+            save_filename: only the default is possible, which gives way to safetensors files.
+            exclude_frozen_parameters: not possible, since the model would be incomplete.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointError: an argument asks for what there isn't, or a rank can't write.
+        """
+        if save_filename != "pytorch_model.bin" or exclude_frozen_parameters:
+            raise CheckpointError(
+                "save_16bit_model writes a whole model as safetensors files with Hugging Face's names; leave out "
+                "save_filename and exclude_frozen_parameters"
+            )
+        export_model(self.module, Path(save_dir), MAX_FILE_BYTES)
         return True
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:

@@ -321,3 +321,18 @@ def test_an_export_replaces_the_files_of_another(pool, checkpoint, tmp_path):
     assert read.keys() == expected.keys()
     assert all(torch.equal(read[name], expected[name]) for name in read)
     assert not list(tmp_path.glob(".*"))
+
+
+def export_as_deepspeed(path, out):
+    engine = make_engine(path, settings("1x1x2"))
+    with pytest.raises(CheckpointError, match="save_filename"):
+        engine.save_16bit_model(out, "weights.pt")
+    return engine.save_16bit_model(out)
+
+
+def test_deepspeeds_own_export_is_whole_and_no_pickle(pool, checkpoint, tmp_path):
+    assert pool.run(2, export_as_deepspeed, checkpoint(SMALL), str(tmp_path)) == [True, True]
+    read, expected = stored(tmp_path), stored(checkpoint(SMALL))
+    assert read.keys() == expected.keys()
+    assert all(torch.equal(read[name], expected[name]) for name in read)
+    assert not list(tmp_path.glob("*.bin"))

@@ -108,7 +108,7 @@ def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTra
 
 
 def save_pretrained(model: nn.Module, directory: str | Path, **kwargs: Any) -> None:
-    """Write a sharded model, or an engine's, as a Hugging Face checkpoint. All ranks call it; rank 0 writes.
+    """Write a sharded model, or an engine's, as a Hugging Face checkpoint. All ranks call it; each writes its share.
 
     Args:
         model: the model or the engine.

@@ -39,7 +39,7 @@ class ShardedModel:
     cuboid: Sharding
 
     def save_pretrained(self, directory: Any, **kwargs: Any) -> None:
-        """As ``PreTrainedModel.save_pretrained``, with whole tensors. All ranks of a mesh must call it."""
+        """As ``PreTrainedModel.save_pretrained``, whole. All ranks must call it, and each writes its share."""
         from cuboid.hf.save import save_sharded
 
         save_sharded(self, directory, **kwargs)  # type: ignore[arg-type]
