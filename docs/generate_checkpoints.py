@@ -72,11 +72,7 @@ def main() -> None:
 
 
 def _draw_shards(panel: Axes, model: LlamaForCausalLM, mesh: MeshShape, shapes: dict[str, tuple[int, ...]]) -> None:
-    layouts = {
-        f"{module}.{name}": layout
-        for module, own in draw_blueprint(model, mesh).layouts.items()
-        for name, layout in own.items()
-    }
+    layouts = draw_blueprint(model, mesh).by_parameter
     topology, top = Topology(mesh, mesh.size), 0
     for name, label in SHOWN.items():
         for rank in range(mesh.size):

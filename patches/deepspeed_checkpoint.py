@@ -119,11 +119,11 @@ class CheckpointedEngine(DeepSpeedEngine):
             self.origin.ancestors = first_ancestors(str(load_dir))
             return str(load_dir), {}
         opened = open_checkpoint(Path(load_dir), tag, mesh, verify=settings.verify)
-        self._load_weights(opened.path)
+        adapter = self._load_weights(opened.path)
         self.origin.ancestors = lineage_behind(opened.path, opened.document)
         if not load_module_only:
-            if load_optimizer_states and self._adapter is not None:
-                load_training(self.module, self._adapter, opened)
+            if load_optimizer_states and adapter is not None:
+                load_training(self.module, adapter, opened)
             self._restore(opened, with_scheduler=load_lr_scheduler_states)
             restore_random(self.module, opened)
         return str(opened.path), dict(opened.document["client"])
@@ -156,10 +156,13 @@ class CheckpointedEngine(DeepSpeedEngine):
         names = {id(parameter): name for name, parameter in stored_parameters(self.module).items()}
         return adapt_optimizer(self.optimizer, names)
 
-    def _load_weights(self, folder: Path) -> None:
+    def _load_weights(self, folder: Path) -> OptimizerAdapter | None:
+        """Take over weights, and give what knows of the optimizer's copies of them, if there is one."""
         load_model(self.module, folder)
-        if self._adapter is not None:
-            self._adapter.weights_changed()
+        adapter = self._adapter
+        if adapter is not None:
+            adapter.weights_changed()
+        return adapter
 
     def _document(self, client_state: dict[str, Any]) -> dict[str, Any]:
         return {

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.utils import clip_grad_norm_
 
-from cuboid.checkpoint.writing import MAX_FILE_BYTES
+from cuboid.config import MAX_FILE_BYTES
 from cuboid.errors import CheckpointError
 from cuboid.hf.checkpoint import export_model
 from cuboid.hf.save import full_state_dict

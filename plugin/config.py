@@ -143,6 +143,10 @@ class PipelineConfig(_Section):
         return self
 
 
+#: Files of weights are cut where they would get longer, as the Hugging Face hub likes them.
+MAX_FILE_BYTES = 5_000_000_000
+
+
 class CheckpointConfig(_Section):
     """The ``checkpoint`` section: how ``save_checkpoint`` goes about it."""
 
@@ -164,7 +168,7 @@ class CheckpointConfig(_Section):
         True,
         description="Read files back from the disk after writing, and before loading, to compare their checksums.",
     )
-    max_file_bytes: int = Field(5_000_000_000, ge=1, description="Longest file, unless one tensor alone is longer.")
+    max_file_bytes: int = Field(MAX_FILE_BYTES, ge=1, description="Longest file, unless one tensor alone is longer.")
 
 
 _NO_MESH = {"mode": "3d_tensor", "mesh": {}}

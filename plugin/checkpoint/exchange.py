@@ -67,25 +67,20 @@ class Exchange:
     def _round(self, tasks: list[Task], number: int) -> dict[str, torch.Tensor]:
         transfers: list[dist.Work | None] = []
         sent: list[torch.Tensor] = []
-        received: dict[int, list[torch.Tensor]] = {}
+        received: list[tuple[SplitTensor, list[Part], list[torch.Tensor]]] = []
         for task in tasks:
             for offset, tensor in enumerate(task.bundle.tensors):
                 parts = self._parts(task, offset, tensor)
                 if task.writer == self._mesh.rank:
-                    received[offset] = [self._receive(part, tensor, number, transfers) for part in parts]
+                    runs = [self._receive(part, tensor, number, transfers) for part in parts]
+                    received.append((tensor, parts, runs))
                 else:
                     self._send(parts, tensor, task.writer, number, transfers, sent)
         for transfer in transfers:
             assert transfer is not None, "the host group has all ranks of the stage"
             transfer.wait()
         sent.clear()
-        own = next((task for task in tasks if task.writer == self._mesh.rank), None)
-        if own is None:
-            return {}
-        return {
-            tensor.name: self._assemble(tensor, self._parts(own, offset, tensor), received.pop(offset))
-            for offset, tensor in enumerate(own.bundle.tensors)
-        }
+        return {tensor.name: self._assemble(tensor, parts, runs) for tensor, parts, runs in received}
 
     def _parts(self, task: Task, offset: int, tensor: SplitTensor) -> list[Part]:
         item, cells, numel = task.first_item + offset, self._mesh.stage_ranks, _shard_numel(tensor, self._mesh)

@@ -11,12 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 from cuboid.checkpoint.exchange import Task
+from cuboid.checkpoint.index import SINGLE
 from cuboid.checkpoint.pieces import Bundle, Family
 from cuboid.checkpoint.supply import Holdings, assign
 from cuboid.mesh import Mesh
-
-#: Name of a file that has all tensors of its folder.
-SINGLE = "model.safetensors"
 
 
 @dataclass(frozen=True)

@@ -61,16 +61,16 @@ def commit(root: Path, tag: str, manifest: Manifest) -> Path:
     """
     folder, final, old = root / f"{tag}{INCOMPLETE}", root / tag, root / f"{tag}{REPLACED}"
     for name in manifest.files:
-        _sync(folder / name)
+        sync(folder / name)
     manifest.write(folder)
     for inner in {folder, *(path for path in folder.rglob("*") if path.is_dir())}:
-        _sync(inner)
+        sync(inner)
     if final.exists():
         if old.exists():
             _discard(old)
         final.rename(old)
     folder.rename(final)
-    _sync(root)
+    sync(root)
     if old.exists():
         # The new one is there; what can't be removed now is swept up later.
         with contextlib.suppress(OSError):
@@ -90,7 +90,7 @@ def point_latest(root: Path, tag: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     scratch.replace(root / LATEST)
-    _sync(root)
+    sync(root)
 
 
 def abandon(root: Path, tag: str) -> None:
@@ -185,7 +185,7 @@ def _folders(root: Path, suffix: str) -> list[Path]:
 def _discard(path: Path) -> None:
     """Remove a checkpoint, which is no longer one from the first moment on."""
     (path / MANIFEST).unlink(missing_ok=True)
-    _sync(path)
+    sync(path)
     shutil.rmtree(path)
 
 
@@ -215,7 +215,8 @@ def _is_pickled(path: Path) -> bool:
     return path.is_dir() and (any(path.glob("*mp_rank_*_model_states.pt")) or (path / "zero").is_dir())
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

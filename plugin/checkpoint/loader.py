@@ -96,11 +96,10 @@ def load_optimizer(opened: Opened, adapter: OptimizerAdapter, placed: Mapping[st
             f"{opened.path}: has no optimizer state, only weights; load with load_module_only=True, or without "
             "load_optimizer_states"
         )
-    kind = adapter.state().kind
-    if saved["class"] != kind:
+    if saved["class"] != adapter.kind:
         raise CheckpointError(
-            f"{opened.path}: holds the state of {saved['class']}, but the optimizer is {kind}; configure the same one, "
-            "or load without load_optimizer_states"
+            f"{opened.path}: holds the state of {saved['class']}, but the optimizer is {adapter.kind}; configure the "
+            "same one, or load without load_optimizer_states"
         )
     adapter.allocate(saved["quantities"])
     for quantity, runs in adapter.state().quantities.items():

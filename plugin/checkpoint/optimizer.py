@@ -101,13 +101,18 @@ class OptimizerAdapter:
         groups = [[Holding.of(p, names[id(p)]) for p in group["params"]] for group in optimizer.param_groups]
         return cls(optimizer, groups)
 
+    @property
+    def kind(self) -> str:
+        """Name of the optimizer's class."""
+        return type(self._optimizer).__name__
+
     def state(self) -> OptimizerState:
         """The state as it is; the runs are views of live memory.
 
         Raises:
             CheckpointError: the optimizer keeps something that isn't for each element, nor a number.
         """
-        state = OptimizerState(type(self._optimizer).__name__)
+        state = OptimizerState(self.kind)
         for group, holdings in zip(self._optimizer.param_groups, self._groups, strict=True):
             names: list[str] = []
             for holding in holdings:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -10,10 +9,9 @@ from typing import Self
 
 import torch
 
-from cuboid.checkpoint.file_plan import SINGLE
+from cuboid.checkpoint.index import INDEX, SINGLE, read_index
 from cuboid.checkpoint.tensor_file import TensorFile
 from cuboid.checkpoint.tensor_header import TensorSpec
-from cuboid.checkpoint.writing import INDEX
 from cuboid.errors import CheckpointError
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.layout import Layout, placed_boxes
@@ -34,10 +32,7 @@ class TensorFolder:
         self._files: dict[str, TensorFile] = {}
         index = folder / INDEX
         if index.is_file():
-            try:
-                self._map: dict[str, str] = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(f"{index}: is not an index of safetensors files: {error!r}") from error
+            self._map = read_index(index)
         elif (folder / SINGLE).is_file():
             self._map = dict.fromkeys(self._file(SINGLE).specs, SINGLE)
         else:
@@ -92,7 +87,7 @@ class TensorFolder:
         row = max(torch.Size(own[1:]).numel(), 1)
         first, last = start // row, -(-stop // row)
         if layout is None:
-            rows = self.read(name, [slice(first, last), *(slice(None) for _ in own[1:])])
+            rows = self.read(name, [slice(first, last)])
         else:
             rows = torch.zeros((last - first, *own[1:]), dtype=spec.dtype)
             for here, there in placed_boxes(layout, mesh.shape, mesh.coordinate, slice(first, last)):

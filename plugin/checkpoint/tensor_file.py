@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,7 +18,7 @@ from typing import Self
 import torch
 
 from cuboid.checkpoint.manifest import FileRecord
-from cuboid.checkpoint.tensor_header import DTYPE_NAMES, TensorSpec, make_header, read_header
+from cuboid.checkpoint.tensor_header import DTYPE_NAMES, TensorSpec, make_header, read_header, row_blocks
 from cuboid.errors import CheckpointError
 
 #: Rows that are cut along other dims are read in blocks of about so much.
@@ -148,7 +148,7 @@ class TensorFile:
 
         Args:
             name: of the tensor.
-            box: a slice without step for each dim; by default all of each.
+            box: slices without step of the first dims; by default, and of the others, all.
 
         Raises:
             CheckpointError: the file has no such tensor, or ends early.
@@ -156,24 +156,20 @@ class TensorFile:
         if name not in self.specs:
             raise CheckpointError(f"{self.path}: has no tensor {name}")
         spec = self.specs[name]
-        ranges = [part.indices(size) for part, size in zip(box or _everything(spec), spec.shape, strict=True)]
-        assert all(step == 1 for _, _, step in ranges), "boxes have no steps"
         if not spec.shape:
             return self._rows(name, 0, 1).reshape(())
+        given = list(box or ())
+        given += [slice(None)] * (len(spec.shape) - len(given))
+        ranges = [part.indices(size) for part, size in zip(given, spec.shape, strict=True)]
+        assert all(step == 1 for _, _, step in ranges), "boxes have no steps"
         (first, stop, _), *inner = ranges
         if all((low, high) == (0, size) for (low, high, _), size in zip(inner, spec.shape[1:], strict=True)):
             return self._rows(name, first, stop)
         cut = tuple(slice(low, high) for low, high, _ in inner)
         part = torch.empty([max(high - low, 0) for low, high, _ in ranges], dtype=spec.dtype)
-        for low, high in _blocks(first, stop, spec):
-            part[low - first : high - first] = self._rows(name, low, high)[(slice(None), *cut)]
+        for rows in row_blocks(TensorSpec(spec.dtype, (max(stop - first, 0), *spec.shape[1:])), _BLOCK_BYTES):
+            part[rows] = self._rows(name, first + rows.start, first + rows.stop)[(slice(None), *cut)]
         return part
-
-    def blocks(self, name: str, block_bytes: int = _BLOCK_BYTES) -> Iterator[slice]:
-        """Consecutive ranges of rows that make up a tensor, each of at most about ``block_bytes``."""
-        spec = self.specs[name]
-        for low, high in _blocks(0, spec.shape[0] if spec.shape else 1, spec, block_bytes):
-            yield slice(low, high)
 
     def close(self) -> None:
         """Close the file."""
@@ -202,14 +198,3 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor; of one on the CPU that is contiguous they are its own memory."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
-
-
-def _everything(spec: TensorSpec) -> list[slice]:
-    return [slice(None)] * len(spec.shape)
-
-
-def _blocks(first: int, stop: int, spec: TensorSpec, block_bytes: int = _BLOCK_BYTES) -> Iterator[tuple[int, int]]:
-    row_bytes = TensorSpec(spec.dtype, spec.shape[1:]).nbytes
-    height = max(1, block_bytes // max(row_bytes, 1))
-    for low in range(first, stop, height):
-        yield low, min(low + height, stop)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,17 @@ class TensorSpec:
     def nbytes(self) -> int:
         """Size of the tensor's bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def row_blocks(spec: TensorSpec, block_bytes: int) -> Iterator[slice]:
+    """Consecutive ranges of rows that make up a tensor, at least one, each of at most about ``block_bytes``.
+
+    A tensor without dims is one row.
+    """
+    rows = spec.shape[0] if spec.shape else 1
+    height = max(1, block_bytes * rows // max(spec.nbytes, 1))
+    for first in range(0, max(rows, 1), height):
+        yield slice(first, min(first + height, rows))
 
 
 def make_header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import Counter
@@ -15,16 +14,14 @@ import torch
 from cuboid.checkpoint.consent import gather
 from cuboid.checkpoint.exchange import Exchange, Task
 from cuboid.checkpoint.file_plan import FilePlan, cut_files, gather_holdings, name_files, plan_tasks
+from cuboid.checkpoint.index import write_index
 from cuboid.checkpoint.manifest import FileRecord
 from cuboid.checkpoint.pieces import Family
 from cuboid.checkpoint.tensor_file import TensorFileWriter
 from cuboid.checkpoint.tensor_header import TensorSpec
+from cuboid.config import MAX_FILE_BYTES
 from cuboid.errors import CheckpointError
 from cuboid.mesh import Mesh
-
-INDEX = "model.safetensors.index.json"
-#: Files are cut where they would get longer, as the Hugging Face hub likes them.
-MAX_FILE_BYTES = 5_000_000_000
 
 
 @dataclass
@@ -151,9 +148,6 @@ def write_indices(folder: Path, results: Sequence[Written]) -> None:
         weight_map: dict[str, str] = {}
         for written in results:
             weight_map.update(written.weight_maps.get(family, {}))
-        metadata = {
-            "total_parameters": sum(written.elements[family] for written in results),
-            "total_size": sum(written.sizes_bytes[family] for written in results),
-        }
-        index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-        (folder / family / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        parameters = sum(written.elements[family] for written in results)
+        size_bytes = sum(written.sizes_bytes[family] for written in results)
+        write_index(folder / family, weight_map, parameters=parameters, size_bytes=size_bytes)

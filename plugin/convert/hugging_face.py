@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,20 +9,20 @@ from typing import TypeVar
 
 import torch
 
+from cuboid.checkpoint.index import INDEX, INDEX_SUFFIX, SINGLE, read_index
 from cuboid.checkpoint.tensor_file import TensorFile
 from cuboid.convert.pickles import ExtentReader, Scattered, load_pickle, whole
 from cuboid.convert.tensors import Tensors, row_ranges
 from cuboid.errors import CheckpointError
 
-SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
-INDEX_SUFFIX = ".index.json"
+PICKLE = "pytorch_model.bin"
 
 T = TypeVar("T")
 
 
 def weights_in(folder: Path) -> str | None:
     """Which weights a folder has: the name of the single file or of the index. Safetensors come first."""
-    names = (SAFETENSORS, SAFETENSORS + INDEX_SUFFIX, PICKLE, PICKLE + INDEX_SUFFIX)
+    names = (SINGLE, INDEX, PICKLE, PICKLE + INDEX_SUFFIX)
     return next((name for name in names if (folder / name).is_file()), None)
 
 
@@ -55,9 +54,8 @@ def _open_files(folder: Path, found: str, stack: ExitStack) -> Tensors:
 
     def blocks(name: str) -> Iterator[torch.Tensor]:
         file = files[name]
-        spec = file.specs[name]
-        for rows in row_ranges(spec):
-            yield file.read(name, [rows, *(slice(None) for _ in spec.shape[1:])] if spec.shape else None)
+        for rows in row_ranges(file.specs[name]):
+            yield file.read(name, [rows])
 
     return Tensors({name: file.specs[name] for name, file in files.items()}, blocks)
 
@@ -83,7 +81,7 @@ def _collect(folder: Path, found: str, tensors_of: Callable[[str], Mapping[str, 
     """The tensors of one file, or of those that an index names, which must agree with it."""
     if not found.endswith(INDEX_SUFFIX):
         return dict(tensors_of(found))
-    weight_map = _read_index(folder / found)
+    weight_map = read_index(folder / found)
     contents = {file: tensors_of(file) for file in dict.fromkeys(weight_map.values())}
     for name, file in weight_map.items():
         if name not in contents[file]:
@@ -93,14 +91,3 @@ def _collect(folder: Path, found: str, tensors_of: Callable[[str], Mapping[str, 
             if weight_map.get(name) != file:
                 raise CheckpointError(f"{folder / file}: has a tensor {name}, of which {found} says nothing")
     return {name: contents[file][name] for name, file in weight_map.items()}
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        weight_map = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
-        strange = [file for file in weight_map.values() if Path(file).name != file]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: is not an index of weights: {error!r}") from None
-    if strange or not weight_map:
-        raise CheckpointError(f"{path}: names {strange[0] if strange else 'no file'}, which isn't a file beside it")
-    return weight_map

@@ -10,10 +10,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from cuboid.checkpoint.index import SINGLE
 from cuboid.checkpoint.manifest import FileRecord, Manifest, check_contents, check_sizes
 from cuboid.checkpoint.state import STATE
 from cuboid.checkpoint.tensor_file import TensorFile
-from cuboid.convert.hugging_face import SAFETENSORS, open_weights, weights_in
+from cuboid.convert.hugging_face import open_weights, weights_in
 from cuboid.convert.rank_source import rank_file_faults
 from cuboid.convert.sources import Found, Kind
 from cuboid.convert.target import progress, read_json
@@ -169,7 +170,7 @@ def _check_ranks(inspection: Inspection, folder: Path, verify: bool) -> None:
 def _check_index(inspection: Inspection, folder: Path) -> None:
     """Hugging Face records no checksums, but an index says which file has what."""
     found = weights_in(folder)
-    if found is not None and found.startswith(SAFETENSORS):
+    if found is not None and found.startswith(SINGLE):
         with ExitStack() as stack:
             inspection.faults += _faults(lambda: open_weights(folder, stack, trusted=False))
 

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from cuboid.checkpoint.tensor_header import TensorSpec
 from cuboid.convert.tensors import Tensors, row_ranges
 from cuboid.errors import CheckpointError, UnsupportedModelError
+from cuboid.hf.stored import stored_together
 
 
 def blank_model(config: Path) -> PreTrainedModel:
@@ -91,13 +92,8 @@ def as_stored(model: PreTrainedModel, tensors: Tensors) -> Tensors:
 
     What the architecture stores in another form is in memory whole, one merged tensor at a time; the rest is streamed.
     """
-    converters = _reverted_converters(model)
-    groups: dict[tuple[str, bool], list[str]] = {}
-    for name in tensors.specs:
-        joint, pattern = core_model_loading.apply_converters(name, converters)
-        groups.setdefault((joint, pattern is not None), []).append(name)
     forms: dict[str, _Form] = {}
-    for (_, converted), names in groups.items():
+    for names, converted in stored_together(model, tensors.specs):
         blank = {name: _blank(tensors.specs[name]) for name in names}
         for stored, value in core_model_loading.revert_weight_conversion(model, blank).items():
             forms[stored] = _Form(tuple(names), converted, TensorSpec(value.dtype, tuple(value.shape)))
@@ -106,14 +102,6 @@ def as_stored(model: PreTrainedModel, tensors: Tensors) -> Tensors:
 
 def _blank(spec: TensorSpec) -> torch.Tensor:
     return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-
-
-def _reverted_converters(model: PreTrainedModel) -> list[WeightConverter]:
-    found = get_model_conversion_mapping(model, add_legacy=False)
-    # Of a model that wasn't loaded transformers leaves prefixes as they are, too.
-    kept = [conversion for conversion in found if not isinstance(conversion, PrefixChange)]
-    reverted = [conversion.reverse_transform() for conversion in kept[::-1]]
-    return [conversion for conversion in reverted if isinstance(conversion, WeightConverter)]
 
 
 @dataclass(frozen=True)

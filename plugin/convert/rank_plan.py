@@ -77,8 +77,7 @@ def _layouts(model: PreTrainedModel, config: CuboidConfig, shape: MeshShape) -> 
     """Of every parameter by name; nothing where stages alone hold whole tensors."""
     if config.pipeline is not None and shape.size == 1:
         return {}
-    blueprint = draw_blueprint(model, shape)
-    return {f"{module}.{name}": layout for module, own in blueprint.layouts.items() for name, layout in own.items()}
+    return draw_blueprint(model, shape).by_parameter
 
 
 def _stages(

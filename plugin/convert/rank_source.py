@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from cuboid.checkpoint.tensor_file import TensorFile
 from cuboid.convert.tensors import Tensors, row_ranges
 from cuboid.errors import CheckpointError
 from cuboid.hf.rank_folder import SHARDS, RankFolder, RankTensor, file_name, shard_spec
-from cuboid.tensor3d.layout import Interval
+from cuboid.tensor3d.layout import shard_boxes
 from cuboid.topology import Coordinate
 
 #: Open at a time; systems commonly allow a process four times as many.
@@ -86,14 +85,17 @@ class _RankFiles:
         layout = tensor.whole_layout
         for rows in row_ranges(tensor.spec):
             if layout is None:
-                box = [rows, *(slice(None) for _ in tensor.shape[1:])] if tensor.shape else None
-                yield self._file(name, tensor, ranks[0]).read(name, box)
+                yield self._file(name, tensor, ranks[0]).read(name, [rows])
                 continue
             block = torch.empty((rows.stop - rows.start, *tensor.shape[1:]), dtype=tensor.spec.dtype)
             for at in ranks:
                 file = self._file(name, tensor, at)
-                for box, target in _own_boxes(block, rows.start, layout.shard_intervals(self._mesh, at)):
-                    target.copy_(file.read(name, box))
+                for (here, *inner), (there, *others) in shard_boxes(layout, self._mesh, at):
+                    low, high = max(there.start, rows.start), min(there.stop, rows.stop)
+                    if low < high:
+                        start = here.start + low - there.start
+                        own = file.read(name, [slice(start, start + high - low), *inner])
+                        block[(slice(low - rows.start, high - rows.start), *others)] = own
             yield block
 
     def _file(self, name: str, tensor: RankTensor, at: Coordinate) -> TensorFile:
@@ -112,27 +114,3 @@ class _RankFiles:
         for file in self._open.values():
             file.close()
         self._open.clear()
-
-
-def _own_boxes(
-    block: torch.Tensor, first: int, intervals: Sequence[Sequence[Interval]]
-) -> Iterator[tuple[list[slice], torch.Tensor]]:
-    """For rows of a whole tensor from ``first`` on: boxes of a shard, and the views of the rows where they belong."""
-    placed = [list(_placed(dim)) for dim in intervals]
-    for (shard, (low, high)), *others in product(*placed):
-        start, stop = max(low, first), min(high, first + block.shape[0])
-        if start < stop:
-            box = [slice(shard + start - low, shard + stop - low)]
-            target = block[start - first : stop - first]
-            for dim, (offset, (begin, end)) in enumerate(others, 1):
-                box.append(slice(offset, offset + end - begin))
-                target = target.narrow(dim, begin, end - begin)
-            yield box, target
-
-
-def _placed(intervals: Sequence[Interval]) -> Iterator[tuple[int, Interval]]:
-    """Intervals with their places in the shard."""
-    offset = 0
-    for low, high in intervals:
-        yield offset, (low, high)
-        offset += high - low

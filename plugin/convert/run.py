@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cuboid.config import CuboidConfig
+from cuboid.config import MAX_FILE_BYTES, CuboidConfig
 from cuboid.convert.rank_plan import RankPlan, plan_ranks
 from cuboid.convert.rank_target import write_rank_files
 from cuboid.convert.sources import Kind, Source, open_source
@@ -49,7 +49,7 @@ class ConvertOptions:
     source: Path
     target: Path
     dtype: torch.dtype | None = None
-    max_shard_bytes: int = 5_000_000_000
+    max_shard_bytes: int = MAX_FILE_BYTES
     config: CuboidConfig | None = None
     world_size: int | None = None
     model: Path | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,9 +15,10 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from tqdm import tqdm
 
+from cuboid.checkpoint.folder import INCOMPLETE, sync
+from cuboid.checkpoint.index import write_index
 from cuboid.checkpoint.state import STATE
 from cuboid.checkpoint.tensor_file import TensorFileWriter
-from cuboid.convert.hugging_face import INDEX_SUFFIX, SAFETENSORS
 from cuboid.convert.tensors import Tensors
 from cuboid.errors import CheckpointError
 
@@ -59,7 +59,7 @@ def new_folder(target: Path, expected_bytes: int) -> Iterator[Path]:
         CheckpointError: the target holds something, or the disk can't hold so much.
     """
     check_free(target)
-    incomplete = target.with_name(f"{target.name}.incomplete")
+    incomplete = target.with_name(f"{target.name}{INCOMPLETE}")
     # Of a run that was killed; nobody else gives such names.
     shutil.rmtree(incomplete, ignore_errors=True)
     try:
@@ -81,11 +81,7 @@ def new_folder(target: Path, expected_bytes: int) -> Iterator[Path]:
 def _sync(folder: Path) -> None:
     """Bring all of a folder to the disk, so that not even a power cut leaves its name without what is in it."""
     for path in (folder, *folder.rglob("*")):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)
 
 
 def size_text(size_bytes: int) -> str:
@@ -126,9 +122,7 @@ def write_weights(folder: Path, tensors: Tensors, max_shard_bytes: int, advance:
                     advance(block.nbytes)
     if split.is_sharded:
         parameters = sum(math.prod(spec.shape) for spec in tensors.specs.values())
-        metadata = {"total_parameters": parameters, **split.metadata}
-        index = {"metadata": metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
-        write_json(folder / (SAFETENSORS + INDEX_SUFFIX), index)
+        write_index(folder, split.tensor_to_filename, parameters=parameters, size_bytes=tensors.nbytes)
     return list(split.filename_to_tensors)
 
 

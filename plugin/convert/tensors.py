@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cuboid.checkpoint.tensor_header import TensorSpec
+from cuboid.checkpoint.tensor_header import TensorSpec, row_blocks
 from cuboid.errors import CheckpointError
 
 #: Of a block of rows, unless one row is longer.
@@ -52,11 +52,8 @@ class Tensors:
 
 
 def row_ranges(spec: TensorSpec) -> Iterator[slice]:
-    """Consecutive ranges of rows that make up a tensor, at least one; of a tensor without dims one row."""
-    rows = spec.shape[0] if spec.shape else 1
-    height = max(1, BLOCK_BYTES * rows // max(spec.nbytes, 1))
-    for first in range(0, max(rows, 1), height):
-        yield slice(first, min(first + height, rows))
+    """Consecutive ranges of rows that make up a tensor; see :func:`~cuboid.checkpoint.tensor_header.row_blocks`."""
+    return row_blocks(spec, BLOCK_BYTES)
 
 
 def differ(tensors: Tensors, first: str, second: str) -> bool:

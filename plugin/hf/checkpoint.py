@@ -23,7 +23,7 @@ from cuboid.hf.companions import write_companions
 from cuboid.hf.load import read_weights
 from cuboid.hf.model import mesh_of, unwrap
 from cuboid.hf.stage_model import StageModel
-from cuboid.hf.stored import model_family, sharded_layouts, split_tensor, stored_parameters
+from cuboid.hf.stored import counted_here, model_family, sharded_layouts, split_tensor, stored_parameters
 from cuboid.mesh import Mesh
 
 
@@ -57,14 +57,12 @@ def take_contents(
 
 
 def _optimizer_families(model: nn.Module, state: OptimizerState) -> list[Family]:
-    layouts, parameters = sharded_layouts(model), stored_parameters(model)
-    repeated = model.staging.repeated_parameters() if isinstance(model, StageModel) else ()
-    elsewhere = {id(parameter) for parameter in repeated}
+    layouts, parameters = sharded_layouts(model), counted_here(model)
     families = []
     for quantity, runs in sorted(state.quantities.items()):
         tensors = []
         for name, parameter in parameters.items():
-            if name in runs and id(parameter) not in elsewhere:
+            if name in runs:
                 like = torch.empty(parameter.shape, dtype=runs[name].values.dtype, device="meta")
                 tensors.append(split_tensor(name, like, layouts.get(name), runs[name]))
         families.append(Family(f"{OPTIMIZER}/{quantity}", tuple(map(Bundle.plain, tensors))))

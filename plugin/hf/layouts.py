@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -28,6 +29,18 @@ class Blueprint:
     roles: dict[str, Role]
     #: By module name, then parameter name.
     layouts: dict[str, dict[str, Layout]]
+
+    @property
+    def by_parameter(self) -> dict[str, Layout]:
+        """Layouts by the parameters' full names."""
+        return {f"{module}.{name}": layout for module, own in self.layouts.items() for name, layout in own.items()}
+
+    def parameters_of(self, model: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
+        """For each parameter the module of ``model`` that has it, its name in the module, and its layout."""
+        for path, own in self.layouts.items():
+            module = model.get_submodule(path)
+            for name, layout in own.items():
+                yield module, name, layout
 
 
 def draw_blueprint(model: PreTrainedModel, mesh: MeshShape) -> Blueprint:

@@ -7,7 +7,7 @@ is all that its machine needs to have of them, with ``shards.json`` and what goe
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +118,8 @@ class _FromRankFile:
             whole = getattr(module, name)
             module.register_parameter(name, nn.Parameter(whole.to_local(), requires_grad=whole.requires_grad))
 
-    def _cut_parameters(self: Any) -> Iterator[tuple[nn.Module, str, Layout]]:
-        if self._layouts is not None:
-            for path, layouts in self._layouts.layouts.items():
-                for name, layout in layouts.items():
-                    yield self.get_submodule(path), name, layout
+    def _cut_parameters(self: Any) -> Iterable[tuple[nn.Module, str, Layout]]:
+        return () if self._layouts is None else self._layouts.parameters_of(self)
 
     def _move_missing_keys_from_meta_to_device(self: Any, *args: Any) -> None:
         super()._move_missing_keys_from_meta_to_device(*args)  # type: ignore[misc]
@@ -150,8 +147,7 @@ def _check_layouts(model: Any) -> None:
         raise _other_layout(document, layout_in_words(mesh.shape, layers), model._cuboid_folder)
     if mesh.shape.size == 1:
         return
-    cuts = model._layouts.layouts
-    own = {f"{module}.{name}": layout for module, layouts in cuts.items() for name, layout in layouts.items()}
+    own = model._layouts.by_parameter
     for name, tensor in document.tensors.items():
         if mesh.coordinate.pipe in tensor.stages and own.get(tensor.parameter) != tensor.whole_layout:
             raise CheckpointError(

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.hub import convert_file_size_to_int
 
-from cuboid.checkpoint.writing import MAX_FILE_BYTES
+from cuboid.config import MAX_FILE_BYTES
 from cuboid.hf.checkpoint import export_model
 from cuboid.hf.model import mesh_of, unwrap
 from cuboid.hf.segments import PREFIX

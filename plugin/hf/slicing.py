@@ -18,24 +18,20 @@ from cuboid.tensor3d.layout import Layout, pad_shard
 
 def mark_parameters(model: Any, blueprint: Blueprint, mesh: Mesh) -> None:
     """Put a DTensor on the meta device in the place of each parameter."""
-    for module_name, layouts in blueprint.layouts.items():
-        module = model.get_submodule(module_name)
-        for name, layout in layouts.items():
-            whole = getattr(module, name)
-            marked = nn.Parameter(_placed(whole, layout, mesh), requires_grad=whole.requires_grad)
-            module.register_parameter(name, marked)
+    for module, name, layout in blueprint.parameters_of(model):
+        whole = getattr(module, name)
+        marked = nn.Parameter(_placed(whole, layout, mesh), requires_grad=whole.requires_grad)
+        module.register_parameter(name, marked)
 
 
 def unmark_parameters(model: Any, blueprint: Blueprint, mesh: Mesh) -> None:
     """Replace the DTensors, loaded by now, by this rank's shards."""
-    for module_name, layouts in blueprint.layouts.items():
-        module = model.get_submodule(module_name)
-        for name, layout in layouts.items():
-            loaded = getattr(module, name)
-            shard = pad_shard(loaded.detach().to_local(), layout, mesh.shape)
-            plain = nn.Parameter(shard, requires_grad=loaded.requires_grad)
-            plain._is_hf_initialized = True  # type: ignore[attr-defined]
-            module.register_parameter(name, plain)
+    for module, name, layout in blueprint.parameters_of(model):
+        loaded = getattr(module, name)
+        shard = pad_shard(loaded.detach().to_local(), layout, mesh.shape)
+        plain = nn.Parameter(shard, requires_grad=loaded.requires_grad)
+        plain._is_hf_initialized = True  # type: ignore[attr-defined]
+        module.register_parameter(name, plain)
 
 
 def _placed(whole: torch.Tensor, layout: Layout, mesh: Mesh) -> DTensor:

@@ -15,7 +15,6 @@ from transformers.core_model_loading import PrefixChange, WeightConverter, rever
 from cuboid.checkpoint.pieces import Bundle, Family, Run, SplitTensor
 from cuboid.checkpoint.tensor_header import TensorSpec
 from cuboid.hf.model import unwrap
-from cuboid.hf.stage_model import StageModel
 from cuboid.tensor3d.layout import Layout
 from cuboid.tensor3d.parameter import ShardedModule
 
@@ -45,6 +44,13 @@ def stored_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in named.items() if seen[id(parameter)] == name}
 
 
+def counted_here(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Those of :func:`stored_parameters` that this stage stores: another one has the rest."""
+    inner: Any = unwrap(model)
+    counted = {id(parameter) for parameter in inner.counted_parameters()}
+    return {name: parameter for name, parameter in stored_parameters(inner).items() if id(parameter) in counted}
+
+
 def split_tensor(name: str, value: torch.Tensor, layout: Layout | None, run: Run | None) -> SplitTensor:
     """Describe what this rank has of a tensor.
 
@@ -61,39 +67,49 @@ def split_tensor(name: str, value: torch.Tensor, layout: Layout | None, run: Run
 def model_family(model: nn.Module) -> Family:
     """The weights and persistent buffers of a model, or of a stage, as a checkpoint of its own."""
     inner: Any = unwrap(model)
-    parameters = stored_parameters(inner)
-    kept = {id(parameter) for parameter in parameters.values()}
-    repeated: Iterable[Any] = inner.staging.repeated_parameters() if isinstance(inner, StageModel) else ()
-    elsewhere = {id(parameter) for parameter in repeated}
+    parameters = counted_here(inner)
     buffers = {
         name: value
         for name, value in inner.state_dict(keep_vars=True).items()
-        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and id(value) not in kept
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
     }
     ignored = set(inner._keys_to_ignore_on_save or ())
     layouts = sharded_layouts(inner)
     tensors = [
         split_tensor(name, value, layouts.get(name), Run.whole(value.detach().contiguous()))
         for name, value in {**parameters, **buffers}.items()
-        if id(value) not in elsewhere and name not in ignored
+        if name not in ignored
     ]
     return Family("", tuple(_bundles(inner, tensors)))
 
 
 def _bundles(model: Any, tensors: list[SplitTensor]) -> Iterable[Bundle]:
-    converters = _converters(model)
-    groups: dict[str, list[SplitTensor]] = {}
-    for tensor in tensors:
-        # Tensors that transformers makes one of when it stores them go by one name here.
-        joint, pattern = core_model_loading.apply_converters(tensor.name, converters)
-        groups.setdefault(tensor.name if pattern is None else joint, []).append(tensor)
+    by_name = {tensor.name: tensor for tensor in tensors}
     convert = functools.partial(revert_weight_conversion, model)
-    for group in groups.values():
-        blank = {
-            tensor.name: torch.empty(tensor.spec.shape, dtype=tensor.spec.dtype, device="meta") for tensor in group
-        }
+    for names, _ in stored_together(model, by_name):
+        specs = {name: by_name[name].spec for name in names}
+        blank = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
         outputs = {name: TensorSpec(x.dtype, tuple(x.shape)) for name, x in convert(blank).items()}
-        yield Bundle(tuple(group), outputs, convert)
+        yield Bundle(tuple(by_name[name] for name in names), outputs, convert)
+
+
+def stored_together(model: Any, names: Iterable[str]) -> list[tuple[list[str], bool]]:
+    """Groups of tensors that transformers makes something of together when it stores them.
+
+    Args:
+        model: whose they are.
+        names: in memory.
+
+    Returns:
+        The names of each group, and whether more than the names change.
+    """
+    converters = _converters(model)
+    groups: dict[tuple[str, bool], list[str]] = {}
+    for name in names:
+        # Those that go together are called by one name here.
+        joint, pattern = core_model_loading.apply_converters(name, converters)
+        groups.setdefault((joint, pattern is not None), []).append(name)
+    return [(own, converted) for (_, converted), own in groups.items()]
 
 
 def _converters(model: Any) -> list[WeightConverter]:

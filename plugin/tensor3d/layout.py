@@ -115,9 +115,8 @@ def _within(intervals: list[Interval], start: int, stop: int) -> Iterator[Interv
 
 def take_shard(full: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
     """Copy this rank's shard out of a whole tensor, padding included."""
-    intervals = layout.shard_intervals(mesh.shape, mesh.coordinate)
     shard = full.new_zeros(layout.shard_shape(mesh.shape))
-    for here, there in _copies(intervals):
+    for here, there in shard_boxes(layout, mesh.shape, mesh.coordinate):
         shard[here] = full[there]
     return shard
 
@@ -130,7 +129,7 @@ def pad_shard(rows: torch.Tensor, layout: Layout, mesh: MeshShape) -> torch.Tens
 
 def put_shard(full: torch.Tensor, shard: torch.Tensor, layout: Layout, mesh: MeshShape, at: Coordinate) -> None:
     """Write the shard of the rank at ``at`` into a whole tensor; the inverse of :func:`take_shard`."""
-    for here, there in _copies(layout.shard_intervals(mesh, at)):
+    for here, there in shard_boxes(layout, mesh, at):
         full[there] = shard[here].to(full.dtype)
 
 
@@ -138,7 +137,7 @@ def placed_boxes(
     layout: Layout, mesh: MeshShape, at: Coordinate, rows: slice
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """What the shard's ``rows`` are made of: pairs of (slices of those rows, slices of the whole tensor)."""
-    for (here, *rest), (there, *others) in _copies(layout.shard_intervals(mesh, at)):
+    for (here, *rest), (there, *others) in shard_boxes(layout, mesh, at):
         low, high = max(here.start, rows.start), min(here.stop, rows.stop)
         if low < high:
             start = there.start + low - here.start
@@ -146,9 +145,11 @@ def placed_boxes(
             yield (slice(low - rows.start, high - rows.start), *rest), (whole, *others)
 
 
-def _copies(intervals: list[list[Interval]]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+def shard_boxes(
+    layout: Layout, mesh: MeshShape, at: Coordinate
+) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """Pairs of (slices of the shard, slices of the whole tensor) that hold the same elements."""
-    placed = [list(_placed(dim)) for dim in intervals]
+    placed = [list(_placed(dim)) for dim in layout.shard_intervals(mesh, at)]
     for box in product(*placed):
         yield tuple(here for here, _ in box), tuple(there for _, there in box)
 
