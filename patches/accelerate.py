@@ -17,7 +17,7 @@ from cuboid.errors import ConfigError
 from cuboid.mesh import current_rank, current_world_size
 from cuboid.patches.base import Patch
 from cuboid.patches.deepspeed import SHARED_MEMORY_BUILD
-from cuboid.topology import AXES, MeshShape, Topology
+from cuboid.topology import AXES, layout_free_topology
 
 
 def _hf_deepspeed_config(original: Any) -> Any:
@@ -72,7 +72,7 @@ def _prepare_data_loader(original: Any) -> Any:
             raise ConfigError(
                 "dispatch_batches would give every replica the same batches; leave it out, so that each reads its own"
             )
-        topology = _topology(config, world_size)
+        topology = layout_free_topology(config.tensor_parallel.mesh_size, config.stages, world_size)
         own = {
             "num_processes": topology.data,
             "process_index": topology.coordinate(current_rank()).data,
@@ -90,15 +90,12 @@ def _config_of(state: Any) -> CuboidConfig | None:
     return None if plugin is None else split_config(plugin.deepspeed_config)[0]
 
 
-def _topology(config: CuboidConfig, world_size: int) -> Topology:
-    """Of stages and replicas only: a mesh's ranks are neighbours, whatever its shape, which may not be known yet."""
-    return Topology(MeshShape(sequence=config.tensor_parallel.mesh_size), world_size, config.stages)
-
-
 def _one_of_each_copy(gathered: torch.Tensor, *, config: CuboidConfig) -> torch.Tensor:
     """Rows of the first rank of each copy of the model, out of those of all ranks in rank order."""
-    copies = _topology(config, current_world_size()).groups(("pipe", *AXES))
-    return gathered.unflatten(0, (current_world_size(), -1))[[ranks[0] for ranks in copies]].flatten(0, 1)
+    world_size = current_world_size()
+    topology = layout_free_topology(config.tensor_parallel.mesh_size, config.stages, world_size)
+    copies = topology.groups(("pipe", *AXES))
+    return gathered.unflatten(0, (world_size, -1))[[ranks[0] for ranks in copies]].flatten(0, 1)
 
 
 PATCHES = [

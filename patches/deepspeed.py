@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterable
-from types import GeneratorType
 from typing import Any
 
 import deepspeed
@@ -15,16 +13,15 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from cuboid.checkpoint.lineage import first_ancestors
 from cuboid.compatibility import check_framework_config
 from cuboid.config import ConfigSource, CuboidConfig, load_config, split_config
-from cuboid.errors import ConfigError, CuboidError
-from cuboid.hf.api import shard
-from cuboid.hf.model import ShardedModel, mesh_of, unwrap
+from cuboid.errors import ConfigError
+from cuboid.hf.adopt import adopt_model
+from cuboid.hf.checkpointing import Checkpointing, Origin
+from cuboid.hf.model import ShardedModel, mesh_of
 from cuboid.hf.stage_model import StageModel
 from cuboid.mesh import current_world_size
 from cuboid.patches.base import Patch
-from cuboid.patches.deepspeed_checkpoint import Origin
 from cuboid.patches.deepspeed_engine import CuboidEngine, ModelParallelUnit
 from cuboid.patches.deepspeed_pipeline import CuboidPipelineEngine
 
@@ -116,15 +113,10 @@ def _initialize_sharded(
     unit = ModelParallelUnit(mesh) if mesh.topology.world_size > 1 else None
     engine, *others = original(**{**given, "model": model, "config": rest, "mpu": unit})
     engine.__class__ = CuboidEngine
-    engine.origin = Origin(config, load_config(source), first_ancestors(_name_of(model)))
+    engine.checkpointing = Checkpointing(model, Origin.of("deepspeed", config, load_config(source), model))
     if isinstance(model, StageModel):
         engine = CuboidPipelineEngine.take_over(engine)
     return (engine, *others)
-
-
-def _name_of(model: nn.Module) -> str:
-    inner: Any = unwrap(model)
-    return str(inner.config._name_or_path)
 
 
 def _accumulate_in_float32(rest: dict[str, Any]) -> None:
@@ -149,59 +141,16 @@ def _start_distributed(given: dict[str, Any]) -> None:
 
 
 def _sharded_model(given: dict[str, Any], config: CuboidConfig) -> nn.Module:
-    model = given.get("model")
-    if isinstance(model, ShardedModel):
-        mesh, wanted = mesh_of(model), config.tensor_parallel.mesh  # type: ignore[arg-type]
-        if wanted != "auto" and mesh.shape != wanted.shape:
-            raise ConfigError(f"the model is sharded over {mesh.shape}, but tensor_parallel.mesh is {wanted.shape}")
-        if isinstance(model, StageModel) != (config.pipeline is not None) or mesh.topology.pipe != config.stages:
-            raise ConfigError(
-                f"the model is cut into {mesh.topology.pipe} pipeline stages, but the config has {config.stages}; load "
-                "it with the same config"
-            )
-        return model  # type: ignore[return-value]
-    named = dict(model.named_parameters()) if isinstance(model, nn.Module) and _names_parameters(given) else {}
-    model = shard(model, config)  # type: ignore[arg-type]
-    new = dict(model.named_parameters())
-    replaced = {id(parameter): new.get(name) for name, parameter in named.items()}
-    if given.get("model_parameters") is not None:
-        given["model_parameters"] = _remap(given["model_parameters"], replaced)
-    _remap_optimizer(given.get("optimizer"), replaced)
+    optimizer = given.get("optimizer")
+    model, parameters = adopt_model(
+        given.get("model"), config, optimizer=optimizer, parameters=given.get("model_parameters")
+    )
+    if parameters is not None:
+        given["model_parameters"] = parameters
+    if isinstance(optimizer, torch.optim.Optimizer):
+        # DeepSpeed's own optimizers take no groups without parameters.
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
     return model
-
-
-def _names_parameters(given: dict[str, Any]) -> bool:
-    # If not, the whole tensors needn't be kept until all are sharded.
-    return given.get("model_parameters") is not None or isinstance(given.get("optimizer"), torch.optim.Optimizer)
-
-
-def _remap(parameters: Any, replaced: dict[int, nn.Parameter | None]) -> Any:
-    """The same parameters, or groups of them, after the model was sharded; those of other stages are left out."""
-    if isinstance(parameters, GeneratorType):
-        # Not run yet, so it may walk through the new modules or the old parameters: either way the map knows.
-        parameters = list(parameters)
-    if isinstance(parameters, dict):
-        return {key: _remap(value, replaced) if key == "params" else value for key, value in parameters.items()}
-    if isinstance(parameters, nn.Parameter):
-        return replaced.get(id(parameters), parameters)
-    if isinstance(parameters, Iterable):
-        remapped = [_remap(parameter, replaced) for parameter in parameters]
-        return [entry for entry in remapped if entry is not None and not _is_empty_group(entry)]
-    raise CuboidError(f"model_parameters holds a {type(parameters).__name__}; give parameters or groups of them")
-
-
-def _is_empty_group(entry: Any) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("params"), list) and not entry["params"]
-
-
-def _remap_optimizer(optimizer: Any, replaced: dict[int, nn.Parameter | None]) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return
-    if optimizer.state:
-        raise CuboidError("the optimizer has state for whole parameters; make it after the model is sharded")
-    for group in optimizer.param_groups:
-        group["params"] = _remap(group["params"], replaced)
-    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
 def _tp_model_init(original: Any) -> Any:

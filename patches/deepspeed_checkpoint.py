@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,39 +11,18 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.utils import DummyOptim
 
-from cuboid.checkpoint.lineage import Ancestor, first_ancestors, lineage_behind, new_identity
-from cuboid.checkpoint.loader import Opened, open_checkpoint
+from cuboid.checkpoint.loader import Opened
 from cuboid.checkpoint.optimizer import OptimizerAdapter
-from cuboid.checkpoint.saver import Saver
-from cuboid.config import CuboidConfig
 from cuboid.errors import CheckpointError
-from cuboid.hf.checkpoint import load_model, load_training, restore_random, take_contents
-from cuboid.hf.model import mesh_of
-from cuboid.hf.stored import stored_parameters
+from cuboid.hf.checkpointing import Checkpointing, Part, Progress, load_scheduler, progress_of
+from cuboid.hf.stored import stored_names
 from cuboid.patches.deepspeed_optimizer import adapt_optimizer
-
-_PACKAGES = ("cuboid", "torch", "transformers", "deepspeed", "safetensors")
-
-
-@dataclass
-class Origin:
-    """What an engine was made with.
-
-    Attributes:
-        config: Cuboid's part of the config.
-        source: the whole config as the user wrote it.
-        ancestors: where its weights come from.
-    """
-
-    config: CuboidConfig
-    source: dict[str, Any]
-    ancestors: list[Ancestor]
 
 
 class CheckpointedEngine(DeepSpeedEngine):
     """A DeepSpeedEngine that writes and reads checkpoints which are Hugging Face checkpoints."""
 
-    origin: Origin
+    checkpointing: Checkpointing
 
     def save_checkpoint(
         self,
@@ -77,11 +53,11 @@ class CheckpointedEngine(DeepSpeedEngine):
         """
         if exclude_frozen_parameters:
             raise CheckpointError("exclude_frozen_parameters would leave a checkpoint that no model can be opened from")
-        contents = take_contents(
-            self.module, self._adapter, step=self.global_steps, document=self._document(dict(client_state or {}))
-        )
+        self.checkpointing.changed()
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
-        return self._saver.save(Path(save_dir), name, contents, latest=save_latest)
+        part = Part(optimizer=self._adapter, scheduler=self.lr_scheduler)
+        progress = Progress(self.global_steps, self.global_samples, self.skipped_steps)
+        return self.checkpointing.save(Path(save_dir), name, part, progress, client_state or {}, latest=save_latest)
 
     def load_checkpoint(
         self,
@@ -111,21 +87,17 @@ class CheckpointedEngine(DeepSpeedEngine):
         """
         if not load_module_strict or custom_load_fn is not None:
             raise CheckpointError("load_module_strict=False and custom_load_fn have no meaning here; leave them out")
-        self._saver.wait()
-        mesh, settings = mesh_of(self.module), self.origin.config.checkpoint
-        mesh.connect()
+        adapter = self._adapter
         if load_module_only and tag is None and _is_plain(Path(load_dir)):
-            self._load_weights(Path(load_dir))
-            self.origin.ancestors = first_ancestors(str(load_dir))
+            self.checkpointing.load_weights(Path(load_dir), adapter)
             return str(load_dir), {}
-        opened = open_checkpoint(Path(load_dir), tag, mesh, verify=settings.verify)
-        adapter = self._load_weights(opened.path)
-        self.origin.ancestors = lineage_behind(opened.path, opened.document)
+        opened = self.checkpointing.open(Path(load_dir), tag)
+        self.checkpointing.load_weights(opened, adapter)
         if not load_module_only:
             if load_optimizer_states and adapter is not None:
-                load_training(self.module, adapter, opened)
+                self.checkpointing.load_optimizer(opened, adapter)
             self._restore(opened, with_scheduler=load_lr_scheduler_states)
-            restore_random(self.module, opened)
+            self.checkpointing.restore_random(opened)
         return str(opened.path), dict(opened.document["client"])
 
     def wait_for_checkpoint(self) -> bool:
@@ -137,62 +109,28 @@ class CheckpointedEngine(DeepSpeedEngine):
         Raises:
             CheckpointError: it could not be written.
         """
-        return self._saver.wait()
+        return self.checkpointing.wait()
 
     def destroy(self) -> None:
         """Wait for a checkpoint that is on its way, and release what the engine holds."""
-        if hasattr(self, "origin"):
-            self._saver.wait()
+        if hasattr(self, "checkpointing"):
+            self.checkpointing.wait()
         super().destroy()
-
-    @cached_property
-    def _saver(self) -> Saver:
-        return Saver(mesh_of(self.module), self.origin.config.checkpoint)
 
     @property
     def _adapter(self) -> OptimizerAdapter | None:
         if self.optimizer is None or isinstance(self.optimizer, DummyOptim):
             return None
-        names = {id(parameter): name for name, parameter in stored_parameters(self.module).items()}
-        return adapt_optimizer(self.optimizer, names)
-
-    def _load_weights(self, folder: Path) -> OptimizerAdapter | None:
-        """Take over weights, and give what knows of the optimizer's copies of them, if there is one."""
-        load_model(self.module, folder)
-        adapter = self._adapter
-        if adapter is not None:
-            adapter.weights_changed()
-        return adapter
-
-    def _document(self, client_state: dict[str, Any]) -> dict[str, Any]:
-        return {
-            **new_identity(),
-            "framework": "deepspeed",
-            "steps": {
-                "optimizer": self.global_steps,
-                "samples": self.global_samples,
-                "skipped": self.skipped_steps,
-            },
-            "scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
-            "config": self.origin.source,
-            "versions": {name: version(name) for name in _PACKAGES},
-            "client": client_state,
-            "lineage": [ancestor.model_dump() for ancestor in self.origin.ancestors],
-        }
+        return adapt_optimizer(self.optimizer, stored_names(self.module))
 
     def _restore(self, opened: Opened, *, with_scheduler: bool) -> None:
-        steps = opened.document["steps"]
-        self.global_steps = steps["optimizer"]
-        self.global_samples = steps["samples"]
-        self.skipped_steps = steps["skipped"]
+        progress = progress_of(opened)
+        self.global_steps = progress.optimizer
+        self.global_samples = progress.samples
+        self.skipped_steps = progress.skipped
         self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
-        scheduler = opened.document["scheduler"]
         if with_scheduler and self.lr_scheduler is not None:
-            if scheduler is None:
-                raise CheckpointError(
-                    f"{opened.path}: has no schedule of the learning rate; load with load_lr_scheduler_states=False"
-                )
-            self.lr_scheduler.load_state_dict(scheduler)
+            load_scheduler(self.lr_scheduler, opened)
 
 
 def positioned(loader: Any, samples: int, samples_per_round: int) -> Any:

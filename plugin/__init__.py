@@ -18,6 +18,7 @@ __all__ = [
     "ConfigError",
     "CuboidConfig",
     "CuboidError",
+    "CuboidPlugin",
     "CuboidTrainer",
     "Mesh",
     "MeshError",
@@ -41,6 +42,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from cuboid.hf.trainer import CuboidTrainer
+    from cuboid.patches.colossalai import CuboidPlugin
 
 
 def __getattr__(name: str) -> Any:
@@ -49,6 +51,12 @@ def __getattr__(name: str) -> Any:
         from cuboid.hf.trainer import CuboidTrainer
 
         return CuboidTrainer
+    if name == "CuboidPlugin":
+        # And here ColossalAI, which not everybody has.
+        from cuboid.patches.colossalai import CuboidPlugin
+
+        register()
+        return CuboidPlugin
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

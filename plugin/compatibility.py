@@ -34,12 +34,19 @@ def check_framework_config(config: CuboidConfig, rest: dict[str, Any], world_siz
         ConfigError: names the key, and what would work.
         MeshError: the mesh doesn't divide the world.
     """
-    _check_world(config, world_size)
+    check_layout(config, rest, world_size)
     for key, reason in _REFUSED_SECTIONS.items():
         if _is_on(rest.get(key)):
             raise ConfigError(f"{key} can't be combined with {_mode(config)}: {reason}")
     _check_precision(config, rest)
     _check_pipeline(config, rest)
+
+
+def check_layout(config: CuboidConfig, rest: dict[str, Any], world_size: int) -> None:
+    """Refuse what doesn't fit the world or the mesh, in any framework; as :func:`check_framework_config`."""
+    _check_world(config, world_size)
+    if config.pipeline is not None and config.pipeline.schedule not in SCHEDULES:
+        raise ConfigError(f"pipeline.schedule is {config.pipeline.schedule!r}; known: {', '.join(SCHEDULES)}")
     _check_batch(config, rest, world_size)
 
 
@@ -99,8 +106,6 @@ def _check_precision(config: CuboidConfig, rest: dict[str, Any]) -> None:
 def _check_pipeline(config: CuboidConfig, rest: dict[str, Any]) -> None:
     if config.pipeline is None:
         return
-    if config.pipeline.schedule not in SCHEDULES:
-        raise ConfigError(f"pipeline.schedule is {config.pipeline.schedule!r}; known: {', '.join(SCHEDULES)}")
     section = rest.get("zero_optimization") or {}
     stage = section.get("stage", 0)
     if stage == 2:

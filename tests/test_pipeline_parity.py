@@ -367,7 +367,7 @@ def run_forgetting(owner: type, name: str, plan: Plan, config: dict[str, Any], d
     ("owner", "name", "tied", "parameter"),
     [
         (KeyValueStore, "add_gradients", False, "model.layers.1.input_layernorm.weight"),
-        (Pipeline, "_add_shared_gradients", True, "lm_head.weight"),
+        (Pipeline, "add_shared_gradients", True, "lm_head.weight"),
     ],
 )
 def test_gradients_that_get_lost_between_units_or_stages_are_found(

@@ -38,7 +38,7 @@ def begin(root: Path, tag: str) -> Path:
             f"and not end in {' or '.join(_SUFFIXES)}"
         )
     final = root / tag
-    if final.exists() and not _is_complete(final):
+    if final.exists() and not _is_complete(final) and not _is_empty(final):
         raise CheckpointError(
             f"{final}: is there and isn't a checkpoint of Cuboid's (it has no {MANIFEST}), so it isn't replaced; save "
             "under another tag, or move it away"
@@ -171,6 +171,11 @@ def _is_complete(path: Path) -> bool:
     return (path / MANIFEST).is_file() and not path.name.endswith(INCOMPLETE)
 
 
+def _is_empty(path: Path) -> bool:
+    # Some scripts make the folder before they save into it.
+    return path.is_dir() and not any(path.iterdir())
+
+
 def _named(root: Path) -> str | None:
     """What ``latest`` names."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -199,7 +204,7 @@ def _nothing(root: Path, wanted: str | None, found: list[Path]) -> str:
     if (where / "config.json").is_file():
         return (
             f"{where}: is a model without optimizer state and {MANIFEST}: train on from its weights alone, with "
-            "load_module_only=True or as the model to start from"
+            "load_module_only=True (DeepSpeed), load_model (ColossalAI), or as the model to start from"
         )
     started = [path.name for path in sorted(_folders(root, INCOMPLETE))]
     parts = []

@@ -93,13 +93,12 @@ def load_optimizer(opened: Opened, adapter: OptimizerAdapter, placed: Mapping[st
     saved = opened.document.get("optimizer")
     if saved is None:
         raise CheckpointError(
-            f"{opened.path}: has no optimizer state, only weights; load with load_module_only=True, or without "
-            "load_optimizer_states"
+            f"{opened.path}: has no optimizer state, only weights; load it without the optimizer's state"
         )
     if saved["class"] != adapter.kind:
         raise CheckpointError(
             f"{opened.path}: holds the state of {saved['class']}, but the optimizer is {adapter.kind}; configure the "
-            "same one, or load without load_optimizer_states"
+            "same one, or load without the optimizer's state"
         )
     adapter.allocate(saved["quantities"])
     for quantity, runs in adapter.state().quantities.items():

@@ -153,8 +153,8 @@ class OptimizerAdapter:
             if any(other != own[0] for other in own):
                 raise CheckpointError(
                     f"the optimizer keeps one state for {holding.names[0]} and {len(holding.names) - 1} more, which "
-                    f"had different ones ({own[0]} and others) when the checkpoint was written; load with "
-                    "load_optimizer_states=False"
+                    f"had different ones ({own[0]} and others) when the checkpoint was written; load "
+                    "without the optimizer's state"
                 )
             if own:
                 self._optimizer.state[holding.tensor].update(cloned(own[0]))
@@ -210,7 +210,7 @@ def restore_group(group: dict[str, Any], names: Sequence[str], saved: Sequence[M
         first, second = (next(n for n in names if n in saved[index]["parameters"]) for index in sources[:2])
         raise CheckpointError(
             f"{first} and {second} are in one parameter group here, but were in two with other settings when the "
-            "checkpoint was written; group the parameters as they were, or load with load_optimizer_states=False"
+            "checkpoint was written; group the parameters as they were, or load without the optimizer's state"
         )
     group.update({key: cloned(value) for key, value in saved[sources[0]].items() if key != "parameters"})
 

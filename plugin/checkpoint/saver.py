@@ -16,6 +16,7 @@ from cuboid.checkpoint.contents import Contents
 from cuboid.checkpoint.folder import INCOMPLETE, abandon, begin, commit, point_latest, prune, sweep
 from cuboid.checkpoint.manifest import FileRecord, Manifest, record_of
 from cuboid.checkpoint.optimizer import merged
+from cuboid.checkpoint.parts import TakenOver, add_kept, take_over
 from cuboid.checkpoint.state import write_state
 from cuboid.checkpoint.writing import Written, write_families, write_indices
 from cuboid.config import CheckpointConfig
@@ -41,6 +42,8 @@ class Saver:
 
     def save(self, root: Path, tag: str, contents: Contents, *, latest: bool = True) -> bool:
         """Write ``root/tag``. Collective over the world.
+
+        A checkpoint of that name gives way; but if its document has the same ``id``, what it has besides stays.
 
         If asynchronous, this returns when the contents are copied; :meth:`wait`, which the next call does too, tells
         how it went.
@@ -111,7 +114,7 @@ class Saver:
         return None
 
     def _write(self, root: Path, tag: str, contents: Contents, latest: bool) -> None:
-        folder = self._begin(root, tag)
+        folder, taken = self._begin(root, tag, contents)
         longest = self._settings.max_file_bytes
         try:
             with self._bar(tag) as bar:
@@ -120,22 +123,25 @@ class Saver:
                 )
             own = results[self._mesh.rank]
             check_all(self._fault(folder, own), self._mesh)
-            document = self._document(contents)
-            self._on_first(lambda: self._finish(root, tag, folder, contents, document, results, latest))
+            document = add_kept(self._document(contents), taken.document)
+            self._on_first(lambda: self._finish(root, tag, folder, contents, document, results, taken, latest))
         except BaseException:
             if self._mesh.rank == 0:
                 abandon(root, tag)
             raise
 
-    def _begin(self, root: Path, tag: str) -> Path:
+    def _begin(self, root: Path, tag: str, contents: Contents) -> tuple[Path, TakenOver]:
         asked = gather((str(root), tag), self._mesh)
         if len(set(asked)) > 1:
             other = next(rank for rank, one in enumerate(asked) if one != asked[0])
             raise CheckpointError(f"rank 0 saves {asked[0]}, but rank {other} saves {asked[other]}; give all the same")
 
+        taken = TakenOver()
+
         def prepare() -> None:
+            nonlocal taken
             sweep(root)
-            begin(root, tag)
+            taken = take_over(root / tag, begin(root, tag), contents)
 
         self._on_first(prepare)
         folder = root / f"{tag}{INCOMPLETE}"
@@ -146,7 +152,7 @@ class Saver:
                 "that all ranks share"
             )
         check_all(missing, self._mesh)
-        return folder
+        return folder, taken
 
     def _bar(self, tag: str) -> Any:
         # Of the first rank's stage, whose files are all written at the same time as the others'.
@@ -196,12 +202,13 @@ class Saver:
         contents: Contents,
         document: Mapping[str, Any],
         results: Sequence[Written],
+        taken: TakenOver,
         latest: bool,
     ) -> None:
         write_indices(folder, results)
         contents.companions(folder)
         write_state(folder, document)
-        records: dict[str, FileRecord] = {}
+        records: dict[str, FileRecord] = dict(taken.records)
         for written in results:
             records.update(written.records)
         for path in sorted(folder.rglob("*")):

@@ -28,7 +28,7 @@ from cuboid.mesh import Mesh
 
 
 def take_contents(
-    model: nn.Module, adapter: OptimizerAdapter | None, *, step: int, document: Mapping[str, Any]
+    model: nn.Module, adapter: OptimizerAdapter | None, *, step: int, document: Mapping[str, Any], weights: bool = True
 ) -> Contents:
     """Everything of this rank that goes into a checkpoint; tensors are views of live memory.
 
@@ -37,13 +37,14 @@ def take_contents(
         adapter: of the optimizer, if there is one.
         step: optimizer steps so far.
         document: what the framework adds to ``state.json``; values that :mod:`cuboid.checkpoint.state` takes.
+        weights: whether the weights, and the files that go with them, are among it.
 
     Raises:
         CheckpointError: the optimizer keeps what a checkpoint can't hold.
     """
     inner: Any = unwrap(model)
     state = None if adapter is None else adapter.state()
-    families = [model_family(inner)]
+    families = [model_family(inner)] if weights else []
     if state is not None:
         families += _optimizer_families(inner, state)
     return Contents(
@@ -52,8 +53,12 @@ def take_contents(
         optimizer=state,
         random=capture(_device(inner)),
         document={**document, "layout": describe_layout(inner)},
-        companions=functools.partial(write_companions, inner),
+        companions=functools.partial(write_companions, inner) if weights else _nothing,
     )
+
+
+def _nothing(_: Path) -> None:
+    """What goes beside a part of a checkpoint that isn't the weights."""
 
 
 def _optimizer_families(model: nn.Module, state: OptimizerState) -> list[Family]:

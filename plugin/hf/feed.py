@@ -58,18 +58,31 @@ def read_micro_batch(batch: Any) -> MicroBatch:
     return tensors
 
 
+def split_rows(batch: MicroBatch, rows: int) -> list[MicroBatch]:
+    """Cut a batch into micro-batches of so many rows; the last one may have fewer."""
+    total = batch["input_ids"].shape[0]
+    # What all rows share is each micro-batch's.
+    shared = {name: tensor for name, tensor in batch.items() if tensor.shape[0] != total}
+    return [
+        {name: shared.get(name, tensor[first : first + rows]) for name, tensor in batch.items()}
+        for first in range(0, total, rows)
+    ]
+
+
 def share_micro_batches(
-    batches: Iterator[Any] | None, count: int, mesh: Mesh, device: torch.device
+    batches: Iterator[Any] | None, count: int | None, mesh: Mesh, device: torch.device
 ) -> list[MicroBatch]:
-    """The next ``count`` micro-batches of this rank's replica, whole, on ``device``.
+    """The next ``count`` micro-batches of this rank's replica, whole, on ``device``; all there are if it is None.
 
     Collective over the ranks that hold one copy of the model. Only the first of them reads; on the others
     ``batches`` may be None.
 
     Raises:
-        StopIteration: on every rank, if there are fewer.
+        StopIteration: on every rank, if there are fewer, or none.
         CuboidError: on every rank, if one is malformed or the reading rank has no iterator.
     """
+    if count is None:
+        batches, count = _all_of(batches, mesh, device)
 
     def read() -> list[MicroBatch]:
         if batches is None:
@@ -81,6 +94,26 @@ def share_micro_batches(
     if mesh.rank == mesh.copy_ranks[0]:
         return _tell(read, count, mesh, device)
     return _listen(count, mesh, device)
+
+
+def _all_of(batches: Iterator[Any] | None, mesh: Mesh, device: torch.device) -> tuple[Iterator[Any] | None, int]:
+    """What the reading rank has left, and how many they are; at least one, which then may fail to be read."""
+    count = torch.ones((), dtype=torch.int64, device=device)
+    if mesh.rank == mesh.copy_ranks[0] and batches is not None:
+        try:
+            found = list(batches)
+            batches = iter(found)
+            count.fill_(max(len(found), 1))
+        except Exception as error:
+            batches = _failing(error)
+    if mesh.copy_ranks[-1] != mesh.copy_ranks[0]:
+        _broadcast(count, mesh)
+    return batches, int(count)
+
+
+def _failing(error: Exception) -> Iterator[Any]:
+    yield from ()
+    raise error
 
 
 def _tell(read: Callable[[], list[MicroBatch]], count: int, mesh: Mesh, device: torch.device) -> list[MicroBatch]:

@@ -24,6 +24,7 @@ from cuboid.hf.stage_runner import StageRunner
 from cuboid.hf.tracing import StepTrace
 from cuboid.hf.units import SegmentedBatch, label_tokens, with_shifted_labels
 from cuboid.mesh import Mesh
+from cuboid.replicas.gradients import gradient_of
 from cuboid.seq1f1b.actions import Program
 from cuboid.seq1f1b.lowering import lower
 from cuboid.seq1f1b.recorder import Recorder
@@ -68,14 +69,23 @@ class Pipeline:
         #: Where ``"measured"`` cuts the longest sequence of the last step from now on, if that step was measured.
         self.recut: tuple[int, ...] | None = None
 
-    def train(self, batches: Iterator[Any] | None, count: int, *, gradient_scale: float = 1.0) -> torch.Tensor:
+    def train(
+        self,
+        batches: Iterator[Any] | None,
+        count: int | None,
+        *,
+        gradient_scale: float = 1.0,
+        complete: bool = True,
+    ) -> torch.Tensor:
         """Forward and backward of ``count`` micro-batches of each replica; gradients add up in ``.grad``.
 
         Args:
             batches: gives micro-batches (:func:`cuboid.hf.feed.read_micro_batch`); read on the first rank of each
                 replica only.
-            count: micro-batches for each replica.
+            count: micro-batches for each replica; None for all that ``batches`` has.
             gradient_scale: what gradients, but not the loss, are multiplied by.
+            complete: whether nothing is going to be added to these gradients; if not, call
+                :meth:`add_shared_gradients` when they are.
 
         Returns:
             The mean loss over the label tokens of all micro-batches of all replicas, a tensor of no dims, the same on
@@ -92,24 +102,26 @@ class Pipeline:
         recorder = Recorder(self._device) if traces or measures else None
         scale = gradient_scale / step.items
         runner = self._run(_programs(self._config.schedule, step.shape), step, scale, recorder)
-        self._add_shared_gradients()
+        if complete:
+            self.add_shared_gradients()
         self.recut = None
         if recorder is not None:
             trace = StepTrace.gather(recorder, step.shape, self._config.schedule, self.mesh, self._device)
             if measures:
                 self._cutter.note(trace, step.lengths)
-                self.recut = self._cutter.lengths(max(map(sum, step.lengths)), count)
+                self.recut = self._cutter.lengths(max(map(sum, step.lengths)), step.shape.micro_batches)
             if traces:
                 trace.write(self._trace_folder(), self._step, step.lengths, self._staging)
         return self._total(runner.loss) / gradient_scale
 
-    def evaluate(self, batches: Iterator[Any] | None, count: int) -> torch.Tensor:
+    def evaluate(self, batches: Iterator[Any] | None, count: int | None) -> torch.Tensor:
         """The loss of ``count`` micro-batches of each replica, without gradients; otherwise as :meth:`train`."""
         step = self._prepare(batches, count)
         return self._total(self._run(_evaluation(step.shape), step, 1.0 / step.items, None, training=False).loss)
 
-    def _prepare(self, batches: Iterator[Any] | None, count: int) -> _Step:
+    def _prepare(self, batches: Iterator[Any] | None, count: int | None) -> _Step:
         shared = share_micro_batches(batches, count, self.mesh, self._device)
+        count = len(shared)
         micro_batches = [with_shifted_labels(batch) for batch in shared]
         for batch in micro_batches:
             self._check_length(batch["input_ids"].shape[1])
@@ -193,7 +205,7 @@ class Pipeline:
     def _store(self, length: int) -> KeyValueStore:
         return KeyValueStore(length, self.pool, self._config.kv_gradients)
 
-    def _add_shared_gradients(self) -> None:
+    def add_shared_gradients(self) -> None:
         """Give the first and the last stage the whole gradient of the parameters that both have."""
         cut = self._staging.cut
         if not self._staging.shared:
@@ -215,12 +227,6 @@ class Pipeline:
         if last > 0:
             dist.broadcast(total, self.mesh.peer(last), group=self.mesh.pipe_group)
         return total.to(torch.float32 if self._model.dtype != torch.float64 else torch.float64)
-
-
-def gradient_of(parameter: nn.Parameter) -> torch.Tensor | None:
-    """A parameter's gradient so far, also where DeepSpeed's bf16 optimizer keeps it in float32 beside ``.grad``."""
-    kept: torch.Tensor | None = getattr(parameter, "_hp_grad", None)
-    return parameter.grad if kept is None else kept
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from cuboid.hf.segments import PREFIX
 from cuboid.hf.stage_model import StageModel
 from cuboid.hf.stored import sharded_layouts
 from cuboid.mesh import Mesh
+from cuboid.replicas.gradients import gradient_of
 from cuboid.tensor3d.layout import Layout, put_shard
 from cuboid.topology import AXES
 
@@ -42,7 +43,7 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     has added up the two parts.
     """
     inner = unwrap(model)
-    return _whole_tensors(inner, dict(inner.named_parameters(remove_duplicate=False)), lambda x: x.grad)
+    return _whole_tensors(inner, dict(inner.named_parameters(remove_duplicate=False)), _gradient)
 
 
 def save_sharded(
@@ -115,6 +116,11 @@ _ValueOf = Callable[[torch.Tensor], torch.Tensor | None]
 
 def _value(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    gradient = gradient_of(parameter)  # type: ignore[arg-type]
+    return None if gradient is None else gradient.view_as(parameter)
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,11 @@ def stored_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in named.items() if seen[id(parameter)] == name}
 
 
+def stored_names(model: nn.Module) -> dict[int, str]:
+    """The names of :func:`stored_parameters`, by the parameters' ids."""
+    return {id(parameter): name for name, parameter in stored_parameters(model).items()}
+
+
 def counted_here(model: nn.Module) -> dict[str, nn.Parameter]:
     """Those of :func:`stored_parameters` that this stage stores: another one has the rest."""
     inner: Any = unwrap(model)

@@ -1,0 +1,44 @@
+"""The norm of a gradient that is spread over ranks, each element on one of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+
+def total_norm(
+    gradients: Sequence[torch.Tensor],
+    groups: Iterable[dist.ProcessGroup],
+    norm_type: float,
+    like: torch.Tensor,
+) -> torch.Tensor:
+    """The norm of all ranks' gradients as one vector. Collective over the groups.
+
+    Args:
+        gradients: this rank's, no element of which any other rank of the groups has.
+        groups: one after the other, the ranks over which the gradient is spread.
+        norm_type: the p of the p-norm; infinity for the largest absolute value.
+        like: a tensor of the model's dtype on its device.
+
+    Returns:
+        A tensor of no dims, alike on all ranks; in float64 for a model in float64, else in float32.
+    """
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    norms = [torch.linalg.vector_norm(gradient, norm_type, dtype=dtype) for gradient in gradients if gradient.numel()]
+    own = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=like.device)
+    largest = math.isinf(norm_type)
+    total = own.max() if largest else own.pow(norm_type).sum()
+    for group in groups:
+        dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+    return total if largest else total.pow(1.0 / norm_type)
+
+
+def scale_to(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Make gradients of a norm shorter, if it is longer than ``max_norm``; as ``torch.nn.utils`` does it."""
+    # No look at the number, for which the host would have to wait.
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.dtype))
