@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done)
 PINS := configs/requirements.txt
+COLOSSALAI_PINS := configs/requirements-colossalai.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(PINS)
 export DS_BUILD_OPS := 0
 
@@ -25,6 +26,9 @@ SEQUENCE ?= 256
 SAVE_EVERY ?=
 KEEP_LAST ?=
 RESUME ?=
+TEXT ?=
+BOOSTER_RANKS := $(if $(filter command line,$(origin RANKS)),$(RANKS),4)
+BOOSTER_CONFIG := $(if $(filter command line,$(origin CONFIG)),$(CONFIG),configs/colossalai_2_stages_1x1x2.yaml)
 
 # Without an accelerator for each rank, the ranks are CPU processes.
 GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')
@@ -34,7 +38,7 @@ endif
 export OMP_NUM_THREADS ?= 1
 FREE_PORT := $(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
 
-.PHONY: help install train test test-slow bench lint clean
+.PHONY: help install train colossalai test test-slow bench lint clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -55,6 +59,13 @@ $(VENV)/installed: $(PINS) setup.py
 	@$(INSTALL) --no-build-isolation --no-deps --editable .
 	@touch $@
 
+# ColossalAI's own requirements would bring other versions of torch and transformers, so none of them is followed.
+$(VENV)/colossalai: $(VENV)/installed $(COLOSSALAI_PINS)
+	@echo "installing into $(VENV): ColossalAI …"
+	@$(INSTALL) --no-build-isolation --no-deps --requirement $(COLOSSALAI_PINS)
+	@$(BIN)/python -W ignore -c "import colossalai.booster"
+	@touch $@
+
 train: install ## Train: MODEL=… DATA=… CONFIG=… STEPS=… NAME=… RANKS=… SEQUENCE=… SAVE_EVERY=… KEEP_LAST=… RESUME=1
 	@$(if $(RESUME),true,$(BIN)/python -m cuboid.cli prepare --out "$(RUN)" \
 		$(if $(MODEL),--model "$(MODEL)") $(if $(DATA),--data "$(DATA)"))
@@ -66,7 +77,17 @@ train: install ## Train: MODEL=… DATA=… CONFIG=… STEPS=… NAME=… RANKS=
 		$(if $(KEEP_LAST),--keep-last $(KEEP_LAST)) $(if $(RESUME),--resume)
 	@$(BIN)/python docs/examples/evaluate.py "$(RUN)"
 
+colossalai: $(VENV)/colossalai ## The same under ColossalAI's Booster, on 4 ranks: MODEL=… TEXT=… CONFIG=… RANKS=…
+	@test -n "$(MODEL)" || test -d runs/colossalai/start || $(BIN)/python -m cuboid.cli prepare --out runs/colossalai
+	@PATH="$(abspath $(BIN)):$$PATH" PYTHONWARNINGS="ignore:Please install:UserWarning" $(BIN)/colossalai run --nproc_per_node $(BOOSTER_RANKS) \
+		--master_port "$$($(FREE_PORT))" docs/examples/booster.py "$(or $(MODEL),runs/colossalai/start)" \
+		"$(or $(TEXT),$$($(BIN)/python -c 'import argparse; print(argparse.__file__)'))" runs/colossalai \
+		"$(BOOSTER_CONFIG)"
+	@$(BIN)/python docs/examples/evaluate.py runs/colossalai
+
 test: install ## Run the test suite.
+	@$(MAKE) --no-print-directory $(VENV)/colossalai || \
+		echo "make test: ColossalAI can't be installed here, so its tests are skipped" >&2
 	@$(BIN)/python -m pytest -m "not slow"
 
 test-slow: install ## Run the sweeps that are too long for every change.

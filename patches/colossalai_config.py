@@ -94,15 +94,15 @@ class PluginConfig:
         check_layout(config, rest, world_size)
         return cls(config, booster, load_config(source))
 
-    def rows_of(self, batch_rows: int) -> int:
-        """Rows of the micro-batches that a pipeline cuts a batch into.
+    def rows_of(self, batch_rows: int, *, training: bool) -> int:
+        """Rows of the micro-batches that a pipeline cuts a batch into; to evaluate, a batch may have any number.
 
         Raises:
             ConfigError: the config's numbers don't go together with such a batch.
         """
         rows, count = self.booster.train_micro_batch_size_per_gpu, self.booster.gradient_accumulation_steps
         if rows is not None:
-            if count is not None and batch_rows > rows * count:
+            if training and count is not None and batch_rows > rows * count:
                 raise ConfigError(
                     f"the data loader gave a batch of {batch_rows} rows, more than train_micro_batch_size_per_gpu × "
                     f"gradient_accumulation_steps = {rows} × {count}; give the loader a batch_size of {rows * count}, "
@@ -110,6 +110,8 @@ class PluginConfig:
                 )
             return rows
         count = 1 if count is None else count
+        if not training:
+            return -(-batch_rows // count)
         if batch_rows % count:
             raise ConfigError(
                 f"the data loader gave a batch of {batch_rows} rows, which gradient_accumulation_steps = {count} "

@@ -55,7 +55,6 @@ def __getattr__(name: str) -> Any:
         # And here ColossalAI, which not everybody has.
         from cuboid.patches.colossalai import CuboidPlugin
 
-        register()
         return CuboidPlugin
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

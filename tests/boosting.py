@@ -79,9 +79,10 @@ def one_process(path, dtype, *, by_tokens, data=1, steps=STEPS):
             learning_rate = schedule(optimizer)
             losses, norms, gradients = [], [], {}
             for step in range(steps):
-                losses.append(_reference_backward(model, step, data, by_tokens))
+                losses.append(reference_backward(model, step, data, by_tokens))
                 if step == 0:
-                    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+                    named = model.named_parameters(remove_duplicate=False)
+                    gradients = {name: p.grad.clone() for name, p in named}
                 norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)))
                 optimizer.step()
                 learning_rate.step()
@@ -91,7 +92,8 @@ def one_process(path, dtype, *, by_tokens, data=1, steps=STEPS):
         cuboid.register()
 
 
-def _reference_backward(model, step, data, by_tokens):
+def reference_backward(model, step, data, by_tokens):
+    """Gradients of a global batch in one process, and its loss."""
     pieces = [piece for replica in range(data) for piece in micro_batches(step, replica, data)]
     tokens = sum(int(label_tokens(with_shifted_labels(piece))) for piece in pieces)
     total = 0.0

@@ -66,6 +66,8 @@ class Pipeline:
         self.pool = StorePool()
         self._channels = self._open_channels()
         self._step = 0
+        #: Rows of this replica in the last step.
+        self.rows = 0
         #: Where ``"measured"`` cuts the longest sequence of the last step from now on, if that step was measured.
         self.recut: tuple[int, ...] | None = None
 
@@ -121,7 +123,7 @@ class Pipeline:
 
     def _prepare(self, batches: Iterator[Any] | None, count: int | None) -> _Step:
         shared = share_micro_batches(batches, count, self.mesh, self._device)
-        count = len(shared)
+        count, self.rows = len(shared), sum(batch["input_ids"].shape[0] for batch in shared)
         micro_batches = [with_shifted_labels(batch) for batch in shared]
         for batch in micro_batches:
             self._check_length(batch["input_ids"].shape[1])

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cuboid.checkpoint.optimizer import Holding, Slot
+from cuboid.collectives import gather_into, reduce_scatter_into
 from cuboid.replicas.gradients import GradientBuffer, padded, starts_of, views_of
 
 
@@ -51,7 +52,7 @@ class FlatParameters:
         """Add the gradients up over the replicas: all of them, or with several parts this replica's."""
         whole = self._gradients.collect()
         if group is not None and self._parts > 1:
-            dist.reduce_scatter_tensor(self._share, whole, group=group)
+            reduce_scatter_into(self._share, whole, group)
         elif group is not None:
             dist.all_reduce(whole, group=group)
         self.master.grad = self._share
@@ -78,7 +79,7 @@ class FlatParameters:
         elif self._parts > 1:
             own = own.clone()
         if group is not None and self._parts > 1:
-            dist.all_gather_into_tensor(self._working, own, group=group)
+            gather_into(self._working, own, group)
         elif own.data_ptr() != self._working.data_ptr():
             self._working.copy_(own)
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from cuboid.collectives import gather_into, reduce_scatter_into
 from cuboid.mesh import Mesh
 from cuboid.topology import Axis
 
@@ -24,7 +25,7 @@ def all_gather(x: torch.Tensor, mesh: Mesh, axes: Sequence[Axis]) -> torch.Tenso
     x = x.contiguous()
     out = x.new_empty((ranks, *x.shape))
     mesh.traffic.record("all_gather", mesh.split_axes(axes), out.nbytes, ranks)
-    dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=mesh.group(axes))
+    gather_into(out, x, mesh.group(axes))
     return out
 
 
@@ -35,20 +36,9 @@ def reduce_scatter(x: torch.Tensor, mesh: Mesh, axes: Sequence[Axis]) -> torch.T
         return x.squeeze(0)
     x = x.contiguous()
     mesh.traffic.record("reduce_scatter", mesh.split_axes(axes), x.nbytes, ranks)
-    group = mesh.group(axes)
-    if dist.get_backend(group) == "gloo":
-        return _reduce_scatter_by_exchange(x, group)
     out = x.new_empty(x.shape[1:])
-    dist.reduce_scatter_tensor(out.view(-1), x.view(-1), group=group)
+    reduce_scatter_into(out, x, mesh.group(axes))
     return out
-
-
-def _reduce_scatter_by_exchange(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    # gloo's own reduce-scatter is an all-reduce in disguise and sends twice the bytes. Exchanging the slices and
-    # adding them here sends what is needed, and adds in the accumulation dtype of `sum` rather than in bfloat16.
-    pieces = torch.empty_like(x)
-    dist.all_to_all_single(pieces.view(-1), x.view(-1), group=group)
-    return pieces.sum(0)
 
 
 def all_reduce(

@@ -1,0 +1,157 @@
+"""The comparison with Colossal-AI's 3-D layers runs, and its figures are right. Times are not looked at."""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+TIMEOUT_S = 600
+
+needs_peer = pytest.mark.skipif(
+    importlib.util.find_spec("colossalai") is None,
+    reason="colossalai isn't installed (`pip install --no-deps colossalai==0.5.0` and what it imports)",
+)
+
+
+@pytest.fixture
+def instruments(monkeypatch):
+    """The module that counts."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("three_d.instruments")
+
+
+@pytest.fixture
+def places(monkeypatch):
+    """The module that says who has what."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("three_d.places")
+
+
+# --- the instruments ---------------------------------------------------------------------------------------------
+
+
+@given(rows=st.integers(1, 4), columns=st.integers(1, 4), ranks=st.integers(1, 3), seed=st.integers(0, 99))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+def test_pieces_that_make_up_the_whole_have_no_error(places, rows, columns, ranks, seed):
+    whole = torch.randn(rows * ranks, columns, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(rows * ranks, generator=torch.Generator().manual_seed(seed))
+    cut = [(places.chunk(order, rank, ranks), places.everything(columns)) for rank in range(ranks)]
+    pieces = [(places.take(whole, place), place) for place in cut]
+    assert places.relative_error(whole, pieces) == 0
+    if ranks > 1:
+        assert places.relative_error(whole, pieces[1:]) == math.inf  # the first one's elements are nowhere
+    assert places.relative_error(whole, [*pieces, (pieces[0][0][:, :0], pieces[0][1])]) == math.inf
+    part, place = pieces[0]
+    assert places.relative_error(whole, [(torch.full_like(part, math.nan), place), *pieces[1:]]) == math.inf
+
+
+def test_the_error_is_relative_to_the_norm(places):
+    whole = torch.tensor([[3.0, 4.0]])
+    place = (places.everything(1), places.everything(2))
+    assert places.relative_error(whole, [(torch.tensor([[3.0, 4.5]]), place)]) == pytest.approx(0.1)
+
+
+def test_pieces_survive_a_file(places, tmp_path):
+    place = (torch.tensor([2, 0]), places.everything(3))
+    pieces = {"input": (torch.randn(2, 3), place), "output": (torch.randn(2, 3), place)}
+    places.write_pieces(pieces, tmp_path / "pieces.safetensors")
+    read = places.read_pieces(tmp_path / "pieces.safetensors")
+    assert read.keys() == pieces.keys()
+    for name, (part, _) in pieces.items():
+        assert torch.equal(read[name][0], part)
+        assert all(torch.equal(*both) for both in zip(read[name][1], place, strict=True))
+
+
+def test_the_peak_is_of_tensors_that_live_together(instruments):
+    x = torch.ones(1000)
+    with instruments.Meter([x]) as meter:
+        y = x * 2
+        z = (y + 1).view(10, 100)[1:]  # a view keeps the whole
+        del y
+        x.add_(1)  # was there before
+        w = z * 2
+    assert w.nbytes == 3600
+    assert meter.peak_bytes == 4000 + 4000
+    assert not meter.collectives
+
+
+def test_saved_bytes_are_told_apart(instruments):
+    module = nn.Sequential(nn.GELU(), nn.Linear(10, 20))
+    x = torch.randn(2, 3, 10, requires_grad=True)
+    with instruments.Saved(module, (nn.Linear,), set(), module.parameters()) as saved:
+        module(x)
+    size = x.nbytes
+    assert saved.bytes == {"linear_inputs": size, "other_activations": size, "gathered_weights": 0}
+
+
+# --- the comparison ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    """Numbers of the smallest run."""
+    out = tmp_path_factory.mktemp("benchmark")
+    options = ["--quick", "--repeats", "1", "--limit", "0", "--out", str(out)]
+    command = [sys.executable, str(BENCHMARKS / "colossalai_3d.py"), *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert (out / "colossalai_3d.png").read_bytes().startswith(b"\x89PNG")
+    numbers = json.loads((out / "colossalai_3d.json").read_text(encoding="utf-8"))
+    assert all(case["title"] in ended.stdout for case in numbers["cases"])
+    return numbers
+
+
+def rows_of(result, key):
+    """A contestant's numbers, case by case."""
+    return [row for case in result["cases"] for row in case["rows"] if row["key"] == key]
+
+
+@needs_peer
+def test_everyone_takes_part_in_both_cases(result):
+    assert [case["case"]["part"] for case in result["cases"]] == ["mlp", "layer"]
+    for case in result["cases"]:
+        assert [row["key"] for row in case["rows"]] == ["colossalai_3d", "colossalai_3d_exchange", "cuboid"]
+
+
+@needs_peer
+def test_everyone_computes_what_one_process_computes(result):
+    weights = {"mlp": 4, "layer": 12}
+    for case in result["cases"]:
+        for row in case["rows"]:
+            assert len(row["errors"]) == 2 + weights[case["case"]["part"]]
+            assert 0 < max(row["errors"].values()) < 1e-6
+
+
+@needs_peer
+def test_our_bytes_are_the_formula_and_what_is_seen_from_outside(result):
+    for row in rows_of(result, "cuboid"):
+        for seen, counted in zip(row["sent_bytes"], row["counted_bytes"], strict=True):
+            assert counted == row["formula_bytes"]
+            assert seen == sum(counted.values())
+
+
+@needs_peer
+def test_the_peer_sends_the_same_either_way(result):
+    for own, exchanged in zip(rows_of(result, "colossalai_3d"), rows_of(result, "colossalai_3d_exchange"), strict=True):
+        assert own["sent_bytes"] == exchanged["sent_bytes"]
+        assert {each["operation"] for each in own["collectives"]} == {"all_gather", "reduce_scatter", "all_reduce"}
+        assert {each["operation"] for each in exchanged["collectives"]} == {"all_gather", "all_to_all", "all_reduce"}
+
+
+@needs_peer
+def test_we_save_less(result):
+    depth = result["mesh"][0]
+    for ours, theirs in zip(rows_of(result, "cuboid"), rows_of(result, "colossalai_3d"), strict=True):
+        assert max(ours["saved_bytes"]) < min(theirs["saved_bytes"])
+        own, other = (row["saved_by_kind"]["linear_inputs"] for row in (ours, theirs))
+        assert max(own) <= min(other) / depth
+        assert max(ours["saved_by_kind"]["gathered_weights"]) < 0.01 * min(theirs["saved_by_kind"]["gathered_weights"])
