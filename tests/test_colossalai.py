@@ -11,8 +11,8 @@ from boosting import (
     EXACT,
     adamw,
     assert_alike,
-    booster_backward,
     boosted,
+    booster_backward,
     global_batch,
     one_process,
     settings,
@@ -201,7 +201,7 @@ def refusals(path, config):
     """What the booster says to calls that can't be answered."""
     from colossalai.booster import Booster
 
-    booster, model, optimizer, learning_rate = boosted(path, config, torch.float32)
+    booster, model, optimizer, _ = boosted(path, config, torch.float32)
     pipeline = model.pipeline is not None
     batch = global_batch(0)
 

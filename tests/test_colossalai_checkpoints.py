@@ -1,0 +1,203 @@
+"""What a Booster saves, in one folder by several calls, DeepSpeed goes on from, and the other way round."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import cuboid
+from boosting import CLOSE, adamw, boosted, booster_backward, deepspeed_step, schedule, settings
+from cuboid.errors import CuboidError
+from cuboid.verify import SmallModel, WorkerPool
+
+pytest.importorskip("colossalai", reason="ColossalAI isn't installed: `make colossalai` does it, or tells why it can't")
+
+LLAMA = SmallModel("llama", heads=8, kv_heads=4, layers=2)
+BEFORE, AFTER = 2, 4
+#: Where it is written, and where a run goes on.
+LAYOUTS = {
+    "2x2x1": settings("2x2x1", zero_optimization={"stage": 1}),
+    "2 stages of 1x1x2": settings("1x1x2", 2, zero_optimization={"stage": 1}),
+    "2 x 1x2x1": settings("1x2x1", data=2, zero_optimization={"stage": 1}),
+    "2 x 2 stages": settings("1x1x1", 2, data=2, zero_optimization={"stage": 1}),
+}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with WorkerPool(4) as workers:
+        yield workers
+
+
+def with_bf16(config):
+    return {**config, "bf16": {"enabled": True}}
+
+
+def dtype_of(config):
+    return torch.bfloat16 if "bf16" in config else torch.float32
+
+
+def booster_run(path, config, load, save, steps):
+    """Losses of some steps under a Booster, which may go on from a folder and end with saving into one."""
+    booster, model, optimizer, learning_rate = boosted(path, config, dtype_of(config))
+    if load:
+        booster.load_model(model, load)
+        booster.load_optimizer(optimizer, load)
+        booster.load_lr_scheduler(learning_rate, load)
+        assert (model.progress.optimizer, learning_rate.last_epoch) == (steps.start, steps.start)
+        assert model.progress.samples == 8 * steps.start
+        assert model.client_state == {"mark": 7}
+    losses = []
+    for step in steps:
+        losses.append(booster_backward(booster, model, optimizer, step))
+        optimizer.step()
+        learning_rate.step()
+        optimizer.zero_grad()
+    if save:
+        model.client_state["mark"] = 7
+        booster.save_lr_scheduler(learning_rate, save)
+        booster.save_model(model, save, shard=True)
+        booster.save_optimizer(optimizer, save, shard=True)
+    return losses, cuboid.full_state_dict(model)
+
+
+def deepspeed_run(path, config, load, save, steps):
+    """The same under DeepSpeed."""
+    import deepspeed
+
+    model = cuboid.from_pretrained(path, config, dtype=dtype_of(config))
+    optimizer = adamw(model)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, lr_scheduler=schedule(optimizer))
+    if load:
+        _, client_state = engine.load_checkpoint(load)
+        assert client_state == {"mark": 7}
+        assert (engine.global_steps, engine.lr_scheduler.last_epoch) == (steps.start, steps.start)
+    losses = [deepspeed_step(engine, step) for step in steps]
+    if save:
+        engine.save_checkpoint(Path(save).parent, tag=Path(save).name, client_state={"mark": 7})
+    return losses, cuboid.full_state_dict(engine)
+
+
+RUNS = {"booster": booster_run, "deepspeed": deepspeed_run}
+
+
+@pytest.mark.parametrize("layouts", [("2x2x1", "2 stages of 1x1x2"), ("2 stages of 1x1x2", "2x2x1")], ids=" to ".join)
+@pytest.mark.parametrize("frameworks", [("booster", "deepspeed"), ("deepspeed", "booster")], ids=" to ".join)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_one_framework_goes_on_from_the_others_checkpoint(pool, checkpoint, tmp_path, layouts, frameworks, precision):
+    path, folder = checkpoint(LLAMA), tmp_path / "runs" / "step"
+    written, resumed = (with_bf16(LAYOUTS[name]) if precision == "bf16" else LAYOUTS[name] for name in layouts)
+    first, second = (RUNS[name] for name in frameworks)
+    pool.run(4, first, path, written, None, folder, range(BEFORE))
+    found = pool.run(4, second, path, resumed, folder, None, range(BEFORE, AFTER))[0][0]
+    # The framework that wrote it goes on in the same way, and not as if there had been no step before.
+    wanted = pool.run(4, first, path, resumed, folder, None, range(BEFORE, AFTER))[0][0]
+    fresh = pool.run(4, second, path, resumed, None, None, range(BEFORE, AFTER))[0][0]
+    tolerance = 3e-3 if precision == "bf16" else CLOSE
+    assert found == pytest.approx(wanted, rel=tolerance)
+    assert fresh != pytest.approx(wanted, rel=tolerance)
+
+
+@pytest.mark.parametrize("layout", ["2 x 1x2x1", "2 x 2 stages"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_same_layout_goes_on_bit_for_bit_and_plain_transformers_opens_it(
+    pool, checkpoint, tmp_path, layout, precision
+):
+    path, folder = checkpoint(LLAMA), tmp_path / "step"
+    # A script may have made the folder.
+    folder.mkdir()
+    config = with_bf16(LAYOUTS[layout]) if precision == "bf16" else LAYOUTS[layout]
+    weights = pool.run(4, booster_run, path, config, None, folder, range(BEFORE))[0][1]
+    opened = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype_of(config))
+    for name, tensor in opened.state_dict().items():
+        assert torch.equal(tensor, weights[name]), name
+    assert not (tmp_path / "latest").exists()
+    assert sorted(json.loads((folder / "manifest.json").read_text())["files"]) == sorted(
+        found.relative_to(folder).as_posix()
+        for found in folder.rglob("*")
+        if found.is_file() and found.name != "manifest.json"
+    )
+    whole = pool.run(4, booster_run, path, config, None, None, range(AFTER))[0][0]
+    assert pool.run(4, booster_run, path, config, folder, None, range(BEFORE, AFTER))[0][0] == whole[BEFORE:]
+
+
+def save_parts(path, config, root):
+    """Which parts a folder has after each of some calls, with steps between some of them."""
+    booster, model, optimizer, learning_rate = boosted(path, config, torch.float32)
+
+    def step(number):
+        booster_backward(booster, model, optimizer, number)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def parts():
+        torch.distributed.barrier()
+        names = {"weights": "config.json", "moments": "optimizer/exp_avg", "state": "state.json"}
+        there = {part for part, name in names.items() if (root / "mixed" / name).exists()}
+        state = json.loads((root / "mixed" / "state.json").read_text())
+        torch.distributed.barrier()
+        return there | ({"schedule"} if state["scheduler"] else set())
+
+    found = []
+    step(0)
+    for call in (
+        lambda: booster.save_optimizer(optimizer, root / "mixed"),
+        lambda: booster.save_model(model, root / "mixed"),
+        lambda: booster.save_lr_scheduler(learning_rate, root / "mixed"),
+        lambda: booster.save_model(model, root / "mixed"),
+        lambda: (step(1), booster.save_model(model, root / "mixed")),
+    ):
+        call()
+        found.append(parts())
+    said = []
+    booster.save_optimizer(optimizer, root / "apart")
+    for call in (
+        lambda: booster.load_optimizer(optimizer, root / "mixed"),
+        lambda: booster.load_lr_scheduler(learning_rate, root / "mixed"),
+        lambda: booster.load_model(model, root / "mixed"),
+        lambda: booster.load_optimizer(optimizer, root / "apart"),
+        lambda: booster.load_model(model, root / "mixed"),
+        lambda: booster.load_model(model, root / "apart"),
+    ):
+        try:
+            call()
+            said.append("")
+        except CuboidError as error:
+            said.append(str(error))
+    return found, said
+
+
+def test_parts_of_one_state_come_together_and_parts_of_another_never_mix(pool, checkpoint, tmp_path):
+    for found, said in pool.run(4, save_parts, checkpoint(LLAMA), LAYOUTS["2 x 2 stages"], tmp_path):
+        everything = {"weights", "moments", "state", "schedule"}
+        assert found == [
+            {"moments", "state"},
+            {"weights", "moments", "state"},
+            everything,
+            everything,
+            # A step later, the moments of before would be another state's.
+            {"weights", "state"},
+        ]
+        assert "has no optimizer state" in said[0]
+        assert "has no schedule" in said[1]
+        assert said[2:4] == ["", ""]
+        assert "load_model before load_optimizer" in said[4]
+        assert said[5]
+
+
+def start_from(path, config, other):
+    """The loss after the weights of a plain Hugging Face checkpoint were loaded over others."""
+    booster, model, optimizer, _ = boosted(path, config, torch.float32)
+    booster.load_model(model, other)
+    return booster_backward(booster, model, optimizer, 0)
+
+
+def test_load_model_takes_any_hugging_face_checkpoint(pool, checkpoint):
+    other = checkpoint(SmallModel("llama", heads=8, kv_heads=4, layers=2, seed=1))
+    config = LAYOUTS["2 x 1x2x1"]
+    loaded = pool.run(4, start_from, checkpoint(LLAMA), config, other)[0]
+    assert loaded == pytest.approx(pool.run(4, start_from, other, config, other)[0], rel=1e-7)
+    assert loaded != pool.run(4, functools.partial(start_from, other=checkpoint(LLAMA)), checkpoint(LLAMA), config)[0]
