@@ -1,4 +1,4 @@
-"""Cuboid: 3-D tensor parallelism for unmodified Hugging Face models, inside DeepSpeed."""
+"""Cuboid: 3-D tensor parallelism for unmodified Hugging Face models, inside DeepSpeed or ColossalAI."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Write the table of keys in docs/config.md from the schema that the keys are checked with.
+"""Write the tables of keys in docs/config.md and docs/colossalai.md from the schemas that keys are checked with.
 
 python docs/generate_config.py [--check]
 """
@@ -8,20 +8,28 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from marked import DOCS, parser, table, update
+from pydantic import BaseModel
 
 from cuboid.config import CuboidConfig
+from cuboid.patches.colossalai_config import BoosterConfig
 
 
 def main() -> int:
-    """Update or check the page; the exit status."""
-    arguments = parser("Write the table of keys in docs/config.md.").parse_args()
-    schema = CuboidConfig.model_json_schema()
+    """Update or check the pages; the exit status."""
+    arguments = parser("Write the tables of keys in docs/config.md and docs/colossalai.md.").parse_args()
+    pages = {"config.md": CuboidConfig, "colossalai.md": BoosterConfig}
+    return max(_update(DOCS / name, keys, check=arguments.check) for name, keys in pages.items())
+
+
+def _update(page: Path, keys: type[BaseModel], *, check: bool) -> int:
+    schema = keys.model_json_schema()
     rows = list(_rows(schema, schema["$defs"], prefix=""))
-    keys = table(["key", "type", "default", "meaning"], rows)
-    return update(DOCS / "config.md", {"keys": keys}, "docs/generate_config.py", check=arguments.check)
+    parts = {"keys": table(["key", "type", "default", "meaning"], rows)}
+    return update(page, parts, "docs/generate_config.py", check=check)
 
 
 def _rows(section: dict[str, Any], definitions: dict[str, Any], prefix: str) -> Iterator[list[str]]:

@@ -26,11 +26,13 @@ class _Section(BaseModel):
 
 
 class _Bf16(_Section):
-    enabled: bool = False
+    enabled: bool = Field(False, description="Weights in bfloat16, with masters and sums of gradients in float32.")
 
 
 class _Zero(_Section):
-    stage: Literal[0, 1] = 0
+    stage: Literal[0, 1] = Field(
+        0, description="1: each replica of the mesh holds only its share of the optimizer's state."
+    )
 
 
 class BoosterConfig(_Section):
@@ -48,10 +50,8 @@ class BoosterConfig(_Section):
     gradient_clipping: float = Field(
         0.0, ge=0.0, strict=False, description="Largest norm of the gradient in a step; 0 for any."
     )
-    bf16: _Bf16 = Field(_Bf16(), description="Weights in bfloat16, with masters and sums of gradients in float32.")
-    zero_optimization: _Zero = Field(
-        _Zero(), description="Stage 1: each replica of the mesh holds its share of the optimizer's state."
-    )
+    bf16: _Bf16 = Field(default_factory=lambda: _Bf16.model_validate({}))
+    zero_optimization: _Zero = Field(default_factory=lambda: _Zero.model_validate({}))
 
     @property
     def precision(self) -> Literal["bf16", "fp32"]:
