@@ -200,6 +200,17 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
             **kwargs,
         )
 
+    def wait_for_checkpoint(self) -> bool:
+        """Wait until an asynchronous save is done; before the process group is destroyed. All ranks call it.
+
+        Returns:
+            False where it could not be written and the config says to train on.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        return self._model is None or self._model.checkpointing.wait()
+
     def supported_devices(self) -> list[str]:
         """Kinds of accelerators."""
         return ["cuda", "cpu"]

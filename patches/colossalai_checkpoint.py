@@ -140,12 +140,6 @@ class CuboidCheckpointIO(CheckpointIO):
         """
         raise CheckpointError("LoRA has no rule on a sharded model")
 
-    def _sync_io(self) -> None:
-        # ColossalAI calls it before the next save and when the object goes.
-        super()._sync_io()
-        if getattr(self, "_model", None) is not None:
-            self._boosted().checkpointing.wait()
-
     def _save(self, model: CuboidModel, checkpoint: str | Path, part: Part) -> None:
         folder, self._opened = Path(checkpoint).absolute(), None
         model.checkpointing.save(folder.parent, folder.name, part, model.progress, model.client_state, latest=False)

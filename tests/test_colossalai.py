@@ -163,6 +163,19 @@ def test_bf16_has_masters_that_keep_what_the_weights_cannot_show(pool, checkpoin
         assert all(tensor.dtype == torch.bfloat16 for tensor in before.values())
 
 
+def dtypes(path, config, dtype):
+    """Of the parameters, after a model was loaded in another precision."""
+    _, model, _, _ = boosted(path, config, dtype)
+    return {parameter.dtype for parameter in model.parameters()}
+
+
+@pytest.mark.parametrize(
+    ("loaded", "trained"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)], ids=["bf16", "float64"]
+)
+def test_fp32_is_the_least_precision_unless_bf16_is_on(pool, checkpoint, loaded, trained):
+    assert pool.run(2, dtypes, checkpoint(LLAMA), settings("1x2x1"), loaded) == [{trained}] * 2
+
+
 def test_bf16_trains_like_deepspeed(pool, checkpoint):
     path, config = checkpoint(LLAMA), settings("1x2x2", bf16={"enabled": True}, zero_optimization={"stage": 1})
     ours = pool.run(4, under_booster, path, config, torch.bfloat16)[0]

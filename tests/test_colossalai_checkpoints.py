@@ -188,6 +188,30 @@ def test_parts_of_one_state_come_together_and_parts_of_another_never_mix(pool, c
         assert said[5]
 
 
+def save_often(path, config, root):
+    """Save after each of three steps, behind training's back; the names that are left on rank 0."""
+    booster, model, optimizer, _ = boosted(path, config, torch.float32)
+    for step in range(3):
+        booster_backward(booster, model, optimizer, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        booster.save_model(model, root / f"step{step}")
+        booster.save_optimizer(optimizer, root / f"step{step}")
+    assert booster.plugin.wait_for_checkpoint()
+    weights = cuboid.full_state_dict(model)
+    booster.load_model(model, root / "step2")
+    booster.load_optimizer(optimizer, root / "step2")
+    alike = all(torch.equal(tensor, weights[name]) for name, tensor in cuboid.full_state_dict(model).items())
+    return alike, sorted(folder.name for folder in root.iterdir())
+
+
+def test_asynchronous_saves_come_one_after_the_other_and_older_ones_go(pool, checkpoint, tmp_path):
+    config = {**LAYOUTS["2 x 2 stages"], "checkpoint": {"asynchronous": True, "keep_last": 2}}
+    alike, names = pool.run(4, save_often, checkpoint(LLAMA), config, tmp_path)[0]
+    assert alike
+    assert names == ["step1", "step2"]
+
+
 def start_from(path, config, other):
     """The loss after the weights of a plain Hugging Face checkpoint were loaded over others."""
     booster, model, optimizer, _ = boosted(path, config, torch.float32)
