@@ -17,11 +17,11 @@ from cuboid.hf.roles import Role, architecture_of, matching_modules
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.dropout import ShardedDropout
 from cuboid.tensor3d.embedding import ShardedEmbedding
+from cuboid.tensor3d.exchange import SelectHeads
 from cuboid.tensor3d.gathered import GatheredModule
 from cuboid.tensor3d.layout import Layout
 from cuboid.tensor3d.linear import (
     Product,
-    SelectHeads,
     ShardedLinear,
     down_product,
     head_product,

@@ -22,80 +22,20 @@ the weight are saved as shards and gathered again in backward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from cuboid.mesh import Mesh
-from cuboid.tensor3d.collectives import all_reduce, gather_dim, scatter_dim
+from cuboid.tensor3d.collectives import all_gather
+from cuboid.tensor3d.exchange import Exchange, ScatterFeatures, ScatterSequence
 from cuboid.tensor3d.layout import Layout
 from cuboid.tensor3d.parameter import ParameterGather, ShardedModule
-from cuboid.tensor3d.sequence import SEQUENCE_DIM, Regather, saved_input
-from cuboid.topology import Axis
-
-
-class Exchange(Protocol):
-    """What happens to partial sums ``[B/b, S, rows]`` behind a product, and its transpose."""
-
-    def reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """Partial sums to the rank's own piece of the sum."""
-        ...
-
-    def transpose(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Gradient of the own piece to the gradient of the partial sums."""
-        ...
-
-
-@dataclass(frozen=True)
-class ScatterDim:
-    """Reduce-scatter over one axis onto one dim (which may consist of several parts, each cut separately)."""
-
-    mesh: Mesh
-    axis: Axis
-    dim: int
-    parts: int = 1
-
-    def reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """See :class:`Exchange`."""
-        if self.parts == 1:
-            return scatter_dim(partial, self.dim, self.mesh, (self.axis,))
-        by_part = partial.unflatten(self.dim, (self.parts, -1))
-        return scatter_dim(by_part, -1, self.mesh, (self.axis,)).flatten(-2)
-
-    def transpose(self, gradient: torch.Tensor) -> torch.Tensor:
-        """See :class:`Exchange`."""
-        if self.parts == 1:
-            return gather_dim(gradient, self.dim, self.mesh, (self.axis,))
-        by_part = gradient.unflatten(self.dim, (self.parts, -1))
-        return gather_dim(by_part, -1, self.mesh, (self.axis,)).flatten(-2)
-
-
-@dataclass(frozen=True)
-class SelectHeads:
-    """Sum over `hidden` and keep the heads that this rank's queries attend to (GQA with few KV heads).
-
-    Where the KV heads don't divide by sequence × hidden a reduce-scatter can't hand them out: neighbours need the
-    same head. All ranks get the sum of ``heads`` heads and keep those in ``keep`` (which may repeat).
-    """
-
-    mesh: Mesh
-    head_dim: int
-    heads: int
-    keep: tuple[int, ...]
-
-    def reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """See :class:`Exchange`."""
-        whole = all_reduce(partial, self.mesh, ("hidden",))
-        return whole.unflatten(-1, (self.heads, self.head_dim))[..., list(self.keep), :].flatten(-2)
-
-    def transpose(self, gradient: torch.Tensor) -> torch.Tensor:
-        """See :class:`Exchange`."""
-        kept = gradient.unflatten(-1, (len(self.keep), self.head_dim))
-        whole = gradient.new_zeros((*kept.shape[:-2], self.heads, self.head_dim))
-        whole.index_add_(-2, torch.tensor(self.keep, device=gradient.device), kept)
-        return all_reduce(whole.flatten(-2), self.mesh, ("hidden",))
+from cuboid.tensor3d.products import Pieces, multiply, weight_gradient
+from cuboid.tensor3d.sequence import Regather, saved_input
 
 
 @dataclass(frozen=True)
@@ -116,6 +56,14 @@ class Product:
         whole = block.t() if self.in_first else block
         return whole if self.rows is None else whole[slice(*self.rows)]
 
+    def features(self, x: torch.Tensor) -> Pieces:
+        """The input's features, in pieces where they must be gathered."""
+        return all_gather(x, self.weight.mesh, ("hidden",)).unbind(0) if self.gather_features else (x,)
+
+    def columns(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The columns of ``[out, in]`` that belong to each of the pieces."""
+        return weight.chunk(self.weight.mesh.size("hidden"), 1) if self.gather_features else (weight,)
+
 
 class _Multiply(torch.autograd.Function):
     @staticmethod
@@ -124,6 +72,7 @@ class _Multiply(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         saved: torch.Tensor,
+        bias: torch.Tensor | None,
         regather: Regather | None,
         product: Product,
     ) -> torch.Tensor:
@@ -132,40 +81,43 @@ class _Multiply(torch.autograd.Function):
         if regather is not None and ctx.needs_input_grad[1]:
             regather.join()
         with product.weight.gathered(weight) as block:
-            partial = nn.functional.linear(_features(x, product), product.out_in(block))
-        return product.exchange.reduce(partial)
+            y = product.exchange.multiply(product.features(x), product.columns(product.out_in(block)))
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved, weight = ctx.saved_tensors
         product: Product = ctx.product
-        dy = product.exchange.transpose(dy)
         dx = dweight = None
+        dbias = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None
+        pieces = product.exchange.transpose(dy)
         if ctx.needs_input_grad[0]:
             with product.weight.gathered(weight) as block:
-                dx = torch.matmul(dy, product.out_in(block))
-            if product.gather_features:
-                dx = scatter_dim(dx, -1, product.weight.mesh, ("hidden",))
+                dx = _input_gradient(pieces, product.out_in(block), product)
         if ctx.needs_input_grad[1]:
-            x = _features(saved, product) if ctx.regather is None else ctx.regather.take(saved)
-            dweight = product.weight.reduce(_weight_gradient(dy, x, product))
-        return dx, dweight, None, None, None
+            x = product.features(saved) if ctx.regather is None else (ctx.regather.take(saved),)
+            dweight = product.weight.reduce(_block_gradient(pieces, x, product))
+        return dx, dweight, None, dbias, None, None
 
 
-def _features(x: torch.Tensor, product: Product) -> torch.Tensor:
-    return gather_dim(x, -1, product.weight.mesh, ("hidden",)) if product.gather_features else x
+def _input_gradient(dy: Pieces, weight: torch.Tensor, product: Product) -> torch.Tensor:
+    """dy W; where the input was gathered, reduced to the rank's own features."""
+    rows = product.exchange.rows(weight)
+    if not product.gather_features:
+        return multiply(dy, [own.t() for own in rows])
+    scatter = ScatterFeatures(product.weight.mesh, "hidden")
+    return scatter.multiply(dy, [own.t() for own in rows])
 
 
-def _weight_gradient(dy: torch.Tensor, x: torch.Tensor, product: Product) -> torch.Tensor:
+def _block_gradient(dy: Pieces, x: Pieces, product: Product) -> torch.Tensor:
     """dyᵀ x, as ``[out, in]`` or ``[in, out]``, with zeros in the rows that were not multiplied."""
-    dy_2d, x_2d = dy.flatten(0, -2), x.flatten(0, -2)
-    if product.in_first and product.rows is None:
-        return x_2d.t() @ dy_2d
-    gradient = dy_2d.t() @ x_2d
-    if product.rows is None:
-        return gradient
-    whole = gradient.new_zeros(product.weight.layout.block_shape(product.weight.mesh.shape))
-    product.out_in(whole).copy_(gradient)
+    shape = product.weight.layout.block_shape(product.weight.mesh.shape)
+    whole = dy[0].new_empty(shape) if product.rows is None else dy[0].new_zeros(shape)
+    by_column = product.columns(product.out_in(whole))
+    for index, piece in enumerate(dy):
+        for features, columns in zip(x, by_column, strict=True):
+            for part, out in product.exchange.put_rows(columns, index):
+                weight_gradient(piece[..., part], features, out)
     return whole
 
 
@@ -205,11 +157,10 @@ class ShardedLinear(ShardedModule, nn.Linear):
             # The gathered input is cast for this call only; the shard is cast again when it is gathered again.
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight, saved = x.to(dtype), weight.to(dtype), saved.to(dtype)
-        y = _Multiply.apply(x, weight, saved, regather, self.product)
-        if self.bias is None:
-            return y
-        bias = self.gathered("bias")
-        return y + (bias if self.bias_rows is None else bias[self.bias_rows]).to(y.dtype)
+        bias = None if self.bias is None else self.gathered("bias").to(x.dtype)
+        if bias is not None and self.bias_rows is not None:
+            bias = bias[self.bias_rows]
+        return _Multiply.apply(x, weight, saved, bias, regather, self.product)
 
     def extra_repr(self) -> str:
         """Unsplit sizes and the mesh."""
@@ -219,14 +170,14 @@ class ShardedLinear(ShardedModule, nn.Linear):
 
 def up_product(weight: ParameterGather, *, in_first: bool = False, parts: int = 1) -> Product:
     """Multiplication of an "up" projection: partial sums over `hidden`, scattered onto the features."""
-    return Product(weight, ScatterDim(weight.mesh, "hidden", -1, parts), in_first)
+    return Product(weight, ScatterFeatures(weight.mesh, "hidden", parts), in_first)
 
 
 def down_product(weight: ParameterGather, *, in_first: bool = False) -> Product:
     """Multiplication of a "down" projection: partial sums over `sequence`, scattered onto the sequence."""
-    return Product(weight, ScatterDim(weight.mesh, "sequence", SEQUENCE_DIM), in_first, gather_features=True)
+    return Product(weight, ScatterSequence(weight.mesh, "sequence"), in_first, gather_features=True)
 
 
 def head_product(weight: ParameterGather) -> Product:
     """Multiplication of the LM head: partial sums over `hidden`, scattered onto the sequence."""
-    return Product(weight, ScatterDim(weight.mesh, "hidden", SEQUENCE_DIM))
+    return Product(weight, ScatterSequence(weight.mesh, "hidden"))
