@@ -119,7 +119,12 @@ def rows_of(result, key):
 def test_everyone_takes_part_in_both_cases(result):
     assert [case["case"]["part"] for case in result["cases"]] == ["mlp", "layer"]
     for case in result["cases"]:
-        assert [row["key"] for row in case["rows"]] == ["colossalai_3d", "colossalai_3d_exchange", "cuboid"]
+        assert [row["key"] for row in case["rows"]] == [
+            "colossalai_3d",
+            "colossalai_3d_exchange",
+            "cuboid",
+            "cuboid_auto",
+        ]
 
 
 @needs_peer
@@ -133,7 +138,7 @@ def test_everyone_computes_what_one_process_computes(result):
 
 @needs_peer
 def test_our_bytes_are_the_formula_and_what_is_seen_from_outside(result):
-    for row in rows_of(result, "cuboid"):
+    for row in [*rows_of(result, "cuboid"), *rows_of(result, "cuboid_auto")]:
         for seen, counted in zip(row["sent_bytes"], row["counted_bytes"], strict=True):
             assert counted == row["formula_bytes"]
             assert seen == sum(counted.values())

@@ -1,4 +1,4 @@
-"""The rig of the benchmarks: its names and lines, and real namespaces, whose rate holds and of which nothing is left."""
+"""The rig of the benchmarks: its names and lines, and real namespaces that hold their rate and leave nothing behind."""
 
 import json
 import os
@@ -7,12 +7,12 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from launching import ROOT, finish, start
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -135,10 +135,10 @@ def test_listed_namespaces_are_read_with_and_without_numbers():
 
 def test_sent_bytes_are_those_of_the_interface():
     table = (
-        "Inter-|   Receive                                                |  Transmit\n"
-        " face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier\n"
-        "    lo:     111       1    0    0    0     0          0         0      222       1    0    0    0     0       0\n"
-        "    e0: 3333333       2    0    0    0     0          0         0  4444444       2    0    0    0     0       0\n"
+        "Inter-|   Receive                            |  Transmit\n"
+        " face |bytes packets errs drop fifo frame compressed multicast|bytes packets errs drop fifo colls carrier\n"
+        "    lo:     111 1 0 0 0 0 0 0      222 1 0 0 0 0 0 0\n"
+        "    e0: 3333333 2 0 0 0 0 0 0  4444444 2 0 0 0 0 0 0\n"
     )
     assert parse_sent_bytes(table, "e0") == 4444444
     assert parse_sent_bytes(table, "lo") == 222
@@ -210,13 +210,13 @@ MEASURING = """
     from network.rate import Link, verify_rate
 
     before = [name for _, name in socket.if_nameindex()]
-    with shaped_network(8) as network:
+    with shaped_network(4) as network:
         inside = [name for _, name in socket.if_nameindex()]
         with forked_ranks(network, lambda rank: Link(network), timeout_s=60.0) as ranks:
             network.set_rate(20.0)
             rate = verify_rate(network, ranks)
             seen = ranks.call("exchange", 1_000_000, time.perf_counter(), timeout_s=60.0)
-            network.rate_mbit = 40.0  # which it isn't
+            network.rate_mbit = 10.0  # which it isn't
             try:
                 refused = verify_rate(network, ranks)
             except NetworkError as error:
@@ -233,9 +233,9 @@ def test_the_rate_holds_the_bytes_agree_and_nothing_is_left(tmp_path):
     pid, untouched, rate, sent, refused = json.loads(output.rpartition("RESULT")[2])
     assert untouched
     assert 0.9 * 20 <= rate <= 1.03 * 20
-    assert len(sent) == 8
+    assert len(sent) == 4
     assert all(1_000_000 < each < 1.02 * 1_000_000 for each in sent)
-    assert "were set to 40 Mbit/s, but 8 of 8 ranks" in refused
+    assert "were set to 10 Mbit/s, but 4 of 4 ranks" in refused
     assert namespaces(pid) == []
 
 
@@ -282,14 +282,3 @@ def test_what_a_running_process_needs_is_not_stale():
         assert not set(network.names.all(1)) & set(remove_stale())
         assert set(namespaces(os.getpid())) == set(network.names.all(1))
     assert namespaces(os.getpid()) == []
-
-
-@pytest.mark.skipif(not Path("/usr/bin/setpriv").exists(), reason="needs setpriv to be another user")
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="needs root to be another user")
-def test_without_root_the_shaped_network_says_so(tmp_path):
-    path = script(tmp_path, "from network.networks import why_not_shaped; print('SAID', why_not_shaped())")
-    tmp_path.chmod(0o755)
-    code = f"import os; os.seteuid(65534); exec(open({str(path)!r}).read())"
-    status, output = finish(start(sys.executable, "-c", code), TIMEOUT_S)
-    assert status == 0, output
-    assert "SAID the shaped network needs root" in output

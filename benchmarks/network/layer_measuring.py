@@ -1,0 +1,134 @@
+"""Rounds of steps on all meshes in turn, each on a quiet machine, and what must be true before they count."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from cuboid.errors import CuboidError
+from network.calm import QUIET, Bystanders
+from network.layer_rank import Step
+from network.ranks import Ranks
+from network.rate import LEAD_S
+
+#: How far a float32 layer may be from float64, relatively; it is at 1e-5 and below.
+AGREEMENT = 1e-4
+#: For one step of the slowest mesh.
+TIMEOUT_S = 900.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One step of all ranks.
+
+    Args:
+        step_s: from the start that all ranks were told to the end of the last one.
+        computing_s: processor time of all ranks together.
+        counted_bytes: that a rank sent, by Cuboid's counter; the mean of the ranks.
+        interface_bytes: likewise by the interfaces; None on loopback.
+        foreign: part of the machine that other processes took.
+    """
+
+    step_s: float
+    computing_s: float
+    counted_bytes: float
+    interface_bytes: float | None
+    foreign: float
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the step counts."""
+        return self.foreign <= QUIET
+
+
+@dataclass
+class Record:
+    """All about one mesh.
+
+    Args:
+        mesh: as asked for, ``"auto"`` too.
+        shape: what it is.
+        error: of the rank that is farthest from float64.
+        calls: collectives of a step, by axes.
+        floor: samples on links without a limit; empty on loopback, where all samples are that.
+        samples: by round.
+        rejected: steps that were measured again.
+    """
+
+    mesh: str
+    shape: str
+    error: float
+    calls: dict[str, int] = field(default_factory=dict)
+    floor: list[Sample] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    rejected: int = 0
+
+
+def prepare(ranks: Ranks, meshes: Iterable[str]) -> list[Record]:
+    """Build the layer on every mesh and compare it with float64.
+
+    Raises:
+        CuboidError: a mesh computes something else.
+    """
+    records = []
+    for mesh in meshes:
+        answers = ranks.call("prepare", mesh, timeout_s=TIMEOUT_S)
+        record = Record(mesh, answers[0][0], max(error for _, error in answers))
+        if not record.error <= AGREEMENT:
+            raise CuboidError(f"mesh {record.shape} is {record.error:.1e} away from float64: it doesn't do the same")
+        records.append(record)
+    return records
+
+
+def run_rounds(
+    ranks: Ranks,
+    records: list[Record],
+    repeats: int,
+    bystanders: Bystanders,
+    into: Callable[[Record], list[Sample]],
+    after_round: Callable[[], None] = lambda: None,
+) -> None:
+    """Rounds in which every mesh has a step, so that what changes slowly on the machine touches all alike.
+
+    Args:
+        ranks: who keep a :class:`~network.layer_rank.LayerRank`.
+        records: of the meshes.
+        repeats: number of rounds.
+        bystanders: tells when to measure.
+        into: where a record's samples go.
+        after_round: called when a round is complete.
+    """
+    for number in range(repeats):
+        # In another order each time, so that nobody always comes behind the same one.
+        first = number % len(records)
+        for record in [*records[first:], *records[:first]]:
+            into(record).append(_undisturbed_step(ranks, record, bystanders))
+        after_round()
+
+
+def _undisturbed_step(ranks: Ranks, record: Record, bystanders: Bystanders) -> Sample:
+    """A step during which nobody else computed; after the watch's deadline any step."""
+    while True:
+        bystanders.wait()
+        sample = _step(ranks, record, bystanders)
+        if sample.is_quiet or bystanders.is_over():
+            return sample
+        record.rejected += 1
+
+
+def _step(ranks: Ranks, record: Record, bystanders: Bystanders) -> Sample:
+    bystanders.start()
+    steps: list[Step] = ranks.call("step", record.mesh, time.perf_counter() + LEAD_S, timeout_s=TIMEOUT_S)
+    computing_s = sum(step.computing_s for step in steps)
+    foreign = bystanders.share(computing_s)
+    record.calls = steps[0].calls
+    carried = [step.interface_bytes for step in steps if step.interface_bytes is not None]
+    counted = sum(step.counted_bytes for step in steps) / len(steps)
+    return Sample(
+        step_s=max(step.duration_s for step in steps),
+        computing_s=computing_s,
+        counted_bytes=counted,
+        interface_bytes=sum(carried) / len(steps) if carried else None,
+        foreign=foreign,
+    )

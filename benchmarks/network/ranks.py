@@ -1,0 +1,228 @@
+"""Ranks forked from this process, which has imported everything, each at its place in a network.
+
+Sixty-four processes that import PyTorch and transformers by themselves take minutes and tens of gigabytes; forked ones
+take seconds and share what was imported and built before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import gc
+import multiprocessing
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch.distributed as dist
+
+from cuboid.errors import CuboidError
+from network.device import share_one_device
+from network.interrupts import undisturbed
+from network.networks import Network
+
+_HOST = "127.0.0.1"
+#: How long the other ranks may still report after the first one has failed.
+_GRACE_S = 0.5
+_PR_SET_PDEATHSIG = 1
+
+
+class RankError(CuboidError):
+    """A rank raised, died or ran out of time."""
+
+
+@dataclass(frozen=True)
+class _Reply:
+    """What a rank answers: a result, or the traceback of what it ran into and when."""
+
+    result: Any = None
+    failure: str | None = None
+    at_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Member:
+    process: BaseProcess
+    connection: Connection
+
+
+class Ranks:
+    """The ranks of one ``torch.distributed`` world over gloo, each with an object that it keeps and whose methods it
+    is told to call. Made by :func:`forked_ranks`."""
+
+    def __init__(self, members: list[_Member]) -> None:
+        self._members = members
+
+    def call(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
+        """Have every rank call a method of its object.
+
+        Args:
+            method: its name.
+            arguments: the same for every rank.
+            timeout_s: for the slowest of them.
+
+        Returns:
+            What each rank returned, by rank.
+
+        Raises:
+            RankError: with the traceback of the rank that failed first. The ranks can't be used any more.
+        """
+        for member in self._members:
+            # One that has died is told of by its silence.
+            with contextlib.suppress(BrokenPipeError):
+                member.connection.send((method, arguments))
+        return self._collect(method, timeout_s)
+
+    def _collect(self, what: str, timeout_s: float) -> list[Any]:
+        replies: dict[int, _Reply] = {}
+        deadline_s = time.monotonic() + timeout_s
+        while len(replies) < len(self._members):
+            waiting = {m.connection: rank for rank, m in enumerate(self._members) if rank not in replies}
+            arrived = wait(list(waiting), timeout=max(0.0, deadline_s - time.monotonic()))
+            if not arrived:
+                break
+            for connection in arrived:
+                assert isinstance(connection, Connection)
+                rank = waiting[connection]
+                replies[rank] = self._receive(rank)
+                if replies[rank].failure is not None:
+                    deadline_s = min(deadline_s, time.monotonic() + _GRACE_S)
+        self._check(replies, what, timeout_s)
+        return [replies[rank].result for rank in range(len(self._members))]
+
+    def _receive(self, rank: int) -> _Reply:
+        member = self._members[rank]
+        try:
+            return member.connection.recv()
+        except (EOFError, ConnectionResetError):
+            member.process.join(timeout=_GRACE_S)
+            return _Reply(failure=f"the process ended with exit code {member.process.exitcode}")
+
+    def _check(self, replies: dict[int, _Reply], what: str, timeout_s: float) -> None:
+        failed = {rank: reply for rank, reply in replies.items() if reply.failure is not None}
+        if failed:
+            # A death has no time: whatever the others ran into came of it.
+            rank = min(failed, key=lambda rank: failed[rank].at_s)
+            raise RankError(f"rank {rank} of {len(self._members)} failed in {what}:\n{failed[rank].failure}")
+        silent = [rank for rank in range(len(self._members)) if rank not in replies]
+        if silent:
+            listed = ", ".join(map(str, silent[:8])) + (", …" if len(silent) > 8 else "")
+            raise RankError(f"{what}: no answer from rank {listed} of {len(self._members)} within {timeout_s:g} s")
+
+    def close(self) -> None:
+        """End every rank, by force: what they hold is of no use to anybody."""
+        for member in self._members:
+            member.connection.close()
+            member.process.kill()
+        for member in self._members:
+            member.process.join()
+            member.process.close()
+
+
+@contextlib.contextmanager
+def forked_ranks(network: Network, build: Callable[[int], Any], *, timeout_s: float) -> Iterator[Ranks]:
+    """Ranks for the time of a ``with`` block, one at each place of the network.
+
+    Fork while this process has no thread that may hold a lock, and don't multiply on several threads before.
+
+    Args:
+        network: where they are.
+        build: called with the rank, in the rank, once the process group exists; gives the object that it keeps.
+        timeout_s: for all of them to start, and for each of their collectives later.
+
+    Raises:
+        RankError: one of them couldn't start.
+    """
+    # The collector would write to pages that all share.
+    gc.collect()
+    gc.freeze()
+    members: list[_Member] = []
+    try:
+        # Where rank 0 will have the store at which all meet. Had this process the store, it had a thread, and a process
+        # with threads can't be forked safely.
+        with socket.create_server((_HOST, 0), backlog=network.ranks) as listener:
+            for rank in range(network.ranks):
+                members.append(_fork(rank, network, listener, build, timeout_s))
+        ranks = Ranks(members)
+        ranks._collect("its start", timeout_s)
+        yield ranks
+    finally:
+        with undisturbed():
+            Ranks(members).close()
+        gc.unfreeze()
+
+
+def _fork(
+    rank: int, network: Network, listener: socket.socket, build: Callable[[int], Any], timeout_s: float
+) -> _Member:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    arguments = (rank, network, listener, build, theirs, timeout_s)
+    process = context.Process(target=_live, args=arguments, daemon=True)
+    # Or a signal could find a process that isn't known yet.
+    with undisturbed():
+        process.start()
+    theirs.close()
+    return _Member(process, ours)
+
+
+def _live(
+    rank: int,
+    network: Network,
+    listener: socket.socket,
+    build: Callable[[int], Any],
+    connection: Connection,
+    timeout_s: float,
+) -> None:
+    """A rank's life: start, then call one method after another until one fails or the parent hangs up."""
+    try:
+        _leave_signals_to_the_parent()
+        _join(rank, network, listener, timeout_s)
+        kept = build(rank)
+        connection.send(_Reply())
+        while True:
+            method, arguments = connection.recv()
+            connection.send(_Reply(getattr(kept, method)(*arguments)))
+    except EOFError:
+        pass
+    except BaseException:
+        with contextlib.suppress(OSError):
+            connection.send(_Reply(failure=traceback.format_exc(), at_s=time.monotonic()))
+    finally:
+        # Nothing that was inherited is this process's to tidy up.
+        os._exit(0)
+
+
+def _leave_signals_to_the_parent() -> None:
+    """A rank ends when its parent does or wants it to; Ctrl-C, which reaches both, must not end it first."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+
+
+def _join(rank: int, network: Network, listener: socket.socket, timeout_s: float) -> None:
+    timeout = datetime.timedelta(seconds=timeout_s)
+    # The ranks don't meet over the network that is measured: a socket stays where it was made.
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        _HOST,
+        listener.getsockname()[1],
+        is_master=rank == 0,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach() if rank == 0 else None,
+    )
+    listener.close()
+    network.enter(rank)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(network.ranks), LOCAL_RANK=str(rank))
+    share_one_device(network.interface)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=network.ranks, timeout=timeout)

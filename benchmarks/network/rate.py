@@ -1,0 +1,107 @@
+"""Does the network have the rate that was set? Every rank sends to the next one, all at the same time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from network.names import BURST_BYTES
+from network.networks import Network, NetworkError
+from network.ranks import Ranks
+
+#: How far a measured rate may be from the set one: headers and acknowledgements take up to 3 % of it, the token
+#: buckets' first burst gives a little.
+LOWEST, HIGHEST = 0.9, 1.03
+#: The burst, which passes unshaped, must be a small part of what is sent.
+_LEAST_BYTES = 100 * BURST_BYTES
+_SECONDS = 1.5
+#: A rank that gets a core too late measures too low a rate; the best of a few exchanges is the link's.
+_ATTEMPTS = 6
+_TIMEOUT_S = 120.0
+#: From the word to the start, enough for the word to reach everyone.
+LEAD_S = 0.3
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What one rank saw of sending and receiving.
+
+    Args:
+        duration_s: since the start that all ranks were told.
+        message_bytes: sent, and as many received.
+        interface_bytes: sent by the interface meanwhile; None where it isn't the rank's own.
+    """
+
+    duration_s: float
+    message_bytes: int
+    interface_bytes: int | None
+
+    @property
+    def rate_mbit(self) -> float:
+        """Megabits a second, each way."""
+        return self.message_bytes * 8 / 1e6 / self.duration_s
+
+
+class Link:
+    """One rank's end of the network; the object that ranks keep, or a base of it."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+
+    def exchange(self, message_bytes: int, start_s: float) -> Exchange:
+        """Send to the next rank and receive from the one before, beginning at a time that all ranks are told."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        sent, received = (torch.zeros(message_bytes, dtype=torch.uint8) for _ in range(2))
+        before = self.network.sent_bytes()
+        sleep_until(start_s)
+        receiving = dist.irecv(received, (rank - 1) % ranks)
+        sending = dist.isend(sent, (rank + 1) % ranks)
+        for work in (receiving, sending):
+            assert work is not None
+            work.wait()
+        duration_s = time.perf_counter() - start_s
+        # What is on its way from here, the next rank has only when it has said so.
+        dist.barrier()
+        after = self.network.sent_bytes()
+        return Exchange(duration_s, message_bytes, None if before is None or after is None else after - before)
+
+
+def sleep_until(start_s: float) -> None:
+    """On the clock of ``time.perf_counter``, which all processes of a machine share."""
+    time.sleep(max(0.0, start_s - time.perf_counter()))
+
+
+def verify_rate(network: Network, ranks: Ranks) -> float:
+    """The median rank's rate in Mbit/s, sending and receiving at once, found to be what was set.
+
+    Args:
+        network: whose ``rate_mbit`` is set.
+        ranks: who keep a :class:`Link`.
+
+    Raises:
+        NetworkError: a rank's rate is another one.
+    """
+    wanted = network.rate_mbit
+    assert wanted is not None, "no rate was set"
+    message_bytes = max(_LEAST_BYTES, round(wanted * 1e6 / 8 * _SECONDS))
+    timeout_s = _TIMEOUT_S + 4 * message_bytes * 8 / (wanted * 1e6)
+    # The first exchange connects.
+    ranks.call("exchange", 1, time.perf_counter(), timeout_s=timeout_s)
+    rates = [0.0] * network.ranks
+    for _ in range(_ATTEMPTS):
+        seen = ranks.call("exchange", message_bytes, time.perf_counter() + LEAD_S, timeout_s=timeout_s)
+        rates = [max(rate, each.rate_mbit) for rate, each in zip(rates, seen, strict=True)]
+        if min(rates) >= LOWEST * wanted or max(rates) > HIGHEST * wanted:
+            break
+    odd = [rate for rate in rates if not LOWEST * wanted <= rate <= HIGHEST * wanted]
+    if odd:
+        raise NetworkError(
+            f"the links were set to {wanted:g} Mbit/s, but {len(odd)} of {len(rates)} ranks send and receive at "
+            f"{min(odd):.1f} to {max(odd):.1f} Mbit/s; where that is too slow, the machine is too busy: set a lower "
+            "rate, or run when nothing else does"
+        )
+    return statistics.median(rates)

@@ -1,0 +1,111 @@
+"""One rank of Colossal-AI's 1-D tensor parallelism; run by :mod:`three_d.one_dimension` in an environment of its own.
+
+Written for colossalai 0.5.0 with torch 2.5.1 and transformers 4.51.3. Of this repository only modules that need no
+Cuboid are imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from colossalai.accelerator import CpuAccelerator, set_accelerator
+from colossalai.booster import Booster
+from colossalai.booster.plugin import HybridParallelPlugin
+from colossalai.shardformer.layer import GPT2FusedLinearConv1D_Col, GPT2FusedLinearConv1D_Row
+from quiet import pin
+from torch import nn
+
+from three_d.cases import CASES, QUICK, Case
+from three_d.measuring import compare
+from three_d.places import Place, chunk, everything
+from three_d.sides import Side
+
+_TIMEOUT = datetime.timedelta(seconds=600)
+
+
+class _CpuAccelerator(CpuAccelerator):
+    """With the random state that 1-D layers need even without dropout; colossalai 0.5.0's own raises."""
+
+    def get_rng_state(self, *_: object) -> torch.Tensor:
+        """Of the CPU, which is the only device."""
+        return torch.get_rng_state()
+
+    def manual_seed(self, seed: int) -> None:
+        """Of the CPU."""
+        torch.manual_seed(seed)
+
+
+class _First(nn.Module):
+    """A block of transformers 4.51.3 returns a tuple."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.block(x)
+        return output[0] if isinstance(output, tuple) else output
+
+
+def build(case: Case) -> Side:
+    """The case's part of a boosted model. In 1-D every rank has the whole input and output."""
+    plugin = HybridParallelPlugin(tp_size=dist.get_world_size(), pp_size=1, precision="fp32")
+    boosted, *_ = Booster(plugin=plugin).boost(case.model())
+    part = boosted.unwrap().get_submodule(case.path)
+    parameters = {name: (parameter, _place(name, case)) for name, parameter in part.named_parameters()}
+    for name, (parameter, place) in parameters.items():
+        assert tuple(parameter.shape) == tuple(map(len, place)), f"{name} is cut in another way"
+    everywhere = (everything(case.batch), everything(case.length), everything(case.hidden))
+    linear = (GPT2FusedLinearConv1D_Col, GPT2FusedLinearConv1D_Row)
+    return Side("colossalai_1d", _First(part), everywhere, parameters, linear, gathered=set())
+
+
+def _place(name: str, case: Case) -> Place:
+    """By columns: c_attn (queries, keys and values each) and c_fc; by rows: c_proj; the rest is on every rank."""
+    own = dist.get_rank(), dist.get_world_size()
+    hidden, is_weight = case.hidden, name.endswith("weight")
+    if "c_attn" in name:
+        columns = torch.cat([part * hidden + chunk(hidden, *own) for part in range(3)])
+        return (everything(hidden), columns) if is_weight else (columns,)
+    if "c_fc" in name:
+        columns = chunk(4 * hidden, *own)
+        return (everything(hidden), columns) if is_weight else (columns,)
+    if "c_proj" in name and is_weight:
+        rows = 4 * hidden if name.startswith("mlp") or case.part == "mlp" else hidden
+        return chunk(rows, *own), everything(hidden)
+    return (everything(hidden),)
+
+
+def main() -> None:
+    """Measure one case and write this rank's figures."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--part", required=True)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--repeats", type=int, required=True)
+    parser.add_argument("--limit", type=float, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    core = pin(rank)
+    torch.set_num_threads(1)
+    meeting_point = f"file://{given.out.resolve()}/meeting_point"
+    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=size, timeout=_TIMEOUT)
+    set_accelerator(_CpuAccelerator())
+    case = next(each for each in (QUICK if given.quick else CASES) if each.part == given.part)
+    (figures,) = compare(case, [build], core, given.repeats, given.limit, given.out)
+    own = asdict(figures)
+    own["collectives"] = [[*collective, calls] for collective, calls in figures.collectives.items()]
+    (given.out / f"figures_1d_{rank}.json").write_text(json.dumps(own), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
