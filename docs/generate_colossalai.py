@@ -36,8 +36,8 @@ def _machine(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in own["versions"].items())
     return (
         f"Measured on {own['processor']}, {own['cores']} cores for 8 ranks, gloo, float32; {versions}; "
-        f"`{result['command']}`. Slowest or largest rank; times are medians of {result['repeats']} steps with quartiles, "
-        "in brackets how many times as fast as Colossal-AI's 3-D in the same rounds."
+        f"`{result['command']}`. Slowest or largest rank; times are medians of {result['repeats']} steps with "
+        "quartiles, in brackets how many times as fast as Colossal-AI's 3-D in the same rounds."
     )
 
 
@@ -53,8 +53,10 @@ def _case(case: dict[str, Any]) -> str:
         ["largest error against float64", *(f"{max(row['errors'].values()):.1e}" for row in rows)],
     ]
     doubtful = [row["name"] for row in rows if row["undisturbed"] == 0]
-    note = f"\n\nThe machine was busy in all steps of {', '.join(doubtful)}: those times say nothing." if doubtful else ""
-    return table(header, lines, "l" + "r" * len(rows)) + note
+    text = table(header, lines, "l" + "r" * len(rows))
+    if not doubtful:
+        return text
+    return f"{text}\n\nThe machine was busy in all steps of {', '.join(doubtful)}: those times say nothing."
 
 
 def _time(row: dict[str, Any]) -> str:
