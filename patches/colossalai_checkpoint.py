@@ -10,6 +10,7 @@ from colossalai.interface import ModelWrapper
 
 from cuboid.checkpoint.loader import Opened
 from cuboid.checkpoint.manifest import MANIFEST
+from cuboid.checkpoint.optimizer import OptimizerAdapter
 from cuboid.errors import CheckpointError
 from cuboid.hf.checkpointing import Part, load_scheduler, progress_of
 from cuboid.patches.colossalai_model import CuboidModel
@@ -75,7 +76,7 @@ class CuboidCheckpointIO(CheckpointIO):
         """
         _refuse(gather_dtensor=not gather_dtensor, prefix=prefix, use_async=use_async)
         model = self._boosted(optimizer)
-        self._save(model, checkpoint, Part(weights=False, optimizer=model.adapter))
+        self._save(model, checkpoint, Part(weights=False, optimizer=_adapter(model)))
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
         """Add the state of a schedule of the learning rate to a folder."""
@@ -120,9 +121,9 @@ class CuboidCheckpointIO(CheckpointIO):
         """Give the optimizer its state back, and this rank its random states; after :meth:`load_model`."""
         _refuse(prefix=prefix)
         model = self._boosted(optimizer)
+        adapter = _adapter(model)
         opened = self._open(model, Path(checkpoint))
-        assert model.adapter is not None
-        model.checkpointing.load_optimizer(opened, model.adapter)
+        model.checkpointing.load_optimizer(opened, adapter)
         model.checkpointing.restore_random(opened)
         model.progress = progress_of(opened)
         model.client_state.update(opened.document["client"])
@@ -165,6 +166,12 @@ class CuboidCheckpointIO(CheckpointIO):
 
     load_sharded_model = load_unsharded_model = save_sharded_model = save_unsharded_model = _unused
     load_sharded_optimizer = load_unsharded_optimizer = save_sharded_optimizer = save_unsharded_optimizer = _unused
+
+
+def _adapter(model: CuboidModel) -> OptimizerAdapter:
+    if model.adapter is None:
+        raise CheckpointError("no optimizer was boosted with the model, so there is none to save or to load")
+    return model.adapter
 
 
 def _refuse(**asked: Any) -> None:

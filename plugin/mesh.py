@@ -10,6 +10,7 @@ from itertools import chain, combinations
 
 import torch.distributed as dist
 
+from cuboid.collectives import own_network
 from cuboid.errors import MeshError
 from cuboid.topology import AXES, Axis, MeshShape, Topology
 from cuboid.traffic import Traffic
@@ -43,6 +44,8 @@ class Mesh:
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._host_groups: dict[str, dist.ProcessGroup] = {}
         self._connected = False
+        #: Whether gloo connects ranks on several machines, or in several network namespaces; known once connected.
+        self.spans_networks = False
 
     def size(self, *axes: Axis) -> int:
         """Number of ranks along the axes together."""
@@ -63,6 +66,7 @@ class Mesh:
             return
         if self.topology.world_size > 1:
             self._check_world()
+            self.spans_networks = self._find_networks()
             made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
             for names, axes in self._group_axes().items():
                 ranks = self.topology.groups(axes)
@@ -172,6 +176,14 @@ class Mesh:
                 f"the mesh was laid out for rank {self.rank} of {self.topology.world_size}, but torch.distributed "
                 f"has this process as rank {dist.get_rank()} of {dist.get_world_size()}"
             )
+
+    def _find_networks(self) -> bool:
+        # Other backends find out for themselves, and send as they like.
+        if dist.get_backend() != "gloo":
+            return False
+        places = [""] * self.topology.world_size
+        dist.all_gather_object(places, own_network())
+        return len(set(places)) > 1
 
     def _group_axes(self) -> dict[frozenset[str], tuple[str, ...]]:
         split = self.split_axes(AXES)

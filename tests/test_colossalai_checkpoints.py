@@ -212,6 +212,31 @@ def test_asynchronous_saves_come_one_after_the_other_and_older_ones_go(pool, che
     assert names == ["step1", "step2"]
 
 
+def save_without_optimizer(path, config, root):
+    """What a booster without an optimizer writes, and what it says of one."""
+    from colossalai.booster import Booster
+
+    plugin = cuboid.CuboidPlugin(config)
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(cuboid.from_pretrained(path, plugin.config))
+    booster.save_model(model, root / "model")
+    said = []
+    for call in (booster.save_optimizer, booster.load_optimizer):
+        try:
+            call(optimizer, root / "model")
+        except CuboidError as error:
+            said.append(str(error))
+    return optimizer, said
+
+
+def test_a_model_is_saved_without_an_optimizer(pool, checkpoint, tmp_path):
+    optimizer, said = pool.run(2, save_without_optimizer, checkpoint(LLAMA), settings("1x2x1"), tmp_path)[0]
+    assert optimizer is None
+    assert len(said) == 2
+    assert all("no optimizer was boosted" in message for message in said)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.num_hidden_layers == 2
+
+
 def start_from(path, config, other):
     """The loss after the weights of a plain Hugging Face checkpoint were loaded over others."""
     booster, model, optimizer, _ = boosted(path, config, torch.float32)

@@ -25,7 +25,7 @@ def all_gather(x: torch.Tensor, mesh: Mesh, axes: Sequence[Axis]) -> torch.Tenso
     x = x.contiguous()
     out = x.new_empty((ranks, *x.shape))
     mesh.traffic.record("all_gather", mesh.split_axes(axes), out.nbytes, ranks)
-    gather_into(out, x, mesh.group(axes))
+    gather_into(out, x, mesh.group(axes), direct=mesh.spans_networks)
     return out
 
 
@@ -37,7 +37,7 @@ def reduce_scatter(x: torch.Tensor, mesh: Mesh, axes: Sequence[Axis]) -> torch.T
     x = x.contiguous()
     mesh.traffic.record("reduce_scatter", mesh.split_axes(axes), x.nbytes, ranks)
     out = x.new_empty(x.shape[1:])
-    reduce_scatter_into(out, x, mesh.group(axes))
+    reduce_scatter_into(out, x, mesh.group(axes), direct=mesh.spans_networks)
     return out
 
 
