@@ -110,6 +110,10 @@ def test_the_table_beside_colossalai_is_up_to_date(run_script):
     assert run_script("generate_colossalai.py", "--check") == 0
 
 
+def test_the_tables_of_meshes_are_up_to_date(run_script):
+    assert run_script("generate_meshes.py", "--check") == 0
+
+
 def test_the_tables_of_bytes_are_up_to_date_and_the_chart_is_drawn(run_script, tmp_path):
     assert run_script("generate_traffic.py", "--check", "--out", tmp_path) == 0
     assert (tmp_path / "traffic.png").read_bytes().startswith(b"\x89PNG")
