@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from network.calm import QUIET, Bystanders
+from network.calm import Bystanders
 from network.interrupts import signals_as_exceptions
 from network.layer_measuring import TIMEOUT_S, Record, prepare, run_rounds
 from network.layer_rank import LayerRank
@@ -26,6 +26,7 @@ from network.networks import Loopback, Network, shaped_network
 from network.ranks import Ranks, forked_ranks
 from network.rate import verify_rate
 from pipeline import machine
+from quiet import QUIET
 from transformers import LlamaForCausalLM
 
 from cuboid.errors import CuboidError

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from contestants import Contestant, Entry
-from quiet import QUIET, Watch, gather, pin
+from quiet import QUIET, Judged, Watch, gather, pin
 from workload import Workload
 
 from cuboid.errors import CuboidError
@@ -22,7 +22,7 @@ AGREEMENT = 1e-5
 
 
 @dataclass
-class Sample:
+class Sample(Judged):
     """One step.
 
     Args:
@@ -34,11 +34,6 @@ class Sample:
     step_s: float
     idle: list[float]
     foreign: float
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether the step counts."""
-        return self.foreign <= QUIET
 
 
 @dataclass

@@ -12,7 +12,22 @@ import torch.distributed as dist
 #: A step is measured again where other processes took more than this part of the ranks' cores meanwhile.
 QUIET = 0.03
 #: How long the cores must have been quiet before a step begins.
-_CALM_S = 0.5
+CALM_S = 0.5
+
+
+class Judged:
+    """Mixed into what is known of a step that was measured.
+
+    Attributes:
+        foreign: part of the ranks' cores that other processes took meanwhile.
+    """
+
+    foreign: float
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the step counts."""
+        return self.foreign <= QUIET
 
 
 def pin(rank: int) -> int | None:
@@ -60,7 +75,7 @@ class Watch:
         """Until all ranks' cores are quiet, or the time is over. Collective."""
         while not self.is_over():
             self.start()
-            time.sleep(_CALM_S)
+            time.sleep(CALM_S)
             if gather([self.share()]).mean() <= QUIET:
                 return
 
@@ -69,10 +84,10 @@ class Watch:
         return bool(gather([float(time.monotonic() > self._deadline_s)])[0, 0])
 
     def _now(self) -> tuple[float, float, float]:
-        return time.perf_counter(), _busy_s(self._core), time.process_time()
+        return time.perf_counter(), busy_s(self._core), time.process_time()
 
 
-def _busy_s(core: int | None) -> float:
+def busy_s(core: int | None) -> float:
     """Seconds in which a core did anything since the system started."""
     if core is None:
         return 0.0

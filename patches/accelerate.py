@@ -17,7 +17,7 @@ from cuboid.errors import ConfigError
 from cuboid.mesh import current_rank, current_world_size
 from cuboid.patches.base import Patch
 from cuboid.patches.deepspeed import SHARED_MEMORY_BUILD
-from cuboid.topology import AXES, layout_free_topology
+from cuboid.topology import AXES
 
 
 def _hf_deepspeed_config(original: Any) -> Any:
@@ -72,7 +72,7 @@ def _prepare_data_loader(original: Any) -> Any:
             raise ConfigError(
                 "dispatch_batches would give every replica the same batches; leave it out, so that each reads its own"
             )
-        topology = layout_free_topology(config.tensor_parallel.mesh_size, config.stages, world_size)
+        topology = config.topology(world_size)
         own = {
             "num_processes": topology.data,
             "process_index": topology.coordinate(current_rank()).data,
@@ -93,8 +93,7 @@ def _config_of(state: Any) -> CuboidConfig | None:
 def _one_of_each_copy(gathered: torch.Tensor, *, config: CuboidConfig) -> torch.Tensor:
     """Rows of the first rank of each copy of the model, out of those of all ranks in rank order."""
     world_size = current_world_size()
-    topology = layout_free_topology(config.tensor_parallel.mesh_size, config.stages, world_size)
-    copies = topology.groups(("pipe", *AXES))
+    copies = config.topology(world_size).groups(("pipe", *AXES))
     return gathered.unflatten(0, (world_size, -1))[[ranks[0] for ranks in copies]].flatten(0, 1)
 
 

@@ -7,7 +7,7 @@ of it runs on later versions of torch and transformers than ColossalAI's own plu
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -81,7 +81,7 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         booster = self._config.booster
         boosted = CuboidModel(sharded, Origin.of("colossalai", self.config, self._config.source, sharded))
         if booster.precision == "fp32":
-            _cast(sharded, torch.float32)
+            _cast((p for p in sharded.parameters() if p.dtype.itemsize < torch.float32.itemsize), torch.float32)
         if optimizer is not None:
             boosted.optimizer = CuboidOptimizer(
                 optimizer,
@@ -93,7 +93,8 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
                 stepped=boosted.stepped,
             )
         if booster.precision == "bf16":
-            _cast(sharded, torch.bfloat16)
+            # Those that no optimizer has.
+            _cast(sharded.parameters(), torch.bfloat16)
         self._model = boosted
         self._checkpoint_io.attach(boosted)
         return boosted, boosted.optimizer, criterion, dataloader, lr_scheduler
@@ -264,10 +265,7 @@ def _check_optimizer(optimizer: Any) -> None:
         )
 
 
-def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Bring parameters of a lower precision, or for a lower one all, to a dtype."""
-    for parameter in model.parameters():
-        if parameter.is_floating_point() and (
-            parameter.dtype.itemsize < dtype.itemsize or dtype.itemsize < torch.float32.itemsize
-        ):
+def _cast(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    for parameter in parameters:
+        if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)

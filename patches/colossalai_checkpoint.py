@@ -169,9 +169,10 @@ class CuboidCheckpointIO(CheckpointIO):
 
 
 def _adapter(model: CuboidModel) -> OptimizerAdapter:
-    if model.adapter is None:
+    adapter = model.adapter
+    if adapter is None:
         raise CheckpointError("no optimizer was boosted with the model, so there is none to save or to load")
-    return model.adapter
+    return adapter
 
 
 def _refuse(**asked: Any) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from cuboid.compatibility import check_layout
-from cuboid.config import ConfigSource, CuboidConfig, load_config, parse_config, split_config
+from cuboid.config import ConfigSource, CuboidConfig, Section, load_config, require_config, suggestion
 from cuboid.errors import ConfigError
 
 #: Sections of a DeepSpeed config that a Booster is told in another way.
@@ -21,21 +20,17 @@ _ELSEWHERE = {
 }
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class _Bf16(_Section):
+class _Bf16(Section):
     enabled: bool = Field(False, description="Weights in bfloat16, with masters and sums of gradients in float32.")
 
 
-class _Zero(_Section):
+class _Zero(Section):
     stage: Literal[0, 1] = Field(
         0, description="1: each replica of the mesh holds only its share of the optimizer's state."
     )
 
 
-class BoosterConfig(_Section):
+class BoosterConfig(Section):
     """Keys beside Cuboid's own."""
 
     train_micro_batch_size_per_gpu: int | None = Field(
@@ -85,14 +80,14 @@ class PluginConfig:
             ConfigError: a key that nobody reads, a wrong value, or values that contradict each other.
             MeshError: the mesh doesn't divide the world.
         """
-        config = parse_config(source)
-        rest = split_config(source)[1]
+        whole = load_config(source)
+        config, rest = require_config(whole)
         try:
             booster = BoosterConfig.model_validate(rest)
         except ValidationError as error:
             raise ConfigError("\n".join(map(_explain, error.errors()))) from None
         check_layout(config, rest, world_size)
-        return cls(config, booster, load_config(source))
+        return cls(config, booster, whole)
 
     def rows_of(self, batch_rows: int, *, training: bool) -> int:
         """Rows of the micro-batches that a pipeline cuts a batch into; to evaluate, a batch may have any number.
@@ -126,7 +121,5 @@ def _explain(error: Any) -> str:
         return f"{keys}: {error['msg']} (given: {error['input']!r})"
     if keys in _ELSEWHERE:
         return f"{keys} isn't read by the Booster plugin: {_ELSEWHERE[keys]}"
-    known = [*BoosterConfig.model_fields, "tensor_parallel", "pipeline", "checkpoint"]
-    near = difflib.get_close_matches(keys, known, n=1)
-    hint = f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(sorted(known))}"
-    return f"{keys} isn't a key that the Booster plugin reads; {hint}"
+    known = sorted([*BoosterConfig.model_fields, "tensor_parallel", "pipeline", "checkpoint"])
+    return f"{keys} isn't a key that the Booster plugin reads; {suggestion(keys, known)}"

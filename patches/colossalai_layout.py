@@ -9,7 +9,7 @@ import torch.distributed as dist
 from cuboid.config import CuboidConfig
 from cuboid.errors import CuboidError
 from cuboid.mesh import Mesh, current_rank, current_world_size
-from cuboid.topology import Coordinate, Topology, layout_free_topology
+from cuboid.topology import Coordinate, Topology
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class LayoutNames:
 
     @property
     def _topology(self) -> Topology:
-        return layout_free_topology(self.tp_size, self.pp_size, current_world_size())
+        return self.config.topology(current_world_size())
 
     def _connected(self) -> Mesh:
         if self.mesh is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.json_schema import SkipJsonSchema
 
 from cuboid.errors import ConfigError
-from cuboid.topology import MeshShape
+from cuboid.topology import MeshShape, Topology
 
 ConfigSource = str | Path | Mapping[str, Any]
 
@@ -27,11 +27,13 @@ ConfigSource = str | Path | Mapping[str, Any]
 _OWN_KEYS = ("mode", "mesh", "size", "gather_logits")
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """A part of a config: nothing in it is ignored, converted or changed later."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class MeshConfig(_Section):
+class MeshConfig(Section):
     """Sizes of the mesh axes. Any sizes will do, not only cubes, so long as they divide the model."""
 
     batch: int = Field(1, ge=1, description="Ranks that share the batch dim of every activation.")
@@ -44,7 +46,7 @@ class MeshConfig(_Section):
         return MeshShape(self.batch, self.sequence, self.hidden)
 
 
-class TensorParallelConfig(_Section):
+class TensorParallelConfig(Section):
     """The ``tensor_parallel`` section."""
 
     mode: Literal["3d_tensor"] = Field(description="Selects Cuboid's 3-D tensor parallelism.")
@@ -83,7 +85,7 @@ class TensorParallelConfig(_Section):
         return self.size
 
 
-class PipelineConfig(_Section):
+class PipelineConfig(Section):
     """The ``pipeline`` section."""
 
     engine: Literal["seq1f1b"] = Field(description="Selects Cuboid's sequence-level pipeline.")
@@ -147,7 +149,7 @@ class PipelineConfig(_Section):
 MAX_FILE_BYTES = 5_000_000_000
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     """The ``checkpoint`` section: how ``save_checkpoint`` goes about it."""
 
     keep_last: int | None = Field(
@@ -174,7 +176,7 @@ class CheckpointConfig(_Section):
 _NO_MESH = {"mode": "3d_tensor", "mesh": {}}
 
 
-class CuboidConfig(_Section):
+class CuboidConfig(Section):
     """Everything Cuboid read from a config: one section for each thing that it adds to the framework."""
 
     tensor_parallel: TensorParallelConfig = Field(default_factory=lambda: TensorParallelConfig.model_validate(_NO_MESH))
@@ -201,6 +203,10 @@ class CuboidConfig(_Section):
     def ranks(self) -> int:
         """Ranks that hold one copy of the model: those of the mesh, for each stage."""
         return self.stages * self.tensor_parallel.mesh_size
+
+    def topology(self, world_size: int) -> Topology:
+        """Of stages and replicas only: a mesh's ranks are neighbours, whatever its shape, perhaps yet unknown."""
+        return Topology(MeshShape(sequence=self.tensor_parallel.mesh_size), world_size, self.stages)
 
 
 def load_config(source: ConfigSource) -> dict[str, Any]:
@@ -274,21 +280,28 @@ def _take_checkpoint(rest: dict[str, Any], sections: dict[str, Any]) -> None:
 
 
 def parse_config(source: ConfigSource | CuboidConfig) -> CuboidConfig:
-    """Like :func:`split_config` for callers that need the mode to be on.
+    """Cuboid's part alone of what :func:`require_config` reads; one that was read already as it is.
+
+    Raises:
+        ConfigError: as there.
+    """
+    return source if isinstance(source, CuboidConfig) else require_config(source)[0]
+
+
+def require_config(source: ConfigSource) -> tuple[CuboidConfig, dict[str, Any]]:
+    """As :func:`split_config`, for callers that need the mode to be on.
 
     Raises:
         ConfigError: as there, and where the config doesn't switch Cuboid on.
     """
-    if isinstance(source, CuboidConfig):
-        return source
-    config, _ = split_config(source)
+    config, rest = split_config(source)
     if config is None:
         raise ConfigError(
             'the config has no key of Cuboid\'s; add "tensor_parallel": '
             '{"mode": "3d_tensor", "mesh": {"batch": 1, "sequence": 1, "hidden": 1}} or '
             '"pipeline": {"engine": "seq1f1b", "stages": 2}'
         )
-    return config
+    return config, rest
 
 
 def _is_mode(section: object) -> bool:
@@ -308,6 +321,12 @@ def _explain(error: ValidationError) -> str:
     return "\n".join(_explain_one(item["loc"], item["msg"], item["type"], item.get("input")) for item in error.errors())
 
 
+def suggestion(unknown: str, known: Sequence[str]) -> str:
+    """What to write in place of an unknown key."""
+    near = difflib.get_close_matches(unknown, known, n=1)
+    return f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(known)}"
+
+
 def _explain_one(location: tuple[int | str, ...], message: str, kind: str, given: object) -> str:
     # pydantic names the tried member of a union in the location; users know only their own keys.
     keys = [str(part) for part in location if str(part) in _KNOWN_KEYS or isinstance(part, int)]
@@ -315,9 +334,7 @@ def _explain_one(location: tuple[int | str, ...], message: str, kind: str, given
         section = _SECTION_MODELS["mesh" if "mesh" in location[:-1] else str(location[0])]
         unknown = str(location[-1])
         known = sorted(name for name in section.model_fields if name != "autotp_size")
-        near = difflib.get_close_matches(unknown, known, n=1)
-        hint = f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(known)}"
-        return f"{'.'.join([*keys, unknown])} is not a known key; {hint}"
+        return f"{'.'.join([*keys, unknown])} is not a known key; {suggestion(unknown, known)}"
     path = ".".join(keys) or "config"
     if kind == "missing":
         return f"{path} is missing"
@@ -331,7 +348,7 @@ _NO_CHECKPOINT_KEYS = {
     "parallel_write": "all ranks always write in parallel",
     "writer": "files are written by Cuboid itself",
 }
-_SECTION_MODELS: dict[str, type[_Section]] = {
+_SECTION_MODELS: dict[str, type[Section]] = {
     "mesh": MeshConfig,
     "tensor_parallel": TensorParallelConfig,
     "pipeline": PipelineConfig,

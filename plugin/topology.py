@@ -145,8 +145,3 @@ class Topology:
     def columns(self, stages: Sequence[int]) -> list[list[int]]:
         """For each place in a stage, the ranks there in ``stages``, in that order."""
         return [[ranks[stage] for stage in stages] for ranks in self.groups(("pipe",))]
-
-
-def layout_free_topology(mesh_size: int, pipe: int, world_size: int) -> Topology:
-    """The topology as far as stages and replicas go: a mesh's ranks are neighbours, whatever its shape will be."""
-    return Topology(MeshShape(sequence=mesh_size), world_size, pipe)

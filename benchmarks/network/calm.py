@@ -5,11 +5,7 @@ from __future__ import annotations
 import time
 
 import psutil
-
-#: A step is measured again where others took more than this part of the machine meanwhile.
-QUIET = 0.03
-#: How long the machine must have been quiet before a step begins.
-_CALM_S = 0.5
+from quiet import CALM_S, QUIET
 
 
 class Bystanders:
@@ -41,7 +37,7 @@ class Bystanders:
         """Until the machine is quiet, or the time is over. The ranks must be idle."""
         while not self.is_over():
             self.start()
-            time.sleep(_CALM_S)
+            time.sleep(CALM_S)
             if self.share(0.0) <= QUIET:
                 return
 

@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from quiet import Judged
+
 from cuboid.errors import CuboidError
-from network.calm import QUIET, Bystanders
+from network.calm import Bystanders
 from network.layer_rank import Step
 from network.ranks import Ranks
 from network.rate import LEAD_S
@@ -19,7 +21,7 @@ TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True)
-class Sample:
+class Sample(Judged):
     """One step of all ranks.
 
     Args:
@@ -35,11 +37,6 @@ class Sample:
     counted_bytes: float
     interface_bytes: float | None
     foreign: float
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether the step counts."""
-        return self.foreign <= QUIET
 
 
 @dataclass

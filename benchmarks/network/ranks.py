@@ -18,19 +18,20 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch.distributed as dist
 
 from cuboid.errors import CuboidError
+from cuboid.verify.workers import collect_replies
 from network.device import share_one_device
 from network.interrupts import undisturbed
 from network.networks import Network
 
 _HOST = "127.0.0.1"
-#: How long the other ranks may still report after the first one has failed.
+#: How long to wait for a process whose connection has closed.
 _GRACE_S = 0.5
 _PR_SET_PDEATHSIG = 1
 
@@ -82,29 +83,9 @@ class Ranks:
         return self._collect(method, timeout_s)
 
     def _collect(self, what: str, timeout_s: float) -> list[Any]:
-        replies: dict[int, _Reply] = {}
-        deadline_s = time.monotonic() + timeout_s
-        while len(replies) < len(self._members):
-            waiting = {m.connection: rank for rank, m in enumerate(self._members) if rank not in replies}
-            arrived = wait(list(waiting), timeout=max(0.0, deadline_s - time.monotonic()))
-            if not arrived:
-                break
-            for connection in arrived:
-                assert isinstance(connection, Connection)
-                rank = waiting[connection]
-                replies[rank] = self._receive(rank)
-                if replies[rank].failure is not None:
-                    deadline_s = min(deadline_s, time.monotonic() + _GRACE_S)
+        replies = collect_replies(self._members, timeout_s, _receive, lambda reply: reply.failure is not None)
         self._check(replies, what, timeout_s)
         return [replies[rank].result for rank in range(len(self._members))]
-
-    def _receive(self, rank: int) -> _Reply:
-        member = self._members[rank]
-        try:
-            return member.connection.recv()
-        except (EOFError, ConnectionResetError):
-            member.process.join(timeout=_GRACE_S)
-            return _Reply(failure=f"the process ended with exit code {member.process.exitcode}")
 
     def _check(self, replies: dict[int, _Reply], what: str, timeout_s: float) -> None:
         failed = {rank: reply for rank, reply in replies.items() if reply.failure is not None}
@@ -125,6 +106,14 @@ class Ranks:
         for member in self._members:
             member.process.join()
             member.process.close()
+
+
+def _receive(member: _Member) -> _Reply:
+    try:
+        return member.connection.recv()
+    except (EOFError, ConnectionResetError):
+        member.process.join(timeout=_GRACE_S)
+        return _Reply(failure=f"the process ended with exit code {member.process.exitcode}")
 
 
 @contextlib.contextmanager

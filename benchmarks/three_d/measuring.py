@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from quiet import QUIET, gather
+from quiet import Judged, gather
 
 from three_d.cases import Case
 from three_d.instruments import Collective, Meter, Saved
@@ -20,7 +20,7 @@ from three_d.watch import Watch
 
 
 @dataclass
-class Sample:
+class Sample(Judged):
     """One forward and backward.
 
     Args:
@@ -35,11 +35,6 @@ class Sample:
     def slowest_s(self) -> float:
         """Of the slowest rank."""
         return max(self.step_s)
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether it counts."""
-        return self.foreign <= QUIET
 
 
 @dataclass
@@ -136,7 +131,7 @@ def _time_step(side: Side, x: torch.Tensor, dy: torch.Tensor, watch: Watch) -> S
     start_s = time.perf_counter()
     side.step(x, dy)
     own_s = time.perf_counter() - start_s
-    foreign = watch.foreign()
+    foreign = watch.share()
     side.clear(x)
     each = gather([own_s, foreign])
     return Sample(each[:, 0].tolist(), each[:, 1].mean().item())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -87,7 +87,7 @@ class Checkpointing:
 
     model: nn.Module
     origin: Origin
-    _identity: dict[str, str] = field(default_factory=new_identity)
+    _identity: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
         self._mesh = mesh_of(self.model)
@@ -96,7 +96,8 @@ class Checkpointing:
 
     def changed(self) -> None:
         """Note that what is saved from now on is another state than what was saved before."""
-        self._identity = new_identity()
+        # Made when it is asked for: this is called after every step.
+        self._identity = None
 
     def save(
         self,
@@ -161,6 +162,8 @@ class Checkpointing:
         restore_random(self.model, opened)
 
     def _document(self, scheduler: Any, progress: Progress, client_state: dict[str, Any]) -> dict[str, Any]:
+        if self._identity is None:
+            self._identity = new_identity()
         return {
             **self._identity,
             "framework": self.origin.framework,

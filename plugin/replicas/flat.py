@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -11,7 +11,8 @@ from torch import nn
 
 from cuboid.checkpoint.optimizer import Holding, Slot
 from cuboid.collectives import gather_into, reduce_scatter_into
-from cuboid.replicas.gradients import GradientBuffer, padded, starts_of, views_of
+from cuboid.replicas.gradients import GradientBuffer, starts_of, views_of
+from cuboid.tensor3d.collectives import padded_length
 
 
 class FlatParameters:
@@ -37,7 +38,7 @@ class FlatParameters:
         self._parameters = list(parameters)
         index, parts = share
         self._starts = starts_of(parameters)
-        length = padded(self._starts[-1], parts) // parts
+        length = padded_length(self._starts[-1], parts) // parts
         self._own = range(index * length, (index + 1) * length)
         self._parts = parts
         # Of the precision that they came with, before the parameters lose it.
@@ -89,27 +90,28 @@ class FlatParameters:
 
     def gradients(self, counted: set[int]) -> list[torch.Tensor]:
         """This replica's share of the gradients of those parameters whose ids are ``counted``; after :meth:`reduce`."""
-        slots = self._slots({id(parameter): str(place) for place, parameter in enumerate(self._parameters)})
-        wanted = {str(place) for place, parameter in enumerate(self._parameters) if id(parameter) in counted}
-        return [self._share[slot.offset : slot.offset + slot.numel] for slot in slots if slot.name in wanted]
+        return [
+            self._share[offset : offset + numel]
+            for parameter, _, offset, numel in self._own_pieces()
+            if id(parameter) in counted
+        ]
 
     def holding(self, names: Mapping[int, str]) -> Holding:
         """What of which parameters the master holds, for checkpoints."""
-        own = tuple(names[id(parameter)] for parameter in self._parameters)
-        return Holding(self.master, tuple(self._slots(names)), own)
+        slots = tuple(Slot(names[id(parameter)], *place) for parameter, *place in self._own_pieces())
+        return Holding(self.master, slots, tuple(names[id(parameter)] for parameter in self._parameters))
 
     @property
     def has_copies(self) -> bool:
         """Whether the masters are copies in another precision."""
         return self.master.dtype != self._working.dtype
 
-    def _slots(self, names: Mapping[int, str]) -> list[Slot]:
-        slots = []
+    def _own_pieces(self) -> Iterator[tuple[nn.Parameter, int, int, int]]:
+        """This replica's share by parameters: each with where its piece starts in it and in the share, and how long."""
         for parameter, (start, _) in zip(self._parameters, pairwise(self._starts), strict=True):
             first, stop = max(start, self._own.start), min(start + parameter.numel(), self._own.stop)
             if first < stop:
-                slots.append(Slot(names[id(parameter)], first - start, first - self._own.start, stop - first))
-        return slots
+                yield parameter, first - start, first - self._own.start, stop - first
 
     def _slice(self, flat: torch.Tensor) -> torch.Tensor:
         return flat[self._own.start : self._own.stop]
@@ -117,10 +119,8 @@ class FlatParameters:
     def _gathered_own(self, dtype: torch.dtype) -> torch.Tensor:
         """This replica's share of the parameters as they are, zeros between them."""
         values = torch.zeros(len(self._own), dtype=dtype, device=self._parameters[0].device)
-        by_name = {str(place): parameter for place, parameter in enumerate(self._parameters)}
-        for slot in self._slots({id(parameter): name for name, parameter in by_name.items()}):
-            source = by_name[slot.name].detach().reshape(-1)[slot.start : slot.start + slot.numel]
-            values[slot.offset : slot.offset + slot.numel].copy_(source)
+        for parameter, start, offset, numel in self._own_pieces():
+            values[offset : offset + numel].copy_(parameter.detach().reshape(-1)[start : start + numel])
         return values
 
     def _move(self, dtype: torch.dtype) -> torch.Tensor:

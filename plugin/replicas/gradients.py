@@ -8,20 +8,17 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from cuboid.tensor3d.collectives import padded_length
+
 #: Where parameters begin in a tensor of many: at multiples of so many elements, as kernels like their memory.
 _ALIGNMENT = 64
-
-
-def padded(numel: int, multiple: int) -> int:
-    """The next multiple, which isn't less than ``numel``."""
-    return -(-numel // multiple) * multiple
 
 
 def starts_of(parameters: Sequence[nn.Parameter]) -> list[int]:
     """Where each parameter begins in a tensor of all of them; behind them, where the last one ends."""
     starts = [0]
     for parameter in parameters:
-        starts.append(starts[-1] + padded(parameter.numel(), _ALIGNMENT))
+        starts.append(starts[-1] + padded_length(parameter.numel(), _ALIGNMENT))
     return starts
 
 

@@ -70,11 +70,8 @@ class _DirectOptimizer:
         self._replicas, self._group = mesh.topology.data, replicas_of(mesh)
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         # Without replicas nothing is sent, and gradients may lie where they are.
-        self._buffers = [] if self._group is None else list(self._made_buffers())
-
-    def _made_buffers(self) -> Iterator[GradientBuffer]:
-        for dtype, parameters in _by_dtype(self._parameters).items():
-            yield GradientBuffer(parameters, dtype)
+        by_dtype = {} if self._group is None else _by_dtype(self._parameters)
+        self._buffers = [GradientBuffer(parameters, dtype) for dtype, parameters in by_dtype.items()]
 
     def reduce(self) -> None:
         for buffer in self._buffers:

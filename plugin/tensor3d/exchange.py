@@ -68,8 +68,20 @@ class ScatterFeatures:
         return [(slice(part * height, (part + 1) * height), own[part]) for part in range(self.parts)]
 
 
+class _InOnePiece:
+    """For exchanges whose :meth:`Exchange.transpose` gives all rows together."""
+
+    def rows(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
+        """See :class:`Exchange`."""
+        return (weight,)
+
+    def put_rows(self, whole: torch.Tensor, piece: int) -> Sequence[tuple[slice, torch.Tensor]]:  # noqa: ARG002
+        """See :class:`Exchange`."""
+        return ((slice(None), whole),)
+
+
 @dataclass(frozen=True)
-class ScatterSequence:
+class ScatterSequence(_InOnePiece):
     """Reduce-scatter over one axis onto the sequence."""
 
     mesh: Mesh
@@ -88,17 +100,9 @@ class ScatterSequence:
         """See :class:`Exchange`."""
         return (gather_dim(gradient, SEQUENCE_DIM, self.mesh, (self.axis,)),)
 
-    def rows(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
-        """See :class:`Exchange`."""
-        return (weight,)
-
-    def put_rows(self, whole: torch.Tensor, piece: int) -> Sequence[tuple[slice, torch.Tensor]]:  # noqa: ARG002
-        """See :class:`Exchange`."""
-        return ((slice(None), whole),)
-
 
 @dataclass(frozen=True)
-class SelectHeads:
+class SelectHeads(_InOnePiece):
     """Sum over `hidden` and keep the heads that this rank's queries attend to (GQA with few KV heads).
 
     Where the KV heads don't divide by sequence × hidden a reduce-scatter can't hand them out: neighbours need the
@@ -121,11 +125,3 @@ class SelectHeads:
         whole = gradient.new_zeros((*kept.shape[:-2], self.heads, self.head_dim))
         whole.index_add_(-2, torch.tensor(self.keep, device=gradient.device), kept)
         return (all_reduce(whole.flatten(-2), self.mesh, ("hidden",)),)
-
-    def rows(self, weight: torch.Tensor) -> Sequence[torch.Tensor]:
-        """See :class:`Exchange`."""
-        return (weight,)
-
-    def put_rows(self, whole: torch.Tensor, piece: int) -> Sequence[tuple[slice, torch.Tensor]]:  # noqa: ARG002
-        """See :class:`Exchange`."""
-        return ((slice(None), whole),)

@@ -10,12 +10,12 @@ import math
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -115,7 +115,9 @@ class WorkerPool:
                         timeout_s=timeout_s,
                     )
                     worker.connection.send(job)
-                replies = _collect(self._workers[:world_size], timeout_s)
+                replies = collect_replies(
+                    self._workers[:world_size], timeout_s, _receive, lambda reply: isinstance(reply, Failure)
+                )
             results = [reply.result for _, reply in sorted(replies.items()) if isinstance(reply, Success)]
             if len(results) < world_size:
                 raise _error(replies, world_size, f"{function.__module__}.{function.__qualname__}")
@@ -184,20 +186,45 @@ def _startup_variables(backend: str) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def _collect(workers: list[_Worker], timeout_s: float) -> dict[int, Success | Failure]:
-    """Replies by rank; ranks that are missing from it hadn't answered in time."""
-    replies: dict[int, Success | Failure] = {}
+class Member(Protocol):
+    """A process that answers."""
+
+    @property
+    def connection(self) -> Connection:
+        """Where its answers come."""
+        ...
+
+
+M = TypeVar("M", bound=Member)
+R = TypeVar("R")
+
+
+def collect_replies(
+    members: Sequence[M], timeout_s: float, receive: Callable[[M], R], has_failed: Callable[[R], bool]
+) -> dict[int, R]:
+    """What each of some processes answers; once one has failed, the others have half a second more.
+
+    Args:
+        members: the processes, by rank.
+        timeout_s: for the slowest of them.
+        receive: takes an answer that is there.
+        has_failed: whether it tells of a failure.
+
+    Returns:
+        Replies by rank; ranks that are missing from it hadn't answered in time.
+    """
+    replies: dict[int, R] = {}
     deadline = time.monotonic() + timeout_s
-    while len(replies) < len(workers):
-        waiting = {worker.connection: rank for rank, worker in enumerate(workers) if rank not in replies}
+    while len(replies) < len(members):
+        waiting = {member.connection: rank for rank, member in enumerate(members) if rank not in replies}
         arrived = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not arrived:
             break
         for connection in arrived:
             assert isinstance(connection, Connection)
             rank = waiting[connection]
-            replies[rank] = _receive(workers[rank])
-            if isinstance(replies[rank], Failure):
+            replies[rank] = receive(members[rank])
+            if has_failed(replies[rank]):
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
     return replies
 
