@@ -146,28 +146,39 @@ def test_one_gather_of_the_sequence_for_all_projections_of_a_block(pool):
 
 
 def gather_states(small, mesh):
+    """States of all gathers of two layers: when the first one computes, in the backward of the last one, after all."""
     model = sharded(small, mesh)
-    seen = set()
-    linear = model.model.layers[0].mlp.up_proj
-    gather = linear.gathers["weight"]
-    original = gather.block
-    gather.block = lambda: seen.add(gather.state) or original()
+    seen = {}
+    gathers = [[layer.mlp.up_proj.gathers["weight"] for layer in model.model.layers]]
+
+    def look(when):
+        seen[when] = [gather.state for gather in gathers[0]]
+
+    first, last = (layer.mlp.act_fn for layer in model.model.layers)
+    first.register_forward_hook(lambda *_: look("forward"))
+    last.register_full_backward_hook(lambda *_: look("backward"))
     ids = tokens(small)
     model(input_ids=ids, labels=ids).loss.backward()
+    look("after")
     states = {g.state for m in model.modules() if isinstance(m, ShardedModule) for g in m.gathers.values()}
-    with pytest.raises(AssertionError, match="not gathered"):
-        gather.reshard()
-    gather.gather(linear.weight)
+    gather, shard = gathers[0][0], model.model.layers[0].mlp.up_proj.weight
+    for wrong in (gather.reshard, gather.block):
+        with pytest.raises(AssertionError, match="not gathered"):
+            wrong()
+    gather.start(shard)
     with pytest.raises(AssertionError, match="gathered twice"):
-        gather.gather(linear.weight)
-    gather.reshard()
+        gather.expect(shard, None)
+    gather.discard()
     return seen, states
 
 
-def test_weights_are_gathered_for_the_product_only(pool):
+def test_weights_are_gathered_one_layer_ahead_and_let_go_of_at_once(pool):
+    sharded_, gathering = GatherState.SHARDED, GatherState.GATHERING
     for seen, after in pool.run(2, gather_states, WIDE, "2x1x1"):
-        assert seen == {GatherState.GATHERED}
-        assert after == {GatherState.SHARDED}
+        # The first layer's "up" has been multiplied, the second's is on its way.
+        assert seen["forward"] == [sharded_, gathering]
+        assert seen["backward"] == [gathering, gathering]
+        assert after == {sharded_}
 
 
 # --- forward -----------------------------------------------------------------------------------------------------

@@ -9,26 +9,21 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from cuboid.errors import UnsupportedModelError
 from cuboid.hf.heads import KeyValuePlan, plan_key_value_heads
 from cuboid.hf.layouts import Blueprint
 from cuboid.hf.norms import rms_norm_settings
 from cuboid.hf.roles import Role, architecture_of, matching_modules
 from cuboid.mesh import Mesh
+from cuboid.tensor3d.ahead import ModelAhead
 from cuboid.tensor3d.dropout import ShardedDropout
 from cuboid.tensor3d.embedding import ShardedEmbedding
+from cuboid.tensor3d.entrance import Entrance
 from cuboid.tensor3d.exchange import SelectHeads
 from cuboid.tensor3d.gathered import GatheredModule
 from cuboid.tensor3d.layout import Layout
-from cuboid.tensor3d.linear import (
-    Product,
-    ShardedLinear,
-    down_product,
-    head_product,
-    up_product,
-)
+from cuboid.tensor3d.linear import ShardedLinear, down_product, head_product, up_product
+from cuboid.tensor3d.multiplication import Product
 from cuboid.tensor3d.norm import ShardedLayerNorm, ShardedRMSNorm
-from cuboid.tensor3d.sequence import enter_block
 
 #: Gives the shard of a parameter: cut from a whole tensor, or already read as a slice.
 ShardOf = Callable[[nn.Parameter, Layout], torch.Tensor]
@@ -51,7 +46,9 @@ def swap_modules(model: PreTrainedModel, blueprint: Blueprint, mesh: Mesh, shard
             new.configure(*_product(new, role, blueprint, isinstance(old, Conv1D)))
         new.train(old.training)
         model.set_submodule(name, new)
-    _add_entrances(model, blueprint, mesh)
+    if mesh.shape.size > 1:
+        _add_entrances(model, blueprint)
+        _run_ahead(model, blueprint)
     _share_key_value_heads(model, blueprint, mesh)
     _swap_dropouts(model, mesh)
 
@@ -139,23 +136,25 @@ def _bias_rows(plan: KeyValuePlan, head_dim: int) -> torch.Tensor:
     return (heads[:, None] * head_dim + torch.arange(head_dim)).flatten()
 
 
-def _add_entrances(model: PreTrainedModel, blueprint: Blueprint, mesh: Mesh) -> None:
+def _add_entrances(model: PreTrainedModel, blueprint: Blueprint) -> None:
     """Gather the sequence once where a block's "up" projections live, and at the head."""
-    parents = {name.rpartition(".")[0] for name, role in blueprint.roles.items() if role.kind == "up"}
-    heads = {name for name, role in blueprint.roles.items() if role.kind == "head"}
-    for name in sorted(parents | heads):
-        model.get_submodule(name).register_forward_pre_hook(_entrance(mesh), with_kwargs=True)
+    behind: dict[str, list[ShardedLinear]] = {}
+    for name, role in blueprint.roles.items():
+        if role.kind in ("up", "head"):
+            place = name.rpartition(".")[0] if role.kind == "up" else name
+            linear = model.get_submodule(name)
+            assert isinstance(linear, ShardedLinear)
+            behind.setdefault(place, []).append(linear)
+    for place, projections in behind.items():
+        model.get_submodule(place).register_forward_pre_hook(Entrance(projections), with_kwargs=True)
 
 
-def _entrance(mesh: Mesh) -> Callable[..., tuple[tuple, dict]]:
-    def gather_input(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if args:
-            return (enter_block(args[0], mesh), *args[1:]), kwargs
-        if "hidden_states" not in kwargs:
-            raise UnsupportedModelError(f"{type(module).__name__} was called without hidden_states; no rule for that")
-        return args, {**kwargs, "hidden_states": enter_block(kwargs["hidden_states"], mesh)}
-
-    return gather_input
+def _run_ahead(model: PreTrainedModel, blueprint: Blueprint) -> None:
+    """Let layers gather one another's parameters ahead of time."""
+    layers = [name.rpartition(".")[0] for name in attention_modules(blueprint)]
+    if layers:
+        runner = model.get_submodule(layers[0].rpartition(".")[0].rpartition(".")[0])
+        runner.register_forward_pre_hook(ModelAhead([model.get_submodule(layer) for layer in layers]))
 
 
 def _split_attributes(model: PreTrainedModel, mesh: Mesh) -> None:

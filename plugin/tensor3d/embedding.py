@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from cuboid.mesh import Mesh
-from cuboid.tensor3d.collectives import gather_dim, scatter_dim
+from cuboid.tensor3d.collectives import SEQUENCE_DIM, gather_dim, scatter_dim
 from cuboid.tensor3d.layout import Layout
 from cuboid.tensor3d.parameter import ParameterGather, ShardedModule
-from cuboid.tensor3d.sequence import SEQUENCE_DIM
 
 
 class _LookUp(torch.autograd.Function):

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from cuboid.mesh import Mesh
-from cuboid.tensor3d.collectives import all_gather, reduce_scatter
+from cuboid.pending import Pending
+from cuboid.tensor3d.carry import Carry
+from cuboid.tensor3d.collectives import start_all_gather, start_scatter
 from cuboid.tensor3d.layout import Layout
 
 
@@ -22,32 +24,56 @@ class GatherState(Enum):
     """Where a parameter is in its life."""
 
     SHARDED = "sharded"
+    GATHERING = "gathering"
     GATHERED = "gathered"
 
 
 class ParameterGather:
     """Brings the shards of one parameter together into the block, and its gradient back.
 
-    ``SHARDED --gather()--> GATHERED --reshard()--> SHARDED``. Any other transition is a bug and asserts. The block
-    lives exactly as long as the state is GATHERED, so that a prefetch can start early and still be accounted for.
+    ``SHARDED --start()--> GATHERING --block()--> GATHERED --reshard()--> SHARDED``. Whoever needs the block soon may
+    start early; who needs it now starts it unless somebody did. The block lives until the state is SHARDED again.
     """
 
     def __init__(self, layout: Layout, mesh: Mesh) -> None:
         self.layout = layout
         self.mesh = mesh
         self.state = GatherState.SHARDED
+        self._dtype: torch.dtype | None = None
+        self._pending: Pending[torch.Tensor] | None = None
         self._block: torch.Tensor | None = None
 
-    def gather(self, shard: torch.Tensor) -> None:
-        """Start from the shard ``[rows/storage, ...]``; bring together the block ``[rows, ...]``."""
+    @property
+    def ranks(self) -> int:
+        """How many shards make a block."""
+        return self.mesh.size(*self.layout.storage)
+
+    def start(self, shard: torch.Tensor) -> None:
+        """Start from the shard ``[rows/storage, ...]``, unless its block ``[rows, ...]`` is there or on its way."""
+        if self.needs(shard):
+            self.expect(shard, start_all_gather(shard.detach(), self.mesh, self.layout.storage))
+
+    def needs(self, shard: torch.Tensor) -> bool:
+        """Whether somebody has to start. A block of another dtype is let go of."""
+        if self.state is not GatherState.SHARDED and self._dtype != shard.dtype:
+            # Started outside of autocast and needed inside, or the other way round.
+            self.discard()
+        return self.state is GatherState.SHARDED
+
+    def expect(self, shard: torch.Tensor, stacked: Pending[torch.Tensor]) -> None:
+        """Take the shards of all ranks, ``[storage, rows/storage, ...]``, from a gather that was started."""
         assert self.state is GatherState.SHARDED, "gathered twice"
-        rows = self.layout.block_shape(self.mesh.shape)[0]
-        self._block = all_gather(shard.detach(), self.mesh, self.layout.storage).flatten(0, 1)[:rows]
-        self.state = GatherState.GATHERED
+        self._dtype, self._pending = shard.dtype, stacked
+        self.state = GatherState.GATHERING
 
     def block(self) -> torch.Tensor:
-        """The gathered block; valid until :meth:`reshard`."""
-        assert self.state is GatherState.GATHERED, "not gathered"
+        """The block, once it is there; valid until :meth:`reshard`."""
+        assert self.state is not GatherState.SHARDED, "not gathered"
+        if self._pending is not None:
+            rows = self.layout.block_shape(self.mesh.shape)[0]
+            self._block = self._pending.wait().flatten(0, 1)[:rows]
+            self._pending = None
+            self.state = GatherState.GATHERED
         assert self._block is not None
         return self._block
 
@@ -57,25 +83,38 @@ class ParameterGather:
         self._block = None
         self.state = GatherState.SHARDED
 
+    def discard(self) -> None:
+        """Let go of what was gathered for nothing, if anything was."""
+        if self.state is not GatherState.SHARDED:
+            self.block()
+            self.reshard()
+
     @contextmanager
     def gathered(self, shard: torch.Tensor) -> Iterator[torch.Tensor]:
         """Gather for the time of a ``with`` block."""
-        self.gather(shard)
+        self.start(shard)
         try:
             yield self.block()
         finally:
             self.reshard()
 
-    def reduce(self, block_gradient: torch.Tensor) -> torch.Tensor:
+    def start_reduce(self, block_gradient: torch.Tensor) -> Pending[torch.Tensor]:
         """Sum the ranks' gradients of the block and leave each rank its shard's."""
-        ranks = self.mesh.size(*self.layout.storage)
-        if ranks == 1:
-            return block_gradient
+        if self.ranks == 1:
+            return Pending(block_gradient)
+        return start_scatter(self.stacked(block_gradient), self.mesh, self.layout.storage)
+
+    def stacked(self, block: torch.Tensor) -> torch.Tensor:
+        """Cut a block into what the ranks keep, ``[storage, rows/storage, ...]``; rows that nobody has are zeros."""
         height, *rest = self.layout.shard_shape(self.mesh.shape)
-        missing = ranks * height - block_gradient.shape[0]
+        missing = self.ranks * height - block.shape[0]
         if missing:
-            block_gradient = torch.cat([block_gradient, block_gradient.new_zeros((missing, *rest))])
-        return reduce_scatter(block_gradient.reshape(ranks, height, *rest), self.mesh, self.layout.storage)
+            block = torch.cat([block, block.new_zeros((missing, *rest))])
+        return block.reshape(self.ranks, height, *rest)
+
+    def reduce(self, block_gradient: torch.Tensor) -> torch.Tensor:
+        """:meth:`start_reduce`, waited for."""
+        return self.start_reduce(block_gradient).wait()
 
 
 class _GatherParameter(torch.autograd.Function):
@@ -98,7 +137,12 @@ def gather_parameter(shard: torch.Tensor, gather: ParameterGather) -> torch.Tens
 
 
 class ShardedModule(nn.Module):
-    """A layer whose parameters are shards: it knows the mesh, and each parameter's layout and gather."""
+    """A layer whose parameters are shards: it knows the mesh, and each parameter's layout and gather.
+
+    Attributes:
+        ahead_blocks, ahead_shards: what the layer around it has made ready for its forward, by the parameter's name:
+            blocks of small parameters, and shards whose gradients may take their time.
+    """
 
     mesh: Mesh
 
@@ -106,6 +150,8 @@ class ShardedModule(nn.Module):
         """Attach the mesh and the layouts, by the parameter's name in this module."""
         self.mesh = mesh
         self.gathers = {name: ParameterGather(layout, mesh) for name, layout in layouts.items()}
+        self.ahead_blocks: dict[str, torch.Tensor] = {}
+        self.ahead_shards: dict[str, tuple[torch.Tensor, Carry]] = {}
 
     def layout(self, name: str) -> Layout:
         """Layout of this module's parameter ``name``."""
@@ -113,4 +159,9 @@ class ShardedModule(nn.Module):
 
     def gathered(self, name: str) -> torch.Tensor:
         """The block of a small parameter, differentiably."""
-        return gather_parameter(getattr(self, name), self.gathers[name])
+        block = self.ahead_blocks.get(name)
+        return gather_parameter(getattr(self, name), self.gathers[name]) if block is None else block
+
+    def carried(self, name: str) -> tuple[torch.Tensor, Carry | None]:
+        """The shard of a large parameter, and who waits for its gradient where that may be on its way for longer."""
+        return self.ahead_shards.pop(name, (getattr(self, name), None))

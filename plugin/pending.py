@@ -1,0 +1,78 @@
+"""A collective that was started and not yet waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Pending(Generic[T]):
+    """What a collective will give.
+
+    With NCCL the collective runs on a stream of its own, and waiting makes only the current stream wait; with gloo it
+    runs on threads of its own.
+
+    Args:
+        result: complete only once :meth:`wait` has returned.
+        works: of torch.distributed.
+        finish: what is left to do on this side when they are through.
+        holds: buffers that must live as long.
+    """
+
+    def __init__(
+        self,
+        result: T,
+        works: Iterable[dist.Work | None] = (),
+        finish: Callable[[], None] | None = None,
+        holds: object = None,
+    ) -> None:
+        self._result = result
+        self._works = [work for work in works if work is not None]
+        self._finish = finish
+        self._holds = holds
+
+    def wait(self) -> T:
+        """The result. Later calls return it at once."""
+        for work in self._works:
+            work.wait()
+        if self._finish is not None:
+            self._finish()
+        self._works, self._finish, self._holds = [], None, None
+        return self._result
+
+    def incomplete(self) -> T:
+        """The result, for whoever makes sure that nobody reads it before :meth:`wait`."""
+        return self._result
+
+    def giving(self, result: U) -> Pending[U]:
+        """The same, of which another result is wanted: one that is complete when this is."""
+
+        def finish() -> None:
+            self.wait()
+
+        return Pending(result, finish=finish)
+
+    def then(self, change: Callable[[T], U]) -> Pending[U]:
+        """What ``change`` makes of the result; called once, when that is complete."""
+        return _Changed(self, change)
+
+
+class _Changed(Pending[U]):
+    """The result of another one, changed."""
+
+    def __init__(self, source: Pending[T], change: Callable[[T], U]) -> None:
+        self._take: Callable[[], U] | None = lambda: change(source.wait())
+        self._made: U | None = None
+
+    def wait(self) -> U:
+        if self._take is not None:
+            self._made, self._take = self._take(), None
+        return self._made  # type: ignore[return-value]
+
+    def incomplete(self) -> U:
+        raise AssertionError("a change is made of a complete result")
