@@ -24,7 +24,7 @@ ConfigSource = str | Path | Mapping[str, Any]
 
 #: Keys that mark a ``tensor_parallel`` section as Cuboid's. Any of them is enough, so that a section whose
 #: ``mode`` was forgotten or misspelt is diagnosed instead of being passed on.
-_OWN_KEYS = ("mode", "mesh", "size", "gather_logits")
+_OWN_KEYS = ("mode", "mesh", "size", "gather_logits", "weight_gather")
 
 
 class Section(BaseModel):
@@ -58,6 +58,13 @@ class TensorParallelConfig(Section):
         "auto",
         description="Whether the forward returns whole logits `[batch, sequence, vocabulary]` beside a loss. "
         '"auto": in evaluation only. Without labels they are always returned.',
+    )
+    weight_gather: Literal["layer", "step"] = Field(
+        "layer",
+        description="How long a rank has gathered weights. "
+        '"layer": while the layer runs, and again in its backward; "step": from the first forward of an optimizer step '
+        "to the last backward that needs them, which sends a third less over `batch` and takes the memory of all of "
+        "the mesh's layers, divided by sequence × hidden.",
     )
     autotp_size: int | None = Field(
         None,

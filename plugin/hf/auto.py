@@ -36,11 +36,13 @@ def choose_mesh(model: PreTrainedModel, config: CuboidConfig) -> MeshShape:
             f"train_micro_batch_size_per_gpu = {rows}; a multiple of {settings.mesh_size} rows always does"
         )
     length = min(_ASSUMED_LENGTH, model.config.max_position_embeddings)
-    return min(fitting, key=lambda mesh: _bytes(model, mesh, rows or _ASSUMED_BATCH, length))
 
+    def sent(mesh: MeshShape) -> int:
+        sizes = block_sizes(model, mesh)
+        by_axes = layer_bytes(sizes, mesh, rows or _ASSUMED_BATCH, length, weight_gather=settings.weight_gather)
+        return sum(by_axes.values())
 
-def _bytes(model: PreTrainedModel, mesh: MeshShape, batch: int, length: int) -> int:
-    return sum(layer_bytes(block_sizes(model, mesh), mesh, batch, length).values())
+    return min(fitting, key=sent)
 
 
 def block_sizes(model: PreTrainedModel, mesh: MeshShape) -> BlockSizes:

@@ -1,25 +1,47 @@
-"""The last stage's end: logits and loss in chunks of tokens, so that no more than a chunk of logits ever exists."""
+"""A model's end: what makes logits of hidden states, and a last stage's loss, made of a chunk of logits at a time."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cuboid.hf.batch import IGNORE_INDEX
-from cuboid.hf.outline import Outline
+from cuboid.hf.chunks import CHUNK_BYTES, LossInChunks
 from cuboid.mesh import Mesh
-from cuboid.tensor3d.loss import sharded_cross_entropy
-from cuboid.tensor3d.norm import statistics_dtype
+from cuboid.tensor3d.held import HeldParameter, hold
 
-#: Of logits in float32, for one chunk.
-CHUNK_BYTES = 64 * 2**20
+
+class BasePlace(Protocol):
+    """Of an :class:`~cuboid.hf.outline.Outline`, what a head needs to know: where the base model is."""
+
+    @property
+    def base(self) -> str:
+        """The model without its head, by name."""
+
+    @property
+    def output(self) -> type:
+        """The class of what the base model returns."""
+
+
+class _Answer(nn.Module):
+    """Stands where the base model was, hooks and all, and returns what it is told; all else is the base model's."""
+
+    def __init__(self, base: nn.Module, output: Any) -> None:
+        super().__init__()
+        # In a tuple, so that it isn't a module of this one.
+        self._base = (base,)
+        self._output = output
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self._output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_base"][0], name)
 
 
 @dataclass(frozen=True)
@@ -30,12 +52,12 @@ class Head:
 
     Args:
         model: a whole model or a last stage, perhaps sharded.
-        outline: the model's.
+        outline: the model's, or as much of one.
         forward: the architecture's forward, unbound; by default that of the model's class.
     """
 
     model: PreTrainedModel
-    outline: Outline
+    outline: BasePlace
     forward: Callable[..., Any] | None = None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -47,14 +69,23 @@ class Head:
         logits: torch.Tensor = output[0]
         return logits
 
+    def held(self) -> AbstractContextManager[list[HeldParameter]]:
+        """Gather the head's parameters for the time of a ``with``; see :func:`cuboid.tensor3d.held.hold`."""
+        return hold(list(self._modules()))
+
+    def _modules(self) -> Iterator[nn.Module]:
+        for name, module in self.model.named_modules():
+            if name != self.outline.base and not name.startswith(f"{self.outline.base}."):
+                yield module
+
     @contextmanager
     def _base_returns(self, output: Any) -> Iterator[None]:
-        base: Any = self.model.get_submodule(self.outline.base)
-        base.forward = lambda *_, **__: output
+        base = self.model.get_submodule(self.outline.base)
+        self.model.set_submodule(self.outline.base, _Answer(base, output))
         try:
             yield
         finally:
-            del base.forward
+            self.model.set_submodule(self.outline.base, base)
 
 
 def chunked_loss(
@@ -67,66 +98,25 @@ def chunked_loss(
     mesh: Mesh | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Cross-entropy summed over tokens times ``scale``, and its gradient with respect to ``hidden``.
+    """The loss of a last stage's hidden states, and its gradient with respect to them.
 
-    The gradient is computed chunk by chunk, together with the loss, wherever gradients are enabled; those of the
-    head's parameters add to their ``grad``. What remains to be done is ``hidden.backward(gradient)``.
+    Both are computed at once, wherever gradients are enabled; those of the head's parameters add to their ``grad``.
+    What remains to be done is ``hidden.backward(gradient)``.
 
     Args:
-        head: of a whole model or a last stage.
         hidden: ``[B, L, H]`` from the last stage's base model; on a mesh ``[B/b, L/s, H/h]``.
-        labels: ``[B, L]`` (``[B/b, L]``), already shifted: entry t is the token that position t predicts;
-            ``IGNORE_INDEX`` where there is none.
-        scale: one over the number of labels in the global batch, and any other factor of the loss.
-        vocabulary: V.
-        mesh: what the head is split over, if it is. All of its ranks must call.
-        chunk_bytes: largest size of a chunk's logits in float32, on one rank. One position of each row (on a mesh up to
-            s·h) is the least that a chunk has, however many bytes it takes.
+        head, labels, scale, vocabulary, mesh, chunk_bytes: see :class:`LossInChunks`.
 
     Returns:
         The loss, detached (on a mesh the same on every rank), and the gradient, None where none are enabled.
     """
-    differentiates = torch.is_grad_enabled()
-    leaf = hidden.detach()
-    gradient = torch.empty_like(leaf) if differentiates else None
-    total = torch.zeros((), dtype=statistics_dtype(hidden.dtype), device=hidden.device)
-    for own, chunk_labels in _chunks(leaf, labels.to(hidden.device), vocabulary, mesh, chunk_bytes):
-        part = leaf[:, own].requires_grad_(differentiates)
-        loss = _token_sum(head.logits(part), chunk_labels, vocabulary, mesh) * scale
-        if gradient is not None:
-            loss.backward()  # type: ignore[no-untyped-call]
-            assert part.grad is not None
-            gradient[:, own] = part.grad
-        total += loss.detach()
-    return total, gradient
-
-
-def _token_sum(logits: torch.Tensor, labels: torch.Tensor, vocabulary: int, mesh: Mesh | None) -> torch.Tensor:
-    """Sum of the tokens' losses; on a mesh over all of its ranks."""
-    if mesh is not None:
-        return sharded_cross_entropy(
-            logits, labels, vocabulary=vocabulary, mesh=mesh, items=1.0, ignore_index=IGNORE_INDEX
-        )
-    # In float32, as Hugging Face does.
-    return nn.functional.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-    )
-
-
-def _chunks(
-    hidden: torch.Tensor, labels: torch.Tensor, vocabulary: int, mesh: Mesh | None, chunk_bytes: int
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Pieces of the rank's own positions, with the labels of what the head makes of them.
-
-    On a mesh the head gathers every rank's piece over `sequence`, so the labels are those of s pieces, l apart.
-    """
-    sequence, spread = (1, 1) if mesh is None else (mesh.size("sequence"), mesh.size("hidden"))
-    rows, length, _ = hidden.shape
-    position_bytes = 4 * rows * sequence * math.ceil(vocabulary / sequence) / spread
-    # The head scatters the gathered positions over `hidden`.
-    grain = spread // math.gcd(sequence, spread)
-    step = max(1, int(chunk_bytes / position_bytes) // grain) * grain
-    by_rank = labels.unflatten(1, (sequence, length))
-    for start in range(0, length, step):
-        own = slice(start, min(start + step, length))
-        yield own, by_rank[:, :, own].flatten(1)
+    loss = LossInChunks(head, labels, scale, vocabulary, mesh, chunk_bytes)
+    with head.held() as held:
+        if not torch.is_grad_enabled():
+            return loss.value(hidden), None
+        value, gradient = loss.value_and_gradients(hidden.detach().requires_grad_(), held)
+        gradients = [(each.parameter, each.gradient()) for each in held]
+    for parameter, own in gradients:
+        if own is not None:
+            torch.autograd.backward(parameter, own)
+    return value, gradient

@@ -16,10 +16,13 @@ from cuboid.config import TensorParallelConfig
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.hf.attention import Lengths, check_attention_ran, use_sharded_attention, whole_sequence
 from cuboid.hf.batch import LocalBatch, check_same_batch, take_local_batch
+from cuboid.hf.bounded import forward_with_bounded_loss
+from cuboid.hf.chunks import CHUNK_BYTES
 from cuboid.hf.layouts import Blueprint
 from cuboid.hf.swap import ShardOf, attention_modules, swap_modules
 from cuboid.mesh import Mesh
-from cuboid.tensor3d.loss import gather_logits, sharded_cross_entropy, shifted
+from cuboid.tensor3d.loss import gather_logits, predicted, sharded_cross_entropy
+from cuboid.tensor3d.parameter import keep_weights
 
 
 @dataclass
@@ -30,6 +33,8 @@ class Sharding:
     config: TensorParallelConfig
     base: type[PreTrainedModel]
     attention: dict[str, nn.Module]
+    #: Largest size in float32 of the logits of which a loss alone is made, on one rank.
+    chunk_bytes: int = CHUNK_BYTES
     checked: bool = False
 
 
@@ -62,6 +67,8 @@ def shard_modules(
 ) -> PreTrainedModel:
     """Turn a model into its sharded self, in place."""
     swap_modules(model, blueprint, mesh, shard_of)
+    if config.weight_gather == "step":
+        keep_weights(model)
     attention = {name: model.get_submodule(name) for name in attention_modules(blueprint)}
     use_sharded_attention(model.config, list(attention.values()), mesh)
     model.loss_function = functools.partial(sharded_loss, mesh=mesh)
@@ -125,12 +132,20 @@ def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
     batch = take_local_batch(arguments, model.config, sharding.mesh)
     if not sharding.checked:
         check_same_batch(arguments["input_ids"], sharding.mesh)
+    bounded = _wants_loss_only(model, batch)
     with whole_sequence(Lengths(batch.length, batch.padded)):
-        output = base_forward(**_local_arguments(model, batch), return_dict=True)
+        run = functools.partial(base_forward, **_local_arguments(model, batch), return_dict=True)
+        if bounded:
+            output = forward_with_bounded_loss(
+                model, run, unbound=sharding.base.forward, mesh=sharding.mesh, chunk_bytes=sharding.chunk_bytes
+            )
+        else:
+            output = run()
     if not sharding.checked:
         check_attention_ran(sharding.attention)
         sharding.checked = True
-    output.logits = _whole_logits(model, output.logits, batch, has_loss=output.loss is not None)
+    if not bounded:
+        output.logits = _whole_logits(model, output.logits, batch, has_loss=output.loss is not None)
     if keep is not None and output.logits is not None:
         output.logits = slice_logits_to_keep(output.logits, keep)
     return output.to_tuple() if as_tuple else output
@@ -144,9 +159,19 @@ def _local_arguments(model: Any, batch: LocalBatch) -> dict[str, Any]:
     return {**batch.options, **tensors, "inputs_embeds": embeddings, "use_cache": False}
 
 
-def _whole_logits(model: Any, logits: torch.Tensor, batch: LocalBatch, *, has_loss: bool) -> torch.Tensor | None:
+def _wants_loss_only(model: Any, batch: LocalBatch) -> bool:
+    """Whether no logits need ever be whole: they aren't wanted, and the loss that is made of them is ours."""
+    ours = getattr(model.loss_function, "func", None) is sharded_loss
+    return ours and "labels" in batch.tensors and model.base_model is not model and not _wants_logits(model)
+
+
+def _wants_logits(model: Any) -> bool:
     wanted = model.cuboid.config.gather_logits
-    if has_loss and (not wanted or (wanted == "auto" and model.training)):
+    return not model.training if wanted == "auto" else wanted
+
+
+def _whole_logits(model: Any, logits: torch.Tensor, batch: LocalBatch, *, has_loss: bool) -> torch.Tensor | None:
+    if has_loss and not _wants_logits(model):
         return None
     return gather_logits(logits, model.cuboid.mesh, length=batch.length, vocabulary=model.config.vocab_size)
 
@@ -163,12 +188,9 @@ def sharded_loss(
     **_: Any,
 ) -> torch.Tensor:
     """In place of Hugging Face's ``ForCausalLMLoss``, on logits ``[B/b, S/h, V/s]``."""
-    if shift_labels is None:
-        assert labels is not None
-        shift_labels = shifted(labels, ignore_index)
     return sharded_cross_entropy(
         logits,
-        shift_labels,
+        predicted(labels, shift_labels, ignore_index),
         vocabulary=vocab_size,
         mesh=mesh,
         items=num_items_in_batch,

@@ -18,8 +18,7 @@ from torch import nn
 from cuboid.tensor3d.bundle import start_gathers
 from cuboid.tensor3d.carry import carried_shards
 from cuboid.tensor3d.linear import autocast_dtype
-from cuboid.tensor3d.multiplication import is_recomputing
-from cuboid.tensor3d.parameter import ParameterGather, ShardedModule
+from cuboid.tensor3d.parameter import ParameterGather, ShardedModule, is_recomputing
 from cuboid.tensor3d.vectors import SharedGather, VectorGroup
 
 

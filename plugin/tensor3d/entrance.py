@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from cuboid.errors import UnsupportedModelError
+from cuboid.tensor3d.autograd import run_multiplication
 from cuboid.tensor3d.linear import ShardedLinear, autocast_dtype, hand_over
 from cuboid.tensor3d.multiplication import Multiplication, Product
 from cuboid.tensor3d.source import WholeSequence
@@ -51,7 +52,7 @@ class Entrance:
         if self._multiplication.products != self._products():
             # As while their weights are held gathered.
             self._multiplication = Multiplication(WholeSequence(self._mesh), self._products())
-        whole, results = self._multiplication.run(shard.to(dtype), operands, wants_input=gathers)
+        whole, results = run_multiplication(self._multiplication, shard.to(dtype), operands, wants_input=gathers)
         # Along one rank the input is its own gathered self.
         full = shard if whole is None else whole
         hand_over(full, dict(zip(self._projections, results, strict=True)))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from cuboid.mesh import Mesh
+from cuboid.tensor3d.autograd import run_multiplication
 from cuboid.tensor3d.exchange import ScatterFeatures, ScatterSequence
 from cuboid.tensor3d.layout import Layout
 from cuboid.tensor3d.multiplication import Multiplication, Operand, Product
@@ -57,7 +58,8 @@ class ShardedLinear(ShardedModule, nn.Linear):
             weight = self.product.out_in(self.weight)
             return nn.functional.linear(x, weight, self.bias)
         dtype = autocast_dtype(x)
-        _, (result,) = Multiplication(self._source, [self.product]).run(x.to(dtype), [self.operand(dtype)])
+        own = Multiplication(self._source, [self.product])
+        _, (result,) = run_multiplication(own, x.to(dtype), [self.operand(dtype)])
         return result
 
     def operand(self, dtype: torch.dtype) -> Operand:

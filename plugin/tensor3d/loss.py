@@ -15,6 +15,9 @@ from cuboid.mesh import Mesh
 from cuboid.tensor3d.collectives import all_reduce, gather_dim, own_slice
 from cuboid.tensor3d.norm import statistics_dtype
 
+#: Label of the positions that a sequence is filled up with, and of those that are ignored unless others are.
+PADDING = -100
+
 
 class _TokenLosses(torch.autograd.Function):
     """``-log softmax(logits)[label]`` for each token, ``[B/b, S/h]``; 0 where the label is ignored."""
@@ -27,7 +30,7 @@ class _TokenLosses(torch.autograd.Function):
         wide = _masked(logits, beyond)
         maximum = all_reduce(wide.amax(-1), mesh, ("sequence",), dist.ReduceOp.MAX)
         target = wide.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
-        total = (wide - maximum.unsqueeze(-1)).exp_().sum(-1)
+        total = wide.sub_(maximum.unsqueeze(-1)).exp_().sum(-1)
         total, target = all_reduce(torch.stack([total, target]), mesh, ("sequence",))
         log_total = maximum + total.log()
         ignored = labels == ignore_index
@@ -73,6 +76,39 @@ class _SumOverMesh(torch.autograd.Function):
         return gradient, None
 
 
+def token_sum(
+    logits: torch.Tensor, labels: torch.Tensor, *, vocabulary: int, mesh: Mesh, ignore_index: int = PADDING
+) -> torch.Tensor:
+    """The losses of this rank's tokens, added up; :func:`sum_over_mesh` makes the whole micro-batch's of it.
+
+    Args:
+        logits: ``[B/b, S/h, ⌈V/s⌉]``.
+        labels: ``[B/b, S]``, already shifted: entry t is the token that position t predicts.
+        vocabulary: V, without padding.
+        ignore_index: label of tokens without a loss.
+    """
+    own = own_slice(labels, 1, mesh, ("hidden",)).to(logits.device)
+    return _TokenLosses.apply(logits, own, ignore_index, vocabulary, mesh).sum()
+
+
+def sum_over_mesh(part: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Add up what :func:`token_sum` gave each rank, differentiably: the same scalar on every rank."""
+    return _SumOverMesh.apply(part, mesh)
+
+
+def divisor(
+    labels: torch.Tensor, mesh: Mesh, items: torch.Tensor | float | None, ignore_index: int, like: torch.Tensor
+) -> torch.Tensor:
+    """What the sum over tokens is divided by: ``items``, or the micro-batch's labels ``[B/b, S]`` that aren't ignored.
+
+    ``like`` has the dtype and the device.
+    """
+    if items is None:
+        count = (labels != ignore_index).sum()
+        return all_reduce(count.to(like.device, like.dtype), mesh, ("batch",))
+    return torch.as_tensor(items, dtype=like.dtype, device=like.device)
+
+
 def sharded_cross_entropy(
     logits: torch.Tensor,
     labels: torch.Tensor,
@@ -80,24 +116,17 @@ def sharded_cross_entropy(
     vocabulary: int,
     mesh: Mesh,
     items: torch.Tensor | float | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = PADDING,
 ) -> torch.Tensor:
     """The language-modelling loss of the mesh's whole micro-batch, the same scalar on every rank.
 
     Args:
-        logits: ``[B/b, S/h, ⌈V/s⌉]``.
-        labels: ``[B/b, S]``, already shifted: entry t is the token that position t predicts.
-        vocabulary: V, without padding.
+        logits, labels, vocabulary, ignore_index: see :func:`token_sum`.
         items: what the sum over tokens is divided by (Hugging Face's ``num_items_in_batch``); by default the number
             of labels in the micro-batch that are not ignored.
-        ignore_index: label of tokens without a loss.
     """
-    labels = own_slice(labels, 1, mesh, ("hidden",)).to(logits.device)
-    losses = _TokenLosses.apply(logits, labels, ignore_index, vocabulary, mesh)
-    total = _SumOverMesh.apply(losses.sum(), mesh)
-    if items is None:
-        items = all_reduce((labels != ignore_index).sum().to(total.dtype), mesh, ("batch", "hidden"))
-    return total / (items.to(total.device) if isinstance(items, torch.Tensor) else items)
+    part = token_sum(logits, labels, vocabulary=vocabulary, mesh=mesh, ignore_index=ignore_index)
+    return sum_over_mesh(part, mesh) / divisor(labels, mesh, items, ignore_index, part)
 
 
 class _GatherLogits(torch.autograd.Function):
@@ -132,3 +161,12 @@ def gather_logits(logits: torch.Tensor, mesh: Mesh, *, length: int, vocabulary: 
 def shifted(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
     """``[B, S]`` labels so that entry t is the token after t, as Hugging Face's causal loss does."""
     return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+def predicted(labels: torch.Tensor | None, shift_labels: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
+    """What Hugging Face's causal loss compares with: ``shift_labels`` if there are any, else the labels shifted."""
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = shifted(labels, ignore_index)
+    # What fills a sequence up to the mesh's needs has this label whatever else is ignored.
+    return shift_labels if ignore_index == PADDING else shift_labels.masked_fill(shift_labels == PADDING, ignore_index)

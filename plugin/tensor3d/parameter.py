@@ -5,6 +5,7 @@ The same idea as FSDP2's per-parameter state (``torch.distributed.fsdp``), for t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -18,6 +19,7 @@ from cuboid.pending import Pending
 from cuboid.tensor3d.carry import Carry
 from cuboid.tensor3d.collectives import start_all_gather, start_scatter
 from cuboid.tensor3d.layout import Layout
+from cuboid.tensor3d.updates import Updates
 
 
 class GatherState(Enum):
@@ -26,6 +28,22 @@ class GatherState(Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     GATHERED = "gathered"
+
+
+class Block:
+    """A gathered parameter that is kept while somebody refers to it, and the values that it was gathered of."""
+
+    def __init__(self, whole: torch.Tensor, shard: torch.Tensor, updates: Updates) -> None:
+        self.whole = whole
+        self._origin = self._origin_of(shard, updates)
+
+    def is_of(self, shard: torch.Tensor, updates: Updates) -> bool:
+        """Whether these are still the shard's values."""
+        return self._origin == self._origin_of(shard, updates)
+
+    @staticmethod
+    def _origin_of(shard: torch.Tensor, updates: Updates) -> tuple[Any, ...]:
+        return shard.data_ptr(), shard._version, shard.dtype, updates.count
 
 
 class ParameterGather:
@@ -42,6 +60,9 @@ class ParameterGather:
         self._dtype: torch.dtype | None = None
         self._pending: Pending[torch.Tensor] | None = None
         self._block: torch.Tensor | None = None
+        #: Whether blocks are kept from a forward to its backward, and by whose count they are out of date.
+        self.keeps: Updates | None = None
+        self._kept: weakref.ref[Block] | None = None
 
     @property
     def ranks(self) -> int:
@@ -54,10 +75,13 @@ class ParameterGather:
             self.expect(shard, start_all_gather(shard.detach(), self.mesh, self.layout.storage))
 
     def needs(self, shard: torch.Tensor) -> bool:
-        """Whether somebody has to start. A block of another dtype is let go of."""
+        """Whether somebody has to start. A block of another dtype is let go of, and one that was kept is taken up."""
         if self.state is not GatherState.SHARDED and self._dtype != shard.dtype:
             # Started outside of autocast and needed inside, or the other way round.
             self.discard()
+        kept = self._kept_block(shard)
+        if self.state is GatherState.SHARDED and kept is not None:
+            self._block, self._dtype, self.state = kept.whole, shard.dtype, GatherState.GATHERED
         return self.state is GatherState.SHARDED
 
     def expect(self, shard: torch.Tensor, stacked: Pending[torch.Tensor]) -> None:
@@ -82,6 +106,32 @@ class ParameterGather:
         assert self.state is GatherState.GATHERED, "not gathered"
         self._block = None
         self.state = GatherState.SHARDED
+
+    def let_go(self, shard: torch.Tensor, *, keep: bool) -> Block | None:
+        """:meth:`reshard` after a forward's product, unless the backward follows at once.
+
+        Args:
+            shard: what the block was gathered of.
+            keep: whether a backward will follow.
+
+        Returns:
+            What keeps the block for the backward and for other forwards before it, where that is wanted.
+        """
+        if is_recomputing():
+            return None
+        whole = self.block()
+        self.reshard()
+        if not keep or self.ranks == 1 or self.keeps is None:
+            return None
+        kept = self._kept_block(shard)
+        if kept is None:
+            kept = Block(whole, shard, self.keeps)
+            self._kept = weakref.ref(kept)
+        return kept
+
+    def _kept_block(self, shard: torch.Tensor) -> Block | None:
+        kept = None if self._kept is None else self._kept()
+        return kept if kept is not None and self.keeps is not None and kept.is_of(shard, self.keeps) else None
 
     def discard(self) -> None:
         """Let go of what was gathered for nothing, if anything was."""
@@ -115,6 +165,14 @@ class ParameterGather:
     def reduce(self, block_gradient: torch.Tensor) -> torch.Tensor:
         """:meth:`start_reduce`, waited for."""
         return self.start_reduce(block_gradient).wait()
+
+
+def is_recomputing() -> bool:
+    """Whether this forward runs inside of a backward, as activation checkpointing lets it.
+
+    Its weights stay gathered for the backward that follows.
+    """
+    return torch._C._current_graph_task_id() != -1
 
 
 class _GatherParameter(torch.autograd.Function):
@@ -165,3 +223,11 @@ class ShardedModule(nn.Module):
     def carried(self, name: str) -> tuple[torch.Tensor, Carry | None]:
         """The shard of a large parameter, and who waits for its gradient where that may be on its way for longer."""
         return self.ahead_shards.pop(name, (getattr(self, name), None))
+
+
+def keep_weights(model: nn.Module) -> None:
+    """Keep gathered weights from a forward to its backward, and let other forwards in between have them too."""
+    updates = Updates()
+    for module in (module for module in model.modules() if isinstance(module, ShardedModule)):
+        for gather in module.gathers.values():
+            gather.keeps = updates

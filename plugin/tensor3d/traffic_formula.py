@@ -64,6 +64,7 @@ def layer_bytes(
     *,
     element_bytes: int = 2,
     statistic_bytes: int = 4,
+    weight_gather: Literal["layer", "step"] = "layer",
 ) -> dict[str, int]:
     """Bytes that one rank sends in the forward and backward of one layer, by axes.
 
@@ -74,6 +75,7 @@ def layer_bytes(
         length: sequence length, a multiple of s.
         element_bytes: of an activation or weight.
         statistic_bytes: of a norm's statistics.
+        weight_gather: whether weights are gathered again in backward ("layer") or kept ("step").
     """
     count = _Count(mesh)
     tokens = batch / mesh.batch * length
@@ -82,7 +84,7 @@ def layer_bytes(
     # gather of its gradient.
     count.add("all_gather", ("sequence",), residual, 2 * 5)
     _add_projections(count, sizes, mesh, tokens * element_bytes / mesh.sequence)
-    _add_weights(count, sizes, mesh, element_bytes)
+    _add_weights(count, sizes, mesh, element_bytes, times=3 if weight_gather == "layer" else 2)
     _add_norms(count, sizes, mesh, tokens / mesh.sequence * statistic_bytes, element_bytes)
     _add_biases(count, sizes, mesh, element_bytes)
     return dict(sorted(count.bytes.items()))
@@ -101,16 +103,16 @@ def _add_projections(count: _Count, sizes: BlockSizes, mesh: MeshShape, per_feat
     count.add("all_gather", ("hidden",), per_feature * (sizes.query + sizes.intermediate), 3)
 
 
-def _add_weights(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_bytes: int) -> None:
-    """Gather of each weight's block, again in backward, and scatter of its gradient."""
+def _add_weights(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_bytes: int, times: int) -> None:
+    """Gather of each weight's block, perhaps again in backward, and scatter of its gradient."""
     projections = 2 * sizes.query + (3 if sizes.gated else 2) * sizes.intermediate
     key_value = 2 * sizes.key_value * sizes.hidden * element_bytes / mesh.hidden
     if sizes.whole_key_value:
-        count.add("all_gather", ("batch", "sequence"), key_value, 3)
+        count.add("all_gather", ("batch", "sequence"), key_value, times)
     else:
-        count.add("all_gather", ("batch",), key_value / mesh.sequence, 3)
+        count.add("all_gather", ("batch",), key_value / mesh.sequence, times)
     block = projections * sizes.hidden * element_bytes / (mesh.sequence * mesh.hidden)
-    count.add("all_gather", ("batch",), block, 3)
+    count.add("all_gather", ("batch",), block, times)
 
 
 def _add_norms(count: _Count, sizes: BlockSizes, mesh: MeshShape, statistics: float, element_bytes: int) -> None:

@@ -1,0 +1,245 @@
+"""What happens while something else computes: gathers a layer ahead, gradients a layer behind, parts of a batch."""
+
+import gc
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+
+import cuboid
+from cuboid import mesh as mesh_module
+from cuboid.hf.auto import block_sizes
+from cuboid.tensor3d import bundle, multiplication
+from cuboid.tensor3d.carry import Carry, carried_shards
+from cuboid.tensor3d.parameter import ShardedModule
+from cuboid.tensor3d.traffic_formula import layer_bytes
+from cuboid.tensor3d.updates import Updates
+from cuboid.topology import MeshShape
+from cuboid.verify import SmallModel, WorkerPool
+
+BATCH, LENGTH = 6, 12
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with WorkerPool(6) as workers:
+        yield workers
+
+
+def sharded(path, axes, **settings):
+    section = {"mode": "3d_tensor", "mesh": dict(zip(("batch", "sequence", "hidden"), axes, strict=True)), **settings}
+    return cuboid.shard(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64), {"tensor_parallel": section})
+
+
+def tokens(shift=0):
+    return (torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) * 7 + shift) % 131
+
+
+def train(path, axes, settings, options=()):
+    """Losses of three steps of SGD with two micro-batches each, the last gradients, the weights, and bytes by axes."""
+    model = sharded(path, axes, **settings).train()
+    for name, value in options:
+        getattr(model, name)(**value)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    traffic = cuboid.mesh_of(model).traffic
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        traffic.reset()
+        for part in range(2):
+            ids = tokens(2 * step + part)
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            losses.append(float(loss.detach()))
+        optimizer.step()
+    gathers = [g for m in model.modules() if isinstance(m, ShardedModule) for g in m.gathers.values()]
+    gc.collect()
+    left = sum(g._kept is not None and g._kept() is not None for g in gathers)
+    return losses, cuboid.full_gradients(model), left, traffic.snapshot()
+
+
+def assert_same(alone, ranks):
+    """Losses on all ranks, and the gradients, which the first one has whole."""
+    for rank in ranks:
+        assert rank[0] == pytest.approx(alone[0], rel=1e-12)
+    gradients = ranks[0][1]
+    assert gradients.keys() == alone[1].keys()
+    for name, gradient in alone[1].items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-13)
+
+
+@pytest.fixture(scope="module")
+def path(checkpoint):
+    return checkpoint(SmallModel("llama", heads=12, kv_heads=6, layers=3))
+
+
+@pytest.fixture(scope="module")
+def alone(pool, path):
+    return pool.run(1, train, path, (1, 1, 1), {})[0]
+
+
+# --- weights that are kept ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", [(6, 1, 1), (2, 3, 1), (3, 1, 2), (1, 2, 3)], ids=str)
+def test_kept_weights_give_the_same_and_are_let_go_of(pool, path, alone, axes):
+    ranks = pool.run(6, train, path, axes, {"weight_gather": "step"})
+    assert_same(alone, ranks)
+    assert all(left == 0 for _, _, left, _ in ranks)
+
+
+def test_kept_weights_send_what_the_formula_says(pool, path):
+    shape = MeshShape(6, 1, 1)
+    deeper = AutoModelForCausalLM.from_pretrained(path)
+    sizes = block_sizes(deeper, shape)
+    sent = {}
+    for mode in ("layer", "step"):
+        sent[mode] = pool.run(6, train, path, (6, 1, 1), {"weight_gather": mode})[0][3]["batch"]
+    by_formula = [
+        layer_bytes(sizes, shape, BATCH, LENGTH, element_bytes=8, statistic_bytes=8, weight_gather=mode)["batch"]
+        for mode in ("layer", "step")
+    ]
+    # Three layers, two micro-batches; the rest of the model sends alike. A collective's share is a whole byte.
+    assert sent["layer"] - sent["step"] == pytest.approx(6 * (by_formula[0] - by_formula[1]), abs=200)
+
+
+def outdated(path, axes):
+    """Whether a forward sees what an optimizer did through ``.data``, while an older graph keeps gathered weights."""
+    model = sharded(path, axes, weight_gather="step").train()
+    held = model(input_ids=tokens(), labels=tokens()).loss
+    parameters = list(model.parameters())
+
+    class Flat(torch.optim.Optimizer):
+        def __init__(self):
+            super().__init__(parameters, {})
+
+        def step(self, closure=None):
+            for parameter in parameters:
+                parameter.data.mul_(0.5)
+
+    Flat().step()
+    after = float(model(input_ids=tokens(), labels=tokens()).loss.detach())
+    fresh = sharded(path, axes)
+    for parameter, changed in zip(fresh.parameters(), parameters, strict=True):
+        parameter.data.copy_(changed.data)
+    wanted = float(fresh(input_ids=tokens(), labels=tokens()).loss.detach())
+    return float(held.detach()), after, wanted
+
+
+def test_kept_weights_are_forgotten_when_an_optimizer_steps(pool, path):
+    for before, after, wanted in pool.run(6, outdated, path, (6, 1, 1)):
+        assert after == pytest.approx(wanted, rel=1e-13)
+        assert after != pytest.approx(before, rel=1e-3)
+
+
+def test_updates_count_until_nobody_wants_to_know():
+    from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
+
+    before = len(hooks)
+    updates = Updates()
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    torch.optim.SGD([parameter], lr=0.1).step()
+    assert updates.count == 1
+    assert len(hooks) == before + 1
+    del updates
+    gc.collect()
+    assert len(hooks) == before
+
+
+# --- with activation checkpointing, and parts ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["layer", "step"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_layers_give_the_same(pool, path, alone, reentrant, mode):
+    options = [("gradient_checkpointing_enable", {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}})]
+    assert_same(alone, pool.run(6, train, path, (3, 2, 1), {"weight_gather": mode}, options))
+
+
+def train_in_parts(path, axes, bundle_bytes):
+    """As :func:`train`, of ranks that believe to be on different networks, with parts and bundles of any size."""
+    mesh_module.own_network = lambda: str(torch.distributed.get_rank())
+    multiplication._PART_BYTES, bundle._BUNDLE_BYTES = 1, bundle_bytes
+    return train(path, axes, {})
+
+
+@pytest.mark.parametrize("bundle_bytes", [0, 6000])
+def test_parts_of_a_batch_one_behind_the_other_give_the_same(path, alone, bundle_bytes):
+    # Their modules are changed, so these processes serve no other test.
+    with WorkerPool(6) as workers:
+        for axes in [(1, 2, 3), (1, 6, 1), (2, 1, 3)]:
+            assert_same(alone, workers.run(6, train_in_parts, path, axes, bundle_bytes))
+
+
+# --- gradients that are on their way ------------------------------------------------------------------------------
+
+
+class Late:
+    """Stands for a collective that ends when it is waited for."""
+
+    def __init__(self, result):
+        self.result, self.is_through = result, False
+
+    def wait(self):
+        self.result.fill_(2)
+        self.is_through = True
+
+
+class Use(torch.autograd.Function):
+    """Leaves a gradient that isn't there yet."""
+
+    @staticmethod
+    def forward(ctx, x, shard, carry, late):
+        ctx.carry, ctx.late = carry, late
+        return x + shard
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.carry.leave(ctx.late)
+        return gradient, ctx.late.result, None, None
+
+
+def test_a_gradient_is_waited_for_after_the_backward_of_the_layer_in_front():
+    order = []
+    x = torch.zeros(3, requires_grad=True)
+    shard = torch.nn.Parameter(torch.ones(3))
+    shard.register_post_accumulate_grad_hook(lambda p: order.append(("gradient", p.grad.tolist())))
+    late = Late(torch.full((3,), torch.nan))
+    # Before the layer in front runs, as its pre-hook does.
+    (carried,), carry = carried_shards([shard])
+    front = x * 3
+    front.register_hook(lambda _: order.append(("front", late.is_through)))
+    Use.apply(front, carried, carry, late).sum().backward()
+    assert order == [("front", False), ("gradient", [2.0, 2.0, 2.0])]
+    assert isinstance(carry, Carry)
+
+
+def test_a_carried_shard_is_the_parameter_for_checkpointing_too():
+    shard = torch.nn.Parameter(torch.ones(3))
+    (carried,), _ = carried_shards([shard])
+    out = checkpoint(lambda x: (x * carried).sum(), torch.arange(3.0, requires_grad=True), use_reentrant=False)
+    out.backward()
+    assert shard.grad.tolist() == [0.0, 1.0, 2.0]
+
+
+def early_end(path, axes):
+    """Gradients after a forward that broke off in the middle of the layers."""
+    model = sharded(path, axes).train()
+    broken = model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(input_ids=tokens(), labels=tokens())
+    broken.remove()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    return cuboid.full_gradients(model)
+
+
+def test_what_was_gathered_for_a_forward_that_broke_off_is_forgotten(pool, path):
+    wanted = pool.run(1, early_end, path, (1, 1, 1))[0]
+    gradients = pool.run(6, early_end, path, (3, 2, 1))[0]
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-9, atol=1e-13)

@@ -1,0 +1,265 @@
+"""The closed counts of memory, against what running models hold and save on real ranks."""
+
+import dataclasses
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+import cuboid
+from cuboid.errors import UnsupportedModelError
+from cuboid.hf.auto import block_sizes
+from cuboid.hf.kept import end_sizes, kept_sizes, model_kept_bytes
+from cuboid.tensor3d.end_formula import end_kept_bytes, end_sent_bytes
+from cuboid.tensor3d.linear import ShardedLinear
+from cuboid.tensor3d.memory_formula import KeptSizes, block_bytes, layer_kept_bytes, state_bytes
+from cuboid.tensor3d.norm import ShardedLayerNorm, ShardedRMSNorm
+from cuboid.tensor3d.traffic_formula import BlockSizes
+from cuboid.topology import Coordinate, MeshShape
+from cuboid.verify import SmallModel
+
+BATCH, LENGTH = 6, 24
+MESHES = ["1x1x1", "1x2x1", "2x1x1", "1x1x2", "1x2x2", "1x2x3", "3x1x2"]
+MODELS = {
+    "llama": SmallModel("llama", heads=12, kv_heads=12, head_dim=4),
+    "few key/value heads": SmallModel("llama", heads=12, kv_heads=4, head_dim=4, bias=True),
+    "gpt2": SmallModel("gpt2", heads=12, kv_heads=12, head_dim=4),
+    "qwen3": SmallModel("qwen3", heads=12, kv_heads=6, head_dim=8),
+    "qwen3, few key/value heads": SmallModel("qwen3", heads=12, kv_heads=2, head_dim=4),
+}
+BLOCKS = {
+    "model.layers.0.self_attn.q_proj": "up",
+    "model.layers.1.mlp.up_proj": "up",
+    "model.layers.0.self_attn.o_proj": "down",
+    "model.layers.1.mlp.down_proj": "down",
+    "lm_head": "head",
+}
+ORIGIN = Coordinate(0, 0, 0, 0, 0)
+NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+
+
+def built(small, dtype=torch.float32):
+    torch.manual_seed(small.seed)
+    config = small.config()
+    config.update(NO_DROPOUT)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+
+
+def sharded(small, mesh, dtype=torch.float32):
+    shape = MeshShape.parse(mesh)
+    axes = {"batch": shape.batch, "sequence": shape.sequence, "hidden": shape.hidden}
+    return cuboid.shard(built(small, dtype), {"tensor_parallel": {"mode": "3d_tensor", "mesh": axes}})
+
+
+class Box:
+    """What autograd holds in a tensor's place, for as long as it holds it."""
+
+    def __init__(self, x, account):
+        self.x, self.account = x, account
+
+
+class Keepers:
+    """Bytes of the storages that autograd keeps, each once, by the layer and by what keeps them.
+
+    What a linear layer keeps as its input is put to its account, even if something before keeps it as well.
+    """
+
+    def __init__(self, model):
+        self._boxes = []
+        self._inputs = []
+        self._running = [("", "")]
+        self._known = {address(x) for x in (*model.parameters(), *model.buffers())}
+        for name, module in model.named_modules():
+            layer = name.partition("layers.")[2] or name.partition(".h.")[2]
+            self._watch(module, layer.partition(".")[0], _kind(name, module))
+            if name.endswith(("attn", "mlp")):
+                module.register_forward_pre_hook(self._note_input, prepend=True, with_kwargs=True)
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda box: box.x)
+
+    def _watch(self, module, *account):
+        def enter(*_):
+            self._running.append(account)
+
+        def leave(*_):
+            self._running.pop()
+
+        module.register_forward_pre_hook(enter, prepend=True)
+        module.register_forward_hook(leave)
+
+    def _note_input(self, _, args, kwargs):
+        # Of the "up" projections behind it, before the sequence is gathered.
+        self._inputs.append(args[0] if args else kwargs["hidden_states"])
+
+    def _pack(self, x):
+        box = Box(x, self._running[-1])
+        if address(x) not in self._known:
+            self._boxes.append(weakref.ref(box))
+        return box
+
+    def bytes(self):
+        """While the graph is there."""
+        inputs = {address(x) for x in self._inputs}
+        storages = {}
+        alive = [box for box in (reference() for reference in self._boxes) if box is not None]
+        # Linear layers first, then who kept it first.
+        for box in sorted(alive, key=lambda box: box.account[1] != "linear_inputs"):
+            layer, kind = box.account
+            kind = "linear_inputs" if address(box.x) in inputs else kind
+            storages.setdefault(address(box.x), ((layer, kind), box.x.untyped_storage().nbytes()))
+        totals = Counter()
+        for account, size in storages.values():
+            totals[account] += size
+        return totals
+
+
+def address(x):
+    return x.untyped_storage().data_ptr()
+
+
+def _kind(name, module):
+    if isinstance(module, ShardedLinear):
+        return "linear_inputs"
+    if isinstance(module, ShardedRMSNorm | ShardedLayerNorm):
+        return "norms"
+    return "attention" if "attn" in name else "nonlinearity"
+
+
+def tokens(small):
+    return torch.randint(0, small.vocabulary, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def kept_by_autograd(small, mesh, dtype):
+    """Where the rank is, what its last layer keeps by what keeps it, and what the whole model keeps."""
+    model = sharded(small, mesh, dtype)
+    keepers = Keepers(model)
+    ids = tokens(small)
+    with keepers.hooks:
+        loss = model(input_ids=ids, labels=ids).loss
+    found = keepers.bytes()
+    loss.backward()
+    last = str(small.layers - 1)
+    layer = {kind: size for (number, kind), size in found.items() if number == last}
+    return cuboid.mesh_of(model).coordinate, layer, sum(found.values())
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("small", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_ranks_keep_what_the_formula_says(pool, small, mesh, dtype):
+    shape, whole, size = MeshShape.parse(mesh), built(small), dtype.itemsize
+    ends = end_kept_bytes(end_sizes(whole), shape, BATCH, LENGTH, element_bytes=size)
+    for at, layer, model in pool.run(shape.size, kept_by_autograd, small, mesh, dtype):
+        sizes = block_sizes(whole, shape), kept_sizes(whole, shape, at)
+        assert layer == layer_kept_bytes(*sizes, shape, BATCH, LENGTH, element_bytes=size)
+        assert model == small.layers * sum(layer.values()) + sum(ends.values())
+        # And as one sum.
+        assert model == sum(model_kept_bytes(whole, shape, at, BATCH, LENGTH, element_bytes=size).values())
+
+
+def bytes_of_ends(small, mesh):
+    """Bytes by axes that a model sends besides its layers: thrice those of two layers less twice those of three."""
+    counts = []
+    for layers in (2, 3):
+        model = sharded(dataclasses.replace(small, layers=layers), mesh)
+        traffic = cuboid.mesh_of(model).traffic
+        ids = tokens(small)
+        model(input_ids=ids, labels=ids).loss.backward()
+        counts.append(traffic.snapshot())
+    two, three = counts
+    return {axes: 3 * two[axes] - 2 * three[axes] for axes in two}
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, "2x2x2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_ends_send_what_the_formula_says(pool, name, mesh):
+    small = MODELS[name]
+    shape = MeshShape.parse(mesh)
+    expected = end_sent_bytes(end_sizes(built(small)), shape, BATCH, LENGTH, element_bytes=4)
+    for counted in pool.run(shape.size, bytes_of_ends, small, mesh):
+        # To the byte: the layers' own rounded bytes cancel.
+        assert {axes: count for axes, count in counted.items() if count} == expected
+
+
+def held_after_a_step(small, mesh):
+    """Bytes of parameters, gradients, and states of AdamW, without its counters of steps."""
+    model = sharded(small, mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = tokens(small)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    states = [x for state in optimizer.state.values() for x in state.values() if x.dim()]
+    return [
+        sum(x.nbytes for x in group) for group in (model.parameters(), (p.grad for p in model.parameters()), states)
+    ]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_parameters_gradients_and_optimizer_states_are_the_mesh_sizes_fraction(pool, mesh):
+    small = dataclasses.replace(MODELS["llama"], vocabulary=144)
+    whole = sum(p.numel() for p in built(small).parameters())
+    shape = MeshShape.parse(mesh)
+    expected = state_bytes(whole, shape, element_bytes=4, optimizer_bytes=8)
+    for held in pool.run(shape.size, held_after_a_step, small, mesh):
+        assert held == [expected["parameters"], expected["gradients"], expected["optimizer"]]
+
+
+def gathered_blocks(small, mesh):
+    """Bytes of the storage that each product's weight is gathered to."""
+    model = sharded(small, mesh)
+    cuboid.mesh_of(model).connect()
+    found = {}
+    for name in BLOCKS:
+        linear = model.get_submodule(name)
+        with linear.gathers["weight"].gathered(linear.weight) as block:
+            found[name] = block.untyped_storage().nbytes()
+    return found
+
+
+@pytest.mark.parametrize("mesh", ["1x1x1", "2x1x1", "3x1x2", "2x2x2", "1x2x3"])
+def test_weights_are_gathered_to_blocks_of_the_formulas_size(pool, mesh):
+    small = MODELS["llama"]
+    shape, whole = MeshShape.parse(mesh), built(small)
+    expected = {
+        name: block_bytes(whole.get_parameter(f"{name}.weight").shape, kind, shape, 4) for name, kind in BLOCKS.items()
+    }
+    for found in pool.run(shape.size, gathered_blocks, small, mesh):
+        assert found == expected
+
+
+@given(st.sampled_from(["1x1x1", "2x1x1", "1x2x1", "1x1x2", "2x2x2", "1x4x2"]), st.booleans(), st.integers(1, 4))
+def test_activations_shrink_as_the_mesh_grows(mesh, gated, nonlinearity):
+    sizes = BlockSizes(hidden=64, query=64, key_value=64, intermediate=128, gated=gated)
+    shape = MeshShape.parse(mesh)
+
+    def kept(on):
+        features = 64 // (on.sequence * on.hidden)
+        return layer_kept_bytes(sizes, KeptSizes(8, features, nonlinearity), on, 8, 16)
+
+    alone, own = kept(MeshShape()), kept(shape)
+    for keeper in ("linear_inputs", "attention", "nonlinearity"):
+        assert own[keeper] * shape.size == alone[keeper]
+    # Statistics are the same on all ranks along `hidden`, and gathered weights on all of `batch` and `sequence`.
+    assert alone["norms"] <= own["norms"] * shape.size
+
+
+def test_what_has_no_count_is_refused():
+    eager = built(MODELS["llama"])
+    eager.set_attn_implementation("eager")
+    with pytest.raises(UnsupportedModelError, match="eager"):
+        kept_sizes(eager, MeshShape(), ORIGIN)
+    dropping = AutoModelForCausalLM.from_config(MODELS["gpt2"].config()).train()
+    with pytest.raises(UnsupportedModelError, match="attn_pdrop is"):
+        kept_sizes(dropping, MeshShape(), ORIGIN)
+    assert kept_sizes(dropping.eval(), MeshShape(), ORIGIN).nonlinearity == 4
+
+
+@pytest.mark.parametrize(("name", "kept"), [("silu", 3), ("gelu", 3), ("relu", 2), ("gelu_new", 6)])
+def test_the_nonlinearity_is_asked_what_it_keeps(name, kept):
+    config = MODELS["llama"].config()
+    config.hidden_act = name
+    model = AutoModelForCausalLM.from_config(config)
+    assert kept_sizes(model, MeshShape(), ORIGIN).nonlinearity == kept
