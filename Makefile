@@ -93,8 +93,8 @@ test: install ## Run the test suite.
 test-slow: install ## Run the sweeps that are too long for every change.
 	@$(BIN)/python -m pytest -m slow
 
-bench: install ## Measure the pipeline beside two others (12 minutes, on an idle machine).
-	@$(BIN)/python benchmarks/pipeline.py
+bench: install ## Measure everything that can run here, or CASE=…, with ARGS="…"; CASE=list says which, how long, with what needs.
+	@$(BIN)/python benchmarks/run.py $(or $(CASE),all) $(ARGS)
 
 lint: install ## Check style and types.
 	@$(BIN)/ruff check .

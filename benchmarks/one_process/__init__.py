@@ -1,0 +1,1 @@
+"""Cuboid where there is nothing to split: one process, beside the same training without it."""

@@ -1,0 +1,103 @@
+"""The one door to all benchmarks: names, what it refuses, and that a case runs as a user would run it."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from launching import ROOT, finish, start
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import run as bench
+
+from cuboid.errors import CuboidError
+
+SCRIPT = ROOT / "benchmarks" / "run.py"
+TIMEOUT_S = 200
+
+
+def door(*arguments):
+    """Status and output."""
+    return finish(start(sys.executable, SCRIPT, *arguments), TIMEOUT_S)
+
+
+def test_the_list_says_how_long_and_what_it_needs():
+    status, output = door("list")
+    assert status == 0, output
+    for case in bench.CASES.values():
+        (line,) = re.findall(rf"^{case.name} .*$", output, re.MULTILINE)
+        assert f" {case.minutes} " in line
+        assert case.needs in line or "can't run here" in line
+
+
+def test_a_near_miss_is_told_what_it_may_mean():
+    status, output = door("layer_mesh", "--quick")
+    assert status == 2
+    assert 'layer_mesh is not a benchmark; did you mean "layer_meshes"?' in output
+    assert "Traceback" not in output
+    with pytest.raises(CuboidError, match="known keys: list, all, pipeline"):
+        bench.find("zzz")
+
+
+def test_one_case_runs_with_its_options(tmp_path):
+    status, output = door("memory", "--quick", "--out", tmp_path)
+    assert status == 0, output
+    assert json.loads((tmp_path / "memory.json").read_text(encoding="utf-8"))["rows"]
+
+
+def test_options_that_a_case_does_not_know_are_its_own_error():
+    status, output = door("memory", "--no-such-option")
+    assert status == 2
+    assert "unrecognized arguments: --no-such-option" in output
+
+
+@pytest.fixture
+def cases(monkeypatch, tmp_path):
+    """Three cases in a folder: one works, one fails, and one isn't there."""
+    monkeypatch.setattr(bench, "_FOLDER", tmp_path / "benchmarks")
+    bench._FOLDER.mkdir()
+    (bench._FOLDER / "good.py").write_text("import sys; open(sys.argv[1], 'w').close()\n")
+    (bench._FOLDER / "bad.py").write_text("raise SystemExit(3)\n")
+    names = ("bad", "good", "absent")
+    monkeypatch.setattr(bench, "CASES", {name: bench.Case(name, "something", 1) for name in names})
+    return tmp_path
+
+
+def test_a_case_that_fails_does_not_keep_the_others_but_is_told(cases, capfd):
+    assert bench.main(["all", str(cases / "written")]) == 1
+    assert (cases / "written").exists()
+    output = capfd.readouterr().out
+    assert re.search(r"^bad +failed with status 3$", output, re.MULTILINE)
+    assert re.search(r"^good +done$", output, re.MULTILINE)
+    assert re.search(r"^absent +left out: benchmarks/absent.py isn't there$", output, re.MULTILINE)
+
+
+def test_an_interrupted_case_ends_all(cases, capfd):
+    (bench._FOLDER / "bad.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGTERM)\n")
+    assert bench.main(["all", str(cases / "written")]) == 1
+    assert not (cases / "written").exists()
+    assert "interrupted" in capfd.readouterr().out
+
+
+def test_a_case_that_cannot_run_is_refused_in_a_sentence(cases, capsys):
+    assert bench.main(["absent"]) == 2
+    assert "absent can't run here: benchmarks/absent.py isn't there" in capsys.readouterr().err
+
+
+def test_links_of_a_set_rate_are_used_where_they_can_be_had(monkeypatch):
+    case = bench.Case("layer_meshes", "something", 1, shaped=True)
+    monkeypatch.setattr(bench, "why_not_shaped", lambda: None)
+    assert case.options() == ("--network", "shaped")
+    monkeypatch.setattr(bench, "why_not_shaped", lambda: "no root")
+    assert case.options() == ()
+    assert bench.Case("pipeline", "something", 1).options() == ()
+
+
+def test_make_hands_case_and_arguments_on():
+    status, output = finish(start("make", "--dry-run", "bench", "CASE=memory", "ARGS=--quick --repeats 2"), TIMEOUT_S)
+    assert status == 0, output
+    assert re.search(r"benchmarks/run\.py memory --quick --repeats 2$", output, re.MULTILINE)
+    status, output = finish(start("make", "--dry-run", "bench"), TIMEOUT_S)
+    assert re.search(r"benchmarks/run\.py all\s*$", output, re.MULTILINE)

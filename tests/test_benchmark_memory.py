@@ -1,0 +1,84 @@
+"""benchmarks/memory.py runs, and its numbers hang together."""
+
+import json
+import sys
+
+import pytest
+
+from launching import ROOT, finish, run, start
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from memory import distinct, parse
+from memory_parts.rank import Kept
+from memory_parts.results import Record, check_agreement, rows
+from memory_parts.workload import QUICK
+
+from cuboid.errors import CuboidError
+
+TIMEOUT_S = 240
+SCRIPT = ROOT / "benchmarks" / "memory.py"
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    out = tmp_path_factory.mktemp("memory")
+    status, output = finish(start(sys.executable, SCRIPT, "--quick", "--out", out), TIMEOUT_S)
+    assert status == 0, output
+    assert (out / "memory.png").read_bytes().startswith(b"\x89PNG")
+    numbers = json.loads((out / "memory.json").read_text(encoding="utf-8"))
+    assert all(row["name"] in output for row in numbers["rows"])
+    return numbers
+
+
+def test_ranks_keep_exactly_what_the_formula_says(result):
+    plain, *ours = result["rows"]
+    assert plain["formula_bytes"] is None
+    for row in ours:
+        assert row["kept_bytes"] == row["formula_total_bytes"] == sum(row["formula_bytes"].values())
+        assert len(row["kept_by_rank_bytes"]) == row["ranks"]
+        assert row["peak_bytes"] >= row["kept_bytes"]
+
+
+def test_no_mesh_keeps_more_than_an_even_part_of_what_plain_transformers_keeps(result):
+    for row in result["rows"][2:]:
+        assert row["ranks"] == 8
+        assert row["kept_share_of_plain"] < 1
+        assert 1 <= row["kept_share_of_alone"] < 1.05
+
+
+def test_everyone_computes_the_same(result):
+    first = result["rows"][0]
+    for row in result["rows"]:
+        assert row["loss"] == pytest.approx(first["loss"], rel=1e-5)
+        assert row["gradient_norm"] == pytest.approx(first["gradient_norm"], rel=1e-5)
+    # Cuboid's parameters are an even part too.
+    assert result["rows"][2]["parameter_bytes"] * 8 == result["rows"][1]["parameter_bytes"] == first["parameter_bytes"]
+
+
+def test_the_automatic_mesh_takes_part_once():
+    assert list(distinct(["1x8x1", "auto", "1×8×1"], QUICK)) == ["1×8×1", "4×2×1 (auto)"]
+    with pytest.raises(CuboidError, match="mesh 1×4×1 has 4 ranks"):
+        distinct(["1x4x1"], QUICK)
+
+
+def test_who_computes_something_else_is_named():
+    def found(loss):
+        return Kept(loss, 1.0, 1, 8, 8, {"norm": 1})
+
+    records = [Record(name, None, [found(2.0)]) for name in ("plain", "1×1×1")]
+    assert rows(records)[1]["kept_share_of_plain"] == 1
+    check_agreement(records)
+    with pytest.raises(CuboidError, match=r"2×1×1 has loss 3\.0, but plain transformers has 2\.0"):
+        check_agreement([*records, Record("2×1×1", "2x1x1", [found(2.0), found(3.0)])])
+
+
+def test_options_that_make_no_sense_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--repeats", "0"])
+    assert "--repeats" in capsys.readouterr().err
+
+
+def test_the_page_is_up_to_date():
+    status, output = run(sys.executable, ROOT / "docs" / "generate_memory.py", "--check")
+    assert status == 0, output

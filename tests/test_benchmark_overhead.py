@@ -1,0 +1,97 @@
+"""benchmarks/overhead.py runs, and its numbers hang together. Times are not looked at: machines are busy."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from launching import ROOT, finish, start
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from one_process.contestants import Entry
+from one_process.measuring import OUTSIDE, Pair, Record, Share, differences, largest_differences
+from overhead import parse
+
+from cuboid.errors import CuboidError
+
+TIMEOUT_S = 240
+SCRIPT = ROOT / "benchmarks" / "overhead.py"
+ENTRIES = [Entry("plain", has_cuboid=has_cuboid, dtype="float32") for has_cuboid in (False, True)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Numbers and output of the smallest run that has everything in it."""
+    out = tmp_path_factory.mktemp("overhead")
+    status, output = finish(start(sys.executable, SCRIPT, "--quick", "--profile", "--out", out), TIMEOUT_S)
+    assert status == 0, output
+    assert (out / "overhead.png").read_bytes().startswith(b"\x89PNG")
+    return json.loads((out / "overhead.json").read_text(encoding="utf-8")), output
+
+
+def test_every_training_takes_part_in_both_dtypes(run):
+    result, output = run
+    names = ["Hugging Face with Cuboid", "DeepSpeed with Cuboid"]
+    assert [(row["name"], row["dtype"]) for row in result["rows"]] == [
+        (name, dtype) for dtype in ("float32", "bfloat16") for name in names
+    ]
+    assert all(name in output for name in names)
+
+
+def test_losses_and_gradients_are_the_same(run):
+    for row in run[0]["rows"]:
+        assert row["loss"]["cuboid"] == pytest.approx(row["loss"]["plain"], rel=1e-5)
+        assert row["gradient_difference"] < {"float32": 1e-5, "bfloat16": 1e-2}[row["dtype"]]
+
+
+def test_ratios_are_those_of_the_rounds(run):
+    result = run[0]
+    for row in result["rows"]:
+        (plain,), (ours,) = row["samples"]["plain"], row["samples"]["cuboid"]
+        assert row["ratio"]["median"] == pytest.approx(ours["step_s"] / plain["step_s"])
+        assert row["ratio_processor"]["median"] == pytest.approx(ours["processor_s"] / plain["processor_s"])
+        assert row["ratio"]["count"] == result["repeats"] == 1
+
+
+def test_the_profile_says_first_what_differs_most(run):
+    for row in run[0]["rows"]:
+        more = [abs(each["cuboid"]["seconds"] - each["plain"]["seconds"]) for each in row["profile"]]
+        assert more == sorted(more, reverse=True)
+        # Cuboid's own operators, at least.
+        assert any(each["cuboid"]["calls"] != each["plain"]["calls"] for each in row["profile"])
+
+
+def record(entry, loss, gradients, **shares):
+    return Record(entry, loss, torch.tensor(gradients, dtype=torch.float64), shares=shares)
+
+
+def test_trainings_that_differ_are_refused_by_name():
+    plain = record(ENTRIES[0], 2.0, [3.0, 4.0])
+    assert differences(plain, record(ENTRIES[1], 2.0, [3.0, 4.0])) == (0.0, 0.0)
+    with pytest.raises(CuboidError, match=r"Hugging Face and Hugging Face with Cuboid, float32: losses are 1.0e-01"):
+        differences(plain, record(ENTRIES[1], 2.2, [3.0, 4.0]))
+    with pytest.raises(CuboidError, match=r"gradients are 1.0e-01 apart"):
+        differences(plain, record(ENTRIES[1], 2.0, [3.0, 4.5]))
+    with pytest.raises(CuboidError, match="2 and 1 elements have gradients"):
+        differences(plain, record(ENTRIES[1], 2.0, [3.0]))
+    with pytest.raises(CuboidError, match="gradients are nan apart"):
+        differences(plain, record(ENTRIES[1], 2.0, [3.0, float("nan")]))
+
+
+def test_operators_of_only_one_training_are_told_of():
+    plain = record(ENTRIES[0], 1.0, [1.0], mm=Share(1.0, 3), **{OUTSIDE: Share(0.5, 1)})
+    ours = record(ENTRIES[1], 1.0, [1.0], mm=Share(1.1, 3), copy=Share(0.3, 2), **{OUTSIDE: Share(0.5, 1)})
+    assert largest_differences(Pair(plain, ours, 0.0, 0.0), 2) == [
+        ("copy", Share(0.0, 0), Share(0.3, 2)),
+        ("mm", Share(1.0, 3), Share(1.1, 3)),
+    ]
+
+
+@pytest.mark.parametrize("options", [["--dtypes", "float16"], ["--repeats", "0"], ["--engines", "jax"]])
+def test_options_that_make_no_sense_are_refused(capsys, options):
+    with pytest.raises(SystemExit) as ended:
+        parse(options)
+    assert ended.value.code == 2
+    assert options[0] in capsys.readouterr().err

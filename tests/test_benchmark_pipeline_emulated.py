@@ -1,0 +1,240 @@
+"""benchmarks/pipeline_emulated.py runs, and its numbers hang together. Times are not looked at: machines are busy."""
+
+import json
+import runpy
+import sys
+from dataclasses import replace
+from math import sqrt
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launching import ROOT, finish, start
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from emulated.entries import Entry, entries
+from emulated.measuring import Record, check_agreement, check_complete
+from emulated.numbers import EMULATED, simulated, theory
+from emulated.ours import SegmentedStage
+from emulated.work import Work
+from network.networks import why_not_shaped
+from pipeline_emulated import parse
+
+from cuboid.errors import ConfigError, CuboidError
+from cuboid.seq1f1b.actions import Action, Op
+from cuboid.seq1f1b.schedules import SCHEDULES
+from cuboid.seq1f1b.simulate import Span, Timeline
+
+TIMEOUT_S = 240
+SCRIPT = ROOT / "benchmarks" / "pipeline_emulated.py"
+SMALL = Work(stages=2, micro_batches=2, forward_s=0.0, width=3, length=12, layers=2)
+
+
+def measured(out, *options):
+    """Numbers of a quick run, which has written all that it should."""
+    status, output = finish(start(sys.executable, SCRIPT, "--quick", *options, "--out", out), TIMEOUT_S)
+    assert status == 0, output
+    for picture in ("pipeline_emulated.png", "timelines.png"):
+        assert (out / picture).read_bytes().startswith(b"\x89PNG")
+    numbers = json.loads((out / "pipeline_emulated.json").read_text(encoding="utf-8"))
+    assert all(row["name"] in output for row in numbers["rows"])
+    assert all(sentence in output for sentence in numbers["remarks"])
+    assert EMULATED in output
+    return numbers
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    """Of a run on loopback, with fewer micro-batches than stages and with as many."""
+    return measured(tmp_path_factory.mktemp("emulated"), "--micro-batches", "2", "4")
+
+
+def rows_of(result, micro_batches):
+    """The contestants with so many micro-batches, by name."""
+    return {row["name"]: row for row in result["rows"] if row["micro_batches"] == micro_batches}
+
+
+def work_of(row, result):
+    """What a row's contestant did."""
+    sizes = result["workload"]
+    return Work(row["stages"], row["micro_batches"], sizes["forward_s"], sizes["width"])
+
+
+def entry_of(row):
+    """A row's contestant."""
+    return Entry(*(row[key] for key in ("kind", "schedule", "segments", "partition")))
+
+
+def test_the_numbers_say_that_computing_was_emulated(result):
+    assert result["emulated"] == EMULATED
+    assert result["remarks"][0].startswith("Computing is emulated")
+
+
+def test_everyone_takes_part_who_can(result):
+    everyone = [entry.name for entry in entries([2, 4])]
+    assert list(rows_of(result, 4)) == everyone
+    assert list(rows_of(result, 2)) == [name for name in everyone if not name.startswith("torch")]
+    assert result["refusals"] == [
+        "torch's Schedule1F1B refuses 2 micro-batches on 4 stages: it wants no fewer micro-batches than stages."
+    ]
+    assert result["refusals"][0] in result["remarks"]
+
+
+def test_all_compute_what_float64_gives(result):
+    assert all(row["error"] < 1e-5 for row in result["rows"])
+
+
+def test_theory_and_simulation_are_those_of_the_schedules(result):
+    for count in (2, 4):
+        rows = rows_of(result, count)
+        for row in rows.values():
+            assert row["bubble_theory"] == pytest.approx(3 / (row["segments"] * count + 3))
+            timeline = simulated(work_of(row, result), entry_of(row), None)
+            assert row["simulated_s"] == pytest.approx(timeline.makespan_s)
+            if row["segments"] == 1:
+                assert row["bubble_simulated"] == pytest.approx(row["bubble_theory"])
+                assert row["ratio_simulated"] == pytest.approx(1)
+        for k in (2, 4):
+            flops, even = (rows[f"Cuboid seq1f1b, k={k}, {cut} cut"] for cut in ("flops", "even"))
+            assert flops["ratio_simulated"] == pytest.approx(flops["ratio_theory"], rel=0.01)
+            assert even["ratio_simulated"] < 0.95 * flops["ratio_simulated"]
+
+
+def test_no_more_is_in_flight_than_the_schedules_say(result):
+    for row in result["rows"]:
+        assert row["sequences_in_flight"] == pytest.approx(row["sequences_in_flight_simulated"])
+    whole, cut = (rows_of(result, 4)[name] for name in ("Cuboid 1f1b", "Cuboid seq1f1b, k=4, flops cut"))
+    assert whole["sequences_in_flight"] == [4, 3, 2, 1]
+    assert cut["kept_bytes_estimated"][0] < 0.6 * whole["kept_bytes_estimated"][0]
+
+
+def test_ratios_are_those_of_the_rounds(result):
+    rows = rows_of(result, 4)
+    own = rows["Cuboid 1f1b"]["samples"][0]["step_s"]
+    for row in rows.values():
+        assert row["ratios"]["own_1f1b"]["median"] == pytest.approx(own / row["samples"][0]["step_s"])
+        assert row["ratios"].keys() == {"own_1f1b", "torch", "deepspeed"}
+        assert len(row["samples"]) == result["repeats"] == 1
+
+
+def test_the_page_can_be_written_from_it(result, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    page = runpy.run_path(str(ROOT / "docs" / "generate_pipeline_emulated.py"))
+    text = page["part"](result)
+    assert text.count(EMULATED) == 2
+    assert text.count("| `seq1f1b`, k = 4, even |") == 2
+    assert all(sentence in text for sentence in result["remarks"])
+
+
+def test_the_page_is_up_to_date():
+    status, output = finish(start(sys.executable, ROOT / "docs" / "generate_pipeline_emulated.py", "--check"), 60)
+    assert status == 0, output
+
+
+@pytest.mark.skipif(why_not_shaped() is not None, reason=str(why_not_shaped()))
+def test_links_of_a_set_rate_are_simulated_too(tmp_path):
+    numbers = measured(tmp_path, "--network", "shaped", "--rate-mbit", "100", "--segments", "2")
+    assert numbers["measured_mbit"] == pytest.approx(100, rel=0.1)
+    for row in numbers["rows"]:
+        alone = simulated(work_of(row, numbers), entry_of(row), None)
+        assert row["simulated_s"] > alone.makespan_s
+        if row["segments"] == 1:
+            # Nothing overlaps with the first hidden states on three links, and with the last gradients on three.
+            assert row["simulated_s"] >= alone.makespan_s + 6 * row["message_bytes"][0] * 8 / 100e6
+
+
+@st.composite
+def cuts(draw):
+    """Lengths of segments that add up to the small work's sequence."""
+    stops = sorted(draw(st.sets(st.integers(1, SMALL.length - 1))))
+    return tuple(stop - start for start, stop in zip([0, *stops], [*stops, SMALL.length], strict=True))
+
+
+@given(cuts())
+def test_segments_compute_what_whole_sequences_do(lengths):
+    first, last = (SegmentedStage(SMALL, lengths, stage) for stage in range(2))
+    for micro_batch in range(SMALL.micro_batches):
+        for segment in range(len(lengths)):
+            hidden = first.forward(micro_batch, segment, None)
+            assert hidden.shape == last.hidden_shape(micro_batch, segment)
+            assert last.forward(micro_batch, segment, hidden) is None
+        for segment in reversed(range(len(lengths))):
+            gradient = last.backward(micro_batch, segment, None)
+            assert first.backward(micro_batch, segment, gradient) is None
+    squares = sum(p.grad.double().square().sum().item() for each in (first, last) for p in each.parameters.parameters())
+    assert (last.loss, sqrt(squares)) == pytest.approx(SMALL.reference(), rel=1e-5)
+
+
+def test_another_order_of_segments_gives_other_gradients():
+    given, _ = SMALL.batch()
+    gradients = []
+    for order in ((1, 0), (0, 1)):
+        last = SegmentedStage(SMALL, (6, 6), 1)
+        for segment in (0, 1):
+            last.forward(0, segment, given[:1, 6 * segment : 6 * segment + 6])
+        own = {segment: last.backward(0, segment, None) for segment in order}
+        gradients.append(torch.cat([own[0], own[1]], dim=1))
+    assert (gradients[0] - gradients[1]).abs().max() > 1e-3 * gradients[0].abs().max()
+
+
+@given(cuts())
+def test_however_a_sequence_is_cut_its_units_take_as_long_together(lengths):
+    duration_s = replace(SMALL, forward_s=1.0).duration_s(lengths)
+    for op, total_s in ((Op.FORWARD, 1.0), (Op.BACKWARD, 2.0)):
+        assert sum(duration_s(Action(op, 0, 0, s)) for s in range(len(lengths))) == pytest.approx(total_s)
+
+
+@settings(deadline=None)
+@given(st.sampled_from([8, 16]), st.sampled_from([8, 16]), st.sampled_from([2, 4, 8]))
+def test_cuts_by_operations_are_simulated_as_theory_says(stages, micro_batches, segments):
+    work, entry = Work(stages, micro_batches, 0.1, 1), Entry("cuboid", "seq1f1b", segments)
+    assert entry.schedule in SCHEDULES
+    assert simulated(work, entry, None).bubble == pytest.approx(theory(entry, work), abs=0.01)
+
+
+def test_who_computes_something_else_is_named():
+    record = Record(Entry("torch"), SMALL)
+    check_agreement(record, (1.0, 2.0 + 1e-6), (1.0, 2.0))
+    assert record.error == pytest.approx(5e-7)
+    with pytest.raises(CuboidError, match=r"torch.distributed.pipelining 1F1B has gradient norm 2.1, but .* 2.0"):
+        check_agreement(record, (1.0, 2.1), (1.0, 2.0))
+    with pytest.raises(CuboidError, match="has loss nan"):
+        check_agreement(record, (float("nan"), 2.0), (1.0, 2.0))
+
+
+def test_a_step_that_leaves_something_out_or_does_it_twice_is_refused():
+    record = Record(Entry("deepspeed"), SMALL)
+    units = [
+        [Span(Action(op, stage, count, 0), 0.0, 1.0) for op in (Op.FORWARD, Op.BACKWARD) for count in range(2)]
+        for stage in range(2)
+    ]
+    check_complete(record, Timeline(tuple(map(tuple, units)), (0, 0)))
+    for wrong, message in (
+        (units[0][1:], r"DeepSpeed PipelineEngine ran F0\.0\.0 0 times"),
+        ([*units[0], units[0][3]], r"ran B0\.1\.0 2 times"),
+        ([*units[0], Span(Action(Op.FORWARD, 0, 2, 0), 0.0, 1.0)], r"ran F0\.2\.0, which isn't part"),
+    ):
+        with pytest.raises(CuboidError, match=message):
+            check_complete(record, Timeline((tuple(wrong), tuple(units[1])), (0, 0)))
+
+
+def test_stages_that_cannot_be_equal_are_refused():
+    with pytest.raises(ConfigError, match=r"5 stages can't share 32 layers equally.* 2, 4, 8, 16, 32 would work"):
+        Work(5, 8, 0.1, 4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(["--rate-mbit", "10"], ["--repeats", "0"], ["--segments", "1"], ["--forward-ms", "0"], ["--width", "0"]),
+        *(["--stages", "8", "8"], ["--micro-batches", "0"]),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(capsys, options):
+    with pytest.raises(SystemExit) as ended:
+        parse(options)
+    assert ended.value.code == 2
+    assert options[0] in capsys.readouterr().err
