@@ -110,8 +110,9 @@ def test_the_table_beside_colossalai_is_up_to_date(run_script):
     assert run_script("generate_colossalai.py", "--check") == 0
 
 
-def test_the_tables_of_meshes_are_up_to_date(run_script):
-    assert run_script("generate_meshes.py", "--check") == 0
+@pytest.mark.parametrize("case", ["meshes", "formulas", "hidden_communication", "overhead"])
+def test_the_tables_of_a_page_are_up_to_date(run_script, case):
+    assert run_script(f"generate_{case}.py", "--check") == 0
 
 
 def test_the_tables_of_bytes_are_up_to_date_and_the_chart_is_drawn(run_script, tmp_path):

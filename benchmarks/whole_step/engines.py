@@ -11,6 +11,7 @@ from deepspeed.runtime.utils import clip_grad_norm_
 from transformers import LlamaForCausalLM
 
 import cuboid
+from cuboid.topology import Topology
 from whole_step.contestant import Outcome
 from whole_step.entries import Entry
 from whole_step.isolation import OwnGroups
@@ -56,10 +57,13 @@ class _Engine:
 
 
 class MeshStep(_Engine):
-    """Cuboid on a mesh, whose ranks are all given the whole batch."""
+    """Cuboid on a mesh, whose ranks are all given the whole batch, or what is their replica's of it."""
 
     def __init__(self, entry: Entry, workload: StepWorkload, model: LlamaForCausalLM) -> None:
-        super().__init__(workload, model, workload.section(entry.mesh))
+        shape = workload.shape(entry.mesh, model, reshard=entry.reshard)
+        place = Topology(shape, RANKS)
+        own = place.coordinate(dist.get_rank()).data
+        super().__init__(workload, model, workload.section(entry.mesh, reshard=entry.reshard), place.data, own)
         self._traffic = cuboid.mesh_of(self.engine).traffic
 
     def step(self, *, tell_norm: bool = False) -> Outcome:

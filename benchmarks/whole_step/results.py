@@ -42,7 +42,7 @@ def _row(
     last = record.samples[-1]
     return {
         **asdict(entry),
-        "shape": str(workload.shape(entry.mesh, model)) if entry.family == "cuboid" else None,
+        "shape": str(workload.shape(entry.mesh, model, reshard=entry.reshard)) if entry.family == "cuboid" else None,
         "losses": list(own.losses),
         "gradient_norm": own.gradient_norm,
         "error": record.error,
@@ -83,7 +83,8 @@ def _formula_bytes(own: Checked, workload: StepWorkload, model: LlamaForCausalLM
     send, two gathers of each weight (one, if weights are kept) and the scatter of its gradient; None for others."""
     entry = own.entry
     if entry.family == "cuboid":
-        return workload.layers_bytes(workload.shape(entry.mesh, model), model)
+        shape = workload.shape(entry.mesh, model, reshard=entry.reshard)
+        return workload.layers_bytes(shape, model, reshard=entry.reshard)
     if entry.family == "fsdp2":
         whole_bytes = sum(p.numel() for p in model.parameters()) * workload.element_bytes
         return (3 if entry.reshard else 2) * whole_bytes * (RANKS - 1) // RANKS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -77,27 +77,34 @@ class StepWorkload:
         generator = torch.Generator().manual_seed(_SEED)
         return torch.randint(self.vocabulary, (self.batch, self.length), generator=generator)
 
-    def section(self, mesh: str) -> dict[str, Any]:
-        """``tensor_parallel`` of a config with a mesh, or with ``"auto"``."""
+    def section(self, mesh: str, *, reshard: bool = True) -> dict[str, Any]:
+        """``tensor_parallel`` of a config.
+
+        Args:
+            mesh: or ``"auto"``.
+            reshard: whether weights are let go of between forward and backward.
+        """
+        common = {"mode": "3d_tensor", "weight_gather": "layer" if reshard else "step"}
         if mesh == AUTO:
-            return {"mode": "3d_tensor", "mesh": AUTO, "size": RANKS}
+            return {**common, "mesh": AUTO, "size": RANKS}
         shape = MeshShape.parse(mesh)
-        axes = {"batch": shape.batch, "sequence": shape.sequence, "hidden": shape.hidden}
-        return {"mode": "3d_tensor", "mesh": axes}
+        return {**common, "mesh": {"batch": shape.batch, "sequence": shape.sequence, "hidden": shape.hidden}}
 
-    def config(self, mesh: str) -> CuboidConfig:
+    def config(self, mesh: str, *, reshard: bool = True) -> CuboidConfig:
         """What that section means for the whole batch."""
-        return parse_config({"tensor_parallel": self.section(mesh), "train_micro_batch_size_per_gpu": self.batch})
+        section = self.section(mesh, reshard=reshard)
+        return parse_config({"tensor_parallel": section, "train_micro_batch_size_per_gpu": self.batch})
 
-    def shape(self, mesh: str, model: LlamaForCausalLM) -> MeshShape:
+    def shape(self, mesh: str, model: LlamaForCausalLM, *, reshard: bool = True) -> MeshShape:
         """The mesh that is meant."""
-        return choose_mesh(model, self.config(mesh))
+        return choose_mesh(model, self.config(mesh, reshard=reshard))
 
-    def layers_bytes(self, mesh: MeshShape, model: LlamaForCausalLM) -> int:
+    def layers_bytes(self, mesh: MeshShape, model: LlamaForCausalLM, *, reshard: bool = True) -> int:
         """What a rank sends for all layers in forward and backward, by the closed count; embedding, head, loss and
-        gradient norm, which the count doesn't have, come on top."""
-        sizes = block_sizes(model, mesh)
-        one = layer_bytes(sizes, mesh, self.batch, self.length, element_bytes=self.element_bytes)
+        gradient norm, which the count doesn't have, and what replicas of the mesh exchange, come on top."""
+        sizes, rows = block_sizes(model, mesh), self.batch * mesh.size // RANKS
+        gathers: Literal["layer", "step"] = "layer" if reshard else "step"
+        one = layer_bytes(sizes, mesh, rows, self.length, element_bytes=self.element_bytes, weight_gather=gathers)
         return self.layers * sum(one.values())
 
     def numbers(self) -> dict[str, Any]:
