@@ -19,13 +19,15 @@ _SEED = 0
 class StackWorkload(LayerWorkload):
     """As :class:`~network.layer_workload.LayerWorkload`, for a few ranks with a core each, and any number of layers.
 
-    With several layers, one layer's weights can be brought together while the one before it computes.
+    With several layers, one layer's weights can be brought together while the one before it computes. It is so large
+    because a processor that carries messages besides computing is slowed down by that: the more a rank computes for
+    each byte, the less.
     """
 
     batch: int = 8
-    length: int = 256
-    hidden: int = 1024
-    intermediate: int = 2752
+    length: int = 512
+    hidden: int = 2048
+    intermediate: int = 5504
     heads: int = 16
     layers: int = 1
 

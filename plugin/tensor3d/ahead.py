@@ -19,6 +19,7 @@ from cuboid.tensor3d.bundle import start_gathers
 from cuboid.tensor3d.carry import carried_shards
 from cuboid.tensor3d.linear import autocast_dtype
 from cuboid.tensor3d.parameter import ParameterGather, ShardedModule, is_recomputing
+from cuboid.tensor3d.uncompiled import uncompiled
 from cuboid.tensor3d.vectors import SharedGather, VectorGroup
 
 
@@ -93,6 +94,7 @@ class LayerAhead:
                 self._weights[number].module.ahead_shards[self._weights[number].name] = shard, carry
         start_gathers([place.gather for place in self._weights], shards)
 
+    @uncompiled
     def _before(self, *_: Any) -> None:
         self._begin()
         for started in self._started:
@@ -101,6 +103,7 @@ class LayerAhead:
         if self._next is not None and not is_recomputing():
             self._next._begin()
 
+    @uncompiled
     def _after(self, _module: nn.Module, _args: Any, output: Any) -> None:
         self._clear()
         hidden = output[0] if isinstance(output, tuple) else output
@@ -128,6 +131,7 @@ class ModelAhead:
         for previous, layer in pairwise(self._layers):
             layer.follow(previous)
 
+    @uncompiled
     def __call__(self, *_: Any) -> None:
         """Begin anew, whatever became of the forward before."""
         for layer in self._layers:

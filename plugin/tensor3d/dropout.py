@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from cuboid.mesh import Mesh
+from cuboid.tensor3d.uncompiled import uncompiled
 from cuboid.topology import AXES
 
 
@@ -43,6 +44,7 @@ class ShardedDropout(nn.Dropout):
         super().__init__(p)
         self.mesh = mesh
 
+    @uncompiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[...]`` to ``[...]``."""
         if not self.training or self.p == 0:

@@ -16,6 +16,7 @@ from cuboid.mesh import Mesh
 from cuboid.tensor3d.collectives import SEQUENCE_DIM, gather_dim, scatter_dim
 from cuboid.tensor3d.layout import Layout
 from cuboid.tensor3d.parameter import ParameterGather, ShardedModule
+from cuboid.tensor3d.uncompiled import uncompiled
 
 
 class _LookUp(torch.autograd.Function):
@@ -57,6 +58,7 @@ class ShardedEmbedding(ShardedModule, nn.Embedding):
         self.weight = weight
         self.init_sharding(mesh, {"weight": layout})
 
+    @uncompiled
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Look up ``ids``; their dim 1 must divide by the `sequence` axis.
 

@@ -19,6 +19,7 @@ from cuboid.tensor3d.autograd import run_multiplication
 from cuboid.tensor3d.linear import ShardedLinear, autocast_dtype, hand_over
 from cuboid.tensor3d.multiplication import Multiplication, Product
 from cuboid.tensor3d.source import WholeSequence
+from cuboid.tensor3d.uncompiled import uncompiled
 
 
 class Entrance:
@@ -33,6 +34,7 @@ class Entrance:
         self._mesh = projections[0].mesh
         self._multiplication = Multiplication(WholeSequence(self._mesh), self._products())
 
+    @uncompiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace the block's input by the gathered one, which knows what the projections will make of it."""
         if args:

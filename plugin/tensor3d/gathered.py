@@ -13,6 +13,7 @@ from torch import nn
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.layout import Layout
 from cuboid.tensor3d.parameter import ShardedModule
+from cuboid.tensor3d.uncompiled import uncompiled
 
 
 class GatheredModule(ShardedModule):
@@ -33,6 +34,7 @@ class GatheredModule(ShardedModule):
         self._template = (template,)
         self.init_sharding(mesh, layouts)
 
+    @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the template's forward."""
         whole = {name: self.gathered(name) for name in self.gathers}

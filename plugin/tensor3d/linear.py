@@ -14,6 +14,7 @@ from cuboid.tensor3d.layout import Layout
 from cuboid.tensor3d.multiplication import Multiplication, Operand, Product
 from cuboid.tensor3d.parameter import ParameterGather, ShardedModule
 from cuboid.tensor3d.source import AsItIs, Source, WholeFeatures
+from cuboid.tensor3d.uncompiled import uncompiled
 
 
 class ShardedLinear(ShardedModule, nn.Linear):
@@ -49,6 +50,7 @@ class ShardedLinear(ShardedModule, nn.Linear):
         source: Source = WholeFeatures(self.mesh) if gathers else AsItIs()
         self._source = source
 
+    @uncompiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The input of the table in :mod:`.multiplication`, with "up" and head's sequence gathered, to its output."""
         result = _handed_over(x, self)

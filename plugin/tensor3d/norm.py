@@ -15,6 +15,7 @@ from cuboid.mesh import Mesh
 from cuboid.tensor3d.collectives import all_gather, all_reduce
 from cuboid.tensor3d.layout import Layout
 from cuboid.tensor3d.parameter import ShardedModule
+from cuboid.tensor3d.uncompiled import uncompiled
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -103,6 +104,7 @@ class ShardedRMSNorm(ShardedModule):
         self.weight, self.eps, self.offset = weight, eps, offset
         self.init_sharding(mesh, {"weight": layout})
 
+    @uncompiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., H/h]`` to ``[..., H/h]``."""
         return _RMSNorm.apply(x, self.gathered("weight"), self.eps, self.offset, self.mesh)
@@ -128,6 +130,7 @@ class ShardedLayerNorm(ShardedModule):
         self.weight, self.bias, self.eps = weight, bias, eps
         self.init_sharding(mesh, layouts)
 
+    @uncompiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., H/h]`` to ``[..., H/h]``."""
         weight = None if self.weight is None else self.gathered("weight")
