@@ -1,5 +1,6 @@
 """What happens while something else computes: gathers a layer ahead, gradients a layer behind, parts of a batch."""
 
+import copy
 import gc
 
 import pytest
@@ -247,6 +248,23 @@ def test_a_carried_shard_is_the_parameter_for_checkpointing_too():
     out = checkpoint(lambda x: (x * carried).sum(), torch.arange(3.0, requires_grad=True), use_reentrant=False)
     out.backward()
     assert shard.grad.tolist() == [0.0, 1.0, 2.0]
+
+
+def train_copy(path, axes):
+    """As :func:`train` of a copied model, whose original is gone."""
+    model = sharded(path, axes).train()
+    copied = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    loss = copied(input_ids=tokens(), labels=tokens()).loss
+    loss.backward()
+    return [float(loss.detach())], cuboid.full_gradients(copied)
+
+
+def test_a_copy_is_ahead_of_itself_and_not_of_its_original(pool, path):
+    alone = pool.run(1, train_copy, path, (1, 1, 1))[0]
+    for axes in [(3, 2, 1), (1, 2, 3)]:
+        assert_same(alone, pool.run(6, train_copy, path, axes))
 
 
 def early_end(path, axes):
