@@ -58,13 +58,15 @@ def compare(
     mesh: str = ALONE,
     name: Literal["core", "engine"] = "core",
     settings: dict[str, Any] | None = None,
+    weight_gather: Literal["layer", "step"] = "layer",
     **changes: Any,
 ) -> PassReport:
     shape, keys = MeshShape.parse(mesh), section(**pipeline)
     if isinstance(small, str):
         small = SmallModel.fitting(small, shape.size, layers=keys["stages"])
     plan = dataclasses.replace(Plan(checkpoint(small), batch=2 * shape.batch, accumulate=2), **changes)
-    config = {**(settings or {}), "tensor_parallel": mesh_section(mesh), "pipeline": keys}
+    mesh_keys = {**mesh_section(mesh), "weight_gather": weight_gather}
+    config = {**(settings or {}), "tensor_parallel": mesh_keys, "pipeline": keys}
     report = verify(plan, config, passes=(name,), pool=pool, timeout_s=TIMEOUT_S).passes[0]
     assert report.passed, describe(report)
     return report
@@ -116,6 +118,13 @@ def test_every_number_of_stages_and_segments(
     names = {check.name for check in report.checks if check.kind == "activation"}
     assert {f"{prefix}.{layer}" for layer in range(5)} <= names
     assert {check.kind for check in report.checks} == {"activation", "loss", "gradient", "norm", "weight"}
+
+
+@pytest.mark.parametrize("name", ["core", "engine"])
+@pytest.mark.parametrize("mesh", ["2x1x1", "2x2x1"])
+def test_weights_that_are_kept_for_the_step(parity: Compare, mesh: str, name: Literal["core", "engine"]) -> None:
+    small = SmallModel("llama", layers=4)
+    parity({"stages": 2, "segments": 3}, small, mesh=mesh, name=name, weight_gather="step", accumulate=3)
 
 
 @pytest.mark.slow
