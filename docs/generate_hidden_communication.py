@@ -47,12 +47,22 @@ def _part(result: dict[str, Any]) -> str:
         f"* Command: `{result['command']}`; {result['repeats']} rounds.",
         *_doubts(result),
     ]
-    header = ["mesh", "Mbit/s", "step, s", "computing, s", "communication, s", "exposed", "÷ perfect", "÷ none"]
+    header = [
+        "mesh",
+        "Mbit/s",
+        "step, s",
+        "computing, s",
+        "communication, s",
+        "exposed",
+        "waited",
+        "÷ perfect",
+        "÷ none",
+    ]
     header += ["÷ possible", "MB sent", "error"]
     lines = [_line(row) for row in result["rows"]]
     picture = f"![Steps of {ranks} ranks, with what of their communication is exposed](figures/{_name(result)}.png)"
     heading = f"### {ranks} ranks, {sizes['layers']} layer{'s' if sizes['layers'] > 1 else ''}"
-    return "\n\n".join([heading, "\n".join(facts), table(header, lines, "l" + "r" * 10), picture])
+    return "\n\n".join([heading, "\n".join(facts), table(header, lines, "l" + "r" * 11), picture])
 
 
 def _doubts(result: dict[str, Any]) -> list[str]:
@@ -75,12 +85,13 @@ def _doubts(result: dict[str, Any]) -> list[str]:
 def _line(row: dict[str, Any]) -> list[str]:
     rate = "no limit" if row["rate_mbit"] is None else f"{row['rate_mbit']:.0f}"
     name = f"{row['shape']} (`auto`)" if row["mesh"] == "auto" else row["shape"]
-    exposed = [f"{row['exposed'][key]:.0%}" for key in ("median", "low", "high")]
+    exposed, waited = ([f"{row[name][key]:.0%}" for key in ("median", "low", "high")] for name in ("exposed", "waited"))
     return [
         name,
         rate,
         *(_range(row["seconds"][kind]) for kind in ("step", "computing", "communication")),
         f"**{exposed[0]}** ({exposed[1]} to {exposed[2]})",
+        f"**{waited[0]}** ({waited[1]} to {waited[2]})",
         *(_range(row[key]) for key in ("to_perfect", "to_none", "to_possible")),
         f"{row['counted_bytes'] / MB:.1f}",
         f"{row['error']:.0e}",

@@ -38,12 +38,17 @@ class Pending(Generic[T]):
 
     def wait(self) -> T:
         """The result. Later calls return it at once."""
-        for work in self._works:
-            work.wait()
+        self.arrive()
         if self._finish is not None:
             self._finish()
-        self._works, self._finish, self._holds = [], None, None
+        self._finish, self._holds = None, None
         return self._result
+
+    def arrive(self) -> None:
+        """Wait until all messages are there; what is left to do with them is done by :meth:`wait`."""
+        for work in self._works:
+            work.wait()
+        self._works = []
 
     def incomplete(self) -> T:
         """The result, for whoever makes sure that nobody reads it before :meth:`wait`."""

@@ -56,6 +56,7 @@ def test_ratios_are_those_of_the_rounds(result):
         (step,), (computing,), (communication,) = row["samples"].values()
         t, c, m = (sample["step_s"] for sample in (step, computing, communication))
         assert row["exposed"]["median"] == pytest.approx((t - c) / m)
+        assert row["waited"]["median"] == pytest.approx(step["waited_s"] / m)
         assert row["to_perfect"]["median"] == pytest.approx(t / max(c, m))
         assert row["to_none"]["median"] == pytest.approx(t / (c + m))
         assert row["to_possible"]["median"] <= row["to_perfect"]["median"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -24,9 +24,10 @@ from cuboid.topology import Axis
 from cuboid.traffic import Operation, Traffic
 from network.hidden_workload import StackWorkload, run_layers
 from network.layer_measuring import AGREEMENT
-from network.layer_rank import LayerRank, _Sharded
+from network.layer_rank import LayerRank, Step, _Sharded
 from network.layer_workload import Reference
 from network.networks import Network
+from network.waiting import Waiting
 
 #: What is measured of a mesh.
 WHOLE, COMPUTING, SENDING = KINDS = ("step", "computing", "communication")
@@ -122,6 +123,7 @@ class HiddenRank(LayerRank):
             pin(dist.get_rank())
         # What a collective that does nothing leaves in a buffer may be numbers that take many times as long.
         torch.set_flush_denormal(True)
+        self._waiting = Waiting()
 
     def prepare(self, mesh: str) -> tuple[str, float]:
         """Shard the model twice, and record what a step of it communicates. Collective.
@@ -148,6 +150,11 @@ class HiddenRank(LayerRank):
         made: dict[str, Any] = {WHOLE: whole, COMPUTING: alone, SENDING: replay}
         self._layers.update({key_of(mesh, kind): each for kind, each in made.items()})
         return str(whole.mesh.shape), error
+
+    def step(self, mesh: str, start_s: float) -> Step:
+        """As without the clock."""
+        self._waiting.take()
+        return replace(super().step(mesh, start_s), waited_s=self._waiting.take())
 
     def _shard(self, mesh: str) -> _Layers:
         model = cuboid.shard(copy.deepcopy(self._model), self._workload.config(mesh, self.network.ranks))

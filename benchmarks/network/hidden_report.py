@@ -35,7 +35,19 @@ def title(result: dict[str, Any]) -> str:
 def header() -> list[str]:
     """Of :func:`cells`."""
     times = [f"{kind}, s" for kind in KINDS]
-    return ["mesh", "Mbit/s", *times, "exposed", "÷ perfect", "÷ none", "÷ possible", "MB sent", "calls", "error"]
+    return [
+        "mesh",
+        "Mbit/s",
+        *times,
+        "exposed",
+        "waited",
+        "÷ perfect",
+        "÷ none",
+        "÷ possible",
+        "MB sent",
+        "calls",
+        "error",
+    ]
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -45,6 +57,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         "–" if row["rate_mbit"] is None else f"{row['rate_mbit']:.0f} ({row['measured_mbit']:.0f})",
         *(_range(row["seconds"][kind], 3) for kind in KINDS),
         _percent(row["exposed"]),
+        _percent(row["waited"]),
         *(_range(row[key], 2) for key in ("to_perfect", "to_none", "to_possible")),
         f"{row['counted_bytes'] / _MB:.2f}",
         str(sum(row["calls"].values())),

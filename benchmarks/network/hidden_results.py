@@ -92,7 +92,9 @@ def _sent(trio: Trio) -> dict[str, Any]:
 def _times(trio: Trio, cores: int) -> dict[str, Any]:
     """Times, and what they make round by round; over the rounds in which all three were undisturbed.
 
-    With T, C and M for a step, its computing and its communication, ``exposed`` is (T - C) / M. The other ratios say
+    With T, C and M for a step, its computing and its communication, ``exposed`` is (T - C) / M, and ``waited`` the part
+    of M in which a rank's computing stood still for messages; what else is exposed are cores that carry messages where
+    they could compute. The other ratios say
     how many times as long as it could the step takes: with perfect overlap, max(C, M); with none, C + M; and with what
     overlap is possible where the cores that compute carry the messages too, which makes the processor time of both, a
     core's share of it, a third thing that no step is shorter than.
@@ -109,6 +111,7 @@ def _times(trio: Trio, cores: int) -> dict[str, Any]:
     return {
         **took,
         "exposed": over_rounds(lambda t, c, m: (t.step_s - c.step_s) / m.step_s),
+        "waited": over_rounds(lambda t, _, m: (t.waited_s or 0.0) / m.step_s),
         "to_perfect": over_rounds(lambda t, c, m: t.step_s / max(c.step_s, m.step_s)),
         "to_none": over_rounds(lambda t, c, m: t.step_s / (c.step_s + m.step_s)),
         "to_possible": over_rounds(

@@ -30,6 +30,7 @@ class Sample(Judged):
         counted_bytes: that a rank sent, by Cuboid's counter; the mean of the ranks.
         interface_bytes: likewise by the interfaces; None on loopback.
         foreign: part of the machine that other processes took.
+        waited_s: for messages, of the rank that waited longest; None where that isn't measured.
     """
 
     step_s: float
@@ -37,6 +38,7 @@ class Sample(Judged):
     counted_bytes: float
     interface_bytes: float | None
     foreign: float
+    waited_s: float | None = None
 
 
 @dataclass
@@ -121,6 +123,7 @@ def _step(ranks: Ranks, record: Record, bystanders: Bystanders) -> Sample:
     foreign = bystanders.share(computing_s)
     record.calls = steps[0].calls
     carried = [step.interface_bytes for step in steps if step.interface_bytes is not None]
+    waited = [step.waited_s for step in steps if step.waited_s is not None]
     counted = sum(step.counted_bytes for step in steps) / len(steps)
     return Sample(
         step_s=max(step.duration_s for step in steps),
@@ -128,4 +131,5 @@ def _step(ranks: Ranks, record: Record, bystanders: Bystanders) -> Sample:
         counted_bytes=counted,
         interface_bytes=sum(carried) / len(steps) if carried else None,
         foreign=foreign,
+        waited_s=max(waited, default=None),
     )

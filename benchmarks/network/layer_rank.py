@@ -31,6 +31,7 @@ class Step:
         counted_bytes: sent, by Cuboid's own counter.
         calls: collectives, by axes.
         interface_bytes: sent, by the interface; None where it isn't the rank's own.
+        waited_s: for messages; None where that isn't measured.
     """
 
     duration_s: float
@@ -38,6 +39,7 @@ class Step:
     counted_bytes: int
     calls: dict[str, int]
     interface_bytes: int | None
+    waited_s: float | None = None
 
 
 class _Sharded:

@@ -1,0 +1,27 @@
+"""How long a rank's computing waits for messages."""
+
+from __future__ import annotations
+
+import time
+
+from cuboid.pending import Pending
+
+
+class Waiting:
+    """Measures all waiting of this process from now on: it puts a clock around :meth:`Pending.arrive`."""
+
+    def __init__(self) -> None:
+        self._waited_s = 0.0
+        arrive = Pending.arrive
+
+        def timed(pending: Pending[object]) -> None:
+            start_s = time.perf_counter()
+            arrive(pending)
+            self._waited_s += time.perf_counter() - start_s
+
+        Pending.arrive = timed  # type: ignore[method-assign, assignment]
+
+    def take(self) -> float:
+        """Seconds since the last call."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
