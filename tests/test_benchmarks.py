@@ -63,8 +63,10 @@ def test_theory_is_the_paper_s(result):
 def test_segments_keep_less(result):
     peaks = {(row["kind"], row["segments"], row["partition"]): row["peak_bytes"] for row in result["memory"]}
     whole = peaks["cuboid", 1, "flops"]
-    # The same layers and schedule keep the same, whoever runs them.
-    assert peaks["torch", 1, "flops"] == pytest.approx(whole, rel=0.02)
+    # The same layers and schedule keep the same, whoever runs them; but the last stage keeps no logits here.
+    *front, last = peaks["torch", 1, "flops"]
+    assert front == pytest.approx(whole[:-1], rel=0.02)
+    assert last > whole[-1]
     assert max(peaks["cuboid", 3, "even"]) < 0.6 * max(whole)
     for row in result["memory"]:
         assert row["sequences_in_flight"][0] == max(row["sequences_in_flight"])
