@@ -14,6 +14,7 @@ from network.hidden_workload import StackWorkload, compute_reference
 from network.layer_workload import rotary_tables
 from network.networks import why_not_shaped
 
+pytestmark = pytest.mark.slow
 TIMEOUT_S = 240
 SCRIPT = ROOT / "benchmarks" / "hidden_communication.py"
 SIZES = {"batch": 2, "length": 8, "hidden": 16, "intermediate": 24, "heads": 2}

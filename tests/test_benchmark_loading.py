@@ -21,7 +21,10 @@ TIMEOUT_S = 240
 SCRIPT = ROOT / "benchmarks" / "loading.py"
 MIB = 2**20
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="measures by /proc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="measures by /proc"),
+]
 
 
 @pytest.fixture(scope="module")

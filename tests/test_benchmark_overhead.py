@@ -16,6 +16,7 @@ from overhead import parse
 
 from cuboid.errors import CuboidError
 
+pytestmark = pytest.mark.slow
 TIMEOUT_S = 240
 SCRIPT = ROOT / "benchmarks" / "overhead.py"
 ENTRIES = [Entry("plain", has_cuboid=has_cuboid, dtype="float32") for has_cuboid in (False, True)]

@@ -28,6 +28,7 @@ from cuboid.seq1f1b.actions import Action, Op
 from cuboid.seq1f1b.schedules import SCHEDULES
 from cuboid.seq1f1b.simulate import Span, Timeline
 
+pytestmark = pytest.mark.slow
 TIMEOUT_S = 240
 SCRIPT = ROOT / "benchmarks" / "pipeline_emulated.py"
 SMALL = Work(stages=2, micro_batches=2, forward_s=0.0, width=3, length=12, layers=2)

@@ -110,7 +110,17 @@ def test_the_table_beside_colossalai_is_up_to_date(run_script):
     assert run_script("generate_colossalai.py", "--check") == 0
 
 
-@pytest.mark.parametrize("case", ["meshes", "formulas", "hidden_communication", "overhead"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "meshes",
+        "formulas",
+        "hidden_communication",
+        "loading",
+        "overhead",
+        "pipeline_emulated",
+    ],
+)
 def test_the_tables_of_a_page_are_up_to_date(run_script, case):
     assert run_script(f"generate_{case}.py", "--check") == 0
 
