@@ -41,7 +41,7 @@ from cuboid.tensor3d.source import Source
 T = TypeVar("T")
 
 #: Into so many parts the rows of a batch are cut at most, and of how many bytes the parts are at least.
-_PARTS, _PART_BYTES = 4, 128 << 10
+_PARTS, _PART_BYTES = 4, 512 << 10
 
 
 @dataclass(frozen=True)
