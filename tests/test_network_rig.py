@@ -239,13 +239,16 @@ def test_the_rate_holds_the_bytes_agree_and_nothing_is_left(tmp_path):
     assert namespaces(pid) == []
 
 
+#: Started by something that runs in the background, a process ignores SIGINT until it says otherwise.
 WAITING = """
+    import signal
     import time
     from network.interrupts import signals_as_exceptions
     from network.networks import shaped_network
     from network.ranks import forked_ranks
     from network.rate import Link
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with signals_as_exceptions(), shaped_network(4) as network:
         network.set_rate(10.0)
         with forked_ranks(network, lambda rank: Link(network), timeout_s=60.0) as ranks:
