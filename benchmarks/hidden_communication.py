@@ -19,26 +19,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-from layer_meshes import distinct, network_of
+from layer_meshes import distinct
 from network.calm import Bystanders
 from network.hidden_rank import KINDS, HiddenRank, key_of
 from network.hidden_report import draw, print_table
 from network.hidden_results import Trio, computing_alone_s, row
 from network.hidden_workload import StackWorkload, compute_reference
-from network.interrupts import signals_as_exceptions
 from network.layer_measuring import AGREEMENT, TIMEOUT_S, Record, run_rounds
 from network.layer_workload import AUTO
-from network.networks import Network, Shaped
+from network.networks import Network, Shaped, open_network
 from network.ranks import Ranks, forked_ranks
 from network.rate import verify_rate
+from network.script import run_script
 from pipeline import machine
 from quiet import QUIET
 from transformers import LlamaForCausalLM
 
 from cuboid.errors import CuboidError
 from cuboid.topology import MeshShape
-from cuboid.train.quiet import quiet
 
 _DEFAULT_OUT = Path("runs") / "benchmarks" / "hidden_communication"
 _MESHES = {
@@ -86,7 +84,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Everything; the result is complete only after the last mesh, but is written after each."""
-    with network_of(given) as network:
+    with open_network(given.network, given.ranks) as network:
         workload = dataclasses.replace(_QUICK if given.quick else StackWorkload(), layers=given.layers)
         model = workload.model()
         result: dict[str, Any] = {
@@ -147,21 +145,7 @@ def _measure_mesh(
 
 def main() -> int:
     """Measure, print and write; the exit status."""
-    given = parse()
-    quiet()
-    # A process that has multiplied on several threads can't be forked safely; and a rank has one core.
-    torch.set_num_threads(1)
-    given.out.mkdir(parents=True, exist_ok=True)
-    try:
-        with signals_as_exceptions():
-            result = measure(given)
-    except CuboidError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print_table(result)
-    draw(result, given.out / "hidden_communication.png")
-    print(f"\n{given.out}/hidden_communication.json, hidden_communication.png")
-    return 0
+    return run_script("hidden_communication", parse(), measure, print_table, draw)
 
 
 if __name__ == "__main__":

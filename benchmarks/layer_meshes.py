@@ -7,38 +7,31 @@ python benchmarks/layer_meshes.py [--network loopback|shaped] [--ranks 8|64] [--
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from network.calm import Bystanders
-from network.interrupts import signals_as_exceptions
-from network.layer_measuring import TIMEOUT_S, Record, prepare, run_rounds
+from network.layer_measuring import TIMEOUT_S, limit_rate, prepare, run_rounds
 from network.layer_rank import LayerRank
 from network.layer_report import draw, print_table
 from network.layer_results import rows
 from network.layer_workload import AUTO, QUICK, LayerWorkload, compute_reference
-from network.networks import Loopback, Network, shaped_network
-from network.ranks import Ranks, forked_ranks
-from network.rate import verify_rate
+from network.networks import open_network
+from network.ranks import forked_ranks
+from network.script import run_script
 from pipeline import machine
 from quiet import QUIET
 from transformers import LlamaForCausalLM
 
 from cuboid.errors import CuboidError
 from cuboid.topology import MeshShape
-from cuboid.train.quiet import quiet
 
 _DEFAULT_OUT = Path("runs") / "benchmarks" / "layer_meshes"
 _MESHES = {8: ["1x8x1", "1x4x2", "2x2x2", AUTO], 64: ["1x64x1", "1x8x8", "4x4x4", AUTO]}
 #: At which the links take three times as long as two cores do, even on the mesh that sends least.
 _RATES_MBIT = {8: 40.0, 64: 4.0}
-#: Steps on links without a limit.
-_FLOOR_STEPS = 3
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -87,19 +80,9 @@ def distinct(meshes: list[str], ranks: int, workload: LayerWorkload, model: Llam
     return list(chosen.values())
 
 
-@contextlib.contextmanager
-def network_of(given: argparse.Namespace) -> Iterator[Network]:
-    """The network that was asked for, without any limit to its rate."""
-    if given.network == "loopback":
-        yield Loopback(given.ranks)
-    else:
-        with shaped_network(given.ranks) as shaped:
-            yield shaped
-
-
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Everything; the result is complete only after the last round, but is written after each."""
-    with network_of(given) as network:
+    with open_network(given.network, given.ranks) as network:
         workload = QUICK if given.quick else LayerWorkload()
         model = workload.model()
         meshes = distinct(given.meshes, given.ranks, workload, model)
@@ -128,38 +111,16 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
             bystanders = Bystanders(given.limit)
             if given.rate_mbit is not None:
-                result["measured_mbit"] = _limit(network, ranks, records, given, bystanders)
+                result["measured_mbit"] = limit_rate(
+                    network, ranks, records, given.rate_mbit, given.repeats, bystanders
+                )
             run_rounds(ranks, records, given.repeats, bystanders, lambda record: record.samples, write)
     return result
 
 
-def _limit(
-    network: Network, ranks: Ranks, records: list[Record], given: argparse.Namespace, bystanders: Bystanders
-) -> float:
-    """Measure what the processors take alone, then set the rate, and measure that."""
-    steps = min(_FLOOR_STEPS, given.repeats)
-    run_rounds(ranks, records, steps, bystanders, lambda record: record.floor)
-    network.set_rate(given.rate_mbit)
-    return verify_rate(network, ranks)
-
-
 def main() -> int:
     """Measure, print and write; the exit status."""
-    given = parse()
-    quiet()
-    # A process that has multiplied on several threads can't be forked safely.
-    torch.set_num_threads(1)
-    given.out.mkdir(parents=True, exist_ok=True)
-    try:
-        with signals_as_exceptions():
-            result = measure(given)
-    except CuboidError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print_table(result)
-    draw(result, given.out / "layer_meshes.png")
-    print(f"\n{given.out}/layer_meshes.json, layer_meshes.png")
-    return 0
+    return run_script("layer_meshes", parse(), measure, print_table, draw)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,8 @@ The runtime is the real one; only a layer's computing sleeps, for a time in prop
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from emulated.report import draw, print_tables
 from emulated.work import Work
 from network.calm import Bystanders
 from network.interrupts import signals_as_exceptions
-from network.networks import Loopback, Network, shaped_network
+from network.networks import open_network
 from network.ranks import Ranks, forked_ranks
 from network.rate import verify_rate
 from pipeline import machine
@@ -93,16 +91,6 @@ def _check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
             parser.error(f"--{name.replace('_', '-')} must be more than 0")
 
 
-@contextlib.contextmanager
-def network_of(given: argparse.Namespace, ranks: int) -> Iterator[Network]:
-    """The network that was asked for, without any limit to its rate."""
-    if given.network == "loopback":
-        yield Loopback(ranks)
-    else:
-        with shaped_network(ranks) as shaped:
-            yield shaped
-
-
 class Benchmark:
     """All of it, for options of the command line."""
 
@@ -142,7 +130,7 @@ class Benchmark:
                 if entry.kind == "cuboid":
                     programs(entry.schedule, PipelineShape(work.stages, work.micro_batches, entry.segments))
         with (
-            network_of(self._given, works[0].stages) as network,
+            open_network(self._given.network, works[0].stages) as network,
             forked_ranks(network, lambda _: StageRank(network), timeout_s=TIMEOUT_S) as ranks,
         ):
             if self._given.rate_mbit is not None:

@@ -18,17 +18,14 @@ from typing import Any
 # DeepSpeed looks for this when it is imported.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-import torch
-from layer_meshes import network_of
 from network.calm import Bystanders
-from network.interrupts import signals_as_exceptions
-from network.layer_measuring import TIMEOUT_S, run_rounds
-from network.networks import Network
-from network.ranks import Ranks, forked_ranks
-from network.rate import verify_rate
+from network.layer_measuring import TIMEOUT_S, limit_rate, run_rounds
+from network.networks import open_network
+from network.ranks import forked_ranks
+from network.script import run_script
 from pipeline import machine
 from quiet import QUIET
-from whole_step.checking import Checked, prepare
+from whole_step.checking import prepare
 from whole_step.engines import skip_shared_memory_build
 from whole_step.entries import DEFAULT, find
 from whole_step.rank import StepRank
@@ -36,15 +33,10 @@ from whole_step.report import draw, print_table
 from whole_step.results import comparisons, remarks, rows
 from whole_step.workload import QUICK, RANKS, StepWorkload, compute_reference
 
-from cuboid.errors import CuboidError
-from cuboid.train.quiet import quiet
-
 _DEFAULT_OUT = Path("runs") / "benchmarks" / "training_step"
 #: At which the links should take three times as long as two cores do, even for the one that sends least: 100 MB in
 #: float32, beside 5.5 s of computing on one core. What it came to is in the results.
 _RATE_MBIT = 80.0
-#: Steps on links without a limit.
-_FLOOR_STEPS = 3
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -88,7 +80,10 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     workload = dataclasses.replace(QUICK if given.quick else StepWorkload(), dtype=given.dtype)
     model = workload.model()
     entries = find(given.contestants, workload, model)
-    with network_of(given) as network, tempfile.TemporaryDirectory(prefix="cuboid-") as directory:
+    with (
+        open_network(given.network, given.ranks) as network,
+        tempfile.TemporaryDirectory(prefix="cuboid-") as directory,
+    ):
         folder = Path(directory)
         model.save_pretrained(folder)
         before = machine()
@@ -120,39 +115,17 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
             bystanders, records = Bystanders(given.limit), [own.record for own in checked]
             if given.rate_mbit is not None:
-                result["measured_mbit"] = _limit(network, ranks, checked, given, bystanders)
+                result["measured_mbit"] = limit_rate(
+                    network, ranks, records, given.rate_mbit, given.repeats, bystanders
+                )
             run_rounds(ranks, records, given.repeats, bystanders, lambda record: record.samples, write)
     return result
 
 
-def _limit(
-    network: Network, ranks: Ranks, checked: list[Checked], given: argparse.Namespace, bystanders: Bystanders
-) -> float:
-    """Measure what the processors take alone, then set the rate, and measure that."""
-    records = [own.record for own in checked]
-    run_rounds(ranks, records, min(_FLOOR_STEPS, given.repeats), bystanders, lambda record: record.floor)
-    network.set_rate(given.rate_mbit)
-    return verify_rate(network, ranks)
-
-
 def main() -> int:
     """Measure, print and write; the exit status."""
-    given = parse()
-    quiet()
     skip_shared_memory_build()
-    # A process that has multiplied on several threads can't be forked safely.
-    torch.set_num_threads(1)
-    given.out.mkdir(parents=True, exist_ok=True)
-    try:
-        with signals_as_exceptions():
-            result = measure(given)
-    except CuboidError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print_table(result)
-    draw(result, given.out / "training_step.png")
-    print(f"\n{given.out}/training_step.json, training_step.png")
-    return 0
+    return run_script("training_step", parse(), measure, print_table, draw)
 
 
 if __name__ == "__main__":

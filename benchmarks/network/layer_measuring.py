@@ -11,13 +11,16 @@ from quiet import Judged
 from cuboid.errors import CuboidError
 from network.calm import Bystanders
 from network.layer_rank import Step
+from network.networks import Network
 from network.ranks import Ranks
-from network.rate import LEAD_S
+from network.rate import LEAD_S, verify_rate
 
 #: How far a float32 layer may be from float64, relatively; it is at 1e-5 and below.
 AGREEMENT = 1e-4
 #: For one step of the slowest mesh.
 TIMEOUT_S = 900.0
+#: Steps on links without a limit.
+_FLOOR_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,19 @@ def run_rounds(
         for record in [*records[first:], *records[:first]]:
             into(record).append(_undisturbed_step(ranks, record, bystanders))
         after_round()
+
+
+def limit_rate(
+    network: Network, ranks: Ranks, records: list[Record], rate_mbit: float, repeats: int, bystanders: Bystanders
+) -> float:
+    """Measure what the processors take alone, with steps on links without a limit; then set the rate.
+
+    Returns:
+        The rate that was found, in Mbit/s.
+    """
+    run_rounds(ranks, records, min(_FLOOR_STEPS, repeats), bystanders, lambda record: record.floor)
+    network.set_rate(rate_mbit)
+    return verify_rate(network, ranks)
 
 
 def _undisturbed_step(ranks: Ranks, record: Record, bystanders: Bystanders) -> Sample:

@@ -137,6 +137,20 @@ class Shaped:
 
 
 @contextmanager
+def open_network(kind: str, ranks: int) -> Iterator[Network]:
+    """``"loopback"`` or ``"shaped"``, without any limit to its rate.
+
+    Raises:
+        NetworkError: a shaped one can't be had here.
+    """
+    if kind == "loopback":
+        yield Loopback(ranks)
+    else:
+        with shaped_network(ranks) as shaped:
+            yield shaped
+
+
+@contextmanager
 def shaped_network(ranks: int) -> Iterator[Shaped]:
     """A shaped network for the time of a ``with`` block, after which nothing is left of it.
 

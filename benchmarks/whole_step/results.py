@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from network.layer_results import LEAST_LINK_TO_FLOOR, ratio, undisturbed
+from network.layer_results import disturbances, processor_counts, ratio, shared_cores, undisturbed
 from results import spread
 from transformers import LlamaForCausalLM
 
@@ -114,25 +114,12 @@ def comparisons(table: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def remarks(result: dict[str, Any]) -> list[str]:
     """What a reader must know before believing the numbers, in sentences."""
-    table, repeats = result["rows"], result["repeats"]
-    said = []
-    if min(row["undisturbed"] for row in table) < repeats:
-        rejected = sum(row["rejected"] for row in table)
-        said.append(
-            f"Other processes took more than {result['quiet_below']:.0%} of the machine during some of the {repeats} "
-            f"rounds ({rejected} steps were measured again, until the time for that was over)."
-        )
-    for row in table:
-        near = row["link_to_floor"]
-        if near is not None and near < LEAST_LINK_TO_FLOOR:
-            said.append(
-                f"{row['name']}: the links' time is only {near:.1f} times the step without them; the processor counts."
-            )
+    said = disturbances(result)
+    for row in result["rows"]:
+        said += processor_counts(row, row["name"])
         if row["family"] == "fsdp2" and row["sent_bytes"] is not None:
             said.append(
                 f"{row['name']}: sends {row['sent_bytes'] / row['formula_bytes']:.2f} times what its collectives need, "
                 "since PyTorch's reduce-scatter over gloo sends as much as an all-reduce; over NCCL it doesn't."
             )
-    if result["network"] == "loopback":
-        said.append("On loopback the ranks share the machine's cores: the times are of computing, not of links.")
-    return said
+    return said + shared_cores(result)

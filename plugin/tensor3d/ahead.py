@@ -86,7 +86,7 @@ class LayerAhead:
         self._has_begun = True
         self._clear()
         self._started = [group.start() for group in self._vectors]
-        shards = [_as_used(place.shard, autocast_dtype(place.shard)) for place in self._weights]
+        shards = [place.shard.to(autocast_dtype(place.shard)) for place in self._weights]
         trained = [number for number, shard in enumerate(shards) if torch.is_grad_enabled() and shard.requires_grad]
         if trained:
             carried, carry = carried_shards([shards[number] for number in trained])
@@ -119,7 +119,7 @@ class LayerAhead:
 
     def _begin_backward(self, dtypes: Sequence[torch.dtype]) -> None:
         """Start to gather the weights, the last first."""
-        shards = [_as_used(place.shard, dtype) for place, dtype in zip(self._weights, dtypes, strict=True)]
+        shards = [place.shard.to(dtype) for place, dtype in zip(self._weights, dtypes, strict=True)]
         start_gathers([place.gather for place in reversed(self._weights)], shards[::-1])
 
 
@@ -136,10 +136,6 @@ class ModelAhead:
         """Begin anew, whatever became of the forward before."""
         for layer in self._layers:
             layer.reset()
-
-
-def _as_used(shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return shard if shard.dtype == dtype else shard.to(dtype)
 
 
 def _alike(places: Sequence[_Place]) -> Iterator[list[_Place]]:

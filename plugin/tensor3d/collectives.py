@@ -59,10 +59,8 @@ def start_scatter(x: torch.Tensor, mesh: Mesh, axes: Sequence[Axis]) -> Pending[
     ranks = mesh.size(*axes)
     if ranks == 1:
         return Pending(x.squeeze(0))
-    x = x.contiguous()
-    mesh.traffic.record("reduce_scatter", mesh.split_axes(axes), x.nbytes, ranks)
-    out = x.new_empty(x.shape[1:])
-    return start_reduce_scatter([out], x, mesh.group(axes), direct=mesh.spans_networks).giving(out)
+    scattering = start_scatter_parts(x.contiguous(), [x.shape[1:]], mesh, axes)
+    return scattering.giving(scattering.incomplete()[0])
 
 
 def reduce_scatter(x: torch.Tensor, mesh: Mesh, axes: Sequence[Axis]) -> torch.Tensor:

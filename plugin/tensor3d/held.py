@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from cuboid.tensor3d.layout import Layout
-from cuboid.tensor3d.linear import ShardedLinear
+from cuboid.tensor3d.linear import ShardedLinear, autocast_dtype
 from cuboid.tensor3d.norm import statistics_dtype
 from cuboid.tensor3d.parameter import ParameterGather, ShardedModule
 from cuboid.topology import Axis
@@ -102,10 +102,8 @@ def _in_place_of(module: nn.Module, name: str, parameter: nn.Parameter, values: 
 
 def _multiplied_in(module: ShardedModule, name: str, parameter: nn.Parameter) -> torch.dtype:
     """Sharded linear layers gather their weight in the dtype of autocast."""
-    device = parameter.device.type
-    if isinstance(module, ShardedLinear) and name == "weight" and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return parameter.dtype
+    is_multiplied = isinstance(module, ShardedLinear) and name == "weight"
+    return autocast_dtype(parameter) if is_multiplied else parameter.dtype
 
 
 def _unsplit(block: torch.Tensor) -> _Unsplit:

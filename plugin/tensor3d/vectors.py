@@ -46,11 +46,9 @@ class VectorGroup:
     def start(self) -> SharedGather:
         """Begin to gather them all."""
         shards = [member.shard for member in self._members]
-        carry = None
         if torch.is_grad_enabled() and any(shard.requires_grad for shard in shards):
-            carried, carry = carried_shards(shards)
-            return SharedGather(self, carried, carry)
-        return SharedGather(self, shards, carry)
+            return SharedGather(self, *carried_shards(shards))
+        return SharedGather(self, shards, None)
 
     def gathers(self) -> list[ParameterGather]:
         """Of the members, in order."""
@@ -94,10 +92,9 @@ class SharedGather:
         widths = [shard.shape[0] for shard in self._shards]
         ranks = self.mesh.size(*self.axes)
         slots = self._shards[0].new_zeros((ranks, sum(widths)))
-        for gradient, slot in zip(gradients, slots.split(widths, 1), strict=True):
+        for gather, gradient, slot in zip(self.gathers, gradients, slots.split(widths, 1), strict=True):
             if gradient is not None:
-                padding = slot.numel() - gradient.numel()
-                slot.copy_(nn.functional.pad(gradient, (0, padding)).view_as(slot))
+                slot.copy_(gather.stacked(gradient))
         reducing = start_scatter(slots, self.mesh, self.axes)
         assert self.carry is not None
         self.carry.leave(reducing)
