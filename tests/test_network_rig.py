@@ -18,10 +18,12 @@ from launching import ROOT, finish, start
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from network.names import (
+    MTU_BYTES,
     PREFIX,
     SUBNET,
     Names,
     address,
+    burst_bytes,
     hardware_address,
     hub_lines,
     parse_namespaces,
@@ -123,6 +125,10 @@ def test_a_rate_is_told_in_bits(rate_mbit):
     words = rate_line("e0", rate_mbit).split()
     bits = words[words.index("rate") + 1]
     assert float(bits.removesuffix("bit")) == pytest.approx(rate_mbit * 1e6, abs=0.5)
+    burst = int(words[words.index("burst") + 1].removesuffix("b"))
+    # Fast links take what TCP hands to a card in one piece, headers included, without cutting it.
+    assert burst == burst_bytes(rate_mbit)
+    assert burst > (65536 + 1000 if rate_mbit >= 100 else 2 * MTU_BYTES)
 
 
 def test_no_rate_is_no_queue():

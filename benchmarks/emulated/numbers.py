@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from network.layer_results import ratio, undisturbed
-from network.names import BURST_BYTES
+from network.names import burst_bytes
 from results import spread
 
 from cuboid.seq1f1b.actions import Action, Op
@@ -159,10 +159,10 @@ def _surprises(table: list[dict[str, Any]]) -> list[str]:
 def _about_links(result: dict[str, Any]) -> list[str]:
     if result["rate_mbit"] is None:
         return ["On loopback messages cost hardly any time."]
-    least = min(min(row["message_bytes"]) for row in result["rows"])
-    if least < 4 * BURST_BYTES:
+    least, burst = min(min(row["message_bytes"]) for row in result["rows"]), burst_bytes(result["rate_mbit"])
+    if least < 4 * burst:
         return [
-            f"The smallest message has {least} bytes, of which the links let {BURST_BYTES} pass at once: it isn't "
+            f"The smallest message has {least} bytes, of which the links let {burst} pass at once: it isn't "
             "slowed as the simulation assumes; give more --width."
         ]
     return []

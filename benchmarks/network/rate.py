@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from network.names import BURST_BYTES
+from network.names import burst_bytes
 from network.networks import Network, NetworkError
 from network.ranks import Ranks
 
 #: How far a measured rate may be from the set one: headers and acknowledgements take up to 3 % of it, the token
 #: buckets' first burst gives a little.
 LOWEST, HIGHEST = 0.9, 1.03
-#: The burst, which passes unshaped, must be a small part of what is sent.
-_LEAST_BYTES = 100 * BURST_BYTES
+#: The burst, which passes unshaped, must be a small part of what is sent: so many of it are sent at least.
+_LEAST_BURSTS = 100
 _SECONDS = 1.5
 #: A rank that gets a core too late measures too low a rate; the best of a few exchanges is the link's.
 _ATTEMPTS = 6
@@ -87,7 +87,7 @@ def verify_rate(network: Network, ranks: Ranks) -> float:
     """
     wanted = network.rate_mbit
     assert wanted is not None, "no rate was set"
-    message_bytes = max(_LEAST_BYTES, round(wanted * 1e6 / 8 * _SECONDS))
+    message_bytes = max(_LEAST_BURSTS * burst_bytes(wanted), round(wanted * 1e6 / 8 * _SECONDS))
     timeout_s = _TIMEOUT_S + 4 * message_bytes * 8 / (wanted * 1e6)
     # The first exchange connects.
     ranks.call("exchange", 1, time.perf_counter(), timeout_s=timeout_s)

@@ -139,14 +139,16 @@ def _bias_rows(plan: KeyValuePlan, head_dim: int) -> torch.Tensor:
 def _add_entrances(model: PreTrainedModel, blueprint: Blueprint) -> None:
     """Gather the sequence once where a block's "up" projections live, and at the head."""
     behind: dict[str, list[ShardedLinear]] = {}
+    exits: dict[str, list[ShardedLinear]] = {}
     for name, role in blueprint.roles.items():
-        if role.kind in ("up", "head"):
-            place = name.rpartition(".")[0] if role.kind == "up" else name
+        if role.kind in ("up", "down", "head"):
+            place = name if role.kind == "head" else name.rpartition(".")[0]
             linear = model.get_submodule(name)
             assert isinstance(linear, ShardedLinear)
-            behind.setdefault(place, []).append(linear)
+            (exits if role.kind == "down" else behind).setdefault(place, []).append(linear)
     for place, projections in behind.items():
-        model.get_submodule(place).register_forward_pre_hook(Entrance(projections), with_kwargs=True)
+        entrance = Entrance(projections, exits.get(place, []))
+        model.get_submodule(place).register_forward_pre_hook(entrance, with_kwargs=True)
 
 
 def _run_ahead(model: PreTrainedModel, blueprint: Blueprint) -> None:

@@ -27,10 +27,12 @@ class Entrance:
 
     Args:
         projections: all "up" projections of a block, or the head.
+        exits: its "down" projections, whose backward runs before theirs.
     """
 
-    def __init__(self, projections: Sequence[ShardedLinear]) -> None:
+    def __init__(self, projections: Sequence[ShardedLinear], exits: Sequence[ShardedLinear] = ()) -> None:
         self._projections = list(projections)
+        self._exits = list(exits)
         self._mesh = projections[0].mesh
         self._multiplication = Multiplication(WholeSequence(self._mesh), self._products())
 
@@ -55,6 +57,8 @@ class Entrance:
             # As while their weights are held gathered.
             self._multiplication = Multiplication(WholeSequence(self._mesh), self._products())
         whole, results = run_multiplication(self._multiplication, shard.to(dtype), operands, wants_input=gathers)
+        for each in self._exits:
+            each.before = results[0].grad_fn
         # Along one rank the input is its own gathered self.
         full = shard if whole is None else whole
         hand_over(full, dict(zip(self._projections, results, strict=True)))

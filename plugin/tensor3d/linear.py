@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.autograd import run_multiplication
@@ -21,6 +22,9 @@ class ShardedLinear(ShardedModule, nn.Linear):
     """A linear layer of a block; :mod:`cuboid.hf` gives it its role through ``product`` and the layouts.
 
     Still an ``nn.Linear`` for whoever looks for one; ``in_features`` and ``out_features`` are the unsplit sizes.
+
+    Attributes:
+        before: for the next call, the node of its block's entrance, whose backward follows this layer's.
     """
 
     bias_rows: torch.Tensor | None
@@ -49,10 +53,12 @@ class ShardedLinear(ShardedModule, nn.Linear):
         gathers = isinstance(product.exchange, ScatterSequence) and product.exchange.axis == "sequence"
         source: Source = WholeFeatures(self.mesh) if gathers else AsItIs()
         self._source = source
+        self.before: Node | None = None
 
     @uncompiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The input of the table in :mod:`.multiplication`, with "up" and head's sequence gathered, to its output."""
+        before, self.before = self.before, None
         result = _handed_over(x, self)
         if result is not None:
             return result
@@ -61,7 +67,7 @@ class ShardedLinear(ShardedModule, nn.Linear):
             return nn.functional.linear(x, weight, self.bias)
         dtype = autocast_dtype(x)
         own = Multiplication(self._source, [self.product])
-        _, (result,) = run_multiplication(own, x.to(dtype), [self.operand(dtype)])
+        _, (result,) = run_multiplication(own, x.to(dtype), [self.operand(dtype)], before=before)
         return result
 
     def operand(self, dtype: torch.dtype) -> Operand:

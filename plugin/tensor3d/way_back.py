@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -35,15 +35,21 @@ class WayBack:
         self._blocks: dict[int, torch.Tensor] = {}
 
     def run(
-        self, x: torch.Tensor, weights: Sequence[torch.Tensor], dy: Sequence[torch.Tensor], parts: int
+        self,
+        gathering: Sequence[Pending[Pieces]],
+        weights: Sequence[torch.Tensor],
+        dy: Sequence[torch.Tensor],
+        parts: int,
+        begin_next: Callable[[], None],
     ) -> tuple[torch.Tensor | None, dict[int, Pending[torch.Tensor]]]:
         """Multiply.
 
         Args:
-            x: the rank's part of the input.
+            gathering: the whole input on its way, part by part; none where no weight's gradient is wanted.
             weights: the shards.
             dy: for each product.
             parts: into which the rows of the batch are cut.
+            begin_next: called once the last collective is started that this backward waits for.
 
         Returns:
             The gradient of the input, and those of the wanted shards, on their way, by the product's number.
@@ -53,13 +59,21 @@ class WayBack:
         if self._needs_x:
             own.start_weights(weights)
         by_part = list(zip(*(each.tensor_split(parts) for each in dy), strict=True))
-        gathering = [own.source.start(part) for part in x.tensor_split(parts)] if self._wanted else []
         transposing = [
             [exchange.start_transpose([part[number] for number in numbers]) for exchange, numbers in own.groups]
             for part in by_part
         ]
         for index, part in enumerate(transposing):
-            self._part(own.in_order([each.wait() for each in part]), gathering[index] if gathering else None, parts)
+            whole = own.in_order([each.wait() for each in part])
+            # What is to be reduced comes first, and what isn't last: dW needs no weights, which may be on their way.
+            if self._needs_x and own.source.reduces:
+                self._dx.append(self._input_gradient(whole))
+            if index == parts - 1:
+                begin_next()
+            if self._wanted:
+                self._add_block_gradients(whole, gathering[index].wait(), parts)
+            if self._needs_x and not own.source.reduces:
+                self._dx.append(self._input_gradient(whole))
         reducing = self._reductions()
         dx = [each.wait()[0] for each in self._dx]
         for product in own.products:
@@ -70,17 +84,6 @@ class WayBack:
         """The gradient of a gathered input that was used elsewhere too, to that of the rank's own part."""
         assert isinstance(self._own.source, WholeSequence)
         return scatter_dim(gradient, SEQUENCE_DIM, self._own.source.mesh, ("sequence",))
-
-    def _part(self, dy: Sequence[Pieces], gathering: Pending[Pieces] | None, parts: int) -> None:
-        # What is to be reduced comes first, and what isn't last, for dW needs no weights, which may be on their way.
-        if self._needs_x and self._own.source.reduces:
-            self._dx.append(self._input_gradient(dy))
-        if gathering is not None:
-            x = gathering.wait()
-            for number in self._wanted:
-                self._add_block_gradient(number, dy[number], x, parts)
-        if self._needs_x and not self._own.source.reduces:
-            self._dx.append(self._input_gradient(dy))
 
     def _input_gradient(self, dy: Sequence[Pieces]) -> Pending[Sequence[torch.Tensor]]:
         """dy W, summed over the products, on its way to the rank's own part."""
@@ -94,13 +97,14 @@ class WayBack:
                 rows += [each.t() for each in own]
         return self._own.source.transpose.start(pieces, [rows])
 
-    def _add_block_gradient(self, number: int, dy: Pieces, x: Pieces, parts: int) -> None:
+    def _add_block_gradients(self, dy: Sequence[Pieces], x: Pieces, parts: int) -> None:
         """dyᵀ x of one part, in float32 at least where there are several to add up."""
-        product = self._block_gradient(number, dy, x)
-        if number in self._blocks:
-            self._blocks[number] += product
-        else:
-            self._blocks[number] = product if parts == 1 else product.to(statistics_dtype(product.dtype))
+        for number in self._wanted:
+            product = self._block_gradient(number, dy[number], x)
+            if number in self._blocks:
+                self._blocks[number] += product
+            else:
+                self._blocks[number] = product if parts == 1 else product.to(statistics_dtype(product.dtype))
 
     def _block_gradient(self, number: int, dy: Pieces, x: Pieces) -> torch.Tensor:
         """dyᵀ x, as ``[out, in]`` or ``[in, out]``, with zeros in the rows that were not multiplied."""
