@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from contestants import Contestant, Entry
 from quiet import QUIET, Judged, Watch, gather, pin
+from rounds import in_turn, undisturbed
 from workload import Workload
 
 from cuboid.errors import CuboidError
@@ -152,20 +154,8 @@ def check_agreement(records: list[Record]) -> None:
 def _run_rounds(built: list[Contestant], records: list[Record], repeats: int, watch: Watch) -> None:
     """Rounds in which everyone has a step, so that what changes slowly on the machine touches all alike."""
     for number in range(repeats):
-        # In another order each time, so that nobody always comes behind the same one.
-        first = number % len(built)
-        for place in [*range(first, len(built)), *range(first)]:
-            records[place].samples.append(_undisturbed_step(built[place], records[place], watch))
-
-
-def _undisturbed_step(contestant: Contestant, record: Record, watch: Watch) -> Sample:
-    """A step during which nobody else computed; after the watch's deadline any step."""
-    while True:
-        watch.wait()
-        sample = _time_step(contestant, watch)
-        if sample.is_quiet or watch.is_over():
-            return sample
-        record.rejected += 1
+        for contestant, record in in_turn(list(zip(built, records, strict=True)), number):
+            record.samples.append(undisturbed(partial(_time_step, contestant, watch), watch, record))
 
 
 def _time_step(contestant: Contestant, watch: Watch) -> Sample:

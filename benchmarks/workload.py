@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from llama import llama_config
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -35,15 +36,7 @@ class Workload:
 
     def config(self) -> LlamaConfig:
         """Of the model."""
-        return LlamaConfig(
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.key_value_heads,
-            num_hidden_layers=self.layers,
-            vocab_size=VOCABULARY,
-            max_position_embeddings=self.length,
-        )
+        return llama_config(self, layers=self.layers, vocabulary=VOCABULARY, key_value_heads=self.key_value_heads)
 
     def model(self) -> LlamaForCausalLM:
         """The whole model, every time with the same weights."""

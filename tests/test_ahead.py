@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import cuboid
 from cuboid import mesh as mesh_module
 from cuboid.hf.auto import block_sizes
-from cuboid.tensor3d import bundle, multiplication
+from cuboid.tensor3d import bundle, multiplication, source
 from cuboid.tensor3d.carry import Carry, carried_shards
 from cuboid.tensor3d.parameter import ShardedModule
 from cuboid.tensor3d.traffic_formula import layer_bytes
@@ -197,6 +197,50 @@ def test_layers_can_be_compiled(pool, path, axes):
     ranks = pool.run(MeshShape(*axes).size, train_compiled, path, axes)
     assert_same(alone, ranks)
     assert all(graphs > 0 for _, _, graphs in [alone, *ranks])
+
+
+# --- inputs that are gathered again -------------------------------------------------------------------------------
+
+
+def gathers_and_ways_out(path, axes, wanted):
+    """In backward: the gathers of the sequence, and the gradients at the ways out of attention and MLP, in order."""
+    seen = []
+    start = source.WholeSequence.start
+
+    def noted(self, x):
+        seen.append("gather")
+        return start(self, x)
+
+    model = sharded(path, axes).train()
+    for layer in model.model.layers:
+        for block, way_out in ((layer.self_attn, "o_proj"), (layer.mlp, "down_proj")):
+            getattr(block, way_out).register_forward_pre_hook(
+                lambda _, args, name=way_out: args[0].register_hook(lambda _: seen.append(name)) and None
+            )
+    loss = model(input_ids=tokens(), labels=tokens()).loss
+    source.WholeSequence.start = noted
+    try:
+        weights = [model.get_parameter(name) for name in wanted]
+        if weights:
+            return seen, [g.norm().item() > 0 for g in torch.autograd.grad(loss, weights)]
+        loss.backward()
+    finally:
+        source.WholeSequence.start = start
+    return seen, []
+
+
+@pytest.mark.parametrize("axes", [(1, 2, 3), (2, 3, 1)], ids=str)
+def test_a_blocks_input_is_gathered_again_before_its_own_code_runs_backward(pool, path, axes):
+    for seen, _ in pool.run(6, gathers_and_ways_out, path, axes, []):
+        # One for each block, before the gradient has come through the block's way out.
+        assert seen == ["gather", "down_proj", "gather", "o_proj"] * 3
+
+
+def test_nothing_is_gathered_again_for_what_has_no_backward(pool, path):
+    wanted = ["model.layers.2.mlp.down_proj.weight"]
+    for seen, found in pool.run(6, gathers_and_ways_out, path, (1, 2, 3), wanted):
+        assert seen == []
+        assert found == [True]
 
 
 # --- gradients that are on their way ------------------------------------------------------------------------------

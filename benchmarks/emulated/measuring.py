@@ -7,12 +7,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 
 from network.calm import Bystanders
 from network.ranks import Ranks
 from network.rate import LEAD_S
 from quiet import Judged
+from rounds import in_turn, undisturbed
 
 from cuboid.errors import CuboidError
 from cuboid.seq1f1b.actions import Action, Op
@@ -94,24 +96,13 @@ class Measurement:
             CuboidError: a contestant computes something else.
         """
         for number in range(repeats):
-            # In another order each time, so that nobody always comes behind the same one.
-            first = number % len(self.records)
-            for record in [*self.records[first:], *self.records[:first]]:
-                record.samples.append(self._undisturbed_step(record))
+            for record in in_turn(self.records, number):
+                record.samples.append(undisturbed(partial(self._sample, record), self._bystanders, record))
             after_round()
 
     def close(self) -> None:
         """Let go of the contestants."""
         self._ranks.call("close_all", timeout_s=TIMEOUT_S)
-
-    def _undisturbed_step(self, record: Record) -> Sample:
-        """A step during which nobody else computed; after the watch's deadline any step."""
-        while True:
-            self._bystanders.wait()
-            sample = self._sample(record)
-            if sample.is_quiet or self._bystanders.is_over():
-                return sample
-            record.rejected += 1
 
     def _sample(self, record: Record) -> Sample:
         self._bystanders.start()

@@ -7,7 +7,6 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from cuboid.mesh import Mesh
 from cuboid.seq1f1b.actions import Action, Op, Program
 from cuboid.seq1f1b.lowering import lower
 from cuboid.seq1f1b.recorder import Recorder
@@ -112,20 +111,6 @@ class CuboidPipeline:
 
     def close(self) -> None:
         """See :class:`emulated.entries.Contestant`."""
-
-
-def open_channels(mesh: Mesh) -> Channels:
-    """Between this rank and its neighbours in the pipeline, in both directions. Collective."""
-    stage = mesh.coordinate.pipe
-    count = functools.partial(mesh.traffic.record_send, "pipe")
-    channels: Channels = {}
-    for source, target in pairwise(range(mesh.topology.pipe)):
-        for ends in ((source, target), (target, source)):
-            if stage in ends:
-                peer = mesh.peer(ends[0] if stage == ends[1] else ends[1])
-                channels[ends] = Channel(mesh.channel(*ends), peer, count)
-                channels[ends].meet(torch.device("cpu"), sends=stage == ends[0])
-    return channels
 
 
 @functools.cache

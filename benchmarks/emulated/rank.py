@@ -9,12 +9,12 @@ import torch
 from network.networks import Network
 from network.rate import Link, sleep_until
 
+from cuboid.hf.pipeline import open_channels
 from cuboid.mesh import Mesh
 from cuboid.seq1f1b.recorder import Recorder
 from cuboid.seq1f1b.simulate import Span
 from cuboid.topology import MeshShape
 from emulated.entries import Contestant, Entry
-from emulated.ours import open_channels
 from emulated.work import Work
 
 
@@ -45,7 +45,7 @@ class StageRank(Link):
         mesh = Mesh(MeshShape(), pipe=network.ranks)
         mesh.connect()
         self._stage = mesh.coordinate.pipe
-        self._channels = open_channels(mesh)
+        self._channels = open_channels(mesh, torch.device("cpu"))
         self._built: dict[Entry, Contestant] = {}
         self._squares = 0.0
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llama import llama_config
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from cuboid.errors import CuboidError
@@ -57,17 +58,7 @@ class LoadingWorkload:
         return self._config(1 + max(0, round((self.gib * GIB - smallest) / layer_bytes)))
 
     def _config(self, layers: int) -> LlamaConfig:
-        return LlamaConfig(
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.key_value_heads,
-            vocab_size=self.vocabulary,
-            max_position_embeddings=self.length,
-            tie_word_embeddings=False,
-            attn_implementation="sdpa",
-        )
+        return llama_config(self, layers=layers, vocabulary=self.vocabulary, key_value_heads=self.key_value_heads)
 
     def tokens(self) -> torch.Tensor:
         """A batch ``[B, S]`` by which to see whether everything was loaded, and rightly."""

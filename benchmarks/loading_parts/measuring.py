@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -11,6 +12,7 @@ from network.calm import Bystanders
 from network.networks import Loopback
 from network.ranks import forked_ranks
 from quiet import Judged
+from rounds import in_turn, undisturbed
 
 from cuboid.errors import CuboidError
 from loading_parts.checkpoint import LoadingWorkload, warm, weights_bytes
@@ -88,12 +90,11 @@ def measure(
         own = [Record(count, way) for way in ways(count).values()]
         records += own
         for number in range(repeats):
-            # In another order each time, so that nobody always comes behind the same one.
-            first = number % len(own)
-            for record in [*own[first:], *own[:first]]:
+            for record in in_turn(own, number):
                 record.left_out = record.left_out or _too_large(record, workload)
                 if record.left_out is None:
-                    record.samples.append(_undisturbed(record, workload, checkpoint, bystanders, expected))
+                    load = partial(_load, record, workload, checkpoint, bystanders, expected)
+                    record.samples.append(undisturbed(load, bystanders, record))
             after_round(records)
     return records
 
@@ -107,24 +108,13 @@ def _too_large(record: Record, workload: LoadingWorkload) -> str | None:
     return f"it may take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
 
 
-def _undisturbed(
-    record: Record, workload: LoadingWorkload, checkpoint: Path, bystanders: Bystanders, expected: tuple[float, float]
-) -> Sample:
-    """A load during which nobody else computed; after the watch's deadline any load."""
-    while True:
-        warm(checkpoint)
-        sample = _load(record, workload, checkpoint, bystanders, expected)
-        if sample.is_quiet or bystanders.is_over():
-            return sample
-        record.rejected += 1
-
-
 def _load(
     record: Record, workload: LoadingWorkload, checkpoint: Path, bystanders: Bystanders, expected: tuple[float, float]
 ) -> Sample:
     def build(_: int) -> LoadingRank:
         return LoadingRank(workload, checkpoint, record.way.name)
 
+    warm(checkpoint)
     with forked_ranks(Loopback(record.ranks), build, timeout_s=TIMEOUT_S) as ranks:
         bystanders.wait()
         bystanders.start()

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from llama import llama_config
+from transformers import LlamaForCausalLM
 
 from cuboid.config import CuboidConfig, parse_config
 from cuboid.hf.auto import choose_mesh
@@ -32,15 +33,8 @@ class MemoryWorkload:
     def model(self) -> LlamaForCausalLM:
         """Every time with the same float32 weights."""
         torch.manual_seed(_SEED)
-        config = LlamaConfig(
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.key_value_heads,
-            num_hidden_layers=self.layers,
-            vocab_size=self.vocabulary,
-            max_position_embeddings=self.length,
-            attn_implementation="sdpa",
+        config = llama_config(
+            self, layers=self.layers, vocabulary=self.vocabulary, key_value_heads=self.key_value_heads
         )
         return LlamaForCausalLM(config).train()
 

@@ -24,7 +24,7 @@ from cuboid.topology import Axis
 from cuboid.traffic import Operation, Traffic
 from network.hidden_workload import StackWorkload, run_layers
 from network.layer_measuring import AGREEMENT
-from network.layer_rank import LayerRank, Step, _Sharded
+from network.layer_rank import LayerRank, Sharded, Step
 from network.layer_workload import Reference
 from network.networks import Network
 from network.waiting import Waiting
@@ -85,7 +85,7 @@ class _Recording(Traffic):
         self.collectives.append(Call(operation, tuple(axes), whole_bytes))
 
 
-class _Layers(_Sharded):
+class _Layers(Sharded):
     """All layers on one mesh."""
 
     def run(self) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from quiet import Judged
+from rounds import in_turn, undisturbed
 
 from cuboid.errors import CuboidError
 from network.calm import Bystanders
@@ -102,10 +104,8 @@ def run_rounds(
         after_round: called when a round is complete.
     """
     for number in range(repeats):
-        # In another order each time, so that nobody always comes behind the same one.
-        first = number % len(records)
-        for record in [*records[first:], *records[:first]]:
-            into(record).append(_undisturbed_step(ranks, record, bystanders))
+        for record in in_turn(records, number):
+            into(record).append(undisturbed(partial(_step, ranks, record, bystanders), bystanders, record))
         after_round()
 
 
@@ -120,16 +120,6 @@ def limit_rate(
     run_rounds(ranks, records, min(_FLOOR_STEPS, repeats), bystanders, lambda record: record.floor)
     network.set_rate(rate_mbit)
     return verify_rate(network, ranks)
-
-
-def _undisturbed_step(ranks: Ranks, record: Record, bystanders: Bystanders) -> Sample:
-    """A step during which nobody else computed; after the watch's deadline any step."""
-    while True:
-        bystanders.wait()
-        sample = _step(ranks, record, bystanders)
-        if sample.is_quiet or bystanders.is_over():
-            return sample
-        record.rejected += 1
 
 
 def _step(ranks: Ranks, record: Record, bystanders: Bystanders) -> Sample:

@@ -42,7 +42,7 @@ class Step:
     waited_s: float | None = None
 
 
-class _Sharded:
+class Sharded:
     """The layer on one mesh."""
 
     def __init__(self, model: Any, workload: LayerWorkload, reference: Reference) -> None:
@@ -99,7 +99,7 @@ class LayerRank(Link):
     ) -> None:
         super().__init__(network)
         self._workload, self._model, self._reference = workload, model, reference
-        self._layers: dict[str, _Sharded] = {}
+        self._layers: dict[str, Sharded] = {}
 
     def prepare(self, mesh: str) -> tuple[str, float]:
         """Shard the model, make its process groups, and run it once. Collective.
@@ -108,7 +108,7 @@ class LayerRank(Link):
             The mesh that it is on, and how far it is from float64 here.
         """
         model = cuboid.shard(copy.deepcopy(self._model), self._workload.config(mesh, self.network.ranks))
-        layer = self._layers[mesh] = _Sharded(model, self._workload, self._reference)
+        layer = self._layers[mesh] = Sharded(model, self._workload, self._reference)
         layer.run()
         return str(layer.mesh.shape), layer.error()
 

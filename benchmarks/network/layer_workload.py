@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from llama import llama_config
+from transformers import LlamaForCausalLM
 
 from cuboid.config import CuboidConfig, parse_config
 from cuboid.hf.auto import block_sizes, choose_mesh
@@ -37,16 +38,7 @@ class LayerWorkload:
     def model(self) -> LlamaForCausalLM:
         """A model of one layer, every time with the same float32 weights."""
         torch.manual_seed(_SEED)
-        config = LlamaConfig(
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.heads,
-            num_hidden_layers=1,
-            vocab_size=_VOCABULARY,
-            max_position_embeddings=self.length,
-            attn_implementation="sdpa",
-        )
+        config = llama_config(self, layers=1, vocabulary=_VOCABULARY)
         return LlamaForCausalLM(config)
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import deepspeed
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from llama import llama_config
+from transformers import LlamaForCausalLM
 
 import cuboid
 from cuboid.patches.deepspeed import SHARED_MEMORY_BUILD
@@ -35,16 +36,7 @@ class Workload:
     def model(self, dtype: torch.dtype) -> LlamaForCausalLM:
         """Every time with the same weights."""
         torch.manual_seed(_SEED)
-        config = LlamaConfig(
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.heads,
-            num_hidden_layers=self.layers,
-            vocab_size=self.vocabulary,
-            max_position_embeddings=self.length,
-            attn_implementation="sdpa",
-        )
+        config = llama_config(self, layers=self.layers, vocabulary=self.vocabulary)
         return LlamaForCausalLM(config).to(dtype).train()
 
     def ids(self) -> torch.Tensor:

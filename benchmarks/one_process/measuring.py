@@ -6,9 +6,11 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from quiet import Judged, Watch
+from rounds import in_turn, undisturbed
 from torch.profiler import ProfilerActivity, profile
 
 from cuboid.errors import CuboidError
@@ -106,10 +108,8 @@ def compare(entries: tuple[Entry, Entry], workload: Workload, repeats: int, watc
         record.gradients = torch.empty(0)
         each.step()
     for number in range(repeats):
-        # Each is first in turn, so that nobody always comes behind the other.
-        for place in (number % 2, 1 - number % 2):
-            record = (plain, ours)[place]
-            record.samples.append(_undisturbed_step(built[place], record, watch))
+        for record, each in in_turn(list(zip((plain, ours), built, strict=True)), number):
+            record.samples.append(undisturbed(partial(_time_step, each, watch), watch, record))
     if profiled:
         for record, each in zip((plain, ours), built, strict=True):
             record.shares = _shares(each)
@@ -144,20 +144,14 @@ def differences(plain: Record, ours: Record) -> tuple[float, float]:
     return loss, gradients
 
 
-def _undisturbed_step(contestant: Contestant, record: Record, watch: Watch) -> Sample:
-    """A step during which nobody else computed; after the watch's deadline any step."""
-    while True:
-        watch.wait()
-        # What one training leaves to be collected, the other one mustn't pay for.
-        gc.collect()
-        watch.start()
-        start_s, processor_s = time.perf_counter(), time.process_time()
-        contestant.step()
-        processor_s = time.process_time() - processor_s
-        sample = Sample(time.perf_counter() - start_s, processor_s, watch.share())
-        if sample.is_quiet or watch.is_over():
-            return sample
-        record.rejected += 1
+def _time_step(contestant: Contestant, watch: Watch) -> Sample:
+    # What one training leaves to be collected, the other one mustn't pay for.
+    gc.collect()
+    watch.start()
+    start_s, processor_s = time.perf_counter(), time.process_time()
+    contestant.step()
+    processor_s = time.process_time() - processor_s
+    return Sample(time.perf_counter() - start_s, processor_s, watch.share())
 
 
 def _shares(contestant: Contestant) -> dict[str, Share]:

@@ -6,11 +6,13 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from quiet import Judged, gather
+from rounds import in_turn, undisturbed
 
 from three_d.cases import Case
 from three_d.instruments import Collective, Meter, Saved
@@ -82,11 +84,8 @@ def compare(
     gc.collect()
     watch = Watch(core, limit_s)
     for number in range(repeats):
-        # In another order each time, so that nobody always comes behind the same one.
-        first = number % len(sides)
-        for place in [*range(first, len(sides)), *range(first)]:
-            x, dy = given[place]
-            _add_sample(figures[place], sides[place], x, dy, watch)
+        for side, own, tensors in in_turn(list(zip(sides, figures, given, strict=True)), number):
+            own.samples.append(undisturbed(partial(_time_step, side, *tensors, watch), watch, own))
     return figures
 
 
@@ -112,17 +111,6 @@ def _examine(side: Side, x: torch.Tensor, dy: torch.Tensor, path: Path) -> Figur
     y.backward(dy)
     side.clear(x)
     return Figures(side.key, dict(meter.collectives), counted, saved.bytes, meter.peak_bytes)
-
-
-def _add_sample(figures: Figures, side: Side, x: torch.Tensor, dy: torch.Tensor, watch: Watch) -> None:
-    """A step during which nobody else computed; after the watch's deadline any step."""
-    while True:
-        watch.wait()
-        sample = _time_step(side, x, dy, watch)
-        if sample.is_quiet or watch.is_over():
-            figures.samples.append(sample)
-            return
-        figures.rejected += 1
 
 
 def _time_step(side: Side, x: torch.Tensor, dy: torch.Tensor, watch: Watch) -> Sample:

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from llama import llama_config
+from transformers import LlamaForCausalLM
 
 from cuboid.config import CuboidConfig, parse_config
 from cuboid.hf.auto import block_sizes, choose_mesh
@@ -59,17 +60,7 @@ class StepWorkload:
     def model(self) -> LlamaForCausalLM:
         """The model, every time with the same float32 weights."""
         torch.manual_seed(_SEED)
-        config = LlamaConfig(
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.heads,
-            num_hidden_layers=self.layers,
-            vocab_size=self.vocabulary,
-            max_position_embeddings=self.length,
-            attn_implementation="sdpa",
-            use_cache=False,
-        )
+        config = llama_config(self, layers=self.layers, vocabulary=self.vocabulary, use_cache=False)
         return LlamaForCausalLM(config)
 
     def rows(self) -> torch.Tensor:

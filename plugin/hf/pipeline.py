@@ -64,7 +64,7 @@ class Pipeline:
         self._cutter = Cutter(self._config, stage.staging.sizes, self.mesh)
         #: Buffers of keys and values, for reports of memory.
         self.pool = StorePool()
-        self._channels = self._open_channels()
+        self._channels = open_channels(self.mesh, self._device)
         self._step = 0
         #: Rows of this replica in the last step.
         self.rows = 0
@@ -156,18 +156,6 @@ class Pipeline:
     def _device(self) -> torch.device:
         return next(self._model.parameters()).device
 
-    def _open_channels(self) -> dict[tuple[int, int], Channel]:
-        stage = self._staging.cut.stage
-        count = functools.partial(self.mesh.traffic.record_send, "pipe")
-        channels = {}
-        for source, target in pairwise(range(self._staging.cut.stages)):
-            for ends in ((source, target), (target, source)):
-                if stage in ends:
-                    peer = self.mesh.peer(ends[0] if stage == ends[1] else ends[1])
-                    channels[ends] = Channel(self.mesh.channel(*ends), peer, count)
-                    channels[ends].meet(self._device, sends=stage == ends[0])
-        return channels
-
     def _items(self, micro_batches: list[MicroBatch]) -> int:
         """Label tokens of all replicas; 1 if there are none, so that the loss is 0."""
         items = torch.stack([label_tokens(batch) for batch in micro_batches]).sum()
@@ -229,6 +217,20 @@ class Pipeline:
         if last > 0:
             dist.broadcast(total, self.mesh.peer(last), group=self.mesh.pipe_group)
         return total.to(torch.float32 if self._model.dtype != torch.float64 else torch.float64)
+
+
+def open_channels(mesh: Mesh, device: torch.device) -> dict[tuple[int, int], Channel]:
+    """Between this rank and its neighbours in the pipeline, in both directions. Collective."""
+    stage = mesh.coordinate.pipe
+    count = functools.partial(mesh.traffic.record_send, "pipe")
+    channels = {}
+    for source, target in pairwise(range(mesh.topology.pipe)):
+        for ends in ((source, target), (target, source)):
+            if stage in ends:
+                peer = mesh.peer(ends[0] if stage == ends[1] else ends[1])
+                channels[ends] = Channel(mesh.channel(*ends), peer, count)
+                channels[ends].meet(device, sends=stage == ends[0])
+    return channels
 
 
 @functools.cache

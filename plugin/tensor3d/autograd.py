@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ def run_multiplication(
     operands: Sequence[Operand],
     *,
     wants_input: bool = False,
-    before: Node | None = None,
+    before: weakref.ref[Node] | None = None,
 ) -> tuple[torch.Tensor | None, Sequence[torch.Tensor]]:
     """Multiply, differentiably.
 
@@ -48,7 +49,7 @@ class _Call:
     multiplication: Multiplication
     carries: Sequence[Carry | None]
     wants_input: bool
-    before: Node | None
+    before: weakref.ref[Node] | None
 
 
 class _Multiply(torch.autograd.Function):
@@ -117,8 +118,9 @@ def _begun(ctx: Any) -> _Begun:
     return ctx.begun
 
 
-def _begin(node: Node | None) -> None:
+def _begin(before: weakref.ref[Node] | None) -> None:
     """Begin another one's backward, if this one's graph will come to it."""
+    node = None if before is None else before()
     if node is not None and torch._C._will_engine_execute_node(node):
         _begun(node)
 

@@ -8,6 +8,7 @@ the factor s of memory.)
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,8 +58,9 @@ class Entrance:
             # As while their weights are held gathered.
             self._multiplication = Multiplication(WholeSequence(self._mesh), self._products())
         whole, results = run_multiplication(self._multiplication, shard.to(dtype), operands, wants_input=gathers)
+        node = results[0].grad_fn
         for each in self._exits:
-            each.before = results[0].grad_fn
+            each.before = None if node is None else weakref.ref(node)
         # Along one rank the input is its own gathered self.
         full = shard if whole is None else whole
         hand_over(full, dict(zip(self._projections, results, strict=True)))

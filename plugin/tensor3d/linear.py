@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class ShardedLinear(ShardedModule, nn.Linear):
         gathers = isinstance(product.exchange, ScatterSequence) and product.exchange.axis == "sequence"
         source: Source = WholeFeatures(self.mesh) if gathers else AsItIs()
         self._source = source
-        self.before: Node | None = None
+        self.before: weakref.ref[Node] | None = None
 
     @uncompiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
