@@ -120,7 +120,7 @@ def _load(
         bystanders.start()
         loads: list[Load] = ranks.call("load", timeout_s=TIMEOUT_S)
         computing_s = sum(load.computing_s for load in loads)
-        foreign = bystanders.share(computing_s)
+        foreign = bystanders.share(sum(load.all_computing_s for load in loads))
         if record.loss is None:
             found = ranks.call("check", timeout_s=TIMEOUT_S)[0]
             check_agreement(record.way.name, found, expected)

@@ -22,11 +22,14 @@ class Load:
     Args:
         duration_s: until its model was there, and each weight had been read once.
         computing_s: processor time meanwhile.
+        all_computing_s: with that of meeting the others before and of looking at the memory afterwards, which can take
+            as long as a load.
         footprint: its memory.
     """
 
     duration_s: float
     computing_s: float
+    all_computing_s: float
     footprint: Footprint
 
 
@@ -46,6 +49,7 @@ class LoadingRank:
 
     def load(self) -> Load:
         """Once."""
+        begin_s = time.process_time()
         dist.barrier()
         computing_s, start_s = time.process_time(), time.perf_counter()
         with Watched() as watched:
@@ -54,7 +58,7 @@ class LoadingRank:
             duration_s, computing_s = time.perf_counter() - start_s, time.process_time() - computing_s
             # Until then, what the last one broadcasts isn't done.
             dist.barrier()
-        return Load(duration_s, computing_s, watched.footprint)
+        return Load(duration_s, computing_s, time.process_time() - begin_s, watched.footprint)
 
     def check(self) -> tuple[float, float]:
         """Loss and gradient norm of the loaded model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -36,7 +37,7 @@ def unmark_parameters(model: Any, blueprint: Blueprint, mesh: Mesh) -> None:
 
 def _placed(whole: torch.Tensor, layout: Layout, mesh: Mesh) -> DTensor:
     axes = list(_slicing(layout, mesh))
-    device_mesh = _RankOfSlices(tuple(size for size, _, _ in axes), tuple(index for _, index, _ in axes))
+    device_mesh = _rank_of_slices(tuple(size for size, _, _ in axes), tuple(index for _, index, _ in axes))
     intervals = layout.shard_intervals(mesh.shape, mesh.coordinate)
     local = whole.new_empty([sum(high - low for low, high in dim) for dim in intervals], device="meta")
     return DTensor.from_local(
@@ -85,8 +86,14 @@ class _RankOfSlices(DeviceMesh):
 
     def __getitem__(self, name: Any) -> DeviceMesh:
         dim = int(name)
-        return _RankOfSlices((self._sizes[dim],), (self._at[dim],))
+        return _rank_of_slices((self._sizes[dim],), (self._at[dim],))
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """Which slice is this rank's along one cut."""
         return self._at[int(mesh_dim or 0)]
+
+
+@functools.cache
+def _rank_of_slices(sizes: tuple[int, ...], at: tuple[int, ...]) -> _RankOfSlices:
+    """One for all parameters that are cut alike: making one takes a millisecond."""
+    return _RankOfSlices(sizes, at)
