@@ -143,8 +143,9 @@ def test_loss_and_every_gradient_are_those_of_the_model_alone(pool, alone, small
         assert_same(found[name], expected, name)
 
 
-def test_a_head_with_a_bias(pool, alone):
-    found = on_ranks(pool, "1x2x3", numbers, LLAMA, "1x2x3", True)
+@pytest.mark.parametrize("mesh", ["1x2x3", "1x1x2", "3x1x2", "2x2x1"])
+def test_a_head_with_a_bias(pool, alone, mesh):
+    found = on_ranks(pool, mesh, numbers, LLAMA, mesh, True)
     for name, expected in alone(LLAMA, True).items():
         assert "lm_head.bias" in expected or name == "without gradients"
         assert_same(found[name], expected, name)
