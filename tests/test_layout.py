@@ -79,6 +79,17 @@ def test_every_element_has_exactly_one_owner(drawn):
     assert (owners == 1).all()
 
 
+@given(meshes, st.integers(1, 400))
+def test_a_vocabulary_is_cut_alike_in_a_weight_and_a_bias(mesh, size):
+    split = (("sequence",), ("hidden",))
+    weight = Layout((size, 4 * mesh.hidden), split, ragged=True)
+    bias = Layout((size,), split[:1], ragged=True)
+    assert bias.block_shape(mesh)[0] == weight.block_shape(mesh)[0]
+    for rank in ranks_of(mesh):
+        at = rank.coordinate
+        assert bias.block_intervals(mesh, at)[0] == weight.block_intervals(mesh, at)[0]
+
+
 @given(layouts())
 def test_shards_are_equal_in_shape_and_reassemble(drawn):
     mesh, layout = drawn

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.distributed import sharding_utils
 
 import cuboid
@@ -382,3 +383,31 @@ def test_load_and_save_give_the_same_checkpoint(pool, checkpoint, tmp_path, arch
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert (tmp_path / "config.json").read_text() == (Path(path) / "config.json").read_text()
+
+
+class LlamaWithBiasForCausalLM(LlamaForCausalLM):
+    """Its head has a bias, which a vocabulary that doesn't divide cuts as the head's weight."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+
+def head_reloaded(path, mesh):
+    with cuboid.scope(mode(mesh)):
+        model = LlamaWithBiasForCausalLM.from_pretrained(path)
+    return cuboid.full_state_dict(model)
+
+
+@pytest.mark.parametrize("mesh", ["1x1x2", "1x2x3", "2x1x3", "2x2x2"])
+def test_a_heads_bias_is_cut_as_its_weight(pool, tmp_path, mesh):
+    small = SmallModel("llama", heads=12, kv_heads=12, vocabulary=133)
+    torch.manual_seed(0)
+    model = LlamaWithBiasForCausalLM(small.config())
+    nn.init.normal_(model.lm_head.bias)
+    model.save_pretrained(tmp_path)
+    found = pool.run(MeshShape.parse(mesh).size, head_reloaded, tmp_path, mesh)[0]
+    expected = model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

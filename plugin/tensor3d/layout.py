@@ -34,7 +34,8 @@ class Layout:
         split: for each dim, the axes that cut the block, the first varying slowest.
         parts: for each dim, the number of equal parts that are cut separately, as the fused
             query|key|value of GPT-2 is (3); a block holds its slice of each part, side by side.
-        ragged: whether dim 0 may be cut unevenly (vocabularies): blocks are rounded up, the last ones padded.
+        ragged: whether dim 0 may be cut unevenly (vocabularies): blocks are rounded up, the last ones padded. `hidden`
+            has no part in the rounding, so that a weight, whose other dim it cuts, and its bias have the same rows.
     """
 
     shape: tuple[int, ...]
@@ -72,8 +73,8 @@ class Layout:
         """Length of the block's slice of one part of ``dim``."""
         size, pieces = self.shape[dim] // self.parts[dim], mesh.of(*self.split[dim])
         if self.ragged and dim == 0:
-            # Whole shards, so that the padding is all at the end of the last blocks.
-            shards = mesh.of(*self.storage)
+            # Whole shards of a weight, so that the padding is all at the end of the last blocks.
+            shards = mesh.of(*(axis for axis in self.storage if axis != "hidden"))
             return math.ceil(size / (pieces * shards)) * shards
         return size // pieces
 
