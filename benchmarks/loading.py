@@ -14,18 +14,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from loading_parts.checkpoint import QUICK, LoadingWorkload, warm_up, weights_bytes, write_checkpoint
 from loading_parts.measuring import Record, measure
 from loading_parts.report import draw, print_table
 from loading_parts.results import rows
 from network.calm import Bystanders
-from network.interrupts import signals_as_exceptions
+from network.script import run_script
 from pipeline import machine
 from quiet import QUIET
-
-from cuboid.errors import CuboidError
-from cuboid.train.quiet import quiet
 
 _DEFAULT_OUT = Path("runs") / "benchmarks" / "loading"
 
@@ -95,20 +91,7 @@ def main() -> int:
     if not sys.platform.startswith("linux"):
         print("loads are measured by what Linux says of its processes, and this isn't Linux", file=sys.stderr)
         return 1
-    quiet()
-    # A process that has multiplied on several threads can't be forked safely.
-    torch.set_num_threads(1)
-    given.out.mkdir(parents=True, exist_ok=True)
-    try:
-        with signals_as_exceptions():
-            result = measure_all(given)
-    except CuboidError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print_table(result)
-    draw(result, given.out / "loading.png")
-    print(f"\n{given.out}/loading.json, loading.png")
-    return 0
+    return run_script("loading", given, measure_all, print_table, draw)
 
 
 if __name__ == "__main__":
