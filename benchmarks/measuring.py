@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from contestants import Contestant, Entry
 from quiet import QUIET, Judged, Watch, gather, pin
-from rounds import in_turn, undisturbed
+from rounds import in_turn, undisturbed_sample
 from workload import Workload
 
 from cuboid.errors import CuboidError
@@ -155,7 +155,7 @@ def _run_rounds(built: list[Contestant], records: list[Record], repeats: int, wa
     """Rounds in which everyone has a step, so that what changes slowly on the machine touches all alike."""
     for number in range(repeats):
         for contestant, record in in_turn(list(zip(built, records, strict=True)), number):
-            record.samples.append(undisturbed(partial(_time_step, contestant, watch), watch, record))
+            record.samples.append(undisturbed_sample(partial(_time_step, contestant, watch), watch, record))
 
 
 def _time_step(contestant: Contestant, watch: Watch) -> Sample:

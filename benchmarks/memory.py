@@ -13,19 +13,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from memory_parts.rank import MemoryRank
 from memory_parts.report import draw, print_table
 from memory_parts.results import Record, check_agreement, rows
 from memory_parts.workload import AUTO, QUICK, MemoryWorkload
-from network.interrupts import signals_as_exceptions
 from network.networks import Loopback
 from network.ranks import forked_ranks
+from network.script import run_script
 from pipeline import machine
 
 from cuboid.errors import CuboidError
 from cuboid.topology import MeshShape
-from cuboid.train.quiet import quiet
 
 RANKS = 8
 _MESHES = ["1x8x1", "1x4x2", "2x2x2", "8x1x1", AUTO]
@@ -95,20 +93,10 @@ def examine(workload: MemoryWorkload, meshes: dict[str, str], repeats: int) -> l
     return records
 
 
-def main() -> int:
-    """Measure, print and write; the exit status."""
-    given = parse()
-    quiet()
-    # A process that has multiplied on several threads can't be forked safely.
-    torch.set_num_threads(1)
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Everything, written when it is complete."""
     workload = QUICK if given.quick else MemoryWorkload()
-    given.out.mkdir(parents=True, exist_ok=True)
-    try:
-        with signals_as_exceptions():
-            records = examine(workload, distinct(given.meshes, workload), given.repeats)
-    except CuboidError as error:
-        print(error, file=sys.stderr)
-        return 1
+    records = examine(workload, distinct(given.meshes, workload), given.repeats)
     result: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "machine": machine(),
@@ -118,10 +106,12 @@ def main() -> int:
         "rows": rows(records),
     }
     (given.out / "memory.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print_table(result)
-    draw(result, given.out / "memory.png")
-    print(f"\n{given.out}/memory.json, memory.png")
-    return 0
+    return result
+
+
+def main() -> int:
+    """Measure, print and write; the exit status."""
+    return run_script("memory", parse(), measure, print_table, draw)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def in_turn(members: Sequence[T], number: int) -> Sequence[T]:
     return [*members[first:], *members[:first]]
 
 
-def undisturbed(measure: Callable[[], SampleT], calm: Calm, record: Repeated) -> SampleT:
+def undisturbed_sample(measure: Callable[[], SampleT], calm: Calm, record: Repeated) -> SampleT:
     """A sample during which nobody else computed; once the time for waiting is over, any."""
     while True:
         calm.wait()

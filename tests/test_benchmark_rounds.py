@@ -11,7 +11,7 @@ from launching import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from quiet import QUIET, Judged
-from rounds import in_turn, undisturbed
+from rounds import in_turn, undisturbed_sample
 
 
 @dataclass
@@ -50,7 +50,7 @@ def test_everybody_is_in_every_place_once(members):
 def test_the_first_quiet_sample_counts_and_any_once_patience_is_over(foreign, times):
     shares = iter([*foreign, *[0.0] * times])
     record, patience = Record(), Patience(times)
-    sample = undisturbed(lambda: Sample(next(shares)), patience, record)
+    sample = undisturbed_sample(lambda: Sample(next(shares)), patience, record)
     quiet = [place for place, share in enumerate([*foreign, 0.0]) if share <= QUIET]
     assert record.rejected == min(quiet[0], times - 1)
     assert patience.waited == record.rejected + 1

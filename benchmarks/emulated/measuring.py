@@ -14,7 +14,7 @@ from network.calm import Bystanders
 from network.ranks import Ranks
 from network.rate import LEAD_S
 from quiet import Judged
-from rounds import in_turn, undisturbed
+from rounds import in_turn, undisturbed_sample
 
 from cuboid.errors import CuboidError
 from cuboid.seq1f1b.actions import Action, Op
@@ -97,7 +97,7 @@ class Measurement:
         """
         for number in range(repeats):
             for record in in_turn(self.records, number):
-                record.samples.append(undisturbed(partial(self._sample, record), self._bystanders, record))
+                record.samples.append(undisturbed_sample(partial(self._sample, record), self._bystanders, record))
             after_round()
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from network.calm import Bystanders
 from network.networks import Loopback
 from network.ranks import forked_ranks
 from quiet import Judged
-from rounds import in_turn, undisturbed
+from rounds import in_turn, undisturbed_sample
 
 from cuboid.errors import CuboidError
 from loading_parts.checkpoint import LoadingWorkload, warm, weights_bytes
@@ -94,7 +94,7 @@ def measure(
                 record.left_out = record.left_out or _too_large(record, workload)
                 if record.left_out is None:
                     load = partial(_load, record, workload, checkpoint, bystanders, expected)
-                    record.samples.append(undisturbed(load, bystanders, record))
+                    record.samples.append(undisturbed_sample(load, bystanders, record))
             after_round(records)
     return records
 
@@ -116,6 +116,7 @@ def _load(
 
     warm(checkpoint)
     with forked_ranks(Loopback(record.ranks), build, timeout_s=TIMEOUT_S) as ranks:
+        # Again, for the ranks have only just started.
         bystanders.wait()
         bystanders.start()
         loads: list[Load] = ranks.call("load", timeout_s=TIMEOUT_S)

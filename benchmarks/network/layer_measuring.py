@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from quiet import Judged
-from rounds import in_turn, undisturbed
+from rounds import in_turn, undisturbed_sample
 
 from cuboid.errors import CuboidError
 from network.calm import Bystanders
@@ -105,7 +105,7 @@ def run_rounds(
     """
     for number in range(repeats):
         for record in in_turn(records, number):
-            into(record).append(undisturbed(partial(_step, ranks, record, bystanders), bystanders, record))
+            into(record).append(undisturbed_sample(partial(_step, ranks, record, bystanders), bystanders, record))
         after_round()
 
 

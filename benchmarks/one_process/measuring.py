@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 from quiet import Judged, Watch
-from rounds import in_turn, undisturbed
+from rounds import in_turn, undisturbed_sample
 from torch.profiler import ProfilerActivity, profile
 
 from cuboid.errors import CuboidError
@@ -109,7 +109,7 @@ def compare(entries: tuple[Entry, Entry], workload: Workload, repeats: int, watc
         each.step()
     for number in range(repeats):
         for record, each in in_turn(list(zip((plain, ours), built, strict=True)), number):
-            record.samples.append(undisturbed(partial(_time_step, each, watch), watch, record))
+            record.samples.append(undisturbed_sample(partial(_time_step, each, watch), watch, record))
     if profiled:
         for record, each in zip((plain, ours), built, strict=True):
             record.shares = _shares(each)

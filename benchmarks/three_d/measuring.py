@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from quiet import Judged, gather
-from rounds import in_turn, undisturbed
+from rounds import in_turn, undisturbed_sample
 
 from three_d.cases import Case
 from three_d.instruments import Collective, Meter, Saved
@@ -85,7 +85,7 @@ def compare(
     watch = Watch(core, limit_s)
     for number in range(repeats):
         for side, own, tensors in in_turn(list(zip(sides, figures, given, strict=True)), number):
-            own.samples.append(undisturbed(partial(_time_step, side, *tensors, watch), watch, own))
+            own.samples.append(undisturbed_sample(partial(_time_step, side, *tensors, watch), watch, own))
     return figures
 
 

@@ -18,19 +18,24 @@ from cuboid.tensor3d.layout import Layout, pad_shard, take_shard
 
 
 def mark_parameters(model: Any, blueprint: Blueprint, mesh: Mesh) -> None:
-    """Put a DTensor on the meta device in the place of each parameter."""
+    """Put a DTensor on the meta device in the place of each parameter of which slices are read."""
     for module, name, layout in blueprint.parameters_of(model):
+        if layout.ragged and "hidden" in layout.storage:
+            # A head's bias is cut where its weight is, which no DTensor can say; so all of it is read.
+            continue
         whole = getattr(module, name)
         marked = nn.Parameter(_placed(whole, layout, mesh), requires_grad=whole.requires_grad)
         module.register_parameter(name, marked)
 
 
 def unmark_parameters(model: Any, blueprint: Blueprint, mesh: Mesh) -> None:
-    """Replace the DTensors, loaded by now, by this rank's shards."""
+    """Replace what was loaded, DTensors mostly, by this rank's shards."""
     for module, name, layout in blueprint.parameters_of(model):
         loaded = getattr(module, name)
-        local = loaded.detach().to_local()
-        shard = take_shard(local, layout, mesh) if _is_read_whole(layout) else pad_shard(local, layout, mesh.shape)
+        if isinstance(loaded, DTensor):
+            shard = pad_shard(loaded.to_local().detach(), layout, mesh.shape)
+        else:
+            shard = take_shard(loaded.detach(), layout, mesh)
         plain = nn.Parameter(shard, requires_grad=loaded.requires_grad)
         plain._is_hf_initialized = True  # type: ignore[attr-defined]
         module.register_parameter(name, plain)
@@ -40,8 +45,7 @@ def _placed(whole: torch.Tensor, layout: Layout, mesh: Mesh) -> DTensor:
     axes = list(_slicing(layout, mesh))
     device_mesh = _rank_of_slices(tuple(size for size, _, _ in axes), tuple(index for _, index, _ in axes))
     intervals = layout.shard_intervals(mesh.shape, mesh.coordinate)
-    sizes = whole.shape if _is_read_whole(layout) else [sum(high - low for low, high in dim) for dim in intervals]
-    local = whole.new_empty(sizes, device="meta")
+    local = whole.new_empty([sum(high - low for low, high in dim) for dim in intervals], device="meta")
     return DTensor.from_local(
         local,
         device_mesh,
@@ -54,8 +58,6 @@ def _placed(whole: torch.Tensor, layout: Layout, mesh: Mesh) -> DTensor:
 
 def _slicing(layout: Layout, mesh: Mesh) -> list[tuple[int, int, Placement]]:
     """The cuts of a layout one after the other: number of pieces, this rank's piece, and the DTensor placement."""
-    if _is_read_whole(layout):
-        return [(1, 0, Shard(0))]
     storage = (mesh.size(*layout.storage), mesh.index(*layout.storage))
     if layout.ragged:
         # Rounded up once over all pieces of dim 0, not once for the blocks and once more for the shards.
@@ -66,11 +68,6 @@ def _slicing(layout: Layout, mesh: Mesh) -> list[tuple[int, int, Placement]]:
         first: list[tuple[int, int, Placement]] = [(*pieces, Shard(0))]
         return first + [_cut(layout, mesh, dim) for dim in range(1, len(layout.shape))]
     return [_cut(layout, mesh, dim) for dim in range(len(layout.shape))] + [(*storage, Shard(0))]
-
-
-def _is_read_whole(layout: Layout) -> bool:
-    """The bias of a head, whose blocks are rounded as its weight's are, which no DTensor can say."""
-    return layout.ragged and "hidden" in layout.storage
 
 
 def _cut(layout: Layout, mesh: Mesh, dim: int) -> tuple[int, int, Placement]:
