@@ -9,6 +9,7 @@ from typing import Any
 
 from contestants import Entry
 from measuring import Record
+from summary import spread, times_as_fast, undisturbed
 from workload import Workload
 
 from cuboid.hf.costs import model_sizes
@@ -29,9 +30,7 @@ def rows(records: Sequence[Record], workload: Workload) -> list[dict[str, Any]]:
 
 def _row(record: Record, by_name: dict[tuple[int, str], Record], workload: Workload) -> dict[str, Any]:
     entry, count, others = record.entry, record.micro_batches, workload.stages - 1
-    undisturbed = [sample for sample in record.samples if sample.is_quiet]
-    # Numbers that are marked as doubtful are better than none.
-    quiet = undisturbed or record.samples
+    quiet = undisturbed(record.samples)
     whole, cut = simulated(workload, Entry("cuboid"), count), simulated(workload, entry, count)
     yardsticks = {key: by_name.get((count, other.name)) for key, other in YARDSTICKS.items()}
     return {
@@ -47,8 +46,10 @@ def _row(record: Record, by_name: dict[tuple[int, str], Record], workload: Workl
         "bubble_traced": None if record.timeline is None else record.timeline.bubble,
         "bubble_theory": others / (entry.segments * count + others),
         "bubble_simulated": cut.bubble,
-        "ratios": {key: ratio(other, record) for key, other in yardsticks.items() if other is not None},
-        "undisturbed": len(undisturbed),
+        "ratios": {
+            key: times_as_fast(record.samples, other.samples) for key, other in yardsticks.items() if other is not None
+        },
+        "undisturbed": sum(sample.is_quiet for sample in record.samples),
         "rejected": record.rejected,
         "ratio_theory": (count + others) / (count + others / entry.segments),
         "ratio_simulated": whole.makespan_s / cut.makespan_s,
@@ -71,19 +72,6 @@ def memory_rows(records: Sequence[Record], workload: Workload) -> list[dict[str,
         }
         for record in records
     ]
-
-
-def ratio(other: Record, record: Record) -> dict[str, float]:
-    """How many times as fast ``record`` is, round by round; over the rounds in which both were undisturbed."""
-    pairs = list(zip(other.samples, record.samples, strict=True))
-    quiet = [pair for pair in pairs if all(sample.is_quiet for sample in pair)] or pairs
-    return spread([theirs.step_s / ours.step_s for theirs, ours in quiet])
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, quartiles, and how many values there are."""
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-    return {"median": middle, "low": low, "high": high, "count": len(values)}
 
 
 def lengths_of(workload: Workload, entry: Entry) -> tuple[int, ...]:

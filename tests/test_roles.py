@@ -104,8 +104,8 @@ def test_a_mesh_that_does_not_divide_names_the_nearest_that_do(sizes, mesh, mess
         draw_blueprint(llama(**sizes), MeshShape.parse(text))
 
 
-def auto(size, rows):
-    config = {"tensor_parallel": {"mode": "3d_tensor", "mesh": "auto", "size": size}}
+def auto(size, rows, **sections):
+    config = {"tensor_parallel": {"mode": "3d_tensor", "mesh": "auto", "size": size}, **sections}
     return parse_config({**config, **({} if rows is None else {"train_micro_batch_size_per_gpu": rows})})
 
 
@@ -121,6 +121,22 @@ def test_auto_takes_the_fitting_mesh_that_moves_the_least(rows):
     }
     assert counts[chosen] == min(counts.values())
     assert {1: 1, 64: 8}.get(rows, chosen.batch) == chosen.batch
+
+
+def test_auto_counts_the_weights_of_each_segment():
+    model = llama(hidden_size=1536, num_attention_heads=16, intermediate_size=4096, max_position_embeddings=2048)
+
+    def chosen(segments):
+        return choose_mesh(model, auto(8, 8, pipeline={"engine": "seq1f1b", "stages": 2, "segments": segments}))
+
+    def sent(mesh, length):
+        return sum(layer_bytes(block_sizes(model, mesh), mesh, 8, length).values())
+
+    for segments in (1, 2, 4, 16):
+        assert chosen(segments) == min(fitting_meshes(model, 8), key=lambda mesh: sent(mesh, 2048 // segments))
+    assert chosen(1) == choose_mesh(model, auto(8, 8))
+    assert chosen("auto") == chosen(4)
+    assert chosen(16).batch < chosen(1).batch
 
 
 def test_auto_says_so_where_nothing_fits():

@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from network.layer_results import ratio, undisturbed
 from network.names import burst_bytes
-from results import spread
+from summary import spread, times_as_fast, undisturbed
 
 from cuboid.seq1f1b.actions import Action, Op
 from cuboid.seq1f1b.schedules import SCHEDULES, PipelineShape
 from cuboid.seq1f1b.simulate import Timeline, peak_bytes, simulate
 from emulated.entries import YARDSTICKS, Entry
-from emulated.measuring import Record, Sample
+from emulated.measuring import Record
 from emulated.work import Work
 
 #: The label that everything carries.
@@ -38,8 +37,7 @@ def rows(records: Sequence[Record], rate_mbit: float | None) -> list[dict[str, A
 
 def _row(record: Record, records: Sequence[Record], rate_mbit: float | None) -> dict[str, Any]:
     entry, work = record.entry, record.work
-    # It asks for no more than whether a sample is quiet, as the ratio below for that and for its time.
-    quiet: list[Sample] = undisturbed(record.samples)  # type: ignore[arg-type, assignment]
+    quiet = undisturbed(record.samples)
     cut, whole = (simulated(work, each, rate_mbit) for each in (entry, YARDSTICKS["own_1f1b"]))
     lengths = entry.lengths(work)
     step_s = spread([sample.step_s for sample in quiet])
@@ -61,9 +59,7 @@ def _row(record: Record, records: Sequence[Record], rate_mbit: float | None) -> 
         "bubble_simulated": cut.bubble,
         "bubble_theory": theory(entry, work),
         "ratios": {
-            key: ratio(others[own], record)  # type: ignore[arg-type]
-            for key, own in YARDSTICKS.items()
-            if own in others
+            key: times_as_fast(record.samples, others[own].samples) for key, own in YARDSTICKS.items() if own in others
         },
         "ratio_simulated": whole.makespan_s / cut.makespan_s,
         "ratio_theory": (1 - theory(entry, work)) / (1 - theory(YARDSTICKS["own_1f1b"], work)),

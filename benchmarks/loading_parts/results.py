@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from results import spread
+from summary import spread, undisturbed, undisturbed_rounds
 
 from loading_parts.measuring import Record, Sample
 
@@ -55,18 +55,10 @@ def _row(record: Record, records: Sequence[Record], files_bytes: int, weights_by
     return row
 
 
-def undisturbed(samples: Sequence[Sample]) -> list[Sample]:
-    """Those that count; all where none does, for numbers that are marked as doubtful are better than none."""
-    return [sample for sample in samples if sample.is_quiet] or list(samples)
-
-
 def _ratio(record: Record, first: Record, figure: str) -> dict[str, float]:
     """How many times as much as the first, round by round; over the rounds in which both were undisturbed."""
     take = _FIGURES[figure]
-    # One that was left out later has fewer rounds.
-    pairs = list(zip(record.samples, first.samples, strict=False))
-    quiet = [pair for pair in pairs if all(sample.is_quiet for sample in pair)] or pairs
-    return spread([take(theirs) / take(ours) for theirs, ours in quiet])
+    return spread([take(theirs) / take(ours) for theirs, ours in undisturbed_rounds(record.samples, first.samples)])
 
 
 def remarks(result: dict[str, Any]) -> list[str]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from results import spread
+from summary import is_quiet_round, spread, undisturbed, undisturbed_rounds
 
 from network.hidden_rank import COMPUTING, KINDS, SENDING
 from network.layer_measuring import Record, Sample
-from network.layer_results import allowed_excess, undisturbed
+from network.layer_results import allowed_excess
 
 #: How far apart computing and communication may be for "the same time".
 _BALANCE = 1.25
@@ -60,7 +60,7 @@ def row(trio: Trio, mesh: str, ranks: int) -> dict[str, Any]:
         "error": trio.step.error,
         **_sent(trio),
         **_times(trio, min(ranks, os.cpu_count() or 1)),
-        "undisturbed": sum(map(_is_quiet, trio.rounds())),
+        "undisturbed": sum(map(is_quiet_round, trio.rounds())),
         "rejected": sum(record.rejected for record in trio.records),
         "samples": {
             kind: [asdict(sample) for sample in own.samples] for kind, own in zip(KINDS, trio.records, strict=True)
@@ -99,7 +99,7 @@ def _times(trio: Trio, cores: int) -> dict[str, Any]:
     overlap is possible where the cores that compute carry the messages too, which makes the processor time of both, a
     core's share of it, a third thing that no step is shorter than.
     """
-    rounds = list(filter(_is_quiet, trio.rounds())) or trio.rounds()
+    rounds = undisturbed_rounds(*(record.samples for record in trio.records))
     took: dict[str, dict[str, Any]] = {"seconds": {}, "processor_s": {}}
     for kind, samples in zip(KINDS, zip(*rounds, strict=True), strict=True):
         took["seconds"][kind] = spread([sample.step_s for sample in samples])
@@ -118,10 +118,6 @@ def _times(trio: Trio, cores: int) -> dict[str, Any]:
             lambda t, c, m: t.step_s / max(c.step_s, m.step_s, (c.computing_s + m.computing_s) / cores)
         ),
     }
-
-
-def _is_quiet(samples: Sequence[Sample]) -> bool:
-    return all(sample.is_quiet for sample in samples)
 
 
 def computing_alone_s(trio: Trio) -> float:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from results import spread
+from summary import spread, times_as_fast, undisturbed
 from transformers import LlamaForCausalLM
 
 from cuboid.topology import AXES, Axis, MeshShape
-from network.layer_measuring import Record, Sample
+from network.layer_measuring import Record
 from network.layer_workload import LayerWorkload
 
 #: The paper's three dimensions over 1-D and 2-D on 64 devices (Bian et al., arXiv 2105.14450, abstract).
@@ -54,7 +54,7 @@ def _row(record: Record, records: Sequence[Record], sent: dict[str, int], rate_m
         "link_to_floor": None if link_s is None or floor is None else link_s / floor["median"],
         "step_s": spread([sample.step_s for sample in quiet]),
         "computing_s": statistics.median(sample.computing_s for sample in quiet),
-        "ratios": {other.shape: ratio(other, record) for other in others},
+        "ratios": {other.shape: times_as_fast(record.samples, other.samples) for other in others},
         "ratios_theory": {other.shape: sent[other.mesh] / sent[record.mesh] for other in others},
         "ratios_paper": PAPER.get(record.shape, {}),
         "undisturbed": sum(sample.is_quiet for sample in record.samples),
@@ -75,18 +75,6 @@ def allowed_excess(record: Record, counted_bytes: float) -> float:
 def axes_of(label: str) -> list[Axis]:
     """The axes that a label of Cuboid's counter names, as ``"batch+sequence"`` does."""
     return [axis for axis in AXES if axis in label.split("+")]
-
-
-def undisturbed(samples: Sequence[Sample]) -> list[Sample]:
-    """Those that count; all where none does, for numbers that are marked as doubtful are better than none."""
-    return [sample for sample in samples if sample.is_quiet] or list(samples)
-
-
-def ratio(other: Record, record: Record) -> dict[str, float]:
-    """How many times as fast ``record`` is, round by round; over the rounds in which both were undisturbed."""
-    pairs = list(zip(other.samples, record.samples, strict=True))
-    quiet = [pair for pair in pairs if all(sample.is_quiet for sample in pair)] or pairs
-    return spread([theirs.step_s / ours.step_s for theirs, ours in quiet])
 
 
 def remarks(result: dict[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from report import text_table
-from results import spread
+from summary import is_quiet_round, spread, undisturbed_rounds
 
 from one_process.measuring import Pair, Record, largest_differences
 
@@ -20,9 +20,7 @@ _COLOURS = {"float32": "#4477AA", "bfloat16": "#66CCEE"}
 def row(pair: Pair) -> dict[str, Any]:
     """A pair's numbers; plain values only. The ratio says how many times as long a step with Cuboid takes."""
     rounds = list(zip(pair.plain.samples, pair.ours.samples, strict=True))
-    undisturbed = [both for both in rounds if all(sample.is_quiet for sample in both)]
-    # Numbers that are marked as doubtful are better than none.
-    quiet = undisturbed or rounds
+    quiet = undisturbed_rounds(pair.plain.samples, pair.ours.samples)
     return {
         "name": pair.ours.entry.name,
         "dtype": pair.ours.entry.dtype,
@@ -34,7 +32,7 @@ def row(pair: Pair) -> dict[str, Any]:
         "ratio": spread([ours.step_s / plain.step_s for plain, ours in quiet]),
         "ratio_processor": spread([ours.processor_s / plain.processor_s for plain, ours in quiet]),
         "ratio_theory": 1.0,
-        "undisturbed": len(undisturbed),
+        "undisturbed": sum(map(is_quiet_round, rounds)),
         "rejected": pair.plain.rejected + pair.ours.rejected,
         "samples": {"plain": _samples(pair.plain), "cuboid": _samples(pair.ours)},
         "profile": [

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from results import spread
+from summary import spread, undisturbed, undisturbed_rounds
 
 from cuboid.errors import CuboidError
 from cuboid.traffic import Operation, sent_bytes
@@ -78,9 +78,7 @@ def _errors(truth: Mapping[str, Any], case: Case, key: str, folder: Path) -> dic
 
 def _row(case: Case, figures: Sequence[Figures], errors: dict[str, float]) -> dict[str, Any]:
     samples = figures[0].samples
-    undisturbed = [sample for sample in samples if sample.is_quiet]
-    # Numbers that are marked as doubtful are better than none.
-    quiet = undisturbed or samples
+    quiet = undisturbed(samples)
     by_rank = zip(*(sample.step_s for sample in quiet), strict=True)
     mesh = {"cuboid": cube(DEPTH), "cuboid_auto": chosen_mesh(case, RANKS)}.get(figures[0].key)
     formula = None if mesh is None else formula_bytes(case, mesh)
@@ -98,7 +96,7 @@ def _row(case: Case, figures: Sequence[Figures], errors: dict[str, float]) -> di
         "saved_by_kind": {kind: [each[kind] for each in saved] for kind in saved[0]},
         "peak_bytes": [each.peak_bytes for each in figures],
         "errors": errors,
-        "undisturbed": len(undisturbed),
+        "undisturbed": sum(sample.is_quiet for sample in samples),
         "rejected": figures[0].rejected,
         "collectives": [
             {**collective._asdict(), "calls": calls} for collective, calls in sorted(figures[0].collectives.items())
@@ -117,6 +115,4 @@ def sent(collectives: Mapping[Collective, int]) -> int:
 
 def _times_as_fast(theirs: Sequence[Sample], own: Sequence[Sample]) -> dict[str, float]:
     """Round by round, over the rounds in which both were undisturbed."""
-    pairs = list(zip(theirs, own, strict=True))
-    quiet = [pair for pair in pairs if all(sample.is_quiet for sample in pair)] or pairs
-    return spread([their.slowest_s / own.slowest_s for their, own in quiet])
+    return spread([their.slowest_s / own.slowest_s for their, own in undisturbed_rounds(theirs, own)])

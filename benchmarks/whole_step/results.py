@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from network.layer_results import disturbances, processor_counts, ratio, shared_cores, undisturbed
-from results import spread
+from network.layer_results import disturbances, processor_counts, shared_cores
+from summary import spread, times_as_fast, undisturbed
 from transformers import LlamaForCausalLM
 
 from whole_step.checking import Checked
@@ -56,7 +56,7 @@ def _row(
         "link_to_floor": None if link_s is None or floor is None else link_s / floor["median"],
         "step_s": spread([sample.step_s for sample in quiet]),
         "computing_s": statistics.median(sample.computing_s for sample in quiet),
-        "ratios": {other.entry.key: ratio(other.record, record) for other in others},
+        "ratios": {other.entry.key: times_as_fast(record.samples, other.record.samples) for other in others},
         "ratios_bytes": _byte_ratios(own, others),
         "undisturbed": sum(sample.is_quiet for sample in record.samples),
         "rejected": record.rejected,

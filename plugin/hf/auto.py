@@ -15,6 +15,8 @@ from cuboid.topology import Coordinate, MeshShape
 #: What the count assumes where the config doesn't say how many rows a micro-batch has, and for the sequence length,
 #: which nobody knows when weights are loaded. The choice depends on their product only weakly.
 _ASSUMED_BATCH, _ASSUMED_LENGTH = 8, 2048
+#: And where a pipeline is to find out by itself into how many segments it cuts them.
+_ASSUMED_SEGMENTS = 4
 
 
 def choose_mesh(model: PreTrainedModel, config: CuboidConfig) -> MeshShape:
@@ -35,7 +37,7 @@ def choose_mesh(model: PreTrainedModel, config: CuboidConfig) -> MeshShape:
             f"no mesh of tensor_parallel.size = {settings.mesh_size} ranks fits {type(model).__name__} and "
             f"train_micro_batch_size_per_gpu = {rows}; a multiple of {settings.mesh_size} rows always does"
         )
-    length = min(_ASSUMED_LENGTH, model.config.max_position_embeddings)
+    length = _tokens_at_a_time(model, config)
 
     def sent(mesh: MeshShape) -> int:
         sizes = block_sizes(model, mesh)
@@ -43,6 +45,15 @@ def choose_mesh(model: PreTrainedModel, config: CuboidConfig) -> MeshShape:
         return sum(by_axes.values())
 
     return min(fitting, key=sent)
+
+
+def _tokens_at_a_time(model: PreTrainedModel, config: CuboidConfig) -> int:
+    """Of a row: those that share one gather of the weights and one reduction of their gradients."""
+    length: int = min(_ASSUMED_LENGTH, model.config.max_position_embeddings)
+    if config.pipeline is None:
+        return length
+    segments = config.pipeline.segments
+    return max(1, length // (_ASSUMED_SEGMENTS if segments == "auto" else segments))
 
 
 def block_sizes(model: PreTrainedModel, mesh: MeshShape) -> BlockSizes:
