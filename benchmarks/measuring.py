@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from contestants import Contestant, Entry
-from quiet import QUIET, Judged, Watch, gather, pin
+from quiet import QUIET, Timed, Watch, gather, pin
 from rounds import in_turn, undisturbed_sample
 from workload import Workload
 
@@ -24,7 +24,7 @@ AGREEMENT = 1e-5
 
 
 @dataclass
-class Sample(Judged):
+class Sample(Timed):
     """One step.
 
     Args:

@@ -30,6 +30,16 @@ class Judged:
         return self.foreign <= QUIET
 
 
+class Timed(Judged):
+    """Likewise, of which the time is known.
+
+    Attributes:
+        step_s: how long it took.
+    """
+
+    step_s: float
+
+
 def pin(rank: int) -> int | None:
     """Keep every thread of this process on one core, a different one for each rank. None where that can't be done."""
     if not hasattr(os, "sched_setaffinity"):

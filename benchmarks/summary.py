@@ -4,26 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-
-class Judged(Protocol):
-    """What was measured once."""
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether it counts."""
-        ...
-
-
-class Timed(Judged, Protocol):
-    """A step."""
-
-    @property
-    def step_s(self) -> float:
-        """How long it took."""
-        ...
-
+from quiet import Judged, Timed
 
 SampleT = TypeVar("SampleT", bound=Judged)
 
@@ -38,19 +21,16 @@ def is_quiet_round(samples: Iterable[Judged]) -> bool:
     return all(sample.is_quiet for sample in samples)
 
 
-def undisturbed_rounds(*members: Sequence[SampleT]) -> list[tuple[SampleT, ...]]:
-    """The rounds in which everybody's sample counts; all where none is such a round.
-
-    Args:
-        members: the samples of each, round by round. One that was left out after some rounds has fewer of them.
-    """
-    rounds = list(zip(*members, strict=False))
+def undisturbed_rounds(rounds: Iterable[tuple[SampleT, ...]]) -> list[tuple[SampleT, ...]]:
+    """The rounds in which everybody's sample counts; all where none is such a round."""
+    rounds = list(rounds)
     return list(filter(is_quiet_round, rounds)) or rounds
 
 
 def times_as_fast(own: Sequence[Timed], theirs: Sequence[Timed]) -> dict[str, float]:
     """How many times as long their steps take, round by round; over the rounds in which both were undisturbed."""
-    return spread([their.step_s / our.step_s for our, their in undisturbed_rounds(own, theirs)])
+    rounds = undisturbed_rounds(zip(own, theirs, strict=True))
+    return spread([their.step_s / our.step_s for our, their in rounds])
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

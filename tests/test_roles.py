@@ -109,31 +109,33 @@ def auto(size, rows, **sections):
     return parse_config({**config, **({} if rows is None else {"train_micro_batch_size_per_gpu": rows})})
 
 
+def wide_llama():
+    return llama(hidden_size=1536, num_attention_heads=16, intermediate_size=4096, max_position_embeddings=2048)
+
+
+def sent(model, mesh, rows, length):
+    return sum(layer_bytes(block_sizes(model, mesh), mesh, rows, length).values())
+
+
 @pytest.mark.parametrize("rows", [None, 1, 4, 64])
 def test_auto_takes_the_fitting_mesh_that_moves_the_least(rows):
-    model = llama(hidden_size=1536, num_attention_heads=16, intermediate_size=4096, max_position_embeddings=2048)
+    model = wide_llama()
     chosen = choose_mesh(model, auto(8, rows))
     batch = rows or 8
-    counts = {
-        mesh: sum(layer_bytes(block_sizes(model, mesh), mesh, batch, 2048).values())
-        for mesh in fitting_meshes(model, 8)
-        if batch % mesh.batch == 0
-    }
+    counts = {mesh: sent(model, mesh, batch, 2048) for mesh in fitting_meshes(model, 8) if batch % mesh.batch == 0}
     assert counts[chosen] == min(counts.values())
     assert {1: 1, 64: 8}.get(rows, chosen.batch) == chosen.batch
 
 
 def test_auto_counts_the_weights_of_each_segment():
-    model = llama(hidden_size=1536, num_attention_heads=16, intermediate_size=4096, max_position_embeddings=2048)
+    model = wide_llama()
 
     def chosen(segments):
         return choose_mesh(model, auto(8, 8, pipeline={"engine": "seq1f1b", "stages": 2, "segments": segments}))
 
-    def sent(mesh, length):
-        return sum(layer_bytes(block_sizes(model, mesh), mesh, 8, length).values())
-
     for segments in (1, 2, 4, 16):
-        assert chosen(segments) == min(fitting_meshes(model, 8), key=lambda mesh: sent(mesh, 2048 // segments))
+        counts = {mesh: sent(model, mesh, 8, 2048 // segments) for mesh in fitting_meshes(model, 8)}
+        assert chosen(segments) == min(counts, key=counts.__getitem__)
     assert chosen(1) == choose_mesh(model, auto(8, 8))
     assert chosen("auto") == chosen(4)
     assert chosen(16).batch < chosen(1).batch

@@ -13,7 +13,7 @@ from itertools import product
 from network.calm import Bystanders
 from network.ranks import Ranks
 from network.rate import LEAD_S
-from quiet import Judged
+from quiet import Timed
 from rounds import in_turn, undisturbed_sample
 
 from cuboid.errors import CuboidError
@@ -30,7 +30,7 @@ TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
-class Sample(Judged):
+class Sample(Timed):
     """One step of all ranks.
 
     Args:

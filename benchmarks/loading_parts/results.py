@@ -58,7 +58,9 @@ def _row(record: Record, records: Sequence[Record], files_bytes: int, weights_by
 def _ratio(record: Record, first: Record, figure: str) -> dict[str, float]:
     """How many times as much as the first, round by round; over the rounds in which both were undisturbed."""
     take = _FIGURES[figure]
-    return spread([take(theirs) / take(ours) for theirs, ours in undisturbed_rounds(record.samples, first.samples)])
+    # One that was left out later has fewer rounds.
+    rounds = undisturbed_rounds(zip(record.samples, first.samples, strict=False))
+    return spread([take(theirs) / take(ours) for theirs, ours in rounds])
 
 
 def remarks(result: dict[str, Any]) -> list[str]:

@@ -99,7 +99,7 @@ def _times(trio: Trio, cores: int) -> dict[str, Any]:
     overlap is possible where the cores that compute carry the messages too, which makes the processor time of both, a
     core's share of it, a third thing that no step is shorter than.
     """
-    rounds = undisturbed_rounds(*(record.samples for record in trio.records))
+    rounds = undisturbed_rounds(trio.rounds())
     took: dict[str, dict[str, Any]] = {"seconds": {}, "processor_s": {}}
     for kind, samples in zip(KINDS, zip(*rounds, strict=True), strict=True):
         took["seconds"][kind] = spread([sample.step_s for sample in samples])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from quiet import Judged
+from quiet import Timed
 from rounds import in_turn, undisturbed_sample
 
 from cuboid.errors import CuboidError
@@ -26,7 +26,7 @@ _FLOOR_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Sample(Judged):
+class Sample(Timed):
     """One step of all ranks.
 
     Args:

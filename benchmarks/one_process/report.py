@@ -20,7 +20,7 @@ _COLOURS = {"float32": "#4477AA", "bfloat16": "#66CCEE"}
 def row(pair: Pair) -> dict[str, Any]:
     """A pair's numbers; plain values only. The ratio says how many times as long a step with Cuboid takes."""
     rounds = list(zip(pair.plain.samples, pair.ours.samples, strict=True))
-    quiet = undisturbed_rounds(pair.plain.samples, pair.ours.samples)
+    quiet = undisturbed_rounds(rounds)
     return {
         "name": pair.ours.entry.name,
         "dtype": pair.ours.entry.dtype,

@@ -115,4 +115,5 @@ def sent(collectives: Mapping[Collective, int]) -> int:
 
 def _times_as_fast(theirs: Sequence[Sample], own: Sequence[Sample]) -> dict[str, float]:
     """Round by round, over the rounds in which both were undisturbed."""
-    return spread([their.slowest_s / own.slowest_s for their, own in undisturbed_rounds(theirs, own)])
+    rounds = undisturbed_rounds(zip(theirs, own, strict=True))
+    return spread([their.slowest_s / our.slowest_s for their, our in rounds])
