@@ -1,0 +1,244 @@
+"""Which micro-batches show whether a model is computed right: lengths that cross its thresholds, padding, packing.
+
+A model may change at a length: a window begins to cut, rotary embeddings rescale, a table of positions ends. A
+comparison whose sequences stay below all of that sees nothing of it. Everything here follows from a config alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from transformers import PretrainedConfig
+
+#: Odd, so that most meshes have to fill it up.
+LONGEST = 31
+_LEAST = 4
+#: ``"rows"``: whole, padded on the right, padded on the left, and whole but without labels, row after row.
+Padding = Literal["none", "right", "left", "rows"]
+ROW_KINDS: tuple[str, ...] = ("whole", "right", "left", "without labels")
+
+#: Tokens of a window, of a chunk, or of a step of a scale, as the configs of transformers call them.
+_LENGTHS = (
+    "sliding_window",
+    "sliding_window_size",
+    "attention_chunk_size",
+    "attention_window_size",
+    "window_size",
+    "keep_window_size",
+    "local_attention",
+    "local_attention_window_len",
+    "mamba_chunk_size",
+    "chunk_size",
+    "block_size",
+    "floor_scale",
+    "log_scaling_n_floor",
+    "original_max_position_embeddings",
+)
+_LONGEST = ("max_position_embeddings", "max_seq_len")
+_ORIGINAL = "original_max_position_embeddings"
+#: Rotary embeddings that are the same at every length.
+_UNSCALED_ROPE = (None, "default", "linear")
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """A length at which a model changes.
+
+    Args:
+        key: where its config says so, such as ``"rope_parameters.full_attention.original_max_position_embeddings"``.
+        tokens: what that many tokens still are.
+        is_end: whether there are no more positions: tables that were learned, or made once.
+    """
+
+    key: str
+    tokens: int
+    is_end: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of micro-batch.
+
+    Args:
+        name: what it is for, in words.
+        length: tokens of a row.
+        padding: where rows are padded, a quarter of them each.
+        packed: lengths of the sequences that share a row, told apart by position ids that restart; their sum is
+            ``length``. Rows begin with different ones of them.
+        first_position: what position ids count from, where that isn't 0.
+    """
+
+    name: str
+    length: int
+    padding: Padding = "none"
+    packed: tuple[int, ...] = ()
+    first_position: int = 0
+
+    def row_kind(self, row: int) -> str:
+        """One of :data:`ROW_KINDS`."""
+        if self.padding == "rows":
+            return ROW_KINDS[row % len(ROW_KINDS)]
+        return "whole" if self.padding == "none" else self.padding
+
+    def attention_mask(self, rows: int) -> torch.Tensor | None:
+        """``[rows, length]``, 1 where a token is real; None without padding."""
+        if self.padding == "none":
+            return None
+        mask = torch.ones((rows, self.length), dtype=torch.long)
+        missing = math.ceil(self.length / 4)
+        for row in range(rows):
+            if self.row_kind(row) == "right":
+                mask[row, self.length - missing :] = 0
+            elif self.row_kind(row) == "left":
+                mask[row, :missing] = 0
+        return mask
+
+    def position_ids(self, rows: int) -> torch.Tensor | None:
+        """``[rows, length]``; None where a model is to count by itself."""
+        if not self.packed:
+            counted = torch.arange(self.first_position, self.first_position + self.length)
+            return counted.repeat(rows, 1) if self.first_position else None
+        counts = [[torch.arange(length) for length in self._packed_in(row)] for row in range(rows)]
+        return torch.stack([torch.cat(row) for row in counts])
+
+    def _packed_in(self, row: int) -> tuple[int, ...]:
+        first = row % len(self.packed)
+        return self.packed[first:] + self.packed[:first]
+
+
+def thresholds(config: PretrainedConfig) -> tuple[Threshold, ...]:
+    """Lengths at which the model of a config changes, shortest first."""
+    text = config.get_text_config(decoder=True)
+    found = [Threshold(key, value) for key in _LENGTHS if (value := _tokens(text, key))]
+    ropes = dict(_ropes(text))
+    found += [Threshold(f"{name}.{_ORIGINAL}", value) for name, r in ropes.items() if (value := _tokens(r, _ORIGINAL))]
+    scaled = any(_rope_type(rope) not in _UNSCALED_ROPE for rope in ropes.values())
+    if scaled or not ropes:
+        # Without rotary embeddings, a number of positions is that of a table.
+        found += [Threshold(key, value, not ropes) for key in _LONGEST if (value := _tokens(text, key))]
+    return tuple(sorted(found, key=lambda threshold: threshold.tokens))
+
+
+def shrunk(config: PretrainedConfig, longest: int) -> PretrainedConfig:
+    """A copy of a config whose thresholds are all crossed by ``longest`` tokens; tables keep their ends.
+
+    Those that three quarters of ``longest`` cross already stay as they are, and all keep their order.
+    """
+    small = copy.deepcopy(config)
+    text = small.get_text_config(decoder=True)
+    ropes = dict(_ropes(text))
+    movable = [threshold for threshold in thresholds(config) if not threshold.is_end]
+    values = sorted({threshold.tokens for threshold in movable})
+    large = [value for value in values if value >= longest * 3 // 4]
+    base = max([longest // 4, *(value for value in values if value not in large)])
+    # Half of the longest, so that windows and chunks begin anew twice.
+    top = longest // 2 if base < longest // 2 else (base + longest) // 2
+    smaller = {value: base + (top - base) * (i + 1) // len(large) for i, value in enumerate(large)}
+    for threshold in movable:
+        if threshold.tokens in smaller:
+            place, _, key = threshold.key.rpartition(".")
+            _set(ropes[place] if place else text, key, smaller[threshold.tokens])
+    return small
+
+
+def cases(config: PretrainedConfig, longest: int = LONGEST) -> tuple[Case, ...]:
+    """Every kind of micro-batch of up to ``longest`` tokens that may matter to a model.
+
+    Lengths at each threshold and just above it, the longest one, a short one, and one at the last positions of a
+    table, each whole and padded on either side; and rows of several sequences. What ``longest`` doesn't cross isn't
+    among them; see :func:`shrunk`.
+    """
+    whole = [Case("longest", _longest(config, longest)), Case("short", _short(config, longest))]
+    for threshold in thresholds(config):
+        if threshold.is_end:
+            whole.append(_to_the_end(threshold, longest))
+        elif threshold.tokens + 1 < longest:
+            whole += [Case(f"{threshold.key} reached", threshold.tokens), _crossing(threshold)]
+    sides: tuple[Padding, ...] = ("none", "right", "left")
+    found = [_padded(case, side) for case in whole for side in sides]
+    packed = _packed(config, longest)
+    found += [packed, replace(packed, name="packed, short ones first", packed=packed.packed[::-1])]
+    # Thresholds of one length give one case; the first name stays.
+    return tuple({(c.length, c.padding, c.packed, c.first_position): c for c in reversed(found)}.values())[::-1]
+
+
+def covering(config: PretrainedConfig, longest: int = LONGEST) -> tuple[Case, ...]:
+    """Four micro-batches with something of all of :func:`cases`, where each alone would be too many."""
+    crossed = [threshold for threshold in thresholds(config) if threshold.tokens + 1 < longest]
+    end = next((threshold for threshold in thresholds(config) if threshold.is_end), None)
+    last = Case("whole", _longest(config, longest) - 2)
+    if end is not None:
+        last = _to_the_end(end, longest - 2)
+    elif crossed:
+        last = _crossing(crossed[-1])
+    return (
+        Case("longest, padded here and there", _longest(config, longest), "rows"),
+        _packed(config, longest - 1),
+        Case("short, padded on the right", _short(config, longest), "right"),
+        last,
+    )
+
+
+def _longest(config: PretrainedConfig, longest: int) -> int:
+    return min([longest, *(threshold.tokens for threshold in thresholds(config) if threshold.is_end)])
+
+
+def _short(config: PretrainedConfig, longest: int) -> int:
+    """Below all thresholds, where that leaves anything."""
+    first = min((threshold.tokens for threshold in thresholds(config)), default=longest)
+    return max(_LEAST, min(first - 1, longest // 3))
+
+
+def _crossing(threshold: Threshold) -> Case:
+    return Case(f"{threshold.key} crossed", threshold.tokens + 1)
+
+
+def _to_the_end(threshold: Threshold, longest: int) -> Case:
+    length = min(longest, threshold.tokens)
+    return Case(f"the last of {threshold.key}", length, first_position=threshold.tokens - length)
+
+
+def _padded(case: Case, side: Padding) -> Case:
+    return case if side == "none" else replace(case, name=f"{case.name}, padded on the {side}", padding=side)
+
+
+def _packed(config: PretrainedConfig, longest: int) -> Case:
+    """One sequence that crosses what can be crossed, and two short ones."""
+    longest = _longest(config, longest)
+    crossed = [threshold.tokens for threshold in thresholds(config) if threshold.tokens < longest - 2 * _LEAST]
+    first = max([longest // 2, *(tokens + 1 for tokens in crossed)])
+    rest = longest - first
+    return Case("packed", longest, packed=(first, rest - rest // 3, rest // 3))
+
+
+def _ropes(text: PretrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Parameters of rotary embeddings, by their places in the config: one, or one for each type of layer."""
+    rope = getattr(text, "rope_parameters", None)
+    if not isinstance(rope, dict) or not rope:
+        return
+    nested = {name: inner for name, inner in rope.items() if isinstance(inner, dict)}
+    if nested:
+        yield from ((f"rope_parameters.{name}", inner) for name, inner in nested.items())
+    else:
+        yield "rope_parameters", rope
+
+
+def _rope_type(rope: Mapping[str, Any]) -> str | None:
+    return rope.get("rope_type", rope.get("type"))
+
+
+def _tokens(place: Any, key: str) -> int | None:
+    value = place.get(key) if isinstance(place, dict) else getattr(place, key, None)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 1 else None
+
+
+def _set(place: Any, key: str, value: int) -> None:
+    if isinstance(place, dict):
+        place[key] = value
+    else:
+        setattr(place, key, value)
