@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from cuboid.checkpoint.consent import gather, together
 from cuboid.checkpoint.contents import OPTIMIZER
 from cuboid.checkpoint.folder import resolve
 from cuboid.checkpoint.manifest import Manifest, check_contents, check_sizes
@@ -20,6 +19,7 @@ from cuboid.checkpoint.state import read_state
 from cuboid.checkpoint.supply import assign
 from cuboid.errors import CheckpointError
 from cuboid.mesh import Mesh
+from cuboid.rank_agreement import gather_objects, run_on_all_ranks
 from cuboid.tensor3d.layout import Layout
 
 
@@ -63,7 +63,7 @@ def open_checkpoint(root: Path, tag: str | None, mesh: Mesh, *, verify: bool) ->
     def find() -> Path | None:
         return resolve(root, tag) if mesh.rank == 0 else None
 
-    path = gather(together(find, mesh), mesh)[0]
+    path = gather_objects(run_on_all_ranks(find, mesh), mesh)[0]
     assert path is not None
 
     def check() -> Manifest:
@@ -74,8 +74,8 @@ def open_checkpoint(root: Path, tag: str | None, mesh: Mesh, *, verify: bool) ->
             check_contents(path, manifest, _share(manifest, mesh))
         return manifest
 
-    manifest = together(check, mesh)
-    return Opened(path, manifest.step, together(lambda: read_state(path), mesh))
+    manifest = run_on_all_ranks(check, mesh)
+    return Opened(path, manifest.step, run_on_all_ranks(lambda: read_state(path), mesh))
 
 
 def load_optimizer(opened: Opened, adapter: OptimizerAdapter, placed: Mapping[str, Placed], mesh: Mesh) -> None:

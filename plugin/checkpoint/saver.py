@@ -11,7 +11,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from cuboid.checkpoint.consent import check_all, gather
 from cuboid.checkpoint.contents import Contents
 from cuboid.checkpoint.folder import INCOMPLETE, abandon, begin, commit, point_latest, prune, sweep
 from cuboid.checkpoint.manifest import FileRecord, Manifest, record_of
@@ -22,6 +21,7 @@ from cuboid.checkpoint.writing import Written, write_families, write_indices
 from cuboid.config import CheckpointConfig
 from cuboid.errors import CheckpointError, CuboidError
 from cuboid.mesh import Mesh
+from cuboid.rank_agreement import gather_objects, raise_on_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class Saver:
                     contents.families, folder, self._mesh, max_file_bytes=longest, advance=bar.update
                 )
             own = results[self._mesh.rank]
-            check_all(self._fault(folder, own), self._mesh)
+            raise_on_all_ranks(self._fault(folder, own), self._mesh)
             document = add_kept(self._document(contents), taken.document)
             self._on_first(lambda: self._finish(root, tag, folder, contents, document, results, taken, latest))
         except BaseException:
@@ -131,7 +131,7 @@ class Saver:
             raise
 
     def _begin(self, root: Path, tag: str, contents: Contents) -> tuple[Path, TakenOver]:
-        asked = gather((str(root), tag), self._mesh)
+        asked = gather_objects((str(root), tag), self._mesh)
         if len(set(asked)) > 1:
             other = next(rank for rank, one in enumerate(asked) if one != asked[0])
             raise CheckpointError(f"rank 0 saves {asked[0]}, but rank {other} saves {asked[other]}; give all the same")
@@ -151,7 +151,7 @@ class Saver:
                 f"{folder}: was made by rank 0, but rank {self._mesh.rank} doesn't see it; checkpoints need a folder "
                 "that all ranks share"
             )
-        check_all(missing, self._mesh)
+        raise_on_all_ranks(missing, self._mesh)
         return folder, taken
 
     def _bar(self, tag: str) -> Any:
@@ -181,7 +181,7 @@ class Saver:
         optimizer = contents.optimizer
         told = dataclasses.replace(optimizer, quantities={}) if optimizer is not None and speaks else None
         place = {"pipe": at.pipe, "data": at.data, "mesh": self._mesh.mesh_ranks.index(self._mesh.rank)}
-        parts = gather((told, {**place, "state": dict(contents.random)}), self._mesh)
+        parts = gather_objects((told, {**place, "state": dict(contents.random)}), self._mesh)
         document = {**contents.document, "random": [random for _, random in parts]}
         if optimizer is not None:
             numbers, groups = merged([state for state, _ in parts if state is not None])
@@ -231,7 +231,7 @@ class Saver:
                 error = CheckpointError(f"{failure.filename or ''}: {failure.strerror or failure}")
             except CuboidError as failure:
                 error = failure
-        check_all(error, self._mesh)
+        raise_on_all_ranks(error, self._mesh)
 
 
 def _read_back(path: Path) -> FileRecord:

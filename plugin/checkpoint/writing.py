@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from cuboid.checkpoint.consent import gather
 from cuboid.checkpoint.exchange import Exchange, Task
 from cuboid.checkpoint.file_plan import FilePlan, cut_files, gather_holdings, name_files, plan_tasks
 from cuboid.checkpoint.index import write_index
@@ -22,6 +21,7 @@ from cuboid.checkpoint.tensor_header import TensorSpec
 from cuboid.config import MAX_FILE_BYTES
 from cuboid.errors import CheckpointError
 from cuboid.mesh import Mesh
+from cuboid.rank_agreement import gather_objects
 
 
 @dataclass
@@ -68,7 +68,7 @@ def write_families(
     """
     tasks = plan_tasks(families, mesh)
     files = cut_files([task for task in tasks if task.writer == mesh.rank], max_file_bytes)
-    names = name_files(gather([plan.folder for plan in files], mesh), mesh.rank)
+    names = name_files(gather_objects([plan.folder for plan in files], mesh), mesh.rank)
     writer = _RankWriter(folder, dict(zip(names, files, strict=True)))
     total = max(sum(task.bundle.nbytes for task in tasks), 1)
     for current, own, wholes in Exchange(mesh, gather_holdings(families, mesh)).rounds(tasks):
@@ -77,7 +77,7 @@ def write_families(
         wholes.clear()
         if advance is not None:
             advance(sum(task.bundle.nbytes for task in current) / total)
-    return gather(writer.written, mesh)
+    return gather_objects(writer.written, mesh)
 
 
 class _RankWriter:

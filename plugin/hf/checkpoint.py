@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from cuboid.checkpoint.consent import together
 from cuboid.checkpoint.contents import OPTIMIZER, Contents
 from cuboid.checkpoint.loader import Opened, Placed, load_masters, load_optimizer
 from cuboid.checkpoint.optimizer import OptimizerAdapter, OptimizerState
@@ -25,6 +24,7 @@ from cuboid.hf.model import mesh_of, unwrap
 from cuboid.hf.stage_model import StageModel
 from cuboid.hf.stored import counted_here, model_family, sharded_layouts, split_tensor, stored_parameters
 from cuboid.mesh import Mesh
+from cuboid.rank_agreement import run_on_all_ranks
 
 
 def take_contents(
@@ -113,7 +113,7 @@ def export_model(model: nn.Module, folder: Path, max_file_bytes: int) -> None:
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
 
-    together(begin, mesh)
+    run_on_all_ranks(begin, mesh)
     results = write_families([model_family(inner)], scratch, mesh, max_file_bytes=max_file_bytes)
 
     def finish() -> None:
@@ -133,8 +133,8 @@ def export_model(model: nn.Module, folder: Path, max_file_bytes: int) -> None:
             scratch.rmdir()
 
     try:
-        together(finish, mesh)
-        together(publish, mesh)
+        run_on_all_ranks(finish, mesh)
+        run_on_all_ranks(publish, mesh)
     finally:
         if mesh.rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -163,7 +163,7 @@ def load_model(model: nn.Module, folder: Path) -> None:
             for name, target in own.items():
                 target.copy_(read[name])
 
-    together(load, mesh_of(inner))
+    run_on_all_ranks(load, mesh_of(inner))
 
 
 def load_training(model: nn.Module, adapter: OptimizerAdapter, opened: Opened) -> None:
@@ -186,7 +186,7 @@ def load_training(model: nn.Module, adapter: OptimizerAdapter, opened: Opened) -
             load_masters(opened, wide, placed, mesh)
             load_optimizer(opened, adapter, placed, mesh)
 
-    together(load, mesh)
+    run_on_all_ranks(load, mesh)
 
 
 def restore_random(model: nn.Module, opened: Opened) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that tell one another how it went, over gloo, so that all go on or all raise."""
+"""The one way in which ranks fail together: over gloo they report how it went, so that all continue or all raise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cuboid.mesh import Mesh
 T = TypeVar("T")
 
 
-def gather(item: T, mesh: Mesh) -> list[T]:
+def gather_objects(item: T, mesh: Mesh) -> list[T]:
     """One object of each rank, by rank."""
     if mesh.host_group is None:
         return [item]
@@ -22,13 +22,13 @@ def gather(item: T, mesh: Mesh) -> list[T]:
     return items
 
 
-def check_all(error: Exception | None, mesh: Mesh) -> None:
+def raise_on_all_ranks(error: Exception | None, mesh: Mesh) -> None:
     """Raise on every rank what failed on any; collective over the world.
 
     Raises:
         CheckpointError: the first rank's failure.
     """
-    failures = gather(None if error is None else f"{error}", mesh)
+    failures = gather_objects(None if error is None else f"{error}", mesh)
     first = next((rank for rank, failure in enumerate(failures) if failure is not None), None)
     if first is None:
         return
@@ -39,7 +39,7 @@ def check_all(error: Exception | None, mesh: Mesh) -> None:
     raise raised from error
 
 
-def together(action: Callable[[], T], mesh: Mesh) -> T:
+def run_on_all_ranks(action: Callable[[], T], mesh: Mesh) -> T:
     """Do something on every rank; if it fails on any, raise on all. Collective over the world.
 
     Raises:
@@ -50,5 +50,5 @@ def together(action: Callable[[], T], mesh: Mesh) -> T:
         result = action()
     except (CuboidError, OSError) as failure:
         error = failure
-    check_all(error, mesh)
+    raise_on_all_ranks(error, mesh)
     return result
