@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,8 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import recursively_apply
 
 from cuboid.compatibility import check_framework_config
-from cuboid.config import CuboidConfig, load_config, split_config
+from cuboid.config import CuboidConfig, own_config, split_config
+from cuboid.config_file import load_config
 from cuboid.errors import ConfigError
 from cuboid.mesh import current_rank, current_world_size
 from cuboid.patches.base import Patch
@@ -23,16 +23,14 @@ from cuboid.topology import AXES
 def _hf_deepspeed_config(original: Any) -> Any:
     @functools.wraps(original)
     def init(self: Any, config_file_or_dict: Any) -> None:
-        if isinstance(config_file_or_dict, str | Path) and Path(config_file_or_dict).suffix in (
-            ".yaml",
-            ".yml",
-        ):
-            config_file_or_dict = load_config(config_file_or_dict)
-        original(self, config_file_or_dict)
-        config, rest = split_config(self.config)
-        if config is None:
+        ours = own_config(config_file_or_dict)
+        if ours is None:
+            original(self, config_file_or_dict)
             return
+        config, rest = ours
         check_framework_config(config, rest, current_world_size())
+        # Read already, since accelerate takes fewer kinds of files than DeepSpeed.
+        original(self, load_config(config_file_or_dict))
         SHARED_MEMORY_BUILD.skip()
         # accelerate's data loader and the HF Trainer's batch arithmetic read the number of ranks that share their
         # data from here.

@@ -18,7 +18,7 @@ from colossalai.interface.optimizer import DistributedOptim
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from cuboid.config import ConfigSource
+from cuboid.config_file import ConfigSource
 from cuboid.errors import ConfigError, CuboidError, UnsupportedModelError
 from cuboid.hf.adopt import adopt_model
 from cuboid.hf.checkpointing import Origin

@@ -8,7 +8,8 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from cuboid.compatibility import check_layout
-from cuboid.config import ConfigSource, CuboidConfig, Section, load_config, require_config, suggestion
+from cuboid.config import CuboidConfig, Section, require_config, suggestion
+from cuboid.config_file import ConfigSource, load_config
 from cuboid.errors import ConfigError
 
 #: Sections of a DeepSpeed config that a Booster is told in another way.

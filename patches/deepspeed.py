@@ -14,7 +14,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from cuboid.compatibility import check_framework_config
-from cuboid.config import ConfigSource, CuboidConfig, load_config, split_config
+from cuboid.config import CuboidConfig, own_config
+from cuboid.config_file import ConfigSource, load_config
 from cuboid.errors import ConfigError
 from cuboid.hf.adopt import adopt_model
 from cuboid.hf.checkpointing import Checkpointing, Origin
@@ -33,12 +34,12 @@ def _initialize(original: Any) -> Any:
     def initialize(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         source = _config_source(given)
-        config, rest = (None, {}) if source is None else split_config(source)
-        if config is None:
+        ours = own_config(source)
+        if ours is None:
             if isinstance(given.get("model"), ShardedModel):
                 raise ConfigError("the model is sharded, but the config has no tensor_parallel.mode 3d_tensor")
             return original(*args, **kwargs)
-        return _initialize_sharded(original, given, source, config, rest)
+        return _initialize_sharded(original, given, source, *ours)
 
     return initialize
 
@@ -74,19 +75,27 @@ class SharedMemoryBuild:
 SHARED_MEMORY_BUILD = SharedMemoryBuild()
 
 
+#: On DeepSpeed's own command line, the second from before it had its present name.
+_CONFIG_ARGUMENTS = ("deepspeed_config", "deepscale_config")
+
+
 def _config_source(given: dict[str, Any]) -> Any:
-    """The config, from whichever of its three doors it came."""
-    if given.get("config") is not None:
-        return given["config"]
-    if given.get("config_params") is not None:
-        return given["config_params"]
-    return getattr(given.get("args"), "deepspeed_config", None)
+    """The config, from whichever of its doors it came."""
+    named = [given.get("config"), given.get("config_params"), *_config_arguments(given).values()]
+    return next((source for source in named if source is not None), None)
+
+
+def _config_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """The configs among the arguments of the command line, by their names there."""
+    found = {name: getattr(given.get("args"), name, None) for name in _CONFIG_ARGUMENTS}
+    return {name: source for name, source in found.items() if source is not None}
 
 
 def _initialize_sharded(
     original: Any, given: dict[str, Any], source: ConfigSource, config: CuboidConfig, rest: dict[str, Any]
 ) -> Any:
-    check_framework_config(config, rest, current_world_size())
+    _check_one_config(given)
+    check_framework_config(config, rest, current_world_size(), is_complete=True)
     if given.get("mpu") is not None:
         raise ConfigError(
             "initialize(mpu=…) can't be combined with tensor_parallel.mode 3d_tensor or pipeline.engine seq1f1b, which "
@@ -119,6 +128,14 @@ def _initialize_sharded(
     return (engine, *others)
 
 
+def _check_one_config(given: dict[str, Any]) -> None:
+    arguments = list(_config_arguments(given))
+    has_parameter = given.get("config") is not None or given.get("config_params") is not None
+    if len(arguments) + has_parameter > 1:
+        names = ", ".join([*["initialize(config=…)"] * has_parameter, *(f"args.{name}" for name in arguments)])
+        raise ConfigError(f"there is more than one config: {names}; give one")
+
+
 def _accumulate_in_float32(rest: dict[str, Any]) -> None:
     # A pipeline adds up a gradient for each unit, which bfloat16 is too coarse for.
     section = rest.get("bf16") or {}
@@ -130,9 +147,9 @@ def _accumulate_in_float32(rest: dict[str, Any]) -> None:
 
 def _forget_config(given: dict[str, Any]) -> None:
     given.pop("config_params", None)
-    if getattr(given.get("args"), "deepspeed_config", None) is not None:
+    for name in _config_arguments(given):
         given["args"] = copy.copy(given["args"])
-        given["args"].deepspeed_config = None
+        setattr(given["args"], name, None)
 
 
 def _start_distributed(given: dict[str, Any]) -> None:
@@ -156,7 +173,7 @@ def _sharded_model(given: dict[str, Any], config: CuboidConfig) -> nn.Module:
 def _tp_model_init(original: Any) -> Any:
     @functools.wraps(original)
     def tp_model_init(model: nn.Module, *args: Any, config: Any = None, **kwargs: Any) -> nn.Module:
-        if isinstance(model, ShardedModel) or (config is not None and split_config(config)[0] is not None):
+        if isinstance(model, ShardedModel) or own_config(config) is not None:
             return model
         return original(model, *args, config=config, **kwargs)
 

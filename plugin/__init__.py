@@ -3,7 +3,8 @@ that trains them."""
 
 from typing import TYPE_CHECKING, Any
 
-from cuboid.config import CuboidConfig, load_config, parse_config, split_config
+from cuboid.config import CuboidConfig, parse_config, split_config
+from cuboid.config_file import load_config
 from cuboid.errors import CheckpointError, ConfigError, CuboidError, MeshError, UnsupportedModelError
 from cuboid.hf.api import from_pretrained, save_pretrained, scope, shard
 from cuboid.hf.model import mesh_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cuboid.config import CuboidConfig
+from cuboid.deepspeed_config import DeepSpeedPart
 from cuboid.errors import ConfigError, MeshError
 from cuboid.seq1f1b.schedules import SCHEDULES
 from cuboid.topology import MeshShape, divisors
@@ -19,31 +20,44 @@ _REFUSED_SECTIONS = {
     "compression_training": "it replaces layers that are sharded here",
     "sparse_attention": "attention runs through transformers",
     "quantize_training": "it quantises whole weights",
+    "data_efficiency": "it changes batches and layers between the data and the model",
+    "bfloat16": 'that is an old name; write "bf16"',
 }
 
 
-def check_framework_config(config: CuboidConfig, rest: dict[str, Any], world_size: int) -> None:
-    """Refuse what doesn't fit the mode.
+def check_framework_config(
+    config: CuboidConfig, rest: dict[str, Any], world_size: int, *, is_complete: bool = False
+) -> None:
+    """Refuse what doesn't fit the mode, and what DeepSpeed can't read.
 
     Args:
         config: Cuboid's part.
-        rest: DeepSpeed's part; ``"auto"`` values, which the HF Trainer fills in, are let through.
+        rest: DeepSpeed's part.
         world_size: ranks of the world.
+        is_complete: whether DeepSpeed reads it next; if not, ``"auto"`` values, which the HF Trainer and accelerate
+            fill in, are let through.
 
     Raises:
         ConfigError: names the key, and what would work.
         MeshError: the mesh doesn't divide the world.
     """
-    check_layout(config, rest, world_size)
+    _check_world(config, world_size)
     for key, reason in _REFUSED_SECTIONS.items():
         if _is_on(rest.get(key)):
             raise ConfigError(f"{key} can't be combined with {_mode(config)}: {reason}")
-    _check_precision(config, rest)
-    _check_pipeline(config, rest)
+    part = DeepSpeedPart(rest, is_complete=is_complete)
+    if is_complete and rest.get("train_batch_size") is None and rest.get("train_micro_batch_size_per_gpu") is None:
+        raise ConfigError("train_micro_batch_size_per_gpu is missing; DeepSpeed needs the rows of a micro-batch")
+    check_layout(config, rest, world_size)
+    _check_precision(config, part)
+    _check_pipeline(config, part)
 
 
 def check_layout(config: CuboidConfig, rest: dict[str, Any], world_size: int) -> None:
-    """Refuse what doesn't fit the world or the mesh, in any framework; as :func:`check_framework_config`."""
+    """Refuse what doesn't fit the world or the mesh, in any framework; as :func:`check_framework_config`.
+
+    The values of ``rest`` are of the types that they have to be.
+    """
     _check_world(config, world_size)
     if config.pipeline is not None and config.pipeline.schedule not in SCHEDULES:
         raise ConfigError(f"pipeline.schedule is {config.pipeline.schedule!r}; known: {', '.join(SCHEDULES)}")
@@ -82,39 +96,30 @@ def _is_on(section: Any) -> bool:
     return bool(section.get("enabled", True)) if isinstance(section, dict) else bool(section) and section != 1
 
 
-def _enabled(rest: dict[str, Any], key: str) -> bool:
-    section = rest.get(key)
-    return isinstance(section, dict) and section.get("enabled") is True
-
-
-def _check_precision(config: CuboidConfig, rest: dict[str, Any]) -> None:
-    stage = (rest.get("zero_optimization") or {}).get("stage", 0)
-    if _enabled(rest, "fp16"):
+def _check_precision(config: CuboidConfig, part: DeepSpeedPart) -> None:
+    if part.fp16:
         raise ConfigError(f"fp16.enabled: loss scaling isn't supported with {_mode(config)}; use bf16 or fp32")
-    if stage == 3:
+    if part.zero_stage == 3:
         raise ConfigError(
             "zero_optimization.stage 3 would split parameters that the mesh splits already; use stage 1"
             f"{'' if config.pipeline else ' or 2'}, and tensor_parallel.mesh.batch for what stage 3 does"
         )
-    if stage == 0 and _enabled(rest, "bf16") and config.ranks > 1:
+    if part.zero_stage == 0 and part.bf16 and config.ranks > 1:
         raise ConfigError(
             "zero_optimization.stage 0 with bf16: DeepSpeed computes a wrong gradient norm there for any tensor "
             "or pipeline parallelism, and clips by it; use stage 1" + ("" if config.pipeline else " or 2")
         )
 
 
-def _check_pipeline(config: CuboidConfig, rest: dict[str, Any]) -> None:
+def _check_pipeline(config: CuboidConfig, part: DeepSpeedPart) -> None:
     if config.pipeline is None:
         return
-    section = rest.get("zero_optimization") or {}
-    stage = section.get("stage", 0)
-    if stage == 2:
+    if part.zero_stage == 2:
         raise ConfigError(
             "zero_optimization.stage 2 would give away gradients that the next unit of a pipeline adds to; use stage 1"
         )
-    for key in ("offload_optimizer", "offload_param"):
-        if isinstance(section.get(key), dict) and section[key].get("device", "none") != "none":
-            raise ConfigError(f"zero_optimization.{key} is untried with pipeline.engine seq1f1b; leave it out")
+    for key in part.offloads:
+        raise ConfigError(f"zero_optimization.{key} is untried with pipeline.engine seq1f1b; leave it out")
 
 
 def _mode(config: CuboidConfig) -> str:
@@ -122,7 +127,17 @@ def _mode(config: CuboidConfig) -> str:
 
 
 def _check_batch(config: CuboidConfig, rest: dict[str, Any], world_size: int) -> None:
-    micro, steps = rest.get("train_micro_batch_size_per_gpu"), rest.get("gradient_accumulation_steps", 1)
+    micro, total = rest.get("train_micro_batch_size_per_gpu"), rest.get("train_batch_size")
+    steps: Any = rest.get("gradient_accumulation_steps") or 1
+    replicas = world_size // config.ranks
+    if micro is None and isinstance(total, int) and isinstance(steps, int):
+        # As DeepSpeed counts, and then refuses what doesn't come out even.
+        micro = total // (replicas * steps)
+        if micro * replicas * steps != total:
+            raise ConfigError(
+                f"train_batch_size is {total}, which {steps} gradient_accumulation_steps × {replicas} replicas of the "
+                f"mesh don't divide; use a multiple of {replicas * steps}"
+            )
     mesh = config.tensor_parallel.mesh
     if isinstance(micro, int) and mesh != "auto" and micro % mesh.batch:
         raise ConfigError(
@@ -130,10 +145,8 @@ def _check_batch(config: CuboidConfig, rest: dict[str, Any], world_size: int) ->
             f"ranks share; use a multiple of {mesh.batch}, such as {(micro // mesh.batch + 1) * mesh.batch}, or a "
             f"mesh.batch of {' or '.join(map(str, divisors(micro)))}"
         )
-    total = rest.get("train_batch_size")
-    if not all(isinstance(value, int) for value in (micro, steps, total)):
+    if not (isinstance(micro, int) and isinstance(steps, int) and isinstance(total, int)):
         return
-    replicas = world_size // config.ranks
     # accelerate multiplies by all processes, as DeepSpeed's AutoTP does.
     if total not in (micro * steps * replicas, micro * steps * world_size):
         raise ConfigError(

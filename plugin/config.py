@@ -8,23 +8,15 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
+from cuboid.config_file import ConfigSource, checked_copy, config_text, read_config
 from cuboid.errors import ConfigError
 from cuboid.topology import MeshShape, Topology
-
-ConfigSource = str | Path | Mapping[str, Any]
-
-#: Keys that mark a ``tensor_parallel`` section as Cuboid's. Any of them is enough, so that a section whose
-#: ``mode`` was forgotten or misspelt is diagnosed instead of being passed on.
-_OWN_KEYS = ("mode", "mesh", "size", "gather_logits", "weight_gather")
 
 
 class Section(BaseModel):
@@ -33,12 +25,19 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+#: More ranks, or units of a schedule, than anybody has; as typing errors they would take for ever.
+_MOST_RANKS = 2**20
+_MOST_PARTS = 2**16
+
+
 class MeshConfig(Section):
     """Sizes of the mesh axes. Any sizes will do, not only cubes, so long as they divide the model."""
 
-    batch: int = Field(1, ge=1, description="Ranks that share the batch dim of every activation.")
-    sequence: int = Field(1, ge=1, description="Ranks that share the sequence dim of the residual stream.")
-    hidden: int = Field(1, ge=1, description="Ranks that share the hidden dim of the residual stream.")
+    batch: int = Field(1, ge=1, le=_MOST_RANKS, description="Ranks that share the batch dim of every activation.")
+    sequence: int = Field(
+        1, ge=1, le=_MOST_RANKS, description="Ranks that share the sequence dim of the residual stream."
+    )
+    hidden: int = Field(1, ge=1, le=_MOST_RANKS, description="Ranks that share the hidden dim of the residual stream.")
 
     @property
     def shape(self) -> MeshShape:
@@ -53,7 +52,9 @@ class TensorParallelConfig(Section):
     mesh: MeshConfig | Literal["auto"] = Field(
         description='Axis sizes, or "auto" to take the mesh of `size` ranks that moves the fewest bytes.'
     )
-    size: int | None = Field(None, ge=1, description='Ranks of the mesh; needed with, and only with, `"mesh": "auto"`.')
+    size: int | None = Field(
+        None, ge=1, le=_MOST_RANKS, description='Ranks of the mesh; needed with, and only with, `"mesh": "auto"`.'
+    )
     gather_logits: Literal["auto"] | bool = Field(
         "auto",
         description="Whether the forward returns whole logits `[batch, sequence, vocabulary]` beside a loss. "
@@ -96,8 +97,10 @@ class PipelineConfig(Section):
     """The ``pipeline`` section."""
 
     engine: Literal["seq1f1b"] = Field(description="Selects Cuboid's sequence-level pipeline.")
-    stages: int = Field(ge=1, description="Stages that the layers are cut into, one for each pipeline rank.")
-    segments: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+    stages: int = Field(
+        ge=1, le=_MOST_PARTS, description="Stages that the layers are cut into, one for each pipeline rank."
+    )
+    segments: Annotated[int, Field(ge=1, le=_MOST_PARTS)] | Literal["auto"] = Field(
         "auto",
         description="Segments that each sequence is cut into. 1 is the ordinary pipeline; "
         '"auto" takes the number with the shortest simulated step, by the first batch\'s length.',
@@ -124,7 +127,7 @@ class PipelineConfig(Section):
         description="What the gradients of keys and values are added up in over the segments: at least fp32, or the "
         "parameters' own precision, which takes half the memory under bf16.",
     )
-    trace: bool | str = Field(
+    trace: bool | Annotated[str, Field(pattern=r"^[^\x00]+$")] = Field(
         False,
         description="Write the measured schedule of a step as a Perfetto trace and a picture: into this folder, or "
         "with `true` into `cuboid_trace`.",
@@ -216,27 +219,6 @@ class CuboidConfig(Section):
         return Topology(MeshShape(sequence=self.tensor_parallel.mesh_size), world_size, self.stages)
 
 
-def load_config(source: ConfigSource) -> dict[str, Any]:
-    """Read a config from a JSON or YAML file, or copy it from a mapping.
-
-    Raises:
-        ConfigError: no such file, or not a JSON/YAML mapping.
-    """
-    if isinstance(source, Mapping):
-        return copy.deepcopy(dict(source))
-    path = Path(source)
-    if not path.is_file():
-        raise ConfigError(f"config {str(path)!r} does not exist (a path to a .json or .yaml file, or a dict)")
-    text = path.read_text(encoding="utf-8")
-    try:
-        loaded = yaml.safe_load(text) if path.suffix in (".yaml", ".yml") else json.loads(text)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"config {str(path)!r} can't be read: {error}") from error
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"config {str(path)!r} holds a {type(loaded).__name__}, not a mapping of keys")
-    return loaded
-
-
 def split_config(source: ConfigSource) -> tuple[CuboidConfig | None, dict[str, Any]]:
     """Separate Cuboid's keys from the framework's.
 
@@ -244,27 +226,70 @@ def split_config(source: ConfigSource) -> tuple[CuboidConfig | None, dict[str, A
         The validated config (None where the file has no key of ours) and the rest, ready for the framework.
 
     Raises:
-        ConfigError: an unknown key, a wrong type, or sizes that contradict each other.
+        ConfigError: it can't be read; an unknown key, a wrong type, or sizes that contradict each other.
     """
-    rest = load_config(source)
-    sections = {name: rest.pop(name) for name, is_ours in _SECTIONS.items() if is_ours(rest.get(name))}
-    if not sections:
-        return None, rest
-    if "pipeline" in sections and list(rest.get("tensor_parallel", ())) == ["autotp_size"]:
+    whole = read_config(source)
+    return _split(whole) if _is_ours(whole) else (None, copy.deepcopy(dict(whole)))
+
+
+def own_config(source: Any) -> tuple[CuboidConfig, dict[str, Any]] | None:
+    """As :func:`split_config`; None for what is the framework's alone to read, and to find fault with.
+
+    That is a config without a key of Cuboid's, and whatever can't be read and doesn't look as if it had one.
+
+    Raises:
+        ConfigError: as there.
+    """
+    try:
+        whole = read_config(source)
+    except ConfigError:
+        if _names_us(source):
+            raise
+        return None
+    return _split(whole) if _is_ours(whole) else None
+
+
+def _split(whole: Mapping[str, Any]) -> tuple[CuboidConfig, dict[str, Any]]:
+    rest = checked_copy(whole)
+    sections = {}
+    if _is_mode(rest.get("tensor_parallel")):
+        sections["tensor_parallel"] = rest.pop("tensor_parallel")
+    # Beside a mesh, the section has no use but ours, though its engine be forgotten.
+    if _is_engine(rest.get("pipeline")) or ("tensor_parallel" in sections and "pipeline" in rest):
+        sections["pipeline"] = rest.pop("pipeline")
+    if "pipeline" in sections and _is_autotp_size(rest.get("tensor_parallel")):
         # What Cuboid itself wrote for accelerate.
         sections["tensor_parallel"] = {**_NO_MESH, **rest.pop("tensor_parallel")}
-    if "pipeline" in sections and "tensor_parallel" in rest:
+    _check_sections(sections, rest)
+    _take_checkpoint(rest, sections)
+    try:
+        micro_batch = rest.get("train_micro_batch_size_per_gpu")
+        rows = micro_batch if type(micro_batch) is int else None
+        return CuboidConfig.model_validate({**sections, "micro_batch": rows}), rest
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
+
+
+def _check_sections(sections: dict[str, Any], rest: dict[str, Any]) -> None:
+    """Refuse what stands where a section of ours should, or a section of ours that stands elsewhere.
+
+    Raises:
+        ConfigError: as said.
+    """
+    for name, section in {**sections, **rest}.items():
+        if name in ("tensor_parallel", "pipeline", "checkpoint"):
+            if not isinstance(section, dict):
+                raise ConfigError(f"{name} is {section!r}; it is a section of keys, or left out")
+        elif _is_meant_for_us(name, section):
+            raise ConfigError(
+                f"{name} is not a section of Cuboid's: tensor_parallel has the mode 3d_tensor, and pipeline the engine "
+                f"seq1f1b; {suggestion(name, ['tensor_parallel', 'pipeline'])}"
+            )
+    if "tensor_parallel" in rest:
         raise ConfigError(
             'pipeline.engine "seq1f1b" goes together with tensor_parallel.mode "3d_tensor", not with the '
             "tensor_parallel section of AutoTP"
         )
-    _take_checkpoint(rest, sections)
-    try:
-        micro_batch = rest.get("train_micro_batch_size_per_gpu")
-        rows = micro_batch if isinstance(micro_batch, int) else None
-        return CuboidConfig.model_validate({**sections, "micro_batch": rows}), rest
-    except ValidationError as error:
-        raise ConfigError(_explain(error)) from None
 
 
 def _take_checkpoint(rest: dict[str, Any], sections: dict[str, Any]) -> None:
@@ -274,7 +299,7 @@ def _take_checkpoint(rest: dict[str, Any], sections: dict[str, Any]) -> None:
         ConfigError: a key of its own means nothing for our checkpoints.
     """
     section = rest.get("checkpoint")
-    if not isinstance(section, dict):
+    if section is None:
         return
     for key, reason in _NO_CHECKPOINT_KEYS.items():
         if section.get(key):
@@ -311,21 +336,75 @@ def require_config(source: ConfigSource) -> tuple[CuboidConfig, dict[str, Any]]:
     return config, rest
 
 
+#: Values by which a config says that it means us.
+_MARKS = ("3d_tensor", "seq1f1b")
+#: Keys that mark a section as Cuboid's. Any of them is enough, so that a section whose ``mode`` or ``engine`` was
+#: forgotten or misspelt is diagnosed instead of being passed on.
+_MODE_KEYS = ("mode", "mesh", "size", "gather_logits", "weight_gather")
+# DeepSpeed takes any key in the pipeline section without a word, so what was meant for us must not get through.
+_ENGINE_KEYS = ("engine", "segments", "stage_balance", "schedule", "kv_gradients", "trace", "trace_step")
+
+
+def _is_ours(config: Mapping[str, Any]) -> bool:
+    return (
+        _is_mode(config.get("tensor_parallel"))
+        or _is_engine(config.get("pipeline"))
+        or any(_is_meant_for_us(name, section) for name, section in config.items())
+    )
+
+
 def _is_mode(section: object) -> bool:
-    return isinstance(section, dict) and any(key in section for key in _OWN_KEYS)
+    return _has_any(section, _MODE_KEYS)
 
 
 def _is_engine(section: object) -> bool:
-    # DeepSpeed takes any key in this section without a word, so an engine that isn't known must not get through.
-    return isinstance(section, dict) and "engine" in section
+    return _has_any(section, _ENGINE_KEYS)
 
 
-#: Sections that may be ours, and how to tell.
-_SECTIONS: dict[str, Callable[[object], bool]] = {"tensor_parallel": _is_mode, "pipeline": _is_engine}
+def _has_any(section: object, keys: Sequence[str]) -> bool:
+    return isinstance(section, Mapping) and (
+        any(key in section for key in keys) or any(_is_mark(value) for value in section.values())
+    )
+
+
+def _is_autotp_size(section: object) -> bool:
+    return isinstance(section, Mapping) and list(section) == ["autotp_size"]
+
+
+def _is_meant_for_us(name: object, section: object) -> bool:
+    """Whether a key that isn't ours has our mode or engine, as where a section's name is misspelt."""
+    if not isinstance(section, Mapping):
+        return _is_mark(section)
+    if name in ("tensor_parallel", "pipeline"):
+        return False
+    marked = [str(key) for key, value in section.items() if _is_mark(value)]
+    return any(difflib.get_close_matches(key, ("mode", "engine")) for key in marked)
+
+
+def _is_mark(value: object) -> bool:
+    return isinstance(value, str) and value in _MARKS
+
+
+def _names_us(source: Any) -> bool:
+    """Whether a text that can't be read as a config has one of our values in it."""
+    try:
+        _, text = config_text(source)
+    except ConfigError:
+        return False
+    return any(mark in text for mark in _MARKS)
 
 
 def _explain(error: ValidationError) -> str:
-    return "\n".join(_explain_one(item["loc"], item["msg"], item["type"], item.get("input")) for item in error.errors())
+    return "\n".join(
+        _explain_one(item["loc"], what_is_wrong(item), item["type"], item.get("input")) for item in error.errors()
+    )
+
+
+def what_is_wrong(item: Any) -> str:
+    """pydantic's words for one mistake, without the names of our classes."""
+    if item["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return "it is a section of keys"
+    return str(item["msg"]).removeprefix("Value error, ")
 
 
 def suggestion(unknown: str, known: Sequence[str]) -> str:
@@ -345,7 +424,7 @@ def _explain_one(location: tuple[int | str, ...], message: str, kind: str, given
     path = ".".join(keys) or "config"
     if kind == "missing":
         return f"{path} is missing"
-    return f"{path}: {message.removeprefix('Value error, ')} (given: {given!r})"
+    return f"{path}: {message} (given: {given!r})"
 
 
 #: Keys of DeepSpeed's checkpoint section that would change how its own checkpoints are written.

@@ -68,7 +68,8 @@ class MeshShape:
 
 def divisors(number: int) -> list[int]:
     """All divisors of ``number``, ascending."""
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 @dataclass(frozen=True)

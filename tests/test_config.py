@@ -1,11 +1,15 @@
 """What users write: keys, types, near misses, and the framework's settings beside them."""
 
+import base64
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from cuboid.compatibility import check_framework_config
-from cuboid.config import load_config, parse_config, split_config
+from cuboid.config import own_config, parse_config, split_config
+from cuboid.config_file import load_config
 from cuboid.errors import ConfigError, MeshError
 
 SECTION = {"mode": "3d_tensor", "mesh": {"batch": 2, "sequence": 2, "hidden": 2}}
@@ -60,6 +64,91 @@ def test_a_config_without_our_keys_is_not_ours():
 def test_mistakes_are_named(section, message):
     with pytest.raises(ConfigError, match=message):
         split_config({"tensor_parallel": section})
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"tensor_parallel": None}, "tensor_parallel is None; it is a section of keys, or left out"),
+        ({"tensor_parallel": 7}, "tensor_parallel is 7"),
+        ({"checkpoint": "x"}, "checkpoint is 'x'"),
+        ({"checkpoint": []}, r"checkpoint is \[\]"),
+        ({"tensor_paralel": SECTION}, 'tensor_paralel is not a section of Cuboid.*did you mean "tensor_parallel"'),
+    ],
+)
+def test_what_stands_where_a_section_should_is_refused(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        split_config({"pipeline": PIPELINE, **keys})
+
+
+def test_what_was_meant_for_us_does_not_pass_for_anothers():
+    for source, message in (
+        ({"pipline": PIPELINE}, 'pipline is not a section.*did you mean "pipeline"'),
+        ({"pipeline": {"engin": "seq1f1b", "stages": 2}}, 'pipeline.engin is not a known key; did you mean "engine"'),
+        ({"pipeline": {"segments": 4, "stages": 2}}, "pipeline.engine is missing"),
+        ({"tensor_parallel": SECTION, "pipeline": {"stages": 2}}, "pipeline.engine is missing"),
+        ({"tensor_parallel": SECTION, "pipeline": []}, r"pipeline is \[\]"),
+        ({"mode": "3d_tensor", "mesh": {}}, "mode is not a section of Cuboid's"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            own_config(source)
+    # A name that somebody gave is none of our business.
+    assert own_config({"tensorboard": {"enabled": True, "job_name": "seq1f1b"}}) is None
+
+
+def test_what_deepspeed_reads_is_read_alike_and_what_is_its_alone_is_left_to_it(tmp_path):
+    ours, theirs = tmp_path / "ours.json", tmp_path / "theirs.json"
+    text = '{\n  # HJSON\n  tensor_parallel: {mode: "3d_tensor", mesh: {batch: 2,},},\n  "bf16": {"enabled": true}, }'
+    ours.write_text(text)
+    expected = ({"bf16": {"enabled": True}}, 2)
+    for source in (ours, str(ours), base64.urlsafe_b64encode(text.encode()).decode(), text):
+        config, rest = own_config(source)
+        assert (rest, config.ranks) == expected
+    broken = tmp_path / "broken.json"
+    broken.write_text(text[:-2])
+    with pytest.raises(ConfigError, match=r"broken\.json' can't be read"):
+        own_config(broken)
+    theirs.write_text(text.replace("3d_tensor", "other").replace("mode", "a").replace("mesh", "b")[:-2])
+    # Unreadable, or not a config at all, but nothing of ours: DeepSpeed says so.
+    for source in (theirs, tmp_path, tmp_path / "absent", b"x", None, 7, "x" * 10_000, {"fp16": float("nan")}):
+        assert own_config(source) is None
+
+
+class Tripwire(dict):
+    """A config of somebody else's, which nobody may copy."""
+
+    def __deepcopy__(self, memo):
+        raise AssertionError("it was copied")
+
+
+def test_a_config_of_others_reaches_deepspeed_as_the_same_object(monkeypatch):
+    from cuboid.patches import accelerate, deepspeed
+
+    seen = []
+
+    def initialize(args=None, model=None, config=None, config_params=None):
+        seen.append(config if config is not None else config_params if config_params is not None else args)
+
+    patched = deepspeed._initialize(initialize)
+    arguments = SimpleNamespace(deepspeed_config="theirs.json", deepscale_config=None)
+    for door in ("config", "config_params"):
+        for config in (Tripwire({"train_batch_size": 1}), "somewhere.json", "e30="):
+            patched(model=torch.nn.Linear(1, 1), **{door: config})
+            assert seen.pop() is config
+    patched(args=arguments, model=torch.nn.Linear(1, 1))
+    assert seen.pop() is arguments
+    assert arguments.deepspeed_config == "theirs.json"
+    accelerate._hf_deepspeed_config(lambda _, config: seen.append(config))(object(), config)
+    assert seen.pop() is config
+    deepspeed._tp_model_init(lambda *_, config, **__: seen.append(config))(torch.nn.Linear(1, 1), config=config)
+    assert seen.pop() is config
+    ours = deepspeed_config()
+    for arguments in (
+        {"args": SimpleNamespace(deepspeed_config=ours), "config": ours},
+        {"args": SimpleNamespace(deepspeed_config=ours, deepscale_config=ours)},
+    ):
+        with pytest.raises(ConfigError, match="more than one config"):
+            patched(model=torch.nn.Linear(1, 1), **arguments)
 
 
 PIPELINE = {"engine": "seq1f1b", "stages": 2, "segments": 4}
@@ -159,6 +248,81 @@ def test_settings_that_do_not_go_together_are_refused(keys, message):
     config, rest = split_config(deepspeed_config(**keys))
     with pytest.raises(ConfigError, match=message):
         check_framework_config(config, rest, world_size=16)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"gradient_cliping": 1.0},
+            'gradient_cliping is not a key that DeepSpeed reads; did you mean "gradient_clipping"',
+        ),
+        ({"zero_optimization": {"stage": 7}}, r"zero_optimization\.stage.*given: 7"),
+        ({"zero_optimization": {"stag": 1}}, 'zero_optimization.stag is not a key.*did you mean "stage"'),
+        ({"zero_optimization": {"stag": "auto"}}, 'zero_optimization.stag is not a key.*did you mean "stage"'),
+        ({"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}, 'devise is not.*did you mean "device"'),
+        ({"zero_optimization": {"stage": "3"}}, r"stage 3.*mesh\.batch"),
+        ({"zero_optimization": [1]}, "zero_optimization: DeepSpeed can't read it"),
+        ({"bf16": {"enabled": "yes"}}, "stage 0 with bf16"),
+        ({"bfloat16": {"enabled": True}}, 'bfloat16 .*write "bf16"'),
+        ({"data_types": {"grad_acum_dtype": "fp32"}}, 'data_types.grad_acum_dtype.*did you mean "grad_accum_dtype"'),
+        ({"gradient_clipping": "x"}, "gradient_clipping.*given: 'x'"),
+        ({"gradient_clipping": -1.0}, "gradient_clipping.*greater than or equal to 0"),
+        ({"gradient_clipping": float("nan")}, "gradient_clipping is nan"),
+        ({"train_micro_batch_size_per_gpu": True}, "train_micro_batch_size_per_gpu.*given: True"),
+        ({"train_batch_size": 10**30}, "train_batch_size is a number of 100 bits"),
+        ({"optimizer": {"typ": "AdamW"}}, "optimizer.typ is not a key that DeepSpeed reads"),
+        ({"optimizer": {"params": {}}}, "optimizer.type is missing"),
+        ({"optimizer": {"type": "AdamV"}}, "optimizer.type is 'AdamV'.*did you mean"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, "optimizer.params.lr.*greater than or equal to 0"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}}}, "optimizer.params.lr.*given: '1e-4'"),
+        ({"optimizer": {"type": "AdamW", "params": {"beta": [0.9]}}}, 'params.beta is not.*did you mean "betas"'),
+        ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "optimizer.params .*Nesterov"),
+        ({"scheduler": {"type": "WarmUpLR", "params": {}}}, 'WarmUpLR.*did you mean "WarmupLR"'),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1.5}}}, "warmup_num_steps is 1.5.*int"),
+    ],
+)
+def test_what_deepspeed_would_find_late_or_never_is_refused(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        check_framework_config(*split_config(deepspeed_config(**keys)), world_size=16)
+
+
+def test_every_key_that_deepspeed_knows_is_accepted():
+    """Those of its pages on the config, with the values that they have there."""
+    with_auto = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto"}}}
+    keys = {
+        "steps_per_print": float("inf"),
+        "communication_data_type": "fp32",
+        "prescale_gradients": False,
+        "gradient_predivide_factor": 1.0,
+        "gradient_clipping": "auto",
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "wall_clock_breakdown": False,
+        "memory_breakdown": False,
+        "dump_state": False,
+        "disable_allgather": False,
+        "dataloader_drop_last": True,
+        "flops_profiler": {"enabled": False, "profile_step": 1},
+        "tensorboard": {"enabled": False, "output_path": "x", "job_name": "y"},
+        "wandb": {"enabled": False},
+        "csv_monitor": {"enabled": False},
+        "comms_logger": {"enabled": False, "verbose": False, "prof_all": True, "debug": False},
+        "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None, "profile": False},
+        "aio": {"block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "timers": {"throughput": {"enabled": True, "synchronized": True}},
+        "compile": {"deepcompile": False},
+        "vocabulary_size": 1024,
+        "_comment": "for people",
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": "auto", "overlap_comm": True},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}},
+        **with_auto,
+    }
+    config, rest = split_config(deepspeed_config(**keys))
+    check_framework_config(config, rest, world_size=8)
+    with pytest.raises(ConfigError, match='gradient_clipping is "auto", which only the HF Trainer'):
+        check_framework_config(config, rest, world_size=8, is_complete=True)
 
 
 @pytest.mark.parametrize("total", [8, 64])

@@ -27,6 +27,10 @@ from cuboid.train.tokens import Tokens, TokensMeta, fingerprint, tokenize
 from cuboid.train.world import World
 
 TEXTS = [f"def function_{n}(x):\n    return x * {n}\n" * 20 for n in range(30)]
+OURS = {
+    "tensor_parallel": {"mode": "3d_tensor", "mesh": {}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+}
 SCHEDULE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 300, "warmup_num_steps": 30}}
 
 
@@ -57,7 +61,7 @@ def options(checkpoint, tmp_path):
     data = tmp_path / "text.txt"
     data.write_text("".join(TEXTS))
     config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump({"train_micro_batch_size_per_gpu": 2, "scheduler": SCHEDULE}))
+    config.write_text(yaml.safe_dump({**OURS, "train_micro_batch_size_per_gpu": 2, "scheduler": SCHEDULE}))
 
     def make(**changes):
         defaults = {"model": checkpoint, "data": data, "config": config, "out": tmp_path / "out", "sequence_length": 32}
@@ -246,8 +250,8 @@ def test_heldout_blocks_are_spread_over_the_stream():
 )
 def test_a_trace_goes_to_the_folder_of_the_run_before_it_ends(options, tmp_path, asked, steps, folder, step):
     config = tmp_path / "pipeline.json"
-    pipeline = {"engine": "seq1f1b", "stages": 2, **asked}
-    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "pipeline": pipeline}))
+    pipeline = {"engine": "seq1f1b", "stages": 1, **asked}
+    config.write_text(json.dumps({**OURS, "train_micro_batch_size_per_gpu": 2, "pipeline": pipeline}))
     job = plan(options(config=config, steps=steps))
     assert job.has_pipeline
     placed = job.config["pipeline"]
@@ -265,7 +269,7 @@ def test_the_schedule_is_stretched_to_the_steps(options):
 @pytest.mark.parametrize(("section", "dtype"), [({"bf16": {"enabled": True}}, torch.bfloat16), ({}, torch.float32)])
 def test_the_dtype_is_the_configs(options, tmp_path, section, dtype):
     config = tmp_path / "config.json"
-    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, **section}))
+    config.write_text(json.dumps({**OURS, "train_micro_batch_size_per_gpu": 1, **section}))
     assert plan(options(config=config, steps=1)).dtype == dtype
 
 
@@ -292,14 +296,19 @@ def test_a_users_mistake_is_told_before_the_ranks_meet(options, tmp_path, change
     ("config", "message"),
     [
         ({}, "--steps is missing"),
-        ({"scheduler": SCHEDULE}, "train_micro_batch_size_per_gpu is None"),
-        ({"scheduler": SCHEDULE, "train_micro_batch_size_per_gpu": "auto"}, "is 'auto'"),
-        ({"scheduler": SCHEDULE, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 0}, "is 0"),
+        ({"scheduler": SCHEDULE}, "train_micro_batch_size_per_gpu is missing"),
+        ({"scheduler": SCHEDULE, "train_batch_size": 4}, "train_micro_batch_size_per_gpu is None"),
+        ({"scheduler": SCHEDULE, "train_micro_batch_size_per_gpu": "auto"}, 'is "auto", which only'),
+        ({"scheduler": SCHEDULE, "gradient_accumulation_steps": 0}, "gradient_accumulation_steps: .* equal to 1"),
+        ({"scheduler": SCHEDULE, "optimizer": None}, "optimizer: it is a section of keys"),
+        ({"scheduler": SCHEDULE, "optimizer": {"type": "AdamV"}}, 'AdamV.*did you mean "Adam'),
+        ({"scheduler": SCHEDULE, "tensor_parallel": None}, "no key of Cuboid's"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"total": 3}}}, "scheduler.params.total is not a parameter"),
     ],
 )
 def test_a_config_without_what_the_job_needs_is_refused(options, tmp_path, config, message):
     path = tmp_path / "bad.json"
-    path.write_text(json.dumps(config))
+    path.write_text(json.dumps({**OURS, **config}))
     with pytest.raises(ConfigError, match=message):
         plan(options(config=path))
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from cuboid.cli.limits import LARGEST_SEED, LARGEST_VOCABULARY
+
 
 def prepare(
     out: Annotated[Path, typer.Option(help="Folder of the run; made if need be.")],
@@ -18,8 +20,8 @@ def prepare(
         Path | None,
         typer.Option(help="Hugging Face checkpoint with its tokenizer. Default: write a new Llama to OUT/start."),
     ] = None,
-    vocabulary: Annotated[int, typer.Option(help="Entries of a new tokenizer.")] = 4096,
-    seed: Annotated[int, typer.Option(help="Of a new model's weights.")] = 0,
+    vocabulary: Annotated[int, typer.Option(help="Entries of a new tokenizer.", max=LARGEST_VOCABULARY)] = 4096,
+    seed: Annotated[int, typer.Option(help="Of a new model's weights.", min=0, max=LARGEST_SEED)] = 0,
 ) -> None:
     """Tokenize the data into OUT/tokens; without --model, first learn a tokenizer and write a small Llama."""
     from cuboid.train.prepare import prepare as run

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from cuboid.cli.limits import MOST_UNITS, finite
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -38,7 +40,10 @@ def timeline(
     rows: Annotated[int, typer.Option(help="With --model: rows of a micro-batch, for the memory.", min=1)] = 1,
     multiple: Annotated[int, typer.Option(help="What the mesh wants each segment's length to divide by.", min=1)] = 1,
     backward_ratio: Annotated[
-        float, typer.Option(help="Time of a backward for that of its forward; 3 with activation checkpointing.", min=0)
+        float,
+        typer.Option(
+            help="Time of a backward for that of its forward; 3 with activation checkpointing.", min=0, callback=finite
+        ),
     ] = 2.0,
     output: Annotated[Path, typer.Option(help="The picture: .png, .svg or .pdf.")] = Path("timeline.png"),
 ) -> None:
@@ -52,6 +57,11 @@ def timeline(
 
     lengths = _lengths_given(partition)
     count = segments or (len(lengths) if lengths else 1 if schedule == "1f1b" else 4)
+    if stages * micro_batches * count > MOST_UNITS:
+        raise typer.BadParameter(
+            f"{stages} stages × {micro_batches} micro-batches × {count} segments are too many units to draw; "
+            f"{MOST_UNITS:,} at most"
+        )
     request = _Request(stages, micro_batches, count, schedule, partition, lengths, multiple, backward_ratio)
     if model is None:
         if sequence_length is not None:

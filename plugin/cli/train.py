@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cuboid.cli.limits import LARGEST_SEED
+
 if TYPE_CHECKING:
     from cuboid.train.report import Report
     from cuboid.train.run import Stopped
@@ -29,7 +31,7 @@ def train(
     sequence_length: Annotated[int, typer.Option(help="Tokens of a block.")] = 512,
     heldout_blocks: Annotated[int, typer.Option(help="Blocks of the held-out loss, at most.")] = 32,
     evaluations: Annotated[int, typer.Option(help="How many times to take the held-out loss.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of the order of the data, and of dropout.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the order of the data, and of dropout.", min=0, max=LARGEST_SEED)] = 0,
     save_every: Annotated[
         int | None, typer.Option(help="Optimizer steps from one checkpoint to the next. Default: none are written.")
     ] = None,

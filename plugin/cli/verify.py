@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cuboid.cli.limits import LARGEST_VOCABULARY, MOST_HEADS, MOST_LAYERS, MOST_PROCESSES, finite
 from cuboid.verify.models import Architecture
 from cuboid.verify.plan import Dtype
 
@@ -23,8 +24,10 @@ def verify(
         Path | None, typer.Option(help="DeepSpeed config with a tensor_parallel or pipeline section; JSON or YAML.")
     ] = None,
     mesh: Annotated[str | None, typer.Option(help="BATCHxSEQUENCExHIDDEN, instead of the config's.")] = None,
-    stages: Annotated[int | None, typer.Option(help="Stages of a pipeline, instead of the config's.")] = None,
-    segments: Annotated[int | None, typer.Option(help="Segments of each sequence, instead of the config's.")] = None,
+    stages: Annotated[int | None, typer.Option(help="Stages of a pipeline, instead of the config's.", min=1)] = None,
+    segments: Annotated[
+        int | None, typer.Option(help="Segments of each sequence, instead of the config's.", min=1)
+    ] = None,
     partition: Annotated[
         str | None,
         typer.Option(help='Where sequences are cut, instead of the config\'s: "flops", "even", or lengths: 16,12,4.'),
@@ -49,20 +52,30 @@ def verify(
     checkpointing: Annotated[bool, typer.Option(help="Recompute activations in backward.")] = False,
     casts: Annotated[bool, typer.Option(help="With float64: keep the model's own casts to float32.")] = False,
     engine: Annotated[bool, typer.Option(help="Compare the whole DeepSpeed engine too.")] = True,
-    tolerance: Annotated[float | None, typer.Option(help="Largest relative error that passes.")] = None,
-    heads: Annotated[int | None, typer.Option(help="With --arch: query heads.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="With --arch: key and value heads.")] = None,
-    layers: Annotated[
-        int | None, typer.Option(help="With --arch: decoder layers. Default: 2, or one for each stage.")
+    tolerance: Annotated[
+        float | None, typer.Option(help="Largest relative error that passes.", min=0, callback=finite)
     ] = None,
-    vocabulary: Annotated[int, typer.Option(help="With --arch: number of tokens.")] = 131,
+    heads: Annotated[int | None, typer.Option(help="With --arch: query heads.", min=1, max=MOST_HEADS)] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="With --arch: key and value heads.", min=1, max=MOST_HEADS)
+    ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(help="With --arch: decoder layers. Default: 2, or one for each stage.", min=1, max=MOST_LAYERS),
+    ] = None,
+    vocabulary: Annotated[
+        int, typer.Option(help="With --arch: number of tokens.", min=2, max=LARGEST_VOCABULARY)
+    ] = 131,
     tied: Annotated[bool | None, typer.Option(help="With --arch: tie the embeddings. Default: as it does.")] = None,
     bias: Annotated[bool, typer.Option(help="With --arch: biases where they are optional.")] = False,
     sliding_window: Annotated[
-        int | None, typer.Option(help="With --arch: attention window, where the architecture may have one.")
+        int | None,
+        typer.Option(help="With --arch: attention window, where the architecture may have one.", min=1),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the result there, as JSON.")] = None,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds that a run of one side may take.")] = 600.0,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", help="Seconds that a run of one side may take.", min=1, callback=finite)
+    ] = 600.0,
 ) -> None:
     """Compare a model on a mesh, in a pipeline, or both, with plain transformers.
 
@@ -81,6 +94,10 @@ def verify(
     quiet()
     settings = _settings(config, mesh, _pipeline(stages, segments, partition))
     parsed = parse_config(settings)
+    if parsed.ranks * data_parallel > MOST_PROCESSES:
+        raise typer.BadParameter(
+            f"that takes {parsed.ranks * data_parallel} processes, which all start here; {MOST_PROCESSES} at most"
+        )
     section, lengths = parsed.tensor_parallel, parsed.pipeline and parsed.pipeline.partition
     # Which axes "auto" has is known once the model is; all ranks divide by it, whatever it is.
     rows = section.mesh_size if section.mesh == "auto" else section.mesh.batch
@@ -118,7 +135,7 @@ def verify(
 
 def _settings(config: Path | None, mesh: str | None, pipeline: dict[str, Any]) -> dict[str, Any]:
     """The config, with the mesh and the pipeline of the command line if there are any."""
-    from cuboid.config import load_config
+    from cuboid.config_file import load_config
     from cuboid.topology import MeshShape
 
     if config is None and mesh is None and not pipeline:

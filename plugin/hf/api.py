@@ -13,7 +13,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cuboid.compatibility import check_framework_config
-from cuboid.config import ConfigSource, CuboidConfig, load_config, parse_config
+from cuboid.config import CuboidConfig, require_config
+from cuboid.config_file import ConfigSource
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.hf.auto import choose_mesh
 from cuboid.hf.layouts import draw_blueprint
@@ -48,9 +49,8 @@ def _checked(source: ConfigSource | CuboidConfig) -> CuboidConfig:
     """Cuboid's part of a config, after the framework's part was found to go with it."""
     if isinstance(source, CuboidConfig):
         return source
-    whole = load_config(source)
-    config = parse_config(whole)
-    check_framework_config(config, whole, current_world_size())
+    config, rest = require_config(source)
+    check_framework_config(config, rest, current_world_size())
     return config
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_utils import slice_logits_to_keep
 
 from cuboid.config import TensorParallelConfig
 from cuboid.errors import CuboidError, UnsupportedModelError
@@ -20,6 +19,7 @@ from cuboid.hf.bounded import forward_with_bounded_loss
 from cuboid.hf.chunks import CHUNK_BYTES
 from cuboid.hf.layouts import Blueprint
 from cuboid.hf.swap import ShardOf, attention_modules, swap_modules
+from cuboid.hf.versions import keep_logits
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.loss import gather_logits, predicted, sharded_cross_entropy
 from cuboid.tensor3d.parameter import keep_weights
@@ -147,7 +147,7 @@ def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
     if not bounded:
         output.logits = _whole_logits(model, output.logits, batch, has_loss=output.loss is not None)
     if keep is not None and output.logits is not None:
-        output.logits = slice_logits_to_keep(output.logits, keep)
+        output.logits = keep_logits(output.logits, keep)
     return output.to_tuple() if as_tuple else output
 
 

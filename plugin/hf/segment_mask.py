@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    causal_mask_function,
-    packed_sequence_compatibility_function,
-    packed_sequence_mask_function,
-)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
 from cuboid.errors import UnsupportedModelError
 from cuboid.hf.segments import Unit
+from cuboid.hf.versions import Pattern, parts_of, within_packed, without_packed
 
-Pattern = Callable[..., Any]
 FLASH = ("flash_attention_2", "flash_attention_3")
 #: Kernels that are causal by themselves where they get no mask.
 _CAUSAL_BY_THEMSELVES = ("sdpa", *FLASH)
@@ -77,9 +70,9 @@ def _flash_mask(unit: Unit, padding: torch.Tensor | None) -> torch.Tensor | None
 def _causal_pattern(arguments: dict[str, Any], unit: Unit) -> Pattern:
     """A pattern without what was added for packed sequences, which the model looked for in the segment alone."""
     pattern: Pattern = arguments.get("mask_function", causal_mask_function)
-    parts = _parts(pattern)
-    if parts and _made_by(parts[0], packed_sequence_mask_function):
-        pattern = inspect.getclosurevars(parts[1]).nonlocals["mask_function"]
+    of_one_sequence = without_packed(pattern)
+    if of_one_sequence is not None:
+        pattern = of_one_sequence
     elif arguments.get("attention_mask") is None and _restarts_inside(unit):
         raise UnsupportedModelError(
             "position_ids restart as in packed sequences, but this model doesn't look at them for its mask, so that "
@@ -95,17 +88,7 @@ def _restarts_inside(unit: Unit) -> bool:
 
 
 def _only_looks_back(pattern: Pattern) -> bool:
-    return pattern is causal_mask_function or any(_only_looks_back(part) for part in _parts(pattern))
-
-
-def _parts(pattern: Pattern) -> tuple[Pattern, ...]:
-    """The patterns of which one is the intersection."""
-    is_intersection = getattr(pattern, "__qualname__", "").startswith("and_masks.")
-    return inspect.getclosurevars(pattern).nonlocals["mask_functions"] if is_intersection else ()
-
-
-def _made_by(pattern: Pattern, factory: Pattern) -> bool:
-    return getattr(pattern, "__qualname__", "").startswith(f"{factory.__qualname__}.")
+    return pattern is causal_mask_function or any(_only_looks_back(part) for part in parts_of(pattern))
 
 
 def _within_packed(pattern: Pattern, unit: Unit, rows: int) -> Pattern:
@@ -115,7 +98,7 @@ def _within_packed(pattern: Pattern, unit: Unit, rows: int) -> Pattern:
     index = torch.arange(packed.shape[1], device=packed.device).expand_as(packed)
     begins = torch.diff(packed, prepend=packed[:, :1]) != 0
     positions = index - (index * begins).cummax(dim=1).values
-    return packed_sequence_compatibility_function(pattern, positions, packed)
+    return within_packed(pattern, positions, packed)
 
 
 def _check_rows(mask: torch.Tensor, unit: Unit) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cuboid.config import CuboidConfig, PipelineConfig
-from cuboid.errors import CuboidError, UnsupportedModelError
+from cuboid.errors import ConfigError, CuboidError, UnsupportedModelError
 from cuboid.hf.attention import check_attention
 from cuboid.hf.costs import model_sizes
 from cuboid.hf.layouts import Blueprint
@@ -75,6 +75,7 @@ def plan_staging(cls: type[PreTrainedModel], hf_config: Any, config: CuboidConfi
     """
     assert config.pipeline is not None
     check_attention(hf_config)
+    _check_positions(hf_config, config.pipeline.segments)
     check_segments(hf_config, config.pipeline.segments)
     outline = draw_outline(cls, hf_config)
     if config.pipeline.segments != 1 and "position_ids" not in outline.options:
@@ -87,6 +88,15 @@ def plan_staging(cls: type[PreTrainedModel], hf_config: Any, config: CuboidConfi
     counts = plan_stages(outline, find_sizes, config.pipeline)
     sizes = find_sizes() if _asks_for_costs(config.pipeline) else None
     return Staging(outline, counts, cut_at(counts, mesh.coordinate.pipe), sizes, config)
+
+
+def _check_positions(hf_config: Any, segments: int | str) -> None:
+    positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(positions, int) and isinstance(segments, int) and segments > positions:
+        raise ConfigError(
+            f"pipeline.segments is {segments}, but the model has {positions} positions (max_position_embeddings), so "
+            "that some segments would always be empty; give fewer"
+        )
 
 
 def _asks_for_costs(pipeline: PipelineConfig) -> bool:

@@ -13,7 +13,15 @@ from transformers import AutoConfig, AutoTokenizer
 
 from cuboid import CheckpointError, CuboidError, load_config
 from cuboid.train.resume import Resumed, find_run, refuse_other_run
-from cuboid.train.settings import at_least, count, keep_checkpoints, place_trace, run_length, weights_dtype
+from cuboid.train.settings import (
+    at_least,
+    check_config,
+    count,
+    keep_checkpoints,
+    place_trace,
+    run_length,
+    weights_dtype,
+)
 from cuboid.train.tokens import Tokens, TokensMeta, fingerprint
 
 #: What a model's config says of the file that it was read from.
@@ -106,6 +114,7 @@ def plan(options: TrainOptions) -> Job:
         at_least(getattr(options, name), f"--{name.replace('_', '-')}", 2 if name == "sequence_length" else 1)
     at_least(options.save_every or 0, "--save-every", 0)
     config = load_config(options.config)
+    check_config(config, is_complete=False)
     if isinstance(config.get("tensor_parallel"), dict):
         config["tensor_parallel"].setdefault("gather_logits", False)  # nobody here looks at them
     resumed = find_run(options.out) if options.resume else None
@@ -114,6 +123,7 @@ def plan(options: TrainOptions) -> Job:
     steps = _steps(options, config, resumed)
     place_trace(config, options.out, steps if resumed is None else steps - resumed.state.step)
     keep_checkpoints(config, options.keep_last)
+    check_config(config, is_complete=True)
     micro_batch = count(config, "train_micro_batch_size_per_gpu", default=None)
     accumulation = count(config, "gradient_accumulation_steps", default=1)
     tokenizer = load_tokenizer(options.model)

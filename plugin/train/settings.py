@@ -8,7 +8,29 @@ from typing import Any
 import torch
 
 from cuboid import ConfigError, CuboidError, split_config
+from cuboid.compatibility import check_framework_config
+from cuboid.config import require_config
+from cuboid.mesh import current_world_size
 from cuboid.train.report import TRACE
+
+
+def check_config(config: dict[str, Any], *, is_complete: bool) -> None:
+    """Refuse a config that this job, or DeepSpeed, would fail with later.
+
+    Args:
+        config: as the user wrote it, or as DeepSpeed will be given it.
+        is_complete: whether it is the latter; before, ``"auto"`` values may stand for what the command line says.
+
+    Raises:
+        ConfigError: names the key.
+        MeshError: the mesh doesn't divide the world.
+    """
+    ours, rest = require_config(config)
+    check_framework_config(ours, rest, current_world_size(), is_complete=is_complete)
+    if rest.get("optimizer") is None:
+        raise ConfigError(
+            'optimizer is missing; add for example "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}} to train with'
+        )
 
 
 def run_length(asked: int | None, config: dict[str, Any]) -> int:

@@ -13,7 +13,8 @@ import torch
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from transformers import AutoModelForCausalLM
 
-from cuboid.config import ConfigSource, PipelineConfig, load_config, parse_config, split_config
+from cuboid.config import PipelineConfig, parse_config, split_config
+from cuboid.config_file import ConfigSource, load_config
 from cuboid.errors import CuboidError
 from cuboid.topology import Topology
 from cuboid.verify.compare import KINDS, Kind, compare
