@@ -23,6 +23,7 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.hf.segment_call import Call, attend_plain, check_call, is_plain, with_prefix
 from cuboid.hf.segment_mask import segment_mask
 from cuboid.hf.segments import PREFIX, AttentionRecord, hang_record, record_of, running_unit
+from cuboid.hf.whole_recorder import fake_mask, is_recording
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.dropout import own_random_numbers
 
@@ -111,6 +112,8 @@ def mask_twin(name: str) -> Callable[..., Any]:
     """The mask function registered as ``cuboid_<name>``."""
 
     def make_mask(**kwargs: Any) -> Any:
+        if is_recording():
+            return _mask_without_values(name, kwargs)
         unit = running_unit()
         if unit is not None:
             return segment_mask(name, unit, kwargs)
@@ -124,6 +127,15 @@ def mask_twin(name: str) -> Callable[..., Any]:
         return mask
 
     return make_mask
+
+
+def _mask_without_values(name: str, arguments: dict[str, Any]) -> torch.Tensor | None:
+    """For code that asks whether there is a mask; segments get theirs one by one."""
+    if name != "eager" and (name != "sdpa" or arguments.get("attention_mask") is None):
+        return None
+    dtype = arguments.get("dtype", torch.float32) if name == "eager" else torch.bool
+    device = arguments.get("device") or torch.device("cpu")
+    return fake_mask(arguments["batch_size"], arguments["q_length"], dtype, device)
 
 
 def _eager_of(module: nn.Module) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ from cuboid.hf.auto import choose_mesh
 from cuboid.hf.layouts import draw_blueprint
 from cuboid.hf.model import shard_modules
 from cuboid.hf.presharded import from_rank_file, rank_folder_of
+from cuboid.hf.segments import UnitSlot
 from cuboid.hf.slicing import mark_parameters, unmark_parameters
 from cuboid.hf.stage_model import StageModel, Staging, cut_model, finish_stage, plan_staging
 from cuboid.mesh import Mesh
@@ -140,7 +141,7 @@ class _Loading:
             self._staging = (
                 plan_staging(self._cuboid_base, self.config, config, self._mesh)
                 if plan is None or plan.staging is None
-                else dataclasses.replace(plan.staging, entrance=None, shared={})
+                else dataclasses.replace(plan.staging, entrance=None, shared={}, slot=UnitSlot(), recorder=None)
             )
             _cut_stage(self, self._staging)
         if self._blueprint is not None:

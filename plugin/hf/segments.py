@@ -16,6 +16,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 
 from cuboid.errors import UnsupportedModelError
 from cuboid.hf.batch import IGNORE_INDEX
+from cuboid.hf.whole_sequence import Replay, WholeSequence
 from cuboid.mesh import Mesh
 from cuboid.seq1f1b.store import KeyValueStore
 
@@ -34,6 +35,8 @@ class Unit:
         length: S, positions of the whole sequence with its padding.
         attention_mask: ``[B, S]``, true where a position may be seen; None where causal attention needs no help.
         packed: ``[B, S]`` or ``[1, S]``, the number of the packed sequence that a position belongs to; None for one.
+        replay: what the base model's code made of the whole sequence, of which this unit takes its part; None where
+            that code sees the whole sequence itself.
     """
 
     store: KeyValueStore
@@ -42,6 +45,7 @@ class Unit:
     length: int
     attention_mask: torch.Tensor | None = None
     packed: torch.Tensor | None = None
+    replay: Replay | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -65,11 +69,13 @@ class UnitSlot:
 
     Attributes:
         current: the running unit.
+        recording: what is being found out about a whole sequence, while it is.
         obstacle: why the stage's layers can't run in segments, if they can't; set with the layers.
     """
 
     def __init__(self) -> None:
         self.current: Unit | None = None
+        self.recording: WholeSequence | None = None
         self.obstacle: str | None = None
         self._called: set[nn.Module] = set()
 

@@ -21,6 +21,8 @@ from cuboid.hf.segments import UnitSlot, check_segments, use_segment_attention
 from cuboid.hf.stages import StageCut, cut_at, cut_stage, plan_stages, shared_parameters
 from cuboid.hf.stand_ins import Entrance
 from cuboid.hf.swap import ShardOf, swap_modules
+from cuboid.hf.whole_recorder import WholeSequenceRecorder
+from cuboid.hf.whole_sequence import WholeSequence
 from cuboid.mesh import Mesh
 from cuboid.seq1f1b.costs import ModelSizes
 
@@ -38,6 +40,7 @@ class Staging:
         entrance: where the hidden state comes in, on all stages but the first.
         shared: parameters that the first and the last stage both have, by name.
         slot: tells the attention functions which unit is running.
+        recorder: looks at whole sequences.
     """
 
     outline: Outline
@@ -48,6 +51,12 @@ class Staging:
     entrance: Entrance | None = None
     shared: dict[str, nn.Parameter] = field(default_factory=dict)
     slot: UnitSlot = field(default_factory=UnitSlot)
+    recorder: WholeSequenceRecorder | None = None
+
+    def recorded(self, *arguments: Any) -> WholeSequence:
+        """See :meth:`WholeSequenceRecorder.record`."""
+        assert self.recorder is not None, "a stage that isn't finished"
+        return self.recorder.record(*arguments)
 
     def repeated_parameters(self) -> Iterator[nn.Parameter]:
         """Those of this stage that count on another one."""
@@ -127,6 +136,7 @@ def finish_stage(
     assert isinstance(layers, nn.ModuleList)
     own = {staging.outline.layer(index): layers[index] for index in range(staging.cut.first, staging.cut.stop)}
     use_segment_attention(model.config, own, staging.slot, mesh)
+    staging.recorder = WholeSequenceRecorder(model, staging.outline, own, staging.slot)
     staging.shared = shared_parameters(model, staging.outline, staging.cut)
     base = type(model)
     model.cuboid = Sharding(mesh, staging.config.tensor_parallel, base, attention=own)

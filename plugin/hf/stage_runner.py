@@ -80,7 +80,7 @@ class StageRunner:
     def hidden_shape(self, micro_batch: int, segment: int) -> tuple[int, ...]:
         """``[B/b, L/s, H/h]`` of a unit."""
         batch = self._batches[micro_batch]
-        length = batch.length(segment) // self._mesh.size("sequence")
+        length = batch.segment_length(segment) // self._mesh.size("sequence")
         return batch.ids.shape[0], length, self._staging.outline.width // self._mesh.size("hidden")
 
     def forward(self, micro_batch: int, segment: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
@@ -114,7 +114,7 @@ class StageRunner:
         return None if pending.leaf is None else pending.leaf.grad
 
     def _run_layers(self, batch: SegmentedBatch, segment: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        options: dict[str, Any] = {"position_ids": batch.cut(batch.positions, segment)}
+        options: dict[str, Any] = self._positions_and_mask(batch, segment)
         if self._staging.cut.is_first:
             ids = batch.cut(batch.ids, segment)
             if self._mesh.shape.size > 1:
@@ -125,6 +125,17 @@ class StageRunner:
                 options["ids"] = ids
         with self._staging.slot.running(batch.unit(segment)):
             return run_base(self._model, self._staging.outline, self._staging.entrance, hidden=hidden, **options)
+
+    def _positions_and_mask(self, batch: SegmentedBatch, segment: int) -> dict[str, torch.Tensor]:
+        if not batch.is_cut and self._mesh.shape.size == 1:
+            # All as the user gave it, and the model's own code makes of it what it always does.
+            return batch.given
+        if batch.whole is None:
+            uncut = {name: x[:, : batch.length] for name, x in batch.given.items()}
+            batch.whole = self._staging.recorded(
+                batch.ids.shape[0], batch.length, self.device, uncut.get("position_ids"), uncut.get("attention_mask")
+            )
+        return {name: batch.cut(x, segment) for name, x in {**batch.given, "position_ids": batch.positions}.items()}
 
     def _run_head(self, batch: SegmentedBatch, segment: int, output: torch.Tensor) -> torch.Tensor | None:
         labels = batch.cut(batch.labels, segment)

@@ -13,6 +13,7 @@ from cuboid.errors import CuboidError
 from cuboid.hf.batch import IGNORE_INDEX, take_local_batch
 from cuboid.hf.feed import MicroBatch
 from cuboid.hf.segments import Unit, prepare_masks
+from cuboid.hf.whole_sequence import Replay, WholeSequence
 from cuboid.mesh import Mesh
 from cuboid.seq1f1b.store import KeyValueStore
 from cuboid.tensor3d.loss import shifted
@@ -49,6 +50,9 @@ class SegmentedBatch:
         bounds: start of each segment, and the end of the last, in 0 … S'.
         store: keys and values of this stage's layers.
         attention_mask, packed: see :func:`cuboid.hf.segments.prepare_masks`.
+        length: S, without what was filled up.
+        given: ``position_ids`` and ``attention_mask`` ``[B/b, S']``, where the user gave them.
+        whole: what the stage's base model made of the whole sequence; None until that is known, or where it needn't be.
     """
 
     ids: torch.Tensor
@@ -58,6 +62,9 @@ class SegmentedBatch:
     store: KeyValueStore
     attention_mask: torch.Tensor | None
     packed: torch.Tensor | None
+    length: int
+    given: dict[str, torch.Tensor]
+    whole: WholeSequence | None = None
 
     @classmethod
     def of(
@@ -68,7 +75,8 @@ class SegmentedBatch:
         Raises:
             CuboidError: the mesh's batch axis doesn't divide the rows.
         """
-        local = take_local_batch(dict(batch), config, mesh, at_least=sum(lengths)).tensors
+        taken = take_local_batch(dict(batch), config, mesh, at_least=sum(lengths))
+        local = taken.tensors
         attention_mask, packed = prepare_masks(
             local.get("attention_mask"),
             local["position_ids"] if "position_ids" in batch else None,
@@ -83,16 +91,24 @@ class SegmentedBatch:
             store=store,
             attention_mask=attention_mask,
             packed=packed,
+            length=taken.length,
+            given={name: local[name] for name in ("position_ids", "attention_mask") if name in batch},
         )
 
-    def length(self, segment: int) -> int:
+    @property
+    def is_cut(self) -> bool:
+        """Whether there are several segments, or filled up positions, so that no forward sees just the sequence."""
+        return len(self.bounds) > 2 or self.bounds[-1] != self.length
+
+    def segment_length(self, segment: int) -> int:
         """L of a segment, over all ranks of the mesh's `sequence` axis."""
         return self.bounds[segment + 1] - self.bounds[segment]
 
     def unit(self, segment: int) -> Unit:
         """What attention must know of a segment."""
         start, stop = self.bounds[segment : segment + 2]
-        return Unit(self.store, start, stop, self.bounds[-1], self.attention_mask, self.packed)
+        replay = None if self.whole is None else Replay(self.whole, start, stop)
+        return Unit(self.store, start, stop, self.bounds[-1], self.attention_mask, self.packed, replay)
 
     def cut(self, tensor: torch.Tensor, segment: int) -> torch.Tensor:
         """A segment's part of ``[B/b, S']``."""
