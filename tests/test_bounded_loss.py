@@ -22,7 +22,7 @@ from comparing import mesh_section
 from conftest import TIMEOUT_S
 from cuboid.topology import MeshShape
 from cuboid.verify import SmallModel
-from cuboid.verify.float64 import KeepFloat64, precision
+from cuboid.hf.certification.float64 import KeepFloat64, precision
 
 ROWS, LENGTH = 6, 13
 #: A few positions of the small vocabularies below, so that every forward takes several chunks.

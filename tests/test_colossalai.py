@@ -21,7 +21,7 @@ from boosting import (
 )
 from cuboid.errors import CuboidError
 from cuboid.verify import SmallModel, WorkerPool
-from cuboid.verify.float64 import KeepFloat64
+from cuboid.hf.certification.float64 import KeepFloat64
 
 pytest.importorskip("colossalai", reason="ColossalAI isn't installed: `make colossalai` does it, or tells why it can't")
 

@@ -13,7 +13,7 @@ from cuboid import CuboidError, MeshShape
 from cuboid.topology import Topology
 from cuboid.verify import PassReport, Plan, Report
 from cuboid.verify.compare import Check, compare, first_difference, relative_error
-from cuboid.verify.float64 import KeepFloat64, precision
+from cuboid.hf.certification.float64 import KeepFloat64, precision
 from cuboid.verify.probe import assemble
 from cuboid.verify.run import default_tolerance, engine_config_of, engine_plan_of
 from cuboid.verify.training import Outcome

@@ -16,7 +16,7 @@ from cuboid.hf.segments import Unit, UnitSlot, check_segments, prepare_masks, re
 from cuboid.seq1f1b.attention import attend_segment, prefix
 from cuboid.seq1f1b.kernels import ChunkedMath, CpuFlash, CudaEfficient, CudaFlash, choose_kernel
 from cuboid.seq1f1b.store import KeyValueStore, StorePool
-from cuboid.verify.float64 import precision
+from cuboid.hf.certification.float64 import precision
 
 SCALE = 0.4
 

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from cuboid.topology import MeshShape
-from cuboid.verify.float64 import precision
+from cuboid.hf.certification.float64 import precision
 from network.layer_workload import LayerWorkload, Reference, rotary_tables
 
 _SEED = 0

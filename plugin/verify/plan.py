@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from cuboid.errors import CuboidError
-from cuboid.verify.float64 import Precision, precision
+from cuboid.hf.certification.float64 import Precision, precision
 
 Dtype = Literal["float64", "float32", "bfloat16"]
 IGNORE_INDEX = -100
@@ -26,7 +26,7 @@ class Plan:
     Args:
         checkpoint: Hugging Face checkpoint that both sides load.
         dtype: of weights and arithmetic.
-        keep_float64: whether casts to float32 inside the models are skipped, see :mod:`cuboid.verify.float64`.
+        keep_float64: whether casts to float32 inside the models are skipped, see :mod:`cuboid.hf.certification.float64`.
         batch: rows of a micro-batch, as a mesh is given it.
         sequence_length: tokens of a row.
         varying: whether only every fourth micro-batch is so long, and others are shorter.

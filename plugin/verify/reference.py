@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import cuboid
-from cuboid.verify.float64 import precision
+from cuboid.hf.certification.float64 import precision
 from cuboid.verify.plan import Plan, vocabulary_of
 from cuboid.verify.probe import probe
 from cuboid.verify.storage import write
