@@ -20,9 +20,9 @@ from three_d.instruments import Meter
 import cuboid
 from comparing import mesh_section
 from conftest import TIMEOUT_S
+from cuboid.hf.certification.float64 import KeepFloat64, precision
 from cuboid.topology import MeshShape
 from cuboid.verify import SmallModel
-from cuboid.hf.certification.float64 import KeepFloat64, precision
 
 ROWS, LENGTH = 6, 13
 #: A few positions of the small vocabularies below, so that every forward takes several chunks.

@@ -20,8 +20,8 @@ from boosting import (
     under_deepspeed,
 )
 from cuboid.errors import CuboidError
-from cuboid.verify import SmallModel, WorkerPool
 from cuboid.hf.certification.float64 import KeepFloat64
+from cuboid.verify import SmallModel, WorkerPool
 
 pytest.importorskip("colossalai", reason="ColossalAI isn't installed: `make colossalai` does it, or tells why it can't")
 

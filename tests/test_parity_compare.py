@@ -10,10 +10,10 @@ from rich.console import Console
 from torch.nn import functional
 
 from cuboid import CuboidError, MeshShape
+from cuboid.hf.certification.float64 import KeepFloat64, precision
 from cuboid.topology import Topology
 from cuboid.verify import PassReport, Plan, Report
 from cuboid.verify.compare import Check, compare, first_difference, relative_error
-from cuboid.hf.certification.float64 import KeepFloat64, precision
 from cuboid.verify.probe import assemble
 from cuboid.verify.run import default_tolerance, engine_config_of, engine_plan_of
 from cuboid.verify.training import Outcome

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from cuboid.errors import UnsupportedModelError
 from cuboid.hf.attention import check_attention_ran
+from cuboid.hf.certification.float64 import precision
 from cuboid.hf.segments import Unit, UnitSlot, check_segments, prepare_masks, record_of, use_segment_attention
 from cuboid.seq1f1b.attention import attend_segment, prefix
 from cuboid.seq1f1b.kernels import ChunkedMath, CpuFlash, CudaEfficient, CudaFlash, choose_kernel
 from cuboid.seq1f1b.store import KeyValueStore, StorePool
-from cuboid.hf.certification.float64 import precision
 
 SCALE = 0.4
 

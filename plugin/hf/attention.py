@@ -131,7 +131,8 @@ def mask_twin(name: str) -> Callable[..., Any]:
 
 def _mask_without_values(name: str, arguments: dict[str, Any]) -> torch.Tensor | None:
     """For code that asks whether there is a mask; segments get theirs one by one."""
-    if name != "eager" and (name != "sdpa" or arguments.get("attention_mask") is None):
+    may_skip = arguments.get("allow_is_causal_skip", True) and arguments.get("attention_mask") is None
+    if name != "eager" and (name != "sdpa" or may_skip):
         return None
     dtype = arguments.get("dtype", torch.float32) if name == "eager" else torch.bool
     device = arguments.get("device") or torch.device("cpu")

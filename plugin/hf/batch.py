@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from cuboid.errors import CuboidError, UnsupportedModelError
+from cuboid.hf.cases import rope_types, thresholds
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.collectives import all_gather, own_slice, padded_length
 from cuboid.topology import AXES, divisors
@@ -159,8 +160,8 @@ def _padding_positions(positions: torch.Tensor, missing: int, config: Pretrained
     """
     last = positions[:, -1:]
     onward = last + torch.arange(1, missing + 1, device=positions.device)
-    rope = getattr(config, "rope_parameters", None) or {}
-    limits = (config.max_position_embeddings, rope.get("original_max_position_embeddings"))
-    reached = positions.shape[1]
-    limit = min((limit for limit in limits if limit is not None and limit >= reached), default=None)
+    if "dynamic" in rope_types(config):
+        return last.expand(-1, missing)  # every length beyond the original one has frequencies of its own
+    ends = [threshold.tokens for threshold in thresholds(config) if threshold.tokens >= positions.shape[1]]
+    limit = min(ends, default=None)
     return onward if limit is None else torch.minimum(onward, last.clamp(min=limit - 1))

@@ -228,6 +228,12 @@ def _ropes(text: PretrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "rope_parameters", rope
 
 
+def rope_types(config: PretrainedConfig) -> set[str]:
+    """Kinds of rotary embeddings that a config asks for."""
+    text = config.get_text_config(decoder=True)
+    return {str(_rope_type(rope) or "default") for _, rope in _ropes(text)}
+
+
 def _rope_type(rope: Mapping[str, Any]) -> str | None:
     return rope.get("rope_type", rope.get("type"))
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 
 from cuboid.errors import CuboidError
-from cuboid.hf.attention import check_attention_ran
 from cuboid.hf.cutting import Cutter
 from cuboid.hf.feed import MicroBatch, share_micro_batches
 from cuboid.hf.model import unwrap
@@ -184,9 +183,6 @@ class Pipeline:
         except Exception as error:
             error.add_note(f"in {interpreter.running} on rank {self.mesh.rank}")
             raise
-        if not self._model.cuboid.checked:
-            check_attention_ran(self._model.cuboid.attention)
-            self._model.cuboid.checked = True
         return runner
 
     def _trace_folder(self) -> Path:

@@ -40,7 +40,8 @@ def segment_mask(name: str, unit: Unit, arguments: dict[str, Any]) -> Any:
     padding = None if unit.attention_mask is None else unit.attention_mask[:, : unit.stop]
     if name in FLASH:
         return _flash_mask(unit, padding)
-    if name in _CAUSAL_BY_THEMSELVES and window is None and padding is None and unit.packed is None:
+    has_to_be = arguments.get("allow_is_causal_skip") is False  # by models that add to the mask, as ALiBi does
+    if name in _CAUSAL_BY_THEMSELVES and not has_to_be and window is None and padding is None and unit.packed is None:
         return None
     first = 0 if window is None else max(0, unit.start - window + 1)
     sizes = {
@@ -73,7 +74,7 @@ def _causal_pattern(arguments: dict[str, Any], unit: Unit) -> Pattern:
     of_one_sequence = without_packed(pattern)
     if of_one_sequence is not None:
         pattern = of_one_sequence
-    elif arguments.get("attention_mask") is None and _restarts_inside(unit):
+    elif _restarts_inside(unit):
         raise UnsupportedModelError(
             "position_ids restart as in packed sequences, but this model doesn't look at them for its mask, so that "
             "the sequences would run into one another; give each sequence a row of its own"

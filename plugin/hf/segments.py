@@ -153,18 +153,23 @@ def use_segment_attention(
         record = AttentionRecord(mesh, slot)
         for part in module.modules():
             hang_record(part, record)
-    config._attn_implementation = PREFIX + config._attn_implementation
+    # Those that bypass the interface may look for their implementation's own name, and only run on whole sequences.
+    if any(_uses_interface(module) for module in modules.values()):
+        config._attn_implementation = PREFIX + config._attn_implementation
 
 
 def _obstacle(name: str, layer: nn.Module) -> str | None:
     for inner, part in layer.named_modules(prefix=name):
         if isinstance(part, (nn.Conv1d, nn.Conv2d)):
             return f"{inner} mixes neighbouring positions, which may lie in different segments"
-    # Whoever uses the interface imports this name. The others would attend to their segment alone.
-    files = [sys.modules[type(part).__module__] for part in layer.modules()]
-    if not any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files):
+    if not _uses_interface(layer):  # so that it would attend to its segment alone
         return f"{name} ({type(layer).__name__}) computes attention without Hugging Face's attention interface"
     return None
+
+
+def _uses_interface(layer: nn.Module) -> bool:
+    # Whoever uses Hugging Face's attention interface imports this name.
+    return any(hasattr(sys.modules[type(part).__module__], "ALL_ATTENTION_FUNCTIONS") for part in layer.modules())
 
 
 def check_segments(config: PretrainedConfig, segments: int | Literal["auto"]) -> None:
@@ -208,8 +213,9 @@ def prepare_masks(
 
     Args:
         attention_mask: ``[B, S]``, nonzero where a token is real; may be shorter than S.
-        position_ids: ``[B, S]`` or ``[1, S]``, where given by the user. As in Hugging Face's models, sequences count
-            as packed where positions don't go up by one and there is no attention mask.
+        position_ids: ``[B, T]`` or ``[1, T]``, where given by the user; what fills up to S belongs to the last
+            sequence. As in Hugging Face's models, sequences count as packed where positions don't go up by one and
+            there is no attention mask.
         length: S.
         labels: ``[B, S]``, shifted.
 
@@ -217,7 +223,10 @@ def prepare_masks(
         ``attention_mask`` and ``packed`` of :class:`Unit`.
     """
     if attention_mask is None:
-        return None, None if position_ids is None else find_packed_sequence_indices(position_ids)
+        packed = None if position_ids is None else find_packed_sequence_indices(position_ids)
+        if packed is not None and packed.shape[1] < length:
+            packed = torch.cat([packed, packed[:, -1:].expand(-1, length - packed.shape[1])], dim=1)
+        return None, packed
     mask = nn.functional.pad(attention_mask.bool(), (0, length - attention_mask.shape[1]))
     only_on_the_right = bool((mask[:, 1:] <= mask[:, :-1]).all())
     labelled = labels is not None and bool(((labels != IGNORE_INDEX) & ~mask).any())

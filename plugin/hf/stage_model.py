@@ -41,6 +41,8 @@ class Staging:
         shared: parameters that the first and the last stage both have, by name.
         slot: tells the attention functions which unit is running.
         recorder: looks at whole sequences.
+        gives_start: whether layers are told where their segment begins.
+        check_batch: raises an error for kinds of micro-batches with which this model isn't right.
     """
 
     outline: Outline
@@ -52,6 +54,7 @@ class Staging:
     shared: dict[str, nn.Parameter] = field(default_factory=dict)
     slot: UnitSlot = field(default_factory=UnitSlot)
     recorder: WholeSequenceRecorder | None = None
+    gives_start: bool = False
 
     def recorded(self, *arguments: Any) -> WholeSequence:
         """See :meth:`WholeSequenceRecorder.record`."""
@@ -136,7 +139,7 @@ def finish_stage(
     assert isinstance(layers, nn.ModuleList)
     own = {staging.outline.layer(index): layers[index] for index in range(staging.cut.first, staging.cut.stop)}
     use_segment_attention(model.config, own, staging.slot, mesh)
-    staging.recorder = WholeSequenceRecorder(model, staging.outline, own, staging.slot)
+    staging.recorder = WholeSequenceRecorder(model, staging.outline, own, staging.slot, gives_start=staging.gives_start)
     staging.shared = shared_parameters(model, staging.outline, staging.cut)
     base = type(model)
     model.cuboid = Sharding(mesh, staging.config.tensor_parallel, base, attention=own)

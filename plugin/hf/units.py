@@ -79,7 +79,7 @@ class SegmentedBatch:
         local = taken.tensors
         attention_mask, packed = prepare_masks(
             local.get("attention_mask"),
-            local["position_ids"] if "position_ids" in batch else None,
+            local["position_ids"][:, : taken.length] if "position_ids" in batch else None,
             local["input_ids"].shape[1],
             local["shift_labels"],
         )

@@ -26,7 +26,7 @@ class Plan:
     Args:
         checkpoint: Hugging Face checkpoint that both sides load.
         dtype: of weights and arithmetic.
-        keep_float64: whether casts to float32 inside the models are skipped, see :mod:`cuboid.hf.certification.float64`.
+        keep_float64: whether casts to float32 inside the models are skipped, see :class:`KeepFloat64`.
         batch: rows of a micro-batch, as a mesh is given it.
         sequence_length: tokens of a row.
         varying: whether only every fourth micro-batch is so long, and others are shorter.

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 import cuboid
 from cuboid import Mesh, MeshShape
+from cuboid.hf.certification.float64 import precision
 from cuboid.hf.pipeline import Pipeline
 from cuboid.hf.stage_model import StageModel
-from cuboid.hf.certification.float64 import precision
 from cuboid.verify.plan import Plan, vocabulary_of
 from cuboid.verify.probe import probe, probe_stage, residual_part
 from cuboid.verify.reference import device, load_plain
