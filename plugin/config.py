@@ -127,6 +127,13 @@ class PipelineConfig(Section):
         description="What the gradients of keys and values are added up in over the segments: at least fp32, or the "
         "parameters' own precision, which takes half the memory under bf16.",
     )
+    certification: Literal["probed", "verified"] = Field(
+        "probed",
+        description="How the architecture is known to be right when it is cut. "
+        '"probed": a small model of the same class and config, cut, is compared with itself before weights are read, '
+        'unless the result is known; "verified": `cuboid verify` passed on the real weights, for the few models of '
+        "which no small one can be made.",
+    )
     trace: bool | Annotated[str, Field(pattern=r"^[^\x00]+$")] = Field(
         False,
         description="Write the measured schedule of a step as a Perfetto trace and a picture: into this folder, or "

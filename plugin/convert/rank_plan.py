@@ -15,8 +15,8 @@ from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.hf.auto import choose_mesh
 from cuboid.hf.layouts import draw_blueprint
 from cuboid.hf.rank_folder import RankTensor, StoredLayout, layout_in_words
-from cuboid.hf.stage_model import plan_staging
 from cuboid.hf.stages import cut_at, cut_stage
+from cuboid.hf.staging_plan import plan_staging
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.layout import Layout
 from cuboid.topology import MeshShape

@@ -20,7 +20,8 @@ from cuboid.hf.auto import choose_mesh
 from cuboid.hf.layouts import draw_blueprint
 from cuboid.hf.model import ShardedModel, shard_modules, sharding_of, unwrap
 from cuboid.hf.save import save_sharded
-from cuboid.hf.stage_model import cut_model, finish_stage, plan_staging
+from cuboid.hf.stage_model import cut_model, finish_stage
+from cuboid.hf.staging_plan import plan_staging
 from cuboid.mesh import Mesh, current_world_size
 from cuboid.tensor3d.layout import Layout, take_shard
 

@@ -25,7 +25,8 @@ from cuboid.hf.model import shard_modules
 from cuboid.hf.presharded import from_rank_file, rank_folder_of
 from cuboid.hf.segments import UnitSlot
 from cuboid.hf.slicing import mark_parameters, unmark_parameters
-from cuboid.hf.stage_model import StageModel, Staging, cut_model, finish_stage, plan_staging
+from cuboid.hf.stage_model import StageModel, Staging, cut_model, finish_stage
+from cuboid.hf.staging_plan import plan_staging
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.layout import Layout
 

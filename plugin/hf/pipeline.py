@@ -127,6 +127,8 @@ class Pipeline:
         for batch in micro_batches:
             self._check_length(batch["input_ids"].shape[1])
         lengths = [self._cutter.lengths(batch["input_ids"].shape[1], count) for batch in micro_batches]
+        for batch, own in zip(micro_batches, lengths, strict=True):
+            self._check_kind(batch, own)
         cut = [
             SegmentedBatch.of(batch, own, self._store(sum(own)), self._model.config, self.mesh)
             for batch, own in zip(micro_batches, lengths, strict=True)
@@ -141,6 +143,12 @@ class Pipeline:
                 f"a micro-batch has sequences of {length} tokens, but the model has learned {longest} positions "
                 "(max_position_embeddings); give shorter ones"
             )
+
+    def _check_kind(self, batch: MicroBatch, lengths: tuple[int, ...]) -> None:
+        certificate = self._staging.certificate
+        is_filled = sum(lengths) != batch["input_ids"].shape[1]
+        modes = certificate.modes(is_cut=len(lengths) > 1, is_filled=is_filled)
+        certificate.check_batch(batch, modes, self._model.cuboid.base.__name__)
 
     @property
     def layers(self) -> tuple[int, ...]:

@@ -10,15 +10,14 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from cuboid.config import CuboidConfig, PipelineConfig
-from cuboid.errors import ConfigError, CuboidError, UnsupportedModelError
-from cuboid.hf.attention import check_attention
-from cuboid.hf.costs import model_sizes
+from cuboid.config import CuboidConfig
+from cuboid.errors import CuboidError
+from cuboid.hf.certification.certificate import Certificate
 from cuboid.hf.layouts import Blueprint
 from cuboid.hf.model import ShardedModel, Sharding, sharded_loss
-from cuboid.hf.outline import Outline, draw_outline
-from cuboid.hf.segments import UnitSlot, check_segments, use_segment_attention
-from cuboid.hf.stages import StageCut, cut_at, cut_stage, plan_stages, shared_parameters
+from cuboid.hf.outline import Outline
+from cuboid.hf.segments import UnitSlot, use_segment_attention
+from cuboid.hf.stages import StageCut, cut_stage, shared_parameters
 from cuboid.hf.stand_ins import Entrance
 from cuboid.hf.swap import ShardOf, swap_modules
 from cuboid.hf.whole_recorder import WholeSequenceRecorder
@@ -37,11 +36,11 @@ class Staging:
         cut: this stage's.
         sizes: of the whole model, for costs; None where nothing asks for them.
         config: what the pipeline was asked for.
+        certificate: with what the model was seen to be right.
         entrance: where the hidden state comes in, on all stages but the first.
         shared: parameters that the first and the last stage both have, by name.
         slot: tells the attention functions which unit is running.
         recorder: looks at whole sequences.
-        gives_start: whether layers are told where their segment begins.
         check_batch: raises an error for kinds of micro-batches with which this model isn't right.
     """
 
@@ -50,11 +49,11 @@ class Staging:
     cut: StageCut
     sizes: ModelSizes | None
     config: CuboidConfig
+    certificate: Certificate
     entrance: Entrance | None = None
     shared: dict[str, nn.Parameter] = field(default_factory=dict)
     slot: UnitSlot = field(default_factory=UnitSlot)
     recorder: WholeSequenceRecorder | None = None
-    gives_start: bool = False
 
     def recorded(self, *arguments: Any) -> WholeSequence:
         """See :meth:`WholeSequenceRecorder.record`."""
@@ -76,44 +75,6 @@ class StageModel(ShardedModel):
         """As on any sharded model, without those that count on another stage."""
         repeated = {id(parameter) for parameter in self.staging.repeated_parameters()}
         return [parameter for parameter in self.parameters() if id(parameter) not in repeated]
-
-
-def plan_staging(cls: type[PreTrainedModel], hf_config: Any, config: CuboidConfig, mesh: Mesh) -> Staging:
-    """Decide what this rank's stage is, without touching a model.
-
-    Raises:
-        UnsupportedModelError: the model can't be cut.
-        ConfigError: the layers can't be given to so many stages as asked.
-    """
-    assert config.pipeline is not None
-    check_attention(hf_config)
-    _check_positions(hf_config, config.pipeline.segments)
-    check_segments(hf_config, config.pipeline.segments)
-    outline = draw_outline(cls, hf_config)
-    if config.pipeline.segments != 1 and "position_ids" not in outline.options:
-        raise UnsupportedModelError(
-            f"{cls.__name__} counts positions by itself, from the start of what it is given, which with segments isn't "
-            'the start of the sequence; write "segments": 1'
-        )
-    # They take a model without memory to find out: once at most, and only where somebody asks.
-    find_sizes = functools.cache(lambda: model_sizes(hf_config))
-    counts = plan_stages(outline, find_sizes, config.pipeline)
-    sizes = find_sizes() if _asks_for_costs(config.pipeline) else None
-    return Staging(outline, counts, cut_at(counts, mesh.coordinate.pipe), sizes, config)
-
-
-def _check_positions(hf_config: Any, segments: int | str) -> None:
-    positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(positions, int) and isinstance(segments, int) and segments > positions:
-        raise ConfigError(
-            f"pipeline.segments is {segments}, but the model has {positions} positions (max_position_embeddings), so "
-            "that some segments would always be empty; give fewer"
-        )
-
-
-def _asks_for_costs(pipeline: PipelineConfig) -> bool:
-    counted = pipeline.partition in ("flops", "measured") and pipeline.segments != 1
-    return counted or pipeline.segments == "auto" or pipeline.trace is not False
 
 
 def cut_model(model: PreTrainedModel, staging: Staging) -> None:
@@ -139,7 +100,9 @@ def finish_stage(
     assert isinstance(layers, nn.ModuleList)
     own = {staging.outline.layer(index): layers[index] for index in range(staging.cut.first, staging.cut.stop)}
     use_segment_attention(model.config, own, staging.slot, mesh)
-    staging.recorder = WholeSequenceRecorder(model, staging.outline, own, staging.slot, gives_start=staging.gives_start)
+    staging.recorder = WholeSequenceRecorder(
+        model, staging.outline, own, staging.slot, gives_start=staging.certificate.gives_start
+    )
     staging.shared = shared_parameters(model, staging.outline, staging.cut)
     base = type(model)
     model.cuboid = Sharding(mesh, staging.config.tensor_parallel, base, attention=own)

@@ -238,7 +238,7 @@ class _Aware(nn.Module):
 
 
 def _mix_in(mixin: type[_Aware], module: nn.Module, name: str, slot: UnitSlot) -> None:
-    module.__class__ = _mixed(mixin, type(module))
+    module.__class__ = _mixed(mixin, type(module))  # type: ignore[arg-type]
     vars(module).update(cuboid_name=name, cuboid_slot=slot)
 
 
@@ -375,7 +375,7 @@ def _give_start(layer: nn.Module, slot: UnitSlot) -> None:
 
     # It isn't written to, so that a recomputation may read it.
     if hasattr(layer, "_can_checkpoint_with_cache"):
-        layer._can_checkpoint_with_cache = True
+        vars(layer)["_can_checkpoint_with_cache"] = True
     layer.register_forward_pre_hook(give, with_kwargs=True)
 
 

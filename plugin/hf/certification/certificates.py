@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -17,8 +17,8 @@ from typing import Any, get_args
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from cuboid.errors import CuboidError, UnsupportedModelError
-from cuboid.hf.certification.check import MODES, CannotProbe, Kind, Mode, Verdict, check
+from cuboid.hf.certification.certificate import MODES, Certificate, Kind, Mode, Verdict
+from cuboid.hf.certification.check import CannotProbe, check
 from cuboid.hf.certification.small_config import meaningful_fields, small_config
 from cuboid.hf.outline import Outline
 
@@ -27,76 +27,6 @@ TABLE = Path(__file__).with_name("certified.json")
 _SOURCES = (Path(__file__).parents[1], Path(__file__).parents[2] / "seq1f1b")
 _LARGEST_CACHE_FILE_BYTES = 100_000
 _KINDS: tuple[Kind, ...] = get_args(Kind)
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """What may be done with a model in a pipeline.
-
-    Args:
-        verdict: of the probe; None where there could be none.
-        obstacle: why there could be none.
-    """
-
-    verdict: Verdict | None
-    obstacle: str = ""
-
-    def check_model(self, name: str, modes: tuple[Mode, ...], *, verified: bool) -> None:
-        """Make sure that a model can be used so.
-
-        Args:
-            name: of its class.
-            modes: how.
-            verified: whether the user says that ``cuboid verify`` passed on the real weights.
-
-        Raises:
-            UnsupportedModelError: it can't, or nobody knows.
-        """
-        if self.verdict is None:
-            if verified:
-                return
-            raise UnsupportedModelError(
-                f"{name} can't be probed before its weights are read: {self.obstacle}. Run `cuboid verify --model … "
-                '--config …` on your checkpoint, and once that passes, write "certification": "verified" into the '
-                "pipeline section of the config"
-            )
-        for mode in modes:
-            reason = self.verdict.reason_against(mode)
-            if reason is not None:
-                raise UnsupportedModelError(f"{name} isn't right {_WORDS[mode]}: {reason}{self._hint(mode)}")
-
-    def _hint(self, mode: Mode) -> str:
-        assert self.verdict is not None
-        if mode == "segments" and self.verdict.reason_against("whole") is None:
-            return '; "segments": 1 is right'
-        return ""
-
-    def check_batch(self, kinds: list[Kind], modes: tuple[Mode, ...], name: str) -> None:
-        """Make sure that a kind of micro-batch was seen to be right.
-
-        Raises:
-            CuboidError: it was seen to be wrong.
-        """
-        refused = {} if self.verdict is None else self.verdict.refused
-        for mode in modes:
-            for kind in kinds:
-                reason = refused.get(mode, {}).get(kind)
-                if reason is not None:
-                    raise CuboidError(
-                        f"the micro-batch has {kind}, with which {name} isn't right {_WORDS[mode]}: {reason}"
-                    )
-
-    @property
-    def gives_start(self) -> bool:
-        """Whether layers must be told where their segment begins."""
-        return self.verdict is not None and self.verdict.gives_start
-
-
-_WORDS: dict[Mode, str] = {
-    "whole": "when it is cut into stages",
-    "segments": "when its sequences are cut into segments",
-    "filled": "when sequences are filled up to what a mesh or segments divide",
-}
 
 
 def certificate_of(

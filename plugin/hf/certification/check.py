@@ -6,8 +6,8 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from cuboid.config import CuboidConfig
 from cuboid.errors import CuboidError
 from cuboid.hf.batch import IGNORE_INDEX
 from cuboid.hf.cases import LONGEST, Case, cases
+from cuboid.hf.certification.certificate import MODES, Certificate, Kind, Mode, Verdict
 from cuboid.hf.certification.float64 import KeepFloat64
 from cuboid.hf.certification.small_config import small_config
 from cuboid.hf.feed import MicroBatch
@@ -29,38 +30,12 @@ from cuboid.mesh import Mesh
 from cuboid.seq1f1b.store import KeyValueStore, StorePool
 from cuboid.topology import MeshShape
 
-#: Cut into stages only; into segments as well; or cut into stages and filled up to a multiple of what a mesh needs.
-Mode = Literal["whole", "segments", "filled"]
-MODES: tuple[Mode, ...] = ("whole", "segments", "filled")
-#: What a micro-batch may have besides whole rows.
-Kind = Literal["whole rows", "padding on the left", "padding on the right", "packed sequences"]
-
 _ROWS = 3
 _STAGES = 3
 _SEGMENTS = 3
 _FILLED = 4
 #: Far from zero, so that scores, gates and norms leave the neighbourhood where every function is linear.
 _WEIGHT_STD, _VECTOR_STD = 0.15, 0.2
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What came of one architecture and config.
-
-    Args:
-        refused: for each mode the kinds of micro-batches that are not right, and why. A mode whose whole rows aren't
-            right can't be used at all.
-        error: the largest relative error of what was found right.
-        gives_start: whether layers are right with segments only if they are told where their segment begins.
-    """
-
-    refused: dict[Mode, dict[Kind, str]] = field(default_factory=dict)
-    error: float = 0.0
-    gives_start: bool = False
-
-    def reason_against(self, mode: Mode) -> str | None:
-        """Why a mode can't be used, if it can't."""
-        return self.refused.get(mode, {}).get("whole rows")
 
 
 @dataclass(frozen=True)
@@ -283,7 +258,8 @@ def _stage(model: PreTrainedModel, outline: Outline, counts: tuple[int, ...], st
     own = copy.deepcopy(model)
     mesh = Mesh(MeshShape(), pipe=len(counts), rank=stage, world_size=len(counts))
     config = CuboidConfig.model_validate({"pipeline": {"engine": "seq1f1b", "stages": len(counts), "segments": 1}})
-    staging = Staging(outline, counts, cut_at(counts, stage), None, config, gives_start=gives_start)
+    certificate = Certificate(Verdict(gives_start=gives_start))
+    staging = Staging(outline, counts, cut_at(counts, stage), None, config, certificate)
     cut_model(own, staging)
     return finish_stage(own, staging, mesh, None, lambda parameter, _: parameter)
 

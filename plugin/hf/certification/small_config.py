@@ -89,7 +89,8 @@ def small_config(config: PretrainedConfig) -> PretrainedConfig:
 
 def meaningful_fields(config: PretrainedConfig) -> dict[str, Any]:
     """Of a small config all that decides which code runs."""
-    return {name: value for name, value in config.to_dict().items() if name not in _MEANINGLESS}
+    without = _MEANINGLESS | (_TOKENS.keys() - {"pad_token_id"})
+    return {name: value for name, value in config.to_dict().items() if name not in without}
 
 
 def _shrunk_fields(config: PretrainedConfig) -> dict[str, Any]:

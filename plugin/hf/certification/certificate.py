@@ -1,0 +1,123 @@
+"""With what an architecture was seen to be right, and the errors for all else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from cuboid.errors import CuboidError, UnsupportedModelError
+
+#: Cut into stages only; into segments as well; or cut into stages and filled up to a multiple of what a mesh needs.
+Mode = Literal["whole", "segments", "filled"]
+MODES: tuple[Mode, ...] = ("whole", "segments", "filled")
+#: What a micro-batch may have besides whole rows.
+Kind = Literal["whole rows", "padding on the left", "padding on the right", "packed sequences"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one architecture and config.
+
+    Args:
+        refused: for each mode the kinds of micro-batches that are not right, and why. A mode whose whole rows aren't
+            right can't be used at all.
+        error: the largest relative error of what was found right.
+        gives_start: whether layers are right with segments only if they are told where their segment begins.
+    """
+
+    refused: dict[Mode, dict[Kind, str]] = field(default_factory=dict)
+    error: float = 0.0
+    gives_start: bool = False
+
+    def reason_against(self, mode: Mode) -> str | None:
+        """Why a mode can't be used, if it can't."""
+        return self.refused.get(mode, {}).get("whole rows")
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What may be done with a model in a pipeline.
+
+    Args:
+        verdict: of the probe; None where there could be none.
+        obstacle: why there could be none.
+    """
+
+    verdict: Verdict | None
+    obstacle: str = ""
+
+    def check_model(self, name: str, modes: tuple[Mode, ...], *, verified: bool) -> None:
+        """Make sure that a model can be used so.
+
+        Args:
+            name: of its class.
+            modes: how.
+            verified: whether the user says that ``cuboid verify`` passed on the real weights.
+
+        Raises:
+            UnsupportedModelError: it can't, or nobody knows.
+        """
+        if self.verdict is None:
+            if verified:
+                return
+            raise UnsupportedModelError(
+                f"{name} can't be probed before its weights are read: {self.obstacle}. Run `cuboid verify --model … "
+                '--config …` on your checkpoint, and once that passes, write "certification": "verified" into the '
+                "pipeline section of the config"
+            )
+        for mode in modes:
+            reason = self.verdict.reason_against(mode)
+            if reason is not None:
+                raise UnsupportedModelError(f"{name} isn't right {_WORDS[mode]}: {reason}{self._hint(mode)}")
+
+    def _hint(self, mode: Mode) -> str:
+        assert self.verdict is not None
+        if mode == "segments" and self.verdict.reason_against("whole") is None:
+            return '; "segments": 1 is right'
+        return ""
+
+    def modes(self, *, is_cut: bool, is_filled: bool) -> tuple[Mode, ...]:
+        """How a model is used: with sequences that are cut into segments, or filled up."""
+        first: Mode = "segments" if is_cut else "whole"
+        return (first, "filled") if is_filled else (first,)
+
+    def check_batch(self, batch: Mapping[str, torch.Tensor], modes: tuple[Mode, ...], name: str) -> None:
+        """Make sure that a kind of micro-batch was seen to be right.
+
+        Raises:
+            CuboidError: it was seen to be wrong.
+        """
+        refused = {} if self.verdict is None else self.verdict.refused
+        for mode in modes:
+            for kind in _kinds_of(batch) if refused.get(mode) else ():
+                reason = refused.get(mode, {}).get(kind)
+                if reason is not None:
+                    raise CuboidError(
+                        f"the micro-batch has {kind}, with which {name} isn't right {_WORDS[mode]}: {reason}"
+                    )
+
+    @property
+    def gives_start(self) -> bool:
+        """Whether layers must be told where their segment begins."""
+        return self.verdict is not None and self.verdict.gives_start
+
+
+_WORDS: dict[Mode, str] = {
+    "whole": "when it is cut into stages",
+    "segments": "when its sequences are cut into segments",
+    "filled": "when sequences are filled up to what a mesh or segments divide",
+}
+
+
+def _kinds_of(batch: Mapping[str, torch.Tensor]) -> list[Kind]:
+    kinds: list[Kind] = ["whole rows"]
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    if mask is not None and not bool(mask.all()):
+        seen = mask.bool()
+        kinds.append("padding on the left" if bool((seen[:, 1:] > seen[:, :-1]).any()) else "padding on the right")
+    if mask is None and positions is not None and bool((positions.diff(dim=1) != 1).any()):
+        kinds.append("packed sequences")
+    return kinds

@@ -1,0 +1,292 @@
+"""Architectures are accepted because they were seen to be right: what depends on lengths and masks, and the probe."""
+
+import copy
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+import cuboid
+from conftest import TIMEOUT_S
+from cuboid.errors import CheckpointError, CuboidError, UnsupportedModelError
+from cuboid.hf.certification import certificates, check
+from cuboid.hf.certification.certificate import Certificate, Verdict
+from cuboid.hf.certification.float64 import precision
+from cuboid.hf.certification.small_config import LONGEST, small_config
+from cuboid.hf.outline import draw_outline
+from cuboid.hf.units import SegmentedBatch
+from cuboid.tensor3d.loss import shifted
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "long_factor": [4.0, 3.0, 2.0, 5.0],
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "original_max_position_embeddings": 12,
+}
+#: For the sizes of Phi-3's defaults.
+LONGER = {**LONG, "long_factor": [4.0] * 48, "short_factor": [1.0] * 48, "original_max_position_embeddings": 4096}
+SIZES = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def model_of(architecture, **options):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(architecture, **{**SIZES, **options})
+    for name in ("dropout", "attention_dropout"):
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def rows(length, padding):
+    """Two rows of tokens, labels and perhaps a mask."""
+    ids = torch.randint(0, 67, (2, length), generator=torch.Generator().manual_seed(length))
+    if padding is None:
+        return {"input_ids": ids, "labels": ids.clone()}
+    mask = torch.ones_like(ids)
+    if padding == "left":
+        mask[1, :5] = 0
+    else:
+        mask[1, -5:] = 0
+    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+def reference(model, batches):
+    plain = copy.deepcopy(model)
+    items = sum(int((shifted(batch["labels"], -100) != -100).sum()) for batch in batches)
+    total = 0.0
+    with precision(keep_float64=True):
+        for batch in batches:
+            inputs = {name: x for name, x in batch.items() if name != "labels"}
+            logits = plain(**inputs, use_cache=False).logits
+            losses = nn.functional.cross_entropy(
+                logits.flatten(0, 1), shifted(batch["labels"], -100).flatten(), ignore_index=-100, reduction="sum"
+            )
+            (losses / items).backward()
+            total += float(losses.detach()) / items
+    return total, {name: p.grad for name, p in plain.named_parameters(remove_duplicate=False) if p.grad is not None}
+
+
+def errors_of(loss, gradients, expected):
+    """The largest relative error of the loss and all gradients, and of which."""
+    wanted_loss, wanted = expected
+    assert gradients.keys() == wanted.keys(), gradients.keys() ^ wanted.keys()
+    floor = 1e-6 * max(float(x.norm()) for x in wanted.values())  # of what is nothing but for rounding
+    found = {name: float((gradients[name] - x).norm() / x.norm().clamp(min=floor)) for name, x in wanted.items()}
+    found["loss"] = abs(float(loss) - wanted_loss) / abs(wanted_loss)
+    worst = max(found, key=found.get)
+    return found[worst], worst
+
+
+def in_a_pipeline(architecture, options, section, batches):
+    """On each rank the largest error of a step of a pipeline against plain transformers."""
+    model = model_of(architecture, **options)
+    expected = reference(model, batches)
+    staged = cuboid.shard(model, {"pipeline": {"engine": "seq1f1b", **section}})
+    pipeline = cuboid.Pipeline(staged)
+    with precision(keep_float64=True):
+        loss = pipeline.train(iter(copy.deepcopy(batches)), len(batches))
+    gradients = cuboid.full_gradients(staged)
+    return errors_of(loss, gradients, expected) if gradients else (0.0, "")
+
+
+def on_a_mesh(architecture, options, axes, batch):
+    """The same of a forward and backward on a mesh without a pipeline."""
+    model = model_of(architecture, **options)
+    expected = reference(model, [batch])
+    sharded = cuboid.shard(model, {"tensor_parallel": {"mode": "3d_tensor", "mesh": axes}})
+    with precision(keep_float64=True):
+        loss = sharded(**batch).loss
+        loss.backward()
+    gradients = cuboid.full_gradients(sharded)
+    return errors_of(loss, gradients, expected) if gradients else (0.0, "")
+
+
+# --- what depends on lengths and masks -----------------------------------------------------------------------------
+
+OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 64}
+LLAMA4 = {
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 2,
+    "floor_scale": 7,
+    "attention_chunk_size": 8,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "segments", "padding"),
+    [
+        ("llama", {"rope_parameters": DYNAMIC}, 3, None),
+        ("llama", {"rope_parameters": LONG}, 3, "right"),
+        ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 12}, 2, None),
+        ("llama4_text", LLAMA4, 3, None),
+        ("opt", OPT, 1, "left"),
+        ("opt", OPT, 3, "left"),
+    ],
+)
+def test_stages_and_segments_of_models_that_look_at_lengths_and_masks(pool, architecture, options, segments, padding):
+    # Above and below the lengths at which rotary embeddings change, in an order that leaves state behind.
+    batches = [rows(23, padding), rows(9, padding), rows(19, padding)]
+    section = {"stages": 2, "segments": segments, "partition": "even"}
+    errors = pool.run(2, in_a_pipeline, architecture, options, section, batches, timeout_s=TIMEOUT_S)
+    assert all(error < 1e-9 for error, _ in errors), errors
+
+
+@pytest.mark.parametrize("rope", [DYNAMIC, LONG], ids=["dynamic", "longrope"])
+@pytest.mark.parametrize("length", [23, 11, 15])
+def test_a_mesh_that_fills_sequences_up_leaves_rotary_embeddings_as_they_are(pool, rope, length):
+    options, axes = {"rope_parameters": rope}, {"sequence": 1, "hidden": 2}
+    for error, name in pool.run(2, on_a_mesh, "llama", options, axes, rows(length, None), timeout_s=TIMEOUT_S):
+        assert error < 1e-9, name
+
+
+# --- the probe -------------------------------------------------------------------------------------------------------
+
+
+def verdict_of(architecture, **options):
+    config = AutoConfig.for_model(architecture, **options)
+    return check.check(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, draw_outline)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "kind"),
+    [
+        ("llama", {"rope_parameters": DYNAMIC}, "whole rows"),
+        ("phi3", {"rope_parameters": LONGER}, "whole rows"),
+        ("opt", {}, "padding on the left"),
+    ],
+)
+def test_the_probe_finds_what_it_was_made_for(monkeypatch, architecture, options, kind):
+    assert not verdict_of(architecture, **options).refused["segments"].get(kind)
+
+    def unit_alone(self, segment):
+        """A segment as it would be if nothing were known of its whole sequence."""
+        return dataclass_without_replay(original(self, segment))
+
+    original = SegmentedBatch.unit
+    monkeypatch.setattr(SegmentedBatch, "unit", unit_alone)
+    assert "differs by" in verdict_of(architecture, **options).refused["segments"][kind]
+
+
+def dataclass_without_replay(unit):
+    return type(unit)(unit.store, unit.start, unit.stop, unit.length, unit.attention_mask, unit.packed)
+
+
+def test_a_small_config_keeps_what_decides_and_crosses_every_length():
+    config = transformers.Gemma3TextConfig(num_hidden_layers=26, sliding_window=4096, vocab_size=262144)
+    small = small_config(config)
+    assert set(small.layer_types) == set(config.layer_types)
+    assert len(small.layer_types) == small.num_hidden_layers < 8
+    assert small.sliding_window < LONGEST
+    assert (small.hidden_size, small.vocab_size) == (64, 61)
+    assert config.sliding_window == 4096
+    # Sizes don't matter to what is known of a model, flags do.
+    features = [
+        certificates.features_of(transformers.LlamaForCausalLM, transformers.LlamaConfig(**options))
+        for options in ({}, {"hidden_size": 8192, "num_attention_heads": 64, "rms_norm_eps": 1e-5}, {"mlp_bias": True})
+    ]
+    assert features[0] == features[1] != features[2]
+
+
+def test_the_shipped_table_is_what_the_probe_finds():
+    table = json.loads(certificates.TABLE.read_text(encoding="utf-8"))
+    for architecture in ("llama", "gptj"):
+        config = AutoConfig.for_model(architecture)
+        cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        key, found = certificates.entry_of(
+            certificates.features_of(cls, config), certificates.find_out(cls, config, draw_outline)
+        )
+        known = table["architectures"][architecture][key]
+        assert {**known, "error": 0} == {**found, "error": 0}
+
+
+# --- what comes of it ------------------------------------------------------------------------------------------------
+
+
+def staged(architecture, tmp_path, pipeline, **options):
+    """``from_pretrained`` of a folder that has a config and none of the model's weights."""
+    AutoConfig.for_model(architecture, **options).save_pretrained(tmp_path)
+    save_file({"unrelated": torch.zeros(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    return cuboid.from_pretrained(tmp_path, {"pipeline": {"engine": "seq1f1b", "stages": 1, **pipeline}})
+
+
+@pytest.mark.parametrize("architecture", ["gptj", "bloom", "jamba", "recurrent_gemma", "minimax"])
+def test_models_that_need_whole_sequences_are_rejected_before_weights_are_read(tmp_path, architecture):
+    with pytest.raises(UnsupportedModelError, match=r'"segments": 1 is right|with 1 it may'):
+        staged(architecture, tmp_path, {"segments": 2})
+
+
+def test_a_model_without_a_probe_needs_a_verified_checkpoint(tmp_path, monkeypatch):
+    def fail(*_):
+        raise check.CannotProbe("it is too odd")
+
+    monkeypatch.setattr(certificates, "check", fail)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(certificates, "_table", dict)
+    with pytest.raises(UnsupportedModelError, match=r'too odd.*cuboid verify.*"certification": "verified"'):
+        staged("llama", tmp_path / "model", {"segments": 2}, **SIZES)
+    with pytest.raises(CheckpointError, match=r"no .*tensor for"):  # which is to say, it went on to the weights
+        staged("llama", tmp_path / "model", {"segments": 2, "certification": "verified"}, **SIZES)
+
+
+def test_the_cache_is_never_trusted(tmp_path, monkeypatch):
+    runs = []
+
+    def probe(*_):
+        runs.append(1)
+        return Verdict({"whole": {}, "segments": {"packed sequences": "no"}, "filled": {}}, 1e-15)
+
+    monkeypatch.setattr(certificates, "check", probe)
+    monkeypatch.setattr(certificates, "_table", dict)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def known():
+        return certificates.certificate_of(transformers.LlamaForCausalLM, transformers.LlamaConfig(), draw_outline)
+
+    first = known()
+    assert known() == first
+    assert first.verdict.refused["segments"] == {"packed sequences": "no"}
+    assert len(runs) == 1
+    (file,) = (tmp_path / "cuboid" / "certificates").iterdir()
+    for damage in (b"", b"[]", b"{}", b"\xff", b'{"refused": {"x": {"y": "z"}}}', b"[" * 100_000, b'{"refused": 3}'):
+        file.write_bytes(damage)
+        assert known() == first
+    assert len(runs) == 8
+
+
+def test_kinds_of_micro_batches_that_are_wrong_are_rejected_by_name():
+    certificate = Certificate(Verdict({"segments": {"padding on the left": "as seen", "packed sequences": "too"}}))
+    ids = torch.zeros((2, 6), dtype=torch.long)
+    left, right = torch.ones_like(ids), torch.ones_like(ids)
+    left[0, :2], right[1, 4:] = 0, 0
+    restarting = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    for batch in ({"attention_mask": right}, {"position_ids": torch.arange(6)[None]}, {}):
+        certificate.check_batch(batch, ("segments",), "Model")
+    with pytest.raises(CuboidError, match="padding on the left, with which Model isn't right"):
+        certificate.check_batch({"attention_mask": left}, ("segments",), "Model")
+    with pytest.raises(CuboidError, match="packed sequences"):
+        certificate.check_batch({"position_ids": restarting}, ("segments",), "Model")
+    certificate.check_batch({"attention_mask": left}, ("whole",), "Model")
