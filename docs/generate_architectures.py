@@ -1,9 +1,9 @@
 """Probe every causal language model of the installed transformers, and write what came of it: the table that Cuboid
 looks an architecture up in before it probes it itself, and docs/architectures.md.
 
-python docs/generate_architectures.py [--probe] [--check]
+python docs/generate_architectures.py [--probe [ARCHITECTURE …]] [--check]
 
-Without ``--probe``, which takes minutes, only the page is written, from the table as it is.
+Without ``--probe``, which takes minutes for all of them, only the page is written, from the table as it is.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ _REPAIRS: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 8},
     "ministral": {"head_dim": 128},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
-    "dots1": {"n_routed_experts": 64, "n_shared_experts": 2},
+    "dots1": {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "deepseek_v2": {"num_experts_per_tok": 6},
     "qwen4_exp_text": {},
 }
 _PAGE = DOCS / "architectures.md"
@@ -76,21 +77,23 @@ _PAGE = DOCS / "architectures.md"
 def main() -> int:
     """Probe, write or check; the exit status."""
     arguments = parser("Write the table of architectures and its page.")
-    arguments.add_argument("--probe", action="store_true", help="probe all architectures again, in minutes")
+    arguments.add_argument("--probe", nargs="*", metavar="ARCHITECTURE", help="probe these again, or all, in minutes")
     given = arguments.parse_args()
-    if given.probe:
-        _write_table()
+    if given.probe is not None:
+        _write_table(given.probe or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
     entries = json.loads(TABLE.read_text(encoding="utf-8"))
     return update(_PAGE, _parts(entries), "docs/generate_architectures.py", check=given.check)
 
 
-def _write_table() -> None:
-    cases = list(_cases())
+def _write_table(model_types: list[str]) -> None:
+    """Probe some architectures; what the table has of others stays."""
+    cases = list(_cases(model_types))
     with ProcessPoolExecutor(2) as pool:
         found = list(pool.map(_probe, cases))
-    architectures: dict[str, dict[str, Any]] = {}
-    names: dict[str, dict[str, str]] = {}
-    rejected: dict[str, str] = {}
+    before = json.loads(TABLE.read_text(encoding="utf-8"))
+    architectures: dict[str, dict[str, Any]] = _without(before["architectures"], model_types)
+    names: dict[str, dict[str, str]] = _without(before["flavours"], model_types)
+    rejected: dict[str, str] = _without(before["rejected"], model_types)
     for (model_type, flavour), (key, entry) in zip(cases, found, strict=True):
         if key is None:
             rejected.setdefault(model_type, entry)
@@ -98,11 +101,16 @@ def _write_table() -> None:
             architectures.setdefault(model_type, {})[key] = entry
             names.setdefault(model_type, {})[flavour] = key
     content = {"architectures": architectures, "flavours": names, "rejected": rejected}
-    TABLE.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    in_order = {part: dict(sorted(entries.items())) for part, entries in content.items()}
+    TABLE.write_text(json.dumps(in_order, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _cases() -> Iterator[tuple[str, str]]:
-    for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+def _without(entries: dict[str, Any], model_types: list[str]) -> dict[str, Any]:
+    return {name: entry for name, entry in entries.items() if name not in model_types}
+
+
+def _cases(model_types: list[str]) -> Iterator[tuple[str, str]]:
+    for model_type in model_types:
         yield model_type, ""
         yield from ((model_type, flavour) for flavour in FLAVOURS.get(model_type, {}))
 
