@@ -12,9 +12,9 @@ from transformers import LlamaForCausalLM
 
 from cuboid.config import CuboidConfig, parse_config
 from cuboid.hf.auto import block_sizes, choose_mesh
+from cuboid.hf.certification.float64 import precision
 from cuboid.tensor3d.traffic_formula import layer_bytes
 from cuboid.topology import MeshShape
-from cuboid.hf.certification.float64 import precision
 
 _SEED = 0
 _VOCABULARY = 256  # of an embedding and a head that never run
