@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -99,6 +100,9 @@ class WholeSequenceRecorder:
         hidden = _without_values((rows, length, self._outline.width), self._model.dtype, device)
         self._slot.recording = whole = WholeSequence(length)
         token = _recording.set(True)
+        log = logging.getLogger(FakeTensor.__module__)  # which writes what is raised, on every rank
+        level = log.level
+        log.setLevel(logging.CRITICAL)
         try:
             with torch.no_grad():
                 # The class's function: hooks on the base model are the user's, for real forwards.
@@ -109,6 +113,7 @@ class WholeSequenceRecorder:
                 f"be computed for a whole sequence alone: {type(error).__name__}: {error}"
             ) from error
         finally:
+            log.setLevel(level)
             _recording.reset(token)
             self._slot.recording = None
         return whole
@@ -296,16 +301,16 @@ class _LengthAware(_Aware):
 class _Lookups(TorchFunctionMode):
     """Keeps by what a table is looked up, and looks nothing up."""
 
-    def __init__(self, weight: torch.Tensor, found: list[torch.Tensor]) -> None:
+    def __init__(self, weight: torch.Tensor, width: int, found: list[torch.Tensor]) -> None:
         super().__init__()
-        self._weight, self._found = weight, found
+        self._weight, self._width, self._found = weight, width, found
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is nn.functional.embedding and args[1] is self._weight:
             self._found.append(args[0])
-            return _without_values((*args[0].shape, self._weight.shape[1]), self._weight.dtype, args[0].device)
+            return _without_values((*args[0].shape, self._width), self._weight.dtype, args[0].device)
         return func(*args, **(kwargs or {}))
 
 
@@ -313,12 +318,14 @@ class _PositionTable(_Aware):
     """A table of positions, perhaps one that counts them itself, as OPT's does by the mask."""
 
     weight: nn.Parameter
+    embedding_dim: int
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """What the table returns."""
         recording, replay = self.cuboid_slot.recording, self.running_replay()
         if recording is not None:
-            with _Lookups(self.weight, recording.lookups.setdefault(self.cuboid_name, [])):
+            # Of the whole hidden dim, as all here, also where the table is sharded.
+            with _Lookups(self.weight, self.embedding_dim, recording.lookups.setdefault(self.cuboid_name, [])):
                 if isinstance(self, ShardedEmbedding):  # whose own way to look up is for real ids
                     return nn.functional.embedding(args[0], self.weight)
                 return super().forward(*args, **kwargs)
