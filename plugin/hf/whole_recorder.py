@@ -32,13 +32,14 @@ from cuboid.hf.stand_ins import AbsentLayer, AbsentModule
 from cuboid.hf.whole_sequence import Replay, WholeSequence
 from cuboid.tensor3d.embedding import ShardedEmbedding
 
-#: For mask functions, which get no module that could know: whether their thread looks at a whole sequence.
-_recording: ContextVar[bool] = ContextVar("cuboid_recording", default=False)
+#: Of the thread that looks at a whole sequence, for mask functions too, which get no module that could know. All
+#: tensors without values must be of one mode.
+_recording: ContextVar[FakeTensorMode | None] = ContextVar("cuboid_recording", default=None)
 
 
 def is_recording() -> bool:
     """Whether the forward that this thread is in only looks at a whole sequence, so that masks need no values."""
-    return _recording.get()
+    return _recording.get() is not None
 
 
 class WholeSequenceRecorder:
@@ -97,13 +98,13 @@ class WholeSequenceRecorder:
         options: dict[str, Any] = {k: x for k, x in given.items() if x is not None and k in self._outline.options}
         if "use_cache" in self._outline.options:
             options["use_cache"] = False
-        hidden = _without_values((rows, length, self._outline.width), self._model.dtype, device)
         self._slot.recording = whole = WholeSequence(length)
-        token = _recording.set(True)
+        token = _recording.set(FakeTensorMode(allow_non_fake_inputs=True))
         log = logging.getLogger(FakeTensor.__module__)  # which writes what is raised, on every rank
         level = log.level
         log.setLevel(logging.CRITICAL)
         try:
+            hidden = _without_values((rows, length, self._outline.width), self._model.dtype, device)
             with torch.no_grad():
                 # The class's function: hooks on the base model are the user's, for real forwards.
                 type(self._base).forward(self._base, inputs_embeds=hidden, **options)
@@ -120,7 +121,9 @@ class WholeSequenceRecorder:
 
 
 def _without_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    mode = _recording.get()
+    assert mode is not None, "only while a whole sequence is looked at"
+    with mode:
         return torch.empty(shape, dtype=dtype, device=device)
 
 
