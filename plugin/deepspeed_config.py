@@ -48,7 +48,7 @@ class _Scalars(BaseModel):
     train_batch_size: _Count = None
     train_micro_batch_size_per_gpu: _Count = None
     gradient_accumulation_steps: _Count = None
-    steps_per_print: Annotated[int, Field(ge=1)] | _Auto | None | Annotated[float, Field(ge=math.inf)] = None
+    steps_per_print: Annotated[int, Field(ge=1)] | _Auto | Annotated[float, Field(ge=math.inf)] | None = None
     gradient_clipping: Annotated[float, Field(ge=0)] | _Auto = 0.0
     gradient_predivide_factor: Annotated[float, Field(gt=0)] | _Auto = 1.0
     prescale_gradients: _Flag = False

@@ -8,6 +8,8 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -105,8 +107,13 @@ def in_a_pipeline(architecture, options, section, batches):
     expected = reference(model, batches)
     staged = cuboid.shard(model, {"pipeline": {"engine": "seq1f1b", **section}})
     pipeline = cuboid.Pipeline(staged)
+    seen = []
+    for module in staged.modules():  # a user's hooks only ever see real tensors
+        module.register_forward_hook(lambda _, __, output: seen.extend(tree_leaves(output)))
     with precision(keep_float64=True):
         loss = pipeline.train(iter(copy.deepcopy(batches)), len(batches))
+    assert seen
+    assert not any(isinstance(output, FakeTensor) for output in seen)
     gradients = cuboid.full_gradients(staged)
     return errors_of(loss, gradients, expected) if gradients else (0.0, "")
 

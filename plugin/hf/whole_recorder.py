@@ -70,9 +70,10 @@ class WholeSequenceRecorder:
         tables = dict(_position_tables(model, outline))
         for name, table in tables.items():
             _mix_in(_PositionTable, table, name, slot)
-        for name, module in _without_parameters(model, outline):
+        plain = dict(_without_parameters(model, outline))
+        for name, module in plain.items():
             _mix_in(_LengthAware, module, name, slot)
-        self._base = _shell_of(model, outline, own_layers, kept=tables, slot=slot)
+        self._base = _shell_of(model, outline, own_layers, kept={**plain, **tables}, slot=slot)
 
     def record(
         self,
@@ -158,6 +159,22 @@ class _Unknown(AbsentModule):
         return found if isinstance(found, FakeTensor) else _without_values((), found.dtype, found.device)
 
 
+class _WithoutHooks(nn.Module):
+    """A module whose hooks, which are the user's and for real forwards, don't run; all else is the module's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        # In a tuple, so that it isn't a module of this one.
+        self._module = (module,)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns."""
+        return self._module[0].forward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_module"][0], name)
+
+
 def _shell_of(
     model: PreTrainedModel,
     outline: Outline,
@@ -176,6 +193,8 @@ def _shell_of(
     shell = _copied(model.get_submodule(outline.base))
     copies = {"": shell}
     _replace(shell, copies, outline.layers.removeprefix(f"{outline.base}."), layers)
+    for name, module in kept.items():
+        _replace(shell, copies, name.removeprefix(f"{outline.base}."), _WithoutHooks(module))
     for unit in (*outline.before, *outline.after):
         if unit not in kept:
             _replace(shell, copies, unit.removeprefix(f"{outline.base}."), _Unknown(model.dtype))
