@@ -42,8 +42,13 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     Of a parameter that the first and the last stage share, the first one's is given: what both hold once the engine
     has added up the two parts.
     """
+    return full_values(model, _gradient)
+
+
+def full_values(model: nn.Module, value_of: Callable[[torch.Tensor], torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    """What ``value_of`` gives for each parameter (its own shape, or None), whole, like :func:`full_gradients`."""
     inner = unwrap(model)
-    return _whole_tensors(inner, dict(inner.named_parameters(remove_duplicate=False)), _gradient)
+    return _whole_tensors(inner, dict(inner.named_parameters(remove_duplicate=False)), value_of)
 
 
 def save_sharded(
