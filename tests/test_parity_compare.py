@@ -389,3 +389,9 @@ def test_the_pad_token_is_in_the_padding_and_once_in_each_row(tmp_path: Path) ->
     packed = Plan(str(tmp_path), batch=3, cases=(Case("", 12, packed=(6, 4, 2)),)).micro_batches(0, 0, 50, 7)[0]
     assert (packed["position_ids"][packed["input_ids"] == 7] > 0).all()
     assert tokens_of(AutoModelForCausalLM.from_config(small.config())) == (131, 7)
+
+
+def test_scaled_rotary_embeddings_need_an_architecture_that_has_them() -> None:
+    assert SmallModel("llama", rope="longrope").config().rope_parameters["rope_type"] == "longrope"
+    with pytest.raises(CuboidError, match=r"rope goes with arch llama, .*, not with gpt2"):
+        SmallModel("gpt2", rope="yarn").config()

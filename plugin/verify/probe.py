@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from cuboid.hf.pipeline import Pipeline
-from cuboid.hf.stage_model import Staging
+from cuboid.hf.stage_model import StageModel, Staging
 from cuboid.topology import Coordinate, MeshShape
 
 #: Outputs by module, one for each call: a whole sequence's, or one segment's after the other.
@@ -70,7 +70,8 @@ def probe_dropout(model: nn.Module, run: Callable[[], Any]) -> dict[str, torch.T
     Returns:
         For each such module that ran, which elements of its output it kept, flattened.
     """
-    drops = {name: module for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
+    own = _own_modules(model, model.staging) if isinstance(model, StageModel) else model.named_modules()
+    drops = {name: module for name, module in own if isinstance(module, nn.Dropout)}
     rates = {name: module.p for name, module in drops.items()}
     kept: dict[str, torch.Tensor] = {}
 
