@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 import cuboid
 from comparing import stored
@@ -336,3 +338,55 @@ def test_deepspeeds_own_export_is_whole_and_no_pickle(pool, checkpoint, tmp_path
     assert read.keys() == expected.keys()
     assert all(torch.equal(read[name], expected[name]) for name in read)
     assert not list(tmp_path.glob("*.bin"))
+
+
+#: Names that look like weights, one of them like a shard, which no index names.
+OWN = ["model-best.safetensors", "model_backup.safetensors", "model-00001-of-00009.safetensors"]
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def save_through_every_door(path, out):
+    """The names that are there after each call of a kind, on the first rank."""
+    engine = make_engine(path, settings("1x1x2"))
+    model, rank = engine.module, torch.distributed.get_rank()
+    state = cuboid.full_state_dict(model)
+    doors = {
+        "cuboid": lambda: cuboid.save_pretrained(engine, out, max_shard_size="40KB"),
+        "model": lambda: model.save_pretrained(out),
+        "gathered": lambda: model.save_pretrained(out, max_shard_size="30KB", variant="fp16"),
+        "16 bit": lambda: engine.save_16bit_model(out),
+        "handed over": lambda: model.save_pretrained(out, state_dict=state),
+    }
+    found = {}
+    for name, door in doors.items():
+        door()
+        torch.distributed.barrier()
+        if rank == 0:
+            found[name] = sorted(os.listdir(out))
+        torch.distributed.barrier()
+    return found
+
+
+def test_every_door_leaves_the_users_files(pool, checkpoint, tmp_path):
+    for name in OWN:
+        (tmp_path / name).write_text(f"mine: {name}")
+    (tmp_path / "tokenizer.json").write_text('{"mine": 1}')
+    save_file({"x": torch.ones(1)}, tmp_path / "model.fp16.safetensors")
+    found, _ = pool.run(2, save_through_every_door, checkpoint(SMALL), str(tmp_path))
+    for names in found.values():
+        assert set(OWN) <= set(names)
+        assert ".cuboid-incomplete" not in names
+    assert all((tmp_path / name).read_text() == f"mine: {name}" for name in OWN)
+    assert (tmp_path / "tokenizer.json").read_text() == '{"mine": 1}'
+    assert INDEX in found["cuboid"]
+    assert SINGLE not in found["cuboid"]
+    assert SINGLE in found["handed over"]
+    assert INDEX not in found["handed over"]
+    # Another variant's weights are weights of their own.
+    assert INDEX in found["gathered"]
+    assert "model.safetensors.index.fp16.json" in found["gathered"]
+    assert "model.fp16.safetensors" not in found["gathered"]
+    expected = AutoModelForCausalLM.from_pretrained(checkpoint(SMALL)).state_dict()
+    for variant in (None, "fp16"):
+        read = AutoModelForCausalLM.from_pretrained(tmp_path, variant=variant).state_dict()
+        assert all(torch.equal(read[name], x) for name, x in expected.items())

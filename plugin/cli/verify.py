@@ -174,7 +174,10 @@ def _pipeline(stages: int | None, segments: int | None, partition: str | None) -
 
 @contextlib.contextmanager
 def _checkpoint(model: Path | None, small: Any) -> Iterator[str]:
-    if small is None:
+    if model is not None:
+        from cuboid.hf.model_folder import check_model_folder
+
+        check_model_folder(model)
         yield str(model)
         return
     with tempfile.TemporaryDirectory(prefix="cuboid-") as directory:
