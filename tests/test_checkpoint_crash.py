@@ -21,6 +21,7 @@ from cuboid.checkpoint.manifest import Manifest, check_contents, check_sizes
 from cuboid.errors import CheckpointError
 from cuboid.verify import SmallModel, WorkerPool
 from cuboid.verify.workers import WorkerError
+from damage import sweep
 from training import make_engine, settings, train
 
 SMALL = SmallModel("llama", heads=4, kv_heads=2, layers=2)
@@ -390,3 +391,23 @@ def test_every_door_leaves_the_users_files(pool, checkpoint, tmp_path):
     for variant in (None, "fp16"):
         read = AutoModelForCausalLM.from_pretrained(tmp_path, variant=variant).state_dict()
         assert all(torch.equal(read[name], x) for name, x in expected.items())
+
+
+# --- every reader --------------------------------------------------------------------------------------------------
+
+
+def check_sweep(pool, checkpoint, tmp_path, least, **chosen):
+    ((counts, wrong),) = pool.run(1, sweep, checkpoint(SMALL), str(tmp_path), *chosen.values(), timeout_s=3000)
+    damages = sum(count for (_, kind), count in counts.items() if kind == "damages")
+    print(f"{damages} damages:", {f"{form}: {kind}": count for (form, kind), count in sorted(counts.items())})
+    assert not wrong, wrong
+    assert damages >= least
+
+
+def test_no_reader_takes_a_sample_of_damages(pool, checkpoint, tmp_path):
+    check_sweep(pool, checkpoint, tmp_path, 20, seed=1, flips=1, share=0.12)
+
+
+@pytest.mark.slow
+def test_no_reader_takes_any_damage(pool, checkpoint, tmp_path):
+    check_sweep(pool, checkpoint, tmp_path, 400, seed=2, flips=4, share=1.0)

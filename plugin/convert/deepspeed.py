@@ -19,6 +19,8 @@ from cuboid.convert.pickles import Scattered
 from cuboid.convert.tensors import Tensors, differ
 from cuboid.errors import CheckpointError, CuboidError
 
+#: What comes of values of other kinds than DeepSpeed writes; a pickle may hold anything.
+_FORGED = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError)
 LATEST = ("latest", "latest_universal")
 
 
@@ -50,18 +52,9 @@ def open_deepspeed(
         return _open(folder, config, stack, dtype, trusted)
     except CuboidError:
         raise
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        IndexError,
-        AssertionError,
-        OverflowError,
-        RuntimeError,
-    ) as e:
-        # What is in a pickle may be anything.
-        raise CheckpointError(f"{folder}: holds what DeepSpeed doesn't write: {type(e).__name__}: {e}") from e
+    except (*_FORGED, AssertionError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{folder}: holds what DeepSpeed doesn't write: {reason}") from error
 
 
 def _open(folder: Path, config: Path, stack: ExitStack, dtype: torch.dtype | None, trusted: bool) -> Tensors:

@@ -26,11 +26,6 @@ def weights_in(folder: Path) -> str | None:
     return next((name for name in names if (folder / name).is_file()), None)
 
 
-def is_weights(name: str) -> bool:
-    """Whether a file of a folder holds weights, or is a list of such files."""
-    return name.endswith((".safetensors", f".safetensors{INDEX_SUFFIX}"))
-
-
 def open_weights(folder: Path, stack: ExitStack, *, trusted: bool) -> Tensors:
     """The weights of a folder of which :func:`weights_in` knows some.
 

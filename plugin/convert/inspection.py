@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from cuboid.checkpoint.document import check_document
 from cuboid.checkpoint.index import SINGLE
 from cuboid.checkpoint.manifest import FileRecord, Manifest, check_contents, check_sizes, not_understood
 from cuboid.checkpoint.state import STATE, read_state
@@ -90,10 +91,13 @@ def inspect_checkpoint(found: Found, *, verify: bool) -> Inspection:
             _add_tensors(inspection, found.folder, entry.name)
     if found.kind is Kind.CUBOID:
         _check_manifest(inspection, found.folder, verify)
+        _check_index(inspection, found.folder)
     elif found.kind is Kind.RANKS:
         _check_ranks(inspection, found.folder, verify)
     elif found.kind is Kind.HUGGING_FACE:
         _check_index(inspection, found.folder)
+    if found.kind is not Kind.DEEPSPEED and has_config(found.folder):
+        inspection.faults += _faults(lambda: check_model_folder(found.folder, weights=False))
     return inspection
 
 
@@ -125,7 +129,9 @@ class _Told(BaseModel):
 def _add_state(inspection: Inspection, folder: Path, manifest: Manifest) -> None:
     """What ``state.json`` tells, if it is what was written."""
     try:
-        told = _Told.model_validate(read_state(folder, manifest))
+        document = read_state(folder, manifest)
+        check_document(document, folder)
+        told = _Told.model_validate(document)
     except ValidationError as error:
         inspection.faults.append(str(not_understood(folder / STATE, error)))
         return
@@ -187,8 +193,6 @@ def _check_index(inspection: Inspection, folder: Path) -> None:
     if found is not None and found.startswith(SINGLE):
         with ExitStack() as stack:
             inspection.faults += _faults(lambda: open_weights(folder, stack, trusted=False))
-    if has_config(folder):
-        inspection.faults += _faults(lambda: check_model_folder(folder, weights=False))
 
 
 def _add_records(inspection: Inspection, records: Mapping[str, FileRecord]) -> None:

@@ -13,12 +13,12 @@ import torch
 from cuboid.checkpoint.folder import INCOMPLETE, resolve
 from cuboid.checkpoint.manifest import MANIFEST, Manifest, check_contents, check_sizes
 from cuboid.convert.deepspeed import open_deepspeed, tag_folder
-from cuboid.convert.hugging_face import is_weights, open_weights, weights_in
+from cuboid.convert.hugging_face import open_weights, weights_in
 from cuboid.convert.rank_source import Checking, open_rank_files
 from cuboid.convert.target import CONFIG
 from cuboid.convert.tensors import Tensors
 from cuboid.errors import CheckpointError
-from cuboid.hf.model_folder import check_model_folder, model_files, read_config
+from cuboid.hf.model_folder import check_model_folder, is_weights, model_files, read_config
 from cuboid.hf.rank_folder import SHARDS
 
 
@@ -125,9 +125,7 @@ def open_source(
     checked = [_check_companions(companions, found)]
     if found.kind is Kind.DEEPSPEED:
         tensors = open_deepspeed(found.folder, companions, stack, dtype=dtype, trusted=trusted)
-        checked.insert(
-            0, "DeepSpeed records no checksums, but its files have those of their format, which were compared"
-        )
+        checked.insert(0, "DeepSpeed records no checksums; those of torch.save in its files were compared")
     elif found.kind is Kind.RANKS:
         tensors = open_rank_files(found.folder, stack, checking)
         checked.insert(0, f"all files were compared with their checksums in {SHARDS}")
@@ -170,7 +168,8 @@ def _check_companions(companions: Path, found: Found) -> str:
     if recorded:
         manifest = Manifest.read(companions)
         check_contents(companions, manifest, [name for name in model_files(manifest) if not is_weights(name)])
-    return f"the files beside the weights are {companions}'s, {'as its manifest says' if recorded else 'without checksums'}"
+    how = f"compared with {MANIFEST} there" if recorded else "without checksums"
+    return f"the files beside the weights are those of {companions}, {how}"
 
 
 def _companions(found: Found, path: Path, model: Path | None) -> Path:

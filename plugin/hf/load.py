@@ -158,6 +158,7 @@ class _Loading:
     _cuboid_plan: _Plan | None
     # Of the architecture's class, which is mixed in.
     named_parameters: Any
+    config: Any
     all_tied_weights_keys: Any
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

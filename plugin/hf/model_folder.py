@@ -211,10 +211,12 @@ def weights_bytes(folder: Path, dtype: torch.dtype) -> int:
     return sum(math.prod(spec.shape) * dtype.itemsize for specs in _tensors_in(folder) for spec in specs.values())
 
 
-def verify_model_folder(folder: Path) -> None:
+def verify_model_folder(folder: Path, *, weights: bool = True) -> None:
     """Compare what a model is made of with the checksums in the folder's manifest, if it has one.
 
-    The ranks of a process group take a share of the files each.
+    Args:
+        folder: of a Hugging Face checkpoint, perhaps of one of ours.
+        weights: whether they are read too; the ranks of a process group then take a share of the files each.
 
     Raises:
         CheckpointError: on a rank that finds a file missing, damaged or edited; names it.
@@ -223,8 +225,8 @@ def verify_model_folder(folder: Path) -> None:
         return
     manifest = Manifest.read(folder)
     check_sizes(folder, manifest)
-    names = model_files(manifest)
-    if dist.is_available() and dist.is_initialized():
+    names = [name for name in model_files(manifest) if weights or not is_weights(name)]
+    if weights and dist.is_available() and dist.is_initialized():
         readers = assign([manifest.files[name].bytes for name in names], range(current_world_size()))
         names = [name for name, reader in zip(names, readers, strict=True) if reader == current_rank()]
     try:
@@ -234,6 +236,11 @@ def verify_model_folder(folder: Path) -> None:
             f'{error}. Take another checkpoint; or, if it was edited on purpose, load it with "checkpoint": '
             '{"verify": false} in the config'
         ) from None
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file of a folder holds weights, or is a list of such files."""
+    return name.endswith((".safetensors", f".safetensors{INDEX_SUFFIX}"))
 
 
 def model_files(manifest: Manifest) -> list[str]:

@@ -74,14 +74,14 @@ class RankTensor(_Record):
     @model_validator(mode="after")
     def _dims_agree(self) -> Self:
         cut = self.layout
-        if cut is not None and not len(self.shape) == len(cut.split) == len(cut.parts):
+        if cut is None:
+            return self
+        if not len(self.shape) == len(cut.split) == len(cut.parts):
             raise ValueError("its layout has another number of dims than its shape")
-        if cut is not None and not all(
-            1 <= parts <= max(size, 1) for size, parts in zip(self.shape, cut.parts, strict=True)
-        ):
+        if not all(1 <= parts <= max(size, 1) for size, parts in zip(self.shape, cut.parts, strict=True)):
             raise ValueError("its layout has more parts than elements")
-        # Whose own rules are assertions.
-        assert self.whole_layout is not None or cut is None
+        # Whose own rules are assertions, which count here.
+        Layout(self.shape, cut.split, cut.parts, cut.ragged)
         return self
 
     @property

@@ -14,7 +14,14 @@ from transformers import AutoTokenizer
 from cuboid import CheckpointError, CuboidError, load_config
 from cuboid.checkpoint.files import check_output
 from cuboid.hf.companions import TOKENIZER_FILES
-from cuboid.hf.model_folder import CONFIG, as_damage_of, check_model_folder, model_config, weights_bytes
+from cuboid.hf.model_folder import (
+    CONFIG,
+    as_damage_of,
+    check_model_folder,
+    model_config,
+    verify_model_folder,
+    weights_bytes,
+)
 from cuboid.train.resume import Resumed, find_run, refuse_other_run
 from cuboid.train.settings import (
     at_least,
@@ -169,6 +176,7 @@ def load_tokenizer(model: Path) -> Any:
         CheckpointError: no such folder, no model in it, or no tokenizer.
     """
     check_model_folder(model, weights=False)
+    verify_model_folder(model, weights=False)
     with as_damage_of(_tokenizer_file(model)):
         return AutoTokenizer.from_pretrained(model)
 
