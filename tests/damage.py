@@ -385,7 +385,7 @@ def is_tellable(damage, reader, recorded):
     if damage.sealed:
         # Nobody makes a model of what is only copied or shown.
         return not (damage.name == CONFIG and damage.kind in CONFIGS and reader not in ("load", "resume"))
-    return recorded or not damage.kind.startswith(("flip", "lengthened", "cut to 0.999"))
+    return recorded or not damage.kind.startswith(("flip", "lengthened", "cut to 0.999", "missing"))
 
 
 def sweep(path, root, seed, flips, share):

@@ -217,6 +217,26 @@ def test_a_damaged_state_is_refused_by_name(tmp_path):
             read_state(tmp_path)
 
 
+@pytest.mark.parametrize("forged", ["|O", "O", "|V8", "O,i8", "(4)i8", "<i8\0", "i8", "<U", 8, None])
+def test_bytes_are_never_taken_for_anything_but_numbers_times_and_texts(tmp_path, forged):
+    write_state(tmp_path, {"x": np.arange(4)})
+    document = json.loads((tmp_path / STATE).read_text())
+    document["x"]["$array"]["dtype"] = forged
+    (tmp_path / STATE).write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=r"state\.json: can't be understood"):
+        read_state(tmp_path)
+
+
+def test_nothing_is_decoded_before_its_checksum_was_compared(tmp_path):
+    write_state(tmp_path, {"x": np.arange(4)})
+    manifest = Manifest(step=0, files=records(tmp_path))
+    (tmp_path / STATE).write_text((tmp_path / STATE).read_text().replace("<i8", "|O "))
+    with pytest.raises(CheckpointError, match=r"state\.json: its sha256 isn't the one in manifest\.json"):
+        read_checked(tmp_path, manifest)
+    with pytest.raises(CheckpointError, match="the checkpoint has none by its list of files"):
+        read_checked(tmp_path, Manifest(step=0, files={}))
+
+
 def draw():
     return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
 

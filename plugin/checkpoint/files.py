@@ -80,8 +80,9 @@ def check_output(folder: Path, needed_bytes: int = 0) -> None:
             probe.flush()
             os.fsync(probe.fileno())
         free = shutil.disk_usage(folder).free
-    except (FileExistsError, NotADirectoryError) as error:
-        raise CheckpointError(f"{folder}: can't be written: {error.filename} is a file, not a folder") from None
+    except (FileExistsError, NotADirectoryError):
+        place = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), folder)
+        raise CheckpointError(f"{folder}: can't be written: {place} is a file, not a folder") from None
     except OSError as error:
         raise CheckpointError(f"{folder}: can't be written: {error.strerror}") from None
     if free < needed_bytes:

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cuboid.checkpoint.files import is_too_deep, read_json
-from cuboid.checkpoint.manifest import Manifest, check_contents
+from cuboid.checkpoint.manifest import MANIFEST, Manifest, check_contents
 from cuboid.checkpoint.tensor_file import TensorFile, TensorFileWriter, bytes_of
 from cuboid.checkpoint.tensor_header import TensorSpec, check_sizes
 from cuboid.errors import CheckpointError
@@ -85,6 +85,20 @@ def write_state(folder: Path, document: Mapping[str, Any]) -> None:
         out.write(text)
         out.flush()
         os.fsync(out.fileno())
+
+
+def refuse_lost_manifest(folder: Path) -> None:
+    """Don't take what is left of a checkpoint for a plain model, of which nothing could be compared.
+
+    Raises:
+        CheckpointError: a folder has the state of a training, but no manifest.
+    """
+    training = (folder / TENSORS).is_file() or (folder / "optimizer").is_dir()
+    if training and (folder / STATE).is_file() and not (folder / MANIFEST).is_file():
+        raise CheckpointError(
+            f"{folder}: has the state of a training, but no {MANIFEST}: a file was lost, or it was never complete. To "
+            f"take it for a model alone, whose values can't be compared with checksums, remove {STATE}"
+        )
 
 
 def read_state(folder: Path, manifest: Manifest) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 
 from cuboid.checkpoint.folder import INCOMPLETE, resolve
 from cuboid.checkpoint.manifest import MANIFEST, Manifest, check_contents, check_sizes
+from cuboid.checkpoint.state import refuse_lost_manifest
 from cuboid.convert.deepspeed import open_deepspeed, tag_folder
 from cuboid.convert.hugging_face import open_weights, weights_in
 from cuboid.convert.rank_source import Checking, open_rank_files
@@ -65,6 +66,7 @@ def find_checkpoint(path: Path) -> Found:
         return Found(Kind.RANKS, path)
     if (path / MANIFEST).is_file():
         return Found(Kind.CUBOID, path)
+    refuse_lost_manifest(path)
     if path.name.endswith(INCOMPLETE):
         raise CheckpointError(f"{path}: is what is left of a checkpoint that was never finished")
     if weights_in(path) is not None:

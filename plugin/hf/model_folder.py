@@ -21,7 +21,7 @@ from cuboid.checkpoint.contents import OPTIMIZER
 from cuboid.checkpoint.files import open_regular, read_object
 from cuboid.checkpoint.index import INDEX_SUFFIX, SINGLE, read_index
 from cuboid.checkpoint.manifest import MANIFEST, Manifest, check_contents, check_sizes
-from cuboid.checkpoint.state import STATE, TENSORS
+from cuboid.checkpoint.state import STATE, TENSORS, refuse_lost_manifest
 from cuboid.checkpoint.supply import assign
 from cuboid.checkpoint.tensor_file import TensorFile
 from cuboid.checkpoint.tensor_header import TensorSpec
@@ -221,6 +221,7 @@ def verify_model_folder(folder: Path, *, weights: bool = True) -> None:
     Raises:
         CheckpointError: on a rank that finds a file missing, damaged or edited; names it.
     """
+    refuse_lost_manifest(folder)
     if not os.path.lexists(folder / MANIFEST):
         return
     manifest = Manifest.read(folder)
