@@ -74,7 +74,7 @@ train: install ## Train: MODEL=… DATA=… CONFIG=… STEPS=… NAME=… RANKS=
 		$(BIN)/deepspeed --quiet --num_accelerators $(RANKS) --master_port "$$($(FREE_PORT))" --module cuboid.cli train \
 		--model "$(or $(MODEL),$(RUN)/start)" --data "$(RUN)/tokens" --config "$(CONFIG)" --out "$(RUN)" \
 		--sequence-length $(SEQUENCE) $(if $(STEPS),--steps $(STEPS)) $(if $(SAVE_EVERY),--save-every $(SAVE_EVERY)) \
-		$(if $(KEEP_LAST),--keep-last $(KEEP_LAST)) $(if $(RESUME),--resume)
+		$(if $(KEEP_LAST),--keep-last $(KEEP_LAST)) $(if $(RESUME),$(if $(filter 1 yes true,$(RESUME)),--resume,--resume-from "$(RESUME)"))
 	@$(BIN)/python docs/examples/evaluate.py "$(RUN)"
 
 colossalai: $(VENV)/colossalai ## The same under ColossalAI's Booster, on 4 ranks: MODEL=… TEXT=… CONFIG=… RANKS=…

@@ -14,6 +14,7 @@ from cuboid.hf.api import active_config
 from cuboid.hf.attention import IMPLEMENTATIONS, attention_twin, mask_twin
 from cuboid.hf.load import is_loading_class, load_sharded
 from cuboid.hf.model import ShardedModel
+from cuboid.hf.model_folder import CONFIG, as_damage_of, folder_of, has_config, read_config
 from cuboid.patches.base import Patch, Registration
 
 
@@ -24,6 +25,20 @@ def _from_pretrained(original: Any) -> Any:
         if active is None or is_loading_class(cls):
             return original.__func__(cls, *args, **kwargs)
         return load_sharded(cls, original.__func__, active, args, kwargs)
+
+    return classmethod(from_pretrained)
+
+
+def _config_from_pretrained(original: Any) -> Any:
+    @functools.wraps(original.__func__)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        folder = folder_of(args, kwargs)
+        if folder is None or not has_config(folder) or (active_config() or _config_kept_alive()) is None:
+            return original.__func__(cls, *args, **kwargs)
+        # Before a config of a billion layers lists their kinds.
+        read_config(folder / CONFIG)
+        with as_damage_of(folder / CONFIG):
+            return original.__func__(cls, *args, **kwargs)
 
     return classmethod(from_pretrained)
 
@@ -60,6 +75,14 @@ PATCHES: list[Patch | Registration] = [
         reason="read only this rank's slices when a config of ours is active",
         parameters=("pretrained_model_name_or_path", "config", "kwargs"),
         replace=_from_pretrained,
+    ),
+    Patch(
+        target="transformers.models.auto.configuration_auto:AutoConfig.from_pretrained",
+        package="transformers",
+        versions=">=5.23,<5.24",
+        reason="tell a damaged config.json by its name, in bounded time, when a config of ours is active",
+        parameters=("pretrained_model_name_or_path", "kwargs"),
+        replace=_config_from_pretrained,
     ),
     Patch(
         target="transformers.trainer:Trainer.save_model",

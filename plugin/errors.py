@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Self
 
 
@@ -35,3 +36,15 @@ class UnsupportedModelError(CuboidError):
 
 class CheckpointError(CuboidError):
     """A checkpoint lacks a tensor, or holds one that doesn't fit."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint isn't what was written.
+
+    Attributes:
+        whole: the newest one beside it that is; None where there is none.
+    """
+
+    def __init__(self, message: str, whole: Path | None) -> None:
+        super().__init__(message)
+        self.whole = whole

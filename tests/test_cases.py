@@ -73,7 +73,9 @@ def test_cases_cross_every_threshold_and_no_end(config: PretrainedConfig, choose
 def test_masks_and_positions_of_a_case() -> None:
     mask = Case("", 8, "rows").attention_mask(5)
     assert mask is not None
-    assert mask.tolist() == [[1] * 8, [1] * 6 + [0] * 2, [0] * 2 + [1] * 6, [1] * 8, [1] * 8]
+    assert mask.tolist() == [[0] * 2 + [1] * 6, [1] * 6 + [0] * 2, [1] * 8, [1] * 8, [0] * 2 + [1] * 6]
+    assert Case("", 8, "rows").row_kinds(2, first=3) == ["without labels", "left"]
+    assert "left" not in Case("", 8, "right rows").row_kinds(6)
     assert Case("", 8).attention_mask(2) is Case("", 8).position_ids(2) is None
     packed = Case("", 6, packed=(3, 2, 1)).position_ids(2)
     assert packed is not None

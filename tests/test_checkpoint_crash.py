@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 import cuboid
 from comparing import stored
@@ -19,6 +21,7 @@ from cuboid.checkpoint.manifest import Manifest, check_contents, check_sizes
 from cuboid.errors import CheckpointError
 from cuboid.verify import SmallModel, WorkerPool
 from cuboid.verify.workers import WorkerError
+from damage import sweep
 from training import make_engine, settings, train
 
 SMALL = SmallModel("llama", heads=4, kv_heads=2, layers=2)
@@ -336,3 +339,77 @@ def test_deepspeeds_own_export_is_whole_and_no_pickle(pool, checkpoint, tmp_path
     assert read.keys() == expected.keys()
     assert all(torch.equal(read[name], expected[name]) for name in read)
     assert not list(tmp_path.glob("*.bin"))
+
+
+#: Names that look like weights, one of them like a shard, which no index names.
+OWN = ["model-best.safetensors", "model_backup.safetensors", "model-00001-of-00009.safetensors"]
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def save_through_every_door(path, out):
+    """The names that are there after each call of a kind, on the first rank."""
+    engine = make_engine(path, settings("1x1x2"))
+    model, rank = engine.module, torch.distributed.get_rank()
+    state = cuboid.full_state_dict(model)
+    doors = {
+        "cuboid": lambda: cuboid.save_pretrained(engine, out, max_shard_size="40KB"),
+        "model": lambda: model.save_pretrained(out),
+        "gathered": lambda: model.save_pretrained(out, max_shard_size="30KB", variant="fp16"),
+        "16 bit": lambda: engine.save_16bit_model(out),
+        "handed over": lambda: model.save_pretrained(out, state_dict=state),
+    }
+    found = {}
+    for name, door in doors.items():
+        door()
+        torch.distributed.barrier()
+        if rank == 0:
+            found[name] = sorted(os.listdir(out))
+        torch.distributed.barrier()
+    return found
+
+
+def test_every_door_leaves_the_users_files(pool, checkpoint, tmp_path):
+    for name in OWN:
+        (tmp_path / name).write_text(f"mine: {name}")
+    (tmp_path / "tokenizer.json").write_text('{"mine": 1}')
+    save_file({"x": torch.ones(1)}, tmp_path / "model.fp16.safetensors")
+    found, _ = pool.run(2, save_through_every_door, checkpoint(SMALL), str(tmp_path))
+    for names in found.values():
+        assert set(OWN) <= set(names)
+        assert ".cuboid-incomplete" not in names
+    assert all((tmp_path / name).read_text() == f"mine: {name}" for name in OWN)
+    assert (tmp_path / "tokenizer.json").read_text() == '{"mine": 1}'
+    assert INDEX in found["cuboid"]
+    assert SINGLE not in found["cuboid"]
+    assert SINGLE in found["handed over"]
+    assert INDEX not in found["handed over"]
+    # Another variant's weights are weights of their own.
+    assert INDEX in found["gathered"]
+    assert "model.safetensors.index.fp16.json" in found["gathered"]
+    assert "model.fp16.safetensors" not in found["gathered"]
+    expected = AutoModelForCausalLM.from_pretrained(checkpoint(SMALL)).state_dict()
+    for variant in (None, "fp16"):
+        read = AutoModelForCausalLM.from_pretrained(tmp_path, variant=variant).state_dict()
+        assert all(torch.equal(read[name], x) for name, x in expected.items())
+
+
+# --- every reader --------------------------------------------------------------------------------------------------
+
+
+def check_sweep(checkpoint, tmp_path, least, **chosen):
+    # In a process of its own, which dies alone of what crashes a reader; DeepSpeed wants a fresh one for another world.
+    with WorkerPool(1) as pool:
+        ((counts, wrong),) = pool.run(1, sweep, checkpoint(SMALL), str(tmp_path), *chosen.values(), timeout_s=3000)
+    damages = sum(count for (_, kind), count in counts.items() if kind == "damages")
+    print(f"{damages} damages:", {f"{form}: {kind}": count for (form, kind), count in sorted(counts.items())})
+    assert not wrong, wrong
+    assert damages >= least
+
+
+def test_no_reader_takes_a_sample_of_damages(checkpoint, tmp_path):
+    check_sweep(checkpoint, tmp_path, 20, seed=1, flips=1, share=0.12)
+
+
+@pytest.mark.slow
+def test_no_reader_takes_any_damage(checkpoint, tmp_path):
+    check_sweep(checkpoint, tmp_path, 400, seed=2, flips=4, share=1.0)

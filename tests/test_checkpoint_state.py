@@ -17,9 +17,21 @@ from torch import nn
 
 from cuboid import CheckpointError
 from cuboid.checkpoint.lineage import Ancestor, first_ancestors, lineage_behind, new_identity
-from cuboid.checkpoint.manifest import Manifest
+from cuboid.checkpoint.manifest import Manifest, record_of
 from cuboid.checkpoint.random_state import capture, restore
-from cuboid.checkpoint.state import STATE, TENSORS, read_state, write_state
+from cuboid.checkpoint.state import STATE, TENSORS, write_state
+from cuboid.checkpoint.state import read_state as read_checked
+
+
+def read_state(folder):
+    """Read a document as it is, with a manifest that says so."""
+    return read_checked(folder, Manifest(step=0, files=records(folder)))
+
+
+def records(folder):
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): record_of(path) for path in files}
+
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -205,6 +217,26 @@ def test_a_damaged_state_is_refused_by_name(tmp_path):
             read_state(tmp_path)
 
 
+@pytest.mark.parametrize("forged", ["|O", "O", "|V8", "O,i8", "(4)i8", "<i8\0", "i8", "<U", 8, None])
+def test_bytes_are_never_taken_for_anything_but_numbers_times_and_texts(tmp_path, forged):
+    write_state(tmp_path, {"x": np.arange(4)})
+    document = json.loads((tmp_path / STATE).read_text())
+    document["x"]["$array"]["dtype"] = forged
+    (tmp_path / STATE).write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=r"state\.json: can't be understood"):
+        read_state(tmp_path)
+
+
+def test_nothing_is_decoded_before_its_checksum_was_compared(tmp_path):
+    write_state(tmp_path, {"x": np.arange(4)})
+    manifest = Manifest(step=0, files=records(tmp_path))
+    (tmp_path / STATE).write_text((tmp_path / STATE).read_text().replace("<i8", "|O "))
+    with pytest.raises(CheckpointError, match=r"state\.json: its sha256 isn't the one in manifest\.json"):
+        read_checked(tmp_path, manifest)
+    with pytest.raises(CheckpointError, match="the checkpoint has none by its list of files"):
+        read_checked(tmp_path, Manifest(step=0, files={}))
+
+
 def draw():
     return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
 
@@ -266,7 +298,7 @@ def test_a_lineage_grows_by_one_checkpoint_at_a_time(tmp_path):
         document = describe(step, chain, data_fingerprint="f")
         write_state(folder, document)
         assert first_ancestors(str(folder)) == [Ancestor(path=str(folder))]  # not complete yet
-        Manifest(step=step, files={}).write(folder)
+        Manifest(step=step, files=records(folder)).write(folder)
         chain = first_ancestors(str(folder))
         assert chain == lineage_behind(folder, read_state(folder))
     assert [ancestor.step for ancestor in chain] == [None, 3, 7]

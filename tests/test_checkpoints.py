@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import cuboid
 from comparing import stored
+from cuboid.checkpoint.manifest import Manifest
 from cuboid.checkpoint.state import read_state
 from cuboid.verify import SmallModel, WorkerPool
 from training import NO_DROPOUT, make_engine, ranks_of, settings, train
@@ -322,7 +323,7 @@ def test_lineage_tells_the_way_from_the_first_weights(pool, checkpoint, tmp_path
     path, first, second = checkpoint(LLAMA), tmp_path / "first", tmp_path / "second"
     pool.run(2, train_and_save, path, settings("1x2x1"), str(first), {}, 0)
     pool.run(4, resume_and_save, path, settings("1x2x2"), str(first), str(second))
-    documents = [read_state(folder / tag) for folder, tag in ((first, "global_step3"), (second, "on"))]
+    documents = [read_state(path, Manifest.read(path)) for path in (first / "global_step3", second / "on")]
     assert [ancestor["path"] for ancestor in documents[0]["lineage"]] == [path]
     root, parent = documents[1]["lineage"]
     assert root == documents[0]["lineage"][0]
@@ -331,7 +332,8 @@ def test_lineage_tells_the_way_from_the_first_weights(pool, checkpoint, tmp_path
     assert documents[1]["layout"]["mesh"] == {"batch": 1, "sequence": 2, "hidden": 2}
     # A model that is loaded from a checkpoint descends from it too.
     pool.run(2, train_and_save, str(first / "global_step3"), settings("1x2x1"), str(tmp_path / "third"), {}, 0)
-    third = read_state(tmp_path / "third" / "global_step3")["lineage"]
+    last = tmp_path / "third" / "global_step3"
+    third = read_state(last, Manifest.read(last))["lineage"]
     assert [ancestor["id"] for ancestor in third] == [None, documents[0]["id"]]
 
 

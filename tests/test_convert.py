@@ -124,14 +124,14 @@ def test_everything_beside_the_weights_goes_along_and_the_rest_is_named(checkpoi
         "LICENSE",
     ]
     for name in kept:
-        (source / name).write_text(f"text of {name}")
+        (source / name).write_text(f'{{"text": "of {name}"}}')
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
     (source / "optimizer.pt").write_bytes(b"x")
     (source / "runs").mkdir()
     (source / "runs" / "events").write_text("x")
     said = run(source, tmp_path / "copy", dtype=torch.bfloat16)
-    assert all((tmp_path / "copy" / name).read_text() == f"text of {name}" for name in kept)
+    assert all((tmp_path / "copy" / name).read_text() == f'{{"text": "of {name}"}}' for name in kept)
     assert (tmp_path / "copy" / "additional_chat_templates" / "tools.jinja").read_text() == "{{ tools }}"
     assert json.loads((tmp_path / "copy" / "generation_config.json").read_text())
     assert "left out: optimizer.pt, runs/" in said
@@ -186,9 +186,12 @@ def test_pickles_that_cannot_be_streamed_are_refused_with_the_reason(checkpoint,
     torch.save({"a": torch.ones(6)}, file, _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match=r"format before torch 1\.6"):
         run(tmp_path / "old", tmp_path / "new", trust_pickle=True)
-    file.write_bytes(file.read_bytes()[:-40])
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: is no whole file"):
-        run(tmp_path / "old", tmp_path / "new", trust_pickle=True)
+    torch.save({"a": torch.ones(6)}, file)
+    whole = file.read_bytes()
+    for damaged in (whole[:-40], whole.replace(torch.ones(6).numpy().tobytes(), torch.zeros(6).numpy().tobytes())):
+        file.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: is no whole file"):
+            run(tmp_path / "old", tmp_path / "new", trust_pickle=True)
 
 
 # --- what is damaged or unknown ----------------------------------------------------------------------------------

@@ -8,14 +8,18 @@ import pytest
 import torch
 from rich.console import Console
 from torch.nn import functional
+from transformers import AutoModelForCausalLM
 
 from cuboid import CuboidError, MeshShape
+from cuboid.hf.cases import Case
 from cuboid.hf.certification.float64 import KeepFloat64, precision
 from cuboid.topology import Topology
-from cuboid.verify import PassReport, Plan, Report
-from cuboid.verify.compare import Check, compare, first_difference, relative_error
+from cuboid.verify import PassReport, Plan, Report, SmallModel
+from cuboid.verify.compare import ALL, Check, compare, first_difference, relative_error
+from cuboid.verify.noise import compare_noisy
+from cuboid.verify.plan import tokens_of
 from cuboid.verify.probe import assemble
-from cuboid.verify.run import default_tolerance, engine_config_of, engine_plan_of
+from cuboid.verify.run import complete, default_tolerance, engine_config_of, engine_plan_of
 from cuboid.verify.training import Outcome
 
 
@@ -33,7 +37,7 @@ def outcome(**changes: torch.Tensor | float) -> Outcome:
         norms=[float(changes.get("norm", 3.0))],
         activations={name: value(f"{name}_output", torch.ones(1, 4, 2)) for name in layers},
         logits={"logits": value("logits", torch.ones(1, 4, 5))},
-        gradients={name: value(f"{name}_gradient", torch.ones(3)) for name in layers},
+        gradients=[{name: value(f"{name}_gradient", torch.ones(3)) for name in layers}],
         weights={name: value(f"{name}_weight", torch.ones(3)) for name in layers},
     )
 
@@ -89,14 +93,14 @@ def test_each_kind_is_compared(changes: dict[str, torch.Tensor | float], found: 
 
 def test_missing_and_surplus_tensors_are_wrong() -> None:
     other = outcome()
-    other.gradients["surplus"] = other.gradients.pop("second")
+    other.gradients[0]["surplus"] = other.gradients[0].pop("second")
     failed = [check for check in compare(outcome(), other, 1e-9) if not check.passed]
     assert [(check.name, check.error) for check in failed] == [("second", math.inf), ("surplus", math.inf)]
 
 
 def test_a_side_that_lost_its_gradients_is_wrong() -> None:
     other = outcome()
-    other.gradients = {}
+    other.gradients = []
     assert not all(check.passed for check in compare(outcome(), other, 1e-9))
 
 
@@ -192,18 +196,18 @@ def test_parts_of_the_residual_stream_are_put_together() -> None:
 def test_every_kind_of_row_comes_up() -> None:
     batch = Plan("nowhere", batch=4, sequence_length=16).micro_batches(0, 0, 50)[0]
     mask, labels = batch["attention_mask"], batch["labels"]
-    assert mask.sum(1).tolist() == [16, 12, 12, 16]
+    assert mask.sum(1).tolist() == [12, 12, 16, 16]
+    assert mask[0, 0] == 0
     assert mask[1, -1] == 0
-    assert mask[2, 0] == 0
     assert (labels[3] == -100).all()
     assert (labels[mask == 0] == -100).all()
-    assert (labels[0] == -100).any()
-    assert (labels[0] != -100).any()
+    assert (labels[2] == -100).any()
+    assert (labels[2] != -100).any()
 
 
 def test_padding_stays_on_the_right_where_it_must() -> None:
     mask = Plan("nowhere", batch=4, sequence_length=16, left_padding=False).micro_batches(0, 0, 50)[0]["attention_mask"]
-    assert mask.sum(1).tolist() == [16, 12, 12, 16]
+    assert mask.sum(1).tolist() == [12, 16, 16, 12]
     assert mask[:, 0].all()
 
 
@@ -284,3 +288,110 @@ def test_tolerances_follow_the_precision() -> None:
     assert default_tolerance(Plan("nowhere")) == 1e-9
     assert default_tolerance(Plan("nowhere", keep_float64=False)) == 1e-6
     assert default_tolerance(Plan("nowhere", dtype="float32")) == 1e-5
+
+
+# --- half precision ----------------------------------------------------------------------------------------------
+
+
+def noisy(seed: int, noise: float = 0.01, factor: float = 1.0, changed: tuple[str, ...] = ("a", "b", "c")) -> Outcome:
+    """Gradients of three parameters with rounding's noise, some of them too long."""
+    exact = torch.Generator().manual_seed(0)
+    chance = torch.Generator().manual_seed(seed)
+    gradients = {}
+    for name, size in (("a", (64, 32)), ("b", (64,)), ("c", (8,))):
+        true = torch.randn(size, generator=exact)
+        rounded = true * (1 + noise * torch.randn(size, generator=chance))
+        gradients[name] = rounded * (factor if name in changed else 1.0)
+    return Outcome(losses=[2.0 * (1 + noise / 50)], norms=[3.0], gradients=[gradients])
+
+
+def failing(other: Outcome, plain: Outcome | None = None) -> set[tuple[str, str]]:
+    checks = compare_noisy(noisy(0, 0.0), plain or noisy(1), other, kinds=("loss", "norm", "gradient"))
+    return {(check.kind, check.name) for check in checks if not check.passed}
+
+
+@pytest.mark.parametrize("seed", range(2, 12))
+def test_rounding_is_as_far_away_as_other_rounding(seed: int) -> None:
+    assert failing(noisy(seed)) == set()
+
+
+@pytest.mark.parametrize("factor", [1.02, 0.98])
+def test_a_factor_smaller_than_the_noise_is_found(factor: float) -> None:
+    assert {("scale", ALL), ("scale", "a"), ("scale", "b")} <= failing(noisy(2, 0.02, factor), noisy(1, 0.02))
+    # In one tensor alone it is that tensor's, and no other's.
+    assert ("scale", "b") in failing(noisy(2, 0.01, factor, ("b",)))
+    assert not {name for _, name in failing(noisy(2, 0.01, factor, ("b",)))} & {"a", "c"}
+
+
+def test_more_noise_than_plain_half_precision_has_is_found() -> None:
+    assert {("gradient", name) for name in "abc"} <= failing(noisy(2, 0.1))
+
+
+def test_losses_and_norms_in_half_precision() -> None:
+    other = noisy(2)
+    other.losses, other.norms = [2.02], [3.06]
+    assert failing(other) == {("loss", "step 1"), ("norm", "step 1")}
+    other.losses, other.norms = [math.nan], [math.inf]
+    assert failing(other) == {("loss", "step 1"), ("norm", "step 1")}
+
+
+@pytest.mark.parametrize("broken", ["ours", "plain"])
+@pytest.mark.parametrize("value", [None, torch.full((64,), math.nan), torch.ones(3)])
+def test_without_numbers_there_is_nothing_to_pass_by(value: torch.Tensor | None, broken: str) -> None:
+    ours, plain = noisy(2), noisy(1)
+    gradients = (ours if broken == "ours" else plain).gradients[0]
+    gradients.pop("b")
+    if value is not None:
+        gradients["b"] = value
+    assert ("gradient", "b") in failing(ours, plain)
+
+
+def test_surplus_tensors_are_wrong_in_half_precision_too() -> None:
+    other = noisy(2)
+    other.gradients[0]["more"] = torch.ones(2)
+    assert ("gradient", "more") in failing(other)
+
+
+# --- what a plan is by default -----------------------------------------------------------------------------------
+
+
+def test_by_default_micro_batches_cross_what_the_model_has(tmp_path: Path) -> None:
+    SmallModel("mistral", sliding_window=64, rope="dynamic").write(tmp_path)
+    plan = complete(Plan(str(tmp_path), batch=4, accumulate=2), None)
+    config = plan.model_config()
+    assert config.sliding_window < config.max_position_embeddings < plan.longest == 31
+    lengths = [[x["input_ids"].shape[1] for x in plan.micro_batches(step, 0, 50)] for step in range(2)]
+    assert lengths[0][0] == 31
+    assert lengths[1][1] < config.sliding_window
+    assert plan.chunk_bytes(0, 50, 1) == 4 * 4 * 3 * 50
+    assert plan.chunk_bytes(1, 50, 1) is None
+    given = complete(Plan(str(tmp_path), sequence_length=64), None)
+    assert (given.cases, given.model_config().sliding_window) == (None, 64)
+
+
+def test_positions_go_to_the_end_of_a_table_and_no_further(tmp_path: Path) -> None:
+    SmallModel("gpt2", positions=40).write(tmp_path)
+    plan = complete(Plan(str(tmp_path), accumulate=2), None)
+    positions = [batch["position_ids"] for batch in plan.micro_batches(0, 0, 50) if "position_ids" in batch]
+    assert [int(each.max()) for each in positions] == [39]
+    with pytest.raises(CuboidError, match="sequence_length is 41, but the model ends at 40 positions"):
+        complete(Plan(str(tmp_path), sequence_length=41), None)
+
+
+def test_the_pad_token_is_in_the_padding_and_once_in_each_row(tmp_path: Path) -> None:
+    small = SmallModel("llama", pad_token=7)
+    small.write(tmp_path)
+    case = Case("", 16, "rows")
+    batch = Plan(str(tmp_path), batch=4, cases=(case,)).micro_batches(0, 0, 50, 7)[0]
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    assert (ids[mask == 0] == 7).all()
+    assert ((ids == 7) & (mask == 1)).sum(1).tolist() == [1] * 4
+    packed = Plan(str(tmp_path), batch=3, cases=(Case("", 12, packed=(6, 4, 2)),)).micro_batches(0, 0, 50, 7)[0]
+    assert (packed["position_ids"][packed["input_ids"] == 7] > 0).all()
+    assert tokens_of(AutoModelForCausalLM.from_config(small.config())) == (131, 7)
+
+
+def test_scaled_rotary_embeddings_need_an_architecture_that_has_them() -> None:
+    assert SmallModel("llama", rope="longrope").config().rope_parameters["rope_type"] == "longrope"
+    with pytest.raises(CuboidError, match=r"rope goes with arch llama, .*, not with gpt2"):
+        SmallModel("gpt2", rope="yarn").config()

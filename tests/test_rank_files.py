@@ -20,7 +20,7 @@ from converting import layout, layout_section, nothing_left, run, same
 from cuboid.convert import tensors as tensors_module
 from cuboid.convert.rank_plan import RankPlan
 from cuboid.convert.rank_source import open_rank_files
-from cuboid.convert.rank_target import write_rank_files
+from cuboid.convert.rank_target import write_document, write_rank_files
 from cuboid.convert.tensors import Tensors
 from cuboid.errors import CheckpointError, CuboidError, UnsupportedModelError
 from cuboid.hf.rank_folder import RankFolder, RankTensor, StoredLayout, file_name
@@ -64,7 +64,8 @@ def test_a_rank_has_just_what_it_owns_and_the_ranks_together_have_all(tmp_path_f
     tensor = RankTensor(dtype="float32", shape=cut.shape, parameter="x", layout=StoredLayout.of(cut), stages=(0,))
     folder = tmp_path_factory.mktemp("ranks")
     plan = RankPlan(mesh, (), {"x": tensor}, ())
-    write_rank_files(folder, Tensors({"x": tensor.spec}, lambda _: iter(blocks)), plan, lambda _: None)
+    tensors = Tensors({"x": tensor.spec}, lambda _: iter(blocks))
+    write_document(folder, write_rank_files(folder, tensors, plan, lambda _: None))
     places = RankFolder.read(folder).topology
     for place in range(places.world_size):
         own = load_file(folder / file_name(places, place))["x"]

@@ -1,10 +1,13 @@
 """Which run `cuboid train` goes on with, what asks it to stop, and who is told so."""
 
+import errno
 import itertools
 import json
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 
@@ -46,13 +49,22 @@ def job(tmp_path_factory):
     prepare(folder, model=folder / "model", data=folder / "text", vocabulary=300, seed=0, say=lambda _: None)
     schedule = {"type": "WarmupCosineLR", "params": {"total_num_steps": 300, "warmup_num_steps": 30}}
     pipeline = {"engine": "seq1f1b", "stages": 2, "trace": True, "trace_step": 3}
-    settings = {"train_micro_batch_size_per_gpu": 2, "scheduler": schedule, "pipeline": pipeline}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": optimizer,
+        "scheduler": schedule,
+        "pipeline": pipeline,
+    }
     (folder / "config.json").write_text(json.dumps(settings))
     return folder
 
 
 @pytest.fixture
-def options(job, tmp_path):
+def options(job, tmp_path, monkeypatch):
+    # Of the pipeline's stages, as a launcher would have it.
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
     def make(**changes):
         names = {"model": job / "model", "data": job / "tokens", "config": job / "config.json"}
         return TrainOptions(**{**names, "out": tmp_path, "sequence_length": 32, **changes})
@@ -144,6 +156,53 @@ def test_a_new_run_leaves_another_ones_checkpoints_alone(options, interrupted, j
     with pytest.raises(CuboidError, match="has checkpoints of another run"):
         prepare(tmp_path, model=None, data=job / "text", vocabulary=300, seed=0, say=lambda _: None)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
+def test_a_damaged_newest_checkpoint_names_the_newest_whole_one_and_an_option_takes_it(options, interrupted, tmp_path):
+    root = tmp_path / "checkpoints"
+    state = interrupted(step=3, train_losses=[1.0] * 3)
+    for step in (5, 7):
+        save(tmp_path, step, state.model_copy(update={"step": step, "train_losses": [1.0] * step}).model_dump())
+    for damaged in ("global_step5", "global_step7"):
+        content = bytearray((root / damaged / STATE).read_bytes())
+        content[len(content) // 2] ^= 1
+        (root / damaged / STATE).write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        plan(options(resume=True))
+    message = str(caught.value)
+    assert f"{root / 'global_step7' / STATE}: its sha256 isn't the one in manifest.json" in message
+    assert "--resume-from global_step3 (make train RESUME=global_step3)" in message
+    job = plan(options(resume=True, resume_from="global_step3"))
+    assert job.resumed.path == root / "global_step3"
+    assert job.resumed.state == state
+    for name, told in (("global_step4", "complete ones there"), ("../x", "isn't the name of a checkpoint")):
+        with pytest.raises(CheckpointError, match=told):
+            plan(options(resume=True, resume_from=name))
+    (root / "global_step3" / STATE).unlink()
+    with pytest.raises(CheckpointError, match="no other one beside it is whole"):
+        plan(options(resume=True))
+
+
+def test_an_output_that_can_not_be_written_is_refused_before_anything_is_read(options, job, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    for out in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(CheckpointError, match="file is a file, not a folder"):
+            plan(options(out=out))
+        with pytest.raises(CheckpointError, match="file is a file, not a folder"):
+            prepare(out, model=None, data=job / "text", vocabulary=300, seed=0, say=lambda _: None)
+    usage = shutil.disk_usage(tmp_path)
+
+    def refuse(**_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+        with pytest.raises(CheckpointError, match=r"has room for 0\.0 GB"):
+            plan(options())
+        patch.setattr(tempfile, "TemporaryFile", refuse)
+        with pytest.raises(CheckpointError, match="can't be written: Read-only file system"):
+            plan(options())
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_how_many_checkpoints_are_kept_goes_into_the_config(options, job, tmp_path):

@@ -9,9 +9,11 @@ import contextlib
 import logging
 import os
 import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from cuboid.checkpoint.manifest import MANIFEST, Manifest
+from cuboid.checkpoint.files import is_plain_name, read_bytes
+from cuboid.checkpoint.manifest import MANIFEST, Manifest, check_contents, check_sizes
 from cuboid.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -21,6 +23,7 @@ INCOMPLETE = ".incomplete"
 #: A checkpoint that gives way to a new one of the same tag, between two renames.
 REPLACED = ".replaced"
 _SUFFIXES = (INCOMPLETE, REPLACED)
+_LONGEST_NAME = 4096
 
 
 def begin(root: Path, tag: str) -> Path:
@@ -124,6 +127,24 @@ def complete(root: Path) -> list[Path]:
     return [path for _, _, path in sorted(found)]
 
 
+def others_beside(path: Path) -> list[Path]:
+    """The other checkpoints in the folder that a checkpoint is in, the newest first."""
+    with contextlib.suppress(OSError):
+        return [other for other in reversed(complete(path.parent)) if other != path]
+    return []
+
+
+def is_intact(path: Path, names: Callable[[Manifest], Iterable[str]]) -> bool:
+    """Whether a checkpoint's files are there, and the named ones hold what was written."""
+    try:
+        manifest = Manifest.read(path)
+        check_sizes(path, manifest)
+        check_contents(path, manifest, names(manifest))
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
 def resolve(root: Path, tag: str | None = None) -> Path:
     """Find a checkpoint.
 
@@ -177,10 +198,18 @@ def _is_empty(path: Path) -> bool:
 
 
 def _named(root: Path) -> str | None:
-    """What ``latest`` names."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return (root / LATEST).read_text(encoding="utf-8", errors="replace").strip()
-    return None
+    """What ``latest`` names; something that can be no checkpoint's name as what isn't there."""
+    return named_in(root / LATEST) if os.path.lexists(root / LATEST) else None
+
+
+def named_in(path: Path) -> str:
+    """The name in a file that names a folder beside it; empty where it holds none."""
+    try:
+        name = read_bytes(path, _LONGEST_NAME).decode(errors="replace").strip()
+    except CheckpointError as error:
+        logger.warning("%s", error)
+        return ""
+    return name if is_plain_name(name) else ""
 
 
 def _folders(root: Path, suffix: str) -> list[Path]:

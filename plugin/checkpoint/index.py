@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from cuboid.checkpoint.files import is_plain_name, read_json
 from cuboid.errors import CheckpointError
 
 #: Of a file that has all tensors of its folder.
@@ -20,13 +21,13 @@ def read_index(path: Path) -> dict[str, str]:
     Raises:
         CheckpointError: it can't be understood, or names what isn't a file beside it.
     """
-    try:
-        weight_map = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
-        strange = [file for file in weight_map.values() if Path(file).name != file]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: is not an index of weights: {error!r}") from None
-    if strange or not weight_map:
-        raise CheckpointError(f"{path}: names {strange[0] if strange else 'no file'}, which isn't a file beside it")
+    index = read_json(path)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: is not an index of weights: it has no weight_map, or names no file in it")
+    strange = next((file for file in weight_map.values() if not is_plain_name(file)), None)
+    if strange is not None:
+        raise CheckpointError(f"{path}: names {str(strange)[:200]}, which isn't a file beside it")
     return weight_map
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from cuboid.checkpoint.manifest import MANIFEST
+from cuboid.checkpoint.manifest import MANIFEST, Manifest
 from cuboid.checkpoint.state import STATE, read_state
 from cuboid.errors import CheckpointError
 
@@ -55,7 +55,7 @@ def first_ancestors(source: str) -> list[Ancestor]:
     """The chain of a model that was loaded from ``source``: a folder, perhaps one of our checkpoints, or a name."""
     folder = Path(source)
     if source and (folder / MANIFEST).is_file() and (folder / STATE).is_file():
-        return lineage_behind(folder, read_state(folder))
+        return lineage_behind(folder, read_state(folder, Manifest.read(folder)))
     return [Ancestor(path=source)] if source else []
 
 

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 
 from cuboid.checkpoint.contents import OPTIMIZER
-from cuboid.checkpoint.folder import resolve
+from cuboid.checkpoint.document import check_document
+from cuboid.checkpoint.folder import is_intact, others_beside, resolve
 from cuboid.checkpoint.manifest import Manifest, check_contents, check_sizes
 from cuboid.checkpoint.optimizer import MASTER, OptimizerAdapter
 from cuboid.checkpoint.pieces import Run
 from cuboid.checkpoint.reading import TensorFolder
 from cuboid.checkpoint.state import read_state
 from cuboid.checkpoint.supply import assign
-from cuboid.errors import CheckpointError
+from cuboid.errors import CheckpointError, DamagedCheckpointError
 from cuboid.mesh import Mesh
 from cuboid.rank_agreement import gather_objects, run_on_all_ranks
 from cuboid.tensor3d.layout import Layout
@@ -74,8 +75,39 @@ def open_checkpoint(root: Path, tag: str | None, mesh: Mesh, *, verify: bool) ->
             check_contents(path, manifest, _share(manifest, mesh))
         return manifest
 
-    manifest = run_on_all_ranks(check, mesh)
-    return Opened(path, manifest.step, run_on_all_ranks(lambda: read_state(path), mesh))
+    def read() -> dict[str, Any]:
+        document = read_state(path, manifest)
+        check_document(document, path)
+        return document
+
+    try:
+        manifest = run_on_all_ranks(check, mesh)
+        document = run_on_all_ranks(read, mesh)
+    except CheckpointError as error:
+        damaged = DamagedCheckpointError(*told_whole(str(error), _newest_whole(path, mesh)))
+        damaged.rank = error.rank
+        raise damaged from error
+    return Opened(path, manifest.step, document)
+
+
+def told_whole(message: str, whole: Path | None) -> tuple[str, Path | None]:
+    """What is wrong with a checkpoint, with the one to take instead, which is given back too."""
+    if whole is None:
+        return f"{message}; no other one beside it is whole", None
+    return f"{message}; the newest whole one beside it is {whole.name}, of step {Manifest.read(whole).step}", whole
+
+
+def _newest_whole(besides: Path, mesh: Mesh) -> Path | None:
+    """The newest checkpoint beside a damaged one of which every file is what was written. Collective over the world."""
+    others = gather_objects(others_beside(besides) if mesh.rank == 0 else [], mesh)[0]
+    for path in others:
+
+        def is_whole(path: Path = path) -> bool:
+            return is_intact(path, lambda manifest: _share(manifest, mesh))
+
+        if all(gather_objects(is_whole(), mesh)):
+            return path
+    return None
 
 
 def load_optimizer(opened: Opened, adapter: OptimizerAdapter, placed: Mapping[str, Placed], mesh: Mesh) -> None:

@@ -47,8 +47,8 @@ def take_over(old: Path, folder: Path, contents: Contents) -> TakenOver:
         OSError: from the file system.
     """
     try:
-        document = read_state(old)
         manifest = Manifest.read(old)
+        document = read_state(old, manifest)
     except CheckpointError:
         # None, or a damaged one, of which nobody knows what it was.
         return TakenOver()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from cuboid.checkpoint.files import is_too_deep, read_json
+from cuboid.checkpoint.manifest import MANIFEST, Manifest, check_contents
 from cuboid.checkpoint.tensor_file import TensorFile, TensorFileWriter, bytes_of
-from cuboid.checkpoint.tensor_header import TensorSpec
+from cuboid.checkpoint.tensor_header import TensorSpec, check_sizes
 from cuboid.errors import CheckpointError
 
 STATE = "state.json"
@@ -23,12 +27,24 @@ TENSORS = "state/tensors.safetensors"
 _MARK = "$"
 #: Kinds of numpy dtypes that are nothing but their bytes: numbers, times and texts of fixed length.
 _NUMPY_KINDS = "biufcmMSU"
+#: How numpy writes them. Of other kinds the bytes would be pointers, or hold fields of such.
+_NUMPY_DTYPE = re.compile(
+    r"[<>|](b1|[iu][1248]|f(2|4|8|12|16)|c(8|16|24|32)|[SU]\d{1,9}|[mM]8(\[\d{0,9}[A-Za-zμ]{1,2}\])?)"
+)
 #: What every reader of the file format knows. Tensors of other dtypes, such as complex ones, are held as bytes.
 _PLAIN = frozenset(
     {
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     }
+)
+#: The dtypes that are: of whole bytes, and without a scale that would have to be kept beside.
+_RAW = frozenset(
+    dtype
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype)
+    and dtype not in _PLAIN
+    and re.fullmatch(r"(complex|float|uint)(8|16|32|64|128)(_e\w+)?", name)
 )
 _REMEDY = "give numbers, texts, tensors, numpy arrays, and lists, tuples and dicts of them"
 
@@ -48,7 +64,10 @@ def write_state(folder: Path, document: Mapping[str, Any]) -> None:
     """
     encoder = _Encoder()
     try:
-        text = json.dumps(encoder.encode(dict(document), ""), indent=1)
+        encoded = encoder.encode(dict(document), "")
+        if is_too_deep(encoded):
+            raise RecursionError
+        text = json.dumps(encoded, indent=1)
     except RecursionError:
         raise CheckpointError("the state is nested too deeply, perhaps in itself, to be written as JSON") from None
     except ValueError as error:
@@ -68,23 +87,54 @@ def write_state(folder: Path, document: Mapping[str, Any]) -> None:
         os.fsync(out.fileno())
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """Read a document back, every value of the type that it had; tensors on the CPU, paths as texts.
+def refuse_lost_manifest(folder: Path) -> None:
+    """Don't take what is left of a checkpoint for a plain model, of which nothing could be compared.
 
     Raises:
-        CheckpointError: there is none, or it can't be understood.
+        CheckpointError: a folder has the state of a training, but no manifest.
+    """
+    training = (folder / TENSORS).is_file() or (folder / "optimizer").is_dir()
+    if training and (folder / STATE).is_file() and not (folder / MANIFEST).is_file():
+        raise CheckpointError(
+            f"{folder}: has the state of a training, but no {MANIFEST}: a file was lost, or it was never complete. To "
+            f"take it for a model alone, whose values can't be compared with checksums, remove {STATE}"
+        )
+
+
+def read_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """Read a document back, every value of the type that it had; tensors on the CPU, paths as texts.
+
+    Args:
+        folder: of the checkpoint.
+        manifest: of the checkpoint. Nothing is decoded before it was found to be what was written.
+
+    Raises:
+        CheckpointError: there is none, or it was damaged, or it can't be understood.
     """
     path = folder / STATE
-    try:
-        encoded = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: can't be read: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: isn't JSON: {error}") from error
-    if not (folder / TENSORS).is_file():
+    own = [name for name in (STATE, TENSORS) if name in manifest.files]
+    if STATE not in own:
+        raise CheckpointError(f"{path}: can't be read: the checkpoint has none by its list of files")
+    check_contents(folder, manifest, own)
+    encoded = read_json(path, numbers_only=False)
+    if TENSORS not in own:
         return _decoded(encoded, _no_tensor, path)
     with TensorFile(folder / TENSORS) as file:
-        return _decoded(encoded, file.read, path)
+        return _decoded(encoded, _Once(file.read), path)
+
+
+class _Once:
+    """Gives each tensor once, as it was set aside: a document that names one again and again would fill the memory."""
+
+    def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
+        self._read = read
+        self._given: set[str] = set()
+
+    def __call__(self, name: str) -> torch.Tensor:
+        if name in self._given:
+            raise ValueError(f"it has the tensor {name} twice")
+        self._given.add(name)
+        return self._read(name)
 
 
 class _Encoder:
@@ -130,6 +180,8 @@ class _Encoder:
         value = value.detach().resolve_conj().resolve_neg()
         if value.dtype in _PLAIN:
             return {f"{_MARK}tensor": self._set_aside(value, key)}
+        if value.dtype not in _RAW:
+            raise CheckpointError(f"{_told(key)} is a {_kind(value)} of {value.dtype}, which a checkpoint can't hold")
         raw = torch.frombuffer(bytearray(bytes_of(value)), dtype=torch.uint8) if value.numel() else torch.empty(0)
         name, dtype = self._set_aside(raw, key), str(value.dtype).removeprefix("torch.")
         return {f"{_MARK}raw": {"bytes": name, "dtype": dtype, "shape": list(value.shape)}}
@@ -137,7 +189,7 @@ class _Encoder:
     def _numpy(self, value: Any, key: str) -> Any:
         # A masked array, for one, has more than its bytes.
         whole = isinstance(value, np.generic) or type(value) in (np.ndarray, np.memmap)
-        if not whole or value.dtype.kind not in _NUMPY_KINDS:
+        if not whole or value.dtype.kind not in _NUMPY_KINDS or not _NUMPY_DTYPE.fullmatch(value.dtype.str):
             raise CheckpointError(f"{_told(key)} is a {_kind(value)} of {value.dtype}, which a checkpoint can't hold")
         raw = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.nbytes else torch.empty(0)
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
@@ -180,7 +232,7 @@ def _decoded(encoded: Any, tensor: Callable[[str], torch.Tensor], path: Path) ->
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{path}: can't be understood: {error!r}") from error
+        raise CheckpointError(f"{path}: can't be understood: {error!r}") from None
     if not isinstance(document, dict):
         raise CheckpointError(f"{path}: holds a {type(document).__name__} instead of keys and values")
     return document
@@ -196,29 +248,58 @@ def _decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         return {name: _decode(item, tensor) for name, item in value.items()}
     inner = value[mark]
     kind = mark.removeprefix(_MARK)
-    if kind == "tuple":
+    if kind == "tuple" and isinstance(inner, list):
         return tuple(_decode(item, tensor) for item in inner)
-    if kind == "dict":
-        return {name: _decode(item, tensor) for name, item in inner}
+    if kind == "dict" and isinstance(inner, list):
+        return _dict([(name, _decode(item, tensor)) for name, item in inner])
     if kind == "dtype":
         return _dtype(inner)
-    if kind == "tensor":
+    if kind == "tensor" and isinstance(inner, str):
         return tensor(inner)
-    if kind == "raw":
-        return _from_bytes(tensor(inner["bytes"]), _dtype(inner["dtype"]), inner["shape"])
-    if kind not in ("array", "scalar"):
+    if kind not in ("raw", "array", "scalar"):
         raise ValueError(f"{mark} is no mark that this version knows")
-    raw = tensor(inner["bytes"]).numpy().tobytes()
-    array = np.ndarray(inner["shape"], np.dtype(inner["dtype"]), raw).copy()
-    return array if kind == "array" else array[()]
+    raw, shape = _bytes(tensor(inner["bytes"])), check_sizes(inner["shape"])
+    return _from_bytes(raw, inner["dtype"], shape) if kind == "raw" else _numpy(raw, inner["dtype"], shape, kind)
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
+def _dict(items: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    found = dict(items)
+    if len(found) < len(items) or not all(type(name) in (str, int) for name in found):
+        raise ValueError("a dict has a key twice, or one that is neither a text nor an int")
+    return found
+
+
+def _dtype(name: object) -> torch.dtype:
+    dtype = vars(torch).get(name) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"torch.{name} is no dtype")
     return dtype
 
 
-def _from_bytes(raw: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+def _bytes(raw: torch.Tensor) -> torch.Tensor:
+    """What was set aside byte by byte; of nothing, it has another dtype."""
+    if raw.dim() != 1 or (raw.numel() and raw.dtype != torch.uint8):
+        raise ValueError(f"bytes are held as {raw.dtype} of shape {list(raw.shape)}")
+    return raw
+
+
+def _numpy(raw: torch.Tensor, name: object, shape: tuple[int, ...], kind: str) -> Any:
+    if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
+        raise ValueError(f"{name!r} is no kind of numbers, times or texts")
+    dtype = np.dtype(name)
+    # With nothing but its bytes, whatever the name was taken for; and with all of them.
+    count = math.prod(shape)
+    whole = dtype.itemsize * count == raw.numel() and (dtype.itemsize or count <= 1)
+    if dtype.kind not in _NUMPY_KINDS or dtype.hasobject or not whole:
+        raise ValueError(f"{raw.numel()} bytes aren't {list(shape)} of {name}")
+    if kind == "scalar" and shape:
+        raise ValueError(f"a scalar is of shape {list(shape)}")
+    array = np.ndarray(shape, dtype, raw.numpy().tobytes()).copy()
+    return array if kind == "array" else array[()]
+
+
+def _from_bytes(raw: torch.Tensor, name: object, shape: tuple[int, ...]) -> torch.Tensor:
+    dtype = _dtype(name)
+    if dtype not in _RAW or dtype.itemsize * math.prod(shape) != raw.numel():
+        raise ValueError(f"{raw.numel()} bytes aren't {list(shape)} of {dtype}")
     return raw.view(dtype).reshape(shape) if raw.numel() else torch.empty(shape, dtype=dtype)

@@ -17,6 +17,7 @@ from typing import Self
 
 import torch
 
+from cuboid.checkpoint.files import open_regular
 from cuboid.checkpoint.manifest import FileRecord
 from cuboid.checkpoint.tensor_header import DTYPE_NAMES, TensorSpec, make_header, read_header, row_blocks
 from cuboid.errors import CheckpointError
@@ -134,7 +135,7 @@ class TensorFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            self._descriptor = os.open(self.path, os.O_RDONLY)
+            self._descriptor = open_regular(self.path)
         except OSError as error:
             raise CheckpointError(f"{self.path}: can't be opened: {error.strerror}") from error
         try:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cuboid.checkpoint.files import parse_json
 from cuboid.errors import CheckpointError
 
 #: Names of dtypes in the header.
@@ -38,6 +39,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _METADATA = "__metadata__"
 #: The library refuses longer headers.
 _LONGEST_HEADER_BYTES = 100_000_000
+#: What torch and numpy have in common: as many dims, and sizes that an int of 64 bits holds.
+_MOST_DIMS, _LARGEST = 64, 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -95,18 +98,52 @@ def read_header(descriptor: int, path: Path) -> tuple[dict[str, TensorSpec], dic
     if size < 8 or length > min(_LONGEST_HEADER_BYTES, size - 8):
         raise CheckpointError(f"{path}: is not a whole safetensors file: its header doesn't fit in {size} bytes")
     try:
-        header = json.loads(os.pread(descriptor, length, 8))
-        metadata = header.pop(_METADATA, {})
-        entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-        specs = {name: TensorSpec(_DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in entries}
-        spans = {name: tuple(entry["data_offsets"]) for name, entry in entries}
+        header = parse_json(os.pread(descriptor, length, 8), path)
+        metadata = _texts(header.pop(_METADATA, {}))
+        entries = {name: _entry(name, entry) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: its safetensors header can't be understood: {error!r}") from error
+        reason = str(error).removeprefix(f"{path}: ") if isinstance(error, CheckpointError) else repr(error)
+        raise CheckpointError(f"{path}: its safetensors header can't be understood: {reason}") from None
+    specs: dict[str, TensorSpec] = {}
+    starts: dict[str, int] = {}
     end = 0
-    for name, (low, high) in spans.items():
-        if low != end or high - low != specs[name].nbytes:
+    for name, (spec, low, high) in sorted(entries.items(), key=lambda item: item[1][1:]):
+        if low != end or high - low != spec.nbytes:
             raise CheckpointError(f"{path}: its header gives {name} bytes {low} to {high}, which doesn't fit its shape")
-        end = high
+        specs[name], starts[name], end = spec, 8 + length + low, high
     if 8 + length + end != size:
         raise CheckpointError(f"{path}: is {size} bytes long, but its header describes {8 + length + end}; truncated?")
-    return specs, metadata, {name: 8 + length + low for name, (low, _) in spans.items()}
+    return specs, metadata, starts
+
+
+def _entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
+    """A tensor's kind and the place of its bytes, out of what a header says."""
+    name.encode()  # what can't be encoded can't be told either
+    if set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{name} has {', '.join(entry)}")
+    low, high = entry["data_offsets"]
+    if type(low) is not int or type(high) is not int:
+        raise ValueError(f"{name} lies at {low} to {high}")
+    return TensorSpec(_DTYPES[entry["dtype"]], check_sizes(entry["shape"])), low, high
+
+
+def check_sizes(sizes: Any) -> tuple[int, ...]:
+    """A shape, or other numbers of elements, out of a file.
+
+    Raises:
+        ValueError: it is none that a tensor could have.
+    """
+    if not isinstance(sizes, list | tuple) or len(sizes) > _MOST_DIMS:
+        raise ValueError(f"{str(sizes)[:80]} is no shape")
+    if any(type(size) is not int or size < 0 for size in sizes):
+        raise ValueError(f"{str(sizes)[:80]} has what is no size")
+    # Without the zeros, which would hide the others; and with an element's bytes.
+    if math.prod(size for size in sizes if size) > _LARGEST // 16:
+        raise ValueError(f"{str(sizes)[:80]} is larger than any tensor")
+    return tuple(sizes)
+
+
+def _texts(metadata: Any) -> dict[str, str]:
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise ValueError(f"{_METADATA} holds something else than texts")
+    return metadata

@@ -56,9 +56,13 @@ def _print(console: Console, inspection: Inspection, *, parameters: bool, verifi
         _table(console, "tensors", ("of", "tensors", "parameters", "bytes", "dtype"), _totals(inspection))
     for fault in inspection.faults:
         console.print(f"wrong: {fault}", style="red", highlight=False, soft_wrap=True)
-    if not inspection.faults and verified:
-        recorded = sum(file.sha256 is not None for file in inspection.files)
-        console.print(f"{recorded} checksums compared, none differs" if recorded else "no checksums are recorded")
+    recorded = sum(file.sha256 is not None for file in inspection.files)
+    if not recorded:
+        console.print("no checksums are recorded: values that were damaged or exchanged can't be told", soft_wrap=True)
+    elif not verified:
+        console.print(f"{recorded} checksums are recorded; --verify compares them", soft_wrap=True)
+    elif not inspection.faults:
+        console.print(f"{recorded} checksums compared, none differs")
 
 
 def _table(console: Console, title: str, columns: Sequence[str], rows: Any) -> None:

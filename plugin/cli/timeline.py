@@ -133,9 +133,8 @@ def _plain_costs(request: _Request) -> _Costs:
 
 
 def _model_costs(request: _Request, model: Path, length: int | None, rows: int) -> _Costs:
-    from transformers import AutoConfig
-
     from cuboid.hf.costs import model_sizes
+    from cuboid.hf.model_folder import model_config
     from cuboid.seq1f1b.costs import kept_bytes, unit_flops
     from cuboid.seq1f1b.partition import balance_by_flops, check_lengths, cut_sequence, even_cut, segment_cost
 
@@ -145,10 +144,7 @@ def _model_costs(request: _Request, model: Path, length: int | None, rows: int) 
         length = sum(request.lengths)
     if length % request.multiple:
         raise typer.BadParameter(f"--seq-len {length} is not a multiple of --multiple {request.multiple}")
-    try:
-        config = AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"--model {model} has no config that transformers knows: {error}") from error
+    config = model_config(model)
     sizes = model_sizes(config)
     lengths = request.lengths
     if lengths is not None:

@@ -41,6 +41,13 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the latest checkpoint in OUT/checkpoints.")
     ] = False,
+    resume_from: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Go on from this checkpoint in OUT/checkpoints, such as global_step40, where the latest is damaged.",
+        ),
+    ] = None,
     local_rank: Annotated[int, typer.Option("--local_rank", "--local-rank", hidden=True)] = 0,
 ) -> None:
     """Load a checkpoint sharded over stages and mesh, train it, and save it as plain transformers opens it.
@@ -74,7 +81,8 @@ def train(
             seed=seed,
             save_every=save_every,
             keep_last=keep_last,
-            resume=resume,
+            resume=resume or resume_from is not None,
+            resume_from=resume_from,
         )
         result = run(options, world, interrupts)
         if world.is_first:

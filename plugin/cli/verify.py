@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from cuboid.cli.limits import LARGEST_VOCABULARY, MOST_HEADS, MOST_LAYERS, MOST_PROCESSES, finite
-from cuboid.verify.models import Architecture
+from cuboid.verify.models import Architecture, Rope
 from cuboid.verify.plan import Dtype
 
 
@@ -35,11 +35,18 @@ def verify(
     dtype: Annotated[Dtype, typer.Option(help="Of weights and arithmetic in the core pass.")] = "float64",
     batch: Annotated[
         int | None,
-        typer.Option(help="Rows of a micro-batch, as a mesh is given it. Default: 2 for each rank of its batch axis."),
+        typer.Option(
+            help="Rows of a micro-batch, as a mesh is given it. Default: 4, or 2 for each rank of its batch axis."
+        ),
     ] = None,
     sequence_length: Annotated[
         int | None,
-        typer.Option("--seq-len", "--sequence-length", help="Tokens of a row. Default: 32, or all of given lengths."),
+        typer.Option(
+            "--seq-len",
+            "--sequence-length",
+            help="Tokens of a row, with all thresholds of the model as they are. Default: lengths up to 31 that cross "
+            "them, after they were made small enough; or all of given lengths.",
+        ),
     ] = None,
     varying: Annotated[bool, typer.Option(help="Make three micro-batches out of four shorter.")] = False,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 2,
@@ -72,6 +79,7 @@ def verify(
         int | None,
         typer.Option(help="With --arch: attention window, where the architecture may have one.", min=1),
     ] = None,
+    rope: Annotated[Rope | None, typer.Option(help="With --arch: scaled rotary embeddings.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the result there, as JSON.")] = None,
     timeout_s: Annotated[
         float, typer.Option("--timeout", help="Seconds that a run of one side may take.", min=1, callback=finite)
@@ -98,11 +106,11 @@ def verify(
         raise typer.BadParameter(
             f"that takes {parsed.ranks * data_parallel} processes, which all start here; {MOST_PROCESSES} at most"
         )
-    section, lengths = parsed.tensor_parallel, parsed.pipeline and parsed.pipeline.partition
+    section = parsed.tensor_parallel
     # Which axes "auto" has is known once the model is; all ranks divide by it, whatever it is.
     rows = section.mesh_size if section.mesh == "auto" else section.mesh.batch
-    options = {"heads": heads, "kv_heads": kv_heads, "layers": layers or max(2, parsed.stages)}
-    options |= {"vocabulary": vocabulary, "tied": tied, "bias": bias, "sliding_window": sliding_window}
+    options: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "layers": layers or max(2, parsed.stages)}
+    options |= {"vocabulary": vocabulary, "tied": tied, "bias": bias, "sliding_window": sliding_window, "rope": rope}
     small = SmallModel.fitting(arch, section.mesh_size, **options) if arch else None
     console = Console()
     with _checkpoint(model, small) as path, console.status("running both sides"):
@@ -110,8 +118,8 @@ def verify(
             checkpoint=path,
             dtype=dtype,
             keep_float64=dtype == "float64" and not casts,
-            batch=2 * rows if batch is None else batch,
-            sequence_length=sequence_length or (sum(lengths) if isinstance(lengths, tuple) else 32),
+            batch=max(2 * rows, 4) if batch is None else batch,
+            sequence_length=sequence_length,
             varying=varying,
             steps=steps,
             data_parallel=data_parallel,
@@ -166,7 +174,10 @@ def _pipeline(stages: int | None, segments: int | None, partition: str | None) -
 
 @contextlib.contextmanager
 def _checkpoint(model: Path | None, small: Any) -> Iterator[str]:
-    if small is None:
+    if model is not None:
+        from cuboid.hf.model_folder import check_model_folder
+
+        check_model_folder(model)
         yield str(model)
         return
     with tempfile.TemporaryDirectory(prefix="cuboid-") as directory:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from cuboid.checkpoint.folder import named_in
 from cuboid.convert.deepspeed_pipeline import is_pipeline, model_names, read_layers
 from cuboid.convert.deepspeed_plain import plain_masters
 from cuboid.convert.deepspeed_states import Files, ModelStates, files_in, read_states
@@ -16,15 +17,17 @@ from cuboid.convert.hugging_face import scattered_tensors
 from cuboid.convert.naming import as_stored, blank_model, state_specs
 from cuboid.convert.pickles import Scattered
 from cuboid.convert.tensors import Tensors, differ
-from cuboid.errors import CheckpointError
+from cuboid.errors import CheckpointError, CuboidError
 
+#: What comes of values of other kinds than DeepSpeed writes; a pickle may hold anything.
+_FORGED = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError)
 LATEST = ("latest", "latest_universal")
 
 
 def tag_folder(folder: Path) -> Path | None:
     """The folder of DeepSpeed's files: this one, or the one that ``latest`` beside it names; None for neither."""
-    named = [folder / path.read_text(encoding="utf-8").strip() for name in LATEST if (path := folder / name).is_file()]
-    candidates = [folder, *(path for path in named if path.parent == folder)]
+    named = [named_in(path) for name in LATEST if (path := folder / name).is_file()]
+    candidates = [folder, *(folder / name for name in named if name)]
     return next((path for path in candidates if files_in(path)), None)
 
 
@@ -45,6 +48,16 @@ def open_deepspeed(
     Raises:
         CheckpointError: pickles aren't trusted; files are missing or damaged; or they aren't of this model.
     """
+    try:
+        return _open(folder, config, stack, dtype, trusted)
+    except CuboidError:
+        raise
+    except (*_FORGED, AssertionError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{folder}: holds what DeepSpeed doesn't write: {reason}") from error
+
+
+def _open(folder: Path, config: Path, stack: ExitStack, dtype: torch.dtype | None, trusted: bool) -> Tensors:
     files = files_in(folder)
     states = [read_states(files, rank, trusted=trusted) for rank in files.models]
     tensors = {name: tensor for each in states for name, tensor in each.tensors.items()}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cuboid.checkpoint.tensor_header import TensorSpec
+from cuboid.checkpoint.tensor_header import TensorSpec, check_sizes
 from cuboid.convert.pickles import Extent, Scattered, cut, extent_of, load_pickle, whole
 from cuboid.errors import CheckpointError
 
@@ -122,7 +122,7 @@ def read_states(files: Files, model_rank: int, *, trusted: bool) -> ModelStates:
         raise _split(path)
     states.shared = dict(first.get("shared_params") or {})
     for shapes in first.get("param_shapes") or ():
-        states.groups.append({name: tuple(shape) for name, shape in shapes.items()})
+        states.groups.append({name: check_sizes(tuple(shape)) for name, shape in shapes.items()})
     _add_module(states, first, path)
     _add_frozen(states, paths)
     return states
@@ -149,7 +149,7 @@ def _add_frozen(states: ModelStates, paths: Sequence[Path]) -> None:
     for name, shape in shapes.items():
         chain = [_fragment(path, name, rank) for path, rank in zip(paths, states.ranks, strict=True)]
         if chain:
-            states.tensors[name] = assembled(name, tuple(shape), chain)
+            states.tensors[name] = assembled(name, check_sizes(tuple(shape)), chain)
 
 
 def _fragment(path: Path, name: str, loaded: Mapping[str, Any]) -> Extent:

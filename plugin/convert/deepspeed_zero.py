@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cuboid.checkpoint.tensor_header import TensorSpec
+from cuboid.checkpoint.tensor_header import TensorSpec, check_sizes
 from cuboid.convert.deepspeed_states import ModelStates, assembled
 from cuboid.convert.pickles import Extent, Scattered, cut, extent_of, load_pickle
 from cuboid.errors import CheckpointError
@@ -66,7 +66,7 @@ def _from_partitions(
     paddings = saved[0].get(_PADDINGS) or [[0] * len(group) for group in states.groups]
     for number, (group, behind) in enumerate(zip(states.groups, paddings, strict=True)):
         chain, start = [rank[number] for rank in ranks], 0
-        for (name, shape), padding in zip(group.items(), behind, strict=True):
+        for (name, shape), padding in zip(group.items(), check_sizes(list(behind)), strict=True):
             elements = math.prod(shape)
             yield name, assembled(name, shape, cut(chain, start, elements))
             start += elements + padding

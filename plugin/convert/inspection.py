@@ -8,17 +8,19 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, ValidationError
 
+from cuboid.checkpoint.document import check_document
 from cuboid.checkpoint.index import SINGLE
-from cuboid.checkpoint.manifest import FileRecord, Manifest, check_contents, check_sizes
-from cuboid.checkpoint.state import STATE
+from cuboid.checkpoint.manifest import FileRecord, Manifest, check_contents, check_sizes, not_understood
+from cuboid.checkpoint.state import STATE, read_state
 from cuboid.checkpoint.tensor_file import TensorFile
 from cuboid.convert.hugging_face import open_weights, weights_in
 from cuboid.convert.rank_source import rank_file_faults
 from cuboid.convert.sources import Found, Kind
-from cuboid.convert.target import progress, read_json
+from cuboid.convert.target import progress
 from cuboid.errors import CheckpointError
+from cuboid.hf.model_folder import check_model_folder, has_config
 from cuboid.hf.rank_folder import RankFolder
 
 
@@ -88,12 +90,14 @@ def inspect_checkpoint(found: Found, *, verify: bool) -> Inspection:
         if entry.name.endswith(".safetensors"):
             _add_tensors(inspection, found.folder, entry.name)
     if found.kind is Kind.CUBOID:
-        _add_state(inspection, found.folder)
         _check_manifest(inspection, found.folder, verify)
+        _check_index(inspection, found.folder)
     elif found.kind is Kind.RANKS:
         _check_ranks(inspection, found.folder, verify)
     elif found.kind is Kind.HUGGING_FACE:
         _check_index(inspection, found.folder)
+    if found.kind is not Kind.DEEPSPEED and has_config(found.folder):
+        inspection.faults += _faults(lambda: check_model_folder(found.folder, weights=False))
     return inspection
 
 
@@ -109,17 +113,33 @@ def _add_tensors(inspection: Inspection, folder: Path, name: str) -> None:
         inspection.tensors.append(TensorEntry(name=key, shape=spec.shape, dtype=dtype, bytes=spec.nbytes, file=name))
 
 
-def _add_state(inspection: Inspection, folder: Path) -> None:
-    """What ``state.json`` tells, so far as it does."""
+class _Told(BaseModel):
+    """What ``state.json`` tells people."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    id: str | None = None
+    created: str | None = None
+    layout: dict[str, Any] | None = None
+    versions: dict[str, str] | None = None
+    optimizer: dict[str, Any] | None = None
+    lineage: list[dict[str, Any]] = []
+
+
+def _add_state(inspection: Inspection, folder: Path, manifest: Manifest) -> None:
+    """What ``state.json`` tells, if it is what was written."""
     try:
-        document = read_json(folder / STATE)
+        document = read_state(folder, manifest)
+        check_document(document, folder)
+        told = _Told.model_validate(document)
+    except ValidationError as error:
+        inspection.faults.append(str(not_understood(folder / STATE, error)))
+        return
     except CheckpointError as error:
         inspection.faults.append(str(error))
         return
-    for key in ("id", "created", "layout", "versions", "optimizer", "lineage"):
-        if key in document:
-            # Values that JSON doesn't have are marked, and the ones here have none.
-            setattr(inspection, key, document[key])
+    for key in _Told.model_fields:
+        setattr(inspection, key, getattr(told, key))
     if inspection.optimizer is not None:
         inspection.optimizer = {key: inspection.optimizer.get(key) for key in ("class", "quantities")}
 
@@ -131,6 +151,7 @@ def _check_manifest(inspection: Inspection, folder: Path, verify: bool) -> None:
         inspection.faults.append(str(error))
         return
     inspection.step = manifest.step
+    _add_state(inspection, folder, manifest)
     _add_records(inspection, manifest.files)
     inspection.faults += _faults(lambda: check_sizes(folder, manifest))
     if not verify:
@@ -161,9 +182,8 @@ def _check_ranks(inspection: Inspection, folder: Path, verify: bool) -> None:
         "stages": document.topology.pipe,
         "layers": list(document.layers),
     }
-    _add_records(inspection, document.files)
-    total_bytes = sum(record.bytes for record in document.files.values())
-    with progress(total_bytes, "verifying", hidden=not verify) as advance:
+    _add_records(inspection, {**document.files, **document.beside})
+    with progress(document.nbytes, "verifying", hidden=not verify) as advance:
         inspection.faults += rank_file_faults(folder, document, advance if verify else None)
 
 

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, core_model_loading
+from transformers import AutoModelForCausalLM, PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 from cuboid.checkpoint.tensor_header import TensorSpec
 from cuboid.convert.tensors import Tensors, row_ranges
-from cuboid.errors import CheckpointError, UnsupportedModelError
+from cuboid.errors import UnsupportedModelError
+from cuboid.hf.model_folder import as_damage_of, model_config
 from cuboid.hf.stored import stored_together
 
 
@@ -27,16 +28,12 @@ def blank_model(config: Path) -> PreTrainedModel:
         CheckpointError: there is no config that transformers knows.
         UnsupportedModelError: it is of no causal language model.
     """
-    try:
-        # A model's own code isn't run.
-        settings = AutoConfig.from_pretrained(config, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{config}: has no config that transformers knows: {error}") from None
-    try:
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
-    except ValueError as error:
-        raise UnsupportedModelError(f"{config}: isn't of a causal language model: {error}") from None
+    # A model's own code isn't run.
+    settings = model_config(config, trust_remote_code=False)
+    if type(settings) not in AutoModelForCausalLM._model_mapping:
+        raise UnsupportedModelError(f"{config}: isn't of a causal language model, but of a {settings.model_type}")
+    with as_damage_of(config), torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
     return model
 
 

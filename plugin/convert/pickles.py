@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator, Sequence
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,9 +19,10 @@ from typing import Any, Self
 import torch
 from torch.serialization import safe_globals
 
+from cuboid.checkpoint.files import open_regular
 from cuboid.checkpoint.tensor_file import bytes_of
 from cuboid.checkpoint.tensor_header import TensorSpec
-from cuboid.convert.tensors import row_ranges
+from cuboid.convert.tensors import BLOCK_BYTES, row_ranges
 from cuboid.errors import CheckpointError
 
 
@@ -41,6 +43,8 @@ _STAND_INS: dict[str, type] = {
 }
 
 
+#: How files of torch.save began before they were archives: a pickle of this number.
+_OLD_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
 #: Open at a time; systems commonly allow a process four times as many.
 _MOST_FILES = 256
 
@@ -77,21 +81,97 @@ class Scattered:
 def load_pickle(path: Path, *, trusted: bool) -> Any:
     """What a file of ``torch.save`` holds, with tensors on the meta device; :func:`extent_of` finds their bytes.
 
+    Args:
+        path: of the file, which is a zip archive with a checksum for each of its parts. All are compared first.
+        trusted: whether pickles may be loaded.
+
     Raises:
-        CheckpointError: pickles aren't trusted; or this one can't be read, or holds objects that aren't let in.
+        CheckpointError: pickles aren't trusted; or this one can't be read, or is damaged, or holds objects that aren't
+            let in.
     """
     if not trusted:
         raise CheckpointError(
             f"{path}: is a pickle, which could run code of its author's when it is loaded. If you know where it comes "
             "from, add --trust-pickle; even then only tensors and plain values are let in"
         )
+    parts = _check_archive(path)
     try:
         with safe_globals([(stand_in, name) for name, stand_in in _STAND_INS.items()]):
-            return torch.load(path, map_location="meta", weights_only=True)
+            loaded = torch.load(path, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path}: holds more than tensors and plain values: {_reason(error)}") from None
-    except (RuntimeError, OSError, EOFError) as error:
+    except Exception as error:
+        # A forged pickle has the unpickler fail in whatever way it likes.
         raise CheckpointError(f"{path}: is no whole file of torch.save: {_reason(error)}") from None
+    for tensor in _tensors_in(loaded):
+        _check_place(path, tensor, parts)
+    return loaded
+
+
+def _check_archive(path: Path) -> dict[int, int]:
+    """Compare all parts of an archive with their checksums.
+
+    Returns:
+        For each place in the file where a part begins, its bytes.
+    """
+    try:
+        with open(open_regular(path), "rb") as file:
+            if file.read(4) != b"PK\3\4":
+                if _OLD_MAGIC in file.read(32):
+                    raise CheckpointError(_old_format(path))
+                raise CheckpointError(f"{path}: is no whole file of torch.save: it isn't a zip archive")
+            with zipfile.ZipFile(file) as archive:
+                return _check_parts(path, archive, file.fileno())
+    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: is no whole file of torch.save: {_reason(error)}") from None
+
+
+def _check_parts(path: Path, archive: zipfile.ZipFile, descriptor: int) -> dict[int, int]:
+    size, parts = os.fstat(descriptor).st_size, archive.infolist()
+    # As torch writes them. Compressed, a short file could fill the memory.
+    if any(part.compress_type != zipfile.ZIP_STORED for part in parts) or sum(x.file_size for x in parts) > size:
+        raise CheckpointError(f"{path}: is no whole file of torch.save: it has parts that are compressed, or overlap")
+    if len({part.filename for part in parts}) < len(parts):
+        raise CheckpointError(f"{path}: is no whole file of torch.save: it has two parts of one name")
+    places = {}
+    for part in parts:
+        # The name and the extra bytes of a part's own header, which may be longer than in the list of all parts.
+        lengths = os.pread(descriptor, 4, part.header_offset + 26)
+        behind = int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+        places[part.header_offset + 30 + behind] = part.file_size
+        with archive.open(part) as content:
+            while content.read(BLOCK_BYTES):
+                """Its end compares the checksum."""
+    return places
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in dicts, lists and attributes, each object looked at once."""
+    seen: set[int] = set()
+    rest = [value]
+    while rest:
+        each = rest.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, Mapping):
+            rest += each.values()
+        elif isinstance(each, list | tuple | set):
+            rest += each
+        elif isinstance(each, _Attributes):
+            rest += vars(each).values()
+
+
+def _check_place(path: Path, tensor: torch.Tensor, parts: Mapping[int, int]) -> None:
+    """Make sure that a tensor lies within the part of the file that its storage is."""
+    place = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    if tensor.numel() == 0 or place is None:
+        return
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if place not in parts or (int(tensor.storage_offset()) + last + 1) * tensor.dtype.itemsize > parts[place]:
+        raise CheckpointError(f"{path}: has a tensor of shape {list(tensor.shape)} that is longer than its bytes")
 
 
 def _reason(error: Exception) -> str:
@@ -109,13 +189,17 @@ def extent_of(path: Path, name: str, tensor: torch.Tensor) -> Extent:
     """
     position = tensor.untyped_storage()._checkpoint_offset
     if tensor.numel() and position is None:
-        raise CheckpointError(f"{path}: is of the format before torch 1.6; load it with torch and save it again")
+        raise CheckpointError(_old_format(path))
     if not tensor.is_contiguous():
         raise CheckpointError(
             f"{path}: {name} is stored as a view of another tensor; save it again after calling contiguous()"
         )
     start = (position or 0) + int(tensor.storage_offset()) * tensor.dtype.itemsize
     return Extent(path, start, tensor.numel(), tensor.dtype)
+
+
+def _old_format(path: Path) -> str:
+    return f"{path}: is of the format before torch 1.6; load it with torch and save it again"
 
 
 def whole(path: Path, name: str, tensor: torch.Tensor) -> Scattered:
@@ -170,7 +254,7 @@ class ExtentReader:
         if path not in self._descriptors:
             if len(self._descriptors) == _MOST_FILES:
                 os.close(self._descriptors.pop(next(iter(self._descriptors))))
-            self._descriptors[path] = os.open(path, os.O_RDONLY)
+            self._descriptors[path] = open_regular(path)
         return self._descriptors[path]
 
     def __enter__(self) -> Self:

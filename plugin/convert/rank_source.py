@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cuboid.checkpoint.manifest import record_of
+from cuboid.checkpoint.manifest import differing, record_of, size_fault
 from cuboid.checkpoint.tensor_file import TensorFile
 from cuboid.convert.tensors import Tensors, row_ranges
 from cuboid.errors import CheckpointError
@@ -35,7 +35,7 @@ def open_rank_files(folder: Path, stack: ExitStack, checking: Checking) -> Tenso
         CheckpointError: a file is missing, foreign, truncated or altered; names it.
     """
     document = RankFolder.read(folder)
-    with checking(sum(record.bytes for record in document.files.values())) as advance:
+    with checking(document.nbytes) as advance:
         for fault in rank_file_faults(folder, document, advance):
             raise CheckpointError(fault)
     files = _RankFiles(folder, document)
@@ -57,15 +57,14 @@ def rank_file_faults(folder: Path, document: RankFolder, advance: Callable[[int]
         yield f"{folder / SHARDS}: its layout and its list of files contradict each other about {name}"
     for name in sorted(present - wanted):
         yield f"{folder / name}: is foreign: {SHARDS} doesn't name it"
-    for name in sorted(wanted & document.files.keys()):
-        path, record = folder / name, document.files[name]
-        if name not in present:
-            yield f"{path}: is missing"
-        elif path.stat().st_size != record.bytes:
-            yield f"{path}: is {path.stat().st_size} bytes long instead of {record.bytes}; truncated or replaced"
+    for name, record in sorted({**document.files, **document.beside}.items()):
+        path = folder / name
+        fault = size_fault(path, record)
+        if fault is not None:
+            yield fault
         elif advance is not None:
             if record_of(path) != record:
-                yield f"{path}: its sha256 isn't the one in {SHARDS}: the file was damaged or edited"
+                yield differing(path, SHARDS)
             advance(record.bytes)
 
 

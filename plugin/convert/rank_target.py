@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from cuboid.checkpoint.manifest import FileRecord
+from cuboid.checkpoint.manifest import FileRecord, record_of
 from cuboid.checkpoint.tensor_file import TensorFileWriter
 from cuboid.config import MeshConfig
 from cuboid.convert.rank_plan import RankPlan
 from cuboid.convert.tensors import Tensors
-from cuboid.hf.rank_folder import SHARDS, RankFolder, RankTensor, file_name, shard_spec
+from cuboid.hf.rank_folder import RankFolder, RankTensor, file_name, shard_spec
 from cuboid.tensor3d.layout import Interval
 from cuboid.topology import Coordinate, MeshShape, Topology
 
 
-def write_rank_files(folder: Path, tensors: Tensors, plan: RankPlan, advance: Callable[[int], Any]) -> int:
-    """Write one file for each place in the pipeline and its mesh, and ``shards.json``.
+def write_rank_files(folder: Path, tensors: Tensors, plan: RankPlan, advance: Callable[[int], Any]) -> RankFolder:
+    """Write one file for each place in the pipeline and its mesh.
 
     Args:
         folder: an existing one.
@@ -29,7 +29,7 @@ def write_rank_files(folder: Path, tensors: Tensors, plan: RankPlan, advance: Ca
         advance: is told of every block's bytes as they were written; what two stages have counts twice.
 
     Returns:
-        How many files hold tensors.
+        What ``shards.json`` is to say, but for the files beside these.
     """
     pipe = max(len(plan.layers), 1)
     places = Topology(plan.mesh, plan.mesh.size * pipe, pipe)
@@ -40,9 +40,14 @@ def write_rank_files(folder: Path, tensors: Tensors, plan: RankPlan, advance: Ca
         names = {file_name(places, place): where for place, where in at.items() if where.pipe == stage}
         files.update(_write_stage(folder, tensors, own, plan.mesh, names, advance))
     mesh = MeshConfig(batch=plan.mesh.batch, sequence=plan.mesh.sequence, hidden=plan.mesh.hidden)
-    document = RankFolder(mesh=mesh, layers=plan.layers, tensors=plan.tensors, files=files)
-    (folder / SHARDS).write_text(document.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    return len(files)
+    return RankFolder(mesh=mesh, layers=plan.layers, tensors=plan.tensors, files=files)
+
+
+def write_document(folder: Path, document: RankFolder) -> None:
+    """Write ``shards.json`` into a folder that has everything else."""
+    names = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
+    beside = {name: record_of(folder / name) for name in names if name not in document.files}
+    document.model_copy(update={"beside": beside}).write(folder)
 
 
 def _write_stage(

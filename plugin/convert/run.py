@@ -11,17 +11,18 @@ from typing import Any
 
 import torch
 
+from cuboid.checkpoint.files import read_object
 from cuboid.config import MAX_FILE_BYTES, CuboidConfig
 from cuboid.convert.rank_plan import RankPlan, plan_ranks
-from cuboid.convert.rank_target import write_rank_files
+from cuboid.convert.rank_target import write_document, write_rank_files
 from cuboid.convert.sources import Kind, Source, open_source
 from cuboid.convert.target import (
     CONFIG,
     check_free,
+    check_output_of,
     copy_companions,
     new_folder,
     progress,
-    read_json,
     size_text,
     write_weights,
 )
@@ -71,6 +72,7 @@ def convert(options: ConvertOptions, say: Callable[[str], Any]) -> None:
         ConfigError, MeshError, UnsupportedModelError: per-rank files for such a config aren't possible.
     """
     check_free(options.target)
+    check_output_of(options.target)
     with ExitStack() as stack:
         source = open_source(
             options.source,
@@ -84,6 +86,7 @@ def convert(options: ConvertOptions, say: Callable[[str], Any]) -> None:
         _check_quantization(source, options)
         tensors = source.tensors.cast(options.dtype)
         say(f"{source.found.folder}: {source.found.kind.value}, {_size(tensors)}")
+        say(f"checked: {source.checked}")
         plan = None
         if options.config is not None:
             plan = plan_ranks(source.companions, tensors.specs, options.config, options.world_size)
@@ -102,8 +105,11 @@ def _write(
             if plan is None:
                 files = len(write_weights(folder, tensors, options.max_shard_bytes, advance))
             else:
-                files = write_rank_files(folder, tensors, plan, advance)
+                document = write_rank_files(folder, tensors, plan, advance)
+                files = len(document.files)
         left = copy_companions(source.companions, folder, _dtype_told(source, tensors, options))
+        if plan is not None:
+            write_document(folder, document)
     for name in plan.unused if plan is not None else ():
         say(f"left out: tensor {name}, which the model has no use for")
     # A Trainer keeps DeepSpeed's folder beside config.json.
@@ -124,7 +130,7 @@ def _dtype_told(source: Source, tensors: Tensors, options: ConvertOptions) -> to
 
 def _check_quantization(source: Source, options: ConvertOptions) -> None:
     companions = source.companions
-    config = read_json(companions if companions.is_file() else companions / CONFIG)
+    config = read_object(companions if companions.is_file() else companions / CONFIG, numbers_only=False)
     if options.dtype is not None and config.get("quantization_config"):
         raise CheckpointError(
             f"{companions}: the weights are quantized, and --dtype would cast their scales and not them; leave it out"

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 
 from cuboid.checkpoint.folder import INCOMPLETE, resolve
-from cuboid.checkpoint.manifest import MANIFEST, Manifest, check_sizes
+from cuboid.checkpoint.manifest import MANIFEST, Manifest, check_contents, check_sizes
+from cuboid.checkpoint.state import refuse_lost_manifest
 from cuboid.convert.deepspeed import open_deepspeed, tag_folder
 from cuboid.convert.hugging_face import open_weights, weights_in
 from cuboid.convert.rank_source import Checking, open_rank_files
 from cuboid.convert.target import CONFIG
 from cuboid.convert.tensors import Tensors
 from cuboid.errors import CheckpointError
+from cuboid.hf.model_folder import check_model_folder, is_weights, model_files, read_config
 from cuboid.hf.rank_folder import SHARDS
 
 
@@ -64,6 +66,7 @@ def find_checkpoint(path: Path) -> Found:
         return Found(Kind.RANKS, path)
     if (path / MANIFEST).is_file():
         return Found(Kind.CUBOID, path)
+    refuse_lost_manifest(path)
     if path.name.endswith(INCOMPLETE):
         raise CheckpointError(f"{path}: is what is left of a checkpoint that was never finished")
     if weights_in(path) is not None:
@@ -84,11 +87,13 @@ class Source:
         found: what it is.
         tensors: of the model, by the names that Hugging Face stores.
         companions: where the files are that go along with weights: a folder, or ``config.json`` alone.
+        checked: what of it was compared with checksums, and what couldn't be, in words.
     """
 
     found: Found
     tensors: Tensors
     companions: Path
+    checked: str
 
 
 def open_source(
@@ -119,15 +124,54 @@ def open_source(
     companions = _companions(found, path, model)
     if master and found.kind is not Kind.CUBOID:
         raise CheckpointError(f"{path}: is a {found.kind.value}; --master goes with a checkpoint of cuboid alone")
+    checked = [_check_companions(companions, found)]
     if found.kind is Kind.DEEPSPEED:
         tensors = open_deepspeed(found.folder, companions, stack, dtype=dtype, trusted=trusted)
+        checked.insert(0, "DeepSpeed records no checksums; those of torch.save in its files were compared")
     elif found.kind is Kind.RANKS:
         tensors = open_rank_files(found.folder, stack, checking)
-    else:
-        if found.kind is Kind.CUBOID:
-            check_sizes(found.folder, Manifest.read(found.folder))
+        checked.insert(0, f"all files were compared with their checksums in {SHARDS}")
+    elif found.kind is Kind.CUBOID:
+        checked.insert(0, _check_manifest(found.folder, master, checking))
         tensors = open_weights(found.folder, stack, trusted=trusted)
-    return Source(found, _with_masters(found.folder, tensors, stack) if master else tensors, companions)
+    else:
+        tensors = open_weights(found.folder, stack, trusted=trusted)
+        checked.insert(
+            0,
+            "a Hugging Face checkpoint records no checksums: names, shapes and sizes fit one another, but values that "
+            "were damaged or exchanged can't be told",
+        )
+    tensors = _with_masters(found.folder, tensors, stack) if master else tensors
+    return Source(found, tensors, companions, "; ".join(filter(None, checked)))
+
+
+def _check_manifest(folder: Path, master: bool, checking: Checking) -> str:
+    """Compare what is going to be read of a checkpoint of cuboid with its checksums; told in words."""
+    manifest = Manifest.read(folder)
+    check_sizes(folder, manifest)
+    names = model_files(manifest)
+    names += [name for name in manifest.files if master and name.startswith(f"{_MASTERS.as_posix()}/")]
+    with checking(sum(manifest.files[name].bytes for name in names)) as advance:
+        for name in names:
+            check_contents(folder, manifest, [name])
+            advance(manifest.files[name].bytes)
+    return f"{len(names)} files were compared with their checksums in {MANIFEST}, all that is read of it"
+
+
+def _check_companions(companions: Path, found: Found) -> str:
+    """Make sure that the files beside the weights can be read; what of them couldn't be compared, in words."""
+    if companions.is_file():
+        read_config(companions)
+        return f"{companions} has no checksum"
+    check_model_folder(companions, weights=False)
+    if companions == found.folder:
+        return ""
+    recorded = (companions / MANIFEST).is_file()
+    if recorded:
+        manifest = Manifest.read(companions)
+        check_contents(companions, manifest, [name for name in model_files(manifest) if not is_weights(name)])
+    how = f"compared with {MANIFEST} there" if recorded else "without checksums"
+    return f"the files beside the weights are those of {companions}, {how}"
 
 
 def _companions(found: Found, path: Path, model: Path | None) -> Path:

@@ -15,6 +15,7 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from tqdm import tqdm
 
+from cuboid.checkpoint.files import check_output, read_object
 from cuboid.checkpoint.folder import INCOMPLETE, sync
 from cuboid.checkpoint.index import write_index
 from cuboid.checkpoint.state import STATE
@@ -45,6 +46,16 @@ def check_free(target: Path) -> None:
     """
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(f"{target}: exists already; give a folder that doesn't, or an empty one")
+
+
+def check_output_of(target: Path) -> None:
+    """Make sure that a new folder can be made, before anything is read for it; nothing is left of the attempt.
+
+    Raises:
+        CheckpointError: it can't.
+    """
+    above = next(path for path in (target.parent, *target.absolute().parents) if path.exists())
+    check_output(above)
 
 
 @contextmanager
@@ -141,12 +152,12 @@ def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None) -> li
         CheckpointError: ``config.json`` can't be understood.
     """
     if source.is_file():
-        write_json(folder / CONFIG, _with_dtype(read_json(source), dtype))
+        write_json(folder / CONFIG, _with_dtype(read_object(source, numbers_only=False), dtype))
         return []
     left = []
     for path in sorted(source.iterdir()):
         if path.name == CONFIG:
-            write_json(folder / CONFIG, _with_dtype(read_json(path), dtype))
+            write_json(folder / CONFIG, _with_dtype(read_object(path, numbers_only=False), dtype))
         elif _CONVERTED.fullmatch(path.name):
             continue
         elif path.is_dir():
@@ -171,21 +182,6 @@ def _copy_code(source: Path, folder: Path) -> list[str]:
         copied.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copied)
     return [] if found else [f"{source.name}/"]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A file's JSON object.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: can't be read: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds a {type(value).__name__}, not a JSON object")
-    return value
 
 
 def _with_dtype(config: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:

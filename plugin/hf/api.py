@@ -74,6 +74,7 @@ def from_pretrained(path: str | Path, config: ConfigSource | CuboidConfig, /, **
         ConfigError, MeshError, UnsupportedModelError, CheckpointError: see :func:`cuboid.hf.load.load_sharded`.
     """
     with scope(config):
+        # By the scope, every config and model in a folder is looked at before it is read.
         return AutoModelForCausalLM.from_pretrained(path, **kwargs)
 
 

@@ -18,9 +18,17 @@ from transformers import PretrainedConfig
 #: Odd, so that most meshes have to fill it up.
 LONGEST = 31
 _LEAST = 4
-#: ``"rows"``: whole, padded on the right, padded on the left, and whole but without labels, row after row.
-Padding = Literal["none", "right", "left", "rows"]
-ROW_KINDS: tuple[str, ...] = ("whole", "right", "left", "without labels")
+#: Where a row is padded; ``"rows"`` and ``"right rows"`` go through several kinds, the second without the left.
+Padding = Literal["none", "right", "left", "rows", "right rows"]
+RowKind = Literal["whole", "right", "left", "without labels"]
+#: What rows of a micro-batch are, one after the other. The awkward ones come first, for there may be few.
+ROW_KINDS: dict[Padding, tuple[RowKind, ...]] = {
+    "none": ("whole",),
+    "right": ("right",),
+    "left": ("left",),
+    "rows": ("left", "right", "whole", "without labels"),
+    "right rows": ("right", "whole", "without labels"),
+}
 
 #: Tokens of a window, of a chunk, or of a step of a scale, as the configs of transformers call them.
 _LENGTHS = (
@@ -79,31 +87,30 @@ class Case:
     packed: tuple[int, ...] = ()
     first_position: int = 0
 
-    def row_kind(self, row: int) -> str:
-        """One of :data:`ROW_KINDS`."""
-        if self.padding == "rows":
-            return ROW_KINDS[row % len(ROW_KINDS)]
-        return "whole" if self.padding == "none" else self.padding
+    def row_kinds(self, rows: int, first: int = 0) -> list[RowKind]:
+        """What each of so many rows is, of which the ``first`` ones went before."""
+        kinds = ROW_KINDS[self.padding]
+        return [kinds[row % len(kinds)] for row in range(first, first + rows)]
 
-    def attention_mask(self, rows: int) -> torch.Tensor | None:
+    def attention_mask(self, rows: int, first: int = 0) -> torch.Tensor | None:
         """``[rows, length]``, 1 where a token is real; None without padding."""
         if self.padding == "none":
             return None
         mask = torch.ones((rows, self.length), dtype=torch.long)
         missing = math.ceil(self.length / 4)
-        for row in range(rows):
-            if self.row_kind(row) == "right":
+        for row, kind in enumerate(self.row_kinds(rows, first)):
+            if kind == "right":
                 mask[row, self.length - missing :] = 0
-            elif self.row_kind(row) == "left":
+            elif kind == "left":
                 mask[row, :missing] = 0
         return mask
 
-    def position_ids(self, rows: int) -> torch.Tensor | None:
+    def position_ids(self, rows: int, first: int = 0) -> torch.Tensor | None:
         """``[rows, length]``; None where a model is to count by itself."""
         if not self.packed:
             counted = torch.arange(self.first_position, self.first_position + self.length)
             return counted.repeat(rows, 1) if self.first_position else None
-        counts = [[torch.arange(length) for length in self._packed_in(row)] for row in range(rows)]
+        counts = [[torch.arange(n) for n in self._packed_in(row)] for row in range(first, first + rows)]
         return torch.stack([torch.cat(row) for row in counts])
 
     def _packed_in(self, row: int) -> tuple[int, ...]:
@@ -178,9 +185,9 @@ def covering(config: PretrainedConfig, longest: int = LONGEST) -> tuple[Case, ..
         last = _crossing(crossed[-1])
     return (
         Case("longest, padded here and there", _longest(config, longest), "rows"),
+        last,
         _packed(config, longest - 1),
         Case("short, padded on the right", _short(config, longest), "right"),
-        last,
     )
 
 
@@ -207,13 +214,19 @@ def _padded(case: Case, side: Padding) -> Case:
     return case if side == "none" else replace(case, name=f"{case.name}, padded on the {side}", padding=side)
 
 
+def packed_case(length: int, first: int = 0) -> Case:
+    """Rows of one long sequence, of ``first`` tokens or more, and up to two short ones."""
+    first = max(length // 2, first)
+    rest = length - first
+    parts = (first, rest - rest // 3, rest // 3)
+    return Case("packed", length, packed=tuple(part for part in parts if part))
+
+
 def _packed(config: PretrainedConfig, longest: int) -> Case:
-    """One sequence that crosses what can be crossed, and two short ones."""
+    """The long sequence crosses what can be crossed."""
     longest = _longest(config, longest)
     crossed = [threshold.tokens for threshold in thresholds(config) if threshold.tokens < longest - 2 * _LEAST]
-    first = max([longest // 2, *(tokens + 1 for tokens in crossed)])
-    rest = longest - first
-    return Case("packed", longest, packed=(first, rest - rest // 3, rest // 3))
+    return packed_case(longest, max(crossed, default=0) + 1)
 
 
 def _ropes(text: PretrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,11 @@ from cuboid.checkpoint.contents import OPTIMIZER, Contents
 from cuboid.checkpoint.loader import Opened, Placed, load_masters, load_optimizer
 from cuboid.checkpoint.optimizer import OptimizerAdapter, OptimizerState
 from cuboid.checkpoint.pieces import Bundle, Family
+from cuboid.checkpoint.publish import SCRATCH, abandon_export, begin_export, publish
 from cuboid.checkpoint.random_state import capture, restore
 from cuboid.checkpoint.writing import write_families, write_indices
 from cuboid.errors import CheckpointError
-from cuboid.hf.companions import write_companions
+from cuboid.hf.companions import keep_own_tokenizer, write_companions
 from cuboid.hf.load import read_weights
 from cuboid.hf.model import mesh_of, unwrap
 from cuboid.hf.stage_model import StageModel
@@ -93,7 +93,7 @@ def describe_layout(model: nn.Module) -> dict[str, Any]:
 def export_model(model: nn.Module, folder: Path, max_file_bytes: int) -> None:
     """Write a model's weights alone, as a Hugging Face checkpoint. Collective over the world.
 
-    The folder may hold others, whose weights it replaces: each file is written under another name first.
+    The folder may hold others, which give way once the new ones are there; see :mod:`cuboid.checkpoint.publish`.
 
     Args:
         model: a sharded model, or an engine around one.
@@ -106,38 +106,30 @@ def export_model(model: nn.Module, folder: Path, max_file_bytes: int) -> None:
     inner: Any = unwrap(model)
     mesh = mesh_of(inner)
     mesh.connect_host()
-    scratch = folder / ".incomplete"
 
     def begin() -> None:
         if mesh.rank == 0:
-            shutil.rmtree(scratch, ignore_errors=True)
-            scratch.mkdir(parents=True)
+            begin_export(folder)
 
     run_on_all_ranks(begin, mesh)
-    results = write_families([model_family(inner)], scratch, mesh, max_file_bytes=max_file_bytes)
-
-    def finish() -> None:
-        failure = results[mesh.rank].failure
-        if failure is not None:
-            raise CheckpointError(failure)
-        if mesh.rank == 0:
-            write_indices(scratch, results)
-            write_companions(inner, scratch)
-
-    def publish() -> None:
-        if mesh.rank == 0:
-            for stale in (*folder.glob("model*.safetensors"), *folder.glob("model*.safetensors.index.json")):
-                stale.unlink()
-            for path in scratch.iterdir():
-                path.replace(folder / path.name)
-            scratch.rmdir()
-
     try:
+        results = write_families([model_family(inner)], folder / SCRATCH, mesh, max_file_bytes=max_file_bytes)
+
+        def finish() -> None:
+            failure = results[mesh.rank].failure
+            if failure is not None:
+                raise CheckpointError(failure)
+            if mesh.rank == 0:
+                write_indices(folder / SCRATCH, results)
+                write_companions(inner, folder / SCRATCH)
+                keep_own_tokenizer(folder / SCRATCH, folder)
+
         run_on_all_ranks(finish, mesh)
-        run_on_all_ranks(publish, mesh)
-    finally:
+        run_on_all_ranks(lambda: publish(folder) if mesh.rank == 0 else None, mesh)
+    except BaseException:
         if mesh.rank == 0:
-            shutil.rmtree(scratch, ignore_errors=True)
+            abandon_export(folder)
+        raise
 
 
 def load_model(model: nn.Module, folder: Path) -> None:

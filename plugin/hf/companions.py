@@ -50,6 +50,18 @@ def write_companions(model: Any, folder: Path) -> None:
     copy_tokenizer(config._name_or_path, folder)
 
 
+def keep_own_tokenizer(new: Path, folder: Path) -> None:
+    """Leave a tokenizer out of what is going to a folder that has one, which may be the user's, with tokens of its own.
+
+    Args:
+        new: what is going to the folder.
+        folder: where it goes.
+    """
+    if any((folder / name).exists() for name in TOKENIZER_FILES):
+        for name in TOKENIZER_FILES:
+            (new / name).unlink(missing_ok=True)
+
+
 def copy_tokenizer(source: str | Path, folder: Path) -> None:
     """Copy the tokenizer's files of a checkpoint, if it has any.
 

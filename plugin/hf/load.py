@@ -15,13 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cuboid.config import CuboidConfig
 from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.hf.auto import choose_mesh
 from cuboid.hf.layouts import draw_blueprint
 from cuboid.hf.model import shard_modules
+from cuboid.hf.model_folder import (
+    as_damage_of,
+    check_fit,
+    check_layers,
+    check_model_folder,
+    folder_of,
+    has_config,
+    model_config,
+    verify_model_folder,
+)
 from cuboid.hf.presharded import from_rank_file, rank_folder_of
 from cuboid.hf.segments import UnitSlot
 from cuboid.hf.slicing import mark_parameters, unmark_parameters
@@ -65,14 +75,31 @@ def load_sharded(
         raise UnsupportedModelError(
             f"{cls.__name__} isn't a causal language model, the only kind with rules for its head and loss so far"
         )
-    loading = _loading_class(cls, config)
-    folder = rank_folder_of(args, kwargs)
-    if folder is not None:
-        loading, args, kwargs = from_rank_file(loading, config, folder, args, kwargs)
-    result = from_pretrained(loading, *args, **kwargs)
-    model = result[0] if isinstance(result, tuple) else result
+    loading, kwargs = _loading_class(cls, config), dict(kwargs)
+    folder, rank_folder = folder_of(args, kwargs), rank_folder_of(args, kwargs)
+    if rank_folder is not None:
+        loading, args, kwargs = from_rank_file(loading, config, rank_folder, args, kwargs)
+    elif folder is not None:
+        _check_folder(folder, config, kwargs)
+    wants_info = kwargs.pop("output_loading_info", False)
+    with as_damage_of(args[0] if args else kwargs.get("pretrained_model_name_or_path", cls.__name__)):
+        # What doesn't fit is missing then, and told by its name.
+        asked = {**kwargs, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, info = from_pretrained(loading, *args, **asked)
+    check_fit(model, info)
+    if folder is not None and rank_folder is None and has_config(folder):
+        check_layers(folder, model, info["unexpected_keys"])
     model.finish_loading()
-    return result
+    return (model, info) if wants_info else model
+
+
+def _check_folder(folder: Path, config: CuboidConfig, kwargs: dict[str, Any]) -> None:
+    """Refuse what is damaged, by its file's name; see :mod:`cuboid.hf.model_folder`."""
+    if has_config(folder):
+        safetensors = kwargs.get("use_safetensors") is not False
+        check_model_folder(folder, variant=kwargs.get("variant"), weights=safetensors)
+    if config.checkpoint.verify:
+        verify_model_folder(folder)
 
 
 def read_weights(model: Any, folder: str | Path) -> dict[str, torch.Tensor]:
@@ -89,12 +116,17 @@ def read_weights(model: Any, folder: str | Path) -> dict[str, torch.Tensor]:
         CheckpointError: the checkpoint is of another architecture, or lacks a parameter.
     """
     staging = model.staging if isinstance(model, StageModel) else None
-    config = AutoConfig.from_pretrained(folder)
+    check_model_folder(Path(folder))
+    config = model_config(Path(folder))
     if config.model_type != model.config.model_type:
         raise CheckpointError(f"{folder}: holds a {config.model_type}, but the model is a {model.config.model_type}")
     settings = CuboidConfig() if staging is None else staging.config
     cls = _loading_class(model.cuboid.base, settings, _Plan(model.cuboid.mesh, staging))
-    loaded = cls.from_pretrained(folder, config=config, dtype=model.dtype)
+    with as_damage_of(folder):
+        asked = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        loaded, info = cls.from_pretrained(folder, config=config, dtype=model.dtype, **asked)
+    check_fit(loaded, info)
+    check_layers(Path(folder), loaded, info["unexpected_keys"])
     return {name: x.detach() for name, x in loaded.state_dict().items() if isinstance(x, torch.Tensor)}
 
 
@@ -128,6 +160,7 @@ class _Loading:
     _cuboid_plan: _Plan | None
     # Of the architecture's class, which is mixed in.
     named_parameters: Any
+    config: Any
     all_tied_weights_keys: Any
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -156,7 +189,8 @@ class _Loading:
         if missing:
             rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise CheckpointError(
-                f"the checkpoint has no (fitting) tensor for {missing[0]}{rest}. New parameters can't be initialised "
+                f"{self.config._name_or_path}: has no (fitting) tensor for {missing[0]}{rest}; is it damaged, or of "
+                "another model than its config.json says? New parameters can't be initialised "
                 "slice by slice: save a complete checkpoint with plain transformers first"
             )
         super()._move_missing_keys_from_meta_to_device(missing_keys, *args)  # type: ignore[misc]

@@ -14,9 +14,11 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from cuboid.checkpoint.manifest import FileRecord, differing, record_of, size_fault
 from cuboid.config import CuboidConfig
 from cuboid.errors import CheckpointError
 from cuboid.hf.layouts import Blueprint
+from cuboid.hf.model_folder import check_model_folder
 from cuboid.hf.rank_folder import SHARDS, RankFolder, layout_in_words
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.layout import Layout, pad_shard
@@ -54,6 +56,10 @@ def from_rank_file(
     mesh = Mesh(document.mesh.shape, pipe=document.topology.pipe)
     name = document.file_of(mesh.coordinate)
     _check_file(folder / name, document, mesh)
+    check_model_folder(folder, weights=False)
+    if config.checkpoint.verify:
+        for own, record in {name: document.files[name], **document.beside}.items():
+            _check_content(folder / own, record)
     kwargs = dict(kwargs)
     settings = _take_settings(loading, folder, kwargs)
     settings.transformers_weights = name
@@ -82,9 +88,20 @@ def _check_file(path: Path, document: RankFolder, mesh: Mesh) -> None:
     who = f"rank {mesh.rank} of {mesh.topology.world_size}"
     if not path.is_file():
         raise CheckpointError(f"{path}: is missing, and {who} reads it")
-    size, recorded = path.stat().st_size, document.files[path.name].bytes
-    if size != recorded:
-        raise CheckpointError(f"{path}: is {size} bytes long, but {SHARDS} says {recorded}; truncated or replaced?")
+    if path.name not in document.files:
+        raise CheckpointError(f"{path.parent / SHARDS}: doesn't list {path.name}, which {who} reads")
+    fault = size_fault(path, document.files[path.name])
+    if fault is not None:
+        raise CheckpointError(fault)
+
+
+def _check_content(path: Path, record: FileRecord) -> None:
+    try:
+        same = record_of(path) == record
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be read: {error.strerror}") from None
+    if not same:
+        raise CheckpointError(differing(path, SHARDS))
 
 
 def _take_settings(cls: type[PreTrainedModel], folder: Path, kwargs: dict[str, Any]) -> PretrainedConfig:

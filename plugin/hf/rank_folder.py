@@ -7,6 +7,7 @@ without padding. All replicas hold the same, so there is one file for each place
 from __future__ import annotations
 
 import dataclasses
+import json
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, Self
@@ -14,10 +15,10 @@ from typing import Literal, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from cuboid.checkpoint.manifest import FileRecord
-from cuboid.checkpoint.tensor_header import TensorSpec
+from cuboid.checkpoint.files import read_bytes
+from cuboid.checkpoint.manifest import FileRecord, check_names, not_understood, signed, unsigned
+from cuboid.checkpoint.tensor_header import TensorSpec, check_sizes
 from cuboid.config import MeshConfig
-from cuboid.errors import CheckpointError
 from cuboid.tensor3d.layout import Layout
 from cuboid.topology import Axis, Coordinate, MeshShape, Topology
 
@@ -25,7 +26,7 @@ SHARDS = "shards.json"
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class StoredLayout(_Record):
@@ -65,11 +66,22 @@ class RankTensor(_Record):
             raise ValueError(f"{name} is no dtype of torch")
         return name
 
+    @field_validator("shape")
+    @classmethod
+    def _is_shape(cls, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return check_sizes(shape)
+
     @model_validator(mode="after")
     def _dims_agree(self) -> Self:
         cut = self.layout
-        if cut is not None and not len(self.shape) == len(cut.split) == len(cut.parts):
+        if cut is None:
+            return self
+        if not len(self.shape) == len(cut.split) == len(cut.parts):
             raise ValueError("its layout has another number of dims than its shape")
+        if not all(1 <= parts <= max(size, 1) for size, parts in zip(self.shape, cut.parts, strict=True)):
+            raise ValueError("its layout has more parts than elements")
+        # Whose own rules are assertions, which count here.
+        Layout(self.shape, cut.split, cut.parts, cut.ragged)
         return self
 
     @property
@@ -93,6 +105,7 @@ class RankFolder(_Record):
         layers: how many each stage of the pipeline has; empty without one.
         tensors: by the name in the whole checkpoint.
         files: by name.
+        beside: what goes along with weights: configs, tokenizers. Folders of earlier versions say nothing of it.
     """
 
     format: Literal[1] = 1
@@ -100,23 +113,47 @@ class RankFolder(_Record):
     layers: tuple[int, ...]
     tensors: dict[str, RankTensor]
     files: dict[str, FileRecord]
+    beside: dict[str, FileRecord] = {}
+
+    @field_validator("beside")
+    @classmethod
+    def _lie_inside(cls, files: dict[str, FileRecord]) -> dict[str, FileRecord]:
+        check_names(files)
+        return files
+
+    @model_validator(mode="after")
+    def _places_agree(self) -> Self:
+        # Before anybody counts through the places.
+        if self.mesh.shape.size * max(len(self.layers), 1) != len(self.files):
+            raise ValueError(f"its layout and its list of {len(self.files)} files contradict each other")
+        stages = range(max(len(self.layers), 1))
+        for name, tensor in self.tensors.items():
+            if not all(stage in stages for stage in tensor.stages):
+                raise ValueError(f"{name} is in a stage that there isn't")
+        return self
+
+    def write(self, folder: Path) -> None:
+        """Write it into a folder."""
+        (folder / SHARDS).write_bytes(signed(self.model_dump(mode="json")))
 
     @classmethod
     def read(cls, folder: Path) -> Self:
         """Read a folder's.
 
         Raises:
-            CheckpointError: it can't be understood.
+            CheckpointError: it can't be understood, or it was damaged or edited.
         """
         path = folder / SHARDS
+        content = unsigned(read_bytes(path), path)
         try:
-            return cls.model_validate_json(path.read_bytes())
-        except OSError as error:
-            raise CheckpointError(f"{path}: can't be read: {error.strerror}") from None
+            return cls.model_validate_json(json.dumps(content))
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the whole"
-            raise CheckpointError(f"{path}: can't be understood: {where}: {first['msg']}") from None
+            raise not_understood(path, error) from None
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files."""
+        return sum(record.bytes for record in (*self.files.values(), *self.beside.values()))
 
     @cached_property
     def topology(self) -> Topology:

@@ -13,13 +13,16 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.hub import convert_file_size_to_int
 
+from cuboid.checkpoint.publish import abandon_export, begin_export, publish
 from cuboid.config import MAX_FILE_BYTES
+from cuboid.errors import CheckpointError
 from cuboid.hf.checkpoint import export_model
 from cuboid.hf.model import mesh_of, unwrap
 from cuboid.hf.segments import PREFIX
 from cuboid.hf.stage_model import StageModel
 from cuboid.hf.stored import sharded_layouts
 from cuboid.mesh import Mesh
+from cuboid.rank_agreement import run_on_all_ranks
 from cuboid.replicas.gradients import gradient_of
 from cuboid.tensor3d.layout import Layout, put_shard
 from cuboid.topology import AXES
@@ -42,8 +45,13 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     Of a parameter that the first and the last stage share, the first one's is given: what both hold once the engine
     has added up the two parts.
     """
+    return full_values(model, _gradient)
+
+
+def full_values(model: nn.Module, value_of: Callable[[torch.Tensor], torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    """What ``value_of`` gives for each parameter (its own shape, or None), whole, like :func:`full_gradients`."""
     inner = unwrap(model)
-    return _whole_tensors(inner, dict(inner.named_parameters(remove_duplicate=False)), _gradient)
+    return _whole_tensors(inner, dict(inner.named_parameters(remove_duplicate=False)), value_of)
 
 
 def save_sharded(
@@ -82,21 +90,27 @@ def save_sharded(
         export_model(model, Path(directory), convert_file_size_to_int(limit))
         return
     state = full_state_dict(model)
-    if mesh.rank == 0:
-        _save_as_own_class(model, directory, state, kwargs)
-    if mesh.topology.world_size > 1:
-        dist.barrier()
+    mesh.connect_host()
+    run_on_all_ranks(lambda: _save_as_own_class(model, directory, state, kwargs) if mesh.rank == 0 else None, mesh)
 
 
 def _save_as_own_class(model: Any, directory: str | Path, state: dict[str, torch.Tensor], kwargs: Any) -> None:
     # The base class writes the file; for that time the config must not name the twin of its attention, and the model
-    # must know of all ties in the whole state.
-    base = model.cuboid.base
+    # must know of all ties in the whole state. It would write over what lies there, so it writes beside it.
+    base, folder = model.cuboid.base, Path(directory)
     implementation, ties = model.config._attn_implementation, model._tied_weights_keys
+    if kwargs.get("push_to_hub"):
+        kwargs = {"repo_id": folder.absolute().name, **kwargs}
     model.config._attn_implementation = implementation.removeprefix(PREFIX)
     model._tied_weights_keys = base._tied_weights_keys
     try:
-        base.save_pretrained(model, directory, is_main_process=True, state_dict=state, **kwargs)
+        base.save_pretrained(model, begin_export(folder), is_main_process=True, state_dict=state, **kwargs)
+        publish(folder)
+    except BaseException as error:
+        abandon_export(folder)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{folder}: can't be written: {error.strerror or error}") from error
+        raise
     finally:
         model.config._attn_implementation, model._tied_weights_keys = implementation, ties
 

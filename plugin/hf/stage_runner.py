@@ -146,6 +146,7 @@ class StageRunner:
             scale=self._scale,
             vocabulary=self._model.config.get_text_config().vocab_size,
             mesh=self._mesh if self._mesh.shape.size > 1 else None,
+            chunk_bytes=self._model.cuboid.chunk_bytes,
         )
         self.loss = loss if self.loss is None else self.loss + loss
         return gradient

@@ -9,9 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from cuboid import CheckpointError, CuboidError, load_config
+from cuboid.checkpoint.files import check_output
+from cuboid.hf.companions import TOKENIZER_FILES
+from cuboid.hf.model_folder import (
+    CONFIG,
+    as_damage_of,
+    check_model_folder,
+    model_config,
+    verify_model_folder,
+    weights_bytes,
+)
 from cuboid.train.resume import Resumed, find_run, refuse_other_run
 from cuboid.train.settings import (
     at_least,
@@ -45,6 +55,7 @@ class TrainOptions:
         save_every: optimizer steps from one checkpoint to the next; None for none, unless the run is interrupted.
         keep_last: how many checkpoints to keep; None for what the config says.
         resume: whether to go on with the run that has left checkpoints in ``out``.
+        resume_from: name of the checkpoint to go on from; None for the latest.
     """
 
     model: Path
@@ -59,6 +70,7 @@ class TrainOptions:
     save_every: int | None = None
     keep_last: int | None = None
     resume: bool = False
+    resume_from: str | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +129,8 @@ def plan(options: TrainOptions) -> Job:
     check_config(config, is_complete=False)
     if isinstance(config.get("tensor_parallel"), dict):
         config["tensor_parallel"].setdefault("gather_logits", False)  # nobody here looks at them
-    resumed = find_run(options.out) if options.resume else None
+    check_model_folder(options.model)
+    resumed = find_run(options.out, options.resume_from) if options.resume else None
     if resumed is None:
         refuse_other_run(options.out)
     steps = _steps(options, config, resumed)
@@ -126,6 +139,9 @@ def plan(options: TrainOptions) -> Job:
     check_config(config, is_complete=True)
     micro_batch = count(config, "train_micro_batch_size_per_gpu", default=None)
     accumulation = count(config, "gradient_accumulation_steps", default=1)
+    dtype = weights_dtype(config)
+    # The result, and a checkpoint beside it.
+    check_output(options.out, weights_bytes(options.model, dtype) * (2 if options.save_every else 1))
     tokenizer = load_tokenizer(options.model)
     vocabulary, model_sha256 = _check_model(options, tokenizer)
     tokens = None
@@ -144,7 +160,7 @@ def plan(options: TrainOptions) -> Job:
         steps=steps,
         micro_batch=micro_batch,
         accumulation=accumulation,
-        dtype=weights_dtype(config),
+        dtype=dtype,
         tokenizer=tokenizer,
         vocabulary=vocabulary,
         model_sha256=model_sha256,
@@ -159,14 +175,18 @@ def load_tokenizer(model: Path) -> Any:
     Raises:
         CheckpointError: no such folder, no model in it, or no tokenizer.
     """
-    if not (model / "config.json").is_file():
-        raise CheckpointError(
-            f"model {str(model)!r} is not the folder of a Hugging Face checkpoint: no config.json in it"
-        )
-    try:
+    check_model_folder(model, weights=False)
+    verify_model_folder(model, weights=False)
+    with as_damage_of(_tokenizer_file(model)):
         return AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"model {str(model)!r} has no tokenizer that transformers can load: {error}") from error
+
+
+def _tokenizer_file(model: Path) -> Path:
+    """What a tokenizer is read from, so far as it is one file."""
+    names = [name for name in TOKENIZER_FILES if (model / name).is_file()]
+    if not names:
+        raise CheckpointError(f"model {str(model)!r} has no tokenizer that transformers can load")
+    return model / names[0]
 
 
 def check_tokens(meta: TokensMeta, tokenizer: Any, vocabulary: int) -> None:
@@ -216,12 +236,10 @@ def _steps(options: TrainOptions, config: dict[str, Any], resumed: Resumed | Non
 
 def _check_model(options: TrainOptions, tokenizer: Any) -> tuple[int, str]:
     """The entries of the model's embedding, and a name for its architecture."""
-    try:
-        config = AutoConfig.from_pretrained(options.model)
+    config = model_config(options.model)
+    with as_damage_of(options.model / CONFIG):
         text_config = config.get_text_config()
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"the config.json in {str(options.model)!r} can't be read: {error}") from error
-    vocabulary = int(text_config.vocab_size)
+        vocabulary = int(text_config.vocab_size)
     if len(tokenizer) > vocabulary:
         raise CuboidError(
             f"the tokenizer in {str(options.model)!r} has {len(tokenizer)} entries, but the model's "

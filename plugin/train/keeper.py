@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import cuboid
+from cuboid.errors import CheckpointError, DamagedCheckpointError
 from cuboid.train.job import Job
 from cuboid.train.loop import History
 from cuboid.train.progress import TrainProgress
 from cuboid.train.report import CHECKPOINTS
-from cuboid.train.resume import RunState
+from cuboid.train.resume import RunState, with_remedy
 from cuboid.train.tokens import TokensMeta
 
 
@@ -59,7 +60,10 @@ class Keeper:
         if self.job.resumed is None:
             return History()
         path, state = self.job.resumed.path, self.job.resumed.state
-        self.engine.load_checkpoint(path)
+        try:
+            self.engine.load_checkpoint(path)
+        except DamagedCheckpointError as error:
+            raise CheckpointError(f"--resume can't go on from a damaged checkpoint: {with_remedy(error)}") from error
         self.progress.say(f"going on after step {state.step} of {self.job.steps}, from {path}")
         return History(list(state.train_losses), list(state.heldout_losses), earlier_step_s=state.step_s)
 

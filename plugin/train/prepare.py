@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cuboid import CuboidError
+from cuboid.checkpoint.files import check_output
 from cuboid.train.corpus import read_corpus
 from cuboid.train.job import load_tokenizer
 from cuboid.train.resume import refuse_other_run
@@ -46,6 +47,7 @@ def prepare(
             f"--vocabulary is {vocabulary}; it must be at least {_LEAST_VOCABULARY}: every byte, and one more"
         )
     refuse_other_run(out)
+    check_output(out)
     tokenizer = None if model is None else load_tokenizer(model)
     corpus = read_corpus(data)
     characters = sum(map(len, corpus.train)) + sum(map(len, corpus.heldout))

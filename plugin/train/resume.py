@@ -9,8 +9,12 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cuboid import CheckpointError, CuboidError
-from cuboid.checkpoint.folder import complete, resolve
+from cuboid.checkpoint.files import is_plain_name
+from cuboid.checkpoint.folder import complete, is_intact, others_beside, resolve
+from cuboid.checkpoint.loader import told_whole
+from cuboid.checkpoint.manifest import Manifest, check_sizes
 from cuboid.checkpoint.state import read_state
+from cuboid.errors import DamagedCheckpointError
 from cuboid.train.report import CHECKPOINTS, HeldoutPoint
 
 #: How differences between two runs are told.
@@ -92,17 +96,31 @@ class Resumed:
             )
 
 
-def find_run(out: Path) -> Resumed:
+def find_run(out: Path, name: str | None = None) -> Resumed:
     """The run that left its checkpoints in ``out``, as far as it got.
 
+    Args:
+        out: folder of the run.
+        name: of the checkpoint to go on from; None for the latest.
+
     Raises:
-        CheckpointError: there is none, or it isn't one of ``cuboid train``.
+        CheckpointError: there is none, or it is damaged, or it isn't one of ``cuboid train``.
     """
+    root = out / CHECKPOINTS
+    if name is not None and not is_plain_name(name):
+        raise CheckpointError(f"--resume-from {name!r} isn't the name of a checkpoint in {root}")
     try:
-        path = resolve(out / CHECKPOINTS)
-        client = read_state(path).get("client")
+        path = resolve(root, name)
     except CheckpointError as error:
         raise CheckpointError(f"--resume has nothing to go on from: {error}") from error
+    try:
+        manifest = Manifest.read(path)
+        check_sizes(path, manifest)
+        client = read_state(path, manifest).get("client")
+    except CheckpointError as error:
+        whole = next((other for other in others_beside(path) if is_intact(other, lambda found: found.files)), None)
+        damaged = DamagedCheckpointError(*told_whole(str(error), whole))
+        raise CheckpointError(f"--resume can't go on from a damaged checkpoint: {with_remedy(damaged)}") from error
     try:
         return Resumed(path, RunState.model_validate(client))
     except ValidationError as error:
@@ -112,6 +130,14 @@ def find_run(out: Path) -> Resumed:
             f"--resume: {path} isn't a checkpoint that this version of `cuboid train` saved: its client state: {key}: "
             f"{problem['msg']}"
         ) from None
+
+
+def with_remedy(error: DamagedCheckpointError) -> str:
+    """What is wrong with a checkpoint, and how to go on from another one."""
+    if error.whole is None:
+        return str(error)
+    name = error.whole.name
+    return f"{error}. Go on from that one: --resume-from {name} (make train RESUME={name})"
 
 
 def refuse_other_run(out: Path) -> None:

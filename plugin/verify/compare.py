@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal, get_args
 
 import torch
 
 from cuboid.verify.training import Outcome, Tensors
 
-Kind = Literal["activation", "logits", "loss", "gradient", "norm", "weight"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+Kind = Literal["activation", "logits", "loss", "gradient", "scale", "norm", "moment", "weight", "dropout"]
+#: What there is on both sides. A ``"scale"`` is another look at gradients or moments; dropout is looked at on shards.
+KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind not in ("scale", "dropout"))
+
+#: In place of a parameter's name.
+ALL = "all parameters together"
 
 #: Tensors far smaller than the largest of their kind are rounding noise (a gradient that is zero in exact arithmetic):
 #: their errors are taken relative to this share of that largest one.
@@ -27,9 +32,10 @@ class Check:
         kind: what is compared.
         name: the module, the parameter, or the step.
         error: largest absolute difference over largest absolute value; infinite where one side has no such tensor,
-            another shape, or a number that isn't finite.
+            another shape, or a number that isn't finite. What :mod:`cuboid.verify.noise` has instead, it says.
         magnitude: largest absolute value on the side of plain transformers.
         tolerance: the largest error that passes.
+        step: of the optimizer, from 1, for gradients.
     """
 
     kind: Kind
@@ -37,11 +43,12 @@ class Check:
     error: float
     magnitude: float
     tolerance: float
+    step: int | None = None
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within tolerance."""
-        return self.error <= self.tolerance
+        """Whether the error is a number, and within tolerance."""
+        return math.isfinite(self.error) and self.error <= self.tolerance
 
 
 def compare(
@@ -65,20 +72,49 @@ def compare(
     Returns:
         The checks, kind by kind in the order of :data:`KINDS`, activations in forward order.
     """
-    # Outputs that are no plain part of the residual stream can't be put together.
-    shared = {name: x for name, x in reference.activations.items() if name in other.activations}
-    parts = {name: other.activations[name] for name in shared}
-    checks: dict[Kind, Iterable[Check]] = {
-        "activation": _compare_tensors("activation", _blank(shared, padding), _blank(parts, padding), tolerance),
-        "logits": _compare_tensors(
-            "logits", _blank(reference.logits, padding), _blank(other.logits, padding), tolerance
-        ),
-        "loss": _compare_steps("loss", reference.losses, other.losses, tolerance),
-        "gradient": _compare_tensors("gradient", reference.gradients, other.gradients, tolerance),
-        "norm": _compare_steps("norm", reference.norms, other.norms, tolerance),
-        "weight": _compare_tensors("weight", reference.weights, other.weights, tolerance),
-    }
-    return [check for kind in KINDS if kind in kinds for check in checks[kind]]
+    checks: list[Check] = []
+    for kind in kinds_in_order(kinds):
+        if kind in ("loss", "norm"):
+            checks += _compare_steps(kind, numbers_of(reference, kind), numbers_of(other, kind), tolerance)
+        for step, theirs, ours in tensors_of(kind, reference, other, padding):
+            checks += _compare_tensors(kind, theirs, ours, tolerance, step)
+    return checks
+
+
+def kinds_in_order(kinds: Collection[Kind]) -> list[Kind]:
+    """Those of :data:`KINDS`, in its order."""
+    return [kind for kind in KINDS if kind in kinds]
+
+
+def numbers_of(outcome: Outcome, kind: Kind) -> list[float]:
+    """Losses or norms, by step."""
+    return outcome.losses if kind == "loss" else outcome.norms
+
+
+def tensors_of(
+    kind: Kind, reference: Outcome, other: Outcome, padding: torch.Tensor | None
+) -> Iterator[tuple[int | None, Tensors, Tensors]]:
+    """Tensors of a kind on both sides, of each step where there are several; nothing for losses and norms."""
+    if kind == "activation":
+        # Outputs that are no plain part of the residual stream can't be put together.
+        shared = {name: x for name, x in reference.activations.items() if name in other.activations}
+        parts = {name: other.activations[name] for name in shared}
+        yield None, _blank(shared, padding), _blank(parts, padding)
+    elif kind == "logits":
+        yield None, _blank(reference.logits, padding), _blank(other.logits, padding)
+    elif kind == "gradient":
+        missing: Tensors = {}
+        both = zip_longest(reference.gradients, other.gradients, fillvalue=missing)
+        yield from ((step, theirs, ours) for step, (theirs, ours) in enumerate(both, start=1))
+    elif kind == "moment":
+        yield None, reference.moments, other.moments
+    elif kind == "weight":
+        yield None, reference.weights, other.weights
+
+
+def dropout_checks(outcome: Outcome) -> list[Check]:
+    """Whether dropout differs from rank to rank. An error is how alike masks are: 1 where they are equal."""
+    return [Check("dropout", name, alike, 1.0, chance) for name, (alike, chance) in outcome.dropout.items()]
 
 
 def relative_error(reference: torch.Tensor, other: torch.Tensor, floor: float = 0.0) -> float:
@@ -108,24 +144,30 @@ def first_difference(checks: Sequence[Check]) -> str | None:
         return f"forward: the first output that differs is that of {first['activation'].name}"
     if "logits" in first:
         return "forward: the layers agree, the logits don't"
-    if "gradient" in first and not _first_loss_differs(checks):
-        last = [check for check in wrong if check.kind == "gradient"][-1]
+    backward = [check for check in wrong if check.kind in ("gradient", "scale") and check.step in (1, None)]
+    if backward and not _first_loss_differs(checks):
+        last = [check for check in backward if check.kind == backward[0].kind][-1]
+        if last.name == ALL:
+            return "backward: the loss agrees; the gradients are all too long, or too short, by one factor"
         return f"backward: the loss agrees; coming from it, {last.name} has the first gradient that differs"
-    return f"{wrong[0].kind}: {wrong[0].name} is the first that differs"
+    step = f" in step {wrong[0].step}" if wrong[0].step else ""
+    return f"{wrong[0].kind}: {wrong[0].name}{step} is the first that differs"
 
 
 def _first_loss_differs(checks: Sequence[Check]) -> bool:
     return not next((check.passed for check in checks if check.kind == "loss"), True)
 
 
-def _compare_tensors(kind: Kind, reference: Tensors, other: Tensors, tolerance: float) -> Iterator[Check]:
+def _compare_tensors(
+    kind: Kind, reference: Tensors, other: Tensors, tolerance: float, step: int | None
+) -> Iterator[Check]:
     floor = FLOOR * max((_magnitude(tensor) for tensor in reference.values()), default=0.0)
     for name, tensor in reference.items():
         error = relative_error(tensor, other[name], floor) if name in other else math.inf
-        yield Check(kind, name, error, _magnitude(tensor), tolerance)
+        yield Check(kind, name, error, _magnitude(tensor), tolerance, step)
     for name in other:
         if name not in reference:
-            yield Check(kind, name, math.inf, 0.0, tolerance)
+            yield Check(kind, name, math.inf, 0.0, tolerance, step)
 
 
 def _compare_steps(kind: Kind, reference: list[float], other: list[float], tolerance: float) -> Iterator[Check]:

@@ -19,6 +19,9 @@ MeshArchitecture = Literal["llama", "qwen2", "qwen3", "mistral", "gpt2"]
 #: Those that a pipeline alone can cut as well.
 PipelineArchitecture = Literal["gemma2", "gemma3", "gpt_neox", "mixtral"]
 Architecture = Literal[MeshArchitecture, PipelineArchitecture]
+#: Scaled rotary embeddings.
+Rope = Literal["dynamic", "yarn", "llama3", "longrope"]
+_ROPE_ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen2", "qwen3", "mistral", "mixtral")
 MESH_ARCHITECTURES: tuple[MeshArchitecture, ...] = get_args(MeshArchitecture)
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
 #: Far from zero, so that scores, gates and norms leave the neighbourhood where every function is linear.
@@ -41,7 +44,9 @@ class SmallModel:
         bias: whether attention and MLP have biases, where the architecture leaves that open.
         sliding_window: attention window in tokens, of Mistral and Mixtral in every layer (None for no window), of
             Gemma 2 and 3 in every other one (None for 12 tokens).
-        positions: longest sequence.
+        positions: longest sequence; the end of learned positions, and where some rotary embeddings rescale.
+        rope: how rotary embeddings are scaled, where the architecture has them; None as the architecture has it.
+        pad_token: whose embedding gets no gradient from the input, in architectures that see to that.
         seed: of the weights.
     """
 
@@ -55,6 +60,8 @@ class SmallModel:
     bias: bool = False
     sliding_window: int | None = None
     positions: int = 256
+    rope: Rope | None = None
+    pad_token: int | None = 1
     seed: int = 0
 
     @classmethod
@@ -82,6 +89,8 @@ class SmallModel:
             raise CuboidError(f"arch is {self.architecture!r}; known: {', '.join(ARCHITECTURES)}")
         if self.heads % self.kv_heads:
             raise MeshError(f"kv_heads is {self.kv_heads}, which doesn't divide heads = {self.heads}")
+        if self.rope is not None and self.architecture not in _ROPE_ARCHITECTURES:
+            raise CuboidError(f"rope goes with arch {', '.join(_ROPE_ARCHITECTURES)}, not with {self.architecture}")
         return _CONFIGS[self.architecture](self)
 
     def common(self, *, tied_by_default: bool = False) -> dict[str, Any]:
@@ -92,7 +101,7 @@ class SmallModel:
             "initializer_range": _WEIGHT_STD,
             "bos_token_id": None,
             "eos_token_id": None,
-            "pad_token_id": None,
+            "pad_token_id": self.pad_token,
         }
 
     def sizes(self, *, tied_by_default: bool = False) -> dict[str, Any]:
@@ -104,6 +113,7 @@ class SmallModel:
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "max_position_embeddings": self.positions,
+            **self.rope_parameters(),
             **self.common(tied_by_default=tied_by_default),
         }
 
@@ -116,7 +126,32 @@ class SmallModel:
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms start at one and biases at zero, where mistakes don't show
                 parameter.data += _VECTOR_STD * torch.randn(parameter.shape, generator=generator)
+        if self.pad_token is not None:  # starts at zero, as if it were never seen
+            row = model.get_input_embeddings().weight.data[self.pad_token]
+            row += _WEIGHT_STD * torch.randn(row.shape, generator=generator)
         model.save_pretrained(directory)
+
+    def rope_parameters(self) -> dict[str, Any]:
+        """Of rotary embeddings, scaled if asked for."""
+        if self.rope is None:
+            return {}
+        frequencies = self.head_dim // 2
+        more: dict[str, dict[str, Any]] = {
+            "dynamic": {},
+            "yarn": {"original_max_position_embeddings": self.positions // 4},
+            "llama3": {
+                "original_max_position_embeddings": self.positions // 4,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+            "longrope": {
+                "original_max_position_embeddings": self.positions // 4,
+                "short_factor": [1.0 + i / 4 for i in range(frequencies)],
+                "long_factor": [2.0 + i for i in range(frequencies)],
+            },
+        }
+        rope = {"rope_type": self.rope, "rope_theta": 10000.0, "factor": 4.0, **more[self.rope]}
+        return {"rope_parameters": rope}
 
 
 def _llama(small: SmallModel) -> PretrainedConfig:
@@ -155,7 +190,7 @@ def _gemma3(small: SmallModel) -> PretrainedConfig:
 def _gemma_sizes(small: SmallModel) -> dict[str, Any]:
     return {
         "head_dim": small.head_dim,
-        "query_pre_attn_scalar": small.head_dim,
+        "query_pre_attn_scalar": 2 * small.head_dim,  # not what attention takes by itself
         "sliding_window": small.sliding_window or _GEMMA_WINDOW,
         "layer_types": ["full_attention" if index % 2 else "sliding_attention" for index in range(small.layers)],
         "attention_bias": small.bias,

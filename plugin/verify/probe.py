@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -11,11 +13,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from cuboid.hf.pipeline import Pipeline
-from cuboid.hf.stage_model import Staging
+from cuboid.hf.stage_model import StageModel, Staging
 from cuboid.topology import Coordinate, MeshShape
 
 #: Outputs by module, one for each call: a whole sequence's, or one segment's after the other.
 Outputs = dict[str, list[torch.Tensor]]
+#: Of elements that dropout keeps while it is looked at.
+HALF = 0.5
 
 
 def probe(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[Outputs, torch.Tensor]:
@@ -25,12 +29,17 @@ def probe(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[Outputs, torch
         The three-dimensional output of every module that has one, this process's part of it, in forward order; and the
         logits.
     """
-    device = next(model.parameters()).device
-    inputs = {name: x.to(device) for name, x in batch.items() if name != "labels"}
     with _evaluation(model), torch.no_grad(), _captured(model.named_modules()) as outputs:
-        logits = model(**inputs, use_cache=False).logits
+        logits = run_forward(model, batch).logits
     # A module that is called again has begun something else.
     return {name: calls[:1] for name, calls in outputs.items()}, logits.cpu()
+
+
+def run_forward(model: Any, batch: Mapping[str, torch.Tensor]) -> Any:
+    """A forward without labels."""
+    device = next(model.parameters()).device
+    inputs = {name: x.to(device) for name, x in batch.items() if name != "labels"}
+    return model(**inputs, use_cache=False)
 
 
 def probe_stage(pipeline: Pipeline, model: Any, batch: Mapping[str, torch.Tensor]) -> Outputs:
@@ -49,6 +58,54 @@ def _own_modules(model: nn.Module, staging: Staging) -> Iterator[tuple[str, nn.M
     for name, module in model.named_modules():
         if any(name == root or name.startswith(f"{root}.") for root in roots):
             yield name, module
+
+
+def probe_dropout(model: nn.Module, run: Callable[[], Any]) -> dict[str, torch.Tensor]:
+    """What dropout keeps on this rank, in a training forward for which all ranks were seeded alike.
+
+    Args:
+        model: whose ``nn.Dropout`` modules drop half for this once.
+        run: the forward.
+
+    Returns:
+        For each such module that ran, which elements of its output it kept, flattened.
+    """
+    own = _own_modules(model, model.staging) if isinstance(model, StageModel) else model.named_modules()
+    drops = {name: module for name, module in own if isinstance(module, nn.Dropout)}
+    rates = {name: module.p for name, module in drops.items()}
+    kept: dict[str, torch.Tensor] = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+            kept.setdefault(name, (output.detach() != 0).flatten().cpu())
+
+        return hook
+
+    hooks = [module.register_forward_hook(note(name)) for name, module in drops.items()]
+    was_training = model.training
+    model.train()
+    for module in drops.values():
+        module.p = HALF
+    torch.manual_seed(0)
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        model.train(was_training)
+        for name, module in drops.items():
+            module.p = rates[name]
+        for hook in hooks:
+            hook.remove()
+    return kept
+
+
+def likeness(masks: Sequence[torch.Tensor]) -> tuple[float, float]:
+    """How far what ranks keep is from chance, 1 for equal masks or none at all, and how far chance may bring it."""
+    deviations = [abs(mask.double().mean().item() - HALF) / HALF for mask in masks]
+    for one, other in combinations(masks, 2):
+        if one.shape == other.shape:
+            deviations.append(abs((one == other).double().mean().item() - HALF) / HALF)
+    return max(deviations), 6 / math.sqrt(min(mask.numel() for mask in masks))
 
 
 @contextlib.contextmanager

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 import cuboid
 from cuboid.hf.certification.float64 import precision
-from cuboid.verify.plan import Plan, vocabulary_of
+from cuboid.verify.plan import Plan, tokens_of
 from cuboid.verify.probe import probe
-from cuboid.verify.storage import write
+from cuboid.verify.storage import SAVED, write
 from cuboid.verify.training import Tensors, run_replicas, train
 
 
@@ -42,19 +42,16 @@ class OneProcess:
         named = model.named_parameters(remove_duplicate=False)
         return {name: p.grad.detach().cpu().clone() for name, p in named if p.grad is not None}
 
-    def weights(self, model: nn.Module) -> Tensors:
-        """The state dict."""
-        return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
 
-
-def run_reference(plan: Plan, directory: str) -> None:
+def run_reference(plan: Plan, directory: str, moments: bool = False) -> None:
     """Job of a world of one: run the plan with plain transformers and write the outcome into ``directory``."""
     with _without_cuboid():
         model = load_plain(plan)
-        batch = plan.micro_batches(0, 0, vocabulary_of(model))[0]
+        batch = plan.micro_batches(0, 0, *tokens_of(model))[0]
         with precision(keep_float64=plan.keep_float64):
             activations, logits = probe(model, batch)
-            outcome = train(model, plan, OneProcess())
+            outcome = train(model, plan, OneProcess(), moments=moments)
+        model.save_pretrained(Path(directory, SAVED))
     whole = (*batch["input_ids"].shape, model.config.get_text_config().hidden_size)
     outcome.activations = {name: x for name, (x,) in activations.items() if tuple(x.shape) == whole}
     outcome.logits = {"logits": logits}
@@ -64,6 +61,9 @@ def run_reference(plan: Plan, directory: str) -> None:
 def load_plain(plan: Plan) -> Any:
     """The plan's checkpoint, whole, on this process's device."""
     model = AutoModelForCausalLM.from_pretrained(plan.checkpoint, **plan.loading_options())
+    if plan.rounded:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16().to(parameter.dtype)
     return model.to(device())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from dataclasses import dataclass
@@ -15,12 +16,14 @@ from rich.table import Table
 from cuboid.config import PipelineConfig
 from cuboid.topology import MeshShape
 from cuboid.verify.compare import Check, Kind, first_difference
+from cuboid.verify.noise import FACTOR
 from cuboid.verify.plan import Plan
 
 #: One comparison of a whole run: Cuboid's core under torch's optimizer, or the whole DeepSpeed engine.
 Pass = Literal["core", "engine"]
 #: Keys of a pipeline that change nothing here.
 _NO_RESULT = {"engine", "trace", "trace_step"}
+_PARAMETER_KINDS: tuple[Kind, ...] = ("gradient", "scale", "moment", "weight")
 _TITLES: dict[Pass, str] = {"core": "Cuboid's core", "engine": "the DeepSpeed engine"}
 
 
@@ -32,7 +35,7 @@ class PassReport:
         name: which pass.
         plan: what both sides ran.
         mesh: of one replica, or of each of its stages.
-        tolerance: the largest error that passes.
+        tolerance: the largest error that passes; None where each check has its own, see :mod:`cuboid.verify.noise`.
         losses, norms: of each step, plain transformers first, then Cuboid.
         checks: see :func:`cuboid.verify.compare.compare`.
         pipeline: stages and segments, if there are any.
@@ -41,7 +44,7 @@ class PassReport:
     name: Pass
     plan: Plan
     mesh: MeshShape
-    tolerance: float
+    tolerance: float | None
     losses: tuple[list[float], list[float]]
     norms: tuple[list[float], list[float]]
     checks: list[Check]
@@ -58,8 +61,8 @@ class PassReport:
         return first_difference(self.checks)
 
     def worst(self, kind: Kind) -> Check | None:
-        """The check of a kind with the largest error, if there is any of that kind."""
-        return max((check for check in self.checks if check.kind == kind), key=lambda check: check.error, default=None)
+        """The check of a kind that is the worst, if there is any of that kind."""
+        return max((check for check in self.checks if check.kind == kind), key=_badness, default=None)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON. An error that is no number is ``null``."""
@@ -72,6 +75,7 @@ class PassReport:
             "pipeline": None if self.pipeline is None else self.pipeline.model_dump(exclude=_NO_RESULT),
             "data_parallel": self.plan.data_parallel,
             "accumulate": self.plan.accumulate,
+            "micro_batches": [dataclasses.asdict(case) for case in self.plan.cases_run()],
             "tolerance": self.tolerance,
             "losses": {"transformers": self.losses[0], "cuboid": self.losses[1]},
             "gradient_norms": {"transformers": self.norms[0], "cuboid": self.norms[1]},
@@ -80,6 +84,8 @@ class PassReport:
                     "kind": check.kind,
                     "name": check.name,
                     "error": check.error if math.isfinite(check.error) else None,
+                    "step": check.step,
+                    "tolerance": check.tolerance if math.isfinite(check.tolerance) else None,
                     "magnitude": check.magnitude if math.isfinite(check.magnitude) else None,
                     "passed": check.passed,
                 }
@@ -113,10 +119,12 @@ class Report:
 
 def _print_pass(report: PassReport, console: Console) -> None:
     plan = report.plan
+    largest = f"{report.tolerance:.0e}" if report.tolerance is not None else f"{FACTOR:.0f} times plain {plan.dtype}'s"
     console.print(
         f"[bold]{_TITLES[report.name]}[/]: {plan.dtype}, {_layout(report)}, data parallel {plan.data_parallel}, "
-        f"accumulate {plan.accumulate}; errors up to {report.tolerance:.0e} pass"
+        f"accumulate {plan.accumulate}; errors up to {largest} pass"
     )
+    console.print("micro-batches: " + escape("; ".join(f"{c.name} ({c.length})" for c in plan.cases_run())))
     for table in (_steps(report), _outputs(report), _parameters(report)):
         if table.row_count:
             console.print(table)
@@ -149,14 +157,17 @@ def _outputs(report: PassReport) -> Table:
     for check in report.checks:
         if check.kind in ("activation", "logits"):
             table.add_row(escape(check.name), _error(check))
+        elif check.kind == "dropout":
+            table.add_row(f"{escape(check.name)}, its masks on the ranks", _error(check))
     return table
 
 
 def _parameters(report: PassReport) -> Table:
-    gradients, weights = (_by_name(report, kind) for kind in ("gradient", "weight"))
-    table = _table("parameter", "gradient", "weight")
-    for name in {**weights, **gradients}:
-        table.add_row(escape(name), _error(gradients.get(name)), _error(weights.get(name)))
+    kinds = [kind for kind in _PARAMETER_KINDS if any(check.kind == kind for check in report.checks)]
+    columns = [_by_name(report, kind) for kind in kinds]
+    table = _table("parameter", *kinds)
+    for name in dict.fromkeys(name for column in columns for name in column):
+        table.add_row(escape(name), *(_error(column.get(name)) for column in columns))
     return table
 
 
@@ -169,7 +180,17 @@ def _table(first: str, *others: str) -> Table:
 
 
 def _by_name(report: PassReport, kind: Kind) -> dict[str, Check]:
-    return {check.name: check for check in report.checks if check.kind == kind}
+    """The worst over the steps, by name."""
+    worst: dict[str, Check] = {}
+    for check in report.checks:
+        if check.kind == kind and (check.name not in worst or _badness(check) > _badness(worst[check.name])):
+            worst[check.name] = check
+    return worst
+
+
+def _badness(check: Check) -> tuple[bool, float]:
+    """Larger for what is worse: what fails, and then what comes closest to its own tolerance."""
+    return not check.passed, check.error / check.tolerance if check.tolerance else check.error
 
 
 def _error(check: Check | None) -> str:

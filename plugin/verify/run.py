@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,18 +12,20 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from cuboid.config import PipelineConfig, parse_config, split_config
 from cuboid.config_file import ConfigSource, load_config
 from cuboid.errors import CuboidError
 from cuboid.topology import Topology
-from cuboid.verify.compare import KINDS, Kind, compare
-from cuboid.verify.plan import Plan
+from cuboid.verify.compare import KINDS, Kind, compare, dropout_checks
+from cuboid.verify.noise import compare_noisy
+from cuboid.verify.plan import Plan, covering_plan
 from cuboid.verify.reference import run_reference
 from cuboid.verify.report import Pass, PassReport, Report
 from cuboid.verify.sharded import run_core, run_engine
 from cuboid.verify.storage import read, read_parts
+from cuboid.verify.training import Outcome
 from cuboid.verify.workers import WorkerError, WorkerPool
 
 #: Sections of a user's DeepSpeed config that change what the engine computes or keeps. All else (schedules, monitors,
@@ -53,8 +56,10 @@ def verify(
         config: a DeepSpeed config (path or dict) with Cuboid's keys. The engine pass also takes ZeRO, clipping and
             AdamW's numbers from it, and computes in float32, or in bfloat16 where the plan does.
         passes: ``"core"`` is Cuboid under torch's own optimizer; ``"engine"`` is ``deepspeed.initialize``.
-        tolerance: the largest error that passes, in place of :func:`default_tolerance`.
-        pool: processes to use for the core pass; by default a pool of its own. The engine needs fresh ones.
+        tolerance: the largest error that passes, in place of :func:`default_tolerance`, and in bfloat16 of what
+            :mod:`cuboid.verify.noise` says.
+        pool: processes to use for the core pass; by default a pool of its own. The engine needs fresh ones, of the
+            same kind.
         timeout_s: for each run of each side.
 
     Raises:
@@ -81,31 +86,43 @@ def _verify(
     ours = parse_config(loaded)
     if ours.pipeline is not None:
         loaded["pipeline"]["trace"] = False
-        plan = _for_pipeline(plan)
+    plan = complete(plan, ours.pipeline)
     world_size = ours.ranks * plan.data_parallel
     with _pool(pool, world_size) as workers:
         return Report([_run(name, plan, loaded, workers, world_size, tolerance, timeout_s) for name in passes])
 
 
-def _for_pipeline(plan: Plan) -> Plan:
-    """The plan without what pipelines refuse."""
-    if plan.mean_over != "tokens":
-        raise CuboidError(f"mean_over is {plan.mean_over!r}, but a pipeline's loss is the mean over tokens")
+def complete(plan: Plan, pipeline: PipelineConfig | None) -> Plan:
+    """The plan with micro-batches for its model, where it doesn't say how they are to be, and without what is refused.
+
+    Raises:
+        CuboidError: it asks for what a pipeline can't give.
+    """
+    if pipeline is not None:
+        if plan.mean_over != "tokens":
+            raise CuboidError(f"mean_over is {plan.mean_over!r}, but a pipeline's loss is the mean over tokens")
+        if isinstance(pipeline.partition, tuple) and plan.sequence_length is None:
+            plan = dataclasses.replace(plan, sequence_length=sum(pipeline.partition))
+    if plan.is_default:
+        plan = dataclasses.replace(plan, **covering_plan(AutoConfig.from_pretrained(plan.checkpoint)))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(plan.model_config())
-    # Under eager attention, padding on the left sees all positions alike, later ones too.
-    return dataclasses.replace(plan, left_padding=plan.left_padding and model.config._attn_implementation != "eager")
+    if pipeline is not None and model.config._attn_implementation == "eager":
+        # Padding on the left sees all positions alike there, later ones too.
+        plan = plan.without_left_padding()
+    takes = inspect.signature(type(model).forward).parameters
+    return plan if "position_ids" in takes else plan.without_positions()
 
 
 def default_tolerance(plan: Plan) -> float:
-    """The largest relative error that rounding explains.
+    """The largest relative error that rounding explains, in float64 and float32.
 
     Float64 throughout leaves 1e-9; where Hugging Face's own casts to float32 are kept, 1e-6. See docs/verify.md for
     what is measured.
     """
     if plan.dtype == "float64":
         return 1e-9 if plan.keep_float64 else 1e-6
-    return {"float32": 1e-5, "bfloat16": 1e-1}[plan.dtype]
+    return 1e-5
 
 
 def engine_plan_of(plan: Plan, config: Mapping[str, Any]) -> Plan:
@@ -166,12 +183,26 @@ def _run(
         job, settings = run_engine, engine_config_of(plan, config)
     else:
         job, settings = run_core, config
-    with _directories() as (reference, sharded), _pool(pool if name == "core" else None, world_size) as ranks:
-        pool.run(1, run_reference, plan, str(reference), timeout_s=timeout_s)
-        mesh = ranks.run(world_size, job, plan, settings, str(sharded), timeout_s=timeout_s)[0]
+    half = plan.dtype == "bfloat16"
+    with _directory() as root, pool.fresh() if name == "engine" else contextlib.nullcontext(pool) as ranks:
+        plans = {"reference": dataclasses.replace(plan, dtype="float32", rounded=True) if half else plan}
+        if half:
+            plans["plain"] = plan
+        for side, own in plans.items():
+            pool.run(1, run_reference, own, _made(root / side), name == "engine", timeout_s=timeout_s)
+        mesh = ranks.run(world_size, job, plan, settings, _made(root / "cuboid"), timeout_s=timeout_s)[0]
         pipeline = parse_config(config).pipeline
         topology = Topology(mesh, world_size, 1 if pipeline is None else pipeline.stages)
-        return judge(name, plan, topology, reference, sharded, tolerance=tolerance, pipeline=pipeline)
+        return judge(
+            name,
+            plan,
+            topology,
+            root / "reference",
+            root / "cuboid",
+            plain=root / "plain" if half else None,
+            tolerance=tolerance,
+            pipeline=pipeline,
+        )
 
 
 def judge(
@@ -181,6 +212,7 @@ def judge(
     reference: Path,
     sharded: Path,
     *,
+    plain: Path | None = None,
     tolerance: float | None = None,
     pipeline: PipelineConfig | None = None,
 ) -> PassReport:
@@ -190,21 +222,24 @@ def judge(
         name, plan: the pass, and what both sides ran.
         topology: of the ranks that wrote ``sharded``.
         reference, sharded: directories that the jobs were given.
-        tolerance: the largest error that passes, in place of :func:`default_tolerance`.
+        plain: that of plain transformers in half precision, where ``reference`` has float32.
+        tolerance: the largest error that passes, in place of what follows from the precision.
         pipeline: what the stages and segments were, if there were any.
     """
     theirs, ours = read(reference), read(sharded)
-    largest = default_tolerance(plan) if tolerance is None else tolerance
+    padding = None
     if name == "core":
-        ours.activations = read_parts(sharded, topology, plan.sequence_length)
-        probed = plan.micro_batches(0, 0, vocabulary=theirs.logits["logits"].shape[-1])[0]
-        padding = probed["attention_mask"] == 0 if "attention_mask" in probed else None
-        # A pipeline never has the logits in one place.
-        core_kinds = tuple(kind for kind in KINDS if kind != "logits" or pipeline is None)
-        checks = compare(theirs, ours, largest, kinds=core_kinds, padding=padding)
+        ours.activations = read_parts(sharded, topology, plan.case(0).length)
+        mask = plan.case(0).attention_mask(plan.batch)
+        padding = None if mask is None else mask == 0
+    kinds = _kinds(name, ours, pipeline)
+    largest = tolerance
+    if plain is not None and tolerance is None:
+        checks = compare_noisy(theirs, read(plain), ours, kinds=kinds, padding=padding)
     else:
-        kinds: tuple[Kind, ...] = ("loss", "norm", "weight") if ours.norms else ("loss", "weight")
-        checks = compare(theirs, ours, largest, kinds=kinds)
+        largest = default_tolerance(plan) if tolerance is None else tolerance
+        checks = compare(theirs, ours, largest, kinds=kinds, padding=padding)
+    checks += dropout_checks(ours)
     return PassReport(
         name=name,
         plan=plan,
@@ -217,6 +252,21 @@ def judge(
     )
 
 
+def _kinds(name: Pass, ours: Outcome, pipeline: PipelineConfig | None) -> list[Kind]:
+    """What a pass compares."""
+    if name == "engine":
+        # In float32 without ZeRO, DeepSpeed clips by a norm that it doesn't tell.
+        return ["loss", "norm", "moment", "weight"] if ours.norms else ["loss", "moment", "weight"]
+    # A pipeline never has the logits in one place.
+    left_out = {"moment"} if pipeline is None else {"moment", "logits"}
+    return [kind for kind in KINDS if kind not in left_out]
+
+
+def _made(directory: Path) -> str:
+    directory.mkdir()
+    return str(directory)
+
+
 @contextlib.contextmanager
 def _pool(given: WorkerPool | None, size: int) -> Iterator[WorkerPool]:
     if given is not None:
@@ -227,9 +277,6 @@ def _pool(given: WorkerPool | None, size: int) -> Iterator[WorkerPool]:
 
 
 @contextlib.contextmanager
-def _directories() -> Iterator[tuple[Path, Path]]:
+def _directory() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="cuboid-") as root:
-        reference, sharded = Path(root, "reference"), Path(root, "cuboid")
-        reference.mkdir()
-        sharded.mkdir()
-        yield reference, sharded
+        yield Path(root)

@@ -12,15 +12,22 @@ from cuboid.topology import Coordinate, Topology
 from cuboid.verify.probe import Outputs, assemble
 from cuboid.verify.training import Outcome, Tensors
 
-_TENSORS = ("activations", "logits", "gradients", "weights")
+_TENSORS = ("activations", "logits", "moments")
+#: Folder of the checkpoint that a side's model writes of itself.
+SAVED = "saved"
 
 
 def write(outcome: Outcome, directory: Path) -> None:
-    """Write an outcome. Activations that are whole go with it; parts go through :func:`write_part`."""
-    for kind in _TENSORS:
-        _save(getattr(outcome, kind), directory / f"{kind}.safetensors")
-    order = {kind: list(getattr(outcome, kind)) for kind in _TENSORS}  # the format sorts by name
-    scalars = {"losses": outcome.losses, "norms": outcome.norms, "order": order}
+    """Write an outcome, but for the weights, which the model has saved by itself.
+
+    Activations that are whole go with it; parts go through :func:`write_part`.
+    """
+    tensors: dict[str, Tensors] = {kind: getattr(outcome, kind) for kind in _TENSORS}
+    tensors |= {f"gradients-{step}": gradients for step, gradients in enumerate(outcome.gradients)}
+    for kind, named in tensors.items():
+        _save(named, directory / f"{kind}.safetensors")
+    order = {kind: list(named) for kind, named in tensors.items()}  # the format sorts by name
+    scalars = {"losses": outcome.losses, "norms": outcome.norms, "dropout": outcome.dropout, "order": order}
     (directory / "outcome.json").write_text(json.dumps(scalars), encoding="utf-8")
 
 
@@ -31,11 +38,18 @@ def write_part(outputs: Outputs, directory: Path, rank: int) -> None:
 
 
 def read(directory: Path) -> Outcome:
-    """Read what :func:`write` wrote."""
+    """Read what :func:`write` wrote, and the weights as the model saved them."""
     scalars = json.loads((directory / "outcome.json").read_text(encoding="utf-8"))
-    tensors = {kind: load_file(directory / f"{kind}.safetensors") for kind in _TENSORS}
-    ordered = {kind: {name: tensors[kind][name] for name in scalars["order"][kind]} for kind in _TENSORS}
-    return Outcome(losses=scalars["losses"], norms=scalars["norms"], **ordered)
+    ordered: dict[str, Tensors] = {}
+    for kind, names in scalars["order"].items():
+        tensors = load_file(directory / f"{kind}.safetensors")
+        ordered[kind] = {name: tensors[name] for name in names}
+    gradients = [named for kind, named in ordered.items() if kind not in _TENSORS]
+    files = sorted((directory / SAVED).glob("*.safetensors"))
+    weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    whole = {kind: ordered[kind] for kind in _TENSORS}
+    dropout = {name: (alike, chance) for name, (alike, chance) in scalars["dropout"].items()}
+    return Outcome(scalars["losses"], scalars["norms"], gradients=gradients, weights=weights, dropout=dropout, **whole)
 
 
 def read_parts(directory: Path, topology: Topology, length: int) -> Tensors:

@@ -9,9 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from cuboid.verify.plan import Plan, vocabulary_of
+from cuboid.verify.plan import Plan, tokens_of
 
 Tensors = dict[str, torch.Tensor]
+#: What Adam calls its mean of gradients.
+MOMENT = "exp_avg"
 
 
 @dataclass
@@ -23,15 +25,19 @@ class Outcome:
         norms: global gradient norm of each step, before clipping.
         activations: whole outputs ``[B, S, hidden]`` of modules, in forward order, in evaluation, before any step.
         logits: ``[B, S, V]`` of the same forward.
-        gradients: of the first step, before clipping.
-        weights: after the last step.
+        gradients: of each step, before clipping.
+        dropout: by module, how alike the ranks' masks are, and how alike chance may make them.
+        moments: Adam's mean of gradients after the last step, after clipping.
+        weights: after the last step, as :meth:`Side.save` writes them.
     """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     activations: Tensors = field(default_factory=dict)
     logits: Tensors = field(default_factory=dict)
-    gradients: Tensors = field(default_factory=dict)
+    gradients: list[Tensors] = field(default_factory=list)
+    dropout: dict[str, tuple[float, float]] = field(default_factory=dict)
+    moments: Tensors = field(default_factory=dict)
     weights: Tensors = field(default_factory=dict)
 
 
@@ -53,12 +59,9 @@ class Side(Protocol):
     def gradients(self, model: nn.Module) -> Tensors:
         """Whole gradients by Hugging Face name, on the process that reports."""
 
-    def weights(self, model: nn.Module) -> Tensors:
-        """Whole parameters by Hugging Face name, on the process that reports."""
 
-
-def train(model: Any, plan: Plan, side: Side) -> Outcome:
-    """Run the plan's optimizer steps."""
+def train(model: Any, plan: Plan, side: Side, *, moments: bool = False) -> Outcome:
+    """Run the plan's optimizer steps. ``moments`` says whether Adam's are wanted."""
     outcome = Outcome()
     prepare(model, plan)
     optimizer = adamw(model, plan)
@@ -68,12 +71,13 @@ def train(model: Any, plan: Plan, side: Side) -> Outcome:
         for parameter in parameters:
             side.sum_over_replicas(parameter.grad)
         outcome.norms.append(_norm(model, side))
-        if step == 0:
-            outcome.gradients = side.gradients(model)
+        outcome.gradients.append(side.gradients(model))
         _clip(parameters, outcome.norms[-1], plan.clipping)
         optimizer.step()
         optimizer.zero_grad()
-    outcome.weights = side.weights(model)
+    if moments:
+        named = model.named_parameters(remove_duplicate=False)
+        outcome.moments = {name: optimizer.state[p][MOMENT].cpu() for name, p in named if p in optimizer.state}
     return outcome
 
 
@@ -87,13 +91,20 @@ def prepare(model: Any, plan: Plan) -> None:
 def adamw(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     """The plan's optimizer, in its plainest form."""
     return torch.optim.AdamW(
-        model.parameters(),
+        parameter_groups(model, plan),
         lr=plan.learning_rate,
         betas=plan.betas,
         eps=plan.epsilon,
-        weight_decay=plan.weight_decay,
         foreach=False,
     )
+
+
+def parameter_groups(model: nn.Module, plan: Plan) -> list[dict[str, Any]]:
+    """For an optimizer: what decays, and norms and biases, which don't."""
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    decays = ((others, plan.weight_decay), (vectors, 0.0))
+    return [{"params": parameters, "weight_decay": decay} for parameters, decay in decays if parameters]
 
 
 def run_replicas(model: Any, plan: Plan, step: int, replicas: Iterable[int]) -> torch.Tensor:
@@ -102,16 +113,16 @@ def run_replicas(model: Any, plan: Plan, step: int, replicas: Iterable[int]) -> 
     Returns:
         Their share of the step's loss, a float64 tensor of no dims.
     """
-    vocabulary, device = vocabulary_of(model), next(model.parameters()).device
+    tokens, device = tokens_of(model), next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     options: dict[str, Any] = {"use_cache": False}
     share = 1.0
     if plan.mean_over == "tokens":
-        options["num_items_in_batch"] = torch.tensor(plan.label_tokens(step, vocabulary), device=device)
+        options["num_items_in_batch"] = torch.tensor(plan.label_tokens(step, *tokens), device=device)
     else:
         share /= plan.data_parallel * plan.accumulate
     for replica in replicas:
-        for batch in plan.micro_batches(step, replica, vocabulary):
+        for batch in plan.micro_batches(step, replica, *tokens):
             loss = model(**{name: x.to(device) for name, x in batch.items()}, **options).loss * share
             loss.backward()
             total += loss.detach()

@@ -6,6 +6,7 @@ after job, every job in a fresh world of exactly the size that it asks for.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import multiprocessing
 import tempfile
@@ -125,6 +126,10 @@ class WorkerPool:
             self._discard(world_size)
             raise
         return results
+
+    def fresh(self) -> WorkerPool:
+        """Another pool like this one, without its processes."""
+        return dataclasses.replace(self)
 
     def close(self) -> None:
         """End every process of the pool: idle ones by themselves, others by force."""

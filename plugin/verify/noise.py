@@ -1,0 +1,142 @@
+"""Half precision: is a run as far from float32 as plain half precision is, and no further?
+
+Rounding makes every number wrong by about a hundredth, so that no fixed tolerance finds a mistake of that size. But
+plain transformers in the same precision rounds as much. So there are three runs from the same weights: plain in
+float32, plain in half precision, and Cuboid in half precision; and the third may be as far from the first as the
+second is, times a factor for chance.
+
+A distance hides a factor: with noise of 2 %, a gradient that is 2 % too long is 1.4 times as far away. But noise has
+all directions, of which the exact tensor is one among thousands, while a factor is along it. So the length along it is
+looked at alone: the slope of the regression on the exact tensor, which noise hardly moves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from cuboid.verify.compare import ALL, Check, Kind, kinds_in_order, numbers_of, tensors_of
+from cuboid.verify.training import Outcome, Tensors
+
+#: How many times as far from float32 as plain half precision something may be.
+FACTOR = 3.0
+#: How many standard deviations a slope may be off.
+_DEVIATIONS = 6.0
+#: How much further those of all parameters together may be off than if each had rounded by itself.
+_TOGETHER = 1.75
+#: Errors of a product's elements go together by rows and columns: a slope averages over so many independent ones.
+_INDEPENDENT = 64
+#: The relative error in half precision of a loss and of a norm that needs no explanation.
+_FLOORS: dict[Kind, float] = {"loss": 2.0**-8, "norm": 2.0**-7}
+#: Beyond this distance a tensor is noise altogether, as a gradient that is zero in exact arithmetic.
+_ALL_NOISE = 0.5
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far a tensor is from the exact one.
+
+    Args:
+        distance: norm of the difference over the exact norm.
+        slope: of the regression on the exact tensor, less 1.
+        weight: square of the exact norm.
+        elements: of the tensor.
+    """
+
+    distance: float
+    slope: float
+    weight: float
+    elements: int
+
+    @classmethod
+    def of(cls, exact: torch.Tensor, other: torch.Tensor | None) -> Deviation:
+        """Infinite where there is no such tensor, another shape, or a number that isn't finite."""
+        if other is None or exact.shape != other.shape or not bool(other.isfinite().all() & exact.isfinite().all()):
+            return cls(math.inf, math.inf, 0.0, exact.numel())
+        exact, difference = exact.double().flatten(), (other.double() - exact.double()).flatten()
+        weight = exact.square().sum().item()
+        if weight == 0:
+            same = not bool(difference.any())
+            return cls(0.0 if same else math.inf, 0.0 if same else math.inf, 0.0, exact.numel())
+        distance = math.sqrt(difference.square().sum().item() / weight)
+        return cls(distance, (difference @ exact).item() / weight, weight, exact.numel())
+
+
+def compare_noisy(
+    exact: Outcome,
+    plain: Outcome,
+    other: Outcome,
+    *,
+    kinds: Collection[Kind],
+    padding: torch.Tensor | None = None,
+) -> list[Check]:
+    """Compare two outcomes in half precision by their distances from an exact one.
+
+    A check's error is a distance; of losses and norms it is the relative error. Gradients and moments have one more
+    check each, of kind ``"scale"``, whose error is the slope, less 1. A tolerance
+    follows from what plain transformers has.
+
+    Args:
+        exact: of plain transformers in float32, from weights that half precision can hold.
+        plain: of plain transformers in half precision.
+        other: of Cuboid in half precision.
+        kinds, padding: see :func:`cuboid.verify.compare.compare`.
+    """
+    checks: list[Check] = []
+    for kind in kinds_in_order(kinds):
+        if kind in _FLOORS:
+            checks += _compare_numbers(kind, *(numbers_of(each, kind) for each in (exact, plain, other)))
+        theirs = tensors_of(kind, exact, plain, padding)
+        ours = tensors_of(kind, exact, other, padding)
+        for (step, tensors, noisy), (_, shared, own) in zip(theirs, ours, strict=True):
+            # What can't be put together from its parts isn't compared; surplus tensors are.
+            checks += _compare_distances(kind, {name: tensors[name] for name in shared}, noisy, own, step)
+            checks += [Check(kind, name, math.inf, 0.0, 0.0, step) for name in own if name not in tensors]
+            if kind in ("gradient", "moment"):
+                checks += _compare_slopes(tensors, noisy, own, step)
+    return checks
+
+
+def _compare_numbers(kind: Kind, exact: list[float], plain: list[float], other: list[float]) -> Iterator[Check]:
+    errors = [abs(noisy / true - 1) if true else abs(noisy) for true, noisy in zip(exact, plain, strict=True)]
+    typical = math.sqrt(sum(error**2 for error in errors) / len(errors))
+    tolerance = max(_DEVIATIONS * typical, _FLOORS[kind])
+    for step, (true, own) in enumerate(zip(exact, other, strict=True), start=1):
+        error = abs(own / true - 1) if true else abs(own)
+        yield Check(kind, f"step {step}", error if math.isfinite(error) else math.inf, abs(true), tolerance)
+
+
+def _compare_distances(kind: Kind, exact: Tensors, plain: Tensors, other: Tensors, step: int | None) -> Iterator[Check]:
+    noise = _noise(exact, plain)
+    for name, tensor in exact.items():
+        own = Deviation.of(tensor, other.get(name))
+        # Chance has more to say in few elements.
+        factor = FACTOR * (1 + 2 / math.sqrt(max(own.elements, 1)))
+        magnitude = tensor.abs().max().item() if tensor.numel() else 0.0
+        yield Check(kind, name, own.distance, magnitude, factor * noise[name], step)
+
+
+def _compare_slopes(exact: Tensors, plain: Tensors, other: Tensors, step: int | None) -> Iterator[Check]:
+    noise = _noise(exact, plain)
+    own = {name: Deviation.of(tensor, other.get(name)) for name, tensor in exact.items()}
+    total = sum(each.weight for each in own.values()) or 1.0
+    shares: list[float] = []
+    for name, each in own.items():
+        tolerance = _DEVIATIONS * noise[name] / math.sqrt(max(1, min(each.elements, _INDEPENDENT)))
+        shares.append(each.weight / total * tolerance)
+        if noise[name] < _ALL_NOISE or not math.isfinite(each.slope):
+            yield Check("scale", name, abs(each.slope), math.sqrt(each.weight), tolerance, step)
+    slope = abs(sum(each.weight * each.slope for each in own.values() if each.weight) / total)
+    tolerance = min(_TOGETHER * math.hypot(*shares), sum(shares))
+    yield Check("scale", ALL, slope, math.sqrt(total), tolerance, step)
+
+
+def _noise(exact: Tensors, plain: Tensors) -> dict[str, float]:
+    """Distances of plain half precision, at least those of the tensor in the middle."""
+    distances = {name: Deviation.of(tensor, plain.get(name)).distance for name, tensor in exact.items()}
+    middle = sorted(distances.values())[len(distances) // 2] if distances else 0.0
+    # Where plain half precision has no number, there is nothing to go by.
+    return {name: max(distance, middle) if math.isfinite(distance) else 0.0 for name, distance in distances.items()}

@@ -1,0 +1,593 @@
+"""Mistakes that could be made in Cuboid, each of which can be put into the processes of a verification.
+
+A mutation changes the sharded side only: plain transformers runs in the same processes, before and after.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn
+
+import cuboid.hf.attention
+import cuboid.hf.bounded
+import cuboid.hf.model
+import cuboid.hf.segment_mask
+import cuboid.hf.swap
+import cuboid.hf.units
+import cuboid.seq1f1b.attention
+import cuboid.tensor3d.dropout
+import cuboid.tensor3d.norm
+import cuboid.verify.sharded
+from cuboid.hf.chunks import LossInChunks
+from cuboid.hf.pipeline import Pipeline
+from cuboid.hf.stage_runner import StageRunner
+from cuboid.hf.units import SegmentedBatch
+from cuboid.seq1f1b.store import KeyValueStore
+from cuboid.tensor3d.embedding import ShardedEmbedding
+from cuboid.tensor3d.exchange import ScatterSequence
+from cuboid.tensor3d.linear import ShardedLinear
+from cuboid.tensor3d.norm import ShardedRMSNorm
+from cuboid.tensor3d.parameter import Block, ParameterGather
+from cuboid.verify import SmallModel, WorkerPool
+from cuboid.verify.compare import Kind
+from cuboid.verify.report import Pass
+from cuboid.verify.sharded import run_core, run_engine
+
+Mutate = Callable[[], AbstractContextManager[Any]]
+SHARDED = (run_core, run_engine)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a model runs: a mesh, or stages, or both; so many replicas of it."""
+
+    mesh: str | None = None
+    stages: int = 0
+    replicas: int = 1
+    weight_gather: str = "layer"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Sections of a config."""
+        config: dict[str, Any] = {"zero_optimization": {"stage": 1}}
+        if self.mesh is not None:
+            axes = dict(zip(("batch", "sequence", "hidden"), map(int, self.mesh.split("x")), strict=True))
+            config["tensor_parallel"] = {"mode": "3d_tensor", "mesh": axes, "weight_gather": self.weight_gather}
+        if self.stages:
+            config["pipeline"] = {"engine": "seq1f1b", "stages": self.stages, "segments": 3}
+        return config
+
+
+HIDDEN, SEQUENCE, BATCH = Layout("1x1x2"), Layout("1x2x1"), Layout("2x1x1")
+STAGES, SEGMENTS = Layout(stages=2), Layout(stages=1)
+LLAMA = SmallModel("llama", kv_heads=4)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A mistake.
+
+    Args:
+        name: what is wrong.
+        mutate: puts it into this process for as long as the context lasts.
+        layout, small: where it can show at all.
+        found_by: the kinds of checks of which one must find it.
+        name_of_pass: the pass that is to find it.
+        dtype: of the core pass.
+    """
+
+    name: str
+    mutate: Mutate
+    layout: Layout
+    small: SmallModel = LLAMA
+    found_by: tuple[Kind, ...] = ("gradient",)
+    name_of_pass: Pass = "core"
+    dtype: str = "float64"
+
+
+@dataclass
+class MutatedPool(WorkerPool):
+    """A pool whose processes make a mistake in everything that runs on shards. ``mutation`` is its name, if any."""
+
+    mutation: str = ""
+
+    def run(self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0) -> list:
+        """As always, but for the sharded side."""
+        if self.mutation and function in SHARDED:
+            function, arguments = run_mutated, (self.mutation, function, *arguments)
+        return super().run(world_size, function, *arguments, timeout_s=timeout_s)
+
+
+def run_mutated(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """In a worker process: the job, with a mistake."""
+    with BY_NAME[name].mutate():
+        return function(*arguments)
+
+
+def around(owner: Any, name: str, wrap: Callable[..., Any]) -> Mutate:
+    """Replace a function by ``wrap``, which is given the original before the arguments."""
+
+    def mutate() -> AbstractContextManager[Any]:
+        original = getattr(owner, name)
+
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return wrap(original, *args, **kwargs)
+
+        return mock.patch.object(owner, name, replacement)
+
+    return mutate
+
+
+def instead(owner: Any, name: str, value: Any) -> Mutate:
+    """Replace something."""
+    return lambda: mock.patch.object(owner, name, value)
+
+
+def after_loading(change: Callable[[Any], None]) -> Mutate:
+    """Change the model on shards as soon as it is there."""
+
+    def load(original: Any, *args: Any) -> Any:
+        model = original(*args)
+        change(model)
+        return model
+
+    return around(cuboid.verify.sharded, "_load", load)
+
+
+def found(model: nn.Module, ending: str) -> list[nn.Parameter]:
+    """Parameters of this rank whose names end so."""
+    return [parameter for name, parameter in model.named_parameters() if name.endswith(ending)]
+
+
+def rank() -> int:
+    """Of this process."""
+    return dist.get_rank()
+
+
+# --- embeddings, the head, and the loss --------------------------------------------------------------------------
+
+
+def no_padding_idx(original: Any, *args: Any, padding_idx: Any, **kwargs: Any) -> None:
+    original(*args, **kwargs, padding_idx=None)
+
+
+def wrong_second_chunk(original: Any, self: LossInChunks, hidden: torch.Tensor) -> Iterator[Any]:
+    for number, (own, labels) in enumerate(original(self, hidden)):
+        yield own, labels.roll(1, dims=1) if number == 1 else labels
+
+
+def longer_gradient(original: Any, ctx: Any, factor: torch.Tensor) -> Any:
+    return original(ctx, factor * 1.02)
+
+
+def longer_chunks(original: Any, self: LossInChunks, hidden: Any, held: Any, factor: Any = 1.0) -> Any:
+    value, gradient = original(self, hidden, held, factor * 1.02)
+    return value / 1.02, gradient
+
+
+def own_divisor(original: Any, labels: Any, mesh: Any, items: Any, ignore_index: int, like: torch.Tensor) -> Any:
+    count = (labels != ignore_index).sum().to(like.dtype) * mesh.size("batch")
+    return count.clamp(min=1) if items is None else original(labels, mesh, items, ignore_index, like)
+
+
+def mean_of_means(original: Any, labels: Any, mesh: Any, items: Any, ignore_index: int, like: torch.Tensor) -> Any:
+    return original(labels, mesh, None, ignore_index, like) * 2
+
+
+def own_items(original: Any, self: Pipeline, batches: Any) -> int:
+    own = torch.stack([(batch["shift_labels"] != -100).sum() for batch in batches]).sum()
+    return max(int(own), 1) * self.mesh.topology.data
+
+
+def divided_twice(original: Any, self: StageRunner, model: Any, batches: Any, *, scale: float, training: bool) -> None:
+    original(self, model, batches, scale=scale / len(batches), training=training)
+
+
+def ignored_labels_count(original: Any, logits: Any, labels: torch.Tensor, **options: Any) -> Any:
+    return original(logits, labels.clamp(min=0), **options)
+
+
+# --- norms and linear layers -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def one_norm_alone() -> Iterator[None]:
+    """The first norm of the model takes its own part of the hidden state for all of it."""
+    all_reduce, forward = cuboid.tensor3d.norm.all_reduce, ShardedRMSNorm.forward
+    first: list[nn.Module] = []
+
+    def mutated(self: ShardedRMSNorm, x: torch.Tensor) -> torch.Tensor:
+        first[:] = first or [self]
+        alone = self is first[0]
+        with mock.patch.object(cuboid.tensor3d.norm, "all_reduce", no_reduce if alone else all_reduce):
+            return forward(self, x)
+
+    with mock.patch.object(ShardedRMSNorm, "forward", mutated):
+        yield
+
+
+def no_reduce(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+    return tensor
+
+
+@contextmanager
+def norm_backward_alone() -> Iterator[None]:
+    """The way back through norms forgets that the hidden state is split."""
+    backward, all_reduce = cuboid.tensor3d.norm._RMSNorm.backward, cuboid.tensor3d.norm.all_reduce
+
+    def mutated(ctx: Any, dy: torch.Tensor) -> Any:
+        with mock.patch.object(cuboid.tensor3d.norm, "all_reduce", no_reduce):
+            return backward(ctx, dy)
+
+    assert all_reduce is not no_reduce
+    with mock.patch.object(cuboid.tensor3d.norm._RMSNorm, "backward", staticmethod(mutated)):
+        yield
+
+
+def other_eps(original: Any, *args: Any, eps: float, **kwargs: Any) -> None:
+    original(*args, **kwargs, eps=10 * eps)
+
+
+def bias_twice(original: Any, self: ShardedLinear, dtype: torch.dtype) -> Any:
+    operand = original(self, dtype)
+    return operand if operand.bias is None else dataclasses.replace(operand, bias=2 * operand.bias)
+
+
+def bias_on_every_rank(original: Any, self: ShardedLinear, dtype: torch.dtype) -> Any:
+    operand = original(self, dtype)
+    is_down = isinstance(self.product.exchange, ScatterSequence) and operand.bias is not None
+    return dataclasses.replace(operand, bias=operand.bias * self.mesh.size("sequence")) if is_down else operand
+
+
+def reversed_heads(original: Any, *args: Any) -> Any:
+    plan = original(*args)
+    return dataclasses.replace(plan, keep=plan.keep[::-1])
+
+
+def own_share_of_small_gradients(ctx: Any, gradient: torch.Tensor) -> Any:
+    gather: ParameterGather = ctx.gather
+    return gather.stacked(gradient)[gather.mesh.index(*gather.layout.storage)], None
+
+
+@contextmanager
+def stale_weights() -> Iterator[None]:
+    """Gathered weights are kept beyond the optimizer's step."""
+    kept: list[Any] = []
+    let_go = ParameterGather.let_go
+
+    def keep(self: ParameterGather, *args: Any, **kwargs: Any) -> Any:
+        block = let_go(self, *args, **kwargs)
+        kept.append(block)
+        return block
+
+    with mock.patch.object(ParameterGather, "let_go", keep), mock.patch.object(Block, "is_of", return_value=True):
+        yield
+
+
+# --- masks, positions, segments ----------------------------------------------------------------------------------
+
+
+def without_mask(original: Any, model: Any, batch: Any) -> Any:
+    return {name: value for name, value in original(model, batch).items() if name != "attention_mask"}
+
+
+def counted_positions(original: Any, model: Any, batch: Any) -> Any:
+    arguments = original(model, batch)
+    positions = arguments["position_ids"]
+    return {**arguments, "position_ids": torch.arange(positions.shape[1]).expand_as(positions)}
+
+
+def no_mask_in_segments(original: Any, mask: Any, positions: Any, length: int, labels: Any = None) -> Any:
+    return None, original(None, positions, length, labels)[1] if mask is None else None
+
+
+def nothing_packed(original: Any, mask: Any, positions: Any, length: int, labels: Any = None) -> Any:
+    return original(mask, positions, length, labels)[0], None
+
+
+def window_off_by_one(original: Any, name: str, unit: Any, arguments: dict[str, Any]) -> Any:
+    window = arguments.get("local_size")
+    return original(name, unit, arguments if window is None else {**arguments, "local_size": window - 1})
+
+
+def last_label_lost(original: Any, self: SegmentedBatch, tensor: torch.Tensor, segment: int) -> torch.Tensor:
+    part = original(self, tensor, segment)
+    if tensor is self.labels and segment + 2 < len(self.bounds):
+        part = part.clone()
+        part[:, -1] = -100
+    return part
+
+
+def wrong_offset(original: Any, self: SegmentedBatch, tensor: torch.Tensor, segment: int) -> torch.Tensor:
+    part = original(self, tensor, segment)
+    return part + 1 if tensor is self.positions and segment == 1 else part
+
+
+def first_segment_forgets(original: Any, self: KeyValueStore, layer: Any, start: int, key: Any, value: Any) -> Any:
+    return (key, value) if start == 0 else original(self, layer, start, key, value)
+
+
+def no_scaling(original: Any, call: Any, unit: Any, module: Any) -> Any:
+    options = {name: value for name, value in call.options.items() if name != "scaling"}
+    return original(dataclasses.replace(call, options=options), unit, module)
+
+
+# --- the optimizer, replicas and files ---------------------------------------------------------------------------
+
+
+@contextmanager
+def stale_gradients_on_one_stage() -> Iterator[None]:
+    """The last stage's optimizer steps with the gradients of the step before."""
+    step = torch.optim.AdamW.step
+    before: dict[nn.Parameter, torch.Tensor] = {}
+
+    def mutated(self: torch.optim.Optimizer, *args: Any) -> Any:
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            own = parameter.grad.clone()
+            if rank() == 1 and parameter in before:
+                parameter.grad = before[parameter]
+            before[parameter] = own
+        return step(self, *args)
+
+    with mock.patch.object(torch.optim.AdamW, "step", mutated):
+        yield
+
+
+def everything_decays(original: Any, **kwargs: Any) -> Any:
+    engine, *others = original(**kwargs)
+    for group in engine.optimizer.param_groups:
+        group["weight_decay"] = 0.1
+    return (engine, *others)
+
+
+def gradients_averaged(original: Any, self: Pipeline, *args: Any, gradient_scale: float = 1.0, **kwargs: Any) -> Any:
+    return original(self, *args, **kwargs)
+
+
+def longer_in_the_engine(original: Any, **kwargs: Any) -> Any:
+    lengthen(1.01, "layers.0.mlp.up_proj.weight", kwargs["model"])
+    return original(**kwargs)
+
+
+def transposed_file(original: Any, model: Any, *args: Any) -> None:
+    inner = getattr(model, "module", model)
+    for weight in found(inner, "layers.1.self_attn.o_proj.weight"):
+        weight.data = weight.data.t().contiguous()
+    original(model, *args)
+
+
+def lengthen(factor: float, ending: str, model: nn.Module) -> None:
+    """Let a parameter's gradients be too long."""
+    for parameter in found(model, ending):
+        parameter.register_hook(lambda gradient: gradient * factor)
+
+
+def transpose(ending: str, model: nn.Module) -> None:
+    """As if a weight had been stored the other way round."""
+    for parameter in found(model, ending):
+        parameter.data = parameter.data.t().contiguous()
+
+
+def without_soft_cap(model: Any) -> None:
+    model.config.final_logit_softcapping = None
+
+
+def one_expert(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "top_k"):
+            module.top_k = 1
+
+
+def wide_window(model: Any) -> None:
+    model.config.sliding_window += 1
+
+
+def all_of(*mutations: Mutate) -> Mutate:
+    """Several at once."""
+
+    @contextmanager
+    def mutate() -> Iterator[None]:
+        with ExitStack() as stack:
+            for each in mutations:
+                stack.enter_context(each())
+            yield
+
+    return mutate
+
+
+CHUNKS = around(LossInChunks, "_chunks", wrong_second_chunk)
+LONGER = all_of(
+    lambda: mock.patch.object(
+        cuboid.hf.bounded._DifferentiableLoss,
+        "backward",
+        staticmethod(partial(longer_gradient, cuboid.hf.bounded._DifferentiableLoss.backward)),
+    ),
+    around(StageRunner, "_run_head", lambda original, *args: longer(original(*args))),
+)
+LAST_LAYER = after_loading(lambda model: [lengthen(1.02, f"layers.1.{part}", model) for part in LAST_PARTS] and None)
+LAST_PARTS = ("self_attn.q_proj.weight", "self_attn.o_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
+
+
+def longer(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """2 %."""
+    return None if gradient is None else gradient * 1.02
+
+
+MUTATIONS = (
+    Mutation("padding_idx ignored", around(ShardedEmbedding, "__init__", no_padding_idx), SEQUENCE),
+    Mutation("labels wrong in the second chunk", CHUNKS, HIDDEN, found_by=("loss",)),
+    Mutation("labels wrong in the second chunk, in a pipeline", CHUNKS, STAGES, found_by=("loss",)),
+    Mutation("all gradients × 1.02", LONGER, SEQUENCE, dtype="bfloat16", found_by=("scale", "norm")),
+    Mutation("all gradients × 1.02, in a pipeline", LONGER, STAGES, dtype="bfloat16", found_by=("scale", "norm")),
+    Mutation(
+        "all gradients × 1.02, in the engine",
+        LONGER,
+        STAGES,
+        dtype="bfloat16",
+        name_of_pass="engine",
+        found_by=("norm",),
+    ),
+    Mutation("the last layer's gradients × 1.02", LAST_LAYER, SEQUENCE, dtype="bfloat16", found_by=("scale",)),
+    Mutation(
+        "1 % in one gradient",
+        after_loading(partial(lengthen, 1.01, "layers.0.mlp.up_proj.weight")),
+        HIDDEN,
+        dtype="float32",
+    ),
+    Mutation(
+        "1 % in one gradient, in the engine",
+        around(cuboid.verify.sharded.deepspeed, "initialize", longer_in_the_engine),
+        HIDDEN,
+        name_of_pass="engine",
+        found_by=("moment",),
+    ),
+    Mutation("one norm's all-reduce left out", one_norm_alone, HIDDEN, found_by=("activation",)),
+    Mutation("the norms' all-reduce left out in backward", norm_backward_alone, HIDDEN),
+    Mutation(
+        "dropout alike on all ranks",
+        instead(cuboid.tensor3d.dropout, "own_random_numbers", lambda *_: nullcontext()),
+        SEQUENCE,
+        SmallModel("gpt2"),
+        ("dropout",),
+    ),
+    Mutation("a norm's eps", around(ShardedRMSNorm, "__init__", other_eps), HIDDEN, found_by=("activation",)),
+    Mutation(
+        "small gradients not added up",
+        instead(cuboid.tensor3d.parameter._GatherParameter, "backward", staticmethod(own_share_of_small_gradients)),
+        SEQUENCE,
+    ),
+    Mutation("divided by each micro-batch's labels", around(cuboid.hf.bounded, "divisor", mean_of_means), SEQUENCE),
+    Mutation(
+        "divided by the labels of own rows",
+        around(cuboid.hf.bounded, "divisor", own_divisor),
+        BATCH,
+        name_of_pass="engine",
+        found_by=("loss",),
+    ),
+    Mutation(
+        "divided by the labels of the own replica",
+        around(Pipeline, "_items", own_items),
+        Layout(stages=1, replicas=2),
+        found_by=("loss",),
+    ),
+    Mutation("divided twice", around(StageRunner, "__init__", divided_twice), SEGMENTS, found_by=("loss",)),
+    Mutation(
+        "ignored labels count",
+        around(cuboid.hf.chunks, "token_sum", ignored_labels_count),
+        BATCH,
+        found_by=("loss",),
+    ),
+    Mutation(
+        "K/V heads permuted",
+        around(cuboid.hf.swap, "plan_key_value_heads", reversed_heads),
+        HIDDEN,
+        SmallModel("llama", heads=12, kv_heads=3),
+        found_by=("activation",),
+    ),
+    Mutation(
+        "a bias added twice", around(ShardedLinear, "operand", bias_twice), HIDDEN, SmallModel("qwen2"), ("activation",)
+    ),
+    Mutation(
+        "a row-parallel bias added on every rank",
+        around(ShardedLinear, "operand", bias_on_every_rank),
+        SEQUENCE,
+        SmallModel("gpt2"),
+        ("activation",),
+    ),
+    Mutation("the mask ignored", around(cuboid.hf.model, "_local_arguments", without_mask), BATCH, LLAMA, ("loss",)),
+    Mutation(
+        "the mask ignored, in segments",
+        around(cuboid.hf.units, "prepare_masks", no_mask_in_segments),
+        SEGMENTS,
+        LLAMA,
+        ("loss",),
+    ),
+    Mutation("packed positions ignored", around(cuboid.hf.model, "_local_arguments", counted_positions), HIDDEN, LLAMA),
+    Mutation(
+        "packed positions ignored, in segments", around(cuboid.hf.units, "prepare_masks", nothing_packed), SEGMENTS
+    ),
+    Mutation(
+        "a window off by one",
+        after_loading(wide_window),
+        HIDDEN,
+        SmallModel("mistral", sliding_window=64),
+        ("activation",),
+    ),
+    Mutation(
+        "a window off by one, in segments",
+        around(cuboid.hf.attention, "segment_mask", window_off_by_one),
+        SEGMENTS,
+        SmallModel("gemma3"),
+        ("activation",),
+    ),
+    Mutation(
+        "attention's scaling ignored",
+        around(cuboid.hf.attention, "attend_plain", no_scaling),
+        SEGMENTS,
+        SmallModel("gemma3"),
+        ("loss",),
+    ),
+    Mutation("logits' soft-cap ignored", after_loading(without_soft_cap), STAGES, SmallModel("gemma2"), ("loss",)),
+    Mutation("one expert of two", after_loading(one_expert), STAGES, SmallModel("mixtral"), ("activation",)),
+    Mutation("a segment's last label lost", around(SegmentedBatch, "cut", last_label_lost), SEGMENTS, LLAMA, ("loss",)),
+    Mutation("a segment's positions off", around(SegmentedBatch, "cut", wrong_offset), STAGES, LLAMA, ("activation",)),
+    Mutation(
+        "the first segment's K/V gradients dropped",
+        around(KeyValueStore, "with_gradients", first_segment_forgets),
+        STAGES,
+    ),
+    Mutation(
+        "half of the tied embedding's gradient missing",
+        instead(Pipeline, "add_shared_gradients", lambda _: None),
+        STAGES,
+        SmallModel("llama", tied=True),
+    ),
+    Mutation("a stale gradient on one stage", stale_gradients_on_one_stage, STAGES, found_by=("weight",)),
+    Mutation(
+        "stale gathered weights", stale_weights, Layout("2x1x1", weight_gather="step"), found_by=("loss", "gradient")
+    ),
+    Mutation(
+        "weight decay on norms",
+        around(cuboid.verify.sharded.deepspeed, "initialize", everything_decays),
+        HIDDEN,
+        name_of_pass="engine",
+        found_by=("weight",),
+    ),
+    Mutation(
+        "clipping by a shard's own norm",
+        instead(DeepSpeedZeroOptimizer, "_model_parallel_all_reduce", lambda *_, **__: None),
+        HIDDEN,
+        name_of_pass="engine",
+        found_by=("norm",),
+    ),
+    Mutation(
+        "gradients averaged over replicas",
+        around(Pipeline, "train", gradients_averaged),
+        Layout(stages=1, replicas=2),
+        name_of_pass="engine",
+        found_by=("norm", "moment"),
+    ),
+    Mutation(
+        "a weight loaded transposed",
+        after_loading(partial(transpose, "layers.0.self_attn.q_proj.weight")),
+        STAGES,
+        found_by=("activation",),
+    ),
+    Mutation(
+        "a weight saved transposed",
+        around(cuboid.verify.sharded.cuboid, "save_pretrained", transposed_file),
+        STAGES,
+        found_by=("weight",),
+    ),
+)
+BY_NAME = {mutation.name: mutation for mutation in MUTATIONS}

@@ -1,0 +1,74 @@
+"""`cuboid verify` finds mistakes: each of :mod:`mutations`, with the batches that it takes by default."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from comparing import describe
+from conftest import TIMEOUT_S
+from cuboid.verify import PassReport, Plan, SmallModel, verify
+from mutations import BY_NAME, MUTATIONS, Layout, MutatedPool, Mutation
+
+#: A few that once went unnoticed; `-m slow` has all.
+SAMPLE = (
+    "padding_idx ignored",
+    "labels wrong in the second chunk",
+    "all gradients × 1.02",
+    "the last layer's gradients × 1.02",
+)
+Run = Callable[..., PassReport]
+
+
+@pytest.fixture(scope="module")
+def mutated() -> Iterator[MutatedPool]:
+    with MutatedPool(4) as pool:
+        yield pool
+
+
+@pytest.fixture
+def run(mutated: MutatedPool, checkpoint: Callable[[SmallModel], str]) -> Run:
+    """Verifies as the command does by default, in the pass that is to find a mutation."""
+
+    def with_mistake(mutation: Mutation, *, healthy: bool = False) -> PassReport:
+        mutated.mutation = "" if healthy else mutation.name
+        plan = Plan(
+            checkpoint(mutation.small),
+            dtype=mutation.dtype,
+            keep_float64=mutation.dtype == "float64",
+            batch=4,
+            accumulate=2,
+            data_parallel=mutation.layout.replicas,
+        )
+        options = {"passes": (mutation.name_of_pass,), "pool": mutated, "timeout_s": TIMEOUT_S}
+        return verify(plan, mutation.layout.config, **options).passes[0]
+
+    return with_mistake
+
+
+def check(report: PassReport, mutation: Mutation) -> None:
+    kinds = dict.fromkeys(check.kind for check in report.checks if not check.passed)
+    print(f"| {mutation.name} | {mutation.name_of_pass} | {', '.join(kinds)} | {report.first_difference} |")
+    assert not report.passed
+    assert set(mutation.found_by) & set(kinds)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_mistakes_that_were_missed_are_found(run: Run, name: str) -> None:
+    check(run(BY_NAME[name]), BY_NAME[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_every_mistake_is_found(run: Run, mutation: Mutation) -> None:
+    check(run(mutation), mutation)
+
+
+def where(mutation: Mutation) -> tuple[Layout, SmallModel, str, str]:
+    return mutation.layout, mutation.small, mutation.dtype, mutation.name_of_pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", {where(each): each for each in MUTATIONS}.values(), ids=lambda each: each.name)
+def test_without_a_mistake_nothing_is_found(run: Run, mutation: Mutation) -> None:
+    report = run(mutation, healthy=True)
+    assert report.passed, describe(report)
