@@ -236,7 +236,8 @@ def test_the_shipped_table_is_what_the_probe_finds():
 def staged(architecture, tmp_path, pipeline, **options):
     """``from_pretrained`` of a folder that has a config and none of the model's weights."""
     AutoConfig.for_model(architecture, **options).save_pretrained(tmp_path)
-    save_file({"unrelated": torch.zeros(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    unrelated = {f"unrelated.{index}": torch.zeros(1) for index in range(100)}
+    save_file(unrelated, tmp_path / "model.safetensors", metadata={"format": "pt"})
     return cuboid.from_pretrained(tmp_path, {"pipeline": {"engine": "seq1f1b", "stages": 1, **pipeline}})
 
 
