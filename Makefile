@@ -38,7 +38,7 @@ endif
 export OMP_NUM_THREADS ?= 1
 FREE_PORT := $(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
 
-.PHONY: help install train colossalai test test-slow bench lint clean
+.PHONY: help install train colossalai test test-slow test-versions bench lint clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -92,6 +92,9 @@ test: install ## Run the test suite.
 
 test-slow: install ## Run the sweeps that are too long for every change.
 	@$(BIN)/python -m pytest -m slow
+
+test-versions: install ## Run a part of the tests with each version of transformers and accelerate that is supported.
+	@$(BIN)/python .ci/versions
 
 bench: install ## Measure everything that can run here, or CASE=…, with ARGS="…"; CASE=list says which, how long, with what needs.
 	@$(BIN)/python benchmarks/run.py $(or $(CASE),all) $(ARGS)

@@ -1,9 +1,13 @@
 """Cuboid: 3-D tensor parallelism for unmodified Hugging Face models, inside DeepSpeed or ColossalAI."""
 
+import ast
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
+# What `import cuboid` checks as well.
+REQUIREMENTS = ast.parse((Path(__file__).parent / "plugin" / "requirements.py").read_text(encoding="utf-8"))
+RANGES = next(ast.literal_eval(node.value) for node in REQUIREMENTS.body if isinstance(node, ast.Assign))
 PLUGIN_PACKAGES = ["cuboid"] + [f"cuboid.{name}" for name in find_packages("plugin")]
 
 setup(
@@ -17,12 +21,10 @@ setup(
     package_dir={"cuboid": "plugin", "cuboid.patches": "patches"},
     packages=[*PLUGIN_PACKAGES, "cuboid.patches"],
     package_data={"cuboid": ["py.typed"]},
-    # The ranges are what the patches were read against; see patches/.
     install_requires=[
-        "torch>=2.9,<2.14",
-        "transformers>=5.23,<5.24",
-        "deepspeed>=0.19.8,<0.20",
-        "accelerate>=1.10",
+        *(f"{package}{versions}" for package, versions in RANGES.items()),
+        "hjson>=3.1",
+        "packaging>=23",
         "pydantic>=2.9",
         "pyyaml>=6",
         "safetensors>=0.5",

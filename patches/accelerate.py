@@ -99,7 +99,6 @@ PATCHES = [
     Patch(
         target="accelerate.utils.deepspeed:HfDeepSpeedConfig.__init__",
         package="accelerate",
-        versions=">=1.10,<2",
         reason="check the config as soon as it is read, and tell accelerate how many ranks share their data",
         parameters=("config_file_or_dict",),
         replace=_hf_deepspeed_config,
@@ -107,7 +106,6 @@ PATCHES = [
     Patch(
         target="accelerate.accelerator:Accelerator.gather_for_metrics",
         package="accelerate",
-        versions=">=1.10,<2",
         reason="count the rows that the ranks of a copy of the model share once, as predictions and in the last batch",
         parameters=("input_data", "use_gather_object"),
         replace=_gather_for_metrics,
@@ -115,7 +113,6 @@ PATCHES = [
     Patch(
         target="accelerate.accelerator:prepare_data_loader",
         package="accelerate",
-        versions=">=1.10,<2",
         reason="give each replica its own data, also where the ranks of one aren't neighbours, as in a pipeline",
         parameters=("dataloader", "num_processes", "process_index", "dispatch_batches", "torch_device_mesh"),
         replace=_prepare_data_loader,

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 from cuboid.errors import CuboidError
+from cuboid.requirements import RANGES
 
 
 class PatchError(CuboidError):
@@ -23,7 +24,6 @@ class Patch:
     Args:
         target: dotted name, ``module:attribute`` or ``module:Class.attribute``.
         package: distribution that owns it.
-        versions: the versions that the target was read in, for messages.
         reason: why this is needed.
         parameters: names of the target's parameters that the replacement relies on.
         replace: makes the replacement from the original.
@@ -33,7 +33,6 @@ class Patch:
 
     target: str
     package: str
-    versions: str
     reason: str
     parameters: tuple[str, ...]
     replace: Callable[[Any], Any]
@@ -80,8 +79,9 @@ class Patch:
 
     def _mismatch(self, what: str) -> str:
         return (
-            f"{self.target} of {self.package} {version(self.package)} can't be patched: {what}. "
-            f"The patch was written for {self.package} {self.versions}; install that. (It is needed to: {self.reason})"
+            f"{self.target} of {self.package} {version(self.package)} can't be patched: {what}. The patch was written "
+            f"for {self.package} {RANGES.get(self.package, '')}, as published; install that. (It is needed to: "
+            f"{self.reason})"
         )
 
 

@@ -185,7 +185,6 @@ PATCHES: list[Patch | SharedMemoryBuild] = [
     Patch(
         target="deepspeed:tp_model_init",
         package="deepspeed",
-        versions=">=0.19.8,<0.20",
         reason="keep the HF Trainer, which sees autotp_size in the config, from asking for AutoTP as well",
         parameters=("model", "config"),
         replace=_tp_model_init,
@@ -193,7 +192,6 @@ PATCHES: list[Patch | SharedMemoryBuild] = [
     Patch(
         target="deepspeed:initialize",
         package="deepspeed",
-        versions=">=0.19.8,<0.20",
         reason="take tensor_parallel.mode 3d_tensor out of the config, shard the model, and hand DeepSpeed the mesh",
         parameters=("args", "model", "optimizer", "model_parameters", "mpu", "config", "config_params"),
         replace=_initialize,

@@ -41,7 +41,6 @@ PATCHES = [
     Patch(
         target="sys:excepthook",
         package="cuboid",
-        versions=">=0.1",
         reason="print a user's mistake once, on rank 0, without the tracebacks of all ranks",
         parameters=(),
         replace=_excepthook,

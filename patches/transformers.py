@@ -71,7 +71,6 @@ PATCHES: list[Patch | Registration] = [
     Patch(
         target="transformers.modeling_utils:PreTrainedModel.from_pretrained",
         package="transformers",
-        versions=">=5.23,<5.24",
         reason="read only this rank's slices when a config of ours is active",
         parameters=("pretrained_model_name_or_path", "config", "kwargs"),
         replace=_from_pretrained,
@@ -87,7 +86,6 @@ PATCHES: list[Patch | Registration] = [
     Patch(
         target="transformers.trainer:Trainer.save_model",
         package="transformers",
-        versions=">=5.23,<5.24",
         reason="let all ranks write a sharded model together, instead of gathering it on one",
         parameters=("output_dir", "_internal_call"),
         replace=_save_model,

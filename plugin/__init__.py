@@ -3,6 +3,11 @@ that trains them."""
 
 from typing import TYPE_CHECKING, Any
 
+from cuboid.requirements import check_installed
+
+# What follows imports names that other versions of these packages haven't.
+check_installed()
+
 from cuboid.config import CuboidConfig, parse_config, split_config
 from cuboid.config_file import load_config
 from cuboid.errors import CheckpointError, ConfigError, CuboidError, MeshError, UnsupportedModelError

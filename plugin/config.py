@@ -402,9 +402,14 @@ def _names_us(source: Any) -> bool:
 
 
 def _explain(error: ValidationError) -> str:
-    return "\n".join(
-        _explain_one(item["loc"], what_is_wrong(item), item["type"], item.get("input")) for item in error.errors()
-    )
+    found: dict[str, list[str]] = {}
+    given: dict[str, str] = {}
+    for item in error.errors():
+        path, text, value = _explain_one(item["loc"], what_is_wrong(item), item["type"], item.get("input"))
+        found.setdefault(path, []).append(text)
+        given[path] = value
+    # Of a union, each member has its own objection.
+    return "\n".join(f"{path}{', or '.join(texts)}{given[path]}" for path, texts in found.items())
 
 
 def what_is_wrong(item: Any) -> str:
@@ -420,18 +425,19 @@ def suggestion(unknown: str, known: Sequence[str]) -> str:
     return f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(known)}"
 
 
-def _explain_one(location: tuple[int | str, ...], message: str, kind: str, given: object) -> str:
+def _explain_one(location: tuple[int | str, ...], message: str, kind: str, given: object) -> tuple[str, str, str]:
+    """Which key, what is wrong with it, and what it is."""
     # pydantic names the tried member of a union in the location; users know only their own keys.
     keys = [str(part) for part in location if str(part) in _KNOWN_KEYS or isinstance(part, int)]
     if kind == "extra_forbidden":
         section = _SECTION_MODELS["mesh" if "mesh" in location[:-1] else str(location[0])]
         unknown = str(location[-1])
         known = sorted(name for name in section.model_fields if name != "autotp_size")
-        return f"{'.'.join([*keys, unknown])} is not a known key; {suggestion(unknown, known)}"
+        return ".".join([*keys, unknown]), f" is not a known key; {suggestion(unknown, known)}", ""
     path = ".".join(keys) or "config"
     if kind == "missing":
-        return f"{path} is missing"
-    return f"{path}: {message} (given: {given!r})"
+        return path, " is missing", ""
+    return f"{path}: ", message, f" (given: {given!r})"
 
 
 #: Keys of DeepSpeed's checkpoint section that would change how its own checkpoints are written.

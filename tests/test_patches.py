@@ -1,8 +1,11 @@
 """What Cuboid changes in other packages: exactly that, only that, and back again."""
 
 import json
+import os
+import re
 import sys
 import textwrap
+from importlib.metadata import PackageNotFoundError
 
 import accelerate
 import deepspeed
@@ -12,9 +15,10 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 import cuboid
+from cuboid import requirements
 from cuboid.patches.base import Patch, PatchError
 from cuboid.patches.deepspeed import SHARED_MEMORY_BUILD
-from launching import as_ranks, torchrun
+from launching import as_ranks, run, torchrun
 
 
 def touched():
@@ -75,18 +79,53 @@ def test_a_target_with_another_signature_is_refused_with_both_versions():
     patch = Patch(
         target="deepspeed:initialize",
         package="deepspeed",
-        versions=">=7,<8",
         reason="test",
         parameters=("model", "turbo"),
         replace=lambda original: original,
     )
     before = deepspeed.initialize
-    with pytest.raises(PatchError, match=rf"deepspeed {deepspeed.__version__}.* without turbo.*deepspeed >=7,<8"):
+    with pytest.raises(PatchError, match=rf"deepspeed {deepspeed.__version__}.* without turbo.*deepspeed >=0"):
         patch.apply()
     assert deepspeed.initialize is before
     patch.target = "deepspeed:absent"
     with pytest.raises(PatchError, match="does not exist"):
         patch.apply()
+
+
+@pytest.mark.parametrize(
+    ("package", "found", "message"),
+    [
+        ("transformers", "5.17.0", "cuboid works with transformers >=5.18,<5.24, but 5.17.0 is installed"),
+        ("accelerate", "1.9.0", "cuboid works with accelerate >=1.10,<1.16, but 1.9.0 is installed"),
+        ("torch", None, "cuboid needs torch >=2.9,<2.14, which is not installed"),
+        ("deepspeed", "0.19.9+abc", None),
+        ("torch", "2.13.0.dev1+cpu", None),
+    ],
+)
+def test_other_versions_are_refused_in_one_sentence(monkeypatch, package, found, message):
+    def version(name):
+        if name == package and found is None:
+            raise PackageNotFoundError
+        return found if name == package else original(name)
+
+    original = requirements.version
+    monkeypatch.setattr(requirements, "version", version)
+    if message is None:
+        requirements.check_installed()
+        return
+    with pytest.raises(ImportError, match=re.escape(message)):
+        requirements.check_installed()
+
+
+def test_versions_are_checked_before_anything_that_needs_them_is_imported(tmp_path):
+    (tmp_path / "transformers.py").write_text("raise SystemExit('imported')")
+    metadata = tmp_path / "transformers-5.17.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.17.0\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    status, output = run(sys.executable, "-c", "import cuboid", PYTHONPATH=path)
+    assert status == 1
+    assert output.splitlines()[-1].startswith("ImportError: cuboid works with transformers >=5.18,<5.24, but 5.17.0")
 
 
 OTHERS = """

@@ -438,7 +438,7 @@ def test_models_with_activation_checkpointing(name, implementation, use_reentran
     with precision(keep_float64=True):
         expected = reference(model, ids, labels)
         segmented = segmented_model(model, name)
-        segmented.model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+        segmented.model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         for layer in segmented.layers.values():
             checkpoint_in_float64(layer)
         assert_equal_runs(segmented.run(ids, labels, LENGTHS), expected)

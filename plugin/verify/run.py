@@ -14,7 +14,8 @@ import torch
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cuboid.config import PipelineConfig, parse_config, split_config
+from cuboid.compatibility import check_framework_config
+from cuboid.config import PipelineConfig, parse_config, require_config, split_config
 from cuboid.config_file import ConfigSource, load_config
 from cuboid.errors import CuboidError
 from cuboid.topology import Topology
@@ -83,11 +84,12 @@ def _verify(
     timeout_s: float,
 ) -> Report:
     loaded = load_config(config)
-    ours = parse_config(loaded)
+    ours, rest = require_config(loaded)
     if ours.pipeline is not None:
         loaded["pipeline"]["trace"] = False
     plan = complete(plan, ours.pipeline)
     world_size = ours.ranks * plan.data_parallel
+    check_framework_config(ours, rest, world_size)
     with _pool(pool, world_size) as workers:
         return Report([_run(name, plan, loaded, workers, world_size, tolerance, timeout_s) for name in passes])
 

@@ -1,0 +1,138 @@
+"""What the commands say to values that can't be: one line, no traceback, and not 0."""
+
+import json
+
+import pytest
+import yaml
+from transformers import AutoConfig
+
+from cuboid.cli import app
+from cuboid.verify import SmallModel
+
+SECTIONS = {
+    "tensor_parallel": {"mode": "3d_tensor", "mesh": {}},
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+}
+
+
+@pytest.fixture
+def told(monkeypatch, capsys):
+    """Runs a command line and gives (exit status, what it wrote to stderr)."""
+    monkeypatch.setattr("cuboid.train.quiet.quiet", lambda **_: None)  # it is for a process of its own
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["cuboid", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            app()
+        lines = [line for line in capsys.readouterr().err.splitlines(keepends=True) if "it/s]" not in line]
+        return exit_.value.code, "".join(lines)
+
+    return run
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Paths by name: a config, broken ones, a model's folder and a text."""
+    SmallModel("llama").config().save_pretrained(tmp_path / "model")
+    contents = {
+        "good.json": json.dumps(SECTIONS),
+        "pipeline.json": json.dumps({**SECTIONS, "pipeline": {"engine": "seq1f1b", "stages": 2}}),
+        "list.json": "[]",
+        "theirs.json": json.dumps({"train_batch_size": 2}),
+        "null.yaml": yaml.safe_dump({**SECTIONS, "tensor_parallel": None}),
+        "no_optimizer.json": json.dumps({key: SECTIONS[key] for key in SECTIONS if key != "optimizer"}),
+        "misspelt.json": json.dumps({**SECTIONS, "optimiser": {}}),
+        "text.txt": "a line\n" * 100,
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    (tmp_path / "bytes.json").write_bytes(b'{"a": "\xff"}')
+    assert AutoConfig.from_pretrained(tmp_path / "model").model_type == "llama"
+    return tmp_path
+
+
+USAGE = [
+    (["train", "--seed", "-1"], "--seed"),
+    (["train", "--seed", "99999999999999999999"], "--seed"),
+    (["train", "--steps", "many"], "--steps"),
+    (["prepare", "--out", "o", "--seed", "-1"], "--seed"),
+    (["prepare", "--out", "o", "--vocabulary", "1000000000"], "--vocabulary"),
+    (["timeline", "--segments", "1000000"], "too many units"),
+    (["timeline", "--stages", "0"], "--stages"),
+    (["timeline", "--backward-ratio", "nan"], "--backward-ratio"),
+    (["timeline", "--backward-ratio", "inf"], "finite"),
+    (["timeline", "--partition", "1,x"], "--partition"),
+    (["timeline", "--seq-len", "8"], "--model"),
+    (["verify", "--arch", "llama", "--mesh", "100x100x100"], "processes"),
+    (["verify", "--arch", "llama", "--mesh", "1x1x1", "--data-parallel", "1000000"], "processes"),
+    (["verify", "--arch", "llama", "--mesh", "1x1x1", "--tolerance", "nan"], "--tolerance"),
+    (["verify", "--arch", "llama", "--mesh", "1x1x1", "--tolerance", "inf"], "finite"),
+    (["verify", "--arch", "llama", "--mesh", "1x1x1", "--tolerance", "-1"], "--tolerance"),
+    (["verify", "--arch", "llama", "--mesh", "1x1x1", "--timeout", "inf"], "finite"),
+    (["verify", "--arch", "llama", "--mesh", "1x1x1", "--heads", "0"], "--heads"),
+    (["verify", "--arch", "llama", "--mesh", "1x1x1", "--layers", "1000000"], "--layers"),
+    (["verify", "--arch", "llama", "--mesh", "1x1x1", "--vocabulary", "0"], "--vocabulary"),
+    (["verify", "--arch", "lama", "--mesh", "1x1x1"], "--arch"),
+    (["verify", "--arch", "llama", "--stages", "0"], "--stages"),
+    (["convert", "a", "b", "--max-shard-size", "many"], "--max-shard-size"),
+    (["convert", "a", "b", "--world-size", "2"], "--config"),
+    (["convert", "a", "b", "--world-size", "-2", "--config", "c"], "--world-size"),
+    (["inspect"], "DIR"),
+    (["nonsense"], "nonsense"),
+    (["train", "--nonsense"], "--nonsense"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "word"), USAGE, ids=[" ".join(arguments) for arguments, _ in USAGE])
+def test_values_out_of_range_are_usage_errors(told, tmp_path, monkeypatch, arguments, word):
+    monkeypatch.chdir(tmp_path)
+    required = ["--model", "m", "--data", "d", "--config", "c", "--out", "o"] if arguments[0] == "train" else []
+    status, message = told(arguments[0], *required, *arguments[1:])
+    assert (status, message.count("\n")) == (2, 1), message
+    assert word in message
+    assert not list(tmp_path.iterdir())
+
+
+MISTAKES = [
+    (["train", "--config", "list.json"], "holds a list"),
+    (["train", "--config", "bytes.json"], "isn't UTF-8"),
+    (["train", "--config", "theirs.json"], "no key of Cuboid's"),
+    (["train", "--config", "null.yaml"], "no key of Cuboid's"),
+    (["train", "--config", "no_optimizer.json"], "optimizer is missing"),
+    (["train", "--config", "misspelt.json"], 'did you mean "optimizer"'),
+    (["train", "--config", "pipeline.json"], "doesn't divide the world of 1"),
+    (["train", "--config", "nowhere.json"], "does not exist"),
+    (["train", "--config", "good.json"], "--steps is missing"),
+    (["train", "--config", "good.json", "--steps", "0"], "--steps is 0"),
+    (["train", "--config", "good.json", "--steps", "1", "--keep-last", "0"], "--keep-last is 0"),
+    (["train", "--config", "good.json", "--steps", "1", "--sequence-length", "1"], "--sequence-length is 1"),
+    (["train", "--config", "good.json", "--steps", "1", "--save-every", "-1"], "--save-every is -1"),
+    (["train", "--config", "good.json", "--steps", "1", "--evaluations", "-1"], "--evaluations is -1"),
+    (["verify", "--model", "model", "--config", "list.json"], "holds a list"),
+    (["verify", "--model", "model", "--config", "misspelt.json"], 'did you mean "optimizer"'),
+    (["verify", "--arch", "llama", "--mesh", "1x0x1"], "mesh.sequence is 0"),
+    (["verify", "--arch", "llama", "--mesh", "x"], "x"),
+    (["verify", "--arch", "llama", "--mesh", "1x1x1", "--steps", "0"], "steps is 0"),
+    (["verify", "--arch", "llama", "--mesh", "1x1x1", "--seq-len", "1"], "sequence_length is 1"),
+    (["verify", "--arch", "llama", "--mesh", "1x1x1", "--heads", "3", "--kv-heads", "2"], "kv_heads"),
+    (["verify", "--arch", "llama", "--stages", "1", "--segments", "1000000"], "pipeline.segments"),
+    (["convert", "nowhere", "new"], "nowhere"),
+    (["convert", "model", "new", "--config", "bytes.json"], "isn't UTF-8"),
+    (["inspect", "nowhere"], "nowhere"),
+    (["timeline", "--partition", "0,4"], "partition"),
+    (["prepare", "--out", "o", "--vocabulary", "1"], "--vocabulary is 1"),
+    (["prepare", "--out", "o", "--data", "nowhere"], "nowhere"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "word"), MISTAKES, ids=[" ".join(arguments) for arguments, _ in MISTAKES])
+def test_mistakes_are_one_line_and_no_traceback(told, files, monkeypatch, arguments, word):
+    monkeypatch.chdir(files)
+    required = ["--model", "model", "--data", "text.txt", "--out", "out"] if arguments[0] == "train" else []
+    status, message = told(arguments[0], *required, *arguments[1:])
+    assert (status, message.count("\n")) == (1, 1), message
+    assert word in message
+    assert not (files / "out").exists()
