@@ -13,6 +13,7 @@ from cuboid.errors import ConfigError, OptimizerError
 from cuboid.hf.api import shard
 from cuboid.hf.model import ShardedModel, mesh_of, sharding_of
 from cuboid.hf.stage_model import StageModel
+from cuboid.replicas.optimizer import fill_state, is_fresh
 
 #: What a parameter has become: None where another stage has it.
 _Successor = Callable[[nn.Parameter], nn.Parameter | None]
@@ -81,20 +82,42 @@ def adopt_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         fill_state(optimizer)
 
 
-def is_fresh(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has no state but one that it was made with, as Adagrad is."""
-    made_with_state = type(optimizer) is torch.optim.Adagrad
-    return not optimizer.state or (made_with_state and not any(state["step"] for state in optimizer.state.values()))
+def check_schedule(schedule: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    """Make sure that a schedule of the learning rate is one of this optimizer's, and not of another one.
 
+    Args:
+        schedule: None, or an object; what doesn't tell its optimizer is let through.
+        optimizer: that is trained with; None if the framework is going to make it.
 
-def fill_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give a fresh optimizer that is made with a state the one of its present parameters."""
-    if type(optimizer) is not torch.optim.Adagrad:
+    Raises:
+        OptimizerError: the schedule would have no effect.
+    """
+    of = getattr(schedule, "optimizer", None)
+    if of is None or of is optimizer:
         return
-    optimizer.state.clear()
-    groups = [{**group, "params": group["params"]} for group in optimizer.param_groups if group["params"]]
-    if groups:
-        optimizer.state.update(torch.optim.Adagrad(groups).state)
+    instead = "make it of the optimizer that it is given with"
+    if optimizer is None:
+        instead = "give a function that makes it of an optimizer, lr_scheduler=lambda optimizer: …"
+    raise OptimizerError(
+        f"the {type(schedule).__name__} is of another optimizer than is trained with, and would have no effect; "
+        f"{instead}"
+    )
+
+
+def drop_empty_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Remove parameter groups of which this stage has nothing.
+
+    Raises:
+        OptimizerError: a schedule was made of all of them.
+    """
+    kept = [group for group in optimizer.param_groups if group["params"]]
+    if len(kept) < len(optimizer.param_groups) and "step" in vars(optimizer):
+        raise OptimizerError(
+            "a parameter group has nothing on one of the pipeline's stages, but a schedule of the learning rate was "
+            "made with all groups; load the model with the config before the optimizer is made, or give DeepSpeed a "
+            "function that makes the schedule, lr_scheduler=lambda optimizer: …"
+        )
+    optimizer.param_groups[:] = kept
 
 
 def _check_same(model: Any, config: CuboidConfig) -> None:
@@ -118,8 +141,8 @@ def _successors(model: nn.Module) -> _Successor:
         names = former.names_of(parameter)
         if not names:
             raise OptimizerError(
-                f"the optimizer is given a parameter of shape {list(parameter.shape)} that isn't the model's, and would "
-                "train without effect; make it of the parameters of the very model that it is given with, such as "
+                f"the optimizer is given a parameter of shape {list(parameter.shape)} that isn't the model's, and "
+                "would train without effect; make it of the parameters of the very model that it is given with, "
                 "model.parameters(), best after the model is sharded"
             )
         return next((named[name] for name in names if name in named), None)
