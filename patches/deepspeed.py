@@ -127,7 +127,8 @@ def _initialize_sharded(
     _forget_config(given)
     unit = ModelParallelUnit(mesh) if mesh.topology.world_size > 1 else None
     engine, *others = original(**{**given, "model": model, "config": rest, "mpu": unit})
-    run_on_all_ranks(lambda: _check_made_optimizer(engine, pieces), mesh)
+    if engine.basic_optimizer is not given.get("optimizer"):
+        run_on_all_ranks(lambda: _check_made_optimizer(engine, pieces), mesh)
     engine.__class__ = CuboidEngine
     engine.checkpointing = Checkpointing(model, Origin.of("deepspeed", config, load_config(source), model))
     if isinstance(model, StageModel):

@@ -407,3 +407,130 @@ def test_optimizers_of_whole_tensors_are_right_where_tensors_are_whole(pool, fra
         assert staged["AdamW"] < CLOSE
         assert "uses more than the element" in staged["a clipping subclass"]
         assert all(off < CLOSE for off in replicated.values())
+
+
+# --- whose parameters ------------------------------------------------------------------------------------------
+
+
+def said_by(call):
+    try:
+        call()
+    except CuboidError as error:
+        return str(error)
+    return ""
+
+
+def initialized(model, config, **options):
+    engine, *_ = deepspeed.initialize(model=model, config=config, **options)
+    return engine
+
+
+def strangers(config):
+    """What ``initialize`` and ``boost`` say to optimizers and schedules of something else."""
+    from colossalai.booster import Booster
+
+    sgd, own = torch.optim.SGD, fresh_model
+    by_booster = {key: value for key, value in config.items() if key != "zero_allow_untested_optimizer"}
+
+    def of_another():
+        return sgd(own().parameters(), lr=0.1)
+
+    def partly(model):
+        return sgd([*model.parameters(), nn.Parameter(torch.ones(3))], lr=0.1)
+
+    def twice(model):
+        return sgd([next(model.parameters())] * 2, lr=0.1)
+
+    def boost(model, optimizer, schedule=None):
+        return Booster(plugin=cuboid.CuboidPlugin(by_booster)).boost(model, optimizer, lr_scheduler=schedule)
+
+    def stepped(model):
+        optimizer = torch.optim.AdamW(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return optimizer
+
+    said = {}
+    for name, make in {"another": lambda _: of_another(), "partly": partly, "twice": twice, "stepped": stepped}.items():
+        one, other = own(), own()
+        said[name] = said_by(lambda make=make, one=one: initialized(one, config, optimizer=make(one)))
+        said[f"{name}, boosted"] = said_by(lambda make=make, other=other: boost(other, make(other)))
+    model = own()
+    said["parameters"] = said_by(lambda: initialized(model, config, model_parameters=[nn.Parameter(torch.ones(3))]))
+    model = own()
+    optimizer, schedule = sgd(model.parameters(), lr=0.1), halving(of_another())
+    said["schedule"] = said_by(lambda: initialized(model, config, optimizer=optimizer, lr_scheduler=schedule))
+    model = own()
+    optimizer = sgd(model.parameters(), lr=0.1)
+    said["schedule, boosted"] = said_by(lambda: boost(model, optimizer, schedule))
+    model = own()
+    said["made"] = said_by(lambda: initialized(model, config, optimizer=lambda parameters: Lamb(parameters)))
+    model = own()
+    said["no optimizer"] = said_by(lambda: initialized(model, config, optimizer=lambda parameters: list(parameters)))
+    lamb = {**config, "optimizer": {"type": "Lamb", "params": {"lr": 0.1}}}
+    said["section"] = said_by(lambda: initialized(own(), lamb))
+    return said
+
+
+STRANGERS = {
+    "another": "isn't the model's, and would train without effect",
+    "partly": "isn't the model's, and would train without effect",
+    "twice": "twice",
+    "stepped": "has state for whole parameters",
+    "parameters": "shape [3] that isn't the model's",
+    "schedule": "LambdaLR is of another optimizer",
+    "made": "Lamb uses more than the element",
+    "no optimizer": "made a list",
+    "section": "Lamb takes norms of whole tensors",
+}
+
+
+def test_what_would_train_without_effect_is_refused(pool):
+    pytest.importorskip("colossalai.booster", exc_type=ImportError)
+    for said in pool.run(2, strangers, settings((1, 1, 2))):
+        for name, message in said.items():
+            assert STRANGERS[name.partition(", boosted")[0]] in message, name
+
+
+def remapped(config):
+    """Whether parameters reach the optimizer that were named before the model was sharded by hand, in several ways."""
+    ways = {
+        "generator": lambda model: model.parameters(),
+        "names": lambda model: list(model.named_parameters()),
+        "filter": lambda model: filter(lambda p: p.requires_grad, list(model.parameters())),
+        "groups": lambda model: [{"params": model.parameters(), "weight_decay": 0.5}],
+    }
+    found = {}
+    for name, way in ways.items():
+        model = fresh_model(tie_word_embeddings=True)
+        given = way(model)
+        cuboid.shard(model, config)
+        engine = initialized(model, config, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), model_parameters=given)
+        found[name] = moves(engine, lambda engine: engine.optimizer)
+    model = fresh_model(tie_word_embeddings=True)
+    optimizer = torch.optim.Adagrad(list(model.named_parameters()), lr=0.1)
+    cuboid.shard(model, config)
+    engine = initialized(model, config, optimizer=optimizer)
+    found["an optimizer"] = moves(engine, lambda engine: engine.optimizer)
+    return found
+
+
+def moves(engine, optimizer_of):
+    """Whether a step moves every parameter of this rank."""
+    before = [p.detach().clone() for p in engine.module.parameters()]
+    batch = batch_of(0)
+    if hasattr(engine, "train_batch"):
+        engine.train_batch(iter([batch]))
+    else:
+        engine.backward(engine(**batch).loss)
+        engine.step()
+    count = sum(len(group["params"]) for group in optimizer_of(engine).param_groups)
+    moved = all(not torch.equal(p, old) for p, old in zip(engine.module.parameters(), before, strict=True))
+    return moved and count == len(before)
+
+
+@pytest.mark.parametrize("config", [settings((1, 1, 2)), settings(stages=2)], ids=["mesh", "stages"])
+def test_parameters_that_were_named_before_the_model_was_sharded_are_found_again(pool, config):
+    for found in pool.run(2, remapped, config):
+        assert all(found.values()), found
