@@ -190,6 +190,15 @@ def test_a_trial_tells_on_which_pieces_an_optimizer_is_right(make, accepted):
         assert torch.equal(state, torch.get_rng_state())
 
 
+def test_a_trial_is_the_same_whatever_a_script_has_for_its_default_dtype():
+    usual = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        check_optimizer(Lion(parameters()), CUT)
+    finally:
+        torch.set_default_dtype(usual)
+
+
 def test_groups_are_tried_with_their_own_settings():
     settings = {"scale_parameter": False, "relative_step": False, "lr": 1e-3}
     groups = [{"params": matrices(), **settings}, {"params": matrices(), **settings, "clip_threshold": 1e-3}]

@@ -341,9 +341,11 @@ class _Trial:
 
 def _uneven(shape: tuple[int, ...], spread: float, generator: torch.Generator) -> torch.Tensor:
     """Random numbers of sizes that go over several powers of ten, from row to row and from column to column."""
-    values = torch.randn(shape, generator=generator)
+    # Whatever a script has for its defaults.
+    options: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    values = torch.randn(shape, **options)
     for dim, length in enumerate(shape):
-        scale = 10.0 ** (spread * (2 * torch.rand(length, generator=generator) - 1))
+        scale = 10.0 ** (spread * (2 * torch.rand(length, **options) - 1))
         values *= scale.view([length if other == dim else 1 for other in range(len(shape))])
     return values
 
