@@ -160,24 +160,28 @@ def _reduce(original: Any) -> Any:
     @functools.wraps(original)
     def reduce(self: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         config = _config_of(self.state)
-        reduced = original(self, tensor, reduction, scale)
         if config is None or config.ranks == 1 or reduction != "sum":
-            return reduced
-        return recursively_apply(functools.partial(_divided, parts=config.ranks), reduced)
+            return original(self, tensor, reduction, scale)
+
+        def total(own: torch.Tensor) -> torch.Tensor:
+            if own.is_floating_point() or own.is_complex():
+                return original(self, own, "sum") / config.ranks
+            return _counted_once(self.gather(own.unsqueeze(0)), config)
+
+        return recursively_apply(total, tensor, error_on_other_type=True)
 
     return reduce
 
 
-def _divided(total: torch.Tensor, *, parts: int) -> torch.Tensor:
-    """A sum over all ranks, of which those of a copy of the model count once."""
-    if total.is_floating_point() or total.is_complex():
-        return total / parts
-    if bool((total % parts != 0).any()):
+def _counted_once(gathered: torch.Tensor, config: CuboidConfig) -> torch.Tensor:
+    """The sum of whole numbers ``[ranks, …]``, of which the ranks of a copy of the model have the same."""
+    by_copy = gathered[_ranks_of_copies(config)]
+    if bool((by_copy != by_copy[:, :1]).any()):
         raise CuboidError(
             "accelerator.reduce adds up what the replicas have, but the ranks of one have different whole numbers; use "
             'reduction="mean" of a floating-point tensor, or accelerator.gather, for what each rank has by itself'
         )
-    return total // parts
+    return by_copy[:, 0].sum(0, dtype=gathered.dtype)
 
 
 def _check_trigger(original: Any) -> Any:
