@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from cuboid.config_file import ConfigSource
-from cuboid.errors import ConfigError, CuboidError, UnsupportedModelError
-from cuboid.hf.adopt import adopt_model
+from cuboid.errors import ConfigError, CuboidError, OptimizerError, UnsupportedModelError
+from cuboid.hf.adopt import adopt_model, adopt_optimizer, check_schedule
 from cuboid.hf.checkpointing import Origin
 from cuboid.hf.feed import read_micro_batch, split_rows
 from cuboid.hf.model import mesh_of
@@ -31,6 +31,9 @@ from cuboid.patches.colossalai_criterion import scale_of
 from cuboid.patches.colossalai_layout import LayoutNames
 from cuboid.patches.colossalai_model import CuboidModel
 from cuboid.patches.colossalai_optimizer import CuboidOptimizer
+from cuboid.rank_agreement import run_on_all_ranks
+from cuboid.replicas.elementwise import Pieces, check_optimizer
+from cuboid.replicas.optimizer import is_fresh
 
 
 class CuboidPlugin(LayoutNames, PipelinePluginBase):
@@ -73,10 +76,11 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         """
         if self._model is not None:
             raise CuboidError("this plugin has boosted a model already; make another plugin and booster for the next")
-        _check_optimizer(optimizer)
-        sharded, _ = adopt_model(model, self.config, optimizer=optimizer)
+        sharded = adopt_model(model, self.config)
         self.mesh = mesh_of(sharded)
         self.mesh.connect()
+        self.mesh.connect_host()
+        run_on_all_ranks(lambda: self._take_optimizer(sharded, optimizer, lr_scheduler), self.mesh)
         sharded.to(get_accelerator().get_current_device())
         booster = self._config.booster
         boosted = CuboidModel(sharded, Origin.of("colossalai", self.config, self._config.source, sharded))
@@ -98,6 +102,33 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         self._model = boosted
         self._checkpoint_io.attach(boosted)
         return boosted, boosted.optimizer, criterion, dataloader, lr_scheduler
+
+    def _take_optimizer(self, model: nn.Module, optimizer: Any, schedule: Any) -> None:
+        """Have the optimizer step on the sharded model, if it can.
+
+        Raises:
+            OptimizerError: it can't.
+        """
+        assert self.mesh is not None
+        check_schedule(schedule, optimizer)
+        if optimizer is None:
+            return
+        name = type(optimizer).__name__
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise OptimizerError(f"boost takes an optimizer of torch's kind, not a {name}")
+        if isinstance(optimizer, DistributedOptim):
+            raise OptimizerError(
+                f"{name} expects ColossalAI's own way to shard; take an optimizer that treats each element by itself, "
+                "such as torch.optim.AdamW or ColossalAI's HybridAdam"
+            )
+        adopt_optimizer(model, optimizer)
+        pieces = Pieces.of(self.mesh, self._config.flat(replicas=self.dp_size))
+        check_optimizer(optimizer, pieces)
+        if pieces.flat and not is_fresh(optimizer):
+            raise OptimizerError(
+                f"the {name} has a state already, of parameters as they were before booster.boost laid them end to "
+                "end; boost it before its first step, and load its state with booster.load_optimizer"
+            )
 
     def execute_pipeline(
         self,
@@ -251,18 +282,6 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
             UnsupportedModelError: always.
         """
         raise UnsupportedModelError("LoRA has no rule on a sharded model")
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    if optimizer is None:
-        return
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise CuboidError(f"boost takes an optimizer of torch's kind, not a {type(optimizer).__name__}")
-    if isinstance(optimizer, DistributedOptim):
-        raise CuboidError(
-            f"{type(optimizer).__name__} expects ColossalAI's own way to shard; take its plain counterpart, or another "
-            "optimizer that treats each element by itself"
-        )
 
 
 def _cast(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:

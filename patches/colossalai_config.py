@@ -90,6 +90,14 @@ class PluginConfig:
         check_layout(config, rest, world_size)
         return cls(config, booster, whole)
 
+    def flat(self, replicas: int) -> str:
+        """Why the optimizer is given tensors laid end to end; empty if it isn't."""
+        if self.booster.precision == "bf16":
+            return "with bf16, masters are laid end to end"
+        if self.booster.zero_optimization.stage == 1 and replicas > 1:
+            return "zero_optimization.stage 1 lays tensors end to end and cuts them between replicas"
+        return ""
+
     def rows_of(self, batch_rows: int, *, training: bool) -> int:
         """Rows of the micro-batches that a pipeline cuts a batch into; to evaluate, a batch may have any number.
 

@@ -11,20 +11,23 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.utils import DummyOptim
 from torch import nn
 
 from cuboid.compatibility import check_framework_config
 from cuboid.config import CuboidConfig, own_config
 from cuboid.config_file import ConfigSource, load_config
-from cuboid.errors import ConfigError
-from cuboid.hf.adopt import adopt_model
+from cuboid.errors import ConfigError, OptimizerError
+from cuboid.hf.adopt import adopt_model, adopt_optimizer, adopt_parameters, check_schedule, drop_empty_groups
 from cuboid.hf.checkpointing import Checkpointing, Origin
 from cuboid.hf.model import ShardedModel, mesh_of
 from cuboid.hf.stage_model import StageModel
-from cuboid.mesh import current_world_size
+from cuboid.mesh import Mesh, current_world_size
 from cuboid.patches.base import Patch
 from cuboid.patches.deepspeed_engine import CuboidEngine, ModelParallelUnit
 from cuboid.patches.deepspeed_pipeline import CuboidPipelineEngine
+from cuboid.rank_agreement import run_on_all_ranks
+from cuboid.replicas.elementwise import Pieces, check_named, check_optimizer
 
 
 def _initialize(original: Any) -> Any:
@@ -102,10 +105,13 @@ def _initialize_sharded(
             "make their own"
         )
     SHARED_MEMORY_BUILD.skip()
-    model = _sharded_model(given, config)
+    model = adopt_model(given.get("model"), config)
     mesh = mesh_of(model)
     _start_distributed(given)
     mesh.connect()
+    mesh.connect_host()
+    pieces = _pieces_of(mesh, rest)
+    run_on_all_ranks(lambda: _take_optimizer(given, model, rest, pieces), mesh)
     for parameter in model.parameters():
         # Every shard counts once in the gradient norm.
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -121,6 +127,8 @@ def _initialize_sharded(
     _forget_config(given)
     unit = ModelParallelUnit(mesh) if mesh.topology.world_size > 1 else None
     engine, *others = original(**{**given, "model": model, "config": rest, "mpu": unit})
+    if engine.basic_optimizer is not given.get("optimizer"):
+        run_on_all_ranks(lambda: _check_made_optimizer(engine, pieces), mesh)
     engine.__class__ = CuboidEngine
     engine.checkpointing = Checkpointing(model, Origin.of("deepspeed", config, load_config(source), model))
     if isinstance(model, StageModel):
@@ -134,6 +142,80 @@ def _check_one_config(given: dict[str, Any]) -> None:
     if len(arguments) + has_parameter > 1:
         names = ", ".join([*["initialize(config=…)"] * has_parameter, *(f"args.{name}" for name in arguments)])
         raise ConfigError(f"there is more than one config: {names}; give one")
+
+
+def _pieces_of(mesh: Mesh, rest: dict[str, Any]) -> Pieces:
+    stage = (rest.get("zero_optimization") or {}).get("stage", 0)
+    flat = f"zero_optimization.stage {stage} lays tensors end to end and cuts them between replicas" if stage else ""
+    return Pieces.of(mesh, flat)
+
+
+def _take_optimizer(given: dict[str, Any], model: nn.Module, rest: dict[str, Any], pieces: Pieces) -> None:
+    """Have what is given of an optimizer fit the sharded model.
+
+    Raises:
+        OptimizerError: it can't.
+    """
+    optimizer, schedule = given.get("optimizer"), given.get("lr_scheduler")
+    if given.get("model_parameters") is not None:
+        given["model_parameters"] = adopt_parameters(model, given["model_parameters"])
+    if isinstance(optimizer, torch.optim.Optimizer):
+        adopt_optimizer(model, optimizer)
+        check_optimizer(optimizer, pieces)
+        check_schedule(schedule, optimizer)
+        if pieces.flat and optimizer.state:
+            raise OptimizerError(_REMADE.format(name=type(optimizer).__name__))
+        drop_empty_groups(optimizer)
+    elif callable(optimizer):
+        make = optimizer
+
+        def made(parameters: Any) -> Any:
+            fresh = make(parameters)
+            if not isinstance(fresh, torch.optim.Optimizer):
+                raise OptimizerError(
+                    f"initialize(optimizer=…) made a {type(fresh).__name__}, which isn't one of torch's kind"
+                )
+            return fresh
+
+        given["optimizer"] = made
+    elif optimizer is not None:
+        raise OptimizerError(
+            f"initialize(optimizer=…) is a {type(optimizer).__name__}, which isn't one of torch's kind"
+        )
+    else:
+        check_named((rest.get("optimizer") or {}).get("type"), pieces)
+    if schedule is not None and not callable(schedule) and not isinstance(optimizer, torch.optim.Optimizer):
+        check_schedule(schedule, None)
+
+
+def _check_made_optimizer(engine: Any, pieces: Pieces) -> None:
+    """Look at the optimizer that DeepSpeed has made of a config or a callable.
+
+    Raises:
+        OptimizerError: it can't train here.
+    """
+    made = engine.basic_optimizer
+    if made is None or isinstance(made, DummyOptim):
+        return
+    check_optimizer(made, pieces, [p for p in engine.module.parameters() if p.requires_grad])
+    used = getattr(engine.optimizer, "optimizer", made)
+    # DeepSpeed's ZeRO makes another Adagrad in the place of torch's, of its defaults.
+    lost = [
+        key
+        for before, after in zip(made.param_groups, used.param_groups, strict=True)
+        for key, value in before.items()
+        if key != "params" and repr(after.get(key, value)) != repr(value)
+    ]
+    if used is not made and lost:
+        raise OptimizerError(_REMADE.format(name=type(made).__name__))
+
+
+#: Why an optimizer whose state is made with it can't be laid end to end by DeepSpeed.
+_REMADE = (
+    "{name} has its state from the start, so that DeepSpeed puts a new one in its place, which no schedule and no "
+    "parameter group's own settings reach; name it in the config's optimizer section, without such groups, or take "
+    "zero_optimization.stage 0"
+)
 
 
 def _accumulate_in_float32(rest: dict[str, Any]) -> None:
@@ -155,19 +237,6 @@ def _forget_config(given: dict[str, Any]) -> None:
 def _start_distributed(given: dict[str, Any]) -> None:
     if current_world_size() > 1 and not dist.is_initialized():
         deepspeed.init_distributed(dist_init_required=given.get("dist_init_required"))
-
-
-def _sharded_model(given: dict[str, Any], config: CuboidConfig) -> nn.Module:
-    optimizer = given.get("optimizer")
-    model, parameters = adopt_model(
-        given.get("model"), config, optimizer=optimizer, parameters=given.get("model_parameters")
-    )
-    if parameters is not None:
-        given["model_parameters"] = parameters
-    if isinstance(optimizer, torch.optim.Optimizer):
-        # DeepSpeed's own optimizers take no groups without parameters.
-        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-    return model
 
 
 def _tp_model_init(original: Any) -> Any:

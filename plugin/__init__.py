@@ -10,7 +10,7 @@ check_installed()
 
 from cuboid.config import CuboidConfig, parse_config, split_config
 from cuboid.config_file import load_config
-from cuboid.errors import CheckpointError, ConfigError, CuboidError, MeshError, UnsupportedModelError
+from cuboid.errors import CheckpointError, ConfigError, CuboidError, MeshError, OptimizerError, UnsupportedModelError
 from cuboid.hf.api import from_pretrained, save_pretrained, scope, shard
 from cuboid.hf.model import mesh_of
 from cuboid.hf.pipeline import Pipeline
@@ -29,6 +29,7 @@ __all__ = [
     "Mesh",
     "MeshError",
     "MeshShape",
+    "OptimizerError",
     "Pipeline",
     "Topology",
     "UnsupportedModelError",

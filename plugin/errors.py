@@ -34,6 +34,10 @@ class UnsupportedModelError(CuboidError):
     """A module, an option of the model, or an argument of its forward has no rule yet."""
 
 
+class OptimizerError(CuboidError):
+    """An optimizer can't step on what a rank holds as it would on the whole model, or isn't the model's."""
+
+
 class CheckpointError(CuboidError):
     """A checkpoint lacks a tensor, or holds one that doesn't fit."""
 

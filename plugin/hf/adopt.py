@@ -2,55 +2,122 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from types import GeneratorType
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from cuboid.config import CuboidConfig
-from cuboid.errors import ConfigError, CuboidError
+from cuboid.errors import ConfigError, OptimizerError
 from cuboid.hf.api import shard
-from cuboid.hf.model import ShardedModel, mesh_of
+from cuboid.hf.model import ShardedModel, mesh_of, sharding_of
 from cuboid.hf.stage_model import StageModel
+from cuboid.replicas.optimizer import fill_state, is_fresh
+
+#: What a parameter has become: None where another stage has it.
+_Successor = Callable[[nn.Parameter], nn.Parameter | None]
 
 
-def adopt_model(model: Any, config: CuboidConfig, *, optimizer: Any = None, parameters: Any = None) -> tuple[Any, Any]:
-    """Shard a model, unless it is, and let what was made for its whole parameters have the new ones.
+def adopt_model(model: Any, config: CuboidConfig) -> Any:
+    """Shard a model, unless it is.
 
     Args:
         model: a causal language model of transformers, perhaps from a :func:`cuboid.scope`.
         config: which it is to be sharded by, or was.
-        optimizer: made for the model's parameters; a ``torch.optim.Optimizer`` is changed in place, and parameters of
-            other stages leave its groups, which stay though they may be empty. Anything else is left alone.
-        parameters: some of the model's parameters or groups of them, for an optimizer to come; perhaps a generator.
-
-    Returns:
-        The sharded model, and the parameters with those of other stages left out.
 
     Raises:
         ConfigError, MeshError, UnsupportedModelError: the model can't be sharded so, or is sharded otherwise.
-        CuboidError: the optimizer has a state already.
     """
-    if isinstance(model, ShardedModel):
-        _check_same(model, config)
-        return model, parameters
-    has_optimizer = isinstance(optimizer, torch.optim.Optimizer)
-    if has_optimizer and optimizer.state:
-        raise CuboidError("the optimizer has state for whole parameters; make it after the model is sharded")
-    # If nobody names parameters, the whole tensors needn't be kept until all are sharded.
-    names_some = isinstance(model, nn.Module) and (has_optimizer or parameters is not None)
-    named = dict(model.named_parameters()) if names_some else {}
-    model = shard(model, config)
-    new = dict(model.named_parameters())
-    replaced = {id(parameter): new.get(name) for name, parameter in named.items()}
-    if parameters is not None:
-        parameters = _remap(parameters, replaced)
-    if has_optimizer:
-        for group in optimizer.param_groups:
-            group["params"] = _remap(group["params"], replaced)
-    return model, parameters
+    if not isinstance(model, ShardedModel):
+        return shard(model, config)
+    _check_same(model, config)
+    return model
+
+
+def adopt_parameters(model: nn.Module, parameters: Any) -> Any:
+    """Have parameters, or groups of them, for an optimizer to come be those of the sharded model.
+
+    Args:
+        model: sharded.
+        parameters: of the model as it is, or as it was before it was sharded; perhaps a generator, perhaps pairs of
+            names and parameters.
+
+    Returns:
+        The same as lists, without what other stages have.
+
+    Raises:
+        OptimizerError: some aren't the model's, or are there twice.
+    """
+    remapped = _remap(parameters, _successors(model))
+    given = remapped if isinstance(remapped, list) else [remapped]
+    _check_once(model, [p for entry in given for p in (entry["params"] if isinstance(entry, dict) else [entry])])
+    return remapped
+
+
+def adopt_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer step on the parameters of the sharded model, in place.
+
+    Parameters of other stages leave its groups, which stay though they may be empty.
+
+    Args:
+        model: sharded.
+        optimizer: made for the model's parameters as they are, or as they were before it was sharded.
+
+    Raises:
+        OptimizerError: some of its parameters aren't the model's, or are there twice, or it has a state for whole ones.
+    """
+    successor = _successors(model)
+    before = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for group in optimizer.param_groups:
+        group["params"] = _remap(group["params"], successor)
+        # Of whole models, and as many as there were.
+        group.pop("param_names", None)
+    after = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    _check_once(model, after)
+    same = {id(parameter) for parameter in after}
+    if optimizer.state and not all(id(parameter) in same for parameter in before):
+        if not is_fresh(optimizer):
+            raise OptimizerError("the optimizer has state for whole parameters; make it after the model is sharded")
+        fill_state(optimizer)
+
+
+def check_schedule(schedule: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    """Make sure that a schedule of the learning rate is one of this optimizer's, and not of another one.
+
+    Args:
+        schedule: None, or an object; what doesn't tell its optimizer is let through.
+        optimizer: that is trained with; None if the framework is going to make it.
+
+    Raises:
+        OptimizerError: the schedule would have no effect.
+    """
+    of = getattr(schedule, "optimizer", None)
+    if of is None or of is optimizer:
+        return
+    instead = "make it of the optimizer that it is given with"
+    if optimizer is None:
+        instead = "give a function that makes it of an optimizer, lr_scheduler=lambda optimizer: …"
+    raise OptimizerError(
+        f"the {type(schedule).__name__} is of another optimizer than is trained with, and would have no effect; "
+        f"{instead}"
+    )
+
+
+def drop_empty_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Remove parameter groups of which this stage has nothing.
+
+    Raises:
+        OptimizerError: a schedule was made of all of them.
+    """
+    kept = [group for group in optimizer.param_groups if group["params"]]
+    if len(kept) < len(optimizer.param_groups) and "step" in vars(optimizer):
+        raise OptimizerError(
+            "a parameter group has nothing on one of the pipeline's stages, but a schedule of the learning rate was "
+            "made with all groups; load the model with the config before the optimizer is made, or give DeepSpeed a "
+            "function that makes the schedule, lr_scheduler=lambda optimizer: …"
+        )
+    optimizer.param_groups[:] = kept
 
 
 def _check_same(model: Any, config: CuboidConfig) -> None:
@@ -64,20 +131,53 @@ def _check_same(model: Any, config: CuboidConfig) -> None:
         )
 
 
-def _remap(parameters: Any, replaced: dict[int, nn.Parameter | None]) -> Any:
+def _successors(model: nn.Module) -> _Successor:
+    named = dict(model.named_parameters(remove_duplicate=False))
+    own, former = {id(parameter) for parameter in named.values()}, sharding_of(model).former
+
+    def successor(parameter: nn.Parameter) -> nn.Parameter | None:
+        if id(parameter) in own:
+            return parameter
+        names = former.names_of(parameter)
+        if not names:
+            raise OptimizerError(
+                f"the optimizer is given a parameter of shape {list(parameter.shape)} that isn't the model's, and "
+                "would train without effect; make it of the parameters of the very model that it is given with, "
+                "model.parameters(), best after the model is sharded"
+            )
+        return next((named[name] for name in names if name in named), None)
+
+    return successor
+
+
+def _remap(parameters: Any, successor: _Successor) -> Any:
     """The same parameters, or groups of them, after the model was sharded; those of other stages are left out."""
-    if isinstance(parameters, GeneratorType):
-        # Not run yet, so it may walk through the new modules or the old parameters: either way the map knows.
-        parameters = list(parameters)
     if isinstance(parameters, dict):
-        return {key: _remap(value, replaced) if key == "params" else value for key, value in parameters.items()}
+        kept = {key: value for key, value in parameters.items() if key not in ("params", "param_names")}
+        given = parameters["params"]
+        return {"params": _remap([given] if isinstance(given, torch.Tensor) else given, successor), **kept}
     if isinstance(parameters, nn.Parameter):
-        return replaced.get(id(parameters), parameters)
-    if isinstance(parameters, Iterable):
-        remapped = [_remap(parameter, replaced) for parameter in parameters]
+        return successor(parameters)
+    if isinstance(parameters, tuple) and len(parameters) == 2 and isinstance(parameters[0], str):
+        return _remap(parameters[1], successor)
+    if isinstance(parameters, Iterable) and not isinstance(parameters, str | torch.Tensor):
+        # A generator that hasn't run yet may walk through the new modules or the old parameters.
+        remapped = [_remap(parameter, successor) for parameter in parameters]
         return [entry for entry in remapped if entry is not None and not _is_empty_group(entry)]
-    raise CuboidError(f"model_parameters holds a {type(parameters).__name__}; give parameters or groups of them")
+    raise OptimizerError(f"the optimizer is given a {type(parameters).__name__}; give parameters or groups of them")
 
 
 def _is_empty_group(entry: Any) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("params"), list) and not entry["params"]
+    return isinstance(entry, dict) and not entry["params"]
+
+
+def _check_once(model: nn.Module, parameters: list[nn.Parameter]) -> None:
+    seen: set[int] = set()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for parameter in parameters:
+        if id(parameter) in seen:
+            raise OptimizerError(
+                f"the optimizer is given {names[id(parameter)]} twice, which would be stepped on twice; give each "
+                "parameter once"
+            )
+        seen.add(id(parameter))

@@ -18,7 +18,7 @@ from cuboid.config_file import ConfigSource
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.hf.auto import choose_mesh
 from cuboid.hf.layouts import draw_blueprint
-from cuboid.hf.model import ShardedModel, shard_modules, sharding_of, unwrap
+from cuboid.hf.model import FormerParameters, ShardedModel, shard_modules, sharding_of, unwrap
 from cuboid.hf.save import save_sharded
 from cuboid.hf.stage_model import cut_model, finish_stage
 from cuboid.hf.staging_plan import plan_staging
@@ -93,6 +93,13 @@ def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTra
         raise UnsupportedModelError(
             f"{type(model).__name__} isn't a causal language model of transformers, the only kind with rules so far"
         )
+    former = FormerParameters(model)
+    sharded = _shard(model, parsed)
+    sharding_of(sharded).former = former
+    return sharded
+
+
+def _shard(model: PreTrainedModel, parsed: CuboidConfig) -> PreTrainedModel:
     shape = choose_mesh(model, parsed)
     mesh = Mesh(shape, pipe=parsed.stages)
 

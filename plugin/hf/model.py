@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from dataclasses import dataclass
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +27,21 @@ from cuboid.tensor3d.loss import gather_logits, predicted, sharded_cross_entropy
 from cuboid.tensor3d.parameter import keep_weights
 
 
+class FormerParameters:
+    """Those that a model had before it was sharded, for what was made of them then; it keeps none alive."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._names: dict[int, tuple[weakref.ref[nn.Parameter], list[str]]] = {}
+        for name, parameter in () if model is None else model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(parameter), (weakref.ref(parameter), []))[1].append(name)
+
+    def names_of(self, parameter: nn.Parameter) -> Sequence[str]:
+        """The names that a parameter had, several if it was tied; none if it wasn't the model's."""
+        reference, names = self._names.get(id(parameter), (None, []))
+        # An id is given to others once its object is gone.
+        return names if reference is not None and reference() is parameter else []
+
+
 @dataclass
 class Sharding:
     """What a sharded model remembers about itself."""
@@ -36,6 +53,7 @@ class Sharding:
     #: Largest size in float32 of the logits of which a loss alone is made, on one rank.
     chunk_bytes: int = CHUNK_BYTES
     checked: bool = False
+    former: FormerParameters = field(default_factory=FormerParameters)
 
 
 class ShardedModel:

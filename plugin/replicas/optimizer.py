@@ -57,6 +57,22 @@ def replica_optimizer(
     return _DirectOptimizer(optimizer, mesh)
 
 
+def is_fresh(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has no state but one that it was made with, as Adagrad is."""
+    made_with_state = type(optimizer) is torch.optim.Adagrad
+    return not optimizer.state or (made_with_state and not any(state["step"] for state in optimizer.state.values()))
+
+
+def fill_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give a fresh optimizer that is made with a state the one of its present parameters."""
+    if type(optimizer) is not torch.optim.Adagrad:
+        return
+    optimizer.state.clear()
+    groups = [{**group, "params": group["params"]} for group in optimizer.param_groups if group["params"]]
+    if groups:
+        optimizer.state.update(torch.optim.Adagrad(groups).state)
+
+
 def replicas_of(mesh: Mesh) -> dist.ProcessGroup | None:
     """The replicas' group, if there are several."""
     return mesh.data_parallel_group if mesh.topology.data > 1 else None
@@ -113,6 +129,7 @@ class _FlatOptimizer:
                 flats.append(FlatParameters(parameters, master, working, share))
             group["params"] = [flat.master for flat in flats]
             self._flats.append(flats)
+        fill_state(optimizer)
 
     def reduce(self) -> None:
         for flat in self._all():

@@ -1,0 +1,546 @@
+"""Optimizers on shards, stages and replicas: equal to one process, or refused when the engine is made."""
+
+import copy
+import functools
+import types
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.optimization import Adafactor as TransformersAdafactor
+
+import cuboid
+from cuboid.errors import CuboidError, OptimizerError
+from cuboid.replicas import elementwise
+from cuboid.replicas.elementwise import Pieces, check_optimizer
+
+CUT, FLAT, SPREAD = Pieces(cut="a mesh"), Pieces(flat="ZeRO"), Pieces(spread="stages")
+WHOLE = Pieces()
+
+
+class Lion(torch.optim.Optimizer):
+    """One that nobody knows, and that treats each element by itself."""
+
+    def __init__(self, params, lr=1e-3, weight_decay=0.1):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                moment = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_((0.9 * moment + 0.1 * parameter.grad).sign(), alpha=-group["lr"])
+                moment.lerp_(parameter.grad, 0.01)
+
+
+class Lamb(torch.optim.Optimizer):
+    """Scales the step of each tensor by norms of the whole tensor."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                square = self.state[parameter].setdefault("exp_avg_sq", torch.zeros_like(parameter))
+                square.mul_(0.9).addcmul_(parameter.grad, parameter.grad, value=0.1)
+                step = parameter.grad / (square.sqrt() + 1e-6)
+                parameter.sub_(step * (group["lr"] * parameter.norm() / step.norm()))
+
+
+class Quiet(torch.optim.AdamW):
+    """A subclass that changes nothing."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class Clipping(torch.optim.AdamW):
+    """A subclass that clips by the norm of all that it has."""
+
+    def step(self, closure=None):
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        return super().step(closure)
+
+
+class OnlyMatrices(torch.optim.SGD):
+    """Decays matrices alone, so that it must not be given them flattened."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.dim() > 1:
+                    parameter.mul_(0.9)
+        return super().step(closure)
+
+
+class Estimating(torch.optim.SGD):
+    """Finds one number for all parameters, and uses it."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["d"] = sum(float(p.grad.abs().sum()) for p in group["params"])
+        return super().step(closure)
+
+
+class Forgetful(torch.optim.SGD):
+    """Keeps a state under a name."""
+
+    def step(self, closure=None):
+        self.state["all"]["steps"] = 1
+        return super().step(closure)
+
+
+class Collective(torch.optim.SGD):
+    """Sends something."""
+
+    def step(self, closure=None):
+        torch.distributed.all_reduce(torch.ones(1))
+        return super().step(closure)
+
+
+class LookAhead(torch.optim.Optimizer):
+    """Around another one."""
+
+    def __init__(self, optimizer):
+        self.inner = optimizer
+        super().__init__(optimizer.param_groups, {})
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+def parameters():
+    return [nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(6))]
+
+
+def matrices():
+    return [nn.Parameter(torch.randn(6, 4))]
+
+
+ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize("pieces", [CUT, FLAT, SPREAD], ids=["cut", "flat", "spread"])
+def test_a_trial_finds_what_is_known_of_torchs_own(monkeypatch, name, pieces):
+    monkeypatch.setattr(elementwise, "_ELEMENTWISE", frozenset())
+    kind = getattr(torch.optim, name)
+    if name == "Adagrad":
+        # It has its state from the start, which no copy of it on other parameters has.
+        kind = type("Lazy", (kind,), {"step": lambda self, closure=None: adagrad_step(self)})
+    given = kind(parameters(), lr=1e-3)
+    before = copy.deepcopy(given.state_dict())
+    check_optimizer(given, pieces)
+    assert str(given.state_dict()) == str(before)
+
+
+@torch.no_grad()
+def adagrad_step(self):
+    for group in self.param_groups:
+        for parameter in group["params"]:
+            total = self.state[parameter].setdefault("sum", torch.zeros_like(parameter))
+            total.addcmul_(parameter.grad, parameter.grad)
+            parameter.addcdiv_(parameter.grad, total.sqrt() + 1e-10, value=-group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("make", "accepted"),
+    [
+        (lambda: Lion(parameters()), [CUT, FLAT, SPREAD, WHOLE]),
+        (lambda: Quiet(parameters(), lr=0.0), [CUT, FLAT, SPREAD, WHOLE]),
+        (lambda: Quiet(parameters(), lr=torch.tensor(0.1), foreach=False), [CUT, FLAT, SPREAD, WHOLE]),
+        (lambda: OnlyMatrices(parameters(), lr=1e-2), [CUT, SPREAD, WHOLE]),
+        (lambda: Lamb(parameters()), [SPREAD, WHOLE]),
+        (lambda: torch.optim.Muon(matrices()), [SPREAD, WHOLE]),
+        (lambda: Clipping(parameters()), [WHOLE]),
+        (lambda: Estimating(parameters(), lr=1e-2), [WHOLE]),
+        (lambda: Collective(parameters(), lr=1e-2), [WHOLE]),
+        (lambda: torch.optim.Adafactor(parameters()), []),
+        (lambda: TransformersAdafactor(parameters()), []),
+        (lambda: torch.optim.LBFGS(parameters()), []),
+        (lambda: torch.optim.SparseAdam(parameters()), [WHOLE]),
+        (lambda: LookAhead(torch.optim.SGD(parameters(), lr=1e-2)), []),
+        (lambda: Forgetful(parameters(), lr=1e-2), []),
+    ],
+    ids=lambda value: None,
+)
+def test_a_trial_tells_on_which_pieces_an_optimizer_is_right(make, accepted):
+    for pieces in (CUT, FLAT, SPREAD, WHOLE):
+        optimizer = make()
+        values = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+        state = torch.get_rng_state()
+        if pieces in accepted:
+            check_optimizer(optimizer, pieces)
+        else:
+            with pytest.raises(OptimizerError, match=type(optimizer).__name__):
+                check_optimizer(optimizer, pieces)
+        now = [p for group in optimizer.param_groups for p in group["params"]]
+        assert all(torch.equal(one, other) for one, other in zip(values, now, strict=True))
+        assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_trial_is_the_same_whatever_a_script_has_for_its_default_dtype():
+    usual = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        check_optimizer(Lion(parameters()), CUT)
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def test_groups_are_tried_with_their_own_settings():
+    settings = {"scale_parameter": False, "relative_step": False, "lr": 1e-3}
+    groups = [{"params": matrices(), **settings}, {"params": matrices(), **settings, "clip_threshold": 1e-3}]
+    with pytest.raises(OptimizerError, match="uses more than the element"):
+        check_optimizer(TransformersAdafactor(groups), CUT)
+
+    class PerGroup(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                if group["whole"]:
+                    for parameter in group["params"]:
+                        parameter.grad /= parameter.grad.norm()
+            return super().step(closure)
+
+    check_optimizer(PerGroup([{"params": parameters(), "whole": False}], lr=0.1), CUT)
+    mixed = [{"params": parameters(), "whole": False}, {"params": parameters(), "whole": True}]
+    with pytest.raises(OptimizerError, match="uses more than the element"):
+        check_optimizer(PerGroup(mixed, lr=0.1), CUT)
+
+
+def test_hooks_and_replaced_steps_are_refused_where_they_would_see_pieces():
+    hooked = torch.optim.AdamW(parameters())
+    hooked.register_step_pre_hook(lambda *_: None)
+    replaced = torch.optim.AdamW(parameters())
+    replaced.step = types.MethodType(lambda self, closure=None: None, replaced)
+    for optimizer, words in ((hooked, "step hook"), (replaced, "replaced on the object")):
+        check_optimizer(optimizer, WHOLE)
+        with pytest.raises(OptimizerError, match=words):
+            check_optimizer(optimizer, CUT)
+    scheduled = torch.optim.AdamW(parameters())
+    torch.optim.lr_scheduler.LambdaLR(scheduled, lambda step: 0.0)
+    check_optimizer(scheduled, CUT)
+
+
+# --- on real ranks ---------------------------------------------------------------------------------------------
+
+SIZES = {"vocab_size": 48, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+STEPS = 3
+#: How far weights may be off, in parts of how far they moved: roundings turn the sign of the smallest gradients.
+CLOSE = 2e-3
+
+
+def settings(mesh=(1, 1, 1), stage=0, stages=None, **others):
+    config = {
+        "train_micro_batch_size_per_gpu": 2 if mesh == (1, 1, 1) and stages is None else 4,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+        "tensor_parallel": {"mode": "3d_tensor", "mesh": dict(zip(("batch", "sequence", "hidden"), mesh, strict=True))},
+        **others,
+    }
+    if stages is not None:
+        config["pipeline"] = {"engine": "seq1f1b", "stages": stages, "segments": 2}
+    return config
+
+
+def fresh_model(**options):
+    torch.manual_seed(0)
+    config = LlamaConfig(num_attention_heads=4, num_key_value_heads=4, **SIZES, **options)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+
+
+def batch_of(step, replica=0, replicas=1):
+    ids = torch.randint(0, 48, (4, 8), generator=torch.Generator().manual_seed(step))[replica::replicas]
+    return {"input_ids": ids, "labels": ids}
+
+
+def made(kind, model, lr=1e-2, **options):
+    """An optimizer with two groups of different settings."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "lr": lr / 3},
+        {"params": [p for p in model.parameters() if p.dim() == 1]},
+    ]
+    return kind(groups, lr=lr, **options)
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+@functools.cache
+def alone(kind, options):
+    """Weights before and after some steps in one process."""
+    model = fresh_model()
+    start = copy.deepcopy(model.state_dict())
+    optimizer = made(kind, model, **dict(options))
+    schedule = halving(optimizer)
+    for step in range(STEPS):
+        model(**batch_of(step), use_cache=False).loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return start, model.state_dict()
+
+
+def difference(model, kind, options):
+    """How far the weights are off, in parts of how far they moved; on the first rank."""
+    found = cuboid.full_state_dict(model)
+    if not found:
+        return 0.0
+    start, wanted = alone(kind, tuple(options.items()))
+
+    def norm(one, other):
+        return sum(float((one[name] - other[name]).square().sum()) for name in wanted) ** 0.5
+
+    return norm(found, wanted) / norm(wanted, start)
+
+
+def with_deepspeed(kind, options, config, *, early):
+    """Weights as :func:`alone`, how far they are off.
+
+    Args:
+        early: whether the optimizer is made before the model is sharded.
+    """
+    model = fresh_model()
+    model = model if early else cuboid.shard(model, config)
+    optimizer = made(kind, model, **options)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, lr_scheduler=halving(optimizer))
+    mesh = cuboid.mesh_of(engine)
+    for step in range(STEPS):
+        batch = batch_of(step, mesh.coordinate.data, mesh.topology.data)
+        if hasattr(engine, "train_batch"):
+            engine.train_batch(iter([batch]))
+        else:
+            engine.backward(engine(**batch).loss)
+            engine.step()
+    return difference(engine, kind, options)
+
+
+def with_booster(kind, options, config, *, early):
+    """As :func:`with_deepspeed`."""
+    from colossalai.booster import Booster
+
+    config = {key: value for key, value in config.items() if key != "zero_allow_untested_optimizer"}
+    model = fresh_model()
+    model = model if early else cuboid.shard(model, config)
+    optimizer = made(kind, model, **options)
+    schedule = halving(optimizer)
+    booster = Booster(plugin=cuboid.CuboidPlugin(config))
+    model, optimizer, _, _, schedule = booster.boost(model, optimizer, lr_scheduler=schedule)
+    mesh = cuboid.mesh_of(model)
+    for step in range(STEPS):
+        batch = batch_of(step, mesh.coordinate.data, mesh.topology.data)
+        if model.pipeline is not None:
+            booster.execute_pipeline(iter([batch]), model, None, optimizer)
+        else:
+            booster.backward(model(**batch).loss, optimizer)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return difference(model, kind, options)
+
+
+def job(framework, cases, config, early=True):
+    """How far each case is off one process, or what it is told."""
+    found = {}
+    run = with_booster if framework == "booster" else with_deepspeed
+    for name, kind, kwargs in cases:
+        try:
+            found[name] = run(kind, kwargs, config, early=early)
+        except CuboidError as error:
+            found[name] = str(error)
+    return found
+
+
+ACCEPTED = [
+    *((name, getattr(torch.optim, name), {}) for name in ELEMENTWISE if name != "Adadelta"),
+    ("Adadelta", torch.optim.Adadelta, {"lr": 30.0}),
+    ("SGD with momentum", torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "foreach": True}),
+    ("AdamW with AMSGrad", torch.optim.AdamW, {"amsgrad": True, "maximize": True}),
+    ("Lion", Lion, {}),
+    ("a subclass", Quiet, {}),
+]
+REFUSED = [("Lamb", Lamb, {}), ("a clipping subclass", Clipping, {}), ("Adafactor", torch.optim.Adafactor, {})]
+#: DeepSpeed's ZeRO puts another in the place of torch's Adagrad, of its defaults.
+REMADE = {"Adagrad"}
+
+
+@pytest.mark.parametrize(
+    ("framework", "config", "early", "every"),
+    [
+        ("deepspeed", settings((1, 1, 2)), True, 1),
+        ("deepspeed", settings((1, 1, 2), stage=1), False, 4),
+        ("deepspeed", settings(stage=1), True, 1),
+        ("booster", settings((1, 1, 2)), True, 4),
+        ("booster", settings(stage=1), False, 1),
+    ],
+    ids=["mesh", "mesh, ZeRO 1", "replicas, ZeRO 1", "Booster, mesh", "Booster, replicas, ZeRO 1"],
+)
+def test_optimizers_give_what_they_give_alone_or_are_refused(pool, framework, config, early, every):
+    if framework == "booster":
+        pytest.importorskip("colossalai.booster", exc_type=ImportError)
+    remade = REMADE if framework == "deepspeed" and config["zero_optimization"]["stage"] else set()
+    accepted = ACCEPTED[::every]
+    for found in pool.run(2, job, framework, [*accepted, *REFUSED], config, early):
+        for name, _, _ in accepted:
+            if name in remade:
+                assert "puts a new one in its place" in found[name]
+            else:
+                assert isinstance(found[name], float), found[name]
+                assert found[name] < CLOSE, name
+        for name, kind, _ in REFUSED:
+            assert kind.__name__ in found[name]
+            assert "AdamW" in found[name]
+
+
+@pytest.mark.parametrize("framework", ["deepspeed", "booster"])
+def test_optimizers_of_whole_tensors_are_right_where_tensors_are_whole(pool, framework):
+    if framework == "booster":
+        pytest.importorskip("colossalai.booster", exc_type=ImportError)
+    cases = [("Lamb", Lamb, {}), ("a clipping subclass", Clipping, {}), ("AdamW", torch.optim.AdamW, {})]
+    stages = pool.run(2, job, framework, cases, settings(stages=2))
+    replicas = pool.run(2, job, framework, cases, settings())
+    for staged, replicated in zip(stages, replicas, strict=True):
+        assert staged["Lamb"] < CLOSE
+        assert staged["AdamW"] < CLOSE
+        assert "uses more than the element" in staged["a clipping subclass"]
+        assert all(off < CLOSE for off in replicated.values())
+
+
+# --- whose parameters ------------------------------------------------------------------------------------------
+
+
+def said_by(call):
+    try:
+        call()
+    except CuboidError as error:
+        return str(error)
+    return ""
+
+
+def initialized(model, config, **options):
+    engine, *_ = deepspeed.initialize(model=model, config=config, **options)
+    return engine
+
+
+def strangers(config):
+    """What ``initialize`` and ``boost`` say to optimizers and schedules of something else."""
+    from colossalai.booster import Booster
+
+    sgd, own = torch.optim.SGD, fresh_model
+    by_booster = {key: value for key, value in config.items() if key != "zero_allow_untested_optimizer"}
+
+    def of_another():
+        return sgd(own().parameters(), lr=0.1)
+
+    def partly(model):
+        return sgd([*model.parameters(), nn.Parameter(torch.ones(3))], lr=0.1)
+
+    def twice(model):
+        return sgd([next(model.parameters())] * 2, lr=0.1)
+
+    def boost(model, optimizer, schedule=None):
+        return Booster(plugin=cuboid.CuboidPlugin(by_booster)).boost(model, optimizer, lr_scheduler=schedule)
+
+    def stepped(model):
+        optimizer = torch.optim.AdamW(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return optimizer
+
+    said = {}
+    for name, make in {"another": lambda _: of_another(), "partly": partly, "twice": twice, "stepped": stepped}.items():
+        one, other = own(), own()
+        said[name] = said_by(lambda make=make, one=one: initialized(one, config, optimizer=make(one)))
+        said[f"{name}, boosted"] = said_by(lambda make=make, other=other: boost(other, make(other)))
+    model = own()
+    said["parameters"] = said_by(lambda: initialized(model, config, model_parameters=[nn.Parameter(torch.ones(3))]))
+    model = own()
+    optimizer, schedule = sgd(model.parameters(), lr=0.1), halving(of_another())
+    said["schedule"] = said_by(lambda: initialized(model, config, optimizer=optimizer, lr_scheduler=schedule))
+    model = own()
+    optimizer = sgd(model.parameters(), lr=0.1)
+    said["schedule, boosted"] = said_by(lambda: boost(model, optimizer, schedule))
+    model = own()
+    said["made"] = said_by(lambda: initialized(model, config, optimizer=lambda parameters: Lamb(parameters)))
+    model = own()
+    said["no optimizer"] = said_by(lambda: initialized(model, config, optimizer=lambda parameters: list(parameters)))
+    lamb = {**config, "optimizer": {"type": "Lamb", "params": {"lr": 0.1}}}
+    said["section"] = said_by(lambda: initialized(own(), lamb))
+    return said
+
+
+STRANGERS = {
+    "another": "isn't the model's, and would train without effect",
+    "partly": "isn't the model's, and would train without effect",
+    "twice": "twice",
+    "stepped": "has state for whole parameters",
+    "parameters": "shape [3] that isn't the model's",
+    "schedule": "LambdaLR is of another optimizer",
+    "made": "Lamb uses more than the element",
+    "no optimizer": "made a list",
+    "section": "Lamb takes norms of whole tensors",
+}
+
+
+def test_what_would_train_without_effect_is_refused(pool):
+    pytest.importorskip("colossalai.booster", exc_type=ImportError)
+    for said in pool.run(2, strangers, settings((1, 1, 2))):
+        for name, message in said.items():
+            assert STRANGERS[name.partition(", boosted")[0]] in message, name
+
+
+def remapped(config):
+    """Whether parameters reach the optimizer that were named before the model was sharded by hand, in several ways."""
+    ways = {
+        "generator": lambda model: model.parameters(),
+        "names": lambda model: list(model.named_parameters()),
+        "filter": lambda model: filter(lambda p: p.requires_grad, list(model.parameters())),
+        "groups": lambda model: [{"params": model.parameters(), "weight_decay": 0.5}],
+    }
+    found = {}
+    for name, way in ways.items():
+        model = fresh_model(tie_word_embeddings=True)
+        given = way(model)
+        cuboid.shard(model, config)
+        engine = initialized(model, config, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), model_parameters=given)
+        found[name] = moves(engine, lambda engine: engine.optimizer)
+    model = fresh_model(tie_word_embeddings=True)
+    optimizer = torch.optim.Adagrad(list(model.named_parameters()), lr=0.1)
+    cuboid.shard(model, config)
+    engine = initialized(model, config, optimizer=optimizer)
+    found["an optimizer"] = moves(engine, lambda engine: engine.optimizer)
+    return found
+
+
+def moves(engine, optimizer_of):
+    """Whether a step moves every parameter of this rank."""
+    before = [p.detach().clone() for p in engine.module.parameters()]
+    batch = batch_of(0)
+    if hasattr(engine, "train_batch"):
+        engine.train_batch(iter([batch]))
+    else:
+        engine.backward(engine(**batch).loss)
+        engine.step()
+    count = sum(len(group["params"]) for group in optimizer_of(engine).param_groups)
+    moved = all(not torch.equal(p, old) for p, old in zip(engine.module.parameters(), before, strict=True))
+    return moved and count == len(before)
+
+
+@pytest.mark.parametrize("config", [settings((1, 1, 2)), settings(stages=2)], ids=["mesh", "stages"])
+def test_parameters_that_were_named_before_the_model_was_sharded_are_found_again(pool, config):
+    for found in pool.run(2, remapped, config):
+        assert all(found.values()), found
