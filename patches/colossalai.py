@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from cuboid.config_file import ConfigSource
 from cuboid.errors import ConfigError, CuboidError, UnsupportedModelError
-from cuboid.hf.adopt import adopt_model
+from cuboid.hf.adopt import adopt_model, check_trains
 from cuboid.hf.checkpointing import Origin
 from cuboid.hf.feed import read_micro_batch, split_rows
 from cuboid.hf.model import mesh_of
@@ -31,6 +31,7 @@ from cuboid.patches.colossalai_criterion import scale_of
 from cuboid.patches.colossalai_layout import LayoutNames
 from cuboid.patches.colossalai_model import CuboidModel
 from cuboid.patches.colossalai_optimizer import CuboidOptimizer
+from cuboid.rank_agreement import run_on_all_ranks
 
 
 class CuboidPlugin(LayoutNames, PipelinePluginBase):
@@ -71,6 +72,10 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         Raises:
             CuboidError: the model, or the optimizer, can't be trained so.
         """
+        boosted = run_on_all_ranks(lambda: self._boost(model, optimizer), what="booster.boost")
+        return boosted, boosted.optimizer, criterion, dataloader, lr_scheduler
+
+    def _boost(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> CuboidModel:
         if self._model is not None:
             raise CuboidError("this plugin has boosted a model already; make another plugin and booster for the next")
         _check_optimizer(optimizer)
@@ -83,6 +88,7 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         if booster.precision == "fp32":
             _cast((p for p in sharded.parameters() if p.dtype.itemsize < torch.float32.itemsize), torch.float32)
         if optimizer is not None:
+            check_trains(sharded)
             boosted.optimizer = CuboidOptimizer(
                 optimizer,
                 sharded,
@@ -97,7 +103,7 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
             _cast(sharded.parameters(), torch.bfloat16)
         self._model = boosted
         self._checkpoint_io.attach(boosted)
-        return boosted, boosted.optimizer, criterion, dataloader, lr_scheduler
+        return boosted
 
     def execute_pipeline(
         self,

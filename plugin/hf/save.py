@@ -20,6 +20,7 @@ from cuboid.hf.segments import PREFIX
 from cuboid.hf.stage_model import StageModel
 from cuboid.hf.stored import sharded_layouts
 from cuboid.mesh import Mesh
+from cuboid.rank_agreement import run_on_all_ranks
 from cuboid.replicas.gradients import gradient_of
 from cuboid.tensor3d.layout import Layout, put_shard
 from cuboid.topology import AXES
@@ -87,10 +88,12 @@ def save_sharded(
         export_model(model, Path(directory), convert_file_size_to_int(limit))
         return
     state = full_state_dict(model)
-    if mesh.rank == 0:
-        _save_as_own_class(model, directory, state, kwargs)
-    if mesh.topology.world_size > 1:
-        dist.barrier()
+    # The others wait, for whoever reads what is there then.
+    run_on_all_ranks(
+        lambda: _save_as_own_class(model, directory, state, kwargs) if mesh.rank == 0 else None,
+        mesh,
+        what="save_pretrained",
+    )
 
 
 def _save_as_own_class(model: Any, directory: str | Path, state: dict[str, torch.Tensor], kwargs: Any) -> None:
