@@ -32,20 +32,25 @@ class Ending:
 def endings_of(ranks, function, *arguments, timeout_s=90.0):
     """Run ``function(*arguments)`` on so many ranks, and give each rank's ending, None for one that left no word.
 
-    A rank's process ends as soon as its function has.
+    A rank's process ends as soon as its function has. Time counts from when all processes are there.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["cuboid.verify.preload"])
     variables = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    started, processes, endings = time.monotonic(), [], []
+    processes, endings = [], []
     for rank in range(ranks):
         ours, theirs = context.Pipe()
         own = {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-        arguments_ = (theirs, {**own, "DS_ACCELERATOR": "cpu"}, started, function, arguments)
+        arguments_ = (theirs, {**own, "DS_ACCELERATOR": "cpu"}, function, arguments)
         process = context.Process(target=_serve, args=arguments_, daemon=True)
         process.start()
         theirs.close()
         processes.append((process, ours))
+    for _, ours in processes:
+        ours.recv()
+    started = time.monotonic()
+    for _, ours in processes:
+        ours.send(started)
     for _, ours in processes:
         try:
             arrived = ours.poll(max(0.0, started + timeout_s - time.monotonic()))
@@ -58,10 +63,12 @@ def endings_of(ranks, function, *arguments, timeout_s=90.0):
     return endings
 
 
-def _serve(connection, variables, started, function, arguments):
+def _serve(connection, variables, function, arguments):
     import torch
 
     torch.set_num_threads(1)
+    connection.send("there")
+    started = connection.recv()
     with environment(variables):
         try:
             ending = (None, function(*arguments), None, None)

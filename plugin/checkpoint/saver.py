@@ -184,13 +184,17 @@ class Saver:
         at = self._mesh.coordinate
         speaks = self._mesh.rank == self._mesh.stage_ranks[0][0]
         optimizer = contents.optimizer
-        told = dataclasses.replace(optimizer, quantities={}) if optimizer is not None and speaks else None
+        told = None
+        if optimizer is not None and speaks:
+            # Their names alone; a stage that is frozen as a whole may have none.
+            told = dataclasses.replace(optimizer, quantities={name: {} for name in optimizer.quantities})
         place = {"pipe": at.pipe, "data": at.data, "mesh": self._mesh.mesh_ranks.index(self._mesh.rank)}
         parts = gather_objects((told, {**place, "state": dict(contents.random)}), self._mesh)
         document = {**contents.document, "random": [random for _, random in parts]}
         if optimizer is not None:
-            numbers, groups = merged([state for state, _ in parts if state is not None])
-            names = sorted(optimizer.quantities)
+            states = [state for state, _ in parts if state is not None]
+            numbers, groups = merged(states)
+            names = sorted({name for state in states for name in state.quantities})
             document["optimizer"] = {
                 "class": optimizer.kind,
                 "quantities": names,
