@@ -258,7 +258,6 @@ PATCHES = [
     Patch(
         target="accelerate.state:AcceleratorState.__init__",
         package="accelerate",
-        versions=">=1.10,<2",
         reason="keep DeepSpeed, and the other ranks, where there is no GPU or none is wanted",
         parameters=("cpu", "deepspeed_plugin", "kwargs"),
         replace=_accelerator_state,
@@ -266,7 +265,6 @@ PATCHES = [
     Patch(
         target="accelerate.accelerator:Accelerator._prepare_deepspeed",
         package="accelerate",
-        versions=">=1.10,<2",
         reason="count replicas where accelerate counts ranks, in rows of a batch and steps of a schedule",
         parameters=("args",),
         replace=_prepare_deepspeed,
@@ -274,7 +272,6 @@ PATCHES = [
     Patch(
         target="accelerate.scheduler:AcceleratedScheduler.step",
         package="accelerate",
-        versions=">=1.10,<2",
         reason="step a schedule once for each replica, not for each rank",
         parameters=("args", "kwargs"),
         replace=_scheduler_step,
@@ -282,7 +279,6 @@ PATCHES = [
     Patch(
         target="accelerate.accelerator:Accelerator.reduce",
         package="accelerate",
-        versions=">=1.10,<2",
         reason="add up what the replicas have, not what each of their ranks has again",
         parameters=("tensor", "reduction", "scale"),
         replace=_reduce,
@@ -290,7 +286,6 @@ PATCHES = [
     Patch(
         target="accelerate.accelerator:Accelerator.check_trigger",
         package="accelerate",
-        versions=">=1.10,<2",
         reason="let any rank of a replica set it, though sums count replicas",
         parameters=(),
         replace=_check_trigger,

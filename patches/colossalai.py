@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from cuboid.config_file import ConfigSource
 from cuboid.errors import ConfigError, CuboidError, OptimizerError, UnsupportedModelError
-from cuboid.hf.adopt import adopt_model, adopt_optimizer, check_schedule
+from cuboid.hf.adopt import adopt_model, adopt_optimizer, check_schedule, check_trains
 from cuboid.hf.checkpointing import Origin
 from cuboid.hf.feed import read_micro_batch, split_rows
 from cuboid.hf.model import mesh_of
@@ -74,6 +74,10 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         Raises:
             CuboidError: the model, or the optimizer, can't be trained so.
         """
+        boosted = run_on_all_ranks(lambda: self._boost(model, optimizer, lr_scheduler), what="booster.boost")
+        return boosted, boosted.optimizer, criterion, dataloader, lr_scheduler
+
+    def _boost(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, lr_scheduler: Any) -> CuboidModel:
         if self._model is not None:
             raise CuboidError("this plugin has boosted a model already; make another plugin and booster for the next")
         sharded = adopt_model(model, self.config)
@@ -87,6 +91,7 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         if booster.precision == "fp32":
             _cast((p for p in sharded.parameters() if p.dtype.itemsize < torch.float32.itemsize), torch.float32)
         if optimizer is not None:
+            check_trains(sharded)
             boosted.optimizer = CuboidOptimizer(
                 optimizer,
                 sharded,
@@ -101,7 +106,7 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
             _cast(sharded.parameters(), torch.bfloat16)
         self._model = boosted
         self._checkpoint_io.attach(boosted)
-        return boosted, boosted.optimizer, criterion, dataloader, lr_scheduler
+        return boosted
 
     def _take_optimizer(self, model: nn.Module, optimizer: Any, schedule: Any) -> None:
         """Have the optimizer step on the sharded model, if it can.

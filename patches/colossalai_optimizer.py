@@ -13,6 +13,7 @@ from cuboid.errors import CuboidError
 from cuboid.hf.model import mesh_of, unwrap
 from cuboid.hf.pipeline import Pipeline
 from cuboid.hf.stage_model import StageModel
+from cuboid.rank_agreement import StepGuard, begin_update
 from cuboid.replicas.gradients import gradient_of
 from cuboid.replicas.norm import scale_to, total_norm
 from cuboid.replicas.optimizer import replica_optimizer
@@ -56,6 +57,7 @@ class CuboidOptimizer(OptimizerWrapper):
         self._counted = {id(parameter) for parameter in inner.counted_parameters()}
         self._norm: torch.Tensor | None = None
         self._complete = False
+        self._steps = 0
         self.replicated = replica_optimizer(optim, self._mesh, dtype, split=self._split)
 
     def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
@@ -73,9 +75,10 @@ class CuboidOptimizer(OptimizerWrapper):
         if self._pipeline is not None:
             raise CuboidError("execute_pipeline has run backward already; go on with optimizer.step()")
         self.accumulate()
-        torch.autograd.backward(
-            tensor, grad / self._mesh.topology.data, inputs=inputs, retain_graph=retain_graph, **kwargs
-        )
+        with StepGuard(self._mesh, f"backward of step {self._steps + 1}"):
+            torch.autograd.backward(
+                tensor, grad / self._mesh.topology.data, inputs=inputs, retain_graph=retain_graph, **kwargs
+            )
 
     def accumulate(self) -> None:
         """Get ready for more gradients, also where those so far have been added up."""
@@ -101,7 +104,9 @@ class CuboidOptimizer(OptimizerWrapper):
         self._finish_gradients()
         if self._max_norm > 0:
             self.clip_grad_by_norm(self._max_norm)
-        self.replicated.step()
+        with StepGuard(self._mesh, f"optimizer step {self._steps + 1}"):
+            self.replicated.step()
+        self._steps += 1
         self._stepped()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
@@ -148,9 +153,11 @@ class CuboidOptimizer(OptimizerWrapper):
     def _finish_gradients(self) -> None:
         if self._complete:
             return
-        if self._pipeline is not None:
-            self._pipeline.add_shared_gradients()
-        self.replicated.reduce()
+        begin_update(self._mesh, self._steps + 1)
+        with StepGuard(self._mesh, f"reduction of the gradients of step {self._steps + 1}"):
+            if self._pipeline is not None:
+                self._pipeline.add_shared_gradients()
+            self.replicated.reduce()
         self._complete = True
 
     def _total_norm(self, norm_type: float) -> torch.Tensor:

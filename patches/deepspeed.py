@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -18,7 +20,16 @@ from cuboid.compatibility import check_framework_config
 from cuboid.config import CuboidConfig, own_config
 from cuboid.config_file import ConfigSource, load_config
 from cuboid.errors import ConfigError, OptimizerError
-from cuboid.hf.adopt import adopt_model, adopt_optimizer, adopt_parameters, check_schedule, drop_empty_groups
+from cuboid.hf.adopt import (
+    adopt_model,
+    adopt_optimizer,
+    adopt_parameters,
+    check_schedule,
+    check_trains,
+    drop_empty_groups,
+    keep_groups,
+    trained_groups,
+)
 from cuboid.hf.checkpointing import Checkpointing, Origin
 from cuboid.hf.model import ShardedModel, mesh_of
 from cuboid.hf.stage_model import StageModel
@@ -28,6 +39,9 @@ from cuboid.patches.deepspeed_engine import CuboidEngine, ModelParallelUnit
 from cuboid.patches.deepspeed_pipeline import CuboidPipelineEngine
 from cuboid.rank_agreement import run_on_all_ranks
 from cuboid.replicas.elementwise import Pieces, check_named, check_optimizer
+from cuboid.start_up import await_all_ranks
+
+_PLACEHOLDER = "cuboid_placeholder"
 
 
 def _initialize(original: Any) -> Any:
@@ -42,7 +56,9 @@ def _initialize(original: Any) -> Any:
             if isinstance(given.get("model"), ShardedModel):
                 raise ConfigError("the model is sharded, but the config has no tensor_parallel.mode 3d_tensor")
             return original(*args, **kwargs)
-        return _initialize_sharded(original, given, source, *ours)
+        return run_on_all_ranks(
+            lambda: _initialize_sharded(original, given, source, *ours), what="deepspeed.initialize"
+        )
 
     return initialize
 
@@ -126,13 +142,14 @@ def _initialize_sharded(
         rest.pop("train_batch_size", None)
     _forget_config(given)
     unit = ModelParallelUnit(mesh) if mesh.topology.world_size > 1 else None
-    engine, *others = original(**{**given, "model": model, "config": rest, "mpu": unit})
+    with _trained_parameters(given, model, rest) as placeholder:
+        engine, *others = original(**{**given, "model": model, "config": rest, "mpu": unit})
     if engine.basic_optimizer is not given.get("optimizer"):
         run_on_all_ranks(lambda: _check_made_optimizer(engine, pieces), mesh)
     engine.__class__ = CuboidEngine
     engine.checkpointing = Checkpointing(model, Origin.of("deepspeed", config, load_config(source), model))
     if isinstance(model, StageModel):
-        engine = CuboidPipelineEngine.take_over(engine)
+        engine = CuboidPipelineEngine.take_over(engine, placeholder)
     return (engine, *others)
 
 
@@ -218,6 +235,48 @@ _REMADE = (
 )
 
 
+@contextmanager
+def _trained_parameters(given: dict[str, Any], model: Any, rest: dict[str, Any]) -> Iterator[nn.Parameter | None]:
+    """Inside, DeepSpeed finds parameters to train in each group that it is given, on each stage.
+
+    It takes no groups without any, though all of a stage may be frozen. Such a stage gets a number for its optimizer
+    that nobody reads, so that it takes part in whatever the others' optimizers exchange. The number has to be the
+    model's while DeepSpeed looks for its name, and no longer.
+
+    Yields:
+        That number, where it is needed.
+
+    Raises:
+        ConfigError: on every rank, where there is nothing to train on any of them.
+    """
+    optimizer = given.get("optimizer")
+    if optimizer is None and not rest.get("optimizer"):
+        yield None
+        return
+    check_trains(model)
+    is_stage = isinstance(model, StageModel)
+    if not is_stage:
+        yield None
+        return
+    placeholder = nn.Parameter(torch.zeros(1, dtype=model.dtype, device=model.device))
+    placeholder.tensor_model_parallel = True  # type: ignore[attr-defined]
+    model.register_parameter(_PLACEHOLDER, placeholder)
+    try:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            groups = trained_groups(optimizer.param_groups)
+            keep_groups(optimizer, groups)
+            if not groups:
+                optimizer.add_param_group({"params": [placeholder]})
+        else:
+            asked = given.get("model_parameters")
+            own = [p for p in model.parameters() if p is not placeholder]
+            groups = trained_groups(own if asked is None else list(asked))
+            given["model_parameters"] = groups or [placeholder]
+        yield None if groups else placeholder
+    finally:
+        del model._parameters[_PLACEHOLDER]
+
+
 def _accumulate_in_float32(rest: dict[str, Any]) -> None:
     # A pipeline adds up a gradient for each unit, which bfloat16 is too coarse for.
     section = rest.get("bf16") or {}
@@ -236,7 +295,9 @@ def _forget_config(given: dict[str, Any]) -> None:
 
 def _start_distributed(given: dict[str, Any]) -> None:
     if current_world_size() > 1 and not dist.is_initialized():
+        store = await_all_ranks()
         deepspeed.init_distributed(dist_init_required=given.get("dist_init_required"))
+        del store  # rank 0's has to be there until DeepSpeed has its own
 
 
 def _tp_model_init(original: Any) -> Any:

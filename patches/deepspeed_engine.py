@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.utils import clip_grad_norm_
+from torch import nn
 
 from cuboid.config import MAX_FILE_BYTES
 from cuboid.errors import CheckpointError
 from cuboid.hf.checkpoint import export_model
+from cuboid.hf.model import mesh_of
 from cuboid.hf.save import full_state_dict
 from cuboid.mesh import Mesh
 from cuboid.patches.deepspeed_checkpoint import CheckpointedEngine
+from cuboid.rank_agreement import StepGuard, begin_update
 
 
 class ModelParallelUnit:
@@ -66,11 +70,27 @@ class ModelParallelUnit:
 class CuboidEngine(CheckpointedEngine):
     """A DeepSpeedEngine whose exports hold whole tensors, and which tells the gradient norm without ZeRO too."""
 
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``DeepSpeedEngine.backward``; what fails on a rank, or a rank that is gone, is told to the others."""
+        mesh = mesh_of(self.module)
+        if self.is_gradient_accumulation_boundary():
+            begin_update(mesh, self.global_steps + 1)
+        with StepGuard(mesh, f"backward of step {self.global_steps + 1}"):
+            return super().backward(*args, **kwargs)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``DeepSpeedEngine.step``; see :meth:`backward`."""
+        with StepGuard(mesh_of(self.module), f"optimizer step {self.global_steps + 1}"):
+            return super().step(*args, **kwargs)
+
     def clip_fp32_gradients(self) -> None:
         """Clip, and keep the norm that DeepSpeed would forget."""
         self._global_grad_norm = clip_grad_norm_(
-            parameters=self.module.parameters(), max_norm=self.gradient_clipping(), mpu=self.mpu
+            parameters=self._clipped_parameters(), max_norm=self.gradient_clipping(), mpu=self.mpu
         )
+
+    def _clipped_parameters(self) -> list[nn.Parameter]:
+        return list(self.module.parameters())
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Exports are always gathered."""

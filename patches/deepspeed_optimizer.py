@@ -43,7 +43,8 @@ def adapt_optimizer(optimizer: Any, names: Mapping[int, str]) -> OptimizerAdapte
             f"{type(optimizer).__name__} keeps its state in a way that isn't known; checkpoints know optimizers of "
             "torch's kind by themselves, under ZeRO 1 and 2, and under bf16"
         )
-    parameters: list[list[nn.Parameter]] = getattr(optimizer, attribute)
+    # What isn't the model's stands for a stage that is frozen as a whole.
+    parameters = [[p for p in own if id(p) in names] for own in getattr(optimizer, attribute)]
     groups = [
         _unfused(optimizer.fp32_groups[index], own, names)
         if isinstance(optimizer, FP16_UnfusedOptimizer)

@@ -11,12 +11,14 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import log_dist
+from torch import nn
 
 from cuboid.checkpoint.loader import Opened
 from cuboid.errors import CuboidError
 from cuboid.hf.pipeline import Pipeline
 from cuboid.patches.deepspeed_checkpoint import positioned
 from cuboid.patches.deepspeed_engine import CuboidEngine
+from cuboid.rank_agreement import StepGuard
 
 
 class CuboidPipelineEngine(CuboidEngine):
@@ -28,13 +30,20 @@ class CuboidPipelineEngine(CuboidEngine):
     pipeline: Pipeline
     _iterator: Iterator[Any] | None
     _in_step: bool
+    placeholder: nn.Parameter | None
 
     @classmethod
-    def take_over(cls, engine: CuboidEngine) -> CuboidPipelineEngine:
-        """Turn a fresh engine, whose module is a stage, into this class."""
+    def take_over(cls, engine: CuboidEngine, placeholder: nn.Parameter | None) -> CuboidPipelineEngine:
+        """Turn a fresh engine, whose module is a stage, into this class.
+
+        Args:
+            engine: what DeepSpeed has made.
+            placeholder: what its optimizer has where all parameters of the stage are frozen.
+        """
         engine.__class__ = cls
         assert isinstance(engine, cls)
         engine.pipeline = Pipeline(engine.module)
+        engine.placeholder = placeholder
         loader = engine.training_dataloader
         engine._iterator = None if loader is None else iter(RepeatingLoader(loader))
         engine._in_step = False
@@ -71,8 +80,12 @@ class CuboidPipelineEngine(CuboidEngine):
             # DeepSpeed takes the mean over the replicas, where this loss's gradients are to be added.
             gradient_scale=float(self.dp_world_size),
         )
-        self._reduce_gradients()
-        self._finish_step()
+        if self.placeholder is not None:
+            # DeepSpeed's optimizers and its clipping need a gradient on each stage; this one's is zero.
+            (self.placeholder * 0).sum().backward()
+        with StepGuard(self.pipeline.mesh, f"optimizer step {self.global_steps + 1}"):
+            self._reduce_gradients()
+            self._finish_step()
         if self.pipeline.recut is not None:
             log_dist(
                 f"by the times measured so far, sequences are cut into segments of {self.pipeline.recut}", ranks=[0]
@@ -125,6 +138,9 @@ class CuboidPipelineEngine(CuboidEngine):
             # Ours to position, since train_batch reads it by itself.
             micro_batch = self.train_micro_batch_size_per_gpu() * self.dp_world_size
             self._iterator = positioned(self.training_dataloader, self.global_samples, micro_batch)
+
+    def _clipped_parameters(self) -> list[nn.Parameter]:
+        return [*super()._clipped_parameters(), *([] if self.placeholder is None else [self.placeholder])]
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the optimizer step of a :meth:`train_batch` is running."""

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from cuboid.errors import CuboidError
+from cuboid.errors import CuboidError, RankError
 from cuboid.patches.base import Patch
 
 #: How long a rank waits whose message may be another's too, so that no launcher ends the job before the first one has
@@ -23,7 +23,10 @@ def _excepthook(original: Any) -> Any:
             original(kind, error, traceback)
             return
         rank, origin = os.environ["RANK"], getattr(error, "rank", None)
-        if origin is None and rank != "0":
+        if issubclass(kind, RankError) and error.__cause__ is not None and rank == str(0 if origin is None else origin):
+            # Nothing that a user did: where it happened matters.
+            original(kind, error, traceback)
+        elif origin is None and rank != "0":
             # All ranks came to the same conclusion, and rank 0 says it.
             time.sleep(_GRACE_S)
         elif origin is None or str(origin) == rank:
@@ -32,7 +35,7 @@ def _excepthook(original: Any) -> Any:
         else:
             # Another rank failed first; its own message comes first too.
             time.sleep(_GRACE_S)
-            print(f"cuboid: rank {rank}: {kind.__name__}: {error}", file=sys.stderr, flush=True)
+            print(f"cuboid: rank {rank}, for rank {origin}: {kind.__name__}: {error}", file=sys.stderr, flush=True)
 
     return hook
 

@@ -78,7 +78,6 @@ PATCHES: list[Patch | Registration] = [
     Patch(
         target="transformers.models.auto.configuration_auto:AutoConfig.from_pretrained",
         package="transformers",
-        versions=">=5.23,<5.24",
         reason="tell a damaged config.json by its name, in bounded time, when a config of ours is active",
         parameters=("pretrained_model_name_or_path", "kwargs"),
         replace=_config_from_pretrained,

@@ -11,9 +11,11 @@ class CuboidError(ValueError):
 
     Attributes:
         rank: where it arose; None for what all ranks find alike, which is then said once.
+        shared: whether all ranks raise it, so that nobody has to be told any more.
     """
 
     rank: int | None = None
+    shared: bool = False
 
     def arising_on(self, rank: int) -> Self:
         """The same error, as one that arose on this rank alone, unless it has a rank."""
@@ -52,3 +54,11 @@ class DamagedCheckpointError(CheckpointError):
     def __init__(self, message: str, whole: Path | None) -> None:
         super().__init__(message)
         self.whole = whole
+
+
+class RankError(CuboidError):
+    """An error that isn't the user's stopped a rank; there, it is the cause of this one."""
+
+
+class PeerLostError(CuboidError):
+    """Another rank went away, or didn't come; its own message says why."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import cached_property
 from itertools import chain, combinations
 
@@ -67,15 +68,17 @@ class Mesh:
         if self.topology.world_size > 1:
             self._check_world()
             self.spans_networks = self._find_networks()
+            timeout = group_timeout()
             made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
             for names, axes in self._group_axes().items():
                 ranks = self.topology.groups(axes)
                 key = tuple(tuple(peers) for peers in ranks)
                 if key not in made:
-                    made[key] = dist.new_subgroups_by_enumeration(ranks)[0]
+                    made[key] = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)[0]
                 self._groups[names] = made[key]
             for ends in self._channel_ends():
-                self._channels[ends] = dist.new_subgroups_by_enumeration(self.topology.columns(sorted(ends)))[0]
+                columns = self.topology.columns(sorted(ends))
+                self._channels[ends] = dist.new_subgroups_by_enumeration(columns, timeout=timeout)[0]
         self._connected = True
 
     def connect_host(self) -> None:
@@ -88,9 +91,10 @@ class Mesh:
             return
         self._check_world()
         stages = self.topology.groups(("data", *AXES))
+        timeout = group_timeout()
         self._host_groups = {
-            "world": dist.new_group(backend="gloo"),
-            "stage": dist.new_subgroups_by_enumeration(stages, backend="gloo")[0],
+            "world": dist.new_group(backend="gloo", timeout=timeout),
+            "stage": dist.new_subgroups_by_enumeration(stages, backend="gloo", timeout=timeout)[0],
         }
 
     @property
@@ -215,6 +219,17 @@ def current_rank() -> int:
 def current_world_size() -> int:
     """Ranks in the world: torch.distributed's, else the launcher's WORLD_SIZE, else 1."""
     return dist.get_world_size() if _has_process_group() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def group_timeout() -> timedelta | None:
+    """How long the ranks of the default process group wait for one another; None if its backend doesn't say.
+
+    Groups that are made of its ranks would have the backend's default (30 minutes with gloo) unless told.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def _has_process_group() -> bool:

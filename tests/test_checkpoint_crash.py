@@ -25,6 +25,8 @@ from damage import sweep
 from training import make_engine, settings, train
 
 SMALL = SmallModel("llama", heads=4, kv_heads=2, layers=2)
+#: Its embedding has 2.6 MB.
+LARGE = SmallModel("llama", heads=4, kv_heads=2, layers=2, vocabulary=20_000)
 KILLS = 50
 #: Killing stops there, however slow the machine is; the kills so far are then all there are.
 LIMIT_S = 240.0
@@ -205,7 +207,8 @@ def save_on_a_full_disk(path, config, root, settings_):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     if torch.distributed.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, usual[1]))
+        # Enough for the file in which the pool's ranks meet, but not for the largest tensor.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, usual[1]))
     train(engine, 1)
     try:
         said = engine.save_checkpoint(root)
@@ -225,7 +228,7 @@ def save_on_a_full_disk(path, config, root, settings_):
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "behind"])
 def test_a_full_disk_fails_the_save_and_nothing_else(pool, checkpoint, tmp_path, asynchronous):
     config = settings("1x1x2")
-    arguments = (checkpoint(SMALL), config, str(tmp_path), {"asynchronous": asynchronous})
+    arguments = (checkpoint(LARGE), config, str(tmp_path), {"asynchronous": asynchronous})
     for (message, rank), left in pool.run(2, save_on_a_full_disk, *arguments):
         assert "can't be written: File too large" in message
         assert "global_step2.incomplete/" in message
@@ -235,7 +238,7 @@ def test_a_full_disk_fails_the_save_and_nothing_else(pool, checkpoint, tmp_path,
 
 
 def test_training_goes_on_without_a_checkpoint_if_so_configured(pool, checkpoint, tmp_path):
-    arguments = (checkpoint(SMALL), settings("1x1x2"), str(tmp_path), {"on_failure": "warn"})
+    arguments = (checkpoint(LARGE), settings("1x1x2"), str(tmp_path), {"on_failure": "warn"})
     for said, left in pool.run(2, save_on_a_full_disk, *arguments):
         assert said is False
         assert left == ["global_step1", "latest"]

@@ -284,9 +284,13 @@ def test_a_rank_that_fails_ends_the_job_with_its_message_first(tmp_path, way):
         assert "ValueError: the third unit is one too many" in outputs[1]
         assert "in F1." in outputs[1]
         assert "on rank 1" in outputs[1]
-    # The others name the rank that is gone, in a line and after a while, for its own message to come first.
-    for output in (outputs[0], outputs[2]):
-        assert "went away" in output or "Connection closed" in output, output
+    # The others say the same, or name the rank that is gone, in a line and after a while, for its own message to come
+    # first.
+    told = "ValueError: the third unit is one too many" if way == "raise" else "rank 1 ended while rank"
+    for rank in (0, 2):
+        assert f"cuboid: rank {rank}, for rank 1: " in outputs[rank], outputs[rank]
+        assert told in outputs[rank], outputs[rank]
+        assert "Traceback" not in outputs[rank], outputs[rank]
 
 
 REFUSED = """

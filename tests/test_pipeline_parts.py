@@ -10,14 +10,14 @@ from transformers import AutoModelForCausalLM
 from conftest import TIMEOUT_S
 from cuboid import Pipeline, from_pretrained
 from cuboid.config import split_config
-from cuboid.errors import ConfigError, CuboidError
+from cuboid.errors import ConfigError, CuboidError, PeerLostError
 from cuboid.hf.cutting import MEASURED_STEPS, Cutter
 from cuboid.hf.feed import read_micro_batch, share_micro_batches
 from cuboid.hf.outline import draw_outline
 from cuboid.mesh import Mesh
 from cuboid.seq1f1b.costs import LayerSizes, ModelSizes
 from cuboid.seq1f1b.recorder import gather_times_s
-from cuboid.seq1f1b.transport import Arrival, Channel, PeerLostError
+from cuboid.seq1f1b.transport import Arrival, Channel
 from cuboid.topology import MeshShape
 from cuboid.verify import SmallModel
 

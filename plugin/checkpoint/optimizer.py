@@ -97,8 +97,13 @@ class OptimizerAdapter:
 
     @classmethod
     def direct(cls, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerAdapter:
-        """Of an optimizer that works on the model's own parameters, whose ``names`` are given by their ids."""
-        groups = [[Holding.of(p, names[id(p)]) for p in group["params"]] for group in optimizer.param_groups]
+        """Of an optimizer that works on the model's own parameters, whose ``names`` are given by their ids.
+
+        What has no name isn't in the checkpoint.
+        """
+        groups = [
+            [Holding.of(p, names[id(p)]) for p in group["params"] if id(p) in names] for group in optimizer.param_groups
+        ]
         return cls(optimizer, groups)
 
     @property

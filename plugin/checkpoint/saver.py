@@ -21,7 +21,7 @@ from cuboid.checkpoint.writing import Written, write_families, write_indices
 from cuboid.config import CheckpointConfig
 from cuboid.errors import CheckpointError, CuboidError
 from cuboid.mesh import Mesh
-from cuboid.rank_agreement import gather_objects, raise_on_all_ranks
+from cuboid.rank_agreement import agreement_lane, gather_objects, raise_on_all_ranks, run_on_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,8 @@ class Saver:
         copied = contents.copied()
 
         def work() -> None:
-            self._failure = self._attempt(root, tag, copied, latest)
+            with agreement_lane("checkpoint"):
+                self._failure = self._attempt(root, tag, copied, latest)
             if self._failure is not None:
                 # At once, in case that nobody waits.
                 logger.error("%s", self._failure)
@@ -103,13 +104,17 @@ class Saver:
 
     def _attempt(self, root: Path, tag: str, contents: Contents, latest: bool) -> CheckpointError | None:
         try:
-            self._write(root, tag, contents, latest)
+            run_on_all_ranks(lambda: self._write(root, tag, contents, latest), self._mesh, what=f"save of {tag}")
         except CheckpointError as error:
             return error
         except Exception as error:
             # Such as a connection to a rank that is gone; in a thread nobody else would hear of it.
-            failure = CheckpointError(f"{root / tag} can't be written: {type(error).__name__}: {error}")
+            failure = CheckpointError(f"{root / tag} can't be written: {error}")
             failure.__cause__ = error
+            if isinstance(error, CuboidError):
+                # All ranks know of it.
+                failure.rank, failure.shared = error.rank, error.shared
+                return failure
             return failure.arising_on(self._mesh.rank)
         return None
 
@@ -179,13 +184,17 @@ class Saver:
         at = self._mesh.coordinate
         speaks = self._mesh.rank == self._mesh.stage_ranks[0][0]
         optimizer = contents.optimizer
-        told = dataclasses.replace(optimizer, quantities={}) if optimizer is not None and speaks else None
+        told = None
+        if optimizer is not None and speaks:
+            # Their names alone; a stage that is frozen as a whole may have none.
+            told = dataclasses.replace(optimizer, quantities={name: {} for name in optimizer.quantities})
         place = {"pipe": at.pipe, "data": at.data, "mesh": self._mesh.mesh_ranks.index(self._mesh.rank)}
         parts = gather_objects((told, {**place, "state": dict(contents.random)}), self._mesh)
         document = {**contents.document, "random": [random for _, random in parts]}
         if optimizer is not None:
-            numbers, groups = merged([state for state, _ in parts if state is not None])
-            names = sorted(optimizer.quantities)
+            states = [state for state, _ in parts if state is not None]
+            numbers, groups = merged(states)
+            names = sorted({name for state in states for name in state.quantities})
             document["optimizer"] = {
                 "class": optimizer.kind,
                 "quantities": names,
@@ -223,15 +232,7 @@ class Saver:
 
     def _on_first(self, action: Callable[[], object]) -> None:
         """Do something on the first rank; raise on all if it fails."""
-        error: Exception | None = None
-        if self._mesh.rank == 0:
-            try:
-                action()
-            except OSError as failure:
-                error = CheckpointError(f"{failure.filename or ''}: {failure.strerror or failure}")
-            except CuboidError as failure:
-                error = failure
-        raise_on_all_ranks(error, self._mesh)
+        run_on_all_ranks(lambda: action() if self._mesh.rank == 0 else None, self._mesh, what="work of the first rank")
 
 
 def _read_back(path: Path) -> FileRecord:

@@ -19,7 +19,6 @@ from cuboid.checkpoint.pieces import Family
 from cuboid.checkpoint.tensor_file import TensorFileWriter
 from cuboid.checkpoint.tensor_header import TensorSpec
 from cuboid.config import MAX_FILE_BYTES
-from cuboid.errors import CheckpointError
 from cuboid.mesh import Mesh
 from cuboid.rank_agreement import gather_objects
 
@@ -102,7 +101,8 @@ class _RankWriter:
             self._remaining -= 1
             if self._remaining == 0:
                 self._close()
-        except (OSError, CheckpointError) as error:
+        except Exception as error:
+            # Whatever it is, such as too little memory: the others still need what this rank has.
             self._fail(error)
 
     def _open(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from cuboid.config import CuboidConfig
@@ -110,14 +111,55 @@ def drop_empty_groups(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         OptimizerError: a schedule was made of all of them.
     """
-    kept = [group for group in optimizer.param_groups if group["params"]]
+    keep_groups(optimizer, [group for group in optimizer.param_groups if group["params"]])
+
+
+def keep_groups(optimizer: torch.optim.Optimizer, kept: list[dict[str, Any]]) -> None:
+    """Remove all but some parameter groups, for DeepSpeed takes none in which there is nothing to train.
+
+    Raises:
+        OptimizerError: a schedule was made of all of them.
+    """
     if len(kept) < len(optimizer.param_groups) and "step" in vars(optimizer):
         raise OptimizerError(
-            "a parameter group has nothing on one of the pipeline's stages, but a schedule of the learning rate was "
+            "a parameter group has nothing to train on one of the stages, but a schedule of the learning rate was "
             "made with all groups; load the model with the config before the optimizer is made, or give DeepSpeed a "
             "function that makes the schedule, lr_scheduler=lambda optimizer: …"
         )
     optimizer.param_groups[:] = kept
+
+
+def check_trains(model: nn.Module) -> None:
+    """Make sure that there is something to train, and what stages share is trained or frozen; collective.
+
+    Raises:
+        ConfigError: on every rank, where all parameters of all stages are frozen, or one on one of two stages only.
+    """
+    mesh = mesh_of(model)
+    shared = model.staging.shared if isinstance(model, StageModel) else {}
+    tied = {name: parameter.requires_grad for name, parameter in shared.items()}
+    own = (any(parameter.requires_grad for parameter in model.parameters()), tied)
+    stages = [own] * mesh.topology.pipe
+    if len(stages) > 1:
+        dist.all_gather_object(stages, own, group=mesh.pipe_group)
+    for name, trained in stages[0][1].items():
+        if stages[-1][1][name] != trained:
+            raise ConfigError(
+                f"{name} is tied to a parameter of the last stage, and is {'trained' if trained else 'frozen'} on the "
+                "first stage only; let both have the same requires_grad"
+            )
+    if not any(trains for trains, _ in stages):
+        raise ConfigError(
+            "every parameter is frozen (requires_grad is False), so that there is nothing to train; leave out the "
+            "optimizer to evaluate only, or let some parameters have gradients"
+        )
+
+
+def trained_groups(parameters: list[Any]) -> list[Any]:
+    """Parameters, or groups of them, without the groups in which all parameters are frozen."""
+    if parameters and isinstance(parameters[0], dict):
+        return [group for group in parameters if any(p.requires_grad for p in group["params"])]
+    return parameters if any(p.requires_grad for p in parameters) else []
 
 
 def _check_same(model: Any, config: CuboidConfig) -> None:

@@ -103,6 +103,12 @@ def export_model(model: nn.Module, folder: Path, max_file_bytes: int) -> None:
     Raises:
         CheckpointError: on every rank, where any of them can't write.
     """
+    run_on_all_ranks(
+        lambda: _export_model(model, folder, max_file_bytes), mesh_of(model), what=f"save of {folder.name}"
+    )
+
+
+def _export_model(model: nn.Module, folder: Path, max_file_bytes: int) -> None:
     inner: Any = unwrap(model)
     mesh = mesh_of(inner)
     mesh.connect_host()

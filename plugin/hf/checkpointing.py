@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from cuboid.checkpoint.contents import Contents
 from cuboid.checkpoint.lineage import Ancestor, first_ancestors, lineage_behind, new_identity
 from cuboid.checkpoint.loader import Opened, open_checkpoint
 from cuboid.checkpoint.optimizer import OptimizerAdapter
@@ -18,6 +19,7 @@ from cuboid.config import CuboidConfig
 from cuboid.errors import CheckpointError
 from cuboid.hf.checkpoint import load_model, load_training, restore_random, take_contents
 from cuboid.hf.model import mesh_of, unwrap
+from cuboid.rank_agreement import run_on_all_ranks
 
 Framework = Literal["deepspeed", "colossalai"]
 _PACKAGES = ("cuboid", "torch", "transformers", "safetensors")
@@ -110,13 +112,17 @@ class Checkpointing:
         latest: bool,
     ) -> bool:
         """Write ``root/tag``, or a part of it; see :meth:`cuboid.checkpoint.saver.Saver.save`."""
-        contents = take_contents(
-            self.model,
-            part.optimizer,
-            step=progress.optimizer,
-            document=self._document(part.scheduler, progress, dict(client_state)),
-            weights=part.weights,
-        )
+
+        def take() -> Contents:
+            return take_contents(
+                self.model,
+                part.optimizer,
+                step=progress.optimizer,
+                document=self._document(part.scheduler, progress, dict(client_state)),
+                weights=part.weights,
+            )
+
+        contents = run_on_all_ranks(take, self._mesh, what=f"save of {tag}")
         return self._saver.save(root, tag, contents, latest=latest)
 
     def wait(self) -> bool:
@@ -149,7 +155,7 @@ class Checkpointing:
             path, ancestors = source, first_ancestors(str(source))
         load_model(self.model, path)
         if optimizer is not None:
-            optimizer.weights_changed()
+            run_on_all_ranks(optimizer.weights_changed, self._mesh, what="copies of the loaded weights")
         self.origin.ancestors = ancestors
 
     def load_optimizer(self, opened: Opened, optimizer: OptimizerAdapter) -> None:
@@ -159,7 +165,7 @@ class Checkpointing:
 
     def restore_random(self, opened: Opened) -> None:
         """Give this rank its random states back; see :func:`cuboid.hf.checkpoint.restore_random`."""
-        restore_random(self.model, opened)
+        run_on_all_ranks(lambda: restore_random(self.model, opened), self._mesh, what="random states")
 
     def _document(self, scheduler: Any, progress: Progress, client_state: dict[str, Any]) -> dict[str, Any]:
         if self._identity is None:

@@ -7,20 +7,24 @@ where a hidden state has thousands), and after it no stage need ask another for 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
 from cuboid.errors import CuboidError
 from cuboid.hf.batch import TENSORS, check_shapes
+from cuboid.meeting import EQUAL_SHARES, Failure, is_lost
 from cuboid.mesh import Mesh
 
 #: By the names in :data:`TENSORS`, integers all of them.
 MicroBatch = dict[str, torch.Tensor]
 
 _FINE, _EXHAUSTED, _FAILED = 0, 1, 2
+_READING = "reading the micro-batches"
 
 
 def read_micro_batch(batch: Any) -> MicroBatch:
@@ -122,13 +126,16 @@ def _tell(read: Callable[[], list[MicroBatch]], count: int, mesh: Mesh, device: 
     except StopIteration:
         _broadcast(_header(_EXHAUSTED, [], count, device), mesh)
         raise
-    except Exception as error:
-        text = torch.frombuffer(bytearray(str(error).encode() or b"?"), dtype=torch.uint8).to(device, torch.int64)
+    except BaseException as error:
+        if isinstance(error, CuboidError):
+            error.arising_on(mesh.rank).shared = True
+        failure = dataclasses.replace(Failure.of(error, mesh.rank, _READING), everywhere=True)
+        text = torch.frombuffer(bytearray(failure.encode().encode()), dtype=torch.uint8).to(device, torch.int64)
         _broadcast(_header(_FAILED, [text.numel()], count, device), mesh)
         _broadcast(text, mesh)
-        if isinstance(error, CuboidError):
-            error.arising_on(mesh.rank)
-        raise
+        if isinstance(error, CuboidError) or not isinstance(error, Exception):
+            raise
+        raise failure.error() from error
     sizes = [size for batch in batches for size in _sizes(batch)]
     _broadcast(_header(_FINE, sizes, count, device), mesh)
     payload = torch.cat([batch[name].flatten().to(device, torch.int64) for batch in batches for name in _order(batch)])
@@ -145,10 +152,83 @@ def _listen(count: int, mesh: Mesh, device: torch.device) -> list[MicroBatch]:
     if status == _FAILED:
         text = torch.empty(sizes[0], dtype=torch.int64, device=device)
         _broadcast(text, mesh)
-        raise CuboidError(bytes(text.to("cpu", torch.uint8).tolist()).decode()).arising_on(mesh.copy_ranks[0])
+        failure = Failure.decode(bytes(text.to("cpu", torch.uint8).tolist()))
+        assert failure is not None
+        raise failure.error()
     payload = torch.empty(sum(_numel(sizes)), dtype=torch.int64, device=device)
     _broadcast(payload, mesh)
     return list(_split(payload, sizes))
+
+
+class ReplicasInStep:
+    """Entered around what each replica does by itself before a step; on leaving, all replicas know how it went.
+
+    What one of them failed with is raised on all. Where the data of all of them is at its end, ``StopIteration`` goes
+    on; where that of some only, an error says whose. It takes one all-reduce over the replicas, of the label tokens, by
+    which gradients are divided.
+
+    Args:
+        mesh: of this rank.
+        device: of its tensors.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self._mesh, self._device = mesh, device
+        #: Label tokens of this replica, of no dims; to be set inside.
+        self.items: torch.Tensor | None = None
+        #: Those of all replicas, on leaving.
+        self.total_items = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None and is_lost(error):
+            return
+        status = _FINE if error is None else _EXHAUSTED if isinstance(error, StopIteration) else _FAILED
+        statuses = self._exchange(status)
+        if _FAILED in statuses:
+            self._raise_first(error)
+        if _EXHAUSTED in statuses and _FINE in statuses:
+            raise self._shorter(statuses) from error
+
+    def _exchange(self, status: int) -> list[int]:
+        """The status of each replica; and the sum of their label tokens."""
+        summary = torch.zeros(1 + self._mesh.topology.data, dtype=torch.int64, device=self._device)
+        if self.items is not None:
+            summary[0] = self.items
+        summary[1 + self._mesh.coordinate.data] = status
+        if self._mesh.topology.data > 1:
+            dist.all_reduce(summary, group=self._mesh.data_parallel_group)
+        self.total_items, *statuses = summary.tolist()
+        return statuses
+
+    def _raise_first(self, error: BaseException | None) -> None:
+        """Raise the first replica's failure, or let ``error`` go on if that is it."""
+        reader = self._mesh.copy_ranks[0]
+        own = None if error is None else Failure.of(error, reader, _READING)
+        text = None if own is None else own.encode()
+        told = [text] * self._mesh.topology.data
+        if len(told) > 1:
+            dist.all_gather_object(told, text, group=self._mesh.data_parallel_group)
+        failures = [failure for text in told if text is not None and (failure := Failure.decode(text.encode()))]
+        first, alike = failures[0], len(failures) == len(told) and len({failure.text for failure in failures}) == 1
+        if isinstance(error, CuboidError) and (alike or first == own):
+            return
+        if error is not None and not isinstance(error, Exception):
+            return
+        raise first.error() from error
+
+    def _shorter(self, statuses: Sequence[int]) -> CuboidError:
+        ended = [replica for replica, status in enumerate(statuses) if status == _EXHAUSTED]
+        listed = ", ".join(map(str, ended))
+        error = CuboidError(
+            f"the data of replica {listed} of {len(statuses)} ended before that of the others: for this step it has "
+            f"fewer micro-batches than they. {EQUAL_SHARES}"
+        )
+        # All ranks of all replicas know it.
+        error.shared = True
+        return error
 
 
 #: Numbers in the header for each micro-batch: rows and length, and the rows of each key, 0 for none.

@@ -38,6 +38,7 @@ from cuboid.hf.slicing import mark_parameters, unmark_parameters
 from cuboid.hf.stage_model import StageModel, Staging, cut_model, finish_stage
 from cuboid.hf.staging_plan import plan_staging
 from cuboid.mesh import Mesh
+from cuboid.rank_agreement import run_on_all_ranks
 from cuboid.tensor3d.layout import Layout
 
 _INCOMPATIBLE = (
@@ -63,8 +64,16 @@ def load_sharded(
 
     Raises:
         MeshError, UnsupportedModelError, ConfigError: before any weight is read.
-        CheckpointError: the checkpoint lacks a parameter.
+        CheckpointError: the checkpoint lacks a parameter. As every error, on all ranks, if there is a process group.
     """
+    return run_on_all_ranks(
+        lambda: _load_sharded(cls, from_pretrained, config, args, kwargs), what=f"{cls.__name__}.from_pretrained"
+    )
+
+
+def _load_sharded(
+    cls: type[PreTrainedModel], from_pretrained: Any, config: CuboidConfig, args: tuple, kwargs: dict[str, Any]
+) -> PreTrainedModel:
     for name in _INCOMPATIBLE:
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(

@@ -23,6 +23,7 @@ from cuboid.hf.layouts import Blueprint
 from cuboid.hf.swap import ShardOf, attention_modules, swap_modules
 from cuboid.hf.versions import keep_logits
 from cuboid.mesh import Mesh
+from cuboid.rank_agreement import StepGuard
 from cuboid.tensor3d.loss import gather_logits, predicted, sharded_cross_entropy
 from cuboid.tensor3d.parameter import keep_weights
 
@@ -134,7 +135,8 @@ def _sharded_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         del arguments["self"]
         extra = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
         arguments.update(arguments.pop(extra, {}) if extra else {})
-        return _forward(self, functools.partial(base.forward, self), arguments)
+        with StepGuard(self.cuboid.mesh, "forward"):
+            return _forward(self, functools.partial(base.forward, self), arguments)
 
     members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (ShardedModel, base), members)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -16,13 +17,14 @@ from torch import nn
 
 from cuboid.errors import CuboidError
 from cuboid.hf.cutting import Cutter
-from cuboid.hf.feed import MicroBatch, share_micro_batches
+from cuboid.hf.feed import MicroBatch, ReplicasInStep, share_micro_batches
 from cuboid.hf.model import unwrap
 from cuboid.hf.stage_model import StageModel
 from cuboid.hf.stage_runner import StageRunner
 from cuboid.hf.tracing import StepTrace
 from cuboid.hf.units import SegmentedBatch, label_tokens, with_shifted_labels
 from cuboid.mesh import Mesh
+from cuboid.rank_agreement import StepGuard
 from cuboid.replicas.gradients import gradient_of
 from cuboid.seq1f1b.actions import Program
 from cuboid.seq1f1b.lowering import lower
@@ -40,7 +42,7 @@ class _Step:
     shape: PipelineShape
     batches: list[SegmentedBatch]
     lengths: list[tuple[int, ...]]
-    items: int
+    items: int = 0
 
 
 class Pipeline:
@@ -97,6 +99,12 @@ class Pipeline:
             CuboidError: on every rank, where a micro-batch is malformed.
         """
         self._step += 1
+        with StepGuard(self.mesh, f"step {self._step} of the pipeline"):
+            return self._train(batches, count, gradient_scale, complete=complete)
+
+    def _train(
+        self, batches: Iterator[Any] | None, count: int | None, gradient_scale: float, *, complete: bool
+    ) -> torch.Tensor:
         step = self._prepare(batches, count)
         traces = self._config.trace is not False and self._step == self._config.trace_step
         measures = self._cutter.measures(self._step)
@@ -117,10 +125,18 @@ class Pipeline:
 
     def evaluate(self, batches: Iterator[Any] | None, count: int | None) -> torch.Tensor:
         """The loss of ``count`` micro-batches of each replica, without gradients; otherwise as :meth:`train`."""
-        step = self._prepare(batches, count)
-        return self._total(self._run(_evaluation(step.shape), step, 1.0 / step.items, None, training=False).loss)
+        with StepGuard(self.mesh, "an evaluation of the pipeline"):
+            step = self._prepare(batches, count)
+            return self._total(self._run(_evaluation(step.shape), step, 1.0 / step.items, None, training=False).loss)
 
     def _prepare(self, batches: Iterator[Any] | None, count: int | None) -> _Step:
+        with ReplicasInStep(self.mesh, self._device) as replicas:
+            step, replicas.items = self._prepare_own(batches, count)
+        # 1 if there are none, so that the loss is 0.
+        return dataclasses.replace(step, items=max(replicas.total_items, 1))
+
+    def _prepare_own(self, batches: Iterator[Any] | None, count: int | None) -> tuple[_Step, torch.Tensor]:
+        """This replica's part of a step, and its label tokens."""
         shared = share_micro_batches(batches, count, self.mesh, self._device)
         count, self.rows = len(shared), sum(batch["input_ids"].shape[0] for batch in shared)
         micro_batches = [with_shifted_labels(batch) for batch in shared]
@@ -134,7 +150,7 @@ class Pipeline:
             for batch, own in zip(micro_batches, lengths, strict=True)
         ]
         shape = PipelineShape(self._staging.cut.stages, count, len(lengths[0]))
-        return _Step(shape, cut, lengths, self._items(micro_batches))
+        return _Step(shape, cut, lengths), torch.stack([label_tokens(batch) for batch in micro_batches]).sum()
 
     def _check_length(self, length: int) -> None:
         longest = self._staging.outline.longest
@@ -163,13 +179,6 @@ class Pipeline:
     def _device(self) -> torch.device:
         return next(self._model.parameters()).device
 
-    def _items(self, micro_batches: list[MicroBatch]) -> int:
-        """Label tokens of all replicas; 1 if there are none, so that the loss is 0."""
-        items = torch.stack([label_tokens(batch) for batch in micro_batches]).sum()
-        if self.mesh.topology.data > 1:
-            dist.all_reduce(items, group=self.mesh.data_parallel_group)
-        return max(int(items), 1)
-
     def _run(
         self,
         programs: tuple[Program, ...],
@@ -185,9 +194,6 @@ class Pipeline:
         interpreter = Interpreter({stage: runner}, self._channels, observe)
         try:
             interpreter.run(programs[stage], step.shape)
-        except CuboidError as error:
-            error.arising_on(self.mesh.rank)
-            raise
         except Exception as error:
             error.add_note(f"in {interpreter.running} on rank {self.mesh.rank}")
             raise

@@ -91,7 +91,12 @@ def save_sharded(
         return
     state = full_state_dict(model)
     mesh.connect_host()
-    run_on_all_ranks(lambda: _save_as_own_class(model, directory, state, kwargs) if mesh.rank == 0 else None, mesh)
+    # The others wait, for whoever reads what is there then.
+    run_on_all_ranks(
+        lambda: _save_as_own_class(model, directory, state, kwargs) if mesh.rank == 0 else None,
+        mesh,
+        what="save_pretrained",
+    )
 
 
 def _save_as_own_class(model: Any, directory: str | Path, state: dict[str, torch.Tensor], kwargs: Any) -> None:

@@ -106,9 +106,10 @@ class StageRunner:
         pending = self._pending.pop((micro_batch, segment))
         if gradient is not None:
             pending.gradient.append(gradient)
-        # A recomputation needs to know where it is.
-        with self._staging.slot.running(self._batches[micro_batch].unit(segment)):
-            pending.root.backward()
+        # Without one, everything up to here is frozen. A recomputation needs to know where it is.
+        if pending.root.requires_grad:
+            with self._staging.slot.running(self._batches[micro_batch].unit(segment)):
+                pending.root.backward()
         if segment == 0:
             self._batches[micro_batch].store.free()
         return None if pending.leaf is None else pending.leaf.grad

@@ -11,11 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from cuboid.errors import CuboidError
-
-
-class PeerLostError(CuboidError):
-    """Another rank went away in the middle of a step; its own message says why."""
+from cuboid.errors import PeerLostError
 
 
 class Arrival:

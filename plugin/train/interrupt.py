@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from cuboid import CuboidError
+from cuboid.errors import PeerLostError, RankError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ECHO_S = 0.5
@@ -53,7 +54,8 @@ class Interrupts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        lost = isinstance(error, Exception) and not isinstance(error, CuboidError)
+        users = isinstance(error, CuboidError) and not isinstance(error, RankError | PeerLostError)
+        lost = isinstance(error, Exception) and not users
         if lost:
             # Perhaps another rank has ended already on the signal that is about to arrive here.
             time.sleep(_ECHO_S)

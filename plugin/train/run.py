@@ -14,6 +14,7 @@ import torch
 
 import cuboid
 from cuboid import CuboidError
+from cuboid.rank_agreement import run_on_all_ranks
 from cuboid.train.batches import Blocks, Share, Shuffle, heldout_blocks
 from cuboid.train.corpus import read_corpus
 from cuboid.train.driver import Driver, MicroBatchDriver, PipelineDriver
@@ -25,7 +26,7 @@ from cuboid.train.loop import Goal, History, Loop
 from cuboid.train.progress import TrainProgress
 from cuboid.train.report import BLOCKS, CURVE, MODEL, REPORT, Report
 from cuboid.train.tokens import Tokens, TokensMeta, tokenize
-from cuboid.train.world import World, agree
+from cuboid.train.world import World
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,13 @@ def run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report |
     Collective. Where the ranks are asked to stop, they leave a checkpoint there instead.
 
     Raises:
-        CuboidError: the user's to mend. Raised on every rank, and before the process group wherever it can be
-            known then.
+        CuboidError: the user's to mend, or another rank's failure. Raised on every rank, and before the process
+            group wherever it can be known then.
     """
+    return run_on_all_ranks(lambda: _run(options, world, interrupts), what="cuboid train")
+
+
+def _run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report | Stopped:
     started = time.perf_counter()
     job = plan(options)
     model = cuboid.from_pretrained(str(options.model), job.config, dtype=job.dtype)
@@ -64,7 +69,7 @@ def run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report |
     if job.tokens is not None:
         check_size(job.tokens.meta, options.sequence_length, global_batch)
     device = world.connect()
-    tokens = job.tokens or _tokenize(job, share, world, device)
+    tokens = job.tokens or _tokenize(job, share, world)
     _clear(options.out, world)
     torch.manual_seed(_dropout_seed(options.seed, cuboid.mesh_of(model)))
     engine, *_ = deepspeed.initialize(model=model, config=copy.deepcopy(job.config))
@@ -112,7 +117,7 @@ def _share(job: Job, mesh: cuboid.Mesh) -> Share:
     return Share(mesh.coordinate.data, mesh.topology.data, job.micro_batch)
 
 
-def _tokenize(job: Job, share: Share, world: World, device: torch.device) -> Tokens:
+def _tokenize(job: Job, share: Share, world: World) -> Tokens:
     """Tokenize the text once on each machine; the other ranks wait and map the same files."""
 
     def check(meta: TokensMeta) -> None:
@@ -121,16 +126,16 @@ def _tokenize(job: Job, share: Share, world: World, device: torch.device) -> Tok
         if job.resumed is not None:
             job.resumed.refuse_differences(data_fingerprint=meta.data_sha256)
 
-    failure: CuboidError | None = None
     folder = job.options.out / "tokens"
-    if world.local_rank == 0:
-        try:
-            tokenize(read_corpus(job.options.data), job.tokenizer, folder, check)
-        except CuboidError as error:
-            failure = error
-        except OSError as error:
-            failure = CuboidError(f"--out {str(job.options.out)!r} can't be written: {error}")
-    agree(failure, world, device)
+
+    def write() -> None:
+        if world.local_rank == 0:
+            try:
+                tokenize(read_corpus(job.options.data), job.tokenizer, folder, check)
+            except OSError as error:
+                raise CuboidError(f"--out {str(job.options.out)!r} can't be written: {error}") from error
+
+    run_on_all_ranks(write, what="tokenizing the data")
     return Tokens.open(folder)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from cuboid import CuboidError
+from cuboid.start_up import Launch, await_all_ranks, timeout_of_environment
 
 T = TypeVar("T")
 
@@ -68,32 +70,21 @@ class World:
         return torch.device(accelerator.current_device_name())
 
     def _meet(self, backend: str) -> None:
-        try:
-            dist.init_process_group(backend, rank=self.rank, world_size=self.size)
-        except (dist.DistNetworkError, ValueError) as error:
-            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        if not address or not port.isdigit():
             raise CuboidError(
-                f"the ranks can't meet at {address} (MASTER_ADDR:MASTER_PORT): {error}. If another job has the port, "
-                "give the launcher another one, for example deepspeed --master_port 29501"
-            ) from error
+                f"the environment variables MASTER_ADDR and MASTER_PORT are {address!r} and {port!r}, but have to say "
+                "where the ranks meet; start them with deepspeed, torchrun or accelerate launch"
+            )
+        store = await_all_ranks(Launch(self.rank, self.size, address, int(port)))
+        dist.init_process_group(
+            backend, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=timeout_of_environment())
+        )
+        del store  # rank 0's has to be there until the process group has its own
 
     def disconnect(self) -> None:
         """End the process group, when all ranks have done their work."""
         dist.destroy_process_group()
-
-
-def agree(failure: CuboidError | None, world: World, device: torch.device) -> None:
-    """Raise on every rank if any rank failed; collective.
-
-    Raises:
-        CuboidError: this rank's own failure, or word of another's.
-    """
-    failed = torch.tensor(0 if failure is None else world.rank + 1, device=device)
-    dist.all_reduce(failed, dist.ReduceOp.MAX)
-    if failure is not None:
-        raise failure
-    if failed.item():
-        raise CuboidError(f"rank {int(failed.item()) - 1} could not go on; see its own messages")
 
 
 def gather(item: T, world: World) -> list[T]:

@@ -1,0 +1,166 @@
+"""The start of the ranks: a bounded wait for all of them before they make a process group.
+
+``torch.distributed`` doesn't say whom it waits for. So the ranks first meet in the store at MASTER_ADDR:MASTER_PORT,
+where who is missing can be named, and where a rank that fails before there is a group can tell the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from cuboid.errors import CuboidError, PeerLostError, RankError
+
+_POLL_S = 0.02
+#: How long a rank that failed early tries to tell the others, which may still be loading.
+_LINGER_S = 10.0
+_DEFAULT_TIMEOUT_MINUTES = 10
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher says in the environment about this process and where the ranks meet."""
+
+    rank: int
+    size: int
+    address: str
+    port: int
+
+    @classmethod
+    def from_environment(cls) -> Launch | None:
+        """By RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; None unless they are all there and say of several ranks."""
+        numbers = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
+        address = os.environ.get("MASTER_ADDR", "")
+        if not address or not all(number.isdigit() for number in numbers) or int(numbers[1]) < 2:
+            return None
+        rank, size, port = map(int, numbers)
+        return cls(rank, size, address, port)
+
+    @property
+    def hosts_store(self) -> bool:
+        """Whether the store is this process's: rank 0's, unless the launcher (torchrun) has one."""
+        return self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+    def open_store(self, timeout_s: float) -> Store:
+        """The store at which the ranks meet; that of the process group will be the same.
+
+        Raises:
+            PeerLostError: rank 0 didn't open it in time.
+            dist.DistNetworkError: this is rank 0, and it can't.
+        """
+        if not self.hosts_store and not self._answers(timeout_s):
+            raise self.missing([0], timeout_s)
+        store = TCPStore(
+            self.address,
+            self.port,
+            is_master=self.hosts_store,
+            timeout=timedelta(seconds=max(timeout_s, 1.0)),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        return PrefixStore("cuboid/start", store)
+
+    def _answers(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                socket.create_connection((self.address, self.port), timeout=max(timeout_s, 1.0)).close()
+            except OSError:
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(_POLL_S)
+            else:
+                return True
+
+    def missing(self, ranks: list[int], timeout_s: float) -> PeerLostError:
+        """The error of a wait that was too long."""
+        listed = ", ".join(map(str, ranks))
+        return PeerLostError(
+            f"rank {listed} of {self.size} didn't come to {self.address}:{self.port} (MASTER_ADDR:MASTER_PORT) within "
+            f"{timeout_s:g} s; see its own messages. DEEPSPEED_TIMEOUT, in minutes, sets how long the ranks wait for "
+            "one another"
+        ).arising_on(ranks[0])
+
+
+def timeout_of_environment() -> float:
+    """Seconds that ranks wait for one another: DeepSpeed's own variable, DEEPSPEED_TIMEOUT, in minutes."""
+    text = os.environ.get("DEEPSPEED_TIMEOUT", "")
+    return 60.0 * (int(text) if text.isdigit() and int(text) > 0 else _DEFAULT_TIMEOUT_MINUTES)
+
+
+def await_all_ranks(launch: Launch | None = None, timeout_s: float | None = None) -> Store | None:
+    """Wait until all ranks are about to make the process group. Every rank calls it, before.
+
+    Args:
+        launch: by default what the environment says.
+        timeout_s: for how long; by default :func:`timeout_of_environment`.
+
+    Returns:
+        What to hold on to until the process group is there; None where the environment doesn't say where to meet.
+
+    Raises:
+        PeerLostError: some rank didn't come; the message names it.
+        RankError: some rank failed before; with its message.
+        CuboidError: the store can't be opened at MASTER_PORT.
+    """
+    launch = launch or Launch.from_environment()
+    if launch is None:
+        return None
+    timeout_s = timeout_of_environment() if timeout_s is None else timeout_s
+    deadline = time.monotonic() + timeout_s
+    try:
+        store = launch.open_store(timeout_s)
+        store.set(f"at/{launch.rank}", "")
+        store.add("arrived", 1)
+        while store.add("arrived", 0) < launch.size:
+            _raise_reported(store)
+            if time.monotonic() > deadline:
+                absent = [rank for rank in range(launch.size) if not store.check([f"at/{rank}"])]
+                raise launch.missing(absent or [launch.rank], timeout_s)
+            time.sleep(_POLL_S)
+    except dist.DistError as error:
+        if launch.hosts_store:
+            raise CuboidError(
+                f"the ranks can't meet at {launch.address}:{launch.port} (MASTER_ADDR:MASTER_PORT): {error}. If "
+                "another job has the port, give the launcher another one, for example deepspeed --master_port 29501"
+            ) from error
+        raise PeerLostError(
+            f"the store at {launch.address}:{launch.port} went away while the ranks were starting; see the messages of "
+            f"rank 0: {error}"
+        ).arising_on(0) from error
+    return store
+
+
+def _raise_reported(store: Store) -> None:
+    if store.check(["failure"]):
+        rank, text = json.loads(store.get("failure"))
+        store.add("told", 1)
+        raise RankError(text).arising_on(rank)
+
+
+def report_early_failure(text: str) -> None:
+    """Tell the other ranks why this one won't make a process group, if they come to it soon; never raises.
+
+    Returns at once when all of them know, or have failed themselves.
+    """
+    launch = Launch.from_environment()
+    if launch is None:
+        return
+    deadline = time.monotonic() + _LINGER_S
+    try:
+        store = launch.open_store(_LINGER_S)
+        store.compare_set("failure", "", json.dumps([launch.rank, text]))
+        told = store.add("told", 1)
+        while told < launch.size and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            told = store.add("told", 0)
+    except (dist.DistError, CuboidError, ValueError):
+        # There is no port, or nobody there: each rank then says for itself what it knows.
+        return

@@ -1,0 +1,218 @@
+"""What fails on one rank ends all of them: loading, starting, reading, uneven data, ranks that die in a step."""
+
+import os
+import threading
+import time
+
+import deepspeed
+import pytest
+import torch
+import transformers
+
+import cuboid
+from cuboid.errors import CuboidError, PeerLostError
+from cuboid.start_up import Launch, await_all_ranks, report_early_failure
+from cuboid.verify import SmallModel
+from fresh_ranks import endings_of
+from launching import free_port
+from training import make_engine, settings, train
+
+TIMEOUT_S = 90.0
+SMALL = SmallModel("llama", heads=4, kv_heads=2, layers=2)
+
+
+# --- the start -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_does_not_start_is_named(absent):
+    launch = Launch(1 - absent, 2, "127.0.0.1", free_port())
+    with pytest.raises(PeerLostError, match=rf"rank {absent} of 2 didn't come to 127\.0\.0\.1:\d+ .* within 0\.5 s"):
+        await_all_ranks(launch, timeout_s=0.5)
+
+
+def test_ranks_that_all_start_wait_for_one_another():
+    port, stores = free_port(), []
+    ranks = [threading.Thread(target=lambda r=r: stores.append(await_all_ranks(Launch(r, 3, "127.0.0.1", port)))) for r in (2, 1, 0)]  # fmt: skip  # noqa: E501
+    for rank in ranks:
+        rank.start()
+        time.sleep(0.1)
+    for rank in ranks:
+        rank.join(20)
+    assert len(stores) == 3
+
+
+def _fail_in_the_loader(error):
+    def fail(*_, **__):
+        raise error
+
+    transformers.modeling_utils.caching_allocator_warmup = fail
+    transformers.modeling_utils.PreTrainedModel._load_pretrained_model = fail
+
+
+def _load_early(path, failing):
+    config = settings("1x2x1")
+    if int(os.environ["RANK"]) == failing:
+        _fail_in_the_loader(RuntimeError("no such operator"))
+    model = cuboid.from_pretrained(path, config)
+    deepspeed.initialize(model=model, config=config)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_to_load_before_there_is_a_process_group_ends_the_others(checkpoint, failing):
+    endings = endings_of(2, _load_early, checkpoint(SMALL), failing)
+    assert (endings[failing].kind, endings[failing].text) == ("RuntimeError", "no such operator")
+    told = endings[1 - failing]
+    assert (told.kind, told.rank) == ("RankError", failing)
+    assert told.text == "LlamaForCausalLM.from_pretrained: RuntimeError: no such operator"
+
+
+def test_a_failure_that_nobody_can_be_told_of_is_not_kept_back(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    started = time.monotonic()
+    report_early_failure("anything")
+    assert time.monotonic() - started < 1
+
+
+# --- loading and initialising in a world --------------------------------------------------------------------------
+
+
+def _load_and_go_on(path):
+    rank, seen = torch.distributed.get_rank(), []
+    original = transformers.modeling_utils.PreTrainedModel._load_pretrained_model
+    for error in (RuntimeError("in a loader"), MemoryError(), ValueError("a shape"), KeyError("x")):
+        if rank == 1:
+            _fail_in_the_loader(error)
+        try:
+            cuboid.from_pretrained(path, settings("1x2x1"))
+        except CuboidError as caught:
+            seen.append((type(caught).__name__, str(caught), caught.rank, type(caught.__cause__).__name__))
+        transformers.modeling_utils.PreTrainedModel._load_pretrained_model = original
+    config = settings("1x2x1")
+    if rank == 0:
+        config["optimizer"]["params"]["no_such_option"] = 1
+    try:
+        deepspeed.initialize(model=cuboid.from_pretrained(path, config), config=config)
+    except CuboidError as caught:
+        seen.append((type(caught).__name__, str(caught).partition(" got an")[0], caught.rank))
+    return seen, train(make_engine(path, settings("1x2x1")), 1)
+
+
+def test_any_exception_while_one_rank_loads_is_raised_on_all_and_the_next_load_is_in_step(pool, checkpoint):
+    (first, losses), (second, same) = pool.run(2, _load_and_go_on, checkpoint(SMALL), timeout_s=TIMEOUT_S)
+    told = "LlamaForCausalLM.from_pretrained: "
+    words = ["RuntimeError: in a loader", "MemoryError", "ValueError: a shape", "KeyError: 'x'"]
+    assert [each[:3] for each in first[:4]] == [("RankError", told + text, 1) for text in words]
+    assert [each[:3] for each in second[:4]] == [("RankError", told + text, 1) for text in words]
+    assert [each[3] for each in first[:4]] == ["NoneType"] * 4
+    assert [each[3] for each in second[:4]] == ["RuntimeError", "MemoryError", "ValueError", "KeyError"]
+    assert first[4] == second[4]
+    assert first[4][::2] == ("RankError", 0)
+    assert losses == same
+
+
+# --- data ----------------------------------------------------------------------------------------------------------
+
+
+def _uneven_pipeline(path):
+    engine = make_engine(path, settings("1x1x1", stages=2, data=2))
+    mesh, seen = engine.pipeline.mesh, []
+    ids = torch.randint(0, 131, (2, 12), generator=torch.Generator().manual_seed(3))
+    good = {"input_ids": ids, "labels": ids}
+
+    def broken(kind):
+        yield good
+        if mesh.coordinate.data == 1:
+            raise kind("the disk is gone")
+        yield good
+
+    shares = {
+        "uneven": lambda: iter([good] * (4 if mesh.coordinate.data == 0 else 2)),
+        "broken": lambda: broken(KeyError),
+        "long": lambda: iter([{n: x.repeat(1, 100 if mesh.coordinate.data == 1 else 1) for n, x in good.items()}] * 2),
+    }
+    for kind, share in shares.items():
+        batches = share()
+        try:
+            while True:
+                engine.train_batch(batches)
+        except (CuboidError, StopIteration) as error:
+            seen.append((kind, type(error).__name__, str(error), getattr(error, "rank", None), engine.global_steps))
+    return seen, float(engine.train_batch(iter([good] * 2)))
+
+
+def test_a_pipelines_replicas_are_told_whose_data_ended_or_failed(pool, checkpoint):
+    small = SmallModel("gpt2", heads=4, layers=2)
+    results = pool.run(4, _uneven_pipeline, checkpoint(small), timeout_s=TIMEOUT_S)
+    for seen, loss in results:
+        (_, kind, text, _, steps), (_, broken, why, origin, _), (_, long, too, _, _) = seen
+        assert (kind, steps) == ("CuboidError", 1)
+        assert text.startswith("the data of replica 1 of 2 ended before that of the others")
+        assert "drop_last" in text
+        # Rank 1 reads for the second replica.
+        assert (broken, why, origin) == ("RankError", "reading the micro-batches: KeyError: 'the disk is gone'", 1)
+        assert (long, "positions" in too) == ("CuboidError", True)
+        assert loss == results[0][1]
+
+
+def _uneven_mesh(path, then):
+    engine = make_engine(path, settings("1x1x1", zero=1, data=2))
+    replica = cuboid.mesh_of(engine).coordinate.data
+    ids = torch.randint(0, 131, (2, 12), generator=torch.Generator().manual_seed(3))
+    for _ in range(6 if replica == 0 else 4):
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    if then != "exit":
+        engine.save_checkpoint(then)
+    return engine.global_steps
+
+
+def test_a_meshs_replica_that_is_given_fewer_batches_ends_all(checkpoint, tmp_path):
+    longer, shorter = endings_of(2, _uneven_mesh, checkpoint(SMALL), str(tmp_path))
+    expected = "replica 1 of 2 made 2 optimizer steps and went on to save of global_step2, but replica 0 is in step 3"
+    for ending in (longer, shorter):
+        assert (ending.kind, ending.text[: len(expected)]) == ("RankError", expected), ending
+    assert "drop_last" in longer.text
+
+    longer, shorter = endings_of(2, _uneven_mesh, checkpoint(SMALL), "exit")
+    assert shorter.text == 2
+    assert longer.kind == "PeerLostError", longer
+    assert "rank 1 ended while rank 0 waited for it in backward of step 3" in longer.text
+    assert "replica 1 of 2 had made 2 optimizer steps, this is step 3" in longer.text
+
+
+# --- ranks that die in a step -------------------------------------------------------------------------------------
+
+
+def _die_in_a_step(path, way):
+    engine = make_engine(path, settings("1x2x2"))
+    train(engine, 1)
+
+    def fail(*_):
+        if way == "raise":
+            raise MemoryError("no room for more")
+        os._exit(1)
+
+    if torch.distributed.get_rank() == 1:
+        engine.module.model.layers[1].register_forward_pre_hook(fail)
+    train(engine, 1)
+
+
+@pytest.mark.parametrize("way", ["raise", "die"])
+def test_a_rank_of_a_mesh_that_is_gone_in_a_step_is_named_by_the_others(checkpoint, way):
+    endings = endings_of(4, _die_in_a_step, checkpoint(SMALL), way)
+    for rank in (0, 2, 3):
+        ending = endings[rank]
+        if way == "die":
+            assert endings[1] is None
+            assert (ending.kind, ending.rank) == ("PeerLostError", 1), ending
+            assert "rank 1 ended while rank" in ending.text
+            assert "waited for it in forward" in ending.text
+        else:
+            assert endings[1].kind == "MemoryError"
+            assert (ending.kind, ending.text, ending.rank) == (
+                "RankError",
+                "forward: MemoryError: no room for more",
+                1,
+            ), ending

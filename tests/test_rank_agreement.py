@@ -1,0 +1,192 @@
+"""Ranks that fail together: every exception, in whatever order the ranks come, and calls that don't match."""
+
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cuboid.errors import CheckpointError, ConfigError, CuboidError, PeerLostError, RankError
+from cuboid.mesh import Mesh
+from cuboid.rank_agreement import agreement_lane, gather_objects, raise_on_all_ranks, run_on_all_ranks
+from cuboid.topology import MeshShape
+from cuboid.verify.workers import WorkerError
+
+TIMEOUT_S = 60.0
+
+
+def _mesh():
+    mesh = Mesh(MeshShape(1, 2, 1))
+    mesh.connect_host()
+    return mesh
+
+
+def _raises(error):
+    raise error
+
+
+def _outcome(action, mesh, **kwargs):
+    """What a call ended with on this rank: the class, the words, the rank, and the class that it was raised from."""
+    try:
+        return run_on_all_ranks(action, mesh, **kwargs)
+    except BaseException as error:
+        return type(error), str(error), getattr(error, "rank", None), type(error.__cause__)
+
+
+# --- every exception -----------------------------------------------------------------------------------------------
+
+ERRORS = [
+    ConfigError("a key"),
+    CheckpointError("a file"),
+    RuntimeError("in a loader"),
+    MemoryError(),
+    KeyError("x"),
+    StopIteration(),
+    FileNotFoundError(2, "No such file", "model"),
+]
+
+
+def _every_exception():
+    mesh, seen = _mesh(), []
+    for number, error in enumerate(ERRORS):
+        failing = number % 2
+        fails = mesh.rank == failing
+        started = time.monotonic()
+        seen.append((failing, _outcome(lambda e=error, f=fails: _raises(e) if f else 7, mesh, what="work")))
+        # The next call isn't one behind.
+        assert _outcome(lambda: number, mesh, what=f"call {number}") == number  # noqa: B023
+        assert time.monotonic() - started < 10
+    return seen
+
+
+def test_every_exception_on_one_rank_is_raised_on_all_and_the_next_call_is_in_step(pool):
+    by_rank = pool.run(2, _every_exception, timeout_s=TIMEOUT_S)
+    expected = [
+        (ConfigError, "a key", ConfigError),
+        (CheckpointError, "a file", CheckpointError),
+        (RankError, "work: RuntimeError: in a loader", RuntimeError),
+        (RankError, "work: MemoryError", MemoryError),
+        (RankError, "work: KeyError: 'x'", KeyError),
+        (RankError, "work: StopIteration", StopIteration),
+        (CheckpointError, "model: No such file", FileNotFoundError),
+    ]
+    for rank, seen in enumerate(by_rank):
+        for (failing, (kind, text, origin, cause)), (wanted, words, original) in zip(seen, expected, strict=True):
+            assert (kind, text, origin) == (wanted, words, failing)
+            where_it_arose = rank == failing and original is not wanted
+            assert cause is (original if where_it_arose else type(None))
+
+
+def _alike_and_interrupted():
+    mesh = _mesh()
+    alike = _outcome(lambda: _raises(ConfigError("the same")), mesh)
+    interrupted = _outcome(lambda: _raises(KeyboardInterrupt()) if mesh.rank else None, mesh, what="work")
+    ended = _outcome(lambda: _raises(SystemExit(3)) if mesh.rank else None, mesh, what="work")
+    try:
+        raise_on_all_ranks(CheckpointError("mine") if mesh.rank == 0 else None, mesh)
+        raised = None
+    except CheckpointError as error:
+        raised = (str(error), error.rank)
+    return alike, interrupted, ended, raised, gather_objects(mesh.rank, mesh)
+
+
+def test_what_all_fail_with_has_no_rank_and_interrupts_go_on_where_they_arose(pool):
+    for rank, (alike, interrupted, ended, raised, gathered) in enumerate(
+        pool.run(2, _alike_and_interrupted, timeout_s=TIMEOUT_S)
+    ):
+        assert alike == (ConfigError, "the same", None, type(None))
+        told = "work: was stopped by"
+        assert interrupted[:3] == ((RankError, f"{told} KeyboardInterrupt", 1), (KeyboardInterrupt, "", None))[rank]
+        assert ended[:3] == ((RankError, f"{told} SystemExit: 3", 1), (SystemExit, "3", None))[rank]
+        assert raised == ("mine", 0)
+        assert gathered == [0, 1]
+
+
+# --- nested calls --------------------------------------------------------------------------------------------------
+
+
+def _nested():
+    mesh = _mesh()
+
+    def outer(fails_before):
+        if fails_before and mesh.rank == 1:
+            raise ValueError("between")
+        inner = run_on_all_ranks(lambda: mesh.rank, mesh, what="inner")
+        assert gather_objects(inner, mesh) == [0, 1]
+        run_on_all_ranks(lambda: _raises(OSError("late")) if mesh.rank == 0 else None, mesh, what="inner too")
+
+    seen = [_outcome(lambda n=fails: outer(n), mesh, what="outer") for fails in (True, False, True)]
+    with agreement_lane("another thread"):
+        seen.append(_outcome(lambda: "done", mesh))
+    return [*seen, _outcome(lambda: "done", mesh)]
+
+
+def test_a_rank_that_fails_outside_of_what_the_others_are_in_ends_them_too(pool):
+    for seen in pool.run(2, _nested, timeout_s=TIMEOUT_S):
+        between = (RankError, "outer: ValueError: between", 1)
+        assert [each[:3] for each in seen[:3]] == [between, (CheckpointError, "late", 0), between]
+        assert seen[3:] == ["done", "done"]
+
+
+# --- calls that don't match, and ranks that don't come ------------------------------------------------------------
+
+
+def _one_behind():
+    mesh = _mesh()
+    first = _outcome(lambda: 1, mesh, what="load" if mesh.rank == 0 else "save")
+    return first, _outcome(lambda: 2, mesh, what="go on")
+
+
+def test_ranks_that_make_different_calls_are_told_so(pool):
+    for first, second in pool.run(2, _one_behind, timeout_s=TIMEOUT_S):
+        assert first[0] is RankError
+        assert "another rank is in" in first[1]
+        assert second == 2
+
+
+def _one_ends():
+    mesh = _mesh()
+    run_on_all_ranks(lambda: None, mesh)
+    if mesh.rank == 1:
+        os._exit(9)
+    started = time.monotonic()
+    try:
+        run_on_all_ranks(lambda: None, mesh, what="a save")
+    except PeerLostError as error:
+        assert time.monotonic() - started < 15
+        raise CuboidError(f"told: {error}") from error
+
+
+def test_a_rank_that_ended_is_named(pool):
+    with pytest.raises(WorkerError) as caught:
+        pool.run(2, _one_ends, timeout_s=TIMEOUT_S)
+    # The pool has seen it end before the other rank does.
+    assert caught.value.kind == "Died"
+
+
+def _one_does_not_come():
+    mesh = _mesh()
+    if mesh.rank == 1:
+        time.sleep(3.5)
+        return _outcome(lambda: None, mesh, what="a save")
+    return _outcome(lambda: None, mesh, what="a save")
+
+
+def _with_a_timeout():
+    dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout = timedelta(seconds=1)
+    return _one_does_not_come()
+
+
+def test_a_rank_that_does_not_come_is_named_when_the_groups_timeout_is_over(pool):
+    for outcome in pool.run(2, _with_a_timeout, timeout_s=TIMEOUT_S):
+        assert outcome[0] is PeerLostError
+        assert outcome[1].startswith("rank 1 of 2 didn't come to a save within 1 s")
+
+
+def test_without_other_ranks_an_error_goes_on_as_it_is():
+    mesh = Mesh(MeshShape(), rank=0, world_size=1)
+    with pytest.raises(KeyError):
+        run_on_all_ranks(lambda: {}["x"], mesh)
+    assert run_on_all_ranks(lambda: torch.ones(1).item(), None) == 1
