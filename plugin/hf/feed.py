@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from cuboid.errors import CuboidError
-from cuboid.hf.batch import TENSORS, check_shapes
+from cuboid.hf.batch import TENSORS, check_tensors
 from cuboid.mesh import Mesh
 
 #: By the names in :data:`TENSORS`, integers all of them.
@@ -48,13 +48,10 @@ def read_micro_batch(batch: Any) -> MicroBatch:
     if "input_ids" not in given:
         raise CuboidError("a pipeline's micro-batch needs input_ids [batch, sequence]")
     tensors = {name: torch.as_tensor(value) for name, value in given.items()}
-    shape = list(tensors["input_ids"].shape)
-    if 0 in shape:
-        raise CuboidError(f"input_ids must be [batch, sequence], not {shape}")
-    check_shapes(tensors)
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point():
-            raise CuboidError(f"{name} holds {tensor.dtype}; a pipeline takes integers there")
+    check_tensors(tensors)
+    if "attention_mask" in tensors:
+        # A mask may hold anything that is zero or isn't, but travels with the integers.
+        tensors["attention_mask"] = (tensors["attention_mask"] != 0).to(torch.int64)
     return tensors
 
 

@@ -133,7 +133,7 @@ class Pipeline:
             for batch, own in zip(micro_batches, lengths, strict=True)
         ]
         shape = PipelineShape(self._staging.cut.stages, count, len(lengths[0]))
-        return _Step(shape, cut, lengths, self._items(micro_batches))
+        return _Step(shape, cut, lengths, self._items(shared, micro_batches))
 
     def _check_length(self, length: int) -> None:
         longest = self._staging.outline.longest
@@ -156,12 +156,37 @@ class Pipeline:
     def _device(self) -> torch.device:
         return next(self._model.parameters()).device
 
-    def _items(self, micro_batches: list[MicroBatch]) -> int:
-        """Label tokens of all replicas; 1 if there are none, so that the loss is 0."""
-        items = torch.stack([label_tokens(batch) for batch in micro_batches]).sum()
+    def _items(self, given: list[MicroBatch], micro_batches: list[MicroBatch]) -> int:
+        """Label tokens of all replicas; 1 if there are none, so that the loss is 0.
+
+        Args:
+            given: the micro-batches as they came.
+            micro_batches: with shifted labels.
+
+        Raises:
+            CuboidError: on every rank, where a number in any replica's micro-batches is in no table. That travels with
+                the number of tokens.
+        """
+        limits = self._model.cuboid.whole.limits
+        strays = [limits.strays(name, x) for batch in given for name, x in batch.items()]
+        found = torch.stack([outside.sum() for outside in strays if outside is not None]).sum()
+        tokens = torch.stack([label_tokens(batch) for batch in micro_batches]).sum()
+        totals = torch.stack([tokens, found])
         if self.mesh.topology.data > 1:
-            dist.all_reduce(items, group=self.mesh.data_parallel_group)
+            dist.all_reduce(totals, group=self.mesh.data_parallel_group)
+        items, stray = totals.tolist()
+        if stray:
+            raise self._stray_error(given)
         return max(int(items), 1)
+
+    def _stray_error(self, given: list[MicroBatch]) -> CuboidError:
+        limits = self._model.cuboid.whole.limits
+        for number, batch in enumerate(given):
+            for name, x in batch.items():
+                outside = limits.strays(name, x)
+                if outside is not None and bool(outside.any()):
+                    return limits.error(name, x, where=f" of micro-batch {number}")
+        return CuboidError("another replica's micro-batches hold numbers that no table has; its own ranks say which")
 
     def _run(
         self,

@@ -15,9 +15,9 @@ from cuboid.errors import ConfigError, CuboidError, UnsupportedModelError
 from cuboid.hf.attention import check_attention
 from cuboid.hf.costs import model_sizes
 from cuboid.hf.layouts import Blueprint
-from cuboid.hf.model import ShardedModel, Sharding, sharded_loss
+from cuboid.hf.model import ShardedModel, Sharding, WholeModel, sharded_loss
 from cuboid.hf.outline import Outline, draw_outline
-from cuboid.hf.segments import UnitSlot, check_segments, use_segment_attention
+from cuboid.hf.segments import UnitSlot, check_segments, running_unit, use_segment_attention
 from cuboid.hf.stages import StageCut, cut_at, cut_stage, plan_stages, shared_parameters
 from cuboid.hf.stand_ins import Entrance
 from cuboid.hf.swap import ShardOf, swap_modules
@@ -36,6 +36,7 @@ class Staging:
         sizes: of the whole model, for costs; None where nothing asks for them.
         config: what the pipeline was asked for.
         entrance: where the hidden state comes in, on all stages but the first.
+        whole: what to remember of the model before it was cut.
         shared: parameters that the first and the last stage both have, by name.
         slot: tells the attention functions which unit is running.
     """
@@ -46,6 +47,7 @@ class Staging:
     sizes: ModelSizes | None
     config: CuboidConfig
     entrance: Entrance | None = None
+    whole: WholeModel | None = None
     shared: dict[str, nn.Parameter] = field(default_factory=dict)
     slot: UnitSlot = field(default_factory=UnitSlot)
 
@@ -106,6 +108,7 @@ def _asks_for_costs(pipeline: PipelineConfig) -> bool:
 
 def cut_model(model: PreTrainedModel, staging: Staging) -> None:
     """Leave of a model, on any device, what this stage needs; in place."""
+    staging.whole = WholeModel.of(model, staging.outline.longest)
     staging.entrance = cut_stage(model, staging.outline, staging.cut)
 
 
@@ -129,8 +132,11 @@ def finish_stage(
     use_segment_attention(model.config, own, staging.slot, mesh)
     staging.shared = shared_parameters(model, staging.outline, staging.cut)
     base = type(model)
-    model.cuboid = Sharding(mesh, staging.config.tensor_parallel, base, attention=own)
+    assert staging.whole is not None
+    model.cuboid = Sharding(mesh, staging.config.tensor_parallel, base, own, staging.whole)
     model.staging = staging
+    inner: Any = model.get_submodule(staging.outline.base)
+    inner.__class__ = _stage_base_class(type(inner))
     model.__class__ = _stage_class(base)  # type: ignore[arg-type, assignment]
     return model
 
@@ -142,10 +148,28 @@ def _stage_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     # Trainers read this signature to learn which columns the model takes.
     @functools.wraps(base.forward)
     def forward(*_: Any, **__: Any) -> Any:
-        raise CuboidError(
-            "a pipeline stage has no forward of its own; give micro-batches to the engine's train_batch or eval_batch, "
-            "or use cuboid.CuboidTrainer in place of the Hugging Face Trainer"
-        )
+        raise _no_forward()
 
     members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (StageModel, base), members)
+
+
+@functools.cache
+def _stage_base_class(base: type[nn.Module]) -> type[nn.Module]:
+    """A subclass that runs units only: called by itself, a stage's base model would give what is nobody's."""
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if running_unit() is None:
+            raise _no_forward()
+        return base.forward(self, *args, **kwargs)
+
+    members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (base,), members)
+
+
+def _no_forward() -> CuboidError:
+    return CuboidError(
+        "a pipeline stage has no forward of its own; give micro-batches to the engine's train_batch or eval_batch, or "
+        "use cuboid.CuboidTrainer in place of the Hugging Face Trainer"
+    )
