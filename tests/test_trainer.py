@@ -40,10 +40,10 @@ SCRIPT = """
     )
     metrics = lambda p: {"shape": list(p.predictions.shape), "mean": float(np.mean(p.predictions))}
     trainer = Trainer(
-        model=AutoModelForCausalLM.from_pretrained(path), args=arguments, train_dataset=Tokens(32),
-        eval_dataset=Tokens(int(sys.argv[5])), compute_metrics=metrics,
+        model=AutoModelForCausalLM.from_pretrained(path), args=arguments, train_dataset=Tokens(int(sys.argv[5])),
+        eval_dataset=Tokens(int(sys.argv[6])), compute_metrics=metrics,
     )
-    trainer.train(resume_from_checkpoint=sys.argv[6] if len(sys.argv) > 6 else None)
+    trainer.train(resume_from_checkpoint=sys.argv[7] if len(sys.argv) > 7 else None)
     evaluated = trainer.evaluate()
     trainer.save_model(out)
     if arguments.process_index == 0:
@@ -88,26 +88,27 @@ def resumes_on_another_mesh(paths, losses, evaluation):
     checkpoint = paths / "sharded2" / "checkpoint-2"
     AutoModelForCausalLM.from_pretrained(checkpoint)
     config = json.dumps(config_of({"hidden": 2}))
-    arguments = (paths / "script.py", paths / "start", paths / "resumed", config, 4, 30, checkpoint)
+    arguments = (paths / "script.py", paths / "start", paths / "resumed", config, 4, 23, 29, checkpoint)
     rest, evaluated = result_of(*torchrun(2, *arguments))
     assert [entry["step"] for entry in rest] == [1, 2, 3]
     assert rest[-1]["loss"] == pytest.approx(losses[-1]["loss"], rel=1e-6)
     assert evaluated["eval_loss"] == pytest.approx(evaluation, rel=1e-6)
 
 
-# Two ranks share one stream of data, whose last batch is short; of four ranks, two pairs have one stream each, of which
-# accelerate fills up the last batch, so that only whole batches compare.
+# Two ranks share one stream of data, whose last batch is short, and odd; of four ranks, two pairs have one stream each,
+# of which accelerate fills up the last batch, so that only whole batches compare.
 @pytest.mark.parametrize(
-    ("ranks", "mesh", "evaluated"),
-    [(2, {"sequence": 2}, 30), pytest.param(4, {"hidden": 2}, 32, marks=pytest.mark.slow)],
+    ("ranks", "mesh", "trained", "evaluated"),
+    [(2, {"batch": 2}, 23, 29), pytest.param(4, {"hidden": 2}, 32, 32, marks=pytest.mark.slow)],
     ids=["one replica", "two replicas"],
 )
-def test_the_trainer_gives_what_it_gives_alone(paths, ranks, mesh, evaluated):
+def test_the_trainer_gives_what_it_gives_alone(paths, ranks, mesh, trained, evaluated):
     rows, replicas = 4, ranks // 2
     script, start = paths / "script.py", paths / "start"
-    alone = run(sys.executable, script, start, paths / f"alone{ranks}", "null", rows * replicas, evaluated)
+    alone = run(sys.executable, script, start, paths / f"alone{ranks}", "null", rows * replicas, trained, evaluated)
     expected, expected_evaluation = result_of(*alone)
-    sharded = torchrun(ranks, script, start, paths / f"sharded{ranks}", json.dumps(config_of(mesh)), rows, evaluated)
+    arguments = (start, paths / f"sharded{ranks}", json.dumps(config_of(mesh)), rows, trained, evaluated)
+    sharded = torchrun(ranks, script, *arguments)
     losses, evaluation = result_of(*sharded)
     assert len(losses) == len(expected) == 3
     for step, expected_step in zip(losses, expected, strict=True):
