@@ -5,7 +5,6 @@ import functools
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -14,6 +13,7 @@ from transformers import (
     LlamaForSequenceClassification,
     PreTrainedModel,
 )
+from transformers.utils import is_peft_available
 
 import cuboid
 from cuboid.hf.pipeline import Pipeline
@@ -328,9 +328,11 @@ def refused(mesh):
         "push_to_hub": message(lambda: model.push_to_hub("mine")),
         "compile": message(model.compile),
         "set_input_embeddings": message(lambda: model.set_input_embeddings(torch.nn.Embedding(1, 1))),
-        "add_adapter": message(lambda: model.add_adapter(LoraConfig())),
-        "peft": message(lambda: get_peft_model(model, LoraConfig(target_modules="all-linear"))),
+        "add_adapter": message(lambda: model.add_adapter(None)),
+        "load_adapter": message(lambda: model.load_adapter("somewhere")),
     }
+    if is_peft_available():
+        found["peft"] = message(lambda: with_adapters(model))
     with pytest.raises(RuntimeError) as error:
         torch.compile(model)(input_ids=ids)
     found["torch.compile"] = str(error.value)
@@ -356,8 +358,7 @@ def test_what_a_sharded_model_cant_do_is_refused_with_what_it_can(pool):
     assert "save_pretrained(folder, push_to_hub=True" in found["push_to_hub"]
     for name in ("compile", "torch.compile"):
         assert "for layer in model.base_model.layers: layer.compile()" in found[name]
-    assert found["peft"].startswith("PeftModel puts adapters of PEFT around LlamaForCausalLM")
-    for name in ("peft", "add_adapter"):
+    for name in {"peft", "add_adapter", "load_adapter"} & found.keys():
         assert "merge_and_unload" in found[name]
     assert found["neftune"].startswith("neftune_noise_alpha")
     assert "layers.0.mlp.up_proj" in found["surgery"]
@@ -372,14 +373,11 @@ def test_other_kinds_of_models_are_refused_by_name_and_task(monkeypatch, tmp_pat
     classifier = LlamaForSequenceClassification(LLAMA.config())
     llama = built(LLAMA)
     llama.save_pretrained(tmp_path / "llama")
-    wrapped = get_peft_model(built(LLAMA), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
-    wrapped.save_pretrained(tmp_path / "adapters")
     expected = {
         "LlamaForSequenceClassification is for sequence classification": classifier,
         "BertForMaskedLM is for masked language modelling": BertForMaskedLM(bert),
         "LlamaModel has no language-modelling head": llama.base_model,
         "Linear isn't a model of transformers": torch.nn.Linear(2, 2),
-        "PeftModelForCausalLM has adapters of PEFT around LlamaForCausalLM": wrapped,
         "torch.compile can't compile LlamaForCausalLM as a whole": torch.compile(llama),
     }
     for start, model in expected.items():
@@ -390,5 +388,26 @@ def test_other_kinds_of_models_are_refused_by_name_and_task(monkeypatch, tmp_pat
                 load = functools.partial(type(model).from_pretrained, tmp_path / "llama")
                 assert message(load).startswith(start)
         assert message(lambda: AutoModel.from_pretrained(tmp_path / "llama")).startswith("LlamaModel has no")
+
+
+def with_adapters(model):
+    # Nobody needs it to run the other tests.
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+@pytest.mark.skipif(not is_peft_available(), reason="PEFT isn't installed")
+def test_adapters_are_refused_wherever_they_are(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    config = mode("1x2x1")
+    built(LLAMA).save_pretrained(tmp_path / "llama")
+    llama = AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
+    wrapped = with_adapters(llama)
+    wrapped.save_pretrained(tmp_path / "adapters")
+    for model, name in ((wrapped, "PeftModelForCausalLM"), (llama, "LlamaForCausalLM")):
+        assert message(lambda model=model: cuboid.shard(model, config)).startswith(f"{name} has adapters of PEFT")
+    with cuboid.scope(config):
         adapters = message(lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "adapters"))
-        assert adapters.startswith(f"{tmp_path / 'adapters'} holds adapters of PEFT")
+    assert adapters.startswith(f"{tmp_path / 'adapters'} holds adapters of PEFT")

@@ -9,13 +9,10 @@ queue, so that it waits for this forward to begin and never for one to end.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from cuboid.errors import CuboidError
 from cuboid.hf.batch import IGNORE_INDEX, LABELS, TENSORS, given_tensors
@@ -101,27 +98,17 @@ class BatchCheck:
             found += (sums != sums[0]).any(0).unbind()
         self._verdict = _OnHost(torch.stack(found))
 
-    @contextmanager
-    def read_behind(self, module: nn.Module) -> Iterator[None]:
-        """Inside, what the verdict says is raised: on a CPU at once, else when ``module`` was called, or at the end.
+    def read_if_there(self) -> None:
+        """:meth:`read` where nobody has to wait for it, which is on a CPU."""
+        if self._verdict.is_there:
+            self.read()
 
-        That is early enough for ranks whose sequences differ in length: the device waits for ever for collectives that
-        don't fit together, but the host comes here.
+    def read(self) -> None:
+        """Raise what the verdict says, if it is bad. Later calls do nothing.
 
         Raises:
             CuboidError: on every rank of the mesh.
         """
-        if self._verdict.is_there:
-            self.read()
-        hook = module.register_forward_hook(lambda *_: self.read())
-        try:
-            yield
-        finally:
-            hook.remove()
-        self.read()
-
-    def read(self) -> None:
-        """Raise what the verdict says, if it is bad. Later calls do nothing."""
         if not self._tensors:
             return
         tensors, self._tensors = self._tensors, {}

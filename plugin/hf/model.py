@@ -74,6 +74,8 @@ class Sharding:
     #: Largest size in float32 of the logits of which a loss alone is made, on one rank.
     chunk_bytes: int = CHUNK_BYTES
     checked: bool = False
+    #: Of the micro-batch that the forward which is running was given.
+    check: BatchCheck | None = None
 
 
 class ShardedModel(WholeInterface):
@@ -117,6 +119,7 @@ def shard_modules(
         inner.cuboid = model.cuboid
         inner.__class__ = _sharded_base_class(type(inner))  # type: ignore[arg-type]
     _guard_ends(model)
+    next(iter(attention.values())).register_forward_hook(_VerdictReader(model.cuboid))
     model.__class__ = _sharded_class(base)  # type: ignore[arg-type]
     model.cuboid.modules = {module: type(module) for module in model.modules()}
     return model
@@ -127,6 +130,22 @@ def _learned_positions(model: PreTrainedModel) -> int | None:
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     others = [table.num_embeddings for table in tables if table is not model.get_input_embeddings()]
     return min(others, default=None)
+
+
+@dataclass
+class _VerdictReader:
+    """A forward hook of the first attention: by then the device has enough to do, and its host can look at the verdict.
+
+    And it is early enough for ranks whose sequences differ in length. The device waits for ever for collectives that
+    don't fit together, but the host comes here.
+    """
+
+    sharding: Sharding
+
+    @uncompiled
+    def __call__(self, *_: Any) -> None:
+        if self.sharding.check is not None:
+            self.sharding.check.read()
 
 
 def _guard_ends(model: PreTrainedModel) -> None:
@@ -264,9 +283,14 @@ def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
         )
     batch = take_local_batch(arguments, model.config, sharding.mesh)
     check = BatchCheck(arguments, sharding.whole.limits, sharding.mesh, (model.training, torch.is_grad_enabled()))
-    first = next(iter(sharding.attention.values()))
-    with whole_sequence(Lengths(batch.length, batch.padded)), check.read_behind(first):
-        yield batch
+    check.read_if_there()
+    sharding.check = check
+    try:
+        with whole_sequence(Lengths(batch.length, batch.padded)):
+            yield batch
+        check.read()
+    finally:
+        sharding.check = None
     if not sharding.checked:
         check_attention_ran(sharding.attention)
         sharding.checked = True
