@@ -89,7 +89,11 @@ class BatchCheck:
         self._tensors = given_tensors(arguments)
         self._ignore_index: int = arguments.get("ignore_index", IGNORE_INDEX)
         self._limits, self._mesh = limits, mesh
-        device = self._tensors["input_ids"].device
+        ids = self._tensors["input_ids"]
+        device = ids.device
+        if limits.positions is not None and "position_ids" not in self._tensors:
+            # What the model counts by itself then.
+            self._tensors["position_ids"] = torch.arange(ids.shape[1], device=device).unsqueeze(0)
         strays = {name: limits.strays(name, x, self._ignore_index) for name, x in self._tensors.items()}
         self._bounded = [name for name, outside in strays.items() if outside is not None]
         found = [outside.any() for outside in strays.values() if outside is not None]
