@@ -281,10 +281,6 @@ def as_the_whole_model(mesh):
     model.base_model.norm.weight.requires_grad_(False)
     assert model.num_parameters(only_trainable=True) == plain.num_parameters() - LLAMA.hidden
     model.base_model.norm.weight.requires_grad_(True)
-    # The Trainer adds up those of all ranks.
-    assert 2 * model.floating_point_ops({"input_ids": ids}) == 6 * ids.numel() * plain.num_parameters(
-        exclude_embeddings=True
-    )
     model.tie_weights()
     assert model.lm_head.weight is model.base_model.embed_tokens.weight
     twin = copy.deepcopy(model)

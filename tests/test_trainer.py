@@ -47,7 +47,7 @@ SCRIPT = """
     evaluated = trainer.evaluate()
     trainer.save_model(out)
     if arguments.process_index == 0:
-        print("RESULT" + json.dumps([trainer.state.log_history, evaluated]))
+        print("RESULT" + json.dumps([trainer.state.log_history, {**evaluated, "flos": trainer.state.total_flos}]))
     # A rank that leaves first would take the others' connections along.
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -115,6 +115,7 @@ def test_the_trainer_gives_what_it_gives_alone(paths, ranks, mesh, trained, eval
         assert step["loss"] == pytest.approx(expected_step["loss"], rel=1e-5)
         assert step["grad_norm"] == pytest.approx(expected_step["grad_norm"], rel=1e-4)
     assert evaluation["eval_loss"] == pytest.approx(expected_evaluation["eval_loss"], rel=1e-5)
+    assert evaluation["flos"] == expected_evaluation["flos"]
     assert evaluation["eval_shape"] == expected_evaluation["eval_shape"] == [evaluated, 11, 67]
     assert evaluation["eval_mean"] == pytest.approx(expected_evaluation["eval_mean"], rel=1e-3)
     if ranks == 2:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from typing import Any
 
 import torch
@@ -98,12 +97,6 @@ class WholeInterface:
             frozen = {name for name, own in self.named_parameters() if not own.requires_grad}
             counts = {name: count for name, count in counts.items() if name not in frozen}
         return sum(counts.values())
-
-    def floating_point_ops(self: Any, inputs: dict[str, Any], exclude_embeddings: bool = True) -> int:
-        """This rank's share of a micro-batch's operations, forward and backward. The Trainer adds up all ranks'."""
-        tokens = math.prod(inputs["input_ids"].shape) if inputs.get("input_ids") is not None else 0
-        operations = 6 * tokens * self.num_parameters(exclude_embeddings=exclude_embeddings)
-        return operations // len(self.cuboid.mesh.copy_ranks)
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Of a model on one rank. On several it would be this rank's part, under the names of whole tensors.
