@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cuboid.patches import accelerate, deepspeed, interpreter, transformers
+from cuboid.patches import accelerate, deepspeed, interpreter, peft, transformers
 
-_ALL = [*transformers.PATCHES, *accelerate.PATCHES, *deepspeed.PATCHES, *interpreter.PATCHES]
+_ALL = [*transformers.PATCHES, *accelerate.PATCHES, *peft.PATCHES, *deepspeed.PATCHES, *interpreter.PATCHES]
 
 
 def register() -> None:

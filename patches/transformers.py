@@ -61,6 +61,19 @@ def _save_model(original: Any) -> Any:
     return save_model
 
 
+def _floating_point_ops(original: Any) -> Any:
+    @functools.wraps(original)
+    def floating_point_ops(self: Any, inputs: dict[str, Any]) -> int:
+        operations: int = original(self, inputs)
+        model = self.model
+        # The Trainer adds up all ranks', of which those of one copy of the model share a batch's.
+        if not isinstance(model, ShardedModel):
+            return operations
+        return operations // len(model.cuboid.mesh.copy_ranks)
+
+    return floating_point_ops
+
+
 def _config_kept_alive() -> CuboidConfig | None:
     """Cuboid's part of the ``HfDeepSpeedConfig`` that is alive, if any."""
     source = deepspeed_config()
@@ -88,6 +101,13 @@ PATCHES: list[Patch | Registration] = [
         reason="let all ranks write a sharded model together, instead of gathering it on one",
         parameters=("output_dir", "_internal_call"),
         replace=_save_model,
+    ),
+    Patch(
+        target="transformers.trainer:Trainer.floating_point_ops",
+        package="transformers",
+        reason="count the operations of a batch once, though several ranks compute it together",
+        parameters=("inputs",),
+        replace=_floating_point_ops,
     ),
     Registration(AttentionInterface, {f"cuboid_{name}": attention_twin(name) for name in IMPLEMENTATIONS}),
     Registration(AttentionMaskInterface, {f"cuboid_{name}": mask_twin(name) for name in IMPLEMENTATIONS}),

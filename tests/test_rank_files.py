@@ -26,6 +26,7 @@ from cuboid.errors import CheckpointError, CuboidError, UnsupportedModelError
 from cuboid.hf.rank_folder import RankFolder, RankTensor, StoredLayout, file_name
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.layout import Layout, take_shard
+from cuboid.tensor3d.parameter import local_state
 from cuboid.topology import AXES, MeshShape
 from cuboid.verify import SmallModel
 
@@ -229,7 +230,7 @@ def test_a_rank_loads_of_its_own_file_what_it_would_cut_out_of_the_whole(
         cut = load(monkeypatch, path, config, rank, 2 * places)
         own = _machine_of(cut.cuboid.mesh, tmp_path)
         model = load(monkeypatch, own, config, rank, 2 * places)
-        wanted, state = cut.state_dict(), model.state_dict()
+        wanted, state = local_state(cut), local_state(model)
         assert state.keys() == wanted.keys()
         tensors = [name for name, x in wanted.items() if isinstance(x, torch.Tensor)]
         assert all(torch.equal(state[name], wanted[name]) for name in tensors)

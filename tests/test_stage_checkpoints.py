@@ -19,6 +19,7 @@ from cuboid.hf.head import Head, chunked_loss
 from cuboid.hf.outline import draw_outline
 from cuboid.tensor3d.collectives import own_slice
 from cuboid.tensor3d.loss import shifted
+from cuboid.tensor3d.parameter import local_state
 from cuboid.topology import MeshShape
 from cuboid.verify import SmallModel
 
@@ -78,7 +79,7 @@ def test_a_stage_reads_its_own_tensors_only(monkeypatch, checkpoint, caplog, sma
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="transformers"):
             model = load_stage(monkeypatch, path, stage, len(counts), balance=counts)
-        own = {name: x for name, x in model.state_dict().items() if name in whole}
+        own = {name: x for name, x in local_state(model).items() if name in whole}
         assert {name for name, _ in model.named_parameters()} == set(own)
         assert all(torch.equal(x, whole[name]) for name, x in own.items())
         assert counted.count == sum(x.nbytes for x in own.values())
@@ -112,7 +113,7 @@ def test_architectures_without_rules_for_a_mesh_load_too(monkeypatch, tmp_path):
     for stage in range(3):
         counted.count = 0
         part = load_stage(monkeypatch, tmp_path, stage, 3)
-        own = part.state_dict()
+        own = local_state(part)
         assert all(torch.equal(x, whole[name]) for name, x in own.items())
         assert counted.count == sum(parameter.nbytes for parameter in part.parameters())
 
@@ -128,7 +129,7 @@ def test_a_checkpoint_of_the_base_model_without_its_prefix(monkeypatch, checkpoi
     (tmp_path / "config.json").write_text((Path(checkpoint(TIED)) / "config.json").read_text())
     for stage in range(2):
         with caplog.at_level(logging.WARNING, logger="transformers"):
-            own = load_stage(monkeypatch, tmp_path, stage, 2).state_dict()
+            own = local_state(load_stage(monkeypatch, tmp_path, stage, 2))
         assert all(torch.equal(x, whole[name]) for name, x in own.items() if name in whole)
     assert "UNEXPECTED" not in caplog.text
 

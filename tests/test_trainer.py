@@ -40,14 +40,14 @@ SCRIPT = """
     )
     metrics = lambda p: {"shape": list(p.predictions.shape), "mean": float(np.mean(p.predictions))}
     trainer = Trainer(
-        model=AutoModelForCausalLM.from_pretrained(path), args=arguments, train_dataset=Tokens(32),
-        eval_dataset=Tokens(int(sys.argv[5])), compute_metrics=metrics,
+        model=AutoModelForCausalLM.from_pretrained(path), args=arguments, train_dataset=Tokens(int(sys.argv[5])),
+        eval_dataset=Tokens(int(sys.argv[6])), compute_metrics=metrics,
     )
-    trainer.train(resume_from_checkpoint=sys.argv[6] if len(sys.argv) > 6 else None)
+    trainer.train(resume_from_checkpoint=sys.argv[7] if len(sys.argv) > 7 else None)
     evaluated = trainer.evaluate()
     trainer.save_model(out)
     if arguments.process_index == 0:
-        print("RESULT" + json.dumps([trainer.state.log_history, evaluated]))
+        print("RESULT" + json.dumps([trainer.state.log_history, {**evaluated, "flos": trainer.state.total_flos}]))
     # A rank that leaves first would take the others' connections along.
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -88,32 +88,34 @@ def resumes_on_another_mesh(paths, losses, evaluation):
     checkpoint = paths / "sharded2" / "checkpoint-2"
     AutoModelForCausalLM.from_pretrained(checkpoint)
     config = json.dumps(config_of({"hidden": 2}))
-    arguments = (paths / "script.py", paths / "start", paths / "resumed", config, 4, 30, checkpoint)
+    arguments = (paths / "script.py", paths / "start", paths / "resumed", config, 4, 23, 29, checkpoint)
     rest, evaluated = result_of(*torchrun(2, *arguments))
     assert [entry["step"] for entry in rest] == [1, 2, 3]
     assert rest[-1]["loss"] == pytest.approx(losses[-1]["loss"], rel=1e-6)
     assert evaluated["eval_loss"] == pytest.approx(evaluation, rel=1e-6)
 
 
-# Two ranks share one stream of data, whose last batch is short; of four ranks, two pairs have one stream each, of which
-# accelerate fills up the last batch, so that only whole batches compare.
+# Two ranks share one stream of data, whose last batch is short, and odd; of four ranks, two pairs have one stream each,
+# of which accelerate fills up the last batch, so that only whole batches compare.
 @pytest.mark.parametrize(
-    ("ranks", "mesh", "evaluated"),
-    [(2, {"sequence": 2}, 30), pytest.param(4, {"hidden": 2}, 32, marks=pytest.mark.slow)],
+    ("ranks", "mesh", "trained", "evaluated"),
+    [(2, {"batch": 2}, 23, 29), pytest.param(4, {"hidden": 2}, 32, 32, marks=pytest.mark.slow)],
     ids=["one replica", "two replicas"],
 )
-def test_the_trainer_gives_what_it_gives_alone(paths, ranks, mesh, evaluated):
+def test_the_trainer_gives_what_it_gives_alone(paths, ranks, mesh, trained, evaluated):
     rows, replicas = 4, ranks // 2
     script, start = paths / "script.py", paths / "start"
-    alone = run(sys.executable, script, start, paths / f"alone{ranks}", "null", rows * replicas, evaluated)
+    alone = run(sys.executable, script, start, paths / f"alone{ranks}", "null", rows * replicas, trained, evaluated)
     expected, expected_evaluation = result_of(*alone)
-    sharded = torchrun(ranks, script, start, paths / f"sharded{ranks}", json.dumps(config_of(mesh)), rows, evaluated)
+    arguments = (start, paths / f"sharded{ranks}", json.dumps(config_of(mesh)), rows, trained, evaluated)
+    sharded = torchrun(ranks, script, *arguments)
     losses, evaluation = result_of(*sharded)
     assert len(losses) == len(expected) == 3
     for step, expected_step in zip(losses, expected, strict=True):
         assert step["loss"] == pytest.approx(expected_step["loss"], rel=1e-5)
         assert step["grad_norm"] == pytest.approx(expected_step["grad_norm"], rel=1e-4)
     assert evaluation["eval_loss"] == pytest.approx(expected_evaluation["eval_loss"], rel=1e-5)
+    assert evaluation["flos"] == expected_evaluation["flos"]
     assert evaluation["eval_shape"] == expected_evaluation["eval_shape"] == [evaluated, 11, 67]
     assert evaluation["eval_mean"] == pytest.approx(expected_evaluation["eval_mean"], rel=1e-3)
     if ranks == 2:

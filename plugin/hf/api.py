@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from cuboid.compatibility import check_framework_config
 from cuboid.config import CuboidConfig, require_config
 from cuboid.config_file import ConfigSource
-from cuboid.errors import CuboidError, UnsupportedModelError
+from cuboid.errors import CuboidError
 from cuboid.hf.auto import choose_mesh
+from cuboid.hf.kinds import check_model
 from cuboid.hf.layouts import draw_blueprint
 from cuboid.hf.model import FormerParameters, ShardedModel, shard_modules, sharding_of, unwrap
 from cuboid.hf.save import save_sharded
@@ -89,10 +90,7 @@ def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTra
     parsed = _checked(config)
     if isinstance(model, ShardedModel):
         raise CuboidError("the model is sharded already")
-    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} isn't a causal language model of transformers, the only kind with rules so far"
-        )
+    check_model(model)
     former = FormerParameters(model)
     sharded = _shard(model, parsed)
     sharding_of(sharded).former = former

@@ -53,6 +53,11 @@ def whole_sequence(lengths: Lengths) -> Iterator[None]:
         _lengths.reset(token)
 
 
+def is_in_forward() -> bool:
+    """Whether this thread is inside of :func:`whole_sequence`: in a forward that knows what its parts are parts of."""
+    return _lengths.get(None) is not None
+
+
 def use_sharded_attention(config: PretrainedConfig, modules: list[nn.Module], mesh: Mesh) -> None:
     """Point a model's config at the twin of its attention implementation, which :func:`check_attention` found."""
     for module in modules:

@@ -13,12 +13,13 @@ from transformers import PretrainedConfig
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.hf.cases import rope_types, thresholds
 from cuboid.mesh import Mesh
-from cuboid.tensor3d.collectives import all_gather, own_slice, padded_length
-from cuboid.topology import AXES, divisors
+from cuboid.tensor3d.collectives import own_slice, padded_length
 
 IGNORE_INDEX = -100
 #: What a micro-batch may hold, each ``[B, S]``; positions also ``[1, S]``.
 TENSORS = ("input_ids", "labels", "attention_mask", "position_ids", "shift_labels")
+LABELS = ("labels", "shift_labels")
+_INDICES = (torch.int64, torch.int32)
 #: Arguments that mean "nothing special" with these values and have no rule with others.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "use_cache": (None, False),
@@ -38,12 +39,14 @@ class LocalBatch:
     """This rank's part of a micro-batch.
 
     Args:
-        tensors: ``[B/b, S']`` ids, mask, positions and labels, S' being S padded to a multiple of the mesh's needs.
+        tensors: ``[B'/b, S']`` ids, mask, positions and labels; B' and S' are B and S filled up to what the mesh needs.
+        rows: B.
         length: S.
         options: the forward's other arguments, unchanged.
     """
 
     tensors: dict[str, torch.Tensor]
+    rows: int
     length: int
     options: dict[str, Any]
 
@@ -63,45 +66,33 @@ def take_local_batch(
 ) -> LocalBatch:
     """Check a forward's arguments, cut its batch dim over `batch`, and pad its sequence dim to ``at_least`` or more.
 
+    A batch that `batch` doesn't divide, as the last one of a data loader, is filled up with copies of its last row
+    without labels: they add nothing to the loss nor to any gradient.
+
     Raises:
         UnsupportedModelError: an argument that a sharded model has no rule for.
-        CuboidError: shapes that contradict each other, or a batch that doesn't divide.
+        CuboidError: shapes that contradict each other.
     """
     _refuse(arguments)
-    whole = {name: arguments[name] for name in TENSORS if arguments.get(name) is not None}
+    whole = given_tensors(arguments)
     options = {name: value for name, value in arguments.items() if name not in (*TENSORS, *_REFUSED)}
-    check_shapes(whole)
-    _check_rows(whole["input_ids"].shape[0], mesh)
-    length = whole["input_ids"].shape[1]
+    check_tensors(whole)
+    rows, length = whole["input_ids"].shape
     if "position_ids" not in whole:
         whole["position_ids"] = torch.arange(length, device=whole["input_ids"].device).unsqueeze(0)
+    more = padded_length(rows, mesh.size("batch")) - rows
     target = padded_length(max(length, at_least), granule(mesh))
     local = {}
     for name, tensor in whole.items():
         given_once = name == "position_ids" and tensor.shape[0] == 1
-        own = tensor if given_once else own_slice(tensor, 0, mesh, ("batch",))
+        own = tensor if given_once else own_slice(_with_rows(name, tensor, more), 0, mesh, ("batch",))
         local[name] = _pad(name, own, target - length, config)
-    return LocalBatch(local, length, options)
+    return LocalBatch(local, rows, length, options)
 
 
-def check_same_batch(ids: torch.Tensor, mesh: Mesh) -> None:
-    """Make sure that all ranks of the mesh were given the same micro-batch.
-
-    A data loader that shards by the world's ranks, as under plain data parallelism, would train on a mixture.
-
-    Raises:
-        CuboidError: on every rank, if any two differ.
-    """
-    # Weighted by position, so that the same ids in another order differ; int64 wraps around, alike everywhere.
-    places = torch.arange(1, ids.numel() + 1, device=ids.device)
-    checksum = (ids.flatten().to(torch.int64) * places).sum()
-    summary = torch.stack([checksum, *(checksum.new_tensor(size) for size in ids.shape)])
-    summaries = all_gather(summary, mesh, AXES)
-    if bool((summaries != summaries[0]).any()):
-        raise CuboidError(
-            f"the {mesh.shape.size} ranks of a mesh must be given the same micro-batch, but theirs differ: shard the "
-            "data by cuboid.mesh_of(model).coordinate.data out of cuboid.mesh_of(model).topology.data, not by rank"
-        )
+def given_tensors(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Those of a forward's arguments that are a micro-batch, by the names in :data:`TENSORS`."""
+    return {name: arguments[name] for name in TENSORS if arguments.get(name) is not None}
 
 
 def _refuse(arguments: dict[str, Any]) -> None:
@@ -116,30 +107,31 @@ def _refuse(arguments: dict[str, Any]) -> None:
         raise CuboidError("a sharded model needs input_ids [batch, sequence]")
 
 
-def check_shapes(whole: dict[str, torch.Tensor]) -> None:
-    """Make sure that a micro-batch's tensors have the shape of its ids.
+def check_tensors(whole: dict[str, torch.Tensor]) -> None:
+    """Make sure that a micro-batch's tensors have the shape of its ids, and hold integers.
 
     Raises:
-        CuboidError: they don't, or the ids aren't ``[B, S]``.
+        CuboidError: they don't, or the ids aren't ``[B, S]``, or there are none.
     """
     ids = whole["input_ids"]
-    if ids.dim() != 2:
+    if ids.dim() != 2 or 0 in ids.shape:
         raise CuboidError(f"input_ids must be [batch, sequence], not {list(ids.shape)}")
     for name, tensor in whole.items():
         # Positions are often given once for all rows.
         rows = (1, ids.shape[0]) if name == "position_ids" else (ids.shape[0],)
         if tensor.dim() != 2 or tensor.shape[0] not in rows or tensor.shape[1] != ids.shape[1]:
             raise CuboidError(f"{name} is {list(tensor.shape)}, but input_ids is {list(ids.shape)}")
+        # A mask may hold anything that is zero or isn't.
+        if name != "attention_mask" and tensor.dtype not in _INDICES:
+            raise CuboidError(f"{name} holds {tensor.dtype}; give torch.int64")
 
 
-def _check_rows(rows: int, mesh: Mesh) -> None:
-    pieces = mesh.size("batch")
-    if rows % pieces:
-        axes = " or ".join(map(str, divisors(rows)))
-        raise CuboidError(
-            f"the micro-batch has {rows} rows, which the mesh's batch axis of {pieces} can't share; give it a "
-            f"multiple of {pieces} such as {padded_length(rows, pieces)}, or a batch axis of {axes}"
-        )
+def _with_rows(name: str, x: torch.Tensor, missing: int) -> torch.Tensor:
+    """Fill up with rows that have no loss. What else is in them is what a model surely can compute with."""
+    if missing == 0:
+        return x
+    last = x[-1:].expand(missing, -1)
+    return torch.cat([x, torch.full_like(last, IGNORE_INDEX) if name in LABELS else last])
 
 
 def _pad(name: str, x: torch.Tensor, missing: int, config: PretrainedConfig) -> torch.Tensor:
@@ -148,7 +140,7 @@ def _pad(name: str, x: torch.Tensor, missing: int, config: PretrainedConfig) -> 
         return x
     if name == "position_ids":
         return torch.cat([x, _padding_positions(x, missing, config)], dim=1)
-    value = IGNORE_INDEX if name in ("labels", "shift_labels") else 0
+    value = IGNORE_INDEX if name in LABELS else 0
     return nn.functional.pad(x, (0, missing), value=value)
 
 

@@ -25,6 +25,7 @@ from cuboid.hf.stage_model import StageModel
 from cuboid.hf.stored import counted_here, model_family, sharded_layouts, split_tensor, stored_parameters
 from cuboid.mesh import Mesh
 from cuboid.rank_agreement import run_on_all_ranks
+from cuboid.tensor3d.parameter import local_state
 
 
 def take_contents(
@@ -145,7 +146,7 @@ def load_model(model: nn.Module, folder: Path) -> None:
         CheckpointError: on every rank, where any of them can't read its part; the weights may then be mixed.
     """
     inner: Any = unwrap(model)
-    own = {name: x for name, x in inner.state_dict(keep_vars=True).items() if isinstance(x, torch.Tensor)}
+    own = {name: x for name, x in local_state(inner).items() if isinstance(x, torch.Tensor)}
 
     def load() -> None:
         read = read_weights(inner, folder)

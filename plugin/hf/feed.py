@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cuboid.errors import CuboidError
-from cuboid.hf.batch import TENSORS, check_shapes
+from cuboid.hf.batch import TENSORS, check_tensors
 from cuboid.meeting import EQUAL_SHARES, Failure, is_lost
 from cuboid.mesh import Mesh
 
@@ -52,13 +52,10 @@ def read_micro_batch(batch: Any) -> MicroBatch:
     if "input_ids" not in given:
         raise CuboidError("a pipeline's micro-batch needs input_ids [batch, sequence]")
     tensors = {name: torch.as_tensor(value) for name, value in given.items()}
-    shape = list(tensors["input_ids"].shape)
-    if 0 in shape:
-        raise CuboidError(f"input_ids must be [batch, sequence], not {shape}")
-    check_shapes(tensors)
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point():
-            raise CuboidError(f"{name} holds {tensor.dtype}; a pipeline takes integers there")
+    check_tensors(tensors)
+    if "attention_mask" in tensors:
+        # A mask may hold anything that is zero or isn't, but travels with the integers.
+        tensors["attention_mask"] = (tensors["attention_mask"] != 0).to(torch.int64)
     return tensors
 
 
@@ -165,7 +162,7 @@ class ReplicasInStep:
 
     What one of them failed with is raised on all. Where the data of all of them is at its end, ``StopIteration`` goes
     on; where that of some only, an error says whose. It takes one all-reduce over the replicas, of the label tokens, by
-    which gradients are divided.
+    which gradients are divided, and of what no table has.
 
     Args:
         mesh: of this rank.
@@ -178,6 +175,9 @@ class ReplicasInStep:
         self.items: torch.Tensor | None = None
         #: Those of all replicas, on leaving.
         self.total_items = 0
+        #: Numbers of this replica that no table has, of no dims; to be set inside. Those of all replicas, on leaving.
+        self.strays: torch.Tensor | None = None
+        self.total_strays = 0
 
     def __enter__(self) -> Self:
         return self
@@ -194,13 +194,15 @@ class ReplicasInStep:
 
     def _exchange(self, status: int) -> list[int]:
         """The status of each replica; and the sum of their label tokens."""
-        summary = torch.zeros(1 + self._mesh.topology.data, dtype=torch.int64, device=self._device)
+        summary = torch.zeros(2 + self._mesh.topology.data, dtype=torch.int64, device=self._device)
         if self.items is not None:
             summary[0] = self.items
-        summary[1 + self._mesh.coordinate.data] = status
+        if self.strays is not None:
+            summary[1] = self.strays
+        summary[2 + self._mesh.coordinate.data] = status
         if self._mesh.topology.data > 1:
             dist.all_reduce(summary, group=self._mesh.data_parallel_group)
-        self.total_items, *statuses = summary.tolist()
+        self.total_items, self.total_strays, *statuses = summary.tolist()
         return statuses
 
     def _raise_first(self, error: BaseException | None) -> None:

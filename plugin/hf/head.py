@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +15,14 @@ from transformers import PreTrainedModel
 from cuboid.hf.chunks import CHUNK_BYTES, LossInChunks
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.held import HeldParameter, hold
+
+#: Whether a :class:`Head` runs, which knows that a sharded model's head takes and gives parts.
+_runs: ContextVar[bool] = ContextVar("cuboid_head_runs", default=False)
+
+
+def is_in_head() -> bool:
+    """Whether this thread is inside of :meth:`Head.logits`."""
+    return _runs.get()
 
 
 class BasePlace(Protocol):
@@ -63,8 +72,12 @@ class Head:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[B, L, H]`` to ``[B, L, V]``; on a mesh ``[B/b, L/s, H/h]`` to ``[B/b, L/h, ⌈V/s⌉]``."""
         forward = type(self.model).forward if self.forward is None else self.forward
-        with self._base_returns(self.outline.output(last_hidden_state=hidden)):
-            output = forward(self.model, inputs_embeds=hidden)
+        token = _runs.set(True)
+        try:
+            with self._base_returns(self.outline.output(last_hidden_state=hidden)):
+                output = forward(self.model, inputs_embeds=hidden)
+        finally:
+            _runs.reset(token)
         # The class or, with config.return_dict off, a tuple; without labels, logits come first in both.
         logits: torch.Tensor = output[0]
         return logits

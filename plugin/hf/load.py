@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from cuboid.config import CuboidConfig
 from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.hf.auto import choose_mesh
+from cuboid.hf.kinds import adapters_refused, check_checkpoint, check_class
 from cuboid.hf.layouts import draw_blueprint
 from cuboid.hf.model import shard_modules
 from cuboid.hf.model_folder import (
@@ -40,6 +41,7 @@ from cuboid.hf.staging_plan import plan_staging
 from cuboid.mesh import Mesh
 from cuboid.rank_agreement import run_on_all_ranks
 from cuboid.tensor3d.layout import Layout
+from cuboid.tensor3d.parameter import local_state
 
 _INCOMPATIBLE = (
     "device_map",
@@ -80,10 +82,8 @@ def _load_sharded(
                 f"from_pretrained({name}=…) can't be combined with tensor_parallel.mode 3d_tensor or pipeline.engine "
                 "seq1f1b"
             )
-    if not cls.__name__.endswith(("ForCausalLM", "LMHeadModel")):
-        raise UnsupportedModelError(
-            f"{cls.__name__} isn't a causal language model, the only kind with rules for its head and loss so far"
-        )
+    check_class(cls)
+    check_checkpoint(args, kwargs)
     loading, kwargs = _loading_class(cls, config), dict(kwargs)
     folder, rank_folder = folder_of(args, kwargs), rank_folder_of(args, kwargs)
     if rank_folder is not None:
@@ -136,7 +136,7 @@ def read_weights(model: Any, folder: str | Path) -> dict[str, torch.Tensor]:
         loaded, info = cls.from_pretrained(folder, config=config, dtype=model.dtype, **asked)
     check_fit(loaded, info)
     check_layers(Path(folder), loaded, info["unexpected_keys"])
-    return {name: x.detach() for name, x in loaded.state_dict().items() if isinstance(x, torch.Tensor)}
+    return {name: x.detach() for name, x in local_state(loaded).items() if isinstance(x, torch.Tensor)}
 
 
 @dataclass(frozen=True)
@@ -210,6 +210,9 @@ class _Loading:
         if missing_keys is not None:
             _check_ties(self, missing_keys)
         return super().tie_weights(missing_keys=missing_keys, **kwargs)  # type: ignore[misc]
+
+    def load_adapter(self, *_: Any, **__: Any) -> None:
+        raise adapters_refused(f"the checkpoint names adapters of PEFT around {type(self).__name__}")
 
     def finish_loading(self: Any) -> None:
         """Become a sharded model, or a stage."""

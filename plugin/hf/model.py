@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,17 +17,49 @@ from transformers import PreTrainedModel
 
 from cuboid.config import TensorParallelConfig
 from cuboid.errors import CuboidError, UnsupportedModelError
-from cuboid.hf.attention import Lengths, check_attention_ran, use_sharded_attention, whole_sequence
-from cuboid.hf.batch import LocalBatch, check_same_batch, take_local_batch
+from cuboid.hf.attention import Lengths, check_attention_ran, is_in_forward, use_sharded_attention, whole_sequence
+from cuboid.hf.batch import LocalBatch, take_local_batch
+from cuboid.hf.batch_check import BatchCheck, Limits
 from cuboid.hf.bounded import forward_with_bounded_loss
 from cuboid.hf.chunks import CHUNK_BYTES
+from cuboid.hf.head import is_in_head
+from cuboid.hf.interface import WholeInterface
+from cuboid.hf.kinds import compiling_refused
 from cuboid.hf.layouts import Blueprint
 from cuboid.hf.swap import ShardOf, attention_modules, swap_modules
 from cuboid.hf.versions import keep_logits
 from cuboid.mesh import Mesh
 from cuboid.rank_agreement import StepGuard
-from cuboid.tensor3d.loss import gather_logits, predicted, sharded_cross_entropy
-from cuboid.tensor3d.parameter import keep_weights
+from cuboid.tensor3d.loss import gather_hidden, gather_logits, predicted, sharded_cross_entropy
+from cuboid.tensor3d.parameter import is_recomputing, keep_weights
+from cuboid.tensor3d.uncompiled import uncompiled
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """What a sharded model, or a stage, remembers of the whole one.
+
+    Args:
+        parameters: elements by name, of each parameter once.
+        embeddings: those names that are embeddings'.
+        limits: what a micro-batch's numbers may be.
+    """
+
+    parameters: dict[str, int]
+    embeddings: frozenset[str]
+    limits: Limits
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, positions: int | None, shapes: Mapping[str, Sequence[int]] | None = None
+    ) -> WholeModel:
+        """Of a model that is whole, but for parameters whose ``shapes`` are given, with so many learned positions."""
+        shapes = shapes or {}
+        counts = {name: math.prod(shapes.get(name, own.shape)) for name, own in model.named_parameters()}
+        tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+        vocabulary = model.config.get_text_config().vocab_size
+        tokens = getattr(model.get_input_embeddings(), "num_embeddings", vocabulary)
+        return cls(counts, frozenset(f"{name}.weight" for name in tables), Limits(tokens, vocabulary, positions))
 
 
 class FormerParameters:
@@ -51,13 +85,18 @@ class Sharding:
     config: TensorParallelConfig
     base: type[PreTrainedModel]
     attention: dict[str, nn.Module]
+    whole: WholeModel
+    #: The model's modules and their classes, as they were made, so that others in their places are found out.
+    modules: dict[nn.Module, type[nn.Module]] = field(default_factory=dict)
     #: Largest size in float32 of the logits of which a loss alone is made, on one rank.
     chunk_bytes: int = CHUNK_BYTES
     checked: bool = False
     former: FormerParameters = field(default_factory=FormerParameters)
+    #: Of the micro-batch that the forward which is running was given.
+    check: BatchCheck | None = None
 
 
-class ShardedModel:
+class ShardedModel(WholeInterface):
     """Mixed into the model's own class by :func:`shard_modules`."""
 
     cuboid: Sharding
@@ -72,19 +111,19 @@ class ShardedModel:
         """This rank's parameters for sums over all ranks of a copy of the model: each element has one owner."""
         return list(self.parameters())
 
-    def resize_token_embeddings(self, *_: Any, **__: Any) -> None:
-        """Not on a sharded model.
 
-        Raises:
-            CuboidError: always.
-        """
-        raise CuboidError("resize the embeddings before the model is sharded, or in the checkpoint")
+class ShardedBase:
+    """Mixed into the class of a sharded model's base model by :func:`shard_modules`."""
+
+    cuboid: Sharding
 
 
 def shard_modules(
     model: PreTrainedModel, blueprint: Blueprint, mesh: Mesh, config: TensorParallelConfig, shard_of: ShardOf
 ) -> PreTrainedModel:
     """Turn a model into its sharded self, in place."""
+    shapes = {name: layout.shape for name, layout in blueprint.by_parameter.items()}
+    whole = WholeModel.of(model, _learned_positions(model), shapes)
     swap_modules(model, blueprint, mesh, shard_of)
     if config.weight_gather == "step":
         keep_weights(model)
@@ -92,9 +131,56 @@ def shard_modules(
     use_sharded_attention(model.config, list(attention.values()), mesh)
     model.loss_function = functools.partial(sharded_loss, mesh=mesh)
     base = type(model)
-    model.cuboid = Sharding(mesh, config, base, attention)
+    model.cuboid = Sharding(mesh, config, base, attention, whole)
+    inner: Any = model.base_model
+    if inner is not model:
+        inner.cuboid = model.cuboid
+        inner.__class__ = _sharded_base_class(type(inner))  # type: ignore[arg-type]
+    _guard_ends(model)
+    next(iter(attention.values())).register_forward_hook(_VerdictReader(model.cuboid))
     model.__class__ = _sharded_class(base)  # type: ignore[arg-type]
+    model.cuboid.modules = {module: type(module) for module in model.modules()}
     return model
+
+
+def _learned_positions(model: PreTrainedModel) -> int | None:
+    """Rows of the position table. The architectures with rules for a mesh have no other tables but that of tokens."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    others = [table.num_embeddings for table in tables if table is not model.get_input_embeddings()]
+    return min(others, default=None)
+
+
+@dataclass
+class _VerdictReader:
+    """A forward hook of the first attention: by then the device has enough to do, and its host can look at the verdict.
+
+    And it is early enough for ranks whose sequences differ in length. The device waits for ever for collectives that
+    don't fit together, but the host comes here.
+    """
+
+    sharding: Sharding
+
+    @uncompiled
+    def __call__(self, *_: Any) -> None:
+        if self.sharding.check is not None:
+            self.sharding.check.read()
+
+
+def _guard_ends(model: PreTrainedModel) -> None:
+    """Let the embedding and the head say so when they are called by themselves: they take and return parts."""
+    ends = {model.get_input_embeddings(): "embedding", model.get_output_embeddings(): "head"}
+    for module, what in ends.items():
+        assert module is not None
+        module.register_forward_pre_hook(functools.partial(_check_in_forward, what=what), prepend=True)
+
+
+@uncompiled
+def _check_in_forward(module: Any, _: Any, what: str) -> None:
+    if module.mesh.shape.size > 1 and not (is_in_forward() or is_in_head() or is_recomputing()):
+        raise UnsupportedModelError(
+            f"the sharded model's {what} was called by itself, but takes and returns a rank's part of a micro-batch; "
+            "call the model, its base model (model.base_model) or what model.get_output_embeddings() returns"
+        )
 
 
 def mesh_of(model: nn.Module) -> Mesh:
@@ -131,29 +217,53 @@ def _sharded_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     # Trainers read this signature to learn which columns and loss arguments the model takes.
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
-        del arguments["self"]
-        extra = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
-        arguments.update(arguments.pop(extra, {}) if extra else {})
+        _refuse_compiling(self, torch.compiler.is_compiling())
         with StepGuard(self.cuboid.mesh, "forward"):
-            return _forward(self, functools.partial(base.forward, self), arguments)
+            return _forward(self, functools.partial(base.forward, self), _arguments(signature, self, args, kwargs))
 
     members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (ShardedModel, base), members)
 
 
+@functools.cache
+def _sharded_base_class(base: type[nn.Module]) -> type[nn.Module]:
+    """A subclass whose forward takes whole micro-batches where it isn't called by the model around it."""
+    signature = inspect.signature(base.forward)
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_in_forward():
+            return base.forward(self, *args, **kwargs)
+        return _base_forward(self, functools.partial(base.forward, self), _arguments(signature, self, args, kwargs))
+
+    members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (ShardedBase, base), members)
+
+
+def _arguments(signature: inspect.Signature, model: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A forward's arguments by name."""
+    arguments = dict(signature.bind(model, *args, **kwargs).arguments)
+    del arguments["self"]
+    extra = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+    arguments.update(arguments.pop(extra, {}) if extra else {})
+    return arguments
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _refuse_compiling(model: Any, is_compiling: bool) -> None:
+    # What torch.compile takes for constant it runs as it is, so that this is what its error says.
+    if is_compiling:
+        raise compiling_refused(model)
+
+
 def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
     sharding: Sharding = model.cuboid
-    sharding.mesh.connect()
     as_tuple = arguments.pop("return_dict", None) is False
     keep = arguments.pop("logits_to_keep", 0)
     if keep is not None and arguments.get("labels") is not None and not (isinstance(keep, int) and keep == 0):
         raise UnsupportedModelError("logits_to_keep has no rule beside labels: the loss needs all logits")
-    batch = take_local_batch(arguments, model.config, sharding.mesh)
-    if not sharding.checked:
-        check_same_batch(arguments["input_ids"], sharding.mesh)
-    bounded = _wants_loss_only(model, batch)
-    with whole_sequence(Lengths(batch.length, batch.padded)):
+    with _taken(model, arguments) as batch:
+        bounded = _wants_loss_only(model, batch)
         run = functools.partial(base_forward, **_local_arguments(model, batch), return_dict=True)
         if bounded:
             output = forward_with_bounded_loss(
@@ -161,14 +271,58 @@ def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
             )
         else:
             output = run()
-    if not sharding.checked:
-        check_attention_ran(sharding.attention)
-        sharding.checked = True
     if not bounded:
         output.logits = _whole_logits(model, output.logits, batch, has_loss=output.loss is not None)
     if keep is not None and output.logits is not None:
         output.logits = keep_logits(output.logits, keep)
     return output.to_tuple() if as_tuple else output
+
+
+def _base_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
+    """Of a base model that is called by itself: hidden states ``[B, S, H]``, whole on every rank."""
+    sharding: Sharding = model.cuboid
+    as_tuple = arguments.pop("return_dict", None) is False
+    with _taken(model, arguments) as batch:
+        output = base_forward(**_local_arguments(model, batch), return_dict=True)
+    hidden = output.last_hidden_state
+    output.last_hidden_state = gather_hidden(hidden, sharding.mesh, rows=batch.rows, length=batch.length)
+    return output.to_tuple() if as_tuple else output
+
+
+@contextmanager
+def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
+    """Take this rank's part of a micro-batch, and check all that is to be checked of it and the model."""
+    sharding: Sharding = model.cuboid
+    sharding.mesh.connect()
+    if not sharding.checked:
+        _check_modules(model, sharding.modules)
+    if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None) is not None:
+        raise UnsupportedModelError(
+            "neftune_noise_alpha: its noise depends on the sizes of the whole embeddings; a rank has a part of them"
+        )
+    batch = take_local_batch(arguments, model.config, sharding.mesh)
+    check = BatchCheck(arguments, sharding.whole.limits, sharding.mesh, (model.training, torch.is_grad_enabled()))
+    check.read_if_there()
+    sharding.check = check
+    try:
+        with whole_sequence(Lengths(batch.length, batch.padded)):
+            yield batch
+        check.read()
+    finally:
+        sharding.check = None
+    if not sharding.checked:
+        check_attention_ran(sharding.attention)
+        sharding.checked = True
+
+
+def _check_modules(model: nn.Module, made: dict[nn.Module, type[nn.Module]]) -> None:
+    """Make sure that nobody has put modules with weights of their own, which nothing splits, into a sharded model."""
+    for name, module in model.named_modules():
+        if made.get(module) is not type(module) and any(True for _ in module.parameters()):
+            raise UnsupportedModelError(
+                f"{name!r} is a {type(module).__module__}.{type(module).__name__}, which came into the model after it "
+                "was sharded, and isn't split as its neighbours are (adapters of PEFT, for one, have no rules)"
+            )
 
 
 def _local_arguments(model: Any, batch: LocalBatch) -> dict[str, Any]:
@@ -193,7 +347,8 @@ def _wants_logits(model: Any) -> bool:
 def _whole_logits(model: Any, logits: torch.Tensor, batch: LocalBatch, *, has_loss: bool) -> torch.Tensor | None:
     if has_loss and not _wants_logits(model):
         return None
-    return gather_logits(logits, model.cuboid.mesh, length=batch.length, vocabulary=model.config.vocab_size)
+    vocabulary = model.config.vocab_size
+    return gather_logits(logits, model.cuboid.mesh, rows=batch.rows, length=batch.length, vocabulary=vocabulary)
 
 
 def sharded_loss(

@@ -31,8 +31,9 @@ def rms_norm_settings(module: nn.Module) -> tuple[float, float]:
     probe: Any = copy.deepcopy(module).to_empty(device="cpu").float()
     size = int(probe.weight.shape[0])
     # Fixed numbers, so that the user's random generator isn't touched.
-    weight = torch.linspace(0.5, 1.5, size)
-    x = torch.linspace(-1.0, 2.0, size).unsqueeze(0)
+    exact: Any = {"dtype": torch.float32, "device": "cpu"}
+    weight = torch.linspace(0.5, 1.5, size, **exact)
+    x = torch.linspace(-1.0, 2.0, size, **exact).unsqueeze(0)
     with torch.no_grad():
         probe.weight.copy_(weight)
         expected = probe(x)

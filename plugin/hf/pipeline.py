@@ -131,13 +131,16 @@ class Pipeline:
 
     def _prepare(self, batches: Iterator[Any] | None, count: int | None) -> _Step:
         with ReplicasInStep(self.mesh, self._device) as replicas:
-            step, replicas.items = self._prepare_own(batches, count)
+            given = share_micro_batches(batches, count, self.mesh, self._device)
+            step, replicas.items = self._prepare_own(given)
+            replicas.strays = self._strays(given)
+        if replicas.total_strays:
+            raise self._stray_error(given)
         # 1 if there are none, so that the loss is 0.
         return dataclasses.replace(step, items=max(replicas.total_items, 1))
 
-    def _prepare_own(self, batches: Iterator[Any] | None, count: int | None) -> tuple[_Step, torch.Tensor]:
+    def _prepare_own(self, shared: list[MicroBatch]) -> tuple[_Step, torch.Tensor]:
         """This replica's part of a step, and its label tokens."""
-        shared = share_micro_batches(batches, count, self.mesh, self._device)
         count, self.rows = len(shared), sum(batch["input_ids"].shape[0] for batch in shared)
         micro_batches = [with_shifted_labels(batch) for batch in shared]
         for batch in micro_batches:
@@ -178,6 +181,21 @@ class Pipeline:
     @property
     def _device(self) -> torch.device:
         return next(self._model.parameters()).device
+
+    def _strays(self, given: list[MicroBatch]) -> torch.Tensor:
+        """How many numbers in this replica's micro-batches are in no table; no dims. It travels with their tokens."""
+        limits = self._model.cuboid.whole.limits
+        strays = [limits.strays(name, x) for batch in given for name, x in batch.items()]
+        return torch.stack([outside.sum() for outside in strays if outside is not None]).sum()
+
+    def _stray_error(self, given: list[MicroBatch]) -> CuboidError:
+        limits = self._model.cuboid.whole.limits
+        for number, batch in enumerate(given):
+            for name, x in batch.items():
+                outside = limits.strays(name, x)
+                if outside is not None and bool(outside.any()):
+                    return limits.error(name, x, where=f" of micro-batch {number}")
+        return CuboidError("another replica's micro-batches hold numbers that no table has; its own ranks say which")
 
     def _run(
         self,

@@ -25,6 +25,7 @@ from cuboid.mesh import Mesh
 from cuboid.rank_agreement import run_on_all_ranks
 from cuboid.replicas.gradients import gradient_of
 from cuboid.tensor3d.layout import Layout, put_shard
+from cuboid.tensor3d.parameter import local_state
 from cuboid.topology import AXES
 
 
@@ -35,7 +36,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     others get ``{}``. All ranks of all stages must call it.
     """
     inner = unwrap(model)
-    state = inner.state_dict(keep_vars=True)
+    state = local_state(inner)
     return _whole_tensors(inner, {name: x for name, x in state.items() if isinstance(x, torch.Tensor)}, _value)
 
 

@@ -14,9 +14,9 @@ from cuboid.config import CuboidConfig
 from cuboid.errors import CuboidError
 from cuboid.hf.certification.certificate import Certificate
 from cuboid.hf.layouts import Blueprint
-from cuboid.hf.model import ShardedModel, Sharding, sharded_loss
+from cuboid.hf.model import ShardedModel, Sharding, WholeModel, sharded_loss
 from cuboid.hf.outline import Outline
-from cuboid.hf.segments import UnitSlot, use_segment_attention
+from cuboid.hf.segments import UnitSlot, running_unit, use_segment_attention
 from cuboid.hf.stages import StageCut, cut_stage, shared_parameters
 from cuboid.hf.stand_ins import Entrance
 from cuboid.hf.swap import ShardOf, swap_modules
@@ -38,10 +38,10 @@ class Staging:
         config: what the pipeline was asked for.
         certificate: with what the model was seen to be right.
         entrance: where the hidden state comes in, on all stages but the first.
+        whole: what to remember of the model before it was cut.
         shared: parameters that the first and the last stage both have, by name.
         slot: tells the attention functions which unit is running.
         recorder: looks at whole sequences.
-        check_batch: raises an error for kinds of micro-batches with which this model isn't right.
     """
 
     outline: Outline
@@ -51,6 +51,7 @@ class Staging:
     config: CuboidConfig
     certificate: Certificate
     entrance: Entrance | None = None
+    whole: WholeModel | None = None
     shared: dict[str, nn.Parameter] = field(default_factory=dict)
     slot: UnitSlot = field(default_factory=UnitSlot)
     recorder: WholeSequenceRecorder | None = None
@@ -79,6 +80,7 @@ class StageModel(ShardedModel):
 
 def cut_model(model: PreTrainedModel, staging: Staging) -> None:
     """Leave of a model, on any device, what this stage needs; in place."""
+    staging.whole = WholeModel.of(model, staging.outline.longest)
     staging.entrance = cut_stage(model, staging.outline, staging.cut)
 
 
@@ -105,8 +107,11 @@ def finish_stage(
     )
     staging.shared = shared_parameters(model, staging.outline, staging.cut)
     base = type(model)
-    model.cuboid = Sharding(mesh, staging.config.tensor_parallel, base, attention=own)
+    assert staging.whole is not None
+    model.cuboid = Sharding(mesh, staging.config.tensor_parallel, base, own, staging.whole)
     model.staging = staging
+    inner: Any = model.get_submodule(staging.outline.base)
+    inner.__class__ = _stage_base_class(type(inner))  # type: ignore[arg-type]
     model.__class__ = _stage_class(base)  # type: ignore[arg-type, assignment]
     return model
 
@@ -118,10 +123,28 @@ def _stage_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     # Trainers read this signature to learn which columns the model takes.
     @functools.wraps(base.forward)
     def forward(*_: Any, **__: Any) -> Any:
-        raise CuboidError(
-            "a pipeline stage has no forward of its own; give micro-batches to the engine's train_batch or eval_batch, "
-            "or use cuboid.CuboidTrainer in place of the Hugging Face Trainer"
-        )
+        raise _no_forward()
 
     members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (StageModel, base), members)
+
+
+@functools.cache
+def _stage_base_class(base: type[nn.Module]) -> type[nn.Module]:
+    """A subclass that runs units only: called by itself, a stage's base model would give what is nobody's."""
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if running_unit() is None:
+            raise _no_forward()
+        return base.forward(self, *args, **kwargs)
+
+    members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (base,), members)
+
+
+def _no_forward() -> CuboidError:
+    return CuboidError(
+        "a pipeline stage has no forward of its own; give micro-batches to the engine's train_batch or eval_batch, or "
+        "use cuboid.CuboidTrainer in place of the Hugging Face Trainer"
+    )

@@ -16,7 +16,7 @@ from cuboid.checkpoint.pieces import Bundle, Family, Run, SplitTensor
 from cuboid.checkpoint.tensor_header import TensorSpec
 from cuboid.hf.model import unwrap
 from cuboid.tensor3d.layout import Layout
-from cuboid.tensor3d.parameter import ShardedModule
+from cuboid.tensor3d.parameter import ShardedModule, local_state
 
 
 def sharded_layouts(model: nn.Module) -> dict[str, Layout]:
@@ -75,7 +75,7 @@ def model_family(model: nn.Module) -> Family:
     parameters = counted_here(inner)
     buffers = {
         name: value
-        for name, value in inner.state_dict(keep_vars=True).items()
+        for name, value in local_state(inner).items()
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
     }
     ignored = set(inner._keys_to_ignore_on_save or ())

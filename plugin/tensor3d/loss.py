@@ -5,6 +5,7 @@ Each rank reduces its part of the vocabulary; maxima and sums go over `sequence`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.collectives import all_reduce, gather_dim, own_slice
 from cuboid.tensor3d.norm import statistics_dtype
+from cuboid.topology import Axis
 
 #: Label of the positions that a sequence is filled up with, and of those that are ignored unless others are.
 PADDING = -100
@@ -129,33 +131,37 @@ def sharded_cross_entropy(
     return sum_over_mesh(part, mesh) / divisor(labels, mesh, items, ignore_index, part)
 
 
-class _GatherLogits(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        ctx.mesh = mesh
-        for dim, axis in _LOGIT_DIMS:
-            logits = gather_dim(logits, dim, mesh, (axis,))
-        return logits
+    def forward(ctx: Any, x: torch.Tensor, mesh: Mesh, cuts: Sequence[tuple[int, Axis]]) -> torch.Tensor:
+        ctx.mesh, ctx.cuts = mesh, cuts
+        for dim, axis in cuts:
+            x = gather_dim(x, dim, mesh, (axis,))
+        return x
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # Every rank computes the same thing from the same whole logits, so each takes its own part of the gradient.
-        for dim, axis in reversed(_LOGIT_DIMS):
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        # Every rank computes the same thing from the same whole tensor, so each takes its own part of the gradient.
+        for dim, axis in reversed(ctx.cuts):
             gradient = own_slice(gradient, dim, ctx.mesh, (axis,))
-        return gradient.contiguous(), None
+        return gradient.contiguous(), None, None
 
 
-_LOGIT_DIMS: Any = ((2, "sequence"), (1, "hidden"), (0, "batch"))
-
-
-def gather_logits(logits: torch.Tensor, mesh: Mesh, *, length: int, vocabulary: int) -> torch.Tensor:
-    """Whole logits ``[B, S, V]`` on every rank, without the padding of S and V, differentiably.
+def gather_logits(logits: torch.Tensor, mesh: Mesh, *, rows: int, length: int, vocabulary: int) -> torch.Tensor:
+    """Whole logits ``[B, S, V]`` on every rank, without the padding of B, S and V, differentiably.
 
     Whatever is computed from them must be computed alike on all ranks of the mesh.
     """
     if mesh.shape.size > 1:
-        logits = _GatherLogits.apply(logits, mesh)
-    return logits[:, :length, :vocabulary]
+        logits = _Gather.apply(logits, mesh, ((2, "sequence"), (1, "hidden"), (0, "batch")))
+    return logits[:rows, :length, :vocabulary]
+
+
+def gather_hidden(hidden: torch.Tensor, mesh: Mesh, *, rows: int, length: int) -> torch.Tensor:
+    """Whole hidden states ``[B, S, H]`` of ``[B/b, S/s, H/h]``; as :func:`gather_logits`."""
+    if mesh.shape.size > 1:
+        hidden = _Gather.apply(hidden, mesh, ((2, "hidden"), (1, "sequence"), (0, "batch")))
+    return hidden[:rows, :length]
 
 
 def shifted(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
+from cuboid.errors import UnsupportedModelError
 from cuboid.mesh import Mesh
 from cuboid.pending import Pending
 from cuboid.tensor3d.carry import Carry
@@ -220,9 +222,41 @@ class ShardedModule(nn.Module):
         block = self.ahead_blocks.get(name)
         return gather_parameter(getattr(self, name), self.gathers[name]) if block is None else block
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self.mesh.shape.size > 1:
+            check_knows_of_shards(self)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
     def carried(self, name: str) -> tuple[torch.Tensor, Carry | None]:
         """The shard of a large parameter, and who waits for its gradient where that may be on its way for longer."""
         return self.ahead_shards.pop(name, (getattr(self, name), None))
+
+
+#: Whether whoever asks for a state dict knows that shards are in it.
+_knows_of_shards: ContextVar[bool] = ContextVar("cuboid_knows_of_shards", default=False)
+
+
+def local_state(model: nn.Module) -> dict[str, Any]:
+    """A model's ``state_dict(keep_vars=True)`` as this rank has it: shards, which go by their whole tensors' names."""
+    token = _knows_of_shards.set(True)
+    try:
+        return dict(model.state_dict(keep_vars=True))
+    finally:
+        _knows_of_shards.reset(token)
+
+
+def check_knows_of_shards(module: nn.Module) -> None:
+    """Make sure that a state dict isn't taken for a whole model's.
+
+    Raises:
+        UnsupportedModelError: outside of :func:`local_state`.
+    """
+    if not _knows_of_shards.get():
+        raise UnsupportedModelError(
+            f"{type(module).__name__}.state_dict() would give this rank's part of the model under the names of whole "
+            "tensors; cuboid.full_state_dict(model), which all ranks call, gives the whole ones to the first rank, and "
+            "cuboid.save_pretrained(model, folder) or an engine's save_checkpoint writes them"
+        )
 
 
 def keep_weights(model: nn.Module) -> None:

@@ -1,0 +1,411 @@
+"""What scripts do with any model of transformers, done with a sharded one: as with the whole model, or refused."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+)
+from transformers.utils import is_peft_available
+
+import cuboid
+from cuboid.hf.pipeline import Pipeline
+from cuboid.hf.save import full_gradients
+from cuboid.verify import SmallModel
+
+LLAMA = SmallModel("llama", heads=4, kv_heads=4)
+TABLE = SmallModel("gpt2", heads=4, kv_heads=4, positions=16)
+ROWS, LENGTH = 4, 12
+MESHES = ["1x2x1", "2x1x1", "1x1x2"]
+
+
+def built(small, **options):
+    torch.manual_seed(small.seed)
+    config = small.config()
+    config.update(options)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+
+
+def mode(mesh, stages=None):
+    batch, sequence, hidden = map(int, mesh.split("x"))
+    config = {
+        "tensor_parallel": {"mode": "3d_tensor", "mesh": {"batch": batch, "sequence": sequence, "hidden": hidden}}
+    }
+    if stages is not None:
+        config["pipeline"] = {"engine": "seq1f1b", "stages": stages, "segments": 2, "partition": "even"}
+    return config
+
+
+def sharded(small, mesh):
+    return cuboid.shard(built(small), mode(mesh))
+
+
+def tokens(rows=ROWS, length=LENGTH):
+    return torch.randint(0, LLAMA.vocabulary, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def message(call):
+    """What a call is refused with."""
+    try:
+        call()
+    except cuboid.CuboidError as error:
+        return str(error)
+    raise AssertionError("it wasn't refused")
+
+
+def largest_difference(model, plain):
+    """Between the gradients of a sharded model and a plain one; 0 on ranks that are given none."""
+    own = dict(plain.named_parameters(remove_duplicate=False))
+    return max((float((x - own[name].grad).abs().max()) for name, x in full_gradients(model).items()), default=0.0)
+
+
+# --- what a micro-batch may hold ------------------------------------------------------------------------------------
+
+
+def stray_numbers(mesh):
+    ids, found = tokens(), {}
+    model, table = sharded(LLAMA, mesh), sharded(TABLE, mesh)
+    model(input_ids=ids, labels=ids)
+    for value in (-1, LLAMA.vocabulary, LLAMA.vocabulary + 1, -101):
+        labels = ids.clone()
+        labels[1, 3] = value
+        found["labels", value] = message(functools.partial(model, input_ids=ids, labels=labels))
+        found["shift_labels", value] = message(functools.partial(model, input_ids=ids, shift_labels=labels, labels=ids))
+        found["input_ids", value] = message(functools.partial(model, input_ids=labels))
+    # No token predicts the first one.
+    first = ids.clone()
+    first[:, 0] = -1
+    assert torch.equal(model(input_ids=ids, labels=first).loss, model(input_ids=ids, labels=ids).loss)
+    last = torch.arange(LENGTH).unsqueeze(0) + TABLE.positions - LENGTH
+    table(input_ids=ids, position_ids=last)
+    found["position_ids", 16] = message(lambda: table(input_ids=ids, position_ids=last + 1))
+    found["too long"] = message(lambda: table(input_ids=tokens(length=TABLE.positions + 1)))
+    found["float"] = message(lambda: model(input_ids=ids, labels=ids.float()))
+    found["empty"] = message(lambda: model(input_ids=ids[:0]))
+    return found
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_numbers_that_no_table_has_are_refused_on_all_ranks(pool, mesh):
+    first, second = pool.run(2, stray_numbers, mesh)
+    assert first == second
+    for name, value in (key for key in first if isinstance(key, tuple)):
+        place = "[0, 11]" if name == "position_ids" else "[1, 3]"
+        assert first[name, value].startswith(f"{name}{place} is {value}, but the model's ")
+    assert "vocabulary has 131 entries, 0 to 130; -100 stands for no label" in first["labels", -1]
+    assert first["too long"].startswith("position_ids[0, 16] is 16, but the model's position table has 16 entries")
+    assert first["float"] == "labels holds torch.float32; give torch.int64"
+    assert first["empty"] == "input_ids must be [batch, sequence], not [0, 12]"
+
+
+def stray_numbers_in_a_pipeline(mesh, stages):
+    model = cuboid.shard(built(TABLE), mode(mesh, stages))
+    pipeline, ids = Pipeline(model), tokens()
+    first = cuboid.mesh_of(model).coordinate.data == 0
+    found = {}
+
+    def run(**tensors):
+        whole = {"input_ids": ids, "labels": ids}
+        pipeline.train(iter([whole, {**whole, **tensors} if first else whole]), 2)
+
+    run()
+    for value in (-1, LLAMA.vocabulary):
+        wrong = ids.clone()
+        wrong[1, 3] = value
+        for name in ("labels", "input_ids"):
+            found[name, value] = message(functools.partial(run, **{name: wrong}))
+    found["position_ids", 16] = message(lambda: run(position_ids=torch.arange(LENGTH).unsqueeze(0) + 5))
+    found["base"] = message(lambda: model.base_model(input_ids=ids))
+    found["generate"] = message(lambda: model.generate(ids))
+    found["state_dict"] = message(model.state_dict)
+    plain = built(TABLE)
+    assert model.num_parameters() == plain.num_parameters()
+    assert model.num_parameters(exclude_embeddings=True) == plain.num_parameters(exclude_embeddings=True)
+    assert message(lambda: model.num_parameters(only_trainable=True)).startswith("num_parameters(only_trainable=True)")
+    return first, found
+
+
+@pytest.mark.parametrize(("ranks", "mesh"), [(2, "1x1x1"), (4, "1x2x1"), (4, "1x1x1")])
+def test_numbers_that_no_table_has_are_refused_in_a_pipeline_of_all_replicas(pool, ranks, mesh):
+    for reads_them, found in pool.run(ranks, stray_numbers_in_a_pipeline, mesh, 2):
+        for name, value in (key for key in found if isinstance(key, tuple)):
+            place = "[0, 11]" if name == "position_ids" else "[1, 3]"
+            expected = f"{name}{place} of micro-batch 1 is {value}" if reads_them else "another replica's micro-batches"
+            assert found[name, value].startswith(expected)
+        assert found["base"] == found["generate"]
+        assert found["base"].startswith("a pipeline stage has no forward of its own")
+        assert "cuboid.full_state_dict" in found["state_dict"]
+
+
+def other_data(mesh):
+    model = sharded(LLAMA, mesh)
+    other = cuboid.mesh_of(model).rank == 1
+    ids = tokens()
+    whole = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), "num_items_in_batch": 40}
+    whole["position_ids"] = torch.arange(LENGTH).expand(ROWS, -1)
+    cases = {name: x.flip(0) for name, x in whole.items() if isinstance(x, torch.Tensor)}
+    cases["attention_mask"] = whole["attention_mask"].index_fill(1, torch.tensor([LENGTH - 1]), 0)
+    cases["position_ids"] = whole["position_ids"] + 1
+    found = {}
+    for _ in range(4):
+        model(**whole).loss.backward()
+    traffic = cuboid.mesh_of(model).traffic
+    before = traffic.snapshot()
+    for name, tensor in cases.items():
+        found[name] = message(lambda name=name, x=tensor: model(**{**whole, name: x} if other else whole))
+    sent = sum(traffic.snapshot().values()) - sum(before.values())
+    items = torch.tensor(41 if other else 40)
+    found["num_items_in_batch"] = message(lambda: model(**{**whole, "num_items_in_batch": items}))
+    fewer = {name: x[:2] if isinstance(x, torch.Tensor) else x for name, x in whole.items()}
+    found["shapes"] = message(lambda: model(**fewer if other else whole))
+    found["labels or none"] = message(lambda: model(ids) if other else model(input_ids=ids, labels=ids))
+    found["mode"] = message(lambda: model.train(not other)(input_ids=ids))
+    model.train()
+    model(**whole).loss.backward()
+    return found, sent / len(cases)
+
+
+def test_ranks_with_other_data_are_found_out_in_every_batch_before_anything_is_computed(pool):
+    (first, sent), (second, _) = pool.run(2, other_data, "1x2x1")
+    assert first == second
+    for name, text in first.items():
+        assert text.startswith("the 2 ranks of a mesh must be given the same micro-batch, but theirs differ in ")
+        differing = text.removeprefix(text.partition(" differ in ")[0] + " differ in ").partition(":")[0]
+        if name in ("shapes", "labels or none", "mode"):
+            assert "shapes or the other arguments" in differing
+        else:
+            assert differing == name
+    # Seven numbers of eight bytes, to the one other rank.
+    assert sent == 56
+
+
+# --- rows that the mesh doesn't divide ------------------------------------------------------------------------------
+
+
+def short_batch(mesh, stages, rows):
+    ids = tokens(rows)
+    mask, labels = torch.ones_like(ids), ids.clone()
+    mask[0, LENGTH - 3 :], labels[0, LENGTH - 3 :] = 0, -100
+    plain, model = built(LLAMA), cuboid.shard(built(LLAMA), mode(mesh, stages))
+    expected = plain(input_ids=ids, labels=labels, attention_mask=mask)
+    expected.loss.backward()
+    if stages is not None:
+        batch = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+        loss = Pipeline(model).train(iter([batch]), 1)
+        return float(loss - expected.loss), largest_difference(model, plain), True
+    loss = model(input_ids=ids, labels=labels, attention_mask=mask).loss
+    loss.backward()
+    difference = largest_difference(model, plain)
+    logits = model.eval()(input_ids=ids, attention_mask=mask).logits
+    alike = logits.shape == expected.logits.shape and torch.allclose(logits, expected.logits, atol=1e-5)
+    return float(loss - expected.loss), difference, alike
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "stages", "rows"), [(2, "2x1x1", None, 3), (2, "2x1x1", None, 1), (4, "2x1x1", 2, 3)]
+)
+def test_a_last_short_batch_gives_what_it_gives_alone(pool, ranks, mesh, stages, rows):
+    for loss, gradients, alike in pool.run(ranks, short_batch, mesh, stages, rows):
+        assert abs(loss) < 1e-5
+        assert gradients < 1e-6
+        assert alike
+
+
+# --- calls ----------------------------------------------------------------------------------------------------------
+
+
+def base_and_head(mesh):
+    ids, plain, model = tokens(3), built(LLAMA), sharded(LLAMA, mesh)
+    results = []
+    for each in (plain, model):
+        hidden = each.base_model(input_ids=ids).last_hidden_state
+        head = each.get_output_embeddings()
+        # As trainers do that make their own loss, in two ways.
+        logits = torch.nn.functional.linear(hidden, head.weight) + head(hidden)
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        results.append((hidden.detach(), loss.item()))
+    (hidden, loss), (own_hidden, own_loss) = results
+    assert torch.allclose(own_hidden, hidden, atol=1e-5)
+    for call in (lambda: model.get_input_embeddings()(ids), lambda: model.lm_head(own_hidden)):
+        assert "was called by itself" in message(call)
+    return abs(own_loss - loss), largest_difference(model, plain)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_base_model_and_a_head_are_whole_for_whoever_calls_them(pool, mesh):
+    for loss, gradients in pool.run(2, base_and_head, mesh):
+        assert loss < 1e-5
+        assert gradients < 1e-6
+
+
+def generated(mesh):
+    ids, plain, model = tokens(3), built(LLAMA).eval(), sharded(LLAMA, mesh).eval()
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    alike = []
+    for options in ({"do_sample": False}, {"do_sample": True, "top_k": 20}, {"num_beams": 2, "do_sample": False}):
+        torch.manual_seed(0)
+        expected = plain.generate(ids, attention_mask=mask, max_new_tokens=4, **options)
+        # All but the first rank have drawn other numbers before.
+        torch.manual_seed(cuboid.mesh_of(model).rank)
+        found = model.generate(ids, attention_mask=mask, max_new_tokens=4, **options)
+        alike.append(torch.equal(found, expected))
+    return alike, torch.rand(2).tolist()
+
+
+@pytest.mark.parametrize("mesh", ["1x2x1", "2x1x1"])
+def test_generate_gives_the_tokens_of_the_whole_model_on_all_ranks(pool, mesh):
+    first, second = pool.run(2, generated, mesh)
+    assert first == second
+    assert first[0] == [True, True, True]
+
+
+def as_the_whole_model(mesh):
+    ids, plain, model = tokens(), built(LLAMA, tie_word_embeddings=True), None
+    model = cuboid.shard(built(LLAMA, tie_word_embeddings=True), mode(mesh))
+    vocabulary = LLAMA.vocabulary
+    # The condition of many scripts, for which a shard's rows are too few.
+    assert model.resize_token_embeddings(vocabulary) is model.get_input_embeddings()
+    assert model.resize_token_embeddings() is model.get_input_embeddings()
+    assert model.resize_token_embeddings(vocabulary - 1).num_embeddings == vocabulary
+    for options in ({}, {"exclude_embeddings": True}, {"only_trainable": True}):
+        assert model.num_parameters(**options) == plain.num_parameters(**options)
+    model.base_model.norm.weight.requires_grad_(False)
+    assert model.num_parameters(only_trainable=True) == plain.num_parameters() - LLAMA.hidden
+    model.base_model.norm.weight.requires_grad_(True)
+    model.tie_weights()
+    assert model.lm_head.weight is model.base_model.embed_tokens.weight
+    twin = copy.deepcopy(model)
+    model.gradient_checkpointing_enable()
+    expected = plain(input_ids=ids, labels=ids).loss
+    expected.backward()
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(parameter.grad is None for parameter in twin.parameters())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    loss = twin(input_ids=ids, labels=ids).loss
+    loss.backward()
+    differences = [largest_difference(each, plain) for each in (model, twin)]
+    for cast in (torch.float64, torch.bfloat16):
+        twin.to(cast)
+        assert float(twin(input_ids=ids, labels=ids).loss) == pytest.approx(float(expected), rel=2e-2)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        under_another_dtype = sharded(LLAMA, mesh)
+        bfloat16 = under_another_dtype(input_ids=ids, labels=ids).loss
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert float(bfloat16) == pytest.approx(float(built(LLAMA)(input_ids=ids, labels=ids).loss), rel=2e-2)
+    return float(loss - expected), differences
+
+
+@pytest.mark.parametrize("mesh", ["1x2x1", "2x1x1"])
+def test_sizes_copies_and_casts_are_the_whole_models(pool, mesh):
+    for loss, differences in pool.run(2, as_the_whole_model, mesh):
+        assert abs(loss) < 1e-5
+        assert max(differences) < 1e-6
+
+
+def refused(mesh):
+    model, ids = sharded(LLAMA, mesh), tokens()
+    found = {
+        "resize": message(lambda: model.resize_token_embeddings(LLAMA.vocabulary + 1)),
+        "pad": message(lambda: model.resize_token_embeddings(pad_to_multiple_of=64)),
+        "state_dict": message(model.state_dict),
+        "base state_dict": message(model.base_model.state_dict),
+        "load_state_dict": message(lambda: model.load_state_dict({})),
+        "push_to_hub": message(lambda: model.push_to_hub("mine")),
+        "compile": message(model.compile),
+        "set_input_embeddings": message(lambda: model.set_input_embeddings(torch.nn.Embedding(1, 1))),
+        "add_adapter": message(lambda: model.add_adapter(None)),
+        "load_adapter": message(lambda: model.load_adapter("somewhere")),
+    }
+    if is_peft_available():
+        found["peft"] = message(lambda: with_adapters(model))
+    with pytest.raises(RuntimeError) as error:
+        torch.compile(model)(input_ids=ids)
+    found["torch.compile"] = str(error.value)
+    for layer in model.base_model.layers:
+        layer.compile(backend="eager")
+    model(input_ids=ids, labels=ids).loss.backward()
+    model.get_input_embeddings().neftune_noise_alpha = 5
+    found["neftune"] = message(lambda: model(input_ids=ids))
+    other = sharded(LLAMA, mesh)
+    other.base_model.layers[0].mlp.up_proj = torch.nn.Linear(LLAMA.hidden, 2 * LLAMA.hidden, bias=False)
+    found["surgery"] = message(lambda: other(input_ids=ids))
+    return found
+
+
+def test_what_a_sharded_model_cant_do_is_refused_with_what_it_can(pool):
+    found, same = pool.run(2, refused, "1x2x1")
+    assert found == same
+    assert "the embedding has 131 rows and is sharded" in found["resize"]
+    assert found["pad"].startswith("resize_token_embeddings(192)")
+    for name in ("state_dict", "base state_dict"):
+        assert "cuboid.full_state_dict(model)" in found[name]
+    assert "cuboid.from_pretrained" in found["load_state_dict"]
+    assert "save_pretrained(folder, push_to_hub=True" in found["push_to_hub"]
+    for name in ("compile", "torch.compile"):
+        assert "for layer in model.base_model.layers: layer.compile()" in found[name]
+    for name in {"peft", "add_adapter", "load_adapter"} & found.keys():
+        assert "merge_and_unload" in found[name]
+    assert found["neftune"].startswith("neftune_noise_alpha")
+    assert "layers.0.mlp.up_proj" in found["surgery"]
+
+
+@pytest.mark.parametrize("stages", [None, 2])
+def test_other_kinds_of_models_are_refused_by_name_and_task(monkeypatch, tmp_path, stages):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    config = mode("1x1x1" if stages else "1x2x1", stages)
+    bert = BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16, vocab_size=50)
+    classifier = LlamaForSequenceClassification(LLAMA.config())
+    llama = built(LLAMA)
+    llama.save_pretrained(tmp_path / "llama")
+    expected = {
+        "LlamaForSequenceClassification is for sequence classification": classifier,
+        "BertForMaskedLM is for masked language modelling": BertForMaskedLM(bert),
+        "LlamaModel has no language-modelling head": llama.base_model,
+        "Linear isn't a model of transformers": torch.nn.Linear(2, 2),
+        "torch.compile can't compile LlamaForCausalLM as a whole": torch.compile(llama),
+    }
+    for start, model in expected.items():
+        assert message(lambda model=model: cuboid.shard(model, config)).startswith(start)
+    with cuboid.scope(config):
+        for start, model in expected.items():
+            if isinstance(model, PreTrainedModel):
+                load = functools.partial(type(model).from_pretrained, tmp_path / "llama")
+                assert message(load).startswith(start)
+        assert message(lambda: AutoModel.from_pretrained(tmp_path / "llama")).startswith("LlamaModel has no")
+
+
+def with_adapters(model):
+    # Nobody needs it to run the other tests.
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+@pytest.mark.skipif(not is_peft_available(), reason="PEFT isn't installed")
+def test_adapters_are_refused_wherever_they_are(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    config = mode("1x2x1")
+    built(LLAMA).save_pretrained(tmp_path / "llama")
+    llama = AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
+    wrapped = with_adapters(llama)
+    wrapped.save_pretrained(tmp_path / "adapters")
+    for model, name in ((wrapped, "PeftModelForCausalLM"), (llama, "LlamaForCausalLM")):
+        assert message(lambda model=model: cuboid.shard(model, config)).startswith(f"{name} has adapters of PEFT")
+    with cuboid.scope(config):
+        adapters = message(lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "adapters"))
+    assert adapters.startswith(f"{tmp_path / 'adapters'} holds adapters of PEFT")
