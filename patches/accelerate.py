@@ -175,7 +175,8 @@ def _reduce(original: Any) -> Any:
 
 def _counted_once(gathered: torch.Tensor, config: CuboidConfig) -> torch.Tensor:
     """The sum of whole numbers ``[ranks, …]``, of which the ranks of a copy of the model have the same."""
-    by_copy = gathered[_ranks_of_copies(config)]
+    # As a tensor, for a list of lists would be taken for indices of two dims.
+    by_copy = gathered[torch.tensor(_ranks_of_copies(config))]
     if bool((by_copy != by_copy[:, :1]).any()):
         raise CuboidError(
             "accelerator.reduce adds up what the replicas have, but the ranks of one have different whole numbers; use "
