@@ -228,7 +228,7 @@ def loss_of_final_states(path, mesh, chunk_bytes):
         chunk_bytes=chunk_bytes,
     )
     norm = gradient.square().sum()
-    own = model.get_output_embeddings().weight.grad.square().sum()
+    own = model.lm_head.weight.grad.square().sum()
     return loss.item(), norm.item(), own.item()
 
 
