@@ -49,7 +49,8 @@ def soak(path, root, steps, every):
     return losses, samples
 
 
-@pytest.mark.parametrize(("steps", "every", "warm"), [(60, 10, 2), pytest.param(3000, 100, 6, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("steps", "every", "warm"), [(60, 10, 2), (3000, 100, 6)])
 def test_nothing_grows_over_many_steps_with_evaluations_and_checkpoints(checkpoint, tmp_path, steps, every, warm):
     root = tmp_path / "checkpoints"
     endings = endings_of(RANKS, soak, checkpoint(SMALL), str(root), steps, every, timeout_s=60 + steps * 0.6)
