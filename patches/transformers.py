@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers.integrations.deepspeed import deepspeed_config
 from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import AttentionInterface
+from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from cuboid.config import CuboidConfig, split_config
 from cuboid.hf.api import active_config
@@ -15,6 +15,7 @@ from cuboid.hf.attention import IMPLEMENTATIONS, attention_twin, mask_twin
 from cuboid.hf.load import is_loading_class, load_sharded
 from cuboid.hf.model import ShardedModel
 from cuboid.hf.model_folder import CONFIG, as_damage_of, folder_of, has_config, read_config
+from cuboid.hf.stage_model import StageModel
 from cuboid.patches.base import Patch, Registration
 
 
@@ -69,6 +70,10 @@ def _floating_point_ops(original: Any) -> Any:
         # The Trainer adds up all ranks', of which those of one copy of the model share a batch's.
         if not isinstance(model, ShardedModel):
             return operations
+        if isinstance(model, StageModel):
+            # Each rank counts what it holds itself.
+            own: int = PreTrainedModel.num_parameters(model, exclude_embeddings=True)  # type: ignore[arg-type]
+            return 6 * inputs["input_ids"].numel() * own
         return operations // len(model.cuboid.mesh.copy_ranks)
 
     return floating_point_ops

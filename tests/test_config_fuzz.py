@@ -8,6 +8,8 @@ import pytest
 import fuzzing
 from cuboid.verify import SmallModel, WorkerPool
 
+pytestmark = pytest.mark.slow
+
 SMALL = SmallModel("llama", heads=4, kv_heads=2, layers=2)
 
 

@@ -17,8 +17,8 @@ from cuboid.traffic import Operation, axes_label, sent_bytes
 
 #: Of ids and labels.
 _INDEX_BYTES = 8
-#: Of a batch: a checksum and its two sizes.
-_SUMMARY_BYTES = 24
+#: Of a micro-batch, what its ranks compare: seven numbers; see cuboid.hf.batch_check.
+_SUMMARY_BYTES = 56
 
 #: A collective over axes of a tensor of so many bytes, so many times.
 _Call = tuple[Operation, tuple[Axis, ...], int, int]
