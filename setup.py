@@ -20,7 +20,7 @@ setup(
     python_requires=">=3.11",
     package_dir={"cuboid": "plugin", "cuboid.patches": "patches"},
     packages=[*PLUGIN_PACKAGES, "cuboid.patches"],
-    package_data={"cuboid": ["py.typed"]},
+    package_data={"cuboid": ["py.typed"], "cuboid.hf.certification": ["certified.json"]},
     install_requires=[
         *(f"{package}{versions}" for package, versions in RANGES.items()),
         "hjson>=3.1",
