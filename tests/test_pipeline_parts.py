@@ -55,7 +55,7 @@ def test_a_micro_batch_has_many_forms(batch):
         ({"input_ids": IDS[:, :0]}, r"not \[2, 0\]"),
         ({"input_ids": IDS, "labels": IDS[:1]}, r"labels is \[1, 6\], but input_ids is \[2, 6\]"),
         ({"input_ids": IDS, "position_ids": IDS[:, :5]}, "position_ids is"),
-        ({"input_ids": IDS, "attention_mask": IDS.float()}, "holds torch.float32"),
+        ({"input_ids": IDS, "labels": IDS.float()}, "labels holds torch.float32; give torch.int64"),
         ({"input_ids": IDS, "token_type_ids": IDS}, "token_type_ids has no rule"),
     ],
 )
@@ -155,7 +155,7 @@ def test_one_rank_reads_and_all_know(pool):
     ]
     assert pool.run(4, _share, "fine", timeout_s=TIMEOUT_S) == [expected] * 4
     assert pool.run(4, _share, "short", timeout_s=TIMEOUT_S) == [("StopIteration", "", None)] * 4
-    failed = ("CuboidError", "input_ids holds torch.float64; a pipeline takes integers there", 0)
+    failed = ("CuboidError", "input_ids holds torch.float64; give torch.int64", 0)
     assert pool.run(4, _share, "wrong", timeout_s=TIMEOUT_S) == [failed] * 4
 
 

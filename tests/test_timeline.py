@@ -191,7 +191,7 @@ def test_lengths_may_be_given_with_and_without_a_model(cli, model):
         (("--model", "MODEL", "--seq-len", "64", "--stages", "7"), "6 layers"),
         (("--model", "MODEL", "--seq-len", "64", "--segments", "9", "--multiple", "8"), "8 or fewer would work"),
         (("--schedule", "1f1b", "--segments", "2"), 'take "seq1f1b"'),
-        (("--model", "EMPTY", "--seq-len", "64"), "no config that transformers knows"),
+        (("--model", "EMPTY", "--seq-len", "64"), "no config.json in it"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_what_would(cli, model, tmp_path, arguments, problem):
