@@ -22,7 +22,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from cuboid.errors import UnsupportedModelError
 from cuboid.hf.certification.certificates import TABLE, entry_of, features_of, find_out
-from cuboid.hf.outline import draw_outline
 
 _ROPE = {"rope_theta": 10000.0}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -132,7 +131,7 @@ def _probe(case: tuple[str, str]) -> tuple[str | None, Any]:
     torch.set_num_threads(1)
     try:
         cls, config = config_of(*case)
-        certificate = find_out(cls, config, draw_outline)
+        certificate = find_out(cls, config)
         return entry_of(features_of(cls, config), certificate)
     except UnsupportedModelError as error:
         return None, str(error)

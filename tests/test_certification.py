@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -20,7 +22,6 @@ from cuboid.hf.certification import certificates, check
 from cuboid.hf.certification.certificate import Certificate, Verdict
 from cuboid.hf.certification.float64 import precision
 from cuboid.hf.certification.small_config import LONGEST, small_config
-from cuboid.hf.outline import draw_outline
 from cuboid.hf.units import SegmentedBatch
 from cuboid.tensor3d.loss import shifted
 
@@ -175,7 +176,7 @@ def test_a_mesh_that_fills_sequences_up_leaves_rotary_embeddings_as_they_are(poo
 
 def verdict_of(architecture, **options):
     config = AutoConfig.for_model(architecture, **options)
-    return check.check(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, draw_outline)
+    return check.check(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
 
 
 @pytest.mark.parametrize(
@@ -223,9 +224,7 @@ def test_the_shipped_table_is_what_the_probe_finds():
     for architecture in ("llama", "gptj"):
         config = AutoConfig.for_model(architecture)
         cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        key, found = certificates.entry_of(
-            certificates.features_of(cls, config), certificates.find_out(cls, config, draw_outline)
-        )
+        key, found = certificates.entry_of(certificates.features_of(cls, config), certificates.find_out(cls, config))
         known = table["architectures"][architecture][key]
         assert {**known, "error": 0} == {**found, "error": 0}
 
@@ -260,6 +259,20 @@ def test_a_model_without_a_probe_needs_a_verified_checkpoint(tmp_path, monkeypat
         staged("llama", tmp_path / "model", {"segments": 2, "certification": "verified"}, **SIZES)
 
 
+def test_verify_judges_a_model_without_a_probe_by_its_weights(tmp_path, monkeypatch):
+    config = transformers.LlamaConfig(**{**SIZES, "mlp_bias": True, "hidden_act": "gelu"})
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    features = certificates.features_of(transformers.LlamaForCausalLM, config)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    certificates.remember(certificates.cache_file(features), Certificate(None, "it is too odd"))
+    assert certificates.certificate_of(transformers.LlamaForCausalLM, config).verdict is None
+    command = [sys.executable, "-m", "cuboid.cli", "verify", "--model", tmp_path / "model", "--stages", "1"]
+    command += ["--segments", "2", "--no-engine", "--steps", "1"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
 def test_the_cache_is_never_trusted(tmp_path, monkeypatch):
     runs = []
 
@@ -272,7 +285,7 @@ def test_the_cache_is_never_trusted(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def known():
-        return certificates.certificate_of(transformers.LlamaForCausalLM, transformers.LlamaConfig(), draw_outline)
+        return certificates.certificate_of(transformers.LlamaForCausalLM, transformers.LlamaConfig())
 
     first = known()
     assert known() == first

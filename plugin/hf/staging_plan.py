@@ -32,7 +32,7 @@ def plan_staging(cls: type[PreTrainedModel], hf_config: Any, config: CuboidConfi
     _check_positions(hf_config, config.pipeline.segments)
     check_segments(hf_config, config.pipeline.segments)
     outline = draw_outline(cls, hf_config)
-    certificate = certificate_of(cls, hf_config, draw_outline)
+    certificate = certificate_of(cls, hf_config)
     modes = certificate.modes(is_cut=config.pipeline.segments != 1, is_filled=granule(mesh) > 1)
     certificate.check_model(cls.__name__, modes, verified=config.pipeline.certification == "verified")
     # They take a model without memory to find out: once at most, and only where somebody asks.

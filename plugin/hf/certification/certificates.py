@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
@@ -20,7 +20,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from cuboid.hf.certification.certificate import MODES, Certificate, Kind, Mode, Verdict
 from cuboid.hf.certification.check import CannotProbe, check
 from cuboid.hf.certification.small_config import meaningful_fields, small_config
-from cuboid.hf.outline import Outline
 
 TABLE = Path(__file__).with_name("certified.json")
 #: Files whose change may change what is right; of the cache's key, not of the table's, which the tests hold.
@@ -29,15 +28,12 @@ _LARGEST_CACHE_FILE_BYTES = 100_000
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
-def certificate_of(
-    cls: type[PreTrainedModel], config: PretrainedConfig, draw: Callable[[Any, Any], Outline]
-) -> Certificate:
+def certificate_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> Certificate:
     """What is known of a class with a config; found out, where nobody knew.
 
     Args:
         cls: the architecture's class.
         config: of the model to be loaded.
-        draw: gives the outline of a class and a config.
     """
     try:
         features = features_of(cls, config)
@@ -46,19 +42,19 @@ def certificate_of(
     known = _table().get(_digest(features))
     if known is not None:
         return _read(known)
-    file = _cache_folder() / f"{_digest({**features, 'sources': _sources_digest()})}.json"
+    file = cache_file(features)
     remembered = _from_cache(file)
     if remembered is not None:
         return remembered
-    found = find_out(cls, config, draw)
-    _into_cache(file, found)
+    found = find_out(cls, config)
+    remember(file, found)
     return found
 
 
-def find_out(cls: type[PreTrainedModel], config: PretrainedConfig, draw: Callable[[Any, Any], Outline]) -> Certificate:
+def find_out(cls: type[PreTrainedModel], config: PretrainedConfig) -> Certificate:
     """Run the probe, whatever is known."""
     try:
-        return Certificate(check(cls, config, draw))
+        return Certificate(check(cls, config))
     except CannotProbe as error:
         return Certificate(None, str(error))
 
@@ -106,9 +102,11 @@ def _sources_digest() -> str:
     return total.hexdigest()
 
 
-def _cache_folder() -> Path:
+def cache_file(features: Mapping[str, Any]) -> Path:
+    """Where this machine keeps what this version of Cuboid found out about such a model."""
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "cuboid" / "certificates"
+    folder = (Path(base) if base else Path.home() / ".cache") / "cuboid" / "certificates"
+    return folder / f"{_digest({**features, 'sources': _sources_digest()})}.json"
 
 
 def _written(certificate: Certificate) -> dict[str, Any]:
@@ -143,7 +141,8 @@ def _from_cache(file: Path) -> Certificate | None:
     return None
 
 
-def _into_cache(file: Path, certificate: Certificate) -> None:
+def remember(file: Path, certificate: Certificate) -> None:
+    """Write a certificate to its file of the cache, whole or not at all."""
     # A cache that can't be written costs seconds at the next start, and nothing else. Ranks may write the same at once.
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from cuboid.hf.certification.certificate import MODES, Certificate, Kind, Mode, 
 from cuboid.hf.certification.float64 import KeepFloat64
 from cuboid.hf.certification.small_config import small_config
 from cuboid.hf.feed import MicroBatch
-from cuboid.hf.outline import Outline
+from cuboid.hf.outline import Outline, draw_outline
 from cuboid.hf.stage_model import Staging, cut_model, finish_stage
 from cuboid.hf.stage_runner import StageRunner
 from cuboid.hf.stages import cut_at
@@ -58,24 +58,23 @@ class CannotProbe(Exception):
     """The architecture can't be made small, or doesn't run by itself."""
 
 
-def check(cls: type[PreTrainedModel], config: PretrainedConfig, draw: Callable[[Any, Any], Outline]) -> Verdict:
+def check(cls: type[PreTrainedModel], config: PretrainedConfig) -> Verdict:
     """Compare a small model of a class with itself, cut, on all that its config says may matter.
 
     Args:
         cls: the architecture's class.
         config: of the real model.
-        draw: gives the outline of a class and a config.
 
     Raises:
         CannotProbe: with the reason.
-        UnsupportedModelError: from ``draw``.
+        UnsupportedModelError: a pipeline can't cut it at all.
     """
     with _quiet_cpu():
         try:
             small = small_config(config)
         except Exception as error:
             raise CannotProbe(f"its config can't be made small: {type(error).__name__}: {error}") from error
-        outline = draw(cls, small)
+        outline = draw_outline(cls, small)
         for attempt in _ATTEMPTS:
             model = _random_model(cls, small, config._attn_implementation, attempt.dtype)
             try:
