@@ -12,9 +12,8 @@ from torch import nn
 
 from cuboid.config import MAX_FILE_BYTES
 from cuboid.errors import CheckpointError
-from cuboid.hf.checkpoint import export_model
 from cuboid.hf.model import mesh_of
-from cuboid.hf.save import full_state_dict
+from cuboid.hf.save import export_model, full_state_dict
 from cuboid.mesh import Mesh
 from cuboid.patches.deepspeed_checkpoint import CheckpointedEngine
 from cuboid.rank_agreement import StepGuard, begin_update

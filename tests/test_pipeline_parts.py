@@ -13,7 +13,7 @@ from cuboid.config import split_config
 from cuboid.errors import ConfigError, CuboidError, PeerLostError
 from cuboid.hf.cutting import MEASURED_STEPS, Cutter
 from cuboid.hf.feed import read_micro_batch, share_micro_batches
-from cuboid.hf.outline import draw_outline
+from cuboid.hf.stages import draw_outline
 from cuboid.mesh import Mesh
 from cuboid.seq1f1b.costs import LayerSizes, ModelSizes
 from cuboid.seq1f1b.recorder import gather_times_s

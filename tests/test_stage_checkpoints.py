@@ -15,8 +15,9 @@ import cuboid
 from comparing import stored
 from cuboid.errors import CheckpointError
 from cuboid.hf.batch import IGNORE_INDEX
-from cuboid.hf.head import Head, chunked_loss
-from cuboid.hf.outline import draw_outline
+from cuboid.hf.chunks import chunked_loss
+from cuboid.hf.head import Head
+from cuboid.hf.stages import draw_outline
 from cuboid.tensor3d.collectives import own_slice
 from cuboid.tensor3d.loss import shifted
 from cuboid.tensor3d.parameter import local_state

@@ -15,10 +15,10 @@ from cuboid.config import PipelineConfig
 from cuboid.errors import ConfigError, UnsupportedModelError
 from cuboid.hf.batch import IGNORE_INDEX
 from cuboid.hf.certification.float64 import precision
+from cuboid.hf.chunks import chunked_loss
 from cuboid.hf.costs import model_sizes
-from cuboid.hf.head import Head, chunked_loss
-from cuboid.hf.outline import draw_outline
-from cuboid.hf.stages import cut_at, cut_stage, plan_stages, run_base, shared_parameters
+from cuboid.hf.head import Head
+from cuboid.hf.stages import cut_at, cut_stage, draw_outline, plan_stages, run_base, shared_parameters
 from cuboid.tensor3d.loss import shifted
 
 VOCABULARY, LAYERS, BATCH, LENGTH = 67, 4, 2, 11

@@ -19,7 +19,8 @@ from cuboid.convert.deepspeed_states import Files
 from cuboid.convert.naming import state_specs
 from cuboid.convert.pickles import Scattered, load_pickle, whole
 from cuboid.errors import CheckpointError
-from cuboid.hf.outline import Outline, draw_outline
+from cuboid.hf.outline import Outline
+from cuboid.hf.stages import draw_outline
 
 _NUMBERED = re.compile(r"(\d+)\.(.+)")
 _TIED = re.compile(r"tied_modules\.[^.]+\.(.+)")

@@ -93,7 +93,8 @@ def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTra
     check_model(model)
     former = FormerParameters(model)
     sharded = _shard(model, parsed)
-    sharding_of(sharded).former = former
+    sharding = sharding_of(sharded)
+    sharding.former, sharding.save = former, save_sharded
     return sharded
 
 

@@ -23,7 +23,7 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.hf.segment_call import Call, attend_plain, check_call, is_plain, with_prefix
 from cuboid.hf.segment_mask import segment_mask
 from cuboid.hf.segments import PREFIX, AttentionRecord, hang_record, record_of, running_unit
-from cuboid.hf.whole_recorder import fake_mask, is_recording
+from cuboid.hf.whole_sequence import fake_mask, is_recording
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.dropout import own_random_numbers
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from cuboid.errors import UnsupportedModelError
 from cuboid.hf.batch import IGNORE_INDEX
+from cuboid.hf.head import Head
 from cuboid.mesh import Mesh
 from cuboid.tensor3d.held import HeldParameter
 from cuboid.tensor3d.loss import sum_over_mesh, token_sum
 from cuboid.tensor3d.norm import statistics_dtype
-
-if TYPE_CHECKING:
-    from cuboid.hf.head import Head
 
 #: Of logits in float32, for one chunk.
 CHUNK_BYTES = 64 * 2**20
@@ -147,6 +144,40 @@ class LossInChunks:
                     f"the head of {type(self.head.model).__name__} computes with a parameter of its base model "
                     f"({list(leaf.shape)}), for which there is no rule"
                 )
+
+
+def chunked_loss(
+    head: Head,
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    scale: torch.Tensor | float,
+    vocabulary: int,
+    mesh: Mesh | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The loss of a last stage's hidden states, and its gradient with respect to them.
+
+    Both are computed at once, wherever gradients are enabled; those of the head's parameters add to their ``grad``.
+    What remains to be done is ``hidden.backward(gradient)``.
+
+    Args:
+        hidden: ``[B, L, H]`` from the last stage's base model; on a mesh ``[B/b, L/s, H/h]``.
+        head, labels, scale, vocabulary, mesh, chunk_bytes: see :class:`LossInChunks`.
+
+    Returns:
+        The loss, detached (on a mesh the same on every rank), and the gradient, None where none are enabled.
+    """
+    loss = LossInChunks(head, labels, scale, vocabulary, mesh, chunk_bytes)
+    with head.held() as held:
+        if not torch.is_grad_enabled():
+            return loss.value(hidden), None
+        value, gradient = loss.value_and_gradients(hidden.detach().requires_grad_(), held)
+        gradients = [(each.parameter, each.gradient()) for each in held]
+    for parameter, own in gradients:
+        if own is not None:
+            torch.autograd.backward(parameter, own)
+    return value, gradient
 
 
 def least_positions(mesh: Mesh | None) -> int:

@@ -1,4 +1,4 @@
-"""A model's end: what makes logits of hidden states, and a last stage's loss, made of a chunk of logits at a time."""
+"""A model's head: what turns final hidden states into logits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cuboid.hf.chunks import CHUNK_BYTES, LossInChunks
-from cuboid.mesh import Mesh
 from cuboid.tensor3d.held import HeldParameter, hold
 
 #: Whether a :class:`Head` runs, which knows that a sharded model's head takes and gives parts.
@@ -99,37 +97,3 @@ class Head:
             yield
         finally:
             self.model.set_submodule(self.outline.base, base)
-
-
-def chunked_loss(
-    head: Head,
-    hidden: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    scale: torch.Tensor | float,
-    vocabulary: int,
-    mesh: Mesh | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The loss of a last stage's hidden states, and its gradient with respect to them.
-
-    Both are computed at once, wherever gradients are enabled; those of the head's parameters add to their ``grad``.
-    What remains to be done is ``hidden.backward(gradient)``.
-
-    Args:
-        hidden: ``[B, L, H]`` from the last stage's base model; on a mesh ``[B/b, L/s, H/h]``.
-        head, labels, scale, vocabulary, mesh, chunk_bytes: see :class:`LossInChunks`.
-
-    Returns:
-        The loss, detached (on a mesh the same on every rank), and the gradient, None where none are enabled.
-    """
-    loss = LossInChunks(head, labels, scale, vocabulary, mesh, chunk_bytes)
-    with head.held() as held:
-        if not torch.is_grad_enabled():
-            return loss.value(hidden), None
-        value, gradient = loss.value_and_gradients(hidden.detach().requires_grad_(), held)
-        gradients = [(each.parameter, each.gradient()) for each in held]
-    for parameter, own in gradients:
-        if own is not None:
-            torch.autograd.backward(parameter, own)
-    return value, gradient

@@ -34,6 +34,7 @@ from cuboid.hf.model_folder import (
     verify_model_folder,
 )
 from cuboid.hf.presharded import from_rank_file, rank_folder_of
+from cuboid.hf.save import save_sharded
 from cuboid.hf.segments import UnitSlot
 from cuboid.hf.slicing import mark_parameters, unmark_parameters
 from cuboid.hf.stage_model import StageModel, Staging, cut_model, finish_stage
@@ -224,6 +225,7 @@ class _Loading:
             finish_stage(self, staging, mesh, blueprint, _as_loaded)
         else:
             shard_modules(self, blueprint, mesh, settings, _as_loaded)
+        self.cuboid.save = save_sharded
 
 
 def _as_loaded(shard: torch.Tensor, _: Layout) -> torch.Tensor:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,6 +92,9 @@ class Sharding:
     chunk_bytes: int = CHUNK_BYTES
     checked: bool = False
     former: FormerParameters = field(default_factory=FormerParameters)
+    #: Writes the model as a Hugging Face checkpoint. Whoever loads or shards a model for users hands it in, for saving
+    #: knows the model.
+    save: Callable[..., None] | None = None
     #: Of the micro-batch that the forward which is running was given.
     check: BatchCheck | None = None
 
@@ -103,9 +106,9 @@ class ShardedModel(WholeInterface):
 
     def save_pretrained(self, directory: Any, **kwargs: Any) -> None:
         """As ``PreTrainedModel.save_pretrained``, whole. All ranks must call it, and each writes its share."""
-        from cuboid.hf.save import save_sharded
-
-        save_sharded(self, directory, **kwargs)  # type: ignore[arg-type]
+        save = self.cuboid.save
+        assert save is not None, "a model that neither a loader nor cuboid.shard made"
+        save(self, directory, **kwargs)
 
     def counted_parameters(self: Any) -> list[nn.Parameter]:
         """This rank's parameters for sums over all ranks of a copy of the model: each element has one owner."""

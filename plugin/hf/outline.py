@@ -71,20 +71,15 @@ class Outline:
         return f"{self.layers}.{index}"
 
 
-def draw_outline(cls: type[PreTrainedModel], config: PretrainedConfig) -> Outline:
-    """Find the parts of a model, and make sure that a pipeline can cut it.
+def outline_on_meta(cls: type[PreTrainedModel], config: PretrainedConfig) -> tuple[PreTrainedModel, Outline]:
+    """Build a model on the meta device, and find its parts.
 
     Raises:
-        UnsupportedModelError: it can't, with the reason.
+        UnsupportedModelError: a pipeline can't cut it, with the reason.
     """
-    # Here, for they stand on the outline.
-    from cuboid.hf.stages import check_cut
-
     _check_config(cls, config)
     model = _build_on_meta(cls, config)
-    outline = trace_outline(model)
-    check_cut(model, outline)
-    return outline
+    return model, trace_outline(model)
 
 
 def _build_on_meta(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
@@ -114,7 +109,7 @@ def trace_outline(model: PreTrainedModel) -> Outline:
     """The outline of a model that is on the meta device, which is left as it was.
 
     Raises:
-        UnsupportedModelError: see :func:`draw_outline`.
+        UnsupportedModelError: see :func:`outline_on_meta`.
     """
     cls = type(model)
     name = _find_layers(model)

@@ -13,14 +13,15 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.hub import convert_file_size_to_int
 
-from cuboid.checkpoint.publish import abandon_export, begin_export, publish
+from cuboid.checkpoint.publish import SCRATCH, abandon_export, begin_export, publish
+from cuboid.checkpoint.writing import write_families, write_indices
 from cuboid.config import MAX_FILE_BYTES
 from cuboid.errors import CheckpointError
-from cuboid.hf.checkpoint import export_model
+from cuboid.hf.companions import keep_own_tokenizer, write_companions
 from cuboid.hf.model import mesh_of, unwrap
 from cuboid.hf.segments import PREFIX
 from cuboid.hf.stage_model import StageModel
-from cuboid.hf.stored import sharded_layouts
+from cuboid.hf.stored import model_family, sharded_layouts
 from cuboid.mesh import Mesh
 from cuboid.rank_agreement import run_on_all_ranks
 from cuboid.replicas.gradients import gradient_of
@@ -98,6 +99,54 @@ def save_sharded(
         mesh,
         what="save_pretrained",
     )
+
+
+def export_model(model: nn.Module, folder: Path, max_file_bytes: int) -> None:
+    """Write a model's weights alone, as a Hugging Face checkpoint. Collective over the world.
+
+    The folder may hold others, which give way once the new ones are there; see :mod:`cuboid.checkpoint.publish`.
+
+    Args:
+        model: a sharded model, or an engine around one.
+        folder: made if need be.
+        max_file_bytes: of a file, unless one tensor alone is longer.
+
+    Raises:
+        CheckpointError: on every rank, where any of them can't write.
+    """
+    run_on_all_ranks(
+        lambda: _export_model(model, folder, max_file_bytes), mesh_of(model), what=f"save of {folder.name}"
+    )
+
+
+def _export_model(model: nn.Module, folder: Path, max_file_bytes: int) -> None:
+    inner: Any = unwrap(model)
+    mesh = mesh_of(inner)
+    mesh.connect_host()
+
+    def begin() -> None:
+        if mesh.rank == 0:
+            begin_export(folder)
+
+    run_on_all_ranks(begin, mesh)
+    try:
+        results = write_families([model_family(inner)], folder / SCRATCH, mesh, max_file_bytes=max_file_bytes)
+
+        def finish() -> None:
+            failure = results[mesh.rank].failure
+            if failure is not None:
+                raise CheckpointError(failure)
+            if mesh.rank == 0:
+                write_indices(folder / SCRATCH, results)
+                write_companions(inner, folder / SCRATCH)
+                keep_own_tokenizer(folder / SCRATCH, folder)
+
+        run_on_all_ranks(finish, mesh)
+        run_on_all_ranks(lambda: publish(folder) if mesh.rank == 0 else None, mesh)
+    except BaseException:
+        if mesh.rank == 0:
+            abandon_export(folder)
+        raise
 
 
 def _save_as_own_class(model: Any, directory: str | Path, state: dict[str, torch.Tensor], kwargs: Any) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from cuboid.hf.head import Head, chunked_loss
+from cuboid.hf.chunks import chunked_loss
+from cuboid.hf.head import Head
 from cuboid.hf.stage_model import StageModel
 from cuboid.hf.stages import run_base
 from cuboid.hf.units import SegmentedBatch

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.config import PipelineConfig
 from cuboid.errors import ConfigError, UnsupportedModelError
 from cuboid.hf.flow import Flow
 from cuboid.hf.head import Head
-from cuboid.hf.outline import Outline
+from cuboid.hf.outline import Outline, outline_on_meta
 from cuboid.hf.stand_ins import AbsentLayer, AbsentModule, Entrance, Exit
 from cuboid.seq1f1b.costs import ModelSizes
 from cuboid.seq1f1b.partition import balance_by_flops
@@ -149,6 +149,17 @@ def _keep_ties(model: Any, outline: Outline, kept: frozenset[str]) -> None:
     model.all_tied_weights_keys = dict(ties)
     # For whoever lets the model compute them again.
     model._tied_weights_keys = dict(ties)
+
+
+def draw_outline(cls: type[PreTrainedModel], config: PretrainedConfig) -> Outline:
+    """Find the parts of a model, and make sure that a pipeline can cut it.
+
+    Raises:
+        UnsupportedModelError: it can't, with the reason.
+    """
+    model, outline = outline_on_meta(cls, config)
+    check_cut(model, outline)
+    return outline
 
 
 def check_cut(model: PreTrainedModel, outline: Outline) -> None:

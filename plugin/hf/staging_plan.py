@@ -13,10 +13,9 @@ from cuboid.hf.attention import check_attention
 from cuboid.hf.batch import granule
 from cuboid.hf.certification.certificates import certificate_of
 from cuboid.hf.costs import model_sizes
-from cuboid.hf.outline import draw_outline
 from cuboid.hf.segments import check_segments
 from cuboid.hf.stage_model import Staging
-from cuboid.hf.stages import cut_at, plan_stages
+from cuboid.hf.stages import cut_at, draw_outline, plan_stages
 from cuboid.mesh import Mesh
 
 

@@ -15,12 +15,11 @@ import copy
 import functools
 import logging
 from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from transformers import PreTrainedModel
@@ -29,17 +28,8 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.hf.outline import Outline
 from cuboid.hf.segments import UnitSlot
 from cuboid.hf.stand_ins import AbsentLayer, AbsentModule
-from cuboid.hf.whole_sequence import Replay, WholeSequence
+from cuboid.hf.whole_sequence import Replay, WholeSequence, recording, without_values
 from cuboid.tensor3d.embedding import ShardedEmbedding
-
-#: Of the thread that looks at a whole sequence, for mask functions too, which get no module that could know. All
-#: tensors without values must be of one mode.
-_recording: ContextVar[FakeTensorMode | None] = ContextVar("cuboid_recording", default=None)
-
-
-def is_recording() -> bool:
-    """Whether the forward that this thread is in only looks at a whole sequence, so that masks need no values."""
-    return _recording.get() is not None
 
 
 class WholeSequenceRecorder:
@@ -100,13 +90,12 @@ class WholeSequenceRecorder:
         if "use_cache" in self._outline.options:
             options["use_cache"] = False
         self._slot.recording = whole = WholeSequence(length)
-        token = _recording.set(FakeTensorMode(allow_non_fake_inputs=True))
         log = logging.getLogger(FakeTensor.__module__)  # which writes what is raised, on every rank
         level = log.level
         log.setLevel(logging.CRITICAL)
         try:
-            hidden = _without_values((rows, length, self._outline.width), self._model.dtype, device)
-            with torch.no_grad():
+            with recording(), torch.no_grad():
+                hidden = without_values((rows, length, self._outline.width), self._model.dtype, device)
                 # The class's function: hooks on the base model are the user's, for real forwards.
                 type(self._base).forward(self._base, inputs_embeds=hidden, **options)
         except Exception as error:
@@ -116,21 +105,8 @@ class WholeSequenceRecorder:
             ) from error
         finally:
             log.setLevel(level)
-            _recording.reset(token)
             self._slot.recording = None
         return whole
-
-
-def _without_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    mode = _recording.get()
-    assert mode is not None, "only while a whole sequence is looked at"
-    with mode:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-
-def fake_mask(rows: int, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A mask ``[B, 1, S, S]`` without values, for whole sequences that are only looked at."""
-    return _without_values((rows, 1, length, length), dtype, device)
 
 
 # --- the base model without layers and weights ---------------------------------------------------------------------
@@ -156,7 +132,7 @@ class _Unknown(AbsentModule):
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The hidden state, or something without values."""
         found = super().forward(*args, **kwargs)
-        return found if isinstance(found, FakeTensor) else _without_values((), found.dtype, found.device)
+        return found if isinstance(found, FakeTensor) else without_values((), found.dtype, found.device)
 
 
 class _WithoutHooks(nn.Module):
@@ -332,7 +308,7 @@ class _Lookups(TorchFunctionMode):
     ) -> Any:
         if func is nn.functional.embedding and args[1] is self._weight:
             self._found.append(args[0])
-            return _without_values((*args[0].shape, self._width), self._weight.dtype, args[0].device)
+            return without_values((*args[0].shape, self._width), self._weight.dtype, args[0].device)
         return func(*args, **(kwargs or {}))
 
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+#: Of the thread that looks at a whole sequence, for mask functions too, which get no module that could know. All
+#: tensors without values must be of one mode.
+_recording: ContextVar[FakeTensorMode | None] = ContextVar("cuboid_recording", default=None)
 
 
 @dataclass
@@ -51,3 +59,31 @@ class Replay:
         if self.stop - 1 <= last:
             return x.narrow(dim, self.start, self.stop - self.start)
         return x.index_select(dim, torch.arange(self.start, self.stop, device=x.device).clamp(max=last))
+
+
+def is_recording() -> bool:
+    """Whether the forward that this thread is in only looks at a whole sequence, so that masks need no values."""
+    return _recording.get() is not None
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """While this thread only looks at a whole sequence."""
+    token = _recording.set(FakeTensorMode(allow_non_fake_inputs=True))
+    try:
+        yield
+    finally:
+        _recording.reset(token)
+
+
+def without_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of which only shape, dtype and device are known."""
+    mode = _recording.get()
+    assert mode is not None, "only while a whole sequence is looked at"
+    with mode:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def fake_mask(rows: int, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A mask ``[B, 1, S, S]`` without values, for whole sequences that are only looked at."""
+    return without_values((rows, 1, length, length), dtype, device)

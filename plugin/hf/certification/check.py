@@ -21,10 +21,10 @@ from cuboid.hf.certification.certificate import MODES, Certificate, Kind, Mode, 
 from cuboid.hf.certification.float64 import KeepFloat64
 from cuboid.hf.certification.small_config import small_config
 from cuboid.hf.feed import MicroBatch
-from cuboid.hf.outline import Outline, draw_outline
+from cuboid.hf.outline import Outline
 from cuboid.hf.stage_model import Staging, cut_model, finish_stage
 from cuboid.hf.stage_runner import StageRunner
-from cuboid.hf.stages import cut_at
+from cuboid.hf.stages import cut_at, draw_outline
 from cuboid.hf.units import SegmentedBatch, label_tokens, with_shifted_labels
 from cuboid.mesh import Mesh
 from cuboid.seq1f1b.store import KeyValueStore, StorePool
