@@ -70,7 +70,7 @@ train: install ## Train: MODEL=… DATA=… CONFIG=… STEPS=… NAME=… RANKS=
 	@$(if $(RESUME),true,$(BIN)/python -m cuboid.cli prepare --out "$(RUN)" \
 		$(if $(MODEL),--model "$(MODEL)") $(if $(DATA),--data "$(DATA)"))
 	@# The launcher is shielded from Ctrl-C, which the ranks answer with a checkpoint.
-	@exec $(BIN)/python -P plugin/train/launch.py \
+	@exec $(BIN)/python -P plugin/cuboid/train/launch.py \
 		$(BIN)/deepspeed --quiet --num_accelerators $(RANKS) --master_port "$$($(FREE_PORT))" --module cuboid.cli train \
 		--model "$(or $(MODEL),$(RUN)/start)" --data "$(RUN)/tokens" --config "$(CONFIG)" --out "$(RUN)" \
 		--sequence-length $(SEQUENCE) $(if $(STEPS),--steps $(STEPS)) $(if $(SAVE_EVERY),--save-every $(SAVE_EVERY)) \
@@ -102,7 +102,7 @@ bench: install ## Measure everything that can run here, or CASE=…, with ARGS="
 lint: install ## Check style and types.
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@PYTHON=$(BIN)/python .ci/types
+	@$(BIN)/python -m mypy
 
 clean: ## Remove .venv and everything that is built; runs/ stays.
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,9 +6,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 # What `import cuboid` checks as well.
-REQUIREMENTS = ast.parse((Path(__file__).parent / "plugin" / "requirements.py").read_text(encoding="utf-8"))
+REQUIREMENTS = ast.parse((Path(__file__).parent / "plugin" / "cuboid" / "requirements.py").read_text(encoding="utf-8"))
 RANGES = next(ast.literal_eval(node.value) for node in REQUIREMENTS.body if isinstance(node, ast.Assign))
-PLUGIN_PACKAGES = ["cuboid"] + [f"cuboid.{name}" for name in find_packages("plugin")]
 
 setup(
     name="cuboid",
@@ -18,9 +17,13 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    package_dir={"cuboid": "plugin", "cuboid.patches": "patches"},
-    packages=[*PLUGIN_PACKAGES, "cuboid.patches"],
-    package_data={"cuboid": ["py.typed"], "cuboid.hf.certification": ["certified.json"]},
+    package_dir={"": "plugin", "cuboid_patches": "patches/cuboid_patches"},
+    packages=[*find_packages("plugin"), "cuboid_patches"],
+    package_data={
+        "cuboid": ["py.typed"],
+        "cuboid.models.certification": ["certified.json"],
+        "cuboid_patches": ["py.typed"],
+    },
     install_requires=[
         *(f"{package}{versions}" for package, versions in RANGES.items()),
         "hjson>=3.1",

@@ -19,10 +19,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from workload import PlainStage, Workload, token_loss
 
 import cuboid
-from cuboid.patches.deepspeed import SHARED_MEMORY_BUILD
-from cuboid.seq1f1b.memory import MeteredPool
-from cuboid.seq1f1b.simulate import Timeline
-from cuboid.seq1f1b.trace import read_chrome_trace
+from cuboid.seq1f1b.runtime.memory import MeteredPool
+from cuboid.seq1f1b.schedule.simulator import Timeline
+from cuboid.seq1f1b.schedule.timeline_trace import read_chrome_trace
+from cuboid_patches.deepspeed import SHARED_MEMORY_BUILD
 
 _LEARNING_RATE = 1e-4
 #: Counted from 1; the first one warms up.

@@ -35,8 +35,8 @@ from pipeline import machine
 from quiet import QUIET
 from transformers import LlamaForCausalLM
 
+from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError
-from cuboid.topology import MeshShape
 
 _DEFAULT_OUT = Path("runs") / "benchmarks" / "hidden_communication"
 _MESHES = {

@@ -25,8 +25,8 @@ from pipeline import machine
 from quiet import QUIET
 from transformers import LlamaForCausalLM
 
+from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError
-from cuboid.topology import MeshShape
 
 _DEFAULT_OUT = Path("runs") / "benchmarks" / "layer_meshes"
 _MESHES = {8: ["1x8x1", "1x4x2", "2x2x2", AUTO], 64: ["1x64x1", "1x8x8", "4x4x4", AUTO]}

@@ -16,8 +16,8 @@ from rounds import in_turn, undisturbed_sample
 from workload import Workload
 
 from cuboid.errors import CuboidError
-from cuboid.seq1f1b.memory import LiveActivations
-from cuboid.seq1f1b.simulate import Timeline
+from cuboid.seq1f1b.runtime.memory import LiveActivations
+from cuboid.seq1f1b.schedule.simulator import Timeline
 
 #: How far losses and gradient norms of two contestants may be apart, relatively.
 AGREEMENT = 1e-5

@@ -22,8 +22,8 @@ from network.ranks import forked_ranks
 from network.script import run_script
 from pipeline import machine
 
+from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError
-from cuboid.topology import MeshShape
 
 RANKS = 8
 _MESHES = ["1x8x1", "1x4x2", "2x2x2", "8x1x1", AUTO]

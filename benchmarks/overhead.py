@@ -25,7 +25,7 @@ from pipeline import machine
 from quiet import QUIET, Watch, pin
 
 from cuboid.errors import CuboidError
-from cuboid.train.quiet import quiet
+from cuboid.library_warnings import quiet
 
 _DEFAULT_OUT = Path("runs") / "benchmarks" / "overhead"
 

@@ -25,8 +25,8 @@ from report import draw, print_tables
 from results import memory_rows, rows
 from workload import QUICK, Workload
 
-from cuboid.seq1f1b.picture import draw_timelines
-from cuboid.seq1f1b.simulate import Timeline
+from cuboid.seq1f1b.schedule.simulator import Timeline
+from cuboid.seq1f1b.schedule.timeline_picture import draw_timelines
 from cuboid.verify import WorkerPool
 
 _TIMEOUT_S = 3600.0

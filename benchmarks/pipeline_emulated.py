@@ -32,9 +32,9 @@ from pipeline import machine
 from quiet import QUIET
 
 from cuboid.errors import CuboidError
-from cuboid.seq1f1b.picture import draw_timelines
-from cuboid.seq1f1b.schedules import PipelineShape
-from cuboid.train.quiet import quiet
+from cuboid.library_warnings import quiet
+from cuboid.seq1f1b.schedule.schedules import PipelineShape
+from cuboid.seq1f1b.schedule.timeline_picture import draw_timelines
 
 _DEFAULT_OUT = Path("runs") / "benchmarks" / "pipeline_emulated"
 #: Of each rank's link, where none is given: with the other defaults a message takes half as long as its forward.

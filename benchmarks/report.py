@@ -7,7 +7,7 @@ from typing import Any
 
 from results import YARDSTICKS
 
-from cuboid.seq1f1b.picture import format_bytes
+from cuboid.seq1f1b.schedule.timeline_picture import format_bytes
 
 _TITLES = {"torch": "÷ torch", "deepspeed": "÷ DeepSpeed", "own_1f1b": "÷ own k=1"}
 #: Paul Tol's "bright" scheme, told apart with any colour vision.

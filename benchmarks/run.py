@@ -19,7 +19,7 @@ from types import FrameType
 from network.networks import why_not_shaped
 from report import text_table
 
-from cuboid.config import suggestion
+from cuboid.config.schema import suggestion
 from cuboid.errors import CuboidError
 
 _FOLDER = Path(__file__).parent

@@ -10,7 +10,7 @@ from llama import llama_config
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cuboid.hf.batch import IGNORE_INDEX
+from cuboid.models.batch.batch import IGNORE_INDEX
 
 #: Bytes for tokens: with so small a head, all stages have the same work, as the theory assumes.
 VOCABULARY = 256

@@ -21,7 +21,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from cuboid.errors import UnsupportedModelError
-from cuboid.hf.certification.certificates import TABLE, entry_of, features_of, find_out
+from cuboid.models.certification.certificates import TABLE, entry_of, features_of, find_out
 
 _ROPE = {"rope_theta": 10000.0}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -19,9 +19,9 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cuboid.checkpoint.supply import assign
-from cuboid.hf.layouts import draw_blueprint
-from cuboid.topology import MeshShape, Topology
+from cuboid.checkpoint.save_planner import assign
+from cuboid.distributed.topology import MeshShape, Topology
+from cuboid.models.sharded.parallel_plan import draw_blueprint
 
 BEFORE, AFTER = MeshShape(2, 2, 1), MeshShape(1, 1, 3)
 #: As in the picture of the layout.

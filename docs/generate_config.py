@@ -14,8 +14,8 @@ from typing import Any
 from marked import DOCS, parser, table, update
 from pydantic import BaseModel
 
-from cuboid.config import CuboidConfig
-from cuboid.patches.colossalai_config import BoosterConfig
+from cuboid.config.schema import CuboidConfig
+from cuboid.integrations.colossalai.plugin_config import BoosterConfig
 
 
 def main() -> int:

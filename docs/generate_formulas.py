@@ -12,12 +12,12 @@ import torch
 from marked import DOCS, parser, table, update
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cuboid.hf.auto import block_sizes
-from cuboid.hf.kept import end_sizes, kept_sizes
-from cuboid.tensor3d.end_formula import end_kept_bytes, end_sent_bytes
-from cuboid.tensor3d.memory_formula import block_bytes, layer_kept_bytes, state_bytes
-from cuboid.tensor3d.traffic_formula import layer_bytes
-from cuboid.topology import Coordinate, MeshShape
+from cuboid.distributed.topology import Coordinate, MeshShape
+from cuboid.planner.comm_formula import layer_bytes
+from cuboid.planner.end_memory import end_kept_bytes, end_sent_bytes
+from cuboid.planner.layer_memory import block_bytes, layer_kept_bytes, state_bytes
+from cuboid.planner.mesh_search import block_sizes
+from cuboid.planner.model_memory import end_sizes, kept_sizes
 
 #: One row of the micro-batch for each rank of the longest `batch` axis.
 BATCH, LENGTH = 8, 4096

@@ -22,9 +22,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch, Polygon, Rectangle
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cuboid.hf.layouts import draw_blueprint
-from cuboid.tensor3d.layout import Interval, Layout
-from cuboid.topology import MeshShape, Topology
+from cuboid.distributed.topology import MeshShape, Topology
+from cuboid.models.sharded.parallel_plan import draw_blueprint
+from cuboid.tensor3d.sharding.sharding_spec import Interval, Layout
 
 MESH = MeshShape(2, 2, 2)
 TOPOLOGY = Topology(MESH, MESH.size)

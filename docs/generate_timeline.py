@@ -11,9 +11,8 @@ from pathlib import Path
 
 from marked import DOCS, parser, table, update
 
-from cuboid.seq1f1b.actions import Action
-from cuboid.seq1f1b.costs import LayerSizes, ModelSizes, kept_bytes, unit_flops
-from cuboid.seq1f1b.partition import (
+from cuboid.seq1f1b.schedule.actions import Action
+from cuboid.seq1f1b.schedule.partition import (
     OVERHEAD_TOKENS,
     balance_stages,
     choose_segments,
@@ -21,9 +20,10 @@ from cuboid.seq1f1b.partition import (
     even_cut,
     segment_cost,
 )
-from cuboid.seq1f1b.picture import draw_timelines, format_bytes
-from cuboid.seq1f1b.schedules import SCHEDULES, PipelineShape
-from cuboid.seq1f1b.simulate import Timeline, simulate
+from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
+from cuboid.seq1f1b.schedule.simulator import Timeline, simulate
+from cuboid.seq1f1b.schedule.timeline_picture import draw_timelines, format_bytes
+from cuboid.seq1f1b.schedule.unit_costs import LayerSizes, ModelSizes, kept_bytes, unit_flops
 
 MODEL = ModelSizes((LayerSizes.decoder(4096, 4096, 4096, 11008),) * 32, head=4096 * 32000)
 LENGTH, MULTIPLE, SEGMENTS = 32768, 8, 4

@@ -16,10 +16,10 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cuboid.hf.auto import block_sizes
-from cuboid.hf.layouts import fitting_meshes
-from cuboid.tensor3d.traffic_formula import layer_bytes
-from cuboid.topology import MeshShape
+from cuboid.distributed.topology import MeshShape
+from cuboid.models.sharded.parallel_plan import fitting_meshes
+from cuboid.planner.comm_formula import layer_bytes
+from cuboid.planner.mesh_search import block_sizes
 
 RANKS, LENGTH, BATCHES = 64, 4096, (1, 8, 64)
 TABLE_BATCH = 64

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import cuboid
-from cuboid.hf.certification.float64 import KeepFloat64
-from cuboid.hf.units import label_tokens, with_shifted_labels
+from cuboid.models.certification.float64 import KeepFloat64
+from cuboid.models.stages.units import label_tokens, with_shifted_labels
 
 MICRO_BATCHES, ROWS, LENGTH, VOCABULARY = 2, 4, 24, 131
 STEPS, CLIPPING = 5, 0.5

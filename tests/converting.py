@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from comparing import mesh_section, stored
-from cuboid.config import parse_config
+from cuboid.config.schema import parse_config
 from cuboid.convert.run import ConvertOptions, convert
 
 

@@ -16,13 +16,13 @@ import torch
 
 import cuboid
 from converting import layout_section, run
-from cuboid.checkpoint.manifest import MANIFEST, Manifest, record_of, signed
-from cuboid.config import parse_config
+from cuboid.checkpoint.format.manifest import MANIFEST, Manifest, record_of, signed
+from cuboid.config.schema import parse_config
 from cuboid.convert.inspection import inspect_checkpoint
 from cuboid.convert.sources import find_checkpoint
 from cuboid.errors import CuboidError
+from cuboid.train.data.initial_model import train_tokenizer
 from cuboid.train.job import load_tokenizer
-from cuboid.train.start import train_tokenizer
 from training import make_engine, settings, train
 
 #: For a reader's answer; they take a fraction of a second on an idle machine.

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from cuboid.verify.worker import environment
+from cuboid.verify.workers.worker import environment
 from launching import free_port
 
 
@@ -35,7 +35,7 @@ def endings_of(ranks, function, *arguments, timeout_s=90.0):
     A rank's process ends as soon as its function has. Time counts from when all processes are there.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cuboid.verify.preload"])
+    context.set_forkserver_preload(["cuboid.verify.workers.preload"])
     variables = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes, endings = [], []
     for rank in range(ranks):

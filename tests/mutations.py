@@ -18,27 +18,23 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-import cuboid.hf.attention
-import cuboid.hf.bounded
-import cuboid.hf.model
-import cuboid.hf.segment_mask
-import cuboid.hf.swap
-import cuboid.hf.units
-import cuboid.seq1f1b.attention
-import cuboid.tensor3d.dropout
-import cuboid.tensor3d.norm
-import cuboid.verify.sharded
-from cuboid.hf.chunks import LossInChunks
-from cuboid.hf.pipeline import Pipeline
-from cuboid.hf.stage_runner import StageRunner
-from cuboid.hf.units import SegmentedBatch
-from cuboid.seq1f1b.store import KeyValueStore
-from cuboid.tensor3d.embedding import ShardedEmbedding
-from cuboid.tensor3d.exchange import ScatterSequence
-from cuboid.tensor3d.linear import ShardedLinear
-from cuboid.tensor3d.norm import ShardedRMSNorm
-from cuboid.tensor3d.parameter import Block, ParameterGather
-from cuboid.verify import SmallModel, WorkerPool
+from cuboid.models.attention import interface
+from cuboid.models.cross_entropy import chunked, loss_forward
+from cuboid.models.cross_entropy.chunked import LossInChunks
+from cuboid.models.pipeline.pipeline import Pipeline
+from cuboid.models.sharded import parallelize, sharded_model
+from cuboid.models.stages import units
+from cuboid.models.stages.stage_runner import StageRunner
+from cuboid.models.stages.units import SegmentedBatch
+from cuboid.seq1f1b.attention.kv_cache import KeyValueStore
+from cuboid.tensor3d.layers import dropout, norm
+from cuboid.tensor3d.layers.linear import ShardedLinear
+from cuboid.tensor3d.layers.norm import ShardedRMSNorm
+from cuboid.tensor3d.layers.output_reduce import ScatterSequence
+from cuboid.tensor3d.layers.vocab_embedding import ShardedEmbedding
+from cuboid.tensor3d.sharding import sharded_param
+from cuboid.tensor3d.sharding.sharded_param import Block, ParameterGather
+from cuboid.verify import SmallModel, WorkerPool, sharded
 from cuboid.verify.compare import Kind
 from cuboid.verify.report import Pass
 from cuboid.verify.sharded import run_core, run_engine
@@ -141,7 +137,7 @@ def after_loading(change: Callable[[Any], None]) -> Mutate:
         change(model)
         return model
 
-    return around(cuboid.verify.sharded, "_load", load)
+    return around(sharded, "_load", load)
 
 
 def found(model: nn.Module, ending: str) -> list[nn.Parameter]:
@@ -203,13 +199,13 @@ def ignored_labels_count(original: Any, logits: Any, labels: torch.Tensor, **opt
 @contextmanager
 def one_norm_alone() -> Iterator[None]:
     """The first norm of the model takes its own part of the hidden state for all of it."""
-    all_reduce, forward = cuboid.tensor3d.norm.all_reduce, ShardedRMSNorm.forward
+    all_reduce, forward = norm.all_reduce, ShardedRMSNorm.forward
     first: list[nn.Module] = []
 
     def mutated(self: ShardedRMSNorm, x: torch.Tensor) -> torch.Tensor:
         first[:] = first or [self]
         alone = self is first[0]
-        with mock.patch.object(cuboid.tensor3d.norm, "all_reduce", no_reduce if alone else all_reduce):
+        with mock.patch.object(norm, "all_reduce", no_reduce if alone else all_reduce):
             return forward(self, x)
 
     with mock.patch.object(ShardedRMSNorm, "forward", mutated):
@@ -223,14 +219,14 @@ def no_reduce(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
 @contextmanager
 def norm_backward_alone() -> Iterator[None]:
     """The way back through norms forgets that the hidden state is split."""
-    backward, all_reduce = cuboid.tensor3d.norm._RMSNorm.backward, cuboid.tensor3d.norm.all_reduce
+    backward, all_reduce = norm._RMSNorm.backward, norm.all_reduce
 
     def mutated(ctx: Any, dy: torch.Tensor) -> Any:
-        with mock.patch.object(cuboid.tensor3d.norm, "all_reduce", no_reduce):
+        with mock.patch.object(norm, "all_reduce", no_reduce):
             return backward(ctx, dy)
 
     assert all_reduce is not no_reduce
-    with mock.patch.object(cuboid.tensor3d.norm._RMSNorm, "backward", staticmethod(mutated)):
+    with mock.patch.object(norm._RMSNorm, "backward", staticmethod(mutated)):
         yield
 
 
@@ -408,9 +404,9 @@ def all_of(*mutations: Mutate) -> Mutate:
 CHUNKS = around(LossInChunks, "_chunks", wrong_second_chunk)
 LONGER = all_of(
     lambda: mock.patch.object(
-        cuboid.hf.bounded._DifferentiableLoss,
+        loss_forward._DifferentiableLoss,
         "backward",
-        staticmethod(partial(longer_gradient, cuboid.hf.bounded._DifferentiableLoss.backward)),
+        staticmethod(partial(longer_gradient, loss_forward._DifferentiableLoss.backward)),
     ),
     around(StageRunner, "_run_head", lambda original, *args: longer(original(*args))),
 )
@@ -446,7 +442,7 @@ MUTATIONS = (
     ),
     Mutation(
         "1 % in one gradient, in the engine",
-        around(cuboid.verify.sharded.deepspeed, "initialize", longer_in_the_engine),
+        around(sharded.deepspeed, "initialize", longer_in_the_engine),
         HIDDEN,
         name_of_pass="engine",
         found_by=("moment",),
@@ -455,7 +451,7 @@ MUTATIONS = (
     Mutation("the norms' all-reduce left out in backward", norm_backward_alone, HIDDEN),
     Mutation(
         "dropout alike on all ranks",
-        instead(cuboid.tensor3d.dropout, "own_random_numbers", lambda *_: nullcontext()),
+        instead(dropout, "own_random_numbers", lambda *_: nullcontext()),
         SEQUENCE,
         SmallModel("gpt2"),
         ("dropout",),
@@ -463,13 +459,21 @@ MUTATIONS = (
     Mutation("a norm's eps", around(ShardedRMSNorm, "__init__", other_eps), HIDDEN, found_by=("activation",)),
     Mutation(
         "small gradients not added up",
-        instead(cuboid.tensor3d.parameter._GatherParameter, "backward", staticmethod(own_share_of_small_gradients)),
+        instead(
+            sharded_param._GatherParameter,
+            "backward",
+            staticmethod(own_share_of_small_gradients),
+        ),
         SEQUENCE,
     ),
-    Mutation("divided by each micro-batch's labels", around(cuboid.hf.bounded, "divisor", mean_of_means), SEQUENCE),
+    Mutation(
+        "divided by each micro-batch's labels",
+        around(loss_forward, "divisor", mean_of_means),
+        SEQUENCE,
+    ),
     Mutation(
         "divided by the labels of own rows",
-        around(cuboid.hf.bounded, "divisor", own_divisor),
+        around(loss_forward, "divisor", own_divisor),
         BATCH,
         name_of_pass="engine",
         found_by=("loss",),
@@ -483,13 +487,13 @@ MUTATIONS = (
     Mutation("divided twice", around(StageRunner, "__init__", divided_twice), SEGMENTS, found_by=("loss",)),
     Mutation(
         "ignored labels count",
-        around(cuboid.hf.chunks, "token_sum", ignored_labels_count),
+        around(chunked, "token_sum", ignored_labels_count),
         BATCH,
         found_by=("loss",),
     ),
     Mutation(
         "K/V heads permuted",
-        around(cuboid.hf.swap, "plan_key_value_heads", reversed_heads),
+        around(parallelize, "plan_key_value_heads", reversed_heads),
         HIDDEN,
         SmallModel("llama", heads=12, kv_heads=3),
         found_by=("activation",),
@@ -504,17 +508,30 @@ MUTATIONS = (
         SmallModel("gpt2"),
         ("activation",),
     ),
-    Mutation("the mask ignored", around(cuboid.hf.model, "_local_arguments", without_mask), BATCH, LLAMA, ("loss",)),
+    Mutation(
+        "the mask ignored",
+        around(sharded_model, "_local_arguments", without_mask),
+        BATCH,
+        LLAMA,
+        ("loss",),
+    ),
     Mutation(
         "the mask ignored, in segments",
-        around(cuboid.hf.units, "prepare_masks", no_mask_in_segments),
+        around(units, "prepare_masks", no_mask_in_segments),
         SEGMENTS,
         LLAMA,
         ("loss",),
     ),
-    Mutation("packed positions ignored", around(cuboid.hf.model, "_local_arguments", counted_positions), HIDDEN, LLAMA),
     Mutation(
-        "packed positions ignored, in segments", around(cuboid.hf.units, "prepare_masks", nothing_packed), SEGMENTS
+        "packed positions ignored",
+        around(sharded_model, "_local_arguments", counted_positions),
+        HIDDEN,
+        LLAMA,
+    ),
+    Mutation(
+        "packed positions ignored, in segments",
+        around(units, "prepare_masks", nothing_packed),
+        SEGMENTS,
     ),
     Mutation(
         "a window off by one",
@@ -525,14 +542,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a window off by one, in segments",
-        around(cuboid.hf.attention, "segment_mask", window_off_by_one),
+        around(interface, "segment_mask", window_off_by_one),
         SEGMENTS,
         SmallModel("gemma3"),
         ("activation",),
     ),
     Mutation(
         "attention's scaling ignored",
-        around(cuboid.hf.attention, "attend_plain", no_scaling),
+        around(interface, "attend_plain", no_scaling),
         SEGMENTS,
         SmallModel("gemma3"),
         ("loss",),
@@ -558,7 +575,7 @@ MUTATIONS = (
     ),
     Mutation(
         "weight decay on norms",
-        around(cuboid.verify.sharded.deepspeed, "initialize", everything_decays),
+        around(sharded.deepspeed, "initialize", everything_decays),
         HIDDEN,
         name_of_pass="engine",
         found_by=("weight",),
@@ -585,7 +602,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a weight saved transposed",
-        around(cuboid.verify.sharded.cuboid, "save_pretrained", transposed_file),
+        around(sharded.cuboid, "save_pretrained", transposed_file),
         STAGES,
         found_by=("weight",),
     ),

@@ -211,7 +211,7 @@ def test_a_schedule_of_another_optimizer_is_refused(pool):
 
 def test_the_cpu_is_refused_where_deepspeed_has_another_device(monkeypatch):
     monkeypatch.setattr(
-        "cuboid.patches.accelerate.get_accelerator", lambda: type("", (), {"device_name": lambda _: "cuda"})()
+        "cuboid_patches.accelerate.get_accelerator", lambda: type("", (), {"device_name": lambda _: "cuda"})()
     )
     with pytest.raises(CuboidError, match="DS_ACCELERATOR=cpu"), accelerator_of(config_of({"hidden": 1}), cpu=True):
         pass

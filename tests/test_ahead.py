@@ -9,14 +9,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 import cuboid
-from cuboid import mesh as mesh_module
-from cuboid.hf.auto import block_sizes
-from cuboid.tensor3d import bundle, multiplication, source
-from cuboid.tensor3d.carry import Carry, carried_shards
-from cuboid.tensor3d.parameter import ShardedModule
-from cuboid.tensor3d.traffic_formula import layer_bytes
-from cuboid.tensor3d.updates import Updates
-from cuboid.topology import MeshShape
+from cuboid.distributed import mesh as mesh_module
+from cuboid.distributed.topology import MeshShape
+from cuboid.planner.comm_formula import layer_bytes
+from cuboid.planner.mesh_search import block_sizes
+from cuboid.tensor3d.layers import input_gather as source
+from cuboid.tensor3d.layers import linear_op as multiplication
+from cuboid.tensor3d.sharding import bucketing as bundle
+from cuboid.tensor3d.sharding.deferred_reduce import Carry, carried_shards
+from cuboid.tensor3d.sharding.param_versions import Updates
+from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid.verify import SmallModel, WorkerPool
 
 BATCH, LENGTH = 6, 12

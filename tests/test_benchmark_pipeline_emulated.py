@@ -24,9 +24,9 @@ from network.networks import why_not_shaped
 from pipeline_emulated import parse
 
 from cuboid.errors import ConfigError, CuboidError
-from cuboid.seq1f1b.actions import Action, Op
-from cuboid.seq1f1b.schedules import SCHEDULES
-from cuboid.seq1f1b.simulate import Span, Timeline
+from cuboid.seq1f1b.schedule.actions import Action, Op
+from cuboid.seq1f1b.schedule.schedules import SCHEDULES
+from cuboid.seq1f1b.schedule.simulator import Span, Timeline
 
 pytestmark = pytest.mark.slow
 TIMEOUT_S = 240

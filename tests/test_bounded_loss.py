@@ -20,8 +20,8 @@ from three_d.instruments import Meter
 import cuboid
 from comparing import mesh_section
 from conftest import TIMEOUT_S
-from cuboid.hf.certification.float64 import KeepFloat64, precision
-from cuboid.topology import MeshShape
+from cuboid.distributed.topology import MeshShape
+from cuboid.models.certification.float64 import KeepFloat64, precision
 from cuboid.verify import SmallModel
 
 ROWS, LENGTH = 6, 13
@@ -55,7 +55,7 @@ def batch(small, seed=1, rows=ROWS, length=LENGTH):
 
 
 def gradients_of(model):
-    if isinstance(getattr(model, "cuboid", None), cuboid.hf.model.Sharding):
+    if isinstance(getattr(model, "cuboid", None), cuboid.models.sharded.sharded_model.Sharding):
         return cuboid.full_gradients(model)
     # Tied parameters have two names, in a sharded model too.
     named = model.named_parameters(remove_duplicate=False)

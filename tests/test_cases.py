@@ -5,7 +5,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
-from cuboid.hf.cases import LONGEST, Case, cases, covering, shrunk, thresholds
+from cuboid.models.batch.length_cases import LONGEST, Case, cases, covering, shrunk, thresholds
 
 SCALED = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
 ORIGINAL = "rope_parameters.original_max_position_embeddings"

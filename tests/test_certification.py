@@ -18,12 +18,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 import cuboid
 from conftest import TIMEOUT_S
 from cuboid.errors import CheckpointError, CuboidError, UnsupportedModelError
-from cuboid.hf.certification import certificates, check
-from cuboid.hf.certification.certificate import Certificate, Verdict
-from cuboid.hf.certification.float64 import precision
-from cuboid.hf.certification.small_config import LONGEST, small_config
-from cuboid.hf.units import SegmentedBatch
-from cuboid.tensor3d.loss import shifted
+from cuboid.models.architectures.certificate import Certificate, Verdict
+from cuboid.models.certification import certificates, check
+from cuboid.models.certification.float64 import precision
+from cuboid.models.certification.small_config import LONGEST, small_config
+from cuboid.models.stages.units import SegmentedBatch
+from cuboid.tensor3d.layers.vocab_cross_entropy import shifted
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
 LONG = {

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 
 import cuboid
 from comparing import stored
-from cuboid.checkpoint.folder import complete, resolve
-from cuboid.checkpoint.manifest import Manifest, check_contents, check_sizes
+from cuboid.checkpoint.format.folder import complete, resolve
+from cuboid.checkpoint.format.manifest import Manifest, check_contents, check_sizes
 from cuboid.errors import CheckpointError
 from cuboid.verify import SmallModel, WorkerPool
-from cuboid.verify.workers import WorkerError
+from cuboid.verify.workers.pool import WorkerError
 from damage import sweep
 from training import make_engine, settings, train
 

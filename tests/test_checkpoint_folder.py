@@ -16,7 +16,7 @@ import torch
 
 from cuboid import CheckpointError, ConfigError, Mesh, MeshShape
 from cuboid.checkpoint.contents import Contents
-from cuboid.checkpoint.folder import (
+from cuboid.checkpoint.format.folder import (
     INCOMPLETE,
     LATEST,
     REPLACED,
@@ -29,12 +29,12 @@ from cuboid.checkpoint.folder import (
     resolve,
     sweep,
 )
-from cuboid.checkpoint.manifest import MANIFEST, FileRecord, Manifest, check_contents, check_sizes, record_of
-from cuboid.checkpoint.pieces import Bundle, Family, Run, SplitTensor
+from cuboid.checkpoint.format.manifest import MANIFEST, FileRecord, Manifest, check_contents, check_sizes, record_of
+from cuboid.checkpoint.format.tensor_file import TensorFile, TensorFileWriter
+from cuboid.checkpoint.format.tensor_header import TensorSpec
 from cuboid.checkpoint.saver import Saver
-from cuboid.checkpoint.tensor_file import TensorFile, TensorFileWriter
-from cuboid.checkpoint.tensor_header import TensorSpec
-from cuboid.config import CheckpointConfig
+from cuboid.checkpoint.shards import Bundle, Family, Run, SplitTensor
+from cuboid.config.schema import CheckpointConfig
 
 KEPT, TAGS = 2, 4
 #: A child that was told to crash ends with it.

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from cuboid.checkpoint.optimizer import Holding, OptimizerAdapter, Slot, merged
-from cuboid.checkpoint.reading import TensorFolder
-from cuboid.checkpoint.supply import assign, find_parts
-from cuboid.checkpoint.tensor_file import TensorFile, TensorFileWriter
-from cuboid.checkpoint.tensor_header import TensorSpec, row_blocks
+from cuboid.checkpoint.format.tensor_file import TensorFile, TensorFileWriter
+from cuboid.checkpoint.format.tensor_header import TensorSpec, row_blocks
+from cuboid.checkpoint.optimizer_state import Holding, OptimizerAdapter, Slot, merged
+from cuboid.checkpoint.reader import TensorFolder
+from cuboid.checkpoint.save_planner import assign, find_parts
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CheckpointError
-from cuboid.mesh import Mesh
-from cuboid.tensor3d.layout import Layout, take_shard
-from cuboid.topology import MeshShape
+from cuboid.tensor3d.sharding.sharding_spec import Layout, take_shard
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)

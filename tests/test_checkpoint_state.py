@@ -16,11 +16,11 @@ from hypothesis.extra import numpy as hnp
 from torch import nn
 
 from cuboid import CheckpointError
-from cuboid.checkpoint.lineage import Ancestor, first_ancestors, lineage_behind, new_identity
-from cuboid.checkpoint.manifest import Manifest, record_of
-from cuboid.checkpoint.random_state import capture, restore
-from cuboid.checkpoint.state import STATE, TENSORS, write_state
-from cuboid.checkpoint.state import read_state as read_checked
+from cuboid.checkpoint.format.lineage import Ancestor, first_ancestors, lineage_behind, new_identity
+from cuboid.checkpoint.format.manifest import Manifest, record_of
+from cuboid.checkpoint.format.state_file import STATE, TENSORS, write_state
+from cuboid.checkpoint.format.state_file import read_state as read_checked
+from cuboid.checkpoint.rng_state import capture, restore
 
 
 def read_state(folder):

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import cuboid
 from comparing import stored
-from cuboid.checkpoint.manifest import Manifest
-from cuboid.checkpoint.state import read_state
+from cuboid.checkpoint.format.manifest import Manifest
+from cuboid.checkpoint.format.state_file import read_state
 from cuboid.verify import SmallModel, WorkerPool
 from training import NO_DROPOUT, make_engine, ranks_of, settings, train
 

@@ -19,7 +19,7 @@ SECTIONS = {
 @pytest.fixture
 def told(monkeypatch, capsys):
     """Runs a command line and gives (exit status, what it wrote to stderr)."""
-    monkeypatch.setattr("cuboid.train.quiet.quiet", lambda **_: None)  # it is for a process of its own
+    monkeypatch.setattr("cuboid.library_warnings.quiet", lambda **_: None)  # it is for a process of its own
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
 

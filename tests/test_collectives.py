@@ -6,7 +6,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import cuboid
-from cuboid import collectives, mesh
+from cuboid.distributed import collectives, mesh
 from cuboid.verify import SmallModel, WorkerPool
 
 

@@ -20,7 +20,7 @@ from boosting import (
     under_deepspeed,
 )
 from cuboid.errors import CuboidError
-from cuboid.hf.certification.float64 import KeepFloat64
+from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.verify import SmallModel, WorkerPool
 
 pytest.importorskip("colossalai", reason="ColossalAI isn't installed: `make colossalai` does it, or tells why it can't")

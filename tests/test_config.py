@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cuboid.compatibility import check_framework_config
-from cuboid.config import own_config, parse_config, split_config
-from cuboid.config_file import load_config
+from cuboid.config.compatibility import check_framework_config
+from cuboid.config.config_file import load_config
+from cuboid.config.schema import own_config, parse_config, split_config
 from cuboid.errors import ConfigError, MeshError
 
 SECTION = {"mode": "3d_tensor", "mesh": {"batch": 2, "sequence": 2, "hidden": 2}}
@@ -122,7 +122,7 @@ class Tripwire(dict):
 
 
 def test_a_config_of_others_reaches_deepspeed_as_the_same_object(monkeypatch):
-    from cuboid.patches import accelerate, deepspeed
+    from cuboid_patches import accelerate, deepspeed
 
     seen = []
 

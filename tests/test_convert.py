@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 import launching
 from comparing import stored
 from converting import nothing_left, run, same
-from cuboid.checkpoint.tensor_header import TensorSpec
+from cuboid.checkpoint.format.tensor_header import TensorSpec
 from cuboid.cli import commands
-from cuboid.convert.naming import as_stored, blank_model, state_specs
-from cuboid.convert.tensors import Tensors
+from cuboid.convert.formats.block_tensors import Tensors
+from cuboid.convert.formats.parameter_names import as_stored, blank_model, state_specs
 from cuboid.errors import CheckpointError
 from cuboid.verify import SmallModel
 from training import make_engine, train
@@ -378,7 +378,7 @@ MEASURED = """
 
     import torch
 
-    from cuboid.config import parse_config
+    from cuboid.config.schema import parse_config
     from cuboid.convert.run import ConvertOptions, convert
 
     def peak():

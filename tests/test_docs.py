@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import cuboid
-from cuboid.compatibility import check_framework_config
+from cuboid.config.compatibility import check_framework_config
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -10,8 +10,8 @@ import torch
 import transformers
 
 import cuboid
+from cuboid.distributed.startup import Launch, await_all_ranks, report_early_failure
 from cuboid.errors import CuboidError, PeerLostError
-from cuboid.start_up import Launch, await_all_ranks, report_early_failure
 from cuboid.verify import SmallModel
 from fresh_ranks import endings_of
 from launching import free_port

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.topology import AXES, MeshShape, Topology
 from cuboid.errors import MeshError
-from cuboid.hf.heads import HeadCounts, plan_key_value_heads
-from cuboid.mesh import Mesh
-from cuboid.tensor3d.layout import Layout, put_shard, take_shard
-from cuboid.tensor3d.traffic_formula import BlockSizes, layer_bytes
-from cuboid.topology import AXES, MeshShape, Topology
+from cuboid.models.architectures.attention_heads import HeadCounts, plan_key_value_heads
+from cuboid.planner.comm_formula import BlockSizes, layer_bytes
+from cuboid.tensor3d.sharding.sharding_spec import Layout, put_shard, take_shard
 
 meshes = st.builds(MeshShape, *[st.integers(1, 4)] * 3)
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from cuboid.seq1f1b.attention import attend_segment, prefix
-from cuboid.seq1f1b.memory import LiveActivations, MeteredPool
-from cuboid.seq1f1b.store import KeyValueStore
+from cuboid.seq1f1b.attention.chunked_attention import attend_segment, prefix
+from cuboid.seq1f1b.attention.kv_cache import KeyValueStore
+from cuboid.seq1f1b.runtime.memory import LiveActivations, MeteredPool
 
 ROWS, WIDTH = 4, 8
 X_BYTES = ROWS * WIDTH * 4

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 import cuboid
+from cuboid.distributed.topology import Coordinate, MeshShape
 from cuboid.errors import UnsupportedModelError
-from cuboid.hf.auto import block_sizes
-from cuboid.hf.kept import end_sizes, kept_sizes, model_kept_bytes
-from cuboid.tensor3d.end_formula import end_kept_bytes, end_sent_bytes
-from cuboid.tensor3d.linear import ShardedLinear
-from cuboid.tensor3d.memory_formula import KeptSizes, block_bytes, layer_kept_bytes, state_bytes
-from cuboid.tensor3d.norm import ShardedLayerNorm, ShardedRMSNorm
-from cuboid.tensor3d.traffic_formula import BlockSizes
-from cuboid.topology import Coordinate, MeshShape
+from cuboid.planner.comm_formula import BlockSizes
+from cuboid.planner.end_memory import end_kept_bytes, end_sent_bytes
+from cuboid.planner.layer_memory import KeptSizes, block_bytes, layer_kept_bytes, state_bytes
+from cuboid.planner.mesh_search import block_sizes
+from cuboid.planner.model_memory import end_sizes, kept_sizes, model_kept_bytes
+from cuboid.tensor3d.layers.linear import ShardedLinear
+from cuboid.tensor3d.layers.norm import ShardedLayerNorm, ShardedRMSNorm
 from cuboid.verify import SmallModel
 
 BATCH, LENGTH = 6, 24

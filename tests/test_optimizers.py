@@ -13,8 +13,8 @@ from transformers.optimization import Adafactor as TransformersAdafactor
 
 import cuboid
 from cuboid.errors import CuboidError, OptimizerError
-from cuboid.replicas import elementwise
-from cuboid.replicas.elementwise import Pieces, check_optimizer
+from cuboid.optim import elementwise
+from cuboid.optim.elementwise import Pieces, check_optimizer
 
 CUT, FLAT, SPREAD = Pieces(cut="a mesh"), Pieces(flat="ZeRO"), Pieces(spread="stages")
 WHOLE = Pieces()

@@ -18,12 +18,12 @@ from comparing import describe, mesh_section
 from conftest import TIMEOUT_S
 from cuboid import CuboidError, MeshShape
 from cuboid.cli import commands
-from cuboid.topology import Topology
+from cuboid.distributed.topology import Topology
 from cuboid.verify import Architecture, PassReport, Plan, SmallModel, WorkerPool, verify
-from cuboid.verify.models import MESH_ARCHITECTURES
 from cuboid.verify.reference import run_reference
 from cuboid.verify.run import judge
 from cuboid.verify.sharded import run_core
+from cuboid.verify.small_models import MESH_ARCHITECTURES
 
 MESHES = ("1x1x1", "1x1x8", "8x1x1", "1x8x1", "2x2x2", "1x2x4", "1x2x3", "3x1x2")
 #: Every mesh and every architecture once or more; `-m slow` runs the product.
@@ -225,7 +225,7 @@ def test_the_command_exits_with_one_over_tolerance(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("cuboid.train.quiet.quiet", lambda: None)  # it is for a process of its own
+    monkeypatch.setattr("cuboid.library_warnings.quiet", lambda: None)  # it is for a process of its own
     out = tmp_path / "report.json"
     command = ["verify", "--arch", "llama", "--mesh", "1x2x1", "--no-engine", "--json", str(out), *tolerance]
     assert (commands(command, standalone_mode=False) or 0) == status

@@ -11,9 +11,9 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from cuboid import CuboidError, MeshShape
-from cuboid.hf.cases import Case
-from cuboid.hf.certification.float64 import KeepFloat64, precision
-from cuboid.topology import Topology
+from cuboid.distributed.topology import Topology
+from cuboid.models.batch.length_cases import Case
+from cuboid.models.certification.float64 import KeepFloat64, precision
 from cuboid.verify import PassReport, Plan, Report, SmallModel
 from cuboid.verify.compare import ALL, Check, compare, first_difference, relative_error
 from cuboid.verify.noise import compare_noisy

@@ -27,10 +27,9 @@ from transformers import (
 
 from cuboid import ConfigError
 from cuboid.errors import UnsupportedModelError
-from cuboid.hf.costs import model_sizes
-from cuboid.seq1f1b.actions import Action, Op
-from cuboid.seq1f1b.costs import LayerSizes, ModelSizes, kept_bytes, seen_keys, segment_flops, unit_flops
-from cuboid.seq1f1b.partition import (
+from cuboid.models.stages.model_costs import model_sizes
+from cuboid.seq1f1b.schedule.actions import Action, Op
+from cuboid.seq1f1b.schedule.partition import (
     OVERHEAD_TOKENS,
     MeasuredCut,
     balance_stages,
@@ -40,8 +39,9 @@ from cuboid.seq1f1b.partition import (
     even_cut,
     segment_cost,
 )
-from cuboid.seq1f1b.schedules import SCHEDULES, PipelineShape
-from cuboid.seq1f1b.simulate import simulate
+from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
+from cuboid.seq1f1b.schedule.simulator import simulate
+from cuboid.seq1f1b.schedule.unit_costs import LayerSizes, ModelSizes, kept_bytes, seen_keys, segment_flops, unit_flops
 
 #: Llama 2 7B.
 SEVEN_B = ModelSizes((LayerSizes.decoder(4096, 4096, 4096, 11008),) * 32, head=4096 * 32000)
@@ -325,6 +325,6 @@ def test_a_token_pays_for_its_own_experts_only():
 
 
 def test_experts_whose_use_is_unknown_are_refused(monkeypatch):
-    monkeypatch.setattr("cuboid.hf.costs._EXPERTS_OF_TOKEN", ("a_name_that_no_config_has",))
+    monkeypatch.setattr("cuboid.models.stages.model_costs._EXPERTS_OF_TOKEN", ("a_name_that_no_config_has",))
     with pytest.raises(UnsupportedModelError, match=r"experts.*'mixtral'.*\"stage_balance\": \"layers\""):
         model_sizes(CONFIGS["mixtral"]())

@@ -16,8 +16,8 @@ from transformers.modeling_utils import AttentionInterface
 
 import cuboid
 from cuboid import requirements
-from cuboid.patches.base import Patch, PatchError
-from cuboid.patches.deepspeed import SHARED_MEMORY_BUILD
+from cuboid_patches.base import Patch, PatchError
+from cuboid_patches.deepspeed import SHARED_MEMORY_BUILD
 from launching import as_ranks, run, torchrun
 
 

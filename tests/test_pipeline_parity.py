@@ -21,16 +21,16 @@ from comparing import describe, mesh_section
 from conftest import TIMEOUT_S
 from cuboid import ConfigError, CuboidError, MeshShape
 from cuboid.cli import commands
-from cuboid.config import parse_config
-from cuboid.hf.pipeline import Pipeline
-from cuboid.seq1f1b.store import KeyValueStore
-from cuboid.topology import Topology
+from cuboid.config.schema import parse_config
+from cuboid.distributed.topology import Topology
+from cuboid.models.pipeline.pipeline import Pipeline
+from cuboid.seq1f1b.attention.kv_cache import KeyValueStore
 from cuboid.verify import ARCHITECTURES, Architecture, PassReport, Plan, SmallModel, WorkerPool, verify
-from cuboid.verify.models import MESH_ARCHITECTURES
 from cuboid.verify.plan import vocabulary_of
 from cuboid.verify.reference import run_reference
 from cuboid.verify.run import judge
 from cuboid.verify.sharded import run_core
+from cuboid.verify.small_models import MESH_ARCHITECTURES
 
 Compare = Callable[..., PassReport]
 ALONE = "1x1x1"
@@ -440,7 +440,7 @@ def test_the_command(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("cuboid.train.quiet.quiet", lambda: None)  # it is for a process of its own
+    monkeypatch.setattr("cuboid.library_warnings.quiet", lambda: None)  # it is for a process of its own
     out = tmp_path / "report.json"
     command = ["verify", "--arch", "mistral", "--sliding-window", "8", "--stages", "2", "--no-engine", *arguments]
     assert (commands([*command, "--json", str(out)], standalone_mode=False) or 0) == 0

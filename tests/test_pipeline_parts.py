@@ -9,16 +9,16 @@ from transformers import AutoModelForCausalLM
 
 from conftest import TIMEOUT_S
 from cuboid import Pipeline, from_pretrained
-from cuboid.config import split_config
+from cuboid.config.schema import split_config
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.topology import MeshShape
 from cuboid.errors import ConfigError, CuboidError, PeerLostError
-from cuboid.hf.cutting import MEASURED_STEPS, Cutter
-from cuboid.hf.feed import read_micro_batch, share_micro_batches
-from cuboid.hf.stages import draw_outline
-from cuboid.mesh import Mesh
-from cuboid.seq1f1b.costs import LayerSizes, ModelSizes
-from cuboid.seq1f1b.recorder import gather_times_s
-from cuboid.seq1f1b.transport import Arrival, Channel
-from cuboid.topology import MeshShape
+from cuboid.models.batch.broadcast import read_micro_batch, share_micro_batches
+from cuboid.models.pipeline.sequence_cut import MEASURED_STEPS, Cutter
+from cuboid.models.stages.stages import draw_outline
+from cuboid.seq1f1b.runtime.p2p import Arrival, Channel
+from cuboid.seq1f1b.runtime.profiler import gather_times_s
+from cuboid.seq1f1b.schedule.unit_costs import LayerSizes, ModelSizes
 from cuboid.verify import SmallModel
 
 IDS = torch.arange(12).view(2, 6)

@@ -10,10 +10,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from comparing import stored
-from cuboid.config import split_config
+from cuboid.config.schema import split_config
+from cuboid.distributed.topology import AXES, MeshShape, Topology
 from cuboid.errors import ConfigError
-from cuboid.patches import accelerate
-from cuboid.topology import AXES, MeshShape, Topology
+from cuboid_patches import accelerate
 from launching import run, torchrun
 
 SCRIPT = """

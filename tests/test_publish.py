@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from cuboid import CheckpointError
-from cuboid.checkpoint.publish import SCRATCH, abandon_export, begin_export, publish
+from cuboid.checkpoint.format.publish import SCRATCH, abandon_export, begin_export, publish
 
 CRASHED = 77
 #: What changes a folder, as Python announces it before it does it.

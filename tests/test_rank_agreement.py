@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.rank_agreement import agreement_lane, gather_objects, raise_on_all_ranks, run_on_all_ranks
+from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CheckpointError, ConfigError, CuboidError, PeerLostError, RankError
-from cuboid.mesh import Mesh
-from cuboid.rank_agreement import agreement_lane, gather_objects, raise_on_all_ranks, run_on_all_ranks
-from cuboid.topology import MeshShape
-from cuboid.verify.workers import WorkerError
+from cuboid.verify.workers.pool import WorkerError
 
 TIMEOUT_S = 60.0
 

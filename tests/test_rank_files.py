@@ -17,18 +17,18 @@ from transformers import LlamaForCausalLM
 import cuboid
 from comparing import stored
 from converting import layout, layout_section, nothing_left, run, same
-from cuboid.convert import tensors as tensors_module
-from cuboid.convert.rank_plan import RankPlan
-from cuboid.convert.rank_source import open_rank_files
-from cuboid.convert.rank_target import write_document, write_rank_files
-from cuboid.convert.tensors import Tensors
+from cuboid.convert.formats import block_tensors as tensors_module
+from cuboid.convert.formats.block_tensors import Tensors
+from cuboid.convert.per_rank.plan import RankPlan
+from cuboid.convert.per_rank.source import open_rank_files
+from cuboid.convert.per_rank.target import write_document, write_rank_files
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.topology import AXES, MeshShape
 from cuboid.errors import CheckpointError, CuboidError, UnsupportedModelError
-from cuboid.hf.rank_folder import RankFolder, RankTensor, StoredLayout, file_name
-from cuboid.mesh import Mesh
-from cuboid.tensor3d.layout import Layout, take_shard
-from cuboid.tensor3d.parameter import local_state
-from cuboid.topology import AXES, MeshShape
+from cuboid.tensor3d.sharding.sharded_param import local_state
+from cuboid.tensor3d.sharding.sharding_spec import Layout, take_shard
 from cuboid.verify import SmallModel
+from cuboid.weights.rank_folder import RankFolder, RankTensor, StoredLayout, file_name
 
 LLAMA = SmallModel("llama", heads=8, kv_heads=4, layers=3)
 TIED = SmallModel("qwen3", heads=8, kv_heads=4, layers=2)

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from cuboid.mesh import Mesh
-from cuboid.replicas.flat import FlatParameters
-from cuboid.replicas.gradients import GradientBuffer, gradient_of, starts_of
-from cuboid.replicas.norm import scale_to, total_norm
-from cuboid.replicas.optimizer import replica_optimizer
-from cuboid.topology import MeshShape
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.topology import MeshShape
+from cuboid.optim.data_parallel_optimizer import replica_optimizer
+from cuboid.optim.flat_params import FlatParameters
+from cuboid.optim.grad_buffer import GradientBuffer, gradient_of, starts_of
+from cuboid.optim.grad_norm import scale_to, total_norm
 from cuboid.verify import WorkerPool
 
 shapes = st.lists(st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple), min_size=1, max_size=6)

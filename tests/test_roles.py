@@ -8,14 +8,14 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import cuboid
-from cuboid.config import parse_config
+from cuboid.config.schema import parse_config
+from cuboid.distributed.topology import MeshShape
 from cuboid.errors import MeshError, UnsupportedModelError
-from cuboid.hf.auto import block_sizes, choose_mesh
-from cuboid.hf.layouts import draw_blueprint, fitting_meshes
-from cuboid.hf.norms import rms_norm_settings
-from cuboid.hf.roles import find_roles
-from cuboid.tensor3d.traffic_formula import layer_bytes
-from cuboid.topology import MeshShape
+from cuboid.models.architectures.norm_formula import rms_norm_settings
+from cuboid.models.architectures.roles import find_roles
+from cuboid.models.sharded.parallel_plan import draw_blueprint, fitting_meshes
+from cuboid.planner.comm_formula import layer_bytes
+from cuboid.planner.mesh_search import block_sizes, choose_mesh
 from cuboid.verify import SmallModel
 
 

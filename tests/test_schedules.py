@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuboid.errors import ConfigError, CuboidError
-from cuboid.seq1f1b.actions import Action, Op
-from cuboid.seq1f1b.dependencies import channel, counterpart, dependencies, fulfils, incoming, outgoing
-from cuboid.seq1f1b.lowering import insert_messages, lower
-from cuboid.seq1f1b.schedules import SCHEDULES, PipelineShape, only_forward
-from cuboid.seq1f1b.simulate import Span, Timeline, peak_bytes, simulate
-from cuboid.seq1f1b.validate import DeadlockError, ScheduleError, validate, validate_programs
+from cuboid.seq1f1b.schedule.actions import Action, Op
+from cuboid.seq1f1b.schedule.dependencies import channel, counterpart, dependencies, fulfils, incoming, outgoing
+from cuboid.seq1f1b.schedule.lowering import insert_messages, lower
+from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape, only_forward
+from cuboid.seq1f1b.schedule.simulator import Span, Timeline, peak_bytes, simulate
+from cuboid.seq1f1b.schedule.validation import DeadlockError, ScheduleError, validate, validate_programs
 
 shapes = st.builds(PipelineShape, st.integers(1, 16), st.integers(1, 32), st.integers(1, 16))
 small_shapes = st.builds(PipelineShape, st.integers(2, 5), st.integers(1, 4), st.integers(1, 4)).filter(

@@ -16,9 +16,9 @@ from transformers import (
 from transformers.utils import is_peft_available
 
 import cuboid
-from cuboid.hf.pipeline import Pipeline
-from cuboid.hf.save import full_gradients
+from cuboid.models.pipeline.pipeline import Pipeline
 from cuboid.verify import SmallModel
+from cuboid.weights.save import full_gradients
 
 LLAMA = SmallModel("llama", heads=4, kv_heads=4)
 TABLE = SmallModel("gpt2", heads=4, kv_heads=4, positions=16)

@@ -11,12 +11,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from cuboid.errors import UnsupportedModelError
-from cuboid.hf.attention import check_attention_ran
-from cuboid.hf.certification.float64 import precision
-from cuboid.hf.segments import Unit, UnitSlot, check_segments, prepare_masks, record_of, use_segment_attention
-from cuboid.seq1f1b.attention import attend_segment, prefix
-from cuboid.seq1f1b.kernels import ChunkedMath, CpuFlash, CudaEfficient, CudaFlash, choose_kernel
-from cuboid.seq1f1b.store import KeyValueStore, StorePool
+from cuboid.models.attention.interface import check_attention_ran
+from cuboid.models.attention.segments import (
+    Unit,
+    UnitSlot,
+    check_segments,
+    prepare_masks,
+    record_of,
+    use_segment_attention,
+)
+from cuboid.models.certification.float64 import precision
+from cuboid.seq1f1b.attention.chunked_attention import attend_segment, prefix
+from cuboid.seq1f1b.attention.kernels import ChunkedMath, CpuFlash, CudaEfficient, CudaFlash, choose_kernel
+from cuboid.seq1f1b.attention.kv_cache import KeyValueStore, StorePool
 
 SCALE = 0.4
 
@@ -185,7 +192,7 @@ def test_the_next_micro_batch_allocates_nothing(monkeypatch):
 
     for _ in range(2):
         store = KeyValueStore(12, pool)
-        monkeypatch.setattr("cuboid.seq1f1b.store.torch.empty", refuse)
+        monkeypatch.setattr("cuboid.seq1f1b.attention.kv_cache.torch.empty", refuse)
         result = in_segments(inputs, grad, [5, 4, 3], store)
         monkeypatch.undo()
         assert largest_error(result, expected) < 1e-12

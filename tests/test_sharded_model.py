@@ -11,11 +11,11 @@ from transformers.distributed import sharding_utils
 
 import cuboid
 from comparing import stored
-from cuboid.hf.auto import block_sizes
-from cuboid.tensor3d.dropout import ShardedDropout
-from cuboid.tensor3d.parameter import GatherState, ShardedModule
-from cuboid.tensor3d.traffic_formula import layer_bytes
-from cuboid.topology import MeshShape
+from cuboid.distributed.topology import MeshShape
+from cuboid.planner.comm_formula import layer_bytes
+from cuboid.planner.mesh_search import block_sizes
+from cuboid.tensor3d.layers.dropout import ShardedDropout
+from cuboid.tensor3d.sharding.sharded_param import GatherState, ShardedModule
 from cuboid.verify import SmallModel
 
 BATCH, LENGTH = 8, 24

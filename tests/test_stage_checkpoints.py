@@ -13,15 +13,15 @@ from transformers.distributed import sharding_utils
 
 import cuboid
 from comparing import stored
+from cuboid.distributed.axis_collectives import own_slice
+from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CheckpointError
-from cuboid.hf.batch import IGNORE_INDEX
-from cuboid.hf.chunks import chunked_loss
-from cuboid.hf.head import Head
-from cuboid.hf.stages import draw_outline
-from cuboid.tensor3d.collectives import own_slice
-from cuboid.tensor3d.loss import shifted
-from cuboid.tensor3d.parameter import local_state
-from cuboid.topology import MeshShape
+from cuboid.models.batch.batch import IGNORE_INDEX
+from cuboid.models.cross_entropy.chunked import chunked_loss
+from cuboid.models.cross_entropy.lm_head import Head
+from cuboid.models.stages.stages import draw_outline
+from cuboid.tensor3d.layers.vocab_cross_entropy import shifted
+from cuboid.tensor3d.sharding.sharded_param import local_state
 from cuboid.verify import SmallModel
 
 LAYERS = 4

@@ -11,15 +11,15 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from cuboid.config import PipelineConfig
+from cuboid.config.schema import PipelineConfig
 from cuboid.errors import ConfigError, UnsupportedModelError
-from cuboid.hf.batch import IGNORE_INDEX
-from cuboid.hf.certification.float64 import precision
-from cuboid.hf.chunks import chunked_loss
-from cuboid.hf.costs import model_sizes
-from cuboid.hf.head import Head
-from cuboid.hf.stages import cut_at, cut_stage, draw_outline, plan_stages, run_base, shared_parameters
-from cuboid.tensor3d.loss import shifted
+from cuboid.models.batch.batch import IGNORE_INDEX
+from cuboid.models.certification.float64 import precision
+from cuboid.models.cross_entropy.chunked import chunked_loss
+from cuboid.models.cross_entropy.lm_head import Head
+from cuboid.models.stages.model_costs import model_sizes
+from cuboid.models.stages.stages import cut_at, cut_stage, draw_outline, plan_stages, run_base, shared_parameters
+from cuboid.tensor3d.layers.vocab_cross_entropy import shifted
 
 VOCABULARY, LAYERS, BATCH, LENGTH = 67, 4, 2, 11
 COMMON = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

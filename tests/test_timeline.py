@@ -14,11 +14,11 @@ from typer import BadParameter
 
 from cuboid import CuboidError
 from cuboid.cli import commands
-from cuboid.seq1f1b.actions import Action, Op
-from cuboid.seq1f1b.picture import draw_timeline, draw_timelines, format_bytes
-from cuboid.seq1f1b.schedules import SCHEDULES, PipelineShape
-from cuboid.seq1f1b.simulate import Span, Timeline, simulate
-from cuboid.seq1f1b.trace import read_chrome_trace, write_chrome_trace
+from cuboid.seq1f1b.schedule.actions import Action, Op
+from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
+from cuboid.seq1f1b.schedule.simulator import Span, Timeline, simulate
+from cuboid.seq1f1b.schedule.timeline_picture import draw_timeline, draw_timelines, format_bytes
+from cuboid.seq1f1b.schedule.timeline_trace import read_chrome_trace, write_chrome_trace
 
 DOCS = Path(__file__).parents[1] / "docs"
 

@@ -15,16 +15,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cuboid import CheckpointError, ConfigError, CuboidError
 from cuboid.cli import app
-from cuboid.train import tokens as tokens_module
-from cuboid.train.batches import IGNORED, Blocks, Share, Shuffle, heldout_batches, heldout_blocks
-from cuboid.train.corpus import Corpus, python_sources, read_corpus, split_files
-from cuboid.train.curve import draw, smooth
+from cuboid.train.data import tokens as tokens_module
+from cuboid.train.data.batches import IGNORED, Blocks, Share, Shuffle, heldout_batches, heldout_blocks
+from cuboid.train.data.corpus import Corpus, python_sources, read_corpus, split_files
+from cuboid.train.data.initial_model import train_tokenizer
+from cuboid.train.data.tokens import Tokens, TokensMeta, fingerprint, tokenize
 from cuboid.train.job import TrainOptions, check_size, plan
 from cuboid.train.loop import History
-from cuboid.train.report import HeldoutPoint, Losses, MeshSizes, RankFigures, Report, Speed
-from cuboid.train.start import train_tokenizer
-from cuboid.train.tokens import Tokens, TokensMeta, fingerprint, tokenize
-from cuboid.train.world import World
+from cuboid.train.process import World
+from cuboid.train.reporting.curve import draw, smooth
+from cuboid.train.reporting.report import HeldoutPoint, Losses, MeshSizes, RankFigures, Report, Speed
 
 TEXTS = [f"def function_{n}(x):\n    return x * {n}\n" * 20 for n in range(30)]
 OURS = {
@@ -342,7 +342,7 @@ def test_too_little_data_is_refused_with_the_tokens_that_would_do():
 def test_the_command_tells_a_mistake_once(options, monkeypatch, capsys):
     asked = options()
     arguments = [f"--{name}={getattr(asked, name)}" for name in ("model", "data", "config", "out")]
-    monkeypatch.setattr("cuboid.train.quiet.quiet", lambda **_: None)  # it is for a process of its own
+    monkeypatch.setattr("cuboid.library_warnings.quiet", lambda **_: None)  # it is for a process of its own
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_RANK", "0")
     for rank in (0, 1, 7):

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cuboid.seq1f1b.trace import read_chrome_trace
-from cuboid.train.report import Report
-from cuboid.train.start import train_tokenizer
+from cuboid.seq1f1b.schedule.timeline_trace import read_chrome_trace
+from cuboid.train.data.initial_model import train_tokenizer
+from cuboid.train.reporting.report import Report
 from launching import BIN, ROOT, end, finish, free_port, run, start
 
 STEPS, RANKS = 20, 4

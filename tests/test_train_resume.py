@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cuboid import CheckpointError, CuboidError
-from cuboid.checkpoint.folder import begin, commit, point_latest
-from cuboid.checkpoint.manifest import Manifest, record_of
-from cuboid.checkpoint.state import STATE, write_state
+from cuboid.checkpoint.format.folder import begin, commit, point_latest
+from cuboid.checkpoint.format.manifest import Manifest, record_of
+from cuboid.checkpoint.format.state_file import STATE, write_state
+from cuboid.train.data.initial_model import train_tokenizer
 from cuboid.train.interrupt import Interrupts
 from cuboid.train.job import TrainOptions, plan
 from cuboid.train.loop import Goal, History
 from cuboid.train.prepare import prepare
-from cuboid.train.report import HeldoutPoint
+from cuboid.train.reporting.report import HeldoutPoint
 from cuboid.train.resume import RunState, find_run, refuse_other_run
-from cuboid.train.start import train_tokenizer
 from launching import ROOT, finish, start
 
 TEXTS = [f"def function_{n}(x):\n    return x * {n}\n" * 20 for n in range(30)]

@@ -11,7 +11,7 @@ import torch
 from network.rate import sleep_until
 from torch import nn
 
-from cuboid.seq1f1b.actions import Action
+from cuboid.seq1f1b.schedule.actions import Action
 from emulated.work import Work
 
 

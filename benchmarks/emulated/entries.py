@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from cuboid.seq1f1b.recorder import Recorder
+from cuboid.seq1f1b.runtime.profiler import Recorder
 from emulated.ours import Channels, CuboidPipeline
 from emulated.peers import DeepSpeedPipeline, TorchPipeline
 from emulated.work import Work
@@ -39,7 +39,7 @@ class Entry:
 
     Args:
         kind: "cuboid", "deepspeed" or "torch".
-        schedule: a name in :data:`~cuboid.seq1f1b.schedules.SCHEDULES`; the peers have "1f1b".
+        schedule: a name in :data:`~cuboid.seq1f1b.schedule.schedules.SCHEDULES`; the peers have "1f1b".
         segments: k; 1 for all but "seq1f1b".
         partition: where sequences are cut, "flops" or "even".
     """

@@ -17,8 +17,8 @@ from quiet import Timed
 from rounds import in_turn, undisturbed_sample
 
 from cuboid.errors import CuboidError
-from cuboid.seq1f1b.actions import Action, Op
-from cuboid.seq1f1b.simulate import Timeline
+from cuboid.seq1f1b.schedule.actions import Action, Op
+from cuboid.seq1f1b.schedule.simulator import Timeline
 from emulated.entries import Entry
 from emulated.rank import Step
 from emulated.work import Work

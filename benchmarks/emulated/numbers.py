@@ -11,9 +11,9 @@ from typing import Any
 from network.names import burst_bytes
 from summary import spread, times_as_fast, undisturbed
 
-from cuboid.seq1f1b.actions import Action, Op
-from cuboid.seq1f1b.schedules import SCHEDULES, PipelineShape
-from cuboid.seq1f1b.simulate import Timeline, peak_bytes, simulate
+from cuboid.seq1f1b.schedule.actions import Action, Op
+from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
+from cuboid.seq1f1b.schedule.simulator import Timeline, peak_bytes, simulate
 from emulated.entries import YARDSTICKS, Entry
 from emulated.measuring import Record
 from emulated.work import Work

@@ -7,12 +7,12 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from cuboid.seq1f1b.actions import Action, Op, Program
-from cuboid.seq1f1b.lowering import lower
-from cuboid.seq1f1b.recorder import Recorder
-from cuboid.seq1f1b.runtime import Interpreter
-from cuboid.seq1f1b.schedules import SCHEDULES, PipelineShape
-from cuboid.seq1f1b.transport import Channel
+from cuboid.seq1f1b.runtime.p2p import Channel
+from cuboid.seq1f1b.runtime.profiler import Recorder
+from cuboid.seq1f1b.runtime.runtime import Interpreter
+from cuboid.seq1f1b.schedule.actions import Action, Op, Program
+from cuboid.seq1f1b.schedule.lowering import lower
+from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
 from emulated.computing import Parameters, Sleeper
 from emulated.work import Work, mean_square
 
@@ -20,7 +20,7 @@ Channels = dict[tuple[int, int], Channel]
 
 
 class SegmentedStage:
-    """One stage (:class:`cuboid.seq1f1b.runtime.Stage`).
+    """One stage (:class:`cuboid.seq1f1b.runtime.runtime.Stage`).
 
     Args:
         work: what it does.
@@ -50,12 +50,12 @@ class SegmentedStage:
         self._after: dict[int, torch.Tensor] = {}
 
     def hidden_shape(self, micro_batch: int, segment: int) -> tuple[int, ...]:  # noqa: ARG002 -- all are cut alike
-        """See :class:`cuboid.seq1f1b.runtime.Stage`."""
+        """See :class:`cuboid.seq1f1b.runtime.runtime.Stage`."""
         start, stop = self._ends[segment]
         return 1, stop - start, self._work.width
 
     def forward(self, micro_batch: int, segment: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
-        """See :class:`cuboid.seq1f1b.runtime.Stage`; the last stage computes the loss too."""
+        """See :class:`cuboid.seq1f1b.runtime.runtime.Stage`; the last stage computes the loss too."""
         unit = micro_batch, segment
         with torch.no_grad(), self._sleeper.unit(Action(Op.FORWARD, self._stage, *unit)):
             given = self._part(self._given, unit) if hidden is None else hidden
@@ -66,7 +66,7 @@ class SegmentedStage:
         return None if is_last else output
 
     def backward(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """See :class:`cuboid.seq1f1b.runtime.Stage`."""
+        """See :class:`cuboid.seq1f1b.runtime.runtime.Stage`."""
         unit = micro_batch, segment
         with torch.no_grad(), self._sleeper.unit(Action(Op.BACKWARD, self._stage, *unit)):
             given, sums, of_loss = self._pending.pop(unit)

@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from cuboid.errors import ConfigError
-from cuboid.patches.deepspeed import SHARED_MEMORY_BUILD
-from cuboid.seq1f1b.actions import Action, Op
-from cuboid.seq1f1b.recorder import Recorder
+from cuboid.seq1f1b.runtime.profiler import Recorder
+from cuboid.seq1f1b.schedule.actions import Action, Op
+from cuboid_patches.deepspeed import SHARED_MEMORY_BUILD
 from emulated.computing import Parameters, Sleeper
 from emulated.work import Work, mean_square
 

@@ -9,11 +9,11 @@ import torch
 from network.networks import Network
 from network.rate import Link, sleep_until
 
-from cuboid.hf.pipeline import open_channels
-from cuboid.mesh import Mesh
-from cuboid.seq1f1b.recorder import Recorder
-from cuboid.seq1f1b.simulate import Span
-from cuboid.topology import MeshShape
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.topology import MeshShape
+from cuboid.models.pipeline.pipeline import open_channels
+from cuboid.seq1f1b.runtime.profiler import Recorder
+from cuboid.seq1f1b.schedule.simulator import Span
 from emulated.entries import Contestant, Entry
 from emulated.work import Work
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from report import text_table
 
-from cuboid.seq1f1b.picture import format_bytes
+from cuboid.seq1f1b.schedule.timeline_picture import format_bytes
 from emulated.numbers import EMULATED, remarks
 
 #: Paul Tol's "bright" scheme, told apart with any colour vision.

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from cuboid.errors import ConfigError
-from cuboid.seq1f1b.actions import Action, Op
-from cuboid.seq1f1b.costs import LayerSizes, ModelSizes, kept_bytes, unit_flops
-from cuboid.seq1f1b.partition import cut_sequence, even_cut, segment_cost
+from cuboid.seq1f1b.schedule.actions import Action, Op
+from cuboid.seq1f1b.schedule.partition import cut_sequence, even_cut, segment_cost
+from cuboid.seq1f1b.schedule.unit_costs import LayerSizes, ModelSizes, kept_bytes, unit_flops
 
 _SEED = 20240605
 #: Llama-2-7B's layers (Touvron et al. 2023).

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import cuboid
-from cuboid.topology import MeshShape
+from cuboid.distributed.topology import MeshShape
 
 _DTYPE = torch.float32
 

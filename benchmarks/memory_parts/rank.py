@@ -10,9 +10,9 @@ from three_d.instruments import Meter
 from transformers import PreTrainedModel
 
 import cuboid
-from cuboid.hf.kept import model_kept_bytes
-from cuboid.seq1f1b.memory import LiveActivations
-from cuboid.topology import Coordinate, MeshShape
+from cuboid.distributed.topology import Coordinate, MeshShape
+from cuboid.planner.model_memory import model_kept_bytes
+from cuboid.seq1f1b.runtime.memory import LiveActivations
 from memory_parts.workload import MemoryWorkload
 
 #: Of float32, in which everything is.

@@ -9,9 +9,9 @@ import torch
 from llama import llama_config
 from transformers import LlamaForCausalLM
 
-from cuboid.config import CuboidConfig, parse_config
-from cuboid.hf.auto import choose_mesh
-from cuboid.topology import MeshShape
+from cuboid.config.schema import CuboidConfig, parse_config
+from cuboid.distributed.topology import MeshShape
+from cuboid.planner.mesh_search import choose_mesh
 
 _SEED = 0
 AUTO = "auto"

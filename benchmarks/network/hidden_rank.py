@@ -17,11 +17,11 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401
 from transformers import LlamaForCausalLM
 
 import cuboid
+from cuboid.distributed.axis_collectives import all_gather, all_reduce, reduce_scatter
+from cuboid.distributed.comm_counter import Operation, Traffic
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.topology import Axis
 from cuboid.errors import CuboidError
-from cuboid.mesh import Mesh
-from cuboid.tensor3d.collectives import all_gather, all_reduce, reduce_scatter
-from cuboid.topology import Axis
-from cuboid.traffic import Operation, Traffic
 from network.hidden_workload import StackWorkload, run_layers
 from network.layer_measuring import AGREEMENT
 from network.layer_rank import LayerRank, Sharded, Step
@@ -35,7 +35,7 @@ _ELEMENT_BYTES = 4
 
 
 class Collective(Protocol):
-    """A function of :mod:`cuboid.tensor3d.collectives`."""
+    """A function of :mod:`cuboid.distributed.axis_collectives`."""
 
     def __call__(self, x: torch.Tensor, mesh: Mesh, axes: Sequence[Axis]) -> torch.Tensor: ...
 
@@ -57,7 +57,7 @@ class Call:
     """One collective of a step.
 
     Args:
-        whole_bytes: of the tensor that isn't split, as :class:`cuboid.traffic.Traffic` is told.
+        whole_bytes: of the tensor that isn't split, as :class:`cuboid.distributed.comm_counter.Traffic` is told.
     """
 
     operation: Operation

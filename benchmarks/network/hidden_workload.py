@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from transformers import LlamaForCausalLM
 
-from cuboid.hf.certification.float64 import precision
-from cuboid.topology import MeshShape
+from cuboid.distributed.topology import MeshShape
+from cuboid.models.certification.float64 import precision
 from network.layer_workload import LayerWorkload, Reference, rotary_tables
 
 _SEED = 0

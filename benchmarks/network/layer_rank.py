@@ -11,11 +11,11 @@ import torch
 from transformers import LlamaForCausalLM
 
 import cuboid
-from cuboid.hf.stored import sharded_layouts
-from cuboid.mesh import Mesh
-from cuboid.tensor3d.collectives import own_slice
-from cuboid.tensor3d.layout import take_shard
-from cuboid.topology import AXES
+from cuboid.distributed.axis_collectives import own_slice
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.topology import AXES
+from cuboid.tensor3d.sharding.sharding_spec import take_shard
+from cuboid.weights.state_dict_map import sharded_layouts
 from network.layer_workload import LayerWorkload, Reference, rotary_tables, run_layer
 from network.networks import Network
 from network.rate import Link, sleep_until

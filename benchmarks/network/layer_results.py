@@ -10,7 +10,7 @@ from typing import Any
 from summary import spread, times_as_fast, undisturbed
 from transformers import LlamaForCausalLM
 
-from cuboid.topology import AXES, Axis, MeshShape
+from cuboid.distributed.topology import AXES, Axis, MeshShape
 from network.layer_measuring import Record
 from network.layer_workload import LayerWorkload
 

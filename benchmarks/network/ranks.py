@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from cuboid.errors import CuboidError
-from cuboid.verify.workers import collect_replies
+from cuboid.verify.workers.pool import collect_replies
 from network.device import share_one_device
 from network.interrupts import undisturbed
 from network.networks import Network

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cuboid.errors import CuboidError
-from cuboid.train.quiet import quiet
+from cuboid.library_warnings import quiet
 from network.interrupts import signals_as_exceptions
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from cuboid.pending import Pending
+from cuboid.distributed.async_result import Pending
 
 
 class Waiting:

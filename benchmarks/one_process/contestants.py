@@ -13,7 +13,7 @@ from llama import llama_config
 from transformers import LlamaForCausalLM
 
 import cuboid
-from cuboid.patches.deepspeed import SHARED_MEMORY_BUILD
+from cuboid_patches.deepspeed import SHARED_MEMORY_BUILD
 
 _SEED = 0
 _LEARNING_RATE = 1e-4

@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import nn
 
 import cuboid
-from cuboid.hf.auto import block_sizes, choose_mesh
-from cuboid.mesh import Mesh
-from cuboid.tensor3d.layout import Interval, Layout
-from cuboid.tensor3d.linear import ShardedLinear
-from cuboid.tensor3d.parameter import ShardedModule
-from cuboid.tensor3d.traffic_formula import layer_bytes
-from cuboid.topology import Axis, MeshShape
-from cuboid.traffic import Operation, axes_label, sent_bytes
+from cuboid.distributed.comm_counter import Operation, axes_label, sent_bytes
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.topology import Axis, MeshShape
+from cuboid.planner.comm_formula import layer_bytes
+from cuboid.planner.mesh_search import block_sizes, choose_mesh
+from cuboid.tensor3d.layers.linear import ShardedLinear
+from cuboid.tensor3d.sharding.sharded_param import ShardedModule
+from cuboid.tensor3d.sharding.sharding_spec import Interval, Layout
 from three_d.cases import Case
 from three_d.places import Place
 from three_d.sides import Side

@@ -10,8 +10,8 @@ from typing import Any
 
 from summary import spread, undisturbed, undisturbed_rounds
 
+from cuboid.distributed.comm_counter import Operation, sent_bytes
 from cuboid.errors import CuboidError
-from cuboid.traffic import Operation, sent_bytes
 from three_d.cases import Case
 from three_d.instruments import Collective
 from three_d.measuring import Figures, Sample, outcome_path
@@ -106,7 +106,7 @@ def _row(case: Case, figures: Sequence[Figures], errors: dict[str, float]) -> di
 
 
 def sent(collectives: Mapping[Collective, int]) -> int:
-    """Bytes that a rank sends in these calls, as :func:`cuboid.traffic.sent_bytes` counts."""
+    """Bytes that a rank sends in these calls, as :func:`cuboid.distributed.comm_counter.sent_bytes` counts."""
     return sum(
         calls * round(sent_bytes(_OPERATIONS[each.operation], each.whole_bytes, each.ranks))
         for each, calls in collectives.items()

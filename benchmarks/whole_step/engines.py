@@ -11,7 +11,7 @@ from deepspeed.runtime.utils import clip_grad_norm_
 from transformers import LlamaForCausalLM
 
 import cuboid
-from cuboid.topology import Topology
+from cuboid.distributed.topology import Topology
 from whole_step.contestant import Outcome
 from whole_step.entries import Entry
 from whole_step.isolation import OwnGroups

@@ -8,9 +8,9 @@ from typing import Literal
 
 from transformers import LlamaForCausalLM
 
-from cuboid.config import suggestion
+from cuboid.config.schema import suggestion
+from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError
-from cuboid.topology import MeshShape
 from whole_step.workload import AUTO, RANKS, StepWorkload
 
 Family = Literal["cuboid", "autotp", "tp_plan", "fsdp2"]

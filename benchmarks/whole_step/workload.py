@@ -10,11 +10,11 @@ import torch
 from llama import llama_config
 from transformers import LlamaForCausalLM
 
-from cuboid.config import CuboidConfig, parse_config
-from cuboid.hf.auto import block_sizes, choose_mesh
-from cuboid.hf.certification.float64 import precision
-from cuboid.tensor3d.traffic_formula import layer_bytes
-from cuboid.topology import MeshShape
+from cuboid.config.schema import CuboidConfig, parse_config
+from cuboid.distributed.topology import MeshShape
+from cuboid.models.certification.float64 import precision
+from cuboid.planner.comm_formula import layer_bytes
+from cuboid.planner.mesh_search import block_sizes, choose_mesh
 
 AUTO = "auto"
 #: All contestants' processes; the global batch has a row for each, so that every layout can share it out.

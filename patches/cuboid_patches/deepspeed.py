@@ -1,0 +1,329 @@
+"""What Cuboid changes in DeepSpeed: ``deepspeed.initialize`` understands the 3d_tensor mode and the pipeline."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.utils import DummyOptim
+from torch import nn
+
+from cuboid.config.compatibility import check_framework_config
+from cuboid.config.config_file import ConfigSource, load_config
+from cuboid.config.schema import CuboidConfig, own_config
+from cuboid.distributed.mesh import Mesh, current_world_size
+from cuboid.distributed.rank_agreement import run_on_all_ranks
+from cuboid.distributed.startup import await_all_ranks
+from cuboid.errors import ConfigError, OptimizerError
+from cuboid.integrations.deepspeed.engine import CuboidEngine, ModelParallelUnit
+from cuboid.integrations.deepspeed.pipeline_engine import CuboidPipelineEngine
+from cuboid.integrations.handoff import (
+    adopt_model,
+    adopt_optimizer,
+    adopt_parameters,
+    check_schedule,
+    check_trains,
+    drop_empty_groups,
+    keep_groups,
+    trained_groups,
+)
+from cuboid.models.sharded.sharded_model import ShardedModel, mesh_of
+from cuboid.models.stages.stage_model import StageModel
+from cuboid.optim.elementwise import Pieces, check_named, check_optimizer
+from cuboid.weights.checkpointing import Checkpointing, Origin
+from cuboid_patches.base import Patch
+
+_PLACEHOLDER = "cuboid_placeholder"
+
+
+def _initialize(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        source = _config_source(given)
+        ours = own_config(source)
+        if ours is None:
+            if isinstance(given.get("model"), ShardedModel):
+                raise ConfigError("the model is sharded, but the config has no tensor_parallel.mode 3d_tensor")
+            return original(*args, **kwargs)
+        return run_on_all_ranks(
+            lambda: _initialize_sharded(original, given, source, *ours), what="deepspeed.initialize"
+        )
+
+    return initialize
+
+
+class SharedMemoryBuild:
+    """A CPU collective that DeepSpeed compiles at the first ``init_distributed``, and that we don't use.
+
+    Building it takes half a minute and a C++ compiler on every new machine. It is skipped only once a config of ours
+    is seen, and offered again by :meth:`revert`.
+    """
+
+    _NAME = "deepspeed_shm_comm"
+
+    def __init__(self) -> None:
+        self._original: bool | None = None
+
+    def apply(self) -> None:
+        """Nothing yet: configs of others keep it."""
+
+    def skip(self) -> None:
+        """Keep DeepSpeed from building it, where it would."""
+        if get_accelerator().device_name() == "cpu" and self._original is None:
+            self._original = deepspeed.ops.__compatible_ops__.get(self._NAME, False)
+            deepspeed.ops.__compatible_ops__[self._NAME] = False
+
+    def revert(self) -> None:
+        """Let DeepSpeed build it again, if it would have."""
+        if self._original is not None:
+            deepspeed.ops.__compatible_ops__[self._NAME] = self._original
+            self._original = None
+
+
+SHARED_MEMORY_BUILD = SharedMemoryBuild()
+
+
+#: On DeepSpeed's own command line, the second from before it had its present name.
+_CONFIG_ARGUMENTS = ("deepspeed_config", "deepscale_config")
+
+
+def _config_source(given: dict[str, Any]) -> Any:
+    """The config, from whichever of its doors it came."""
+    named = [given.get("config"), given.get("config_params"), *_config_arguments(given).values()]
+    return next((source for source in named if source is not None), None)
+
+
+def _config_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """The configs among the arguments of the command line, by their names there."""
+    found = {name: getattr(given.get("args"), name, None) for name in _CONFIG_ARGUMENTS}
+    return {name: source for name, source in found.items() if source is not None}
+
+
+def _initialize_sharded(
+    original: Any, given: dict[str, Any], source: ConfigSource, config: CuboidConfig, rest: dict[str, Any]
+) -> Any:
+    _check_one_config(given)
+    check_framework_config(config, rest, current_world_size(), is_complete=True)
+    if given.get("mpu") is not None:
+        raise ConfigError(
+            "initialize(mpu=…) can't be combined with tensor_parallel.mode 3d_tensor or pipeline.engine seq1f1b, which "
+            "make their own"
+        )
+    SHARED_MEMORY_BUILD.skip()
+    model = adopt_model(given.get("model"), config)
+    mesh = mesh_of(model)
+    _start_distributed(given)
+    mesh.connect()
+    mesh.connect_host()
+    pieces = _pieces_of(mesh, rest)
+    run_on_all_ranks(lambda: _take_optimizer(given, model, rest, pieces), mesh)
+    for parameter in model.parameters():
+        # Every shard counts once in the gradient norm.
+        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    if isinstance(model, StageModel):
+        for parameter in model.staging.repeated_parameters():
+            # The one says so to DeepSpeed's ZeRO, the other to its clipping without ZeRO.
+            parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
+            parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
+        _accumulate_in_float32(rest)
+    if "train_micro_batch_size_per_gpu" in rest:
+        # Follows from the two other batch sizes, with which it was checked; accelerate counts every rank of a mesh.
+        rest.pop("train_batch_size", None)
+    _forget_config(given)
+    unit = ModelParallelUnit(mesh) if mesh.topology.world_size > 1 else None
+    with _trained_parameters(given, model, rest) as placeholder:
+        engine, *others = original(**{**given, "model": model, "config": rest, "mpu": unit})
+    if engine.basic_optimizer is not given.get("optimizer"):
+        run_on_all_ranks(lambda: _check_made_optimizer(engine, pieces), mesh)
+    engine.__class__ = CuboidEngine
+    engine.checkpointing = Checkpointing(model, Origin.of("deepspeed", config, load_config(source), model))
+    if isinstance(model, StageModel):
+        engine = CuboidPipelineEngine.take_over(engine, placeholder)
+    return (engine, *others)
+
+
+def _check_one_config(given: dict[str, Any]) -> None:
+    arguments = list(_config_arguments(given))
+    has_parameter = given.get("config") is not None or given.get("config_params") is not None
+    if len(arguments) + has_parameter > 1:
+        names = ", ".join([*["initialize(config=…)"] * has_parameter, *(f"args.{name}" for name in arguments)])
+        raise ConfigError(f"there is more than one config: {names}; give one")
+
+
+def _pieces_of(mesh: Mesh, rest: dict[str, Any]) -> Pieces:
+    stage = (rest.get("zero_optimization") or {}).get("stage", 0)
+    flat = f"zero_optimization.stage {stage} lays tensors end to end and cuts them between replicas" if stage else ""
+    return Pieces.of(mesh, flat)
+
+
+def _take_optimizer(given: dict[str, Any], model: nn.Module, rest: dict[str, Any], pieces: Pieces) -> None:
+    """Have what is given of an optimizer fit the sharded model.
+
+    Raises:
+        OptimizerError: it can't.
+    """
+    optimizer, schedule = given.get("optimizer"), given.get("lr_scheduler")
+    if given.get("model_parameters") is not None:
+        given["model_parameters"] = adopt_parameters(model, given["model_parameters"])
+    if isinstance(optimizer, torch.optim.Optimizer):
+        adopt_optimizer(model, optimizer)
+        check_optimizer(optimizer, pieces)
+        check_schedule(schedule, optimizer)
+        if pieces.flat and optimizer.state:
+            raise OptimizerError(_REMADE.format(name=type(optimizer).__name__))
+        drop_empty_groups(optimizer)
+    elif callable(optimizer):
+        make = optimizer
+
+        def made(parameters: Any) -> Any:
+            fresh = make(parameters)
+            if not isinstance(fresh, torch.optim.Optimizer):
+                raise OptimizerError(
+                    f"initialize(optimizer=…) made a {type(fresh).__name__}, which isn't one of torch's kind"
+                )
+            return fresh
+
+        given["optimizer"] = made
+    elif optimizer is not None:
+        raise OptimizerError(
+            f"initialize(optimizer=…) is a {type(optimizer).__name__}, which isn't one of torch's kind"
+        )
+    else:
+        check_named((rest.get("optimizer") or {}).get("type"), pieces)
+    if schedule is not None and not callable(schedule) and not isinstance(optimizer, torch.optim.Optimizer):
+        check_schedule(schedule, None)
+
+
+def _check_made_optimizer(engine: Any, pieces: Pieces) -> None:
+    """Look at the optimizer that DeepSpeed has made of a config or a callable.
+
+    Raises:
+        OptimizerError: it can't train here.
+    """
+    made = engine.basic_optimizer
+    if made is None or isinstance(made, DummyOptim):
+        return
+    check_optimizer(made, pieces, [p for p in engine.module.parameters() if p.requires_grad])
+    used = getattr(engine.optimizer, "optimizer", made)
+    # DeepSpeed's ZeRO makes another Adagrad in the place of torch's, of its defaults.
+    lost = [
+        key
+        for before, after in zip(made.param_groups, used.param_groups, strict=True)
+        for key, value in before.items()
+        if key != "params" and repr(after.get(key, value)) != repr(value)
+    ]
+    if used is not made and lost:
+        raise OptimizerError(_REMADE.format(name=type(made).__name__))
+
+
+#: Why an optimizer whose state is made with it can't be laid end to end by DeepSpeed.
+_REMADE = (
+    "{name} has its state from the start, so that DeepSpeed puts a new one in its place, which no schedule and no "
+    "parameter group's own settings reach; name it in the config's optimizer section, without such groups, or take "
+    "zero_optimization.stage 0"
+)
+
+
+@contextmanager
+def _trained_parameters(given: dict[str, Any], model: Any, rest: dict[str, Any]) -> Iterator[nn.Parameter | None]:
+    """Inside, DeepSpeed finds parameters to train in each group that it is given, on each stage.
+
+    It takes no groups without any, though all of a stage may be frozen. Such a stage gets a number for its optimizer
+    that nobody reads, so that it takes part in whatever the others' optimizers exchange. The number has to be the
+    model's while DeepSpeed looks for its name, and no longer.
+
+    Yields:
+        That number, where it is needed.
+
+    Raises:
+        ConfigError: on every rank, where there is nothing to train on any of them.
+    """
+    optimizer = given.get("optimizer")
+    if optimizer is None and not rest.get("optimizer"):
+        yield None
+        return
+    check_trains(model)
+    is_stage = isinstance(model, StageModel)
+    if not is_stage:
+        yield None
+        return
+    placeholder = nn.Parameter(torch.zeros(1, dtype=model.dtype, device=model.device))
+    placeholder.tensor_model_parallel = True  # type: ignore[attr-defined]
+    model.register_parameter(_PLACEHOLDER, placeholder)
+    try:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            groups = trained_groups(optimizer.param_groups)
+            keep_groups(optimizer, groups)
+            if not groups:
+                optimizer.add_param_group({"params": [placeholder]})
+        else:
+            asked = given.get("model_parameters")
+            own = [p for p in model.parameters() if p is not placeholder]
+            groups = trained_groups(own if asked is None else list(asked))
+            given["model_parameters"] = groups or [placeholder]
+        yield None if groups else placeholder
+    finally:
+        del model._parameters[_PLACEHOLDER]
+
+
+def _accumulate_in_float32(rest: dict[str, Any]) -> None:
+    # A pipeline adds up a gradient for each unit, which bfloat16 is too coarse for.
+    section = rest.get("bf16") or {}
+    if section.get("enabled") is True:
+        rest.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+        # Added by DeepSpeed's own hooks, as soon as a gradient is there.
+        section["immediate_grad_update"] = True
+
+
+def _forget_config(given: dict[str, Any]) -> None:
+    given.pop("config_params", None)
+    for name in _config_arguments(given):
+        given["args"] = copy.copy(given["args"])
+        setattr(given["args"], name, None)
+
+
+def _start_distributed(given: dict[str, Any]) -> None:
+    if current_world_size() > 1 and not dist.is_initialized():
+        store = await_all_ranks()
+        deepspeed.init_distributed(dist_init_required=given.get("dist_init_required"))
+        del store  # rank 0's has to be there until DeepSpeed has its own
+
+
+def _tp_model_init(original: Any) -> Any:
+    @functools.wraps(original)
+    def tp_model_init(model: nn.Module, *args: Any, config: Any = None, **kwargs: Any) -> nn.Module:
+        if isinstance(model, ShardedModel) or own_config(config) is not None:
+            return model
+        return original(model, *args, config=config, **kwargs)
+
+    return tp_model_init
+
+
+PATCHES: list[Patch | SharedMemoryBuild] = [
+    SHARED_MEMORY_BUILD,
+    Patch(
+        target="deepspeed:tp_model_init",
+        package="deepspeed",
+        reason="keep the HF Trainer, which sees autotp_size in the config, from asking for AutoTP as well",
+        parameters=("model", "config"),
+        replace=_tp_model_init,
+    ),
+    Patch(
+        target="deepspeed:initialize",
+        package="deepspeed",
+        reason="take tensor_parallel.mode 3d_tensor out of the config, shard the model, and hand DeepSpeed the mesh",
+        parameters=("args", "model", "optimizer", "model_parameters", "mpu", "config", "config_params"),
+        replace=_initialize,
+    ),
+]

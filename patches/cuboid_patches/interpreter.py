@@ -1,0 +1,51 @@
+"""One error message for a job of many ranks."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from typing import Any
+
+from cuboid.errors import CuboidError, RankError
+from cuboid_patches.base import Patch
+
+#: How long a rank waits whose message may be another's too, so that no launcher ends the job before the first one has
+#: spoken.
+_GRACE_S = 3.0
+
+
+def _excepthook(original: Any) -> Any:
+    @functools.wraps(original)
+    def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        if not issubclass(kind, CuboidError) or "RANK" not in os.environ:
+            original(kind, error, traceback)
+            return
+        rank, origin = os.environ["RANK"], getattr(error, "rank", None)
+        if issubclass(kind, RankError) and error.__cause__ is not None and rank == str(0 if origin is None else origin):
+            # Nothing that a user did: where it happened matters.
+            original(kind, error, traceback)
+        elif origin is None and rank != "0":
+            # All ranks came to the same conclusion, and rank 0 says it.
+            time.sleep(_GRACE_S)
+        elif origin is None or str(origin) == rank:
+            where = "" if origin is None else f"rank {rank}: "
+            print(f"cuboid: {where}{kind.__name__}: {error}", file=sys.stderr, flush=True)
+        else:
+            # Another rank failed first; its own message comes first too.
+            time.sleep(_GRACE_S)
+            print(f"cuboid: rank {rank}, for rank {origin}: {kind.__name__}: {error}", file=sys.stderr, flush=True)
+
+    return hook
+
+
+PATCHES = [
+    Patch(
+        target="sys:excepthook",
+        package="cuboid",
+        reason="print a user's mistake once, on rank 0, without the tracebacks of all ranks",
+        parameters=(),
+        replace=_excepthook,
+    )
+]

@@ -1,0 +1,119 @@
+"""What Cuboid changes in transformers."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from transformers.integrations.deepspeed import deepspeed_config
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface, PreTrainedModel
+
+from cuboid.config.schema import CuboidConfig, split_config
+from cuboid.models.attention.interface import IMPLEMENTATIONS, attention_twin, mask_twin
+from cuboid.models.sharded.sharded_model import ShardedModel
+from cuboid.models.stages.stage_model import StageModel
+from cuboid.weights.api import active_config
+from cuboid.weights.load import is_loading_class, load_sharded
+from cuboid.weights.model_folder import CONFIG, as_damage_of, folder_of, has_config, read_config
+from cuboid_patches.base import Patch, Registration
+
+
+def _from_pretrained(original: Any) -> Any:
+    @functools.wraps(original.__func__)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        active = active_config() or _config_kept_alive()
+        if active is None or is_loading_class(cls):
+            return original.__func__(cls, *args, **kwargs)
+        return load_sharded(cls, original.__func__, active, args, kwargs)
+
+    return classmethod(from_pretrained)
+
+
+def _config_from_pretrained(original: Any) -> Any:
+    @functools.wraps(original.__func__)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        folder = folder_of(args, kwargs)
+        if folder is None or not has_config(folder) or (active_config() or _config_kept_alive()) is None:
+            return original.__func__(cls, *args, **kwargs)
+        # Before a config of a billion layers lists their kinds.
+        read_config(folder / CONFIG)
+        with as_damage_of(folder / CONFIG):
+            return original.__func__(cls, *args, **kwargs)
+
+    return classmethod(from_pretrained)
+
+
+def _save_model(original: Any) -> Any:
+    @functools.wraps(original)
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        model = self.model
+        if not isinstance(model, ShardedModel):
+            original(self, output_dir, _internal_call)
+            return
+        folder = self.args.output_dir if output_dir is None else output_dir
+        model.save_pretrained(folder)
+        if self.args.should_save:
+            # What there is beside the weights: the tokenizer, and the arguments.
+            self._save(folder, state_dict={})
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    return save_model
+
+
+def _floating_point_ops(original: Any) -> Any:
+    @functools.wraps(original)
+    def floating_point_ops(self: Any, inputs: dict[str, Any]) -> int:
+        operations: int = original(self, inputs)
+        model = self.model
+        # The Trainer adds up all ranks', of which those of one copy of the model share a batch's.
+        if not isinstance(model, ShardedModel):
+            return operations
+        if isinstance(model, StageModel):
+            # Each rank counts what it holds itself.
+            own: int = PreTrainedModel.num_parameters(model, exclude_embeddings=True)  # type: ignore[arg-type]
+            return 6 * inputs["input_ids"].numel() * own
+        return operations // len(model.cuboid.mesh.copy_ranks)
+
+    return floating_point_ops
+
+
+def _config_kept_alive() -> CuboidConfig | None:
+    """Cuboid's part of the ``HfDeepSpeedConfig`` that is alive, if any."""
+    source = deepspeed_config()
+    return None if source is None else split_config(source)[0]
+
+
+PATCHES: list[Patch | Registration] = [
+    Patch(
+        target="transformers.modeling_utils:PreTrainedModel.from_pretrained",
+        package="transformers",
+        reason="read only this rank's slices when a config of ours is active",
+        parameters=("pretrained_model_name_or_path", "config", "kwargs"),
+        replace=_from_pretrained,
+    ),
+    Patch(
+        target="transformers.models.auto.configuration_auto:AutoConfig.from_pretrained",
+        package="transformers",
+        reason="tell a damaged config.json by its name, in bounded time, when a config of ours is active",
+        parameters=("pretrained_model_name_or_path", "kwargs"),
+        replace=_config_from_pretrained,
+    ),
+    Patch(
+        target="transformers.trainer:Trainer.save_model",
+        package="transformers",
+        reason="let all ranks write a sharded model together, instead of gathering it on one",
+        parameters=("output_dir", "_internal_call"),
+        replace=_save_model,
+    ),
+    Patch(
+        target="transformers.trainer:Trainer.floating_point_ops",
+        package="transformers",
+        reason="count the operations of a batch once, though several ranks compute it together",
+        parameters=("inputs",),
+        replace=_floating_point_ops,
+    ),
+    Registration(AttentionInterface, {f"cuboid_{name}": attention_twin(name) for name in IMPLEMENTATIONS}),
+    Registration(AttentionMaskInterface, {f"cuboid_{name}": mask_twin(name) for name in IMPLEMENTATIONS}),
+]

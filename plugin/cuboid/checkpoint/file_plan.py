@@ -1,0 +1,91 @@
+"""Which rank writes what, in which order, and into which files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch.distributed as dist
+
+from cuboid.checkpoint.exchange import Task
+from cuboid.checkpoint.format.weight_index import SINGLE
+from cuboid.checkpoint.save_planner import Holdings, assign
+from cuboid.checkpoint.shards import Bundle, Family
+from cuboid.distributed.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """One file of one rank: where it goes, and what it is made up of."""
+
+    folder: str
+    tasks: tuple[Task, ...]
+
+
+def plan_tasks(families: Sequence[Family], mesh: Mesh) -> list[Task]:
+    """What the ranks of a stage write, alike on all of them.
+
+    Each writer's tasks are in the order of its files: family by family, wider dtypes first.
+    """
+    bundles = [(family.folder, bundle) for family in families for bundle in family.bundles]
+    writers = sorted(rank for ranks in mesh.stage_ranks for rank in ranks)
+    chosen = assign([bundle.nbytes for _, bundle in bundles], writers)
+    tasks, item = [], 0
+    for (folder, bundle), writer in zip(bundles, chosen, strict=True):
+        tasks.append(Task(folder, bundle, writer, item))
+        item += len(bundle.tensors)
+    places = {family.folder: place for place, family in enumerate(families)}
+    return sorted(tasks, key=lambda task: (places[task.folder], -_width(task.bundle)))
+
+
+def gather_holdings(families: Sequence[Family], mesh: Mesh) -> Holdings:
+    """Who has what of the families' tensors, by their position; collective over the stage."""
+    tensors = [tensor for family in families for bundle in family.bundles for tensor in bundle.tensors]
+    own = {item: (x.run.start, x.run.stop) for item, x in enumerate(tensors) if x.run is not None}
+    if mesh.stage_host_group is None:
+        return {mesh.rank: own}
+    everyone: list[Any] = [None] * dist.get_world_size(mesh.stage_host_group)
+    dist.all_gather_object(everyone, own, group=mesh.stage_host_group)
+    return dict(zip(dist.get_process_group_ranks(mesh.stage_host_group), everyone, strict=True))
+
+
+def cut_files(tasks: Sequence[Task], max_bytes: int) -> list[FilePlan]:
+    """One rank's tasks, in order, as files of at most so many bytes, unless one bundle alone is longer."""
+    return [
+        FilePlan(folder, tuple(chunk))
+        for folder, own in groupby(tasks, key=lambda task: task.folder)
+        for chunk in _chunks(own, max_bytes)
+    ]
+
+
+def name_files(folders: Sequence[Sequence[str]], rank: int) -> list[str]:
+    """Paths of a rank's files, by the folders of every rank's files."""
+    totals = Counter(folder for own in folders for folder in own)
+    numbers = Counter(folder for own in folders[:rank] for folder in own)
+    names = []
+    for folder in folders[rank]:
+        numbers[folder] += 1
+        total = totals[folder]
+        name = SINGLE if total == 1 else f"model-{numbers[folder]:05d}-of-{total:05d}.safetensors"
+        names.append(f"{folder}/{name}" if folder else name)
+    return names
+
+
+def _width(bundle: Bundle) -> int:
+    return max(spec.dtype.itemsize for spec in bundle.outputs.values())
+
+
+def _chunks(tasks: Iterator[Task], max_bytes: int) -> Iterator[list[Task]]:
+    chunk: list[Task] = []
+    size = 0
+    for task in tasks:
+        if chunk and size + task.bundle.nbytes > max_bytes:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(task)
+        size += task.bundle.nbytes
+    if chunk:
+        yield chunk

@@ -1,0 +1,134 @@
+"""What ``state.json`` has to say so that a run can go on, checked before anything of it is used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from cuboid.checkpoint.format.bounded_files import is_plain_name
+from cuboid.checkpoint.format.manifest import not_understood
+from cuboid.checkpoint.format.state_file import STATE
+from cuboid.errors import CheckpointError
+
+#: Words of the generator of Python and NumPy, of which one more says how many were drawn.
+_WORDS = 624
+
+
+class _Part(BaseModel):
+    # Writers of other versions may say more.
+    model_config = ConfigDict(extra="ignore", strict=True, arbitrary_types_allowed=True)
+
+
+class _Steps(_Part):
+    optimizer: int = Field(ge=0)
+    samples: int = Field(ge=0)
+    skipped: int = Field(ge=0)
+
+
+class _Optimizer(_Part):
+    kind: str = Field(alias="class")
+    quantities: list[str]
+    numbers: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+
+    @field_validator("quantities")
+    @classmethod
+    def _name_folders(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if not is_plain_name(name):
+                raise ValueError(f"{name!r} isn't the name of a quantity's folder")
+        return names
+
+    @field_validator("numbers")
+    @classmethod
+    def _are_numbers(cls, numbers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        for own in numbers.values():
+            for key, value in own.items():
+                single = isinstance(value, torch.Tensor) and value.dim() == 0
+                if not isinstance(key, str) or not (single or isinstance(value, bool | int | float | None)):
+                    raise ValueError(f"{key} is a {type(value).__name__}, not a number")
+        return numbers
+
+    @field_validator("groups")
+    @classmethod
+    def _name_parameters(cls, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for group in groups:
+            names = group.get("parameters")
+            if "params" in group or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise ValueError("a group doesn't name its parameters")
+        return groups
+
+
+class _States(_Part):
+    python: tuple[int, Any, float | None]
+    numpy: tuple[str, Any, int, int, float]
+    torch: Any
+
+    @field_validator("python")
+    @classmethod
+    def _is_pythons(cls, state: tuple[int, Any, float | None]) -> tuple[int, Any, float | None]:
+        _check_words(state[1], _WORDS + 1)
+        if not 1 <= int(state[1][-1]) <= _WORDS:
+            raise ValueError("its place is none of its words")
+        return state
+
+    @field_validator("numpy")
+    @classmethod
+    def _is_numpys(cls, state: tuple[str, Any, int, int, float]) -> tuple[str, Any, int, int, float]:
+        # NumPy itself takes any place for one of the words, and reads there.
+        _check_words(state[1], _WORDS)
+        if state[0] != "MT19937" or not 0 <= state[2] <= _WORDS or state[3] not in (0, 1):
+            raise ValueError("it isn't of NumPy's global generator")
+        return state
+
+    @field_validator("torch")
+    @classmethod
+    def _is_torchs(cls, state: Any) -> Any:
+        own = torch.get_rng_state()
+        if not isinstance(state, torch.Tensor) or state.dtype != own.dtype or state.shape != own.shape:
+            raise ValueError("it isn't of torch's generator")
+        return state
+
+
+def _check_words(words: Any, count: int) -> None:
+    if not isinstance(words, np.ndarray) or words.dtype != np.uint32 or words.shape != (count,):
+        raise ValueError(f"it has no {count} words")
+
+
+class _Random(_Part):
+    pipe: int = Field(ge=0)
+    data: int = Field(ge=0)
+    mesh: int = Field(ge=0)
+    state: _States
+
+
+class _Document(_Part):
+    steps: _Steps
+    random: list[_Random] = Field(min_length=1)
+    client: dict[Any, Any]
+    scheduler: dict[Any, Any] | None
+    optimizer: _Optimizer | None = None
+
+
+def check_document(document: dict[str, Any], path: Path) -> None:
+    """Make sure that everything that is going to be used is there, and of its kind.
+
+    Args:
+        document: what ``state.json`` says.
+        path: of the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: names the first thing that isn't.
+    """
+    try:
+        _Document.model_validate(document)
+    except ValidationError as error:
+        raise not_understood(path / STATE, error) from None
+    places = {(each["pipe"], each["data"], each["mesh"]) for each in document["random"]}
+    ends = [max(place[axis] for place in places) + 1 for axis in range(3)]
+    if len(places) != len(document["random"]) or len(places) != ends[0] * ends[1] * ends[2]:
+        raise CheckpointError(f"{path / STATE}: doesn't have one random state for each place of its ranks")

@@ -1,0 +1,45 @@
+"""Files of weights by the names that Hugging Face gives them, and the index that says which file has which tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from cuboid.checkpoint.format.bounded_files import is_plain_name, read_json
+from cuboid.errors import CheckpointError
+
+#: Of a file that has all tensors of its folder.
+SINGLE = "model.safetensors"
+INDEX_SUFFIX = ".index.json"
+INDEX = SINGLE + INDEX_SUFFIX
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor.
+
+    Raises:
+        CheckpointError: it can't be understood, or names what isn't a file beside it.
+    """
+    index = read_json(path)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: is not an index of weights: it has no weight_map, or names no file in it")
+    strange = next((file for file in weight_map.values() if not is_plain_name(file)), None)
+    if strange is not None:
+        raise CheckpointError(f"{path}: names {str(strange)[:200]}, which isn't a file beside it")
+    return weight_map
+
+
+def write_index(folder: Path, weight_map: Mapping[str, str], *, parameters: int, size_bytes: int) -> None:
+    """Write a folder's.
+
+    Args:
+        folder: of the files.
+        weight_map: the file of each tensor.
+        parameters: elements of all tensors.
+        size_bytes: of all tensors.
+    """
+    metadata = {"total_parameters": parameters, "total_size": size_bytes}
+    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,180 @@
+"""Open a checkpoint on all ranks, and give an optimizer back what it holds, whatever layout wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cuboid.checkpoint.contents import OPTIMIZER
+from cuboid.checkpoint.format.folder import is_intact, others_beside, resolve
+from cuboid.checkpoint.format.manifest import Manifest, check_contents, check_sizes
+from cuboid.checkpoint.format.run_state import check_document
+from cuboid.checkpoint.format.state_file import read_state
+from cuboid.checkpoint.optimizer_state import MASTER, OptimizerAdapter
+from cuboid.checkpoint.reader import TensorFolder
+from cuboid.checkpoint.save_planner import assign
+from cuboid.checkpoint.shards import Run
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.rank_agreement import gather_objects, run_on_all_ranks
+from cuboid.errors import CheckpointError, DamagedCheckpointError
+from cuboid.tensor3d.sharding.sharding_spec import Layout
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint that is whole, as far as was asked.
+
+    Attributes:
+        path: of its folder.
+        step: optimizer steps that it was written after.
+        document: what its ``state.json`` says.
+    """
+
+    path: Path
+    step: int
+    document: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A parameter's whole shape, and how the mesh cuts it, if it does."""
+
+    shape: tuple[int, ...]
+    layout: Layout | None
+
+
+def open_checkpoint(root: Path, tag: str | None, mesh: Mesh, *, verify: bool) -> Opened:
+    """Find a checkpoint and make sure that it is whole. Collective over the world.
+
+    Args:
+        root: folder of checkpoints, or one checkpoint.
+        tag: which one; None for the latest.
+        mesh: of this rank.
+        verify: whether to compare checksums too, of which each rank takes a share of the files.
+
+    Raises:
+        CheckpointError: on every rank, naming what is missing or wrong.
+    """
+    mesh.connect_host()
+
+    def find() -> Path | None:
+        return resolve(root, tag) if mesh.rank == 0 else None
+
+    path = gather_objects(run_on_all_ranks(find, mesh), mesh)[0]
+    assert path is not None
+
+    def check() -> Manifest:
+        manifest = Manifest.read(path)
+        if mesh.rank == 0:
+            check_sizes(path, manifest)
+        if verify:
+            check_contents(path, manifest, _share(manifest, mesh))
+        return manifest
+
+    def read() -> dict[str, Any]:
+        document = read_state(path, manifest)
+        check_document(document, path)
+        return document
+
+    try:
+        manifest = run_on_all_ranks(check, mesh)
+        document = run_on_all_ranks(read, mesh)
+    except CheckpointError as error:
+        damaged = DamagedCheckpointError(*told_whole(str(error), _newest_whole(path, mesh)))
+        damaged.rank = error.rank
+        raise damaged from error
+    return Opened(path, manifest.step, document)
+
+
+def told_whole(message: str, whole: Path | None) -> tuple[str, Path | None]:
+    """What is wrong with a checkpoint, with the one to take instead, which is given back too."""
+    if whole is None:
+        return f"{message}; no other one beside it is whole", None
+    return f"{message}; the newest whole one beside it is {whole.name}, of step {Manifest.read(whole).step}", whole
+
+
+def _newest_whole(besides: Path, mesh: Mesh) -> Path | None:
+    """The newest checkpoint beside a damaged one of which every file is what was written. Collective over the world."""
+    others = gather_objects(others_beside(besides) if mesh.rank == 0 else [], mesh)[0]
+    for path in others:
+
+        def is_whole(path: Path = path) -> bool:
+            return is_intact(path, lambda manifest: _share(manifest, mesh))
+
+        if all(gather_objects(is_whole(), mesh)):
+            return path
+    return None
+
+
+def load_optimizer(opened: Opened, adapter: OptimizerAdapter, placed: Mapping[str, Placed], mesh: Mesh) -> None:
+    """Give an optimizer its state back: of each quantity the elements that this rank has to have.
+
+    Args:
+        opened: the checkpoint.
+        adapter: of the optimizer.
+        placed: the model's parameters.
+        mesh: of this rank.
+
+    Raises:
+        CheckpointError: the checkpoint has none, or one of another kind, or lacks something.
+    """
+    saved = opened.document.get("optimizer")
+    if saved is None:
+        raise CheckpointError(
+            f"{opened.path}: has no optimizer state, only weights; load it without the optimizer's state"
+        )
+    if saved["class"] != adapter.kind:
+        raise CheckpointError(
+            f"{opened.path}: holds the state of {saved['class']}, but the optimizer is {adapter.kind}; configure the "
+            "same one, or load without the optimizer's state"
+        )
+    adapter.allocate(saved["quantities"])
+    for quantity, runs in adapter.state().quantities.items():
+        if quantity in saved["quantities"]:
+            _fill(runs, opened.path / OPTIMIZER / quantity, placed, mesh, needed=saved["numbers"])
+        elif quantity == MASTER:
+            # The model was in the masters' precision itself.
+            _fill(runs, opened.path, placed, mesh, needed=())
+    adapter.restore(saved["numbers"], saved["groups"])
+
+
+def load_masters(
+    opened: Opened, parameters: Mapping[str, torch.Tensor], placed: Mapping[str, Placed], mesh: Mesh
+) -> None:
+    """Give a model in the masters' precision the masters for its weights, if the checkpoint has any.
+
+    Args:
+        opened: the checkpoint.
+        parameters: this rank's shards.
+        placed: the same parameters' shapes and layouts.
+        mesh: of this rank.
+    """
+    folder = opened.path / OPTIMIZER / MASTER
+    if folder.is_dir():
+        runs = {name: Run.whole(parameter) for name, parameter in parameters.items()}
+        _fill(runs, folder, placed, mesh, needed=())
+
+
+def _fill(
+    runs: Mapping[str, Run], path: Path, placed: Mapping[str, Placed], mesh: Mesh, *, needed: Collection[str]
+) -> None:
+    """Read runs from a folder; of those that are ``needed``, none may be missing."""
+    with TensorFolder(path) as folder:
+        known = set(folder.names)
+        for name, run in runs.items():
+            if name in known:
+                where = placed[name]
+                run.values.copy_(folder.read_run(name, where.shape, where.layout, mesh, run.start, run.stop))
+            elif name in needed:
+                raise CheckpointError(f"{path}: lacks {name}")
+
+
+def _share(manifest: Manifest, mesh: Mesh) -> list[str]:
+    """The files whose checksums this rank compares."""
+    names = list(manifest.files)
+    readers = assign([manifest.files[name].bytes for name in names], range(mesh.topology.world_size))
+    return [name for name, reader in zip(names, readers, strict=True) if reader == mesh.rank]

@@ -1,0 +1,114 @@
+"""Read of a family's files just the elements that a rank owns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from cuboid.checkpoint.format.tensor_file import TensorFile
+from cuboid.checkpoint.format.tensor_header import TensorSpec
+from cuboid.checkpoint.format.weight_index import INDEX, SINGLE, read_index
+from cuboid.distributed.mesh import Mesh
+from cuboid.errors import CheckpointError
+from cuboid.tensor3d.sharding.sharding_spec import Layout, placed_boxes
+
+
+class TensorFolder:
+    """The tensors of a folder of safetensors files. Use it as a context manager, or call :meth:`close`.
+
+    Args:
+        folder: with an index, or one file.
+
+    Raises:
+        CheckpointError: there is neither, or the index can't be understood.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, TensorFile] = {}
+        index = folder / INDEX
+        if index.is_file():
+            self._map = read_index(index)
+        elif (folder / SINGLE).is_file():
+            self._map = dict.fromkeys(self._file(SINGLE).specs, SINGLE)
+        else:
+            raise CheckpointError(f"{folder}: has neither {INDEX} nor {SINGLE}")
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return list(self._map)
+
+    def spec(self, name: str) -> TensorSpec:
+        """What the files say about a tensor.
+
+        Raises:
+            CheckpointError: there is no such tensor.
+        """
+        if name not in self._map:
+            raise CheckpointError(f"{self.folder}: has no tensor {name}")
+        file = self._file(self._map[name])
+        if name not in file.specs:
+            raise CheckpointError(f"{file.path}: has no tensor {name}, which {INDEX} says it has")
+        return file.specs[name]
+
+    def read(self, name: str, box: Sequence[slice] | None = None) -> torch.Tensor:
+        """A tensor, or a box of it; see :meth:`TensorFile.read`."""
+        self.spec(name)
+        return self._file(self._map[name]).read(name, box)
+
+    def read_run(
+        self, name: str, shape: tuple[int, ...], layout: Layout | None, mesh: Mesh, start: int, stop: int
+    ) -> torch.Tensor:
+        """The elements [start, stop) of this rank's flattened shard, ``[stop - start]``; zeros where it is padded.
+
+        Args:
+            name: of the tensor.
+            shape: that the whole tensor has to have.
+            layout: how the mesh cuts it; None where each rank has the whole.
+            mesh: of this rank.
+            start, stop: of the run.
+
+        Raises:
+            CheckpointError: there is no such tensor, or it has another shape.
+        """
+        spec = self.spec(name)
+        if spec.shape != shape:
+            raise CheckpointError(
+                f"{self.folder}: {name} is of shape {list(spec.shape)}, but the model's is {list(shape)}"
+            )
+        own = shape if layout is None else layout.shard_shape(mesh.shape)
+        if not own:
+            return self.read(name).view(-1)
+        row = max(torch.Size(own[1:]).numel(), 1)
+        first, last = start // row, -(-stop // row)
+        if layout is None:
+            rows = self.read(name, [slice(first, last)])
+        else:
+            rows = torch.zeros((last - first, *own[1:]), dtype=spec.dtype)
+            for here, there in placed_boxes(layout, mesh.shape, mesh.coordinate, slice(first, last)):
+                rows[here] = self.read(name, there)
+        return rows.view(-1)[start - first * row : stop - first * row]
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._files:
+            self._files[name] = TensorFile(self.folder / name)
+        return self._files[name]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,153 @@
+"""Write families of tensors in parallel: every rank its share of whole tensors, into files of its own."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from cuboid.checkpoint.exchange import Exchange, Task
+from cuboid.checkpoint.file_plan import FilePlan, cut_files, gather_holdings, name_files, plan_tasks
+from cuboid.checkpoint.format.manifest import FileRecord
+from cuboid.checkpoint.format.tensor_file import TensorFileWriter
+from cuboid.checkpoint.format.tensor_header import TensorSpec
+from cuboid.checkpoint.format.weight_index import write_index
+from cuboid.checkpoint.shards import Family
+from cuboid.config.schema import MAX_FILE_BYTES
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.rank_agreement import gather_objects
+
+
+@dataclass
+class Written:
+    """What one rank wrote.
+
+    Attributes:
+        records: size and checksum of each file, by its path relative to the checkpoint.
+        weight_maps: for each family's folder, the file of each tensor.
+        sizes_bytes: for each family's folder, the size of its tensors.
+        elements: for each family's folder, how many elements they have.
+        failure: what stopped it; the files are then gone or incomplete.
+    """
+
+    records: dict[str, FileRecord] = field(default_factory=dict)
+    weight_maps: dict[str, dict[str, str]] = field(default_factory=dict)
+    sizes_bytes: Counter[str] = field(default_factory=Counter)
+    elements: Counter[str] = field(default_factory=Counter)
+    failure: str | None = None
+
+
+def write_families(
+    families: Sequence[Family],
+    folder: Path,
+    mesh: Mesh,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    advance: Callable[[float], object] | None = None,
+) -> list[Written]:
+    """Write the tensors of all stages. Collective over the world, on the host groups.
+
+    Files have the names that Hugging Face gives: ``model-00001-of-00003.safetensors``, or ``model.safetensors`` if
+    there is only one.
+
+    Args:
+        families: alike on all ranks of a stage but for what they hold; the same folders on all stages.
+        folder: an existing folder that all ranks see.
+        mesh: of this rank, with its host groups.
+        max_file_bytes: of a file, unless one bundle alone is longer.
+        advance: is told the share of this stage's bytes that was written, again and again.
+
+    Returns:
+        What each rank wrote, by rank. A rank that fails goes on giving the others their parts.
+    """
+    tasks = plan_tasks(families, mesh)
+    files = cut_files([task for task in tasks if task.writer == mesh.rank], max_file_bytes)
+    names = name_files(gather_objects([plan.folder for plan in files], mesh), mesh.rank)
+    writer = _RankWriter(folder, dict(zip(names, files, strict=True)))
+    total = max(sum(task.bundle.nbytes for task in tasks), 1)
+    for current, own, wholes in Exchange(mesh, gather_holdings(families, mesh)).rounds(tasks):
+        if own is not None:
+            writer.write(own, wholes)
+        wholes.clear()
+        if advance is not None:
+            advance(sum(task.bundle.nbytes for task in current) / total)
+    return gather_objects(writer.written, mesh)
+
+
+class _RankWriter:
+    """This rank's files, one open at a time, in the order of its tasks."""
+
+    def __init__(self, folder: Path, plans: dict[str, FilePlan]) -> None:
+        self._folder = folder
+        self._plans = iter(plans.items())
+        self._remaining = 0
+        self._file: TensorFileWriter | None = None
+        self._name = ""
+        self.written = Written()
+
+    def write(self, task: Task, wholes: dict[str, torch.Tensor]) -> None:
+        """Write the outputs of the next task."""
+        if self.written.failure is not None:
+            return
+        try:
+            if self._remaining == 0:
+                self._open()
+            self._put(task.bundle.convert(wholes))
+            self._remaining -= 1
+            if self._remaining == 0:
+                self._close()
+        except Exception as error:
+            # Whatever it is, such as too little memory: the others still need what this rank has.
+            self._fail(error)
+
+    def _open(self) -> None:
+        self._name, plan = next(self._plans)
+        self._remaining = len(plan.tasks)
+        specs: dict[str, TensorSpec] = {}
+        for task in plan.tasks:
+            specs.update(task.bundle.outputs)
+        path = self._folder / self._name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = TensorFileWriter(path, specs)
+        weight_map = self.written.weight_maps.setdefault(plan.folder, {})
+        weight_map.update(dict.fromkeys(specs, path.name))
+        self.written.sizes_bytes[plan.folder] += sum(spec.nbytes for spec in specs.values())
+        self.written.elements[plan.folder] += sum(math.prod(spec.shape) for spec in specs.values())
+
+    def _put(self, outputs: Mapping[str, torch.Tensor]) -> None:
+        assert self._file is not None
+        for name in [name for name in self._file.specs if name in outputs]:
+            self._file.write(name, outputs[name])
+
+    def _close(self) -> None:
+        assert self._file is not None
+        record = self._file.close()
+        self.written.records[self._name] = record
+        self._file = None
+
+    def _fail(self, error: Exception) -> None:
+        if self._file is not None:
+            self._file.discard()
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        self.written.failure = f"{self._folder / self._name} can't be written: {reason}"
+
+
+def write_indices(folder: Path, results: Sequence[Written]) -> None:
+    """Write for each family the list of which file has which tensor, as Hugging Face does.
+
+    Args:
+        folder: of the checkpoint.
+        results: what each rank wrote.
+    """
+    for family in sorted({name for written in results for name in written.weight_maps}):
+        weight_map: dict[str, str] = {}
+        for written in results:
+            weight_map.update(written.weight_maps.get(family, {}))
+        parameters = sum(written.elements[family] for written in results)
+        size_bytes = sum(written.sizes_bytes[family] for written in results)
+        write_index(folder / family, weight_map, parameters=parameters, size_bytes=size_bytes)

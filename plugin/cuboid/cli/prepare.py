@@ -1,0 +1,31 @@
+"""``cuboid prepare``: data and, if need be, a small model for ``cuboid train``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cuboid.cli.limits import LARGEST_SEED, LARGEST_VOCABULARY
+
+
+def prepare(
+    out: Annotated[Path, typer.Option(help="Folder of the run; made if need be.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Text file or folder of text files. Default: the Python standard library's own sources."),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Hugging Face checkpoint with its tokenizer. Default: write a new Llama to OUT/start."),
+    ] = None,
+    vocabulary: Annotated[int, typer.Option(help="Entries of a new tokenizer.", max=LARGEST_VOCABULARY)] = 4096,
+    seed: Annotated[int, typer.Option(help="Of a new model's weights.", min=0, max=LARGEST_SEED)] = 0,
+) -> None:
+    """Tokenize the data into OUT/tokens; without --model, first learn a tokenizer and write a small Llama."""
+    from cuboid.library_warnings import quiet
+    from cuboid.train.prepare import prepare as run
+
+    quiet()
+    run(out, model=model, data=data, vocabulary=vocabulary, seed=seed, say=typer.echo)

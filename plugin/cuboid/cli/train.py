@@ -1,0 +1,116 @@
+"""``cuboid train``: train a Hugging Face checkpoint on stages and a mesh. Started by a launcher, on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cuboid.cli.limits import LARGEST_SEED
+
+if TYPE_CHECKING:
+    from cuboid.train.reporting.report import Report
+    from cuboid.train.run import Stopped
+
+
+def train(
+    model: Annotated[Path, typer.Option(help="Hugging Face checkpoint with its tokenizer.")],
+    data: Annotated[Path, typer.Option(help="Text file, folder of text files, or tokens from `cuboid prepare`.")],
+    config: Annotated[
+        Path, typer.Option(help="DeepSpeed config with a tensor_parallel or pipeline section; JSON or YAML.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for model, report.json and loss.png; made if need be.")],
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            help="Optimizer steps; stretches the learning-rate schedule. Default: the schedule's length, or with "
+            "--resume what the run was begun with."
+        ),
+    ] = None,
+    sequence_length: Annotated[int, typer.Option(help="Tokens of a block.")] = 512,
+    heldout_blocks: Annotated[int, typer.Option(help="Blocks of the held-out loss, at most.")] = 32,
+    evaluations: Annotated[int, typer.Option(help="How many times to take the held-out loss.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of the order of the data, and of dropout.", min=0, max=LARGEST_SEED)] = 0,
+    save_every: Annotated[
+        int | None, typer.Option(help="Optimizer steps from one checkpoint to the next. Default: none are written.")
+    ] = None,
+    keep_last: Annotated[
+        int | None, typer.Option(help="How many checkpoints to keep. Default: the config's checkpoint.keep_last.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the latest checkpoint in OUT/checkpoints.")
+    ] = False,
+    resume_from: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Go on from this checkpoint in OUT/checkpoints, such as global_step40, where the latest is damaged.",
+        ),
+    ] = None,
+    local_rank: Annotated[int, typer.Option("--local_rank", "--local-rank", hidden=True)] = 0,
+) -> None:
+    """Load a checkpoint sharded over stages and mesh, train it, and save it as plain transformers opens it.
+
+    Start it with a launcher: `deepspeed --module cuboid.cli train …`, `torchrun -m cuboid.cli train …` or
+    `accelerate launch -m cuboid.cli train …`. Ctrl-C or SIGTERM lets it finish the step, save a checkpoint in
+    OUT/checkpoints and exit with 130 or 143; `--resume` goes on from there, on any number of ranks. Ctrl-C once more
+    ends it at once.
+    """
+    from cuboid.train.interrupt import Interrupts
+
+    del local_rank  # some launchers append it; LOCAL_RANK says the same
+    # Before the imports that take seconds, so that Ctrl-C ends those too.
+    with Interrupts() as interrupts:
+        from cuboid.library_warnings import quiet
+        from cuboid.train.job import TrainOptions
+        from cuboid.train.process import World
+        from cuboid.train.run import Stopped, run
+
+        world = World.from_environment()
+        quiet(speaks=world.is_first)
+        options = TrainOptions(
+            model=model,
+            data=data,
+            config=config,
+            out=out,
+            steps=steps,
+            sequence_length=sequence_length,
+            heldout_blocks=heldout_blocks,
+            evaluations=evaluations,
+            seed=seed,
+            save_every=save_every,
+            keep_last=keep_last,
+            resume=resume or resume_from is not None,
+            resume_from=resume_from,
+        )
+        result = run(options, world, interrupts)
+        if world.is_first:
+            typer.echo(_stopped(result) if isinstance(result, Stopped) else _done(result, out))
+        world.disconnect()
+        if isinstance(result, Stopped):
+            raise SystemExit(128 + result.by)
+
+
+def _done(report: Report, out: Path) -> str:
+    losses = report.losses
+    text = (
+        f"loss {losses.first:.3f} -> {losses.last:.3f}, held-out {losses.heldout_last:.4f}; "
+        f"{report.speed.tokens_per_s:,.0f} tokens/s; model, report and curve in {out}"
+    )
+    if report.pipeline is not None and report.pipeline.trace is not None:
+        trace = report.pipeline.trace
+        text += (
+            f"\nschedule of step {trace.step}: bubble {trace.measured_bubble:.1%} measured, "
+            f"{trace.simulated_bubble:.1%} simulated; drawn in {trace.picture}"
+        )
+    return text
+
+
+def _stopped(stopped: Stopped) -> str:
+    if stopped.step == 0:
+        return f"stopped by {stopped.by.name} before the first step; there is nothing to go on from"
+    text = f"stopped by {stopped.by.name} after step {stopped.step} of {stopped.steps}; "
+    if stopped.checkpoint is None:
+        return f"{text}the checkpoint could not be written"
+    return f"{text}--resume (make train RESUME=1) goes on from {stopped.checkpoint}"

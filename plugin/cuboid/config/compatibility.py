@@ -1,0 +1,155 @@
+"""Which of DeepSpeed's own settings go together with Cuboid's; checked before anything is allocated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuboid.config.deepspeed_config import DeepSpeedPart
+from cuboid.config.schema import CuboidConfig
+from cuboid.distributed.topology import MeshShape, divisors
+from cuboid.errors import ConfigError, MeshError
+from cuboid.seq1f1b.schedule.schedules import SCHEDULES
+
+#: Sections that change how the model runs in ways that nobody has fitted to a sharded model.
+_REFUSED_SECTIONS = {
+    "hybrid_engine": "it runs inference on unsplit layers",
+    "sequence_parallel_size": "use mesh.sequence",
+    "data_parallel_size": "it follows from the world and the mesh",
+    "expert_parallel": "mixture-of-experts layers have no rule yet",
+    "torch_autocast": "use bf16",
+    "compression_training": "it replaces layers that are sharded here",
+    "sparse_attention": "attention runs through transformers",
+    "quantize_training": "it quantises whole weights",
+    "data_efficiency": "it changes batches and layers between the data and the model",
+    "bfloat16": 'that is an old name; write "bf16"',
+}
+
+
+def check_framework_config(
+    config: CuboidConfig, rest: dict[str, Any], world_size: int, *, is_complete: bool = False
+) -> None:
+    """Refuse what doesn't fit the mode, and what DeepSpeed can't read.
+
+    Args:
+        config: Cuboid's part.
+        rest: DeepSpeed's part.
+        world_size: ranks of the world.
+        is_complete: whether DeepSpeed reads it next; if not, ``"auto"`` values, which the HF Trainer and accelerate
+            fill in, are let through.
+
+    Raises:
+        ConfigError: names the key, and what would work.
+        MeshError: the mesh doesn't divide the world.
+    """
+    _check_world(config, world_size)
+    for key, reason in _REFUSED_SECTIONS.items():
+        if _is_on(rest.get(key)):
+            raise ConfigError(f"{key} can't be combined with {_mode(config)}: {reason}")
+    part = DeepSpeedPart(rest, is_complete=is_complete)
+    if is_complete and rest.get("train_batch_size") is None and rest.get("train_micro_batch_size_per_gpu") is None:
+        raise ConfigError("train_micro_batch_size_per_gpu is missing; DeepSpeed needs the rows of a micro-batch")
+    check_layout(config, rest, world_size)
+    _check_precision(config, part)
+    _check_pipeline(config, part)
+
+
+def check_layout(config: CuboidConfig, rest: dict[str, Any], world_size: int) -> None:
+    """Refuse what doesn't fit the world or the mesh, in any framework; as :func:`check_framework_config`.
+
+    The values of ``rest`` are of the types that they have to be.
+    """
+    _check_world(config, world_size)
+    if config.pipeline is not None and config.pipeline.schedule not in SCHEDULES:
+        raise ConfigError(f"pipeline.schedule is {config.pipeline.schedule!r}; known: {', '.join(SCHEDULES)}")
+    _check_batch(config, rest, world_size)
+
+
+def _check_world(config: CuboidConfig, world_size: int) -> None:
+    if world_size % config.ranks == 0:
+        return
+    size, mesh = config.tensor_parallel.mesh_size, config.tensor_parallel.mesh
+    name = f"size = {size} ranks" if mesh == "auto" else f"mesh {mesh.shape}, {size} ranks,"
+    hint = ""
+    if config.pipeline is not None:
+        name += f" for each of pipeline.stages = {config.stages}, {config.ranks} in all,"
+        counts = [count for count in divisors(world_size) if world_size % (count * size) == 0]
+        hint = f"; numbers of stages that do with that mesh: {', '.join(map(str, counts)) or 'none'}"
+    elif mesh != "auto":
+        hint = "; nearest meshes that do: " + ", ".join(str(shape) for shape in _nearest(mesh.shape, world_size))
+    raise MeshError(
+        f"tensor_parallel.{name} doesn't divide the world of {world_size} (sizes that do: "
+        f"{', '.join(map(str, divisors(world_size)))}){hint}"
+    )
+
+
+def _nearest(wanted: MeshShape, world_size: int) -> list[MeshShape]:
+    meshes = [mesh for size in divisors(world_size) for mesh in MeshShape.of_size(size)]
+
+    def difference(mesh: MeshShape) -> tuple[int, int]:
+        apart = abs(mesh.batch - wanted.batch) + abs(mesh.sequence - wanted.sequence) + abs(mesh.hidden - wanted.hidden)
+        return apart, -mesh.size
+
+    return sorted(meshes, key=difference)[:4]
+
+
+def _is_on(section: Any) -> bool:
+    return bool(section.get("enabled", True)) if isinstance(section, dict) else bool(section) and section != 1
+
+
+def _check_precision(config: CuboidConfig, part: DeepSpeedPart) -> None:
+    if part.fp16:
+        raise ConfigError(f"fp16.enabled: loss scaling isn't supported with {_mode(config)}; use bf16 or fp32")
+    if part.zero_stage == 3:
+        raise ConfigError(
+            "zero_optimization.stage 3 would split parameters that the mesh splits already; use stage 1"
+            f"{'' if config.pipeline else ' or 2'}, and tensor_parallel.mesh.batch for what stage 3 does"
+        )
+    if part.zero_stage == 0 and part.bf16 and config.ranks > 1:
+        raise ConfigError(
+            "zero_optimization.stage 0 with bf16: DeepSpeed computes a wrong gradient norm there for any tensor "
+            "or pipeline parallelism, and clips by it; use stage 1" + ("" if config.pipeline else " or 2")
+        )
+
+
+def _check_pipeline(config: CuboidConfig, part: DeepSpeedPart) -> None:
+    if config.pipeline is None:
+        return
+    if part.zero_stage == 2:
+        raise ConfigError(
+            "zero_optimization.stage 2 would give away gradients that the next unit of a pipeline adds to; use stage 1"
+        )
+    for key in part.offloads:
+        raise ConfigError(f"zero_optimization.{key} is untried with pipeline.engine seq1f1b; leave it out")
+
+
+def _mode(config: CuboidConfig) -> str:
+    return "tensor_parallel.mode 3d_tensor" if config.pipeline is None else "pipeline.engine seq1f1b"
+
+
+def _check_batch(config: CuboidConfig, rest: dict[str, Any], world_size: int) -> None:
+    micro, total = rest.get("train_micro_batch_size_per_gpu"), rest.get("train_batch_size")
+    steps: Any = rest.get("gradient_accumulation_steps") or 1
+    replicas = world_size // config.ranks
+    if micro is None and isinstance(total, int) and isinstance(steps, int):
+        # As DeepSpeed counts, and then refuses what doesn't come out even.
+        micro = total // (replicas * steps)
+        if micro * replicas * steps != total:
+            raise ConfigError(
+                f"train_batch_size is {total}, which {steps} gradient_accumulation_steps × {replicas} replicas of the "
+                f"mesh don't divide; use a multiple of {replicas * steps}"
+            )
+    mesh = config.tensor_parallel.mesh
+    if isinstance(micro, int) and mesh != "auto" and micro % mesh.batch:
+        raise ConfigError(
+            f"train_micro_batch_size_per_gpu is {micro}, the micro-batch of a mesh, which mesh.batch = {mesh.batch} "
+            f"ranks share; use a multiple of {mesh.batch}, such as {(micro // mesh.batch + 1) * mesh.batch}, or a "
+            f"mesh.batch of {' or '.join(map(str, divisors(micro)))}"
+        )
+    if not (isinstance(micro, int) and isinstance(steps, int) and isinstance(total, int)):
+        return
+    # accelerate multiplies by all processes, as DeepSpeed's AutoTP does.
+    if total not in (micro * steps * replicas, micro * steps * world_size):
+        raise ConfigError(
+            f"train_batch_size is {total}, but train_micro_batch_size_per_gpu × gradient_accumulation_steps × replicas "
+            f"of the mesh = {micro} × {steps} × {replicas} = {micro * steps * replicas}; leave train_batch_size out"
+        )

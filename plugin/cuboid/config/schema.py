@@ -1,0 +1,456 @@
+"""The user's sections of the framework's config file, validated into one frozen object.
+
+Cuboid's keys live in DeepSpeed's own sections. :func:`split_config` takes them out, checks them, and hands
+the rest on untouched. Nothing here allocates or talks to another rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.json_schema import SkipJsonSchema
+
+from cuboid.config.config_file import ConfigSource, checked_copy, config_text, read_config
+from cuboid.distributed.topology import MeshShape, Topology
+from cuboid.errors import ConfigError
+
+
+class Section(BaseModel):
+    """A part of a config: nothing in it is ignored, converted or changed later."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+#: More ranks, or units of a schedule, than anybody has; as typing errors they would take for ever.
+_MOST_RANKS = 2**20
+_MOST_PARTS = 2**16
+
+
+class MeshConfig(Section):
+    """Sizes of the mesh axes. Any sizes will do, not only cubes, so long as they divide the model."""
+
+    batch: int = Field(1, ge=1, le=_MOST_RANKS, description="Ranks that share the batch dim of every activation.")
+    sequence: int = Field(
+        1, ge=1, le=_MOST_RANKS, description="Ranks that share the sequence dim of the residual stream."
+    )
+    hidden: int = Field(1, ge=1, le=_MOST_RANKS, description="Ranks that share the hidden dim of the residual stream.")
+
+    @property
+    def shape(self) -> MeshShape:
+        """The same sizes as a :class:`~cuboid.distributed.topology.MeshShape`."""
+        return MeshShape(self.batch, self.sequence, self.hidden)
+
+
+class TensorParallelConfig(Section):
+    """The ``tensor_parallel`` section."""
+
+    mode: Literal["3d_tensor"] = Field(description="Selects Cuboid's 3-D tensor parallelism.")
+    mesh: MeshConfig | Literal["auto"] = Field(
+        description='Axis sizes, or "auto" to take the mesh of `size` ranks that moves the fewest bytes.'
+    )
+    size: int | None = Field(
+        None, ge=1, le=_MOST_RANKS, description='Ranks of the mesh; needed with, and only with, `"mesh": "auto"`.'
+    )
+    gather_logits: Literal["auto"] | bool = Field(
+        "auto",
+        description="Whether the forward returns whole logits `[batch, sequence, vocabulary]` beside a loss. "
+        '"auto": in evaluation only. Without labels they are always returned.',
+    )
+    weight_gather: Literal["layer", "step"] = Field(
+        "layer",
+        description="How long a rank has gathered weights. "
+        '"layer": while the layer runs, and again in its backward; "step": from the first forward of an optimizer step '
+        "to the last backward that needs them, which sends a third less over `batch` and takes the memory of all of "
+        "the mesh's layers, divided by sequence × hidden.",
+    )
+    autotp_size: int | None = Field(
+        None,
+        description="Written by Cuboid for accelerate and the HF Trainer: the ranks that share their data. If given, "
+        "it must equal the mesh's size, times the stages of a pipeline.",
+    )
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> TensorParallelConfig:
+        if self.mesh == "auto":
+            if self.size is None:
+                raise ValueError('"mesh": "auto" needs "size", the number of ranks of the mesh')
+        elif self.size is not None and self.size != self.mesh.shape.size:
+            raise ValueError(
+                f'"size" is {self.size}, but mesh {self.mesh.shape} has {self.mesh_size} ranks; leave "size" out'
+            )
+        return self
+
+    @property
+    def mesh_size(self) -> int:
+        """Ranks of the mesh, known also where its shape is still ``"auto"``."""
+        if self.mesh != "auto":
+            return self.mesh.shape.size
+        assert self.size is not None
+        return self.size
+
+
+class PipelineConfig(Section):
+    """The ``pipeline`` section."""
+
+    engine: Literal["seq1f1b"] = Field(description="Selects Cuboid's sequence-level pipeline.")
+    stages: int = Field(
+        ge=1, le=_MOST_PARTS, description="Stages that the layers are cut into, one for each pipeline rank."
+    )
+    segments: Annotated[int, Field(ge=1, le=_MOST_PARTS)] | Literal["auto"] = Field(
+        "auto",
+        description="Segments that each sequence is cut into. 1 is the ordinary pipeline; "
+        '"auto" takes the number with the shortest simulated step, by the first batch\'s length.',
+    )
+    partition: Literal["flops", "even", "measured"] | tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        "flops",
+        description="Where sequences are cut. "
+        '"flops": into segments of equal cost, later ones being shorter for what they attend to; "even": into equal '
+        'lengths; "measured": by the times of the first steps; or a list of lengths, for sequences of just that sum.',
+    )
+    stage_balance: Literal["flops", "layers"] | tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        "flops",
+        description="How many layers each stage has. "
+        '"flops": so that the costliest stage, the head counted, costs the least; "layers": as equal as can be; or a '
+        "list of numbers, one for each stage.",
+    )
+    schedule: str = Field(
+        "seq1f1b",
+        description="Order of the units: `seq1f1b`, `gpipe`, or, with one segment, `1f1b`, which is then the same as "
+        "`seq1f1b`.",
+    )
+    kv_gradients: Literal["fp32", "parameter"] = Field(
+        "fp32",
+        description="What the gradients of keys and values are added up in over the segments: at least fp32, or the "
+        "parameters' own precision, which takes half the memory under bf16.",
+    )
+    certification: Literal["probed", "verified"] = Field(
+        "probed",
+        description="How the architecture is known to be right when it is cut. "
+        '"probed": a small model of the same class and config, cut, is compared with itself before weights are read, '
+        'unless the result is known; "verified": `cuboid verify` passed on the real weights, for the few models of '
+        "which no small one can be made.",
+    )
+    trace: bool | Annotated[str, Field(pattern=r"^[^\x00]+$")] = Field(
+        False,
+        description="Write the measured schedule of a step as a Perfetto trace and a picture: into this folder, or "
+        "with `true` into `cuboid_trace`.",
+    )
+    trace_step: int = Field(3, ge=1, description="The optimizer step to trace, counted from 1; early ones warm up.")
+
+    @field_validator("partition", "stage_balance", mode="before")
+    @classmethod
+    def _lists_are_tuples(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _numbers_agree(self) -> PipelineConfig:
+        if isinstance(self.stage_balance, tuple) and len(self.stage_balance) != self.stages:
+            raise ValueError(
+                f'"stage_balance" has {len(self.stage_balance)} numbers for {self.stages} stages; give one for each'
+            )
+        if isinstance(self.partition, tuple) and self.segments != len(self.partition):
+            raise ValueError(
+                f'"partition" has {len(self.partition)} lengths, but "segments" is {self.segments!r}; '
+                f'write "segments": {len(self.partition)}'
+            )
+        if self.schedule == "1f1b" and self.segments != 1:
+            raise ValueError('"schedule": "1f1b" has whole sequences: write "segments": 1, or take "seq1f1b"')
+        return self
+
+
+#: Files of weights are cut where they would get longer, as the Hugging Face hub likes them.
+MAX_FILE_BYTES = 5_000_000_000
+
+
+class CheckpointConfig(Section):
+    """The ``checkpoint`` section: how ``save_checkpoint`` goes about it."""
+
+    keep_last: int | None = Field(
+        None,
+        ge=1,
+        description="Checkpoints to keep in a folder; older ones go when a new one is complete. By default all.",
+    )
+    asynchronous: bool = Field(
+        False,
+        description="Return from `save_checkpoint` as soon as this rank's part is copied, and write while training "
+        "goes on. Takes as much host memory as the checkpoint, divided by the ranks.",
+    )
+    on_failure: Literal["raise", "warn"] = Field(
+        "raise",
+        description='What a checkpoint that can\'t be written does: `"raise"` an error, or `"warn"` and train on.',
+    )
+    verify: bool = Field(
+        True,
+        description="Read files back from the disk after writing, and before loading, to compare their checksums.",
+    )
+    max_file_bytes: int = Field(MAX_FILE_BYTES, ge=1, description="Longest file, unless one tensor alone is longer.")
+
+
+_NO_MESH = {"mode": "3d_tensor", "mesh": {}}
+
+
+class CuboidConfig(Section):
+    """Everything Cuboid read from a config: one section for each thing that it adds to the framework."""
+
+    tensor_parallel: TensorParallelConfig = Field(default_factory=lambda: TensorParallelConfig.model_validate(_NO_MESH))
+    pipeline: PipelineConfig | None = None
+    checkpoint: CheckpointConfig = Field(default_factory=lambda: CheckpointConfig.model_validate({}))
+    #: Rows of a micro-batch, where the framework's own train_micro_batch_size_per_gpu says; not a key of ours.
+    micro_batch: SkipJsonSchema[int | None] = None
+
+    @model_validator(mode="after")
+    def _ranks_agree(self) -> CuboidConfig:
+        given = self.tensor_parallel.autotp_size
+        if given not in (None, 0, self.ranks):
+            raise ValueError(
+                f"autotp_size is {given}, but {self.ranks} ranks hold one copy of the model; leave autotp_size out"
+            )
+        return self
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages; 1 without a pipeline."""
+        return 1 if self.pipeline is None else self.pipeline.stages
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that hold one copy of the model: those of the mesh, for each stage."""
+        return self.stages * self.tensor_parallel.mesh_size
+
+    def topology(self, world_size: int) -> Topology:
+        """Of stages and replicas only: a mesh's ranks are neighbours, whatever its shape, perhaps yet unknown."""
+        return Topology(MeshShape(sequence=self.tensor_parallel.mesh_size), world_size, self.stages)
+
+
+def split_config(source: ConfigSource) -> tuple[CuboidConfig | None, dict[str, Any]]:
+    """Separate Cuboid's keys from the framework's.
+
+    Returns:
+        The validated config (None where the file has no key of ours) and the rest, ready for the framework.
+
+    Raises:
+        ConfigError: it can't be read; an unknown key, a wrong type, or sizes that contradict each other.
+    """
+    whole = read_config(source)
+    return _split(whole) if _is_ours(whole) else (None, copy.deepcopy(dict(whole)))
+
+
+def own_config(source: Any) -> tuple[CuboidConfig, dict[str, Any]] | None:
+    """As :func:`split_config`; None for what is the framework's alone to read, and to find fault with.
+
+    That is a config without a key of Cuboid's, and whatever can't be read and doesn't look as if it had one.
+
+    Raises:
+        ConfigError: as there.
+    """
+    try:
+        whole = read_config(source)
+    except ConfigError:
+        if _names_us(source):
+            raise
+        return None
+    return _split(whole) if _is_ours(whole) else None
+
+
+def _split(whole: Mapping[str, Any]) -> tuple[CuboidConfig, dict[str, Any]]:
+    rest = checked_copy(whole)
+    sections = {}
+    if _is_mode(rest.get("tensor_parallel")):
+        sections["tensor_parallel"] = rest.pop("tensor_parallel")
+    # Beside a mesh, the section has no use but ours, though its engine be forgotten.
+    if _is_engine(rest.get("pipeline")) or ("tensor_parallel" in sections and "pipeline" in rest):
+        sections["pipeline"] = rest.pop("pipeline")
+    if "pipeline" in sections and _is_autotp_size(rest.get("tensor_parallel")):
+        # What Cuboid itself wrote for accelerate.
+        sections["tensor_parallel"] = {**_NO_MESH, **rest.pop("tensor_parallel")}
+    _check_sections(sections, rest)
+    _take_checkpoint(rest, sections)
+    try:
+        micro_batch = rest.get("train_micro_batch_size_per_gpu")
+        rows = micro_batch if type(micro_batch) is int else None
+        return CuboidConfig.model_validate({**sections, "micro_batch": rows}), rest
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
+
+
+def _check_sections(sections: dict[str, Any], rest: dict[str, Any]) -> None:
+    """Refuse what stands where a section of ours should, or a section of ours that stands elsewhere.
+
+    Raises:
+        ConfigError: as said.
+    """
+    for name, section in {**sections, **rest}.items():
+        if name in ("tensor_parallel", "pipeline", "checkpoint"):
+            if not isinstance(section, dict):
+                raise ConfigError(f"{name} is {section!r}; it is a section of keys, or left out")
+        elif _is_meant_for_us(name, section):
+            raise ConfigError(
+                f"{name} is not a section of Cuboid's: tensor_parallel has the mode 3d_tensor, and pipeline the engine "
+                f"seq1f1b; {suggestion(name, ['tensor_parallel', 'pipeline'])}"
+            )
+    if "tensor_parallel" in rest:
+        raise ConfigError(
+            'pipeline.engine "seq1f1b" goes together with tensor_parallel.mode "3d_tensor", not with the '
+            "tensor_parallel section of AutoTP"
+        )
+
+
+def _take_checkpoint(rest: dict[str, Any], sections: dict[str, Any]) -> None:
+    """Take our keys out of the framework's section of that name, which has keys of its own.
+
+    Raises:
+        ConfigError: a key of its own means nothing for our checkpoints.
+    """
+    section = rest.get("checkpoint")
+    if section is None:
+        return
+    for key, reason in _NO_CHECKPOINT_KEYS.items():
+        if section.get(key):
+            raise ConfigError(f"checkpoint.{key}: {reason}; leave it out")
+    theirs = {key: section[key] for key in (*_NO_CHECKPOINT_KEYS, "tag_validation") if key in section}
+    sections["checkpoint"] = {key: value for key, value in section.items() if key not in theirs}
+    rest.pop("checkpoint")
+    if theirs:
+        rest["checkpoint"] = theirs
+
+
+def parse_config(source: ConfigSource | CuboidConfig) -> CuboidConfig:
+    """Cuboid's part alone of what :func:`require_config` reads; one that was read already as it is.
+
+    Raises:
+        ConfigError: as there.
+    """
+    return source if isinstance(source, CuboidConfig) else require_config(source)[0]
+
+
+def require_config(source: ConfigSource) -> tuple[CuboidConfig, dict[str, Any]]:
+    """As :func:`split_config`, for callers that need the mode to be on.
+
+    Raises:
+        ConfigError: as there, and where the config doesn't switch Cuboid on.
+    """
+    config, rest = split_config(source)
+    if config is None:
+        raise ConfigError(
+            'the config has no key of Cuboid\'s; add "tensor_parallel": '
+            '{"mode": "3d_tensor", "mesh": {"batch": 1, "sequence": 1, "hidden": 1}} or '
+            '"pipeline": {"engine": "seq1f1b", "stages": 2}'
+        )
+    return config, rest
+
+
+#: Values by which a config says that it means us.
+_MARKS = ("3d_tensor", "seq1f1b")
+#: Keys that mark a section as Cuboid's. Any of them is enough, so that a section whose ``mode`` or ``engine`` was
+#: forgotten or misspelt is diagnosed instead of being passed on.
+_MODE_KEYS = ("mode", "mesh", "size", "gather_logits", "weight_gather")
+# DeepSpeed takes any key in the pipeline section without a word, so what was meant for us must not get through.
+_ENGINE_KEYS = ("engine", "segments", "stage_balance", "schedule", "kv_gradients", "trace", "trace_step")
+
+
+def _is_ours(config: Mapping[str, Any]) -> bool:
+    return (
+        _is_mode(config.get("tensor_parallel"))
+        or _is_engine(config.get("pipeline"))
+        or any(_is_meant_for_us(name, section) for name, section in config.items())
+    )
+
+
+def _is_mode(section: object) -> bool:
+    return _has_any(section, _MODE_KEYS)
+
+
+def _is_engine(section: object) -> bool:
+    return _has_any(section, _ENGINE_KEYS)
+
+
+def _has_any(section: object, keys: Sequence[str]) -> bool:
+    return isinstance(section, Mapping) and (
+        any(key in section for key in keys) or any(_is_mark(value) for value in section.values())
+    )
+
+
+def _is_autotp_size(section: object) -> bool:
+    return isinstance(section, Mapping) and list(section) == ["autotp_size"]
+
+
+def _is_meant_for_us(name: object, section: object) -> bool:
+    """Whether a key that isn't ours has our mode or engine, as where a section's name is misspelt."""
+    if not isinstance(section, Mapping):
+        return _is_mark(section)
+    if name in ("tensor_parallel", "pipeline"):
+        return False
+    marked = [str(key) for key, value in section.items() if _is_mark(value)]
+    return any(difflib.get_close_matches(key, ("mode", "engine")) for key in marked)
+
+
+def _is_mark(value: object) -> bool:
+    return isinstance(value, str) and value in _MARKS
+
+
+def _names_us(source: Any) -> bool:
+    """Whether a text that can't be read as a config has one of our values in it."""
+    try:
+        _, text = config_text(source)
+    except ConfigError:
+        return False
+    return any(mark in text for mark in _MARKS)
+
+
+def _explain(error: ValidationError) -> str:
+    found: dict[str, list[str]] = {}
+    given: dict[str, str] = {}
+    for item in error.errors():
+        path, text, value = _explain_one(item["loc"], what_is_wrong(item), item["type"], item.get("input"))
+        found.setdefault(path, []).append(text)
+        given[path] = value
+    # Of a union, each member has its own objection.
+    return "\n".join(f"{path}{', or '.join(texts)}{given[path]}" for path, texts in found.items())
+
+
+def what_is_wrong(item: Any) -> str:
+    """pydantic's words for one mistake, without the names of our classes."""
+    if item["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return "it is a section of keys"
+    return str(item["msg"]).removeprefix("Value error, ")
+
+
+def suggestion(unknown: str, known: Sequence[str]) -> str:
+    """What to write in place of an unknown key."""
+    near = difflib.get_close_matches(unknown, known, n=1)
+    return f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(known)}"
+
+
+def _explain_one(location: tuple[int | str, ...], message: str, kind: str, given: object) -> tuple[str, str, str]:
+    """Which key, what is wrong with it, and what it is."""
+    # pydantic names the tried member of a union in the location; users know only their own keys.
+    keys = [str(part) for part in location if str(part) in _KNOWN_KEYS or isinstance(part, int)]
+    if kind == "extra_forbidden":
+        section = _SECTION_MODELS["mesh" if "mesh" in location[:-1] else str(location[0])]
+        unknown = str(location[-1])
+        known = sorted(name for name in section.model_fields if name != "autotp_size")
+        return ".".join([*keys, unknown]), f" is not a known key; {suggestion(unknown, known)}", ""
+    path = ".".join(keys) or "config"
+    if kind == "missing":
+        return path, " is missing", ""
+    return f"{path}: ", message, f" (given: {given!r})"
+
+
+#: Keys of DeepSpeed's checkpoint section that would change how its own checkpoints are written.
+_NO_CHECKPOINT_KEYS = {
+    "load_universal": "every checkpoint loads on any layout",
+    "use_node_local_storage": "all ranks write into one folder, which they all have to see",
+    "parallel_write": "all ranks always write in parallel",
+    "writer": "files are written by Cuboid itself",
+}
+_SECTION_MODELS: dict[str, type[Section]] = {
+    "mesh": MeshConfig,
+    "tensor_parallel": TensorParallelConfig,
+    "pipeline": PipelineConfig,
+    "checkpoint": CheckpointConfig,
+}
+_KNOWN_KEYS = {*_SECTION_MODELS, *(name for model in _SECTION_MODELS.values() for name in model.model_fields)}

@@ -1,0 +1,1 @@
+"""Weights out of the checkpoints that DeepSpeed itself writes."""

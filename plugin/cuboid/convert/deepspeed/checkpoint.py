@@ -1,0 +1,126 @@
+"""What DeepSpeed writes: ``mp_rank_XX`` with any ZeRO stage, universal folders, and the layers of its pipelines."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from cuboid.checkpoint.format.folder import named_in
+from cuboid.convert.deepspeed.model_states import Files, ModelStates, files_in, read_states
+from cuboid.convert.deepspeed.pipeline_module import is_pipeline, model_names, read_layers
+from cuboid.convert.deepspeed.plain_fp32 import plain_masters
+from cuboid.convert.deepspeed.zero import universal_masters, zero_masters
+from cuboid.convert.formats.block_tensors import Tensors, differ
+from cuboid.convert.formats.hugging_face import scattered_tensors
+from cuboid.convert.formats.parameter_names import as_stored, blank_model, state_specs
+from cuboid.convert.formats.pickles import Scattered
+from cuboid.errors import CheckpointError, CuboidError
+
+#: What comes of values of other kinds than DeepSpeed writes; a pickle may hold anything.
+_FORGED = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError)
+LATEST = ("latest", "latest_universal")
+
+
+def tag_folder(folder: Path) -> Path | None:
+    """The folder of DeepSpeed's files: this one, or the one that ``latest`` beside it names; None for neither."""
+    named = [named_in(path) for name in LATEST if (path := folder / name).is_file()]
+    candidates = [folder, *(folder / name for name in named if name)]
+    return next((path for path in candidates if files_in(path)), None)
+
+
+def open_deepspeed(
+    folder: Path, config: Path, stack: ExitStack, *, dtype: torch.dtype | None, trusted: bool
+) -> Tensors:
+    """The weights of a DeepSpeed checkpoint, whole, by the names that Hugging Face stores.
+
+    They are the optimizer's fp32 weights where there are any, and all in float32 then.
+
+    Args:
+        folder: what :func:`tag_folder` found.
+        config: of the model: a folder with ``config.json``, or the file.
+        stack: closes the files.
+        dtype: that the weights are going to be cast to, if any.
+        trusted: whether pickles may be loaded.
+
+    Raises:
+        CheckpointError: pickles aren't trusted; files are missing or damaged; or they aren't of this model.
+    """
+    try:
+        return _open(folder, config, stack, dtype, trusted)
+    except CuboidError:
+        raise
+    except (*_FORGED, AssertionError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{folder}: holds what DeepSpeed doesn't write: {reason}") from error
+
+
+def _open(folder: Path, config: Path, stack: ExitStack, dtype: torch.dtype | None, trusted: bool) -> Tensors:
+    files = files_in(folder)
+    states = [read_states(files, rank, trusted=trusted) for rank in files.models]
+    tensors = {name: tensor for each in states for name, tensor in each.tensors.items()}
+    if files.layers:
+        tensors |= read_layers(files, trusted=trusted)
+    masters = _masters(files, states, dtype, trusted)
+    model = blank_model(config)
+    found = scattered_tensors(_together(tensors, masters), stack)
+    if is_pipeline(found.specs):
+        found = found.renamed(model_names(model, found.specs, folder))
+    shared = {name for each in states for name in each.shared}
+    checked = _checked(model, found, shared, folder)
+    return as_stored(model, checked.cast(torch.float32) if masters else checked)
+
+
+def _masters(files: Files, states: list[ModelStates], dtype: torch.dtype | None, trusted: bool) -> dict[str, Scattered]:
+    if files.universal:
+        return universal_masters(files.folder, states, trusted=trusted)
+    masters: dict[str, Scattered] = {}
+    for rank, each in zip(files.models, states, strict=True):
+        if rank in files.optimizers:
+            # What several stages share is the same on all.
+            masters = {**zero_masters(files.optimizers[rank], each, trusted=trusted), **masters}
+        elif each.groups:
+            raise CheckpointError(f"{files.folder}: ZeRO's weights are in *_optim_states.pt, and there are none")
+        elif any(tensor.spec.dtype not in (dtype, torch.float32) for tensor in each.tensors.values()):
+            masters |= plain_masters(each, files.models[rank][0])
+    return masters
+
+
+def _together(tensors: dict[str, Scattered], masters: dict[str, Scattered]) -> dict[str, Scattered]:
+    """Masters first: what a pipeline's layers have under the same names is the same, rounded."""
+    if is_pipeline(masters) and any(name.startswith("tied_modules.") for name in masters):
+        # Layers' files have what is shared once more, by a layer's number.
+        numbers = {name.partition(".")[0] for name in masters}
+        tensors = {name: tensor for name, tensor in tensors.items() if name.partition(".")[0] in numbers}
+    return {**tensors, **masters}
+
+
+def _checked(model: PreTrainedModel, tensors: Tensors, shared: set[str], folder: Path) -> Tensors:
+    """The model's tensors, each once.
+
+    Raises:
+        CheckpointError: one is missing, foreign or of another shape; or two are different that the model has as one.
+    """
+    kind, wanted = type(model).__name__, state_specs(model)
+    hint = "is --model the one that was trained?"
+    for name, spec in tensors.specs.items():
+        if name not in wanted:
+            raise CheckpointError(f"{folder}: has a tensor {name}, which {kind} doesn't know; {hint}")
+        if spec.shape != wanted[name].shape:
+            raise CheckpointError(
+                f"{folder}: {name} is of shape {list(spec.shape)}, but {kind} has {list(wanted[name].shape)}; {hint}"
+            )
+    ties: dict[str, str] = model.all_tied_weights_keys
+    for name in wanted:
+        if name not in tensors.specs and ties.get(name) not in tensors.specs:
+            raise CheckpointError(f"{folder}: has no tensor for {name} of {kind}; {hint}")
+    twice = [name for name, source in ties.items() if name in tensors.specs and source in tensors.specs]
+    for name in twice:
+        if name not in shared and differ(tensors, name, ties[name]):
+            raise CheckpointError(
+                f"{folder}: {name} and {ties[name]} differ, but --model ties them; a config.json with "
+                '"tie_word_embeddings": false keeps both'
+            )
+    return tensors.renamed({name: name for name in wanted if name in tensors.specs and name not in twice})

@@ -1,0 +1,172 @@
+"""What DeepSpeed's ``*_model_states.pt`` say: names, shapes, buffers, what is frozen, and which tensors are one."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cuboid.checkpoint.format.tensor_header import TensorSpec, check_sizes
+from cuboid.convert.formats.pickles import Extent, Scattered, cut, extent_of, load_pickle, whole
+from cuboid.errors import CheckpointError
+
+_NAME = re.compile(
+    r"(?:(?:bf16_|fp16_)?zero_pp_rank_(?P<data>\d+)_)?mp_rank_(?P<model>\d+)_(?P<kind>model|optim)_states\.pt"
+)
+_LAYER = re.compile(r"layer_(?P<layer>\d+)(?:-model_(?P<model>\d+))?-model_states\.pt")
+_EXPERT_KEYS = ("ds_autoep_layers", "autoep_layers")
+
+
+@dataclass(frozen=True)
+class Files:
+    """DeepSpeed's files in a folder.
+
+    Attributes:
+        folder: of the tag.
+        models: ``*_model_states.pt`` by model-parallel rank, then by data-parallel rank.
+        optimizers: ``*_optim_states.pt`` likewise.
+        layers: ``layer_XX-model_states.pt`` by number.
+        universal: whether there are merged tensors under ``zero/``.
+    """
+
+    folder: Path
+    models: Mapping[int, Sequence[Path]]
+    optimizers: Mapping[int, Sequence[Path]]
+    layers: Mapping[int, Path]
+    universal: bool
+
+    def __bool__(self) -> bool:
+        return bool(self.models or self.layers)
+
+
+def files_in(folder: Path) -> Files:
+    """Find them; there may be none.
+
+    Raises:
+        CheckpointError: a rank's file is missing, or they are of a kind that can't be put together.
+    """
+    found: dict[str, dict[int, dict[int, Path]]] = {"model": {}, "optim": {}}
+    layers: dict[int, Path] = {}
+    for path in sorted(folder.glob("*_states.pt")):
+        if named := _NAME.fullmatch(path.name):
+            ranks = found[named["kind"]].setdefault(int(named["model"]), {})
+            ranks[int(named["data"] or 0)] = path
+        elif named := _LAYER.fullmatch(path.name):
+            if int(named["model"] or 0):
+                raise _split(path)
+            layers[int(named["layer"])] = path
+        elif "expert" in path.name or "expp_rank" in path.name:
+            raise CheckpointError(f"{path}: holds experts that are parallel, which convert can't put together")
+    models, optimizers = (
+        {rank: _in_order(ranks) for rank, ranks in sorted(found[kind].items())} for kind in ("model", "optim")
+    )
+    return Files(folder, models, optimizers, layers, (folder / "zero").is_dir())
+
+
+def _in_order(ranks: Mapping[int, Path]) -> list[Path]:
+    for number in range(max(ranks) + 1):
+        if number not in ranks:
+            like = next(iter(ranks.values()))
+            name = re.sub(r"pp_rank_\d+", f"pp_rank_{number}", like.name)
+            raise CheckpointError(
+                f"{like.with_name(name)}: is missing; data-parallel ranks up to {max(ranks)} have files"
+            )
+    return [ranks[number] for number in sorted(ranks)]
+
+
+def _split(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: several ranks have parts of one layer (tensor parallelism), and the files don't say how they fit "
+        "together. Make a universal checkpoint first (python -m deepspeed.checkpoint.ds_to_universal --input_folder … "
+        "--output_folder …), and convert that"
+    )
+
+
+@dataclass
+class ModelStates:
+    """What one model-parallel rank's files tell beside the optimizer's.
+
+    Attributes:
+        groups: shapes of the parameters in the optimizer's order, by group; empty without ZeRO.
+        tensors: buffers and frozen parameters, and without ZeRO all of the model.
+        shared: names of parameters that are another one, and of which.
+        ranks: loaded contents of each data-parallel rank's file.
+    """
+
+    groups: list[dict[str, tuple[int, ...]]] = field(default_factory=list)
+    tensors: dict[str, Scattered] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
+    ranks: list[Mapping[str, Any]] = field(default_factory=list)
+
+
+def read_states(files: Files, model_rank: int, *, trusted: bool) -> ModelStates:
+    """Read one model-parallel rank's files.
+
+    Raises:
+        CheckpointError: pickles aren't trusted, or a file isn't what its name says.
+    """
+    paths = files.models[model_rank]
+    states = ModelStates(ranks=[_load(path, trusted) for path in paths])
+    first, path = states.ranks[0], paths[0]
+    for key in _EXPERT_KEYS:
+        if first.get(key):
+            raise CheckpointError(f"{path}: holds experts that are parallel, which convert can't put together")
+    degree = (first.get("checkpoint_parallel_dimensions") or {}).get("tp_degree", 1)
+    several_whole = len(files.models) > 1 and first.get("module") is not None
+    if (degree > 1 or several_whole) and not files.universal:
+        raise _split(path)
+    states.shared = dict(first.get("shared_params") or {})
+    for shapes in first.get("param_shapes") or ():
+        states.groups.append({name: check_sizes(tuple(shape)) for name, shape in shapes.items()})
+    _add_module(states, first, path)
+    _add_frozen(states, paths)
+    return states
+
+
+def _load(path: Path, trusted: bool) -> Mapping[str, Any]:
+    loaded = load_pickle(path, trusted=trusted)
+    if not isinstance(loaded, Mapping) or "module" not in loaded:
+        raise CheckpointError(f"{path}: isn't what DeepSpeed saves of a model: it has no key 'module'")
+    return loaded
+
+
+def _add_module(states: ModelStates, loaded: Mapping[str, Any], path: Path) -> None:
+    """What the optimizer doesn't have: buffers, frozen parameters; without ZeRO all of the model."""
+    optimized = {name for group in states.groups for name in group}
+    for name, value in (loaded["module"] or {}).items():
+        # ZeRO 3 leaves an empty tensor in a parameter's place.
+        if isinstance(value, torch.Tensor) and value.numel() and name not in optimized:
+            states.tensors[name] = whole(path, name, value)
+
+
+def _add_frozen(states: ModelStates, paths: Sequence[Path]) -> None:
+    shapes = states.ranks[0].get("frozen_param_shapes") or {}
+    for name, shape in shapes.items():
+        chain = [_fragment(path, name, rank) for path, rank in zip(paths, states.ranks, strict=True)]
+        if chain:
+            states.tensors[name] = assembled(name, check_sizes(tuple(shape)), chain)
+
+
+def _fragment(path: Path, name: str, loaded: Mapping[str, Any]) -> Extent:
+    fragments = loaded.get("frozen_param_fragments") or {}
+    if name not in fragments:
+        raise CheckpointError(f"{path}: has no part of {name}, which the first rank's file names")
+    return extent_of(path, name, fragments[name])
+
+
+def assembled(name: str, shape: tuple[int, ...], chain: Iterable[Extent]) -> Scattered:
+    """A tensor of the first elements of a chain; the rest is padding.
+
+    Raises:
+        CheckpointError: the chain is too short.
+    """
+    parts = list(chain)
+    count = math.prod(shape)
+    if sum(part.count for part in parts) < count:
+        raise CheckpointError(f"{parts[0].path if parts else name}: the parts of {name} have too few elements")
+    return Scattered(TensorSpec(parts[0].dtype, shape), cut(parts, 0, count))

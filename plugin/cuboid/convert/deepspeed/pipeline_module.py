@@ -1,0 +1,175 @@
+"""Names for the tensors of DeepSpeed's ``PipelineModule``, which knows its layers by number.
+
+A decoder layer is told by what it has. Whatever comes before the first or behind the last one belongs to the parts of
+the model that run there, and is told by shape and name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from cuboid.checkpoint.format.tensor_header import TensorSpec
+from cuboid.convert.deepspeed.model_states import Files
+from cuboid.convert.formats.parameter_names import state_specs
+from cuboid.convert.formats.pickles import Scattered, load_pickle, whole
+from cuboid.errors import CheckpointError
+from cuboid.models.stages.outline import Outline
+from cuboid.models.stages.stages import draw_outline
+
+_NUMBERED = re.compile(r"(\d+)\.(.+)")
+_TIED = re.compile(r"tied_modules\.[^.]+\.(.+)")
+
+
+def is_pipeline(names: Iterable[str]) -> bool:
+    """Whether tensors go by the names of a ``PipelineModule``."""
+    known = list(names)
+    return bool(known) and all(_NUMBERED.fullmatch(name) or _TIED.fullmatch(name) for name in known)
+
+
+def read_layers(files: Files, *, trusted: bool) -> dict[str, Scattered]:
+    """The tensors of all ``layer_XX-model_states.pt``, each behind its layer's number.
+
+    Raises:
+        CheckpointError: pickles aren't trusted, or a file isn't what its name says.
+    """
+    tensors = {}
+    for number, path in files.layers.items():
+        for name, value in load_pickle(path, trusted=trusted).items():
+            if not isinstance(value, torch.Tensor):
+                raise CheckpointError(f"{path}: holds a {type(value).__name__} as {name}, not a tensor")
+            tensors[f"{number}.{name}"] = whole(path, name, value)
+    return tensors
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A layer of a ``PipelineModule``: its number, None for one that is several, and its tensors by local name."""
+
+    number: int | None
+    tensors: dict[str, str]
+
+
+def model_names(model: PreTrainedModel, specs: Mapping[str, TensorSpec], folder: Path) -> dict[str, str]:
+    """For each name of the model's the pipeline's.
+
+    Args:
+        model: whole, on the meta device.
+        specs: of the pipeline's tensors.
+        folder: for messages.
+
+    Raises:
+        CheckpointError: the layers aren't the model's, or it can't be told which is which.
+    """
+    outline = draw_outline(type(model), model.config)
+    wanted, parts = state_specs(model), _parts(specs)
+    decoders = _decoders(parts, specs, wanted, outline)
+    if len(decoders) != outline.count:
+        raise CheckpointError(
+            f"{folder}: {len(decoders)} layers of its pipeline are decoder layers of {type(model).__name__}, but the "
+            f"model has {outline.count}; is --model the one that was trained?"
+        )
+    names: dict[str, str] = {}
+    count = 0
+    for part in parts:
+        if part.number in decoders:
+            prefix, module = decoders[part.number], outline.layer(count)
+            names.update({f"{module}.{local.removeprefix(prefix)}": full for local, full in part.tensors.items()})
+            count += 1
+            continue
+        # What layers share has the name that the model's other names for it are tied to.
+        barred = {*names, *(model.all_tied_weights_keys if part.number is None else ())}
+        free = _candidates(wanted, _units_around(outline, part, count), barred)
+        for local, full in part.tensors.items():
+            name = _find(local, specs[full], free, f"{folder}: {full}")
+            names[name] = full
+            del free[name]
+    return names
+
+
+def _decoders(
+    parts: Sequence[_Part], specs: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec], outline: Outline
+) -> dict[int | None, str]:
+    """The parts that are decoder layers, by number, with what precedes the names of their tensors."""
+    decoders: dict[int | None, str] = {}
+    for part in parts:
+        # More of them than the model has look like its last one.
+        layer = _below(wanted, outline.layer(min(len(decoders), outline.count - 1)))
+        prefix = None if part.number is None else _wrapper(part, specs, layer)
+        if prefix is not None:
+            decoders[part.number] = prefix
+    return decoders
+
+
+def _parts(specs: Mapping[str, TensorSpec]) -> list[_Part]:
+    """Layers in the pipeline's order; the shared ones, which have no place in it, last."""
+    found: dict[int | None, dict[str, str]] = {}
+    for name in specs:
+        numbered, tied = _NUMBERED.fullmatch(name), _TIED.fullmatch(name)
+        if numbered:
+            found.setdefault(int(numbered[1]), {})[numbered[2]] = name
+        else:
+            assert tied is not None, "all names are a pipeline's"
+            found.setdefault(None, {})[tied[1]] = name
+    order = sorted(found, key=lambda number: (number is None, number or 0))
+    return [_Part(number, found[number]) for number in order]
+
+
+def _below(wanted: Mapping[str, TensorSpec], module: str) -> dict[str, TensorSpec]:
+    """What a module has, by local name."""
+    return {name.removeprefix(f"{module}."): spec for name, spec in wanted.items() if name.startswith(f"{module}.")}
+
+
+def _wrapper(part: _Part, specs: Mapping[str, TensorSpec], layer: Mapping[str, TensorSpec]) -> str | None:
+    """What precedes the local names of a decoder layer in a part that is one; None where it isn't."""
+    first = next(iter(layer))
+    for local in part.tensors:
+        prefix = local.removesuffix(first)
+        if local.endswith(first) and (not prefix or prefix.endswith(".")):
+            shapes = {name: specs[full].shape for name, full in part.tensors.items()}
+            if shapes == {prefix + name: spec.shape for name, spec in layer.items()}:
+                return prefix
+    return None
+
+
+def _units_around(outline: Outline, part: _Part, count: int) -> Sequence[str]:
+    """The model's parts outside its layers that a layer of the pipeline can be."""
+    if part.number is None:
+        return (*outline.before, *outline.after, *outline.head)
+    if count == 0:
+        return outline.before
+    return (*outline.after, *outline.head) if count == outline.count else ()
+
+
+def _candidates(wanted: Mapping[str, TensorSpec], units: Sequence[str], barred: set[str]) -> dict[str, TensorSpec]:
+    """The model's tensors that are in some units, but for the barred ones."""
+    return {
+        name: spec
+        for name, spec in wanted.items()
+        if name not in barred and any(name.startswith(f"{unit}.") for unit in units)
+    }
+
+
+def _find(local: str, spec: TensorSpec, candidates: Mapping[str, TensorSpec], who: str) -> str:
+    """The model's tensor that a pipeline's one is: of those with its shape the one with the most alike name."""
+    ends = {
+        name: _common_end(name, local)
+        for name, candidate in candidates.items()
+        if candidate.shape == spec.shape and _common_end(name, local)
+    }
+    best = [name for name, length in ends.items() if length == max(ends.values())]
+    if len(best) != 1:
+        found = f"could be each of {', '.join(best)}" if best else "is nothing that the model has there"
+        raise CheckpointError(f"{who}, of shape {list(spec.shape)}, {found}; is --model the one that was trained?")
+    return best[0]
+
+
+def _common_end(one: str, other: str) -> int:
+    """How many of the last components of two dotted names are the same."""
+    pairs = zip(reversed(one.split(".")), reversed(other.split(".")), strict=False)
+    return next((length for length, (a, b) in enumerate(pairs) if a != b), min(one.count("."), other.count(".")) + 1)

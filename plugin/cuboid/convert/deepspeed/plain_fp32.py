@@ -1,0 +1,106 @@
+"""fp32 weights of a 16-bit model that DeepSpeed trained without ZeRO: its optimizer saves them without their names.
+
+They come in the order of the parameter groups, and rounded to the model's dtype they are the model's weights. By order,
+size and value each finds its name; where two would do, nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cuboid.checkpoint.format.tensor_header import TensorSpec
+from cuboid.convert.deepspeed.model_states import ModelStates
+from cuboid.convert.formats.block_tensors import BLOCK_BYTES
+from cuboid.convert.formats.pickles import Extent, ExtentReader, Scattered, cut, extent_of
+from cuboid.errors import CheckpointError
+
+#: Lists of tensors by group, or one flat tensor for each group.
+_KEYS = ("fp32_groups", "fp32_groups_flat")
+
+
+@dataclass
+class _Group:
+    """A parameter group's fp32 weights, of which ``start`` elements have found their names."""
+
+    chain: Sequence[Extent]
+    start: int = 0
+
+    def next(self, count: int) -> tuple[Extent, ...]:
+        """The elements that come next, fewer at the end."""
+        return cut(self.chain, self.start, count)
+
+    @property
+    def rest(self) -> int:
+        """Elements without a name."""
+        return sum(extent.count for extent in self.chain) - self.start
+
+
+def plain_masters(states: ModelStates, path: Path) -> dict[str, Scattered]:
+    """The fp32 weights by name; none where the optimizer works on the model's own.
+
+    Args:
+        states: of a checkpoint without ZeRO.
+        path: of its file.
+
+    Raises:
+        CheckpointError: it can't be told whose they are.
+    """
+    groups = _groups(states.ranks[0].get("optimizer"), path)
+    # By place in the file, for the names of a shared parameter are one tensor.
+    found: dict[tuple[Extent, ...], Scattered | None] = {}
+    with ExtentReader() as reader:
+        for name, tensor in states.tensors.items():
+            if tensor.extents not in found:
+                found[tensor.extents] = _take(groups, tensor, name, path, reader)
+    if any(group.rest for group in groups):
+        raise _unnamed(path, "some are none of the model's weights, in the order of its parameters")
+    named = ((name, found[tensor.extents]) for name, tensor in states.tensors.items())
+    return {name: master for name, master in named if master is not None}
+
+
+def _take(groups: list[_Group], tensor: Scattered, name: str, path: Path, reader: ExtentReader) -> Scattered | None:
+    """The weights that a tensor is rounded from, out of the group where they come next; None if it is frozen."""
+    fitting = [group for group in groups if _rounds_to(group, tensor, reader)]
+    if len(fitting) > 1:
+        raise _unnamed(path, f"more than one of them could be {name}")
+    if not fitting:
+        return None
+    count = math.prod(tensor.spec.shape)
+    extents = fitting[0].next(count)
+    fitting[0].start += count
+    return Scattered(TensorSpec(extents[0].dtype, tensor.spec.shape), extents)
+
+
+def _groups(optimizer: Any, path: Path) -> list[_Group]:
+    for key in _KEYS:
+        groups = optimizer.get(key) if isinstance(optimizer, Mapping) else None
+        if groups:
+            lists = [group if isinstance(group, list) else [group] for group in groups]
+            return [_Group([extent_of(path, key, tensor) for tensor in group]) for group in lists]
+    return []
+
+
+def _rounds_to(group: _Group, tensor: Scattered, reader: ExtentReader) -> bool:
+    count, dtype = math.prod(tensor.spec.shape), tensor.spec.dtype
+    extents = group.next(count)
+    if sum(extent.count for extent in extents) < count:
+        return False
+    for start in range(0, count, BLOCK_BYTES // 4):
+        length = min(BLOCK_BYTES // 4, count - start)
+        master = reader.read(extents, start, length, extents[0].dtype)
+        if not torch.equal(master.to(dtype), reader.read(tensor.extents, start, length, dtype)):
+            return False
+    return True
+
+
+def _unnamed(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: the optimizer's fp32 weights have no names, and {reason}; --dtype with the model's own dtype takes "
+        "the model's weights instead"
+    )

@@ -1,0 +1,1 @@
+"""Tensors of other checkpoint formats, read block by block."""

@@ -1,0 +1,93 @@
+"""Read the weights of a Hugging Face folder: safetensors, or with the user's leave the pickles of before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from cuboid.checkpoint.format.tensor_file import TensorFile
+from cuboid.checkpoint.format.weight_index import INDEX, INDEX_SUFFIX, SINGLE, read_index
+from cuboid.convert.formats.block_tensors import Tensors, row_ranges
+from cuboid.convert.formats.pickles import ExtentReader, Scattered, load_pickle, whole
+from cuboid.errors import CheckpointError
+
+PICKLE = "pytorch_model.bin"
+
+T = TypeVar("T")
+
+
+def weights_in(folder: Path) -> str | None:
+    """Which weights a folder has: the name of the single file or of the index. Safetensors come first."""
+    names = (SINGLE, INDEX, PICKLE, PICKLE + INDEX_SUFFIX)
+    return next((name for name in names if (folder / name).is_file()), None)
+
+
+def open_weights(folder: Path, stack: ExitStack, *, trusted: bool) -> Tensors:
+    """The weights of a folder of which :func:`weights_in` knows some.
+
+    Args:
+        folder: of the checkpoint.
+        stack: closes the files.
+        trusted: whether pickles may be loaded.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or has other tensors than the index says.
+    """
+    found = weights_in(folder)
+    assert found is not None, "there are no weights"
+    if found.startswith(PICKLE):
+        return _open_pickles(folder, found, stack, trusted)
+    return _open_files(folder, found, stack)
+
+
+def _open_files(folder: Path, found: str, stack: ExitStack) -> Tensors:
+    def tensors_of(name: str) -> Mapping[str, TensorFile]:
+        file = TensorFile(folder / name)
+        stack.callback(file.close)
+        return dict.fromkeys(file.specs, file)
+
+    files = _collect(folder, found, tensors_of)
+
+    def blocks(name: str) -> Iterator[torch.Tensor]:
+        file = files[name]
+        for rows in row_ranges(file.specs[name]):
+            yield file.read(name, [rows])
+
+    return Tensors({name: file.specs[name] for name, file in files.items()}, blocks)
+
+
+def _open_pickles(folder: Path, found: str, stack: ExitStack, trusted: bool) -> Tensors:
+    def tensors_of(name: str) -> Mapping[str, Scattered]:
+        path = folder / name
+        state = load_pickle(path, trusted=trusted)
+        if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+            raise CheckpointError(f"{path}: isn't a dict of tensors")
+        return {key: whole(path, key, value) for key, value in state.items()}
+
+    return scattered_tensors(_collect(folder, found, tensors_of), stack)
+
+
+def scattered_tensors(tensors: Mapping[str, Scattered], stack: ExitStack) -> Tensors:
+    """Tensors of pickles, whose files the stack closes."""
+    reader = stack.enter_context(ExtentReader())
+    return Tensors({name: tensor.spec for name, tensor in tensors.items()}, lambda name: reader.blocks(tensors[name]))
+
+
+def _collect(folder: Path, found: str, tensors_of: Callable[[str], Mapping[str, T]]) -> dict[str, T]:
+    """The tensors of one file, or of those that an index names, which must agree with it."""
+    if not found.endswith(INDEX_SUFFIX):
+        return dict(tensors_of(found))
+    weight_map = read_index(folder / found)
+    contents = {file: tensors_of(file) for file in dict.fromkeys(weight_map.values())}
+    for name, file in weight_map.items():
+        if name not in contents[file]:
+            raise CheckpointError(f"{folder / file}: has no tensor {name}, though {found} says so")
+    for file, names in contents.items():
+        for name in names:
+            if weight_map.get(name) != file:
+                raise CheckpointError(f"{folder / file}: has a tensor {name}, of which {found} says nothing")
+    return {name: contents[file][name] for name, file in weight_map.items()}

@@ -1,0 +1,201 @@
+"""What a checkpoint holds, for people and for machines, and whether it is what was written."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from cuboid.checkpoint.format.manifest import FileRecord, Manifest, check_contents, check_sizes, not_understood
+from cuboid.checkpoint.format.run_state import check_document
+from cuboid.checkpoint.format.state_file import STATE, read_state
+from cuboid.checkpoint.format.tensor_file import TensorFile
+from cuboid.checkpoint.format.weight_index import SINGLE
+from cuboid.convert.formats.hugging_face import open_weights, weights_in
+from cuboid.convert.per_rank.source import rank_file_faults
+from cuboid.convert.sources import Found, Kind
+from cuboid.convert.target import progress
+from cuboid.errors import CheckpointError
+from cuboid.weights.model_folder import check_model_folder, has_config
+from cuboid.weights.rank_folder import RankFolder
+
+
+class FileEntry(BaseModel):
+    """A file, by its path in the checkpoint, with its checksum if there is a record of it."""
+
+    name: str
+    bytes: int
+    sha256: str | None = None
+
+
+class TensorEntry(BaseModel):
+    """A tensor as a file has it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    file: str
+
+
+class Inspection(BaseModel):
+    """What there is.
+
+    Attributes:
+        kind, path: of the checkpoint.
+        id, created, step: of a checkpoint of cuboid.
+        layout: how the ranks held the model, or are to hold it.
+        versions: of the packages that wrote it.
+        optimizer: its class and the quantities that it keeps.
+        lineage: the checkpoints behind this one, oldest first.
+        files: all of them.
+        tensors: in safetensors files; pickles aren't opened.
+        faults: what is wrong, in words.
+    """
+
+    kind: str
+    path: str
+    id: str | None = None
+    created: str | None = None
+    step: int | None = None
+    layout: dict[str, Any] | None = None
+    versions: dict[str, str] | None = None
+    optimizer: dict[str, Any] | None = None
+    lineage: list[dict[str, Any]] = []
+    files: list[FileEntry] = []
+    tensors: list[TensorEntry] = []
+    faults: list[str] = []
+
+
+def inspect_checkpoint(found: Found, *, verify: bool) -> Inspection:
+    """Look at a checkpoint.
+
+    Args:
+        found: the checkpoint.
+        verify: whether to read every file that a checksum is recorded of, and compare; a bar goes to stderr.
+
+    Returns:
+        What there is. What is missing, truncated or altered is among the faults.
+    """
+    inspection = Inspection(kind=found.kind.value, path=str(found.folder))
+    files = sorted(path for path in found.folder.rglob("*") if path.is_file())
+    inspection.files = [
+        FileEntry(name=path.relative_to(found.folder).as_posix(), bytes=path.stat().st_size) for path in files
+    ]
+    for entry in inspection.files:
+        if entry.name.endswith(".safetensors"):
+            _add_tensors(inspection, found.folder, entry.name)
+    if found.kind is Kind.CUBOID:
+        _check_manifest(inspection, found.folder, verify)
+        _check_index(inspection, found.folder)
+    elif found.kind is Kind.RANKS:
+        _check_ranks(inspection, found.folder, verify)
+    elif found.kind is Kind.HUGGING_FACE:
+        _check_index(inspection, found.folder)
+    if found.kind is not Kind.DEEPSPEED and has_config(found.folder):
+        inspection.faults += _faults(lambda: check_model_folder(found.folder, weights=False))
+    return inspection
+
+
+def _add_tensors(inspection: Inspection, folder: Path, name: str) -> None:
+    try:
+        with TensorFile(folder / name) as file:
+            specs = file.specs
+    except CheckpointError as error:
+        inspection.faults.append(str(error))
+        return
+    for key, spec in specs.items():
+        dtype = str(spec.dtype).removeprefix("torch.")
+        inspection.tensors.append(TensorEntry(name=key, shape=spec.shape, dtype=dtype, bytes=spec.nbytes, file=name))
+
+
+class _Told(BaseModel):
+    """What ``state.json`` tells people."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    id: str | None = None
+    created: str | None = None
+    layout: dict[str, Any] | None = None
+    versions: dict[str, str] | None = None
+    optimizer: dict[str, Any] | None = None
+    lineage: list[dict[str, Any]] = []
+
+
+def _add_state(inspection: Inspection, folder: Path, manifest: Manifest) -> None:
+    """What ``state.json`` tells, if it is what was written."""
+    try:
+        document = read_state(folder, manifest)
+        check_document(document, folder)
+        told = _Told.model_validate(document)
+    except ValidationError as error:
+        inspection.faults.append(str(not_understood(folder / STATE, error)))
+        return
+    except CheckpointError as error:
+        inspection.faults.append(str(error))
+        return
+    for key in _Told.model_fields:
+        setattr(inspection, key, getattr(told, key))
+    if inspection.optimizer is not None:
+        inspection.optimizer = {key: inspection.optimizer.get(key) for key in ("class", "quantities")}
+
+
+def _check_manifest(inspection: Inspection, folder: Path, verify: bool) -> None:
+    try:
+        manifest = Manifest.read(folder)
+    except CheckpointError as error:
+        inspection.faults.append(str(error))
+        return
+    inspection.step = manifest.step
+    _add_state(inspection, folder, manifest)
+    _add_records(inspection, manifest.files)
+    inspection.faults += _faults(lambda: check_sizes(folder, manifest))
+    if not verify:
+        return
+    with progress(sum(record.bytes for record in manifest.files.values()), "verifying", hidden=False) as advance:
+        for name, record in manifest.files.items():
+            # What is missing, or has another length, is a fault already.
+            if (folder / name).is_file() and (folder / name).stat().st_size == record.bytes:
+                inspection.faults += _faults(functools.partial(check_contents, folder, manifest, [name]))
+            advance(record.bytes)
+
+
+def _faults(check: Callable[[], object]) -> Iterator[str]:
+    try:
+        check()
+    except CheckpointError as error:
+        yield str(error)
+
+
+def _check_ranks(inspection: Inspection, folder: Path, verify: bool) -> None:
+    try:
+        document = RankFolder.read(folder)
+    except CheckpointError as error:
+        inspection.faults.append(str(error))
+        return
+    inspection.layout = {
+        "mesh": document.mesh.model_dump(),
+        "stages": document.topology.pipe,
+        "layers": list(document.layers),
+    }
+    _add_records(inspection, {**document.files, **document.beside})
+    with progress(document.nbytes, "verifying", hidden=not verify) as advance:
+        inspection.faults += rank_file_faults(folder, document, advance if verify else None)
+
+
+def _check_index(inspection: Inspection, folder: Path) -> None:
+    """Hugging Face records no checksums, but an index says which file has what."""
+    found = weights_in(folder)
+    if found is not None and found.startswith(SINGLE):
+        with ExitStack() as stack:
+            inspection.faults += _faults(lambda: open_weights(folder, stack, trusted=False))
+
+
+def _add_records(inspection: Inspection, records: Mapping[str, FileRecord]) -> None:
+    for entry in inspection.files:
+        if entry.name in records:
+            entry.sha256 = records[entry.name].sha256

@@ -1,0 +1,1 @@
+"""Checkpoints that are cut beforehand, a file for each rank."""

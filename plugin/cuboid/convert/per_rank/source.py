@@ -1,0 +1,115 @@
+"""Whole tensors out of per-rank files; one block of rows is in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cuboid.checkpoint.format.manifest import differing, record_of, size_fault
+from cuboid.checkpoint.format.tensor_file import TensorFile
+from cuboid.convert.formats.block_tensors import Tensors, row_ranges
+from cuboid.distributed.topology import Coordinate
+from cuboid.errors import CheckpointError
+from cuboid.tensor3d.sharding.sharding_spec import shard_boxes
+from cuboid.weights.rank_folder import SHARDS, RankFolder, RankTensor, file_name, shard_spec
+
+#: Open at a time; systems commonly allow a process four times as many.
+_MOST_FILES = 256
+#: Is given a number of bytes to be read, and makes a bar; the function that it gives moves it on.
+Checking = Callable[[int], AbstractContextManager[Callable[[int], Any]]]
+
+
+def open_rank_files(folder: Path, stack: ExitStack, checking: Checking) -> Tensors:
+    """The whole tensors of a folder of per-rank files, each of which is first compared with its checksum.
+
+    Args:
+        folder: with a ``shards.json``.
+        stack: closes the files.
+        checking: is given the bytes that are read for it.
+
+    Raises:
+        CheckpointError: a file is missing, foreign, truncated or altered; names it.
+    """
+    document = RankFolder.read(folder)
+    with checking(document.nbytes) as advance:
+        for fault in rank_file_faults(folder, document, advance):
+            raise CheckpointError(fault)
+    files = _RankFiles(folder, document)
+    stack.callback(files.close)
+    return Tensors({name: tensor.spec for name, tensor in document.tensors.items()}, files.blocks)
+
+
+def rank_file_faults(folder: Path, document: RankFolder, advance: Callable[[int], Any] | None) -> Iterator[str]:
+    """What is wrong with the files, in words.
+
+    Args:
+        folder: of the files.
+        document: its ``shards.json``.
+        advance: is told of each file's bytes when it was read; None to look at sizes only.
+    """
+    wanted = {file_name(document.topology, place) for place in range(document.topology.world_size)}
+    present = {path.name for path in folder.glob("rank-*.safetensors")}
+    for name in sorted(wanted ^ document.files.keys()):
+        yield f"{folder / SHARDS}: its layout and its list of files contradict each other about {name}"
+    for name in sorted(present - wanted):
+        yield f"{folder / name}: is foreign: {SHARDS} doesn't name it"
+    for name, record in sorted({**document.files, **document.beside}.items()):
+        path = folder / name
+        fault = size_fault(path, record)
+        if fault is not None:
+            yield fault
+        elif advance is not None:
+            if record_of(path) != record:
+                yield differing(path, SHARDS)
+            advance(record.bytes)
+
+
+class _RankFiles:
+    """Puts whole rows together from the files of a stage's ranks."""
+
+    def __init__(self, folder: Path, document: RankFolder) -> None:
+        self._folder, self._document, self._mesh = folder, document, document.mesh.shape
+        places = document.topology
+        self._places = [places.coordinate(place) for place in range(places.world_size)]
+        self._open: dict[str, TensorFile] = {}
+
+    def blocks(self, name: str) -> Iterator[torch.Tensor]:
+        """Consecutive rows of a whole tensor."""
+        tensor = self._document.tensors[name]
+        ranks = [at for at in self._places if at.pipe == tensor.stages[0]]
+        layout = tensor.whole_layout
+        for rows in row_ranges(tensor.spec):
+            if layout is None:
+                yield self._file(name, tensor, ranks[0]).read(name, [rows])
+                continue
+            block = torch.empty((rows.stop - rows.start, *tensor.shape[1:]), dtype=tensor.spec.dtype)
+            for at in ranks:
+                file = self._file(name, tensor, at)
+                for (here, *inner), (there, *others) in shard_boxes(layout, self._mesh, at):
+                    low, high = max(there.start, rows.start), min(there.stop, rows.stop)
+                    if low < high:
+                        start = here.start + low - there.start
+                        own = file.read(name, [slice(start, start + high - low), *inner])
+                        block[(slice(low - rows.start, high - rows.start), *others)] = own
+            yield block
+
+    def _file(self, name: str, tensor: RankTensor, at: Coordinate) -> TensorFile:
+        file = self._document.file_of(at)
+        if file not in self._open:
+            if len(self._open) == _MOST_FILES:
+                self._open.pop(next(iter(self._open))).close()
+            self._open[file] = TensorFile(self._folder / file)
+        spec, wanted = self._open[file].specs.get(name), shard_spec(tensor, self._mesh, at)
+        if spec != wanted:
+            raise CheckpointError(f"{self._folder / file}: has {name} as {spec}, but {SHARDS} says {wanted}")
+        return self._open[file]
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._open.values():
+            file.close()
+        self._open.clear()

@@ -1,0 +1,115 @@
+"""Per-rank files out of whole tensors; one block of rows is in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cuboid.checkpoint.format.manifest import FileRecord, record_of
+from cuboid.checkpoint.format.tensor_file import TensorFileWriter
+from cuboid.config.schema import MeshConfig
+from cuboid.convert.formats.block_tensors import Tensors
+from cuboid.convert.per_rank.plan import RankPlan
+from cuboid.distributed.topology import Coordinate, MeshShape, Topology
+from cuboid.tensor3d.sharding.sharding_spec import Interval
+from cuboid.weights.rank_folder import RankFolder, RankTensor, file_name, shard_spec
+
+
+def write_rank_files(folder: Path, tensors: Tensors, plan: RankPlan, advance: Callable[[int], Any]) -> RankFolder:
+    """Write one file for each place in the pipeline and its mesh.
+
+    Args:
+        folder: an existing one.
+        tensors: whole ones.
+        plan: for these tensors.
+        advance: is told of every block's bytes as they were written; what two stages have counts twice.
+
+    Returns:
+        What ``shards.json`` is to say, but for the files beside these.
+    """
+    pipe = max(len(plan.layers), 1)
+    places = Topology(plan.mesh, plan.mesh.size * pipe, pipe)
+    files: dict[str, FileRecord] = {}
+    for stage in range(pipe):
+        own = {name: tensor for name, tensor in plan.tensors.items() if stage in tensor.stages}
+        at = {place: places.coordinate(place) for place in range(places.world_size)}
+        names = {file_name(places, place): where for place, where in at.items() if where.pipe == stage}
+        files.update(_write_stage(folder, tensors, own, plan.mesh, names, advance))
+    mesh = MeshConfig(batch=plan.mesh.batch, sequence=plan.mesh.sequence, hidden=plan.mesh.hidden)
+    return RankFolder(mesh=mesh, layers=plan.layers, tensors=plan.tensors, files=files)
+
+
+def write_document(folder: Path, document: RankFolder) -> None:
+    """Write ``shards.json`` into a folder that has everything else."""
+    names = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
+    beside = {name: record_of(folder / name) for name in names if name not in document.files}
+    document.model_copy(update={"beside": beside}).write(folder)
+
+
+def _write_stage(
+    folder: Path,
+    tensors: Tensors,
+    own: dict[str, RankTensor],
+    mesh: MeshShape,
+    names: dict[str, Coordinate],
+    advance: Callable[[int], Any],
+) -> dict[str, FileRecord]:
+    """The files of one stage's ranks, all at the same time, so that each tensor is read once."""
+    with ExitStack() as stack:
+        writers = [
+            _RankWriter(
+                stack.enter_context(
+                    TensorFileWriter(folder / name, {key: shard_spec(tensor, mesh, at) for key, tensor in own.items()})
+                ),
+                mesh,
+                at,
+            )
+            for name, at in names.items()
+        ]
+        for name in writers[0].names:
+            first = 0
+            for block in tensors.blocks(name):
+                for writer in writers:
+                    writer.write(name, own[name], block, first)
+                first += block.shape[0] if block.shape else 1
+                advance(block.nbytes)
+        return {name: writer.close() for name, writer in zip(names, writers, strict=True)}
+
+
+class _RankWriter:
+    """Takes whole rows, and writes what its rank has of them."""
+
+    def __init__(self, file: TensorFileWriter, mesh: MeshShape, at: Coordinate) -> None:
+        self._file, self._mesh, self._at = file, mesh, at
+        self.names = list(file.specs)
+        self.close = file.close
+
+    def write(self, name: str, tensor: RankTensor, block: torch.Tensor, first: int) -> None:
+        """Write the rank's part of the rows from ``first`` on."""
+        layout = tensor.whole_layout
+        if layout is None:
+            self._file.write_rows(name, block)
+            return
+        spec = self._file.specs[name]
+        if spec.nbytes == 0:
+            # Nothing of it is this rank's; the file only says so.
+            if first == 0:
+                self._file.write_rows(name, torch.empty(spec.shape, dtype=spec.dtype))
+            return
+        for rows in _own_rows(block, first, layout.shard_intervals(self._mesh, self._at)):
+            self._file.write_rows(name, rows)
+
+
+def _own_rows(block: torch.Tensor, first: int, intervals: Sequence[Sequence[Interval]]) -> Iterator[torch.Tensor]:
+    """What intervals of a whole tensor take of its rows from ``first`` on, in order."""
+    for low, high in intervals[0]:
+        start, stop = max(low, first), min(high, first + block.shape[0])
+        if start < stop:
+            rows = block[start - first : stop - first]
+            for dim, spans in enumerate(intervals[1:], 1):
+                rows = torch.cat([rows.narrow(dim, begin, end - begin) for begin, end in spans], dim)
+            yield rows

@@ -1,0 +1,202 @@
+"""What there is to convert: find out what a folder is, and open its tensors."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cuboid.checkpoint.format.folder import INCOMPLETE, resolve
+from cuboid.checkpoint.format.manifest import MANIFEST, Manifest, check_contents, check_sizes
+from cuboid.checkpoint.format.state_file import refuse_lost_manifest
+from cuboid.convert.deepspeed.checkpoint import open_deepspeed, tag_folder
+from cuboid.convert.formats.block_tensors import Tensors
+from cuboid.convert.formats.hugging_face import open_weights, weights_in
+from cuboid.convert.per_rank.source import Checking, open_rank_files
+from cuboid.convert.target import CONFIG
+from cuboid.errors import CheckpointError
+from cuboid.weights.model_folder import check_model_folder, is_weights, model_files, read_config
+from cuboid.weights.rank_folder import SHARDS
+
+
+class Kind(Enum):
+    """Kinds of checkpoints, in words."""
+
+    CUBOID = "checkpoint of cuboid"
+    HUGGING_FACE = "Hugging Face checkpoint"
+    RANKS = "per-rank files"
+    DEEPSPEED = "DeepSpeed checkpoint"
+
+
+_KNOWN = (
+    "a Hugging Face checkpoint (model.safetensors or its index, or pytorch_model.bin), a checkpoint of cuboid or a "
+    f"folder of them (manifest.json, latest), per-rank files ({SHARDS}), a DeepSpeed checkpoint or a folder of them "
+    "(mp_rank_00_model_states.pt, layer_00-model_states.pt, zero/, latest)"
+)
+#: Where a checkpoint of cuboid has the fp32 weights of a model of another dtype.
+_MASTERS = Path("optimizer") / "master"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint.
+
+    Attributes:
+        kind: of it.
+        folder: that holds it, where a folder of checkpoints was given.
+    """
+
+    kind: Kind
+    folder: Path
+
+
+def find_checkpoint(path: Path) -> Found:
+    """Find out what a folder is.
+
+    Raises:
+        CheckpointError: it is none of what is known; says what that is.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: is no folder" if path.exists() else f"{path}: does not exist")
+    if (path / SHARDS).is_file():
+        return Found(Kind.RANKS, path)
+    if (path / MANIFEST).is_file():
+        return Found(Kind.CUBOID, path)
+    refuse_lost_manifest(path)
+    if path.name.endswith(INCOMPLETE):
+        raise CheckpointError(f"{path}: is what is left of a checkpoint that was never finished")
+    if weights_in(path) is not None:
+        return Found(Kind.HUGGING_FACE, path)
+    if any(path.glob(f"*/{MANIFEST}")):
+        return Found(Kind.CUBOID, resolve(path))
+    tag = tag_folder(path)
+    if tag is None:
+        raise CheckpointError(f"{path}: is none of the checkpoints that are known: {_KNOWN}")
+    return Found(Kind.DEEPSPEED, tag)
+
+
+@dataclass(frozen=True)
+class Source:
+    """An opened checkpoint.
+
+    Attributes:
+        found: what it is.
+        tensors: of the model, by the names that Hugging Face stores.
+        companions: where the files are that go along with weights: a folder, or ``config.json`` alone.
+        checked: what of it was compared with checksums, and what couldn't be, in words.
+    """
+
+    found: Found
+    tensors: Tensors
+    companions: Path
+    checked: str
+
+
+def open_source(
+    path: Path,
+    stack: ExitStack,
+    *,
+    model: Path | None = None,
+    dtype: torch.dtype | None = None,
+    master: bool = False,
+    trusted: bool = False,
+    checking: Checking,
+) -> Source:
+    """Open whatever checkpoint is there.
+
+    Args:
+        path: of the checkpoint, or of a folder of checkpoints of which the latest counts.
+        stack: closes its files.
+        model: folder or ``config.json`` of the model, where the checkpoint has none.
+        dtype: that the tensors are going to be cast to, if any.
+        master: whether the optimizer's fp32 weights are wanted of a checkpoint of cuboid.
+        trusted: whether pickles may be loaded.
+        checking: makes the bar for files that are read to compare checksums.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged, or it can't be opened so.
+    """
+    found = find_checkpoint(path)
+    companions = _companions(found, path, model)
+    if master and found.kind is not Kind.CUBOID:
+        raise CheckpointError(f"{path}: is a {found.kind.value}; --master goes with a checkpoint of cuboid alone")
+    checked = [_check_companions(companions, found)]
+    if found.kind is Kind.DEEPSPEED:
+        tensors = open_deepspeed(found.folder, companions, stack, dtype=dtype, trusted=trusted)
+        checked.insert(0, "DeepSpeed records no checksums; those of torch.save in its files were compared")
+    elif found.kind is Kind.RANKS:
+        tensors = open_rank_files(found.folder, stack, checking)
+        checked.insert(0, f"all files were compared with their checksums in {SHARDS}")
+    elif found.kind is Kind.CUBOID:
+        checked.insert(0, _check_manifest(found.folder, master, checking))
+        tensors = open_weights(found.folder, stack, trusted=trusted)
+    else:
+        tensors = open_weights(found.folder, stack, trusted=trusted)
+        checked.insert(
+            0,
+            "a Hugging Face checkpoint records no checksums: names, shapes and sizes fit one another, but values that "
+            "were damaged or exchanged can't be told",
+        )
+    tensors = _with_masters(found.folder, tensors, stack) if master else tensors
+    return Source(found, tensors, companions, "; ".join(filter(None, checked)))
+
+
+def _check_manifest(folder: Path, master: bool, checking: Checking) -> str:
+    """Compare what is going to be read of a checkpoint of cuboid with its checksums; told in words."""
+    manifest = Manifest.read(folder)
+    check_sizes(folder, manifest)
+    names = model_files(manifest)
+    names += [name for name in manifest.files if master and name.startswith(f"{_MASTERS.as_posix()}/")]
+    with checking(sum(manifest.files[name].bytes for name in names)) as advance:
+        for name in names:
+            check_contents(folder, manifest, [name])
+            advance(manifest.files[name].bytes)
+    return f"{len(names)} files were compared with their checksums in {MANIFEST}, all that is read of it"
+
+
+def _check_companions(companions: Path, found: Found) -> str:
+    """Make sure that the files beside the weights can be read; what of them couldn't be compared, in words."""
+    if companions.is_file():
+        read_config(companions)
+        return f"{companions} has no checksum"
+    check_model_folder(companions, weights=False)
+    if companions == found.folder:
+        return ""
+    recorded = (companions / MANIFEST).is_file()
+    if recorded:
+        manifest = Manifest.read(companions)
+        check_contents(companions, manifest, [name for name in model_files(manifest) if not is_weights(name)])
+    how = f"compared with {MANIFEST} there" if recorded else "without checksums"
+    return f"the files beside the weights are those of {companions}, {how}"
+
+
+def _companions(found: Found, path: Path, model: Path | None) -> Path:
+    places = [model] if model is not None else [found.folder, path, found.folder.parent]
+    for place in places:
+        if (place / CONFIG).is_file() or (place.is_file() and place.suffix == ".json"):
+            return place
+    if model is not None:
+        raise CheckpointError(f"{model}: has no {CONFIG}; --model takes a Hugging Face folder, or a config.json")
+    raise CheckpointError(f"{found.folder}: has no {CONFIG}; give --model, a Hugging Face folder or a config.json")
+
+
+def _with_masters(folder: Path, tensors: Tensors, stack: ExitStack) -> Tensors:
+    """The same tensors, the optimizer's fp32 weights in the place of those that are rounded from them."""
+    if weights_in(folder / _MASTERS) is None:
+        raise CheckpointError(f"{folder}: has no {_MASTERS.as_posix()}: the model's own weights are all there are")
+    masters = open_weights(folder / _MASTERS, stack, trusted=False)
+    for name, spec in masters.specs.items():
+        if name not in tensors.specs or tensors.specs[name].shape != spec.shape:
+            raise CheckpointError(
+                f"{folder / _MASTERS}: has {name}, which the weights are stored without, for this architecture stores "
+                "them in another form; load the checkpoint with from_pretrained and save the model in float32"
+            )
+
+    def blocks(name: str) -> Any:
+        return (masters if name in masters.specs else tensors).blocks(name)
+
+    return Tensors({**tensors.specs, **masters.specs}, blocks)

@@ -1,0 +1,121 @@
+"""Collectives on plain buffers, as each version of torch and each backend does them best."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from cuboid.distributed.async_result import Pending
+
+# torch 2.13 warns of the older names, which are all that earlier versions have.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+#: From so many bytes on, what direct messages save on a link is more than what they take to set up.
+_DIRECT_BYTES = 64 << 10
+#: Up to so many ranks, all of them sending to one another at once is faster than gloo's ring.
+_DIRECT_GATHER_RANKS = 4
+
+
+def own_network() -> str:
+    """Names what this process sees as its own machine: two with the same name reach one another without a network."""
+    namespace = Path("/proc/self/ns/net")
+    return f"{socket.gethostname()} {namespace.stat().st_ino if namespace.exists() else 0}"
+
+
+def start_gather(
+    out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, *, direct: bool = False
+) -> Pending[torch.Tensor]:
+    """Lay the ranks' tensors of n elements end to end, in rank order.
+
+    Args:
+        out: contiguous, of ranks·n elements.
+        x: contiguous, of n elements.
+        group: the ranks.
+        direct: whether gloo's ranks are to send to one another where that uses a network better.
+
+    Returns:
+        ``out``.
+    """
+    ranks = group.size()
+    if not direct or ranks > _DIRECT_GATHER_RANKS or x.nbytes < _DIRECT_BYTES:
+        return Pending(out, [_gather(out.view(-1), x.view(-1), group=group, async_op=True)], holds=x)
+    places = out.view(ranks, -1)
+    places[group.rank()].copy_(x.view(-1))
+    return Pending(out, _exchange(places, [x.view(-1)] * ranks, group), holds=x)
+
+
+def gather_into(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, *, direct: bool = False) -> None:
+    """:func:`start_gather`, waited for."""
+    start_gather(out, x, group, direct=direct).wait()
+
+
+def start_reduce_scatter(
+    outs: Sequence[torch.Tensor], x: torch.Tensor, group: dist.ProcessGroup, *, direct: bool = False
+) -> Pending[Sequence[torch.Tensor]]:
+    """Add up the ranks' tensors of ranks·n elements, and leave the r-th n of the sum with rank r.
+
+    Args:
+        outs: contiguous tensors that take the n elements one after the other.
+        x: contiguous, of ranks·n elements; it may be overwritten.
+        group: the ranks.
+        direct: as for :func:`start_gather`.
+
+    Returns:
+        ``outs``.
+    """
+    if dist.get_backend(group) != "gloo":
+        return _own_reduce_scatter(outs, x, group)
+    # gloo's own reduce-scatter is an all-reduce in disguise and sends twice the bytes. Exchanging the slices and
+    # adding them here sends what is needed, and adds in the accumulation dtype of `sum` rather than in bfloat16.
+    slices = x.view(group.size(), -1)
+    pieces = torch.empty_like(slices)
+
+    def add_up() -> None:
+        start = 0
+        for out in outs:
+            torch.sum(pieces[:, start : start + out.numel()], 0, out=out.view(-1))
+            start += out.numel()
+
+    if direct and slices[0].nbytes >= _DIRECT_BYTES:
+        pieces[group.rank()].copy_(slices[group.rank()])
+        return Pending(outs, _exchange(pieces, slices, group), add_up, holds=x)
+    work = dist.all_to_all_single(pieces.view(-1), x.view(-1), group=group, async_op=True)
+    return Pending(outs, [work], add_up, holds=x)
+
+
+def _own_reduce_scatter(
+    outs: Sequence[torch.Tensor], x: torch.Tensor, group: dist.ProcessGroup
+) -> Pending[Sequence[torch.Tensor]]:
+    """The backend's, which has a single output."""
+    if len(outs) == 1:
+        return Pending(outs, [_reduce_scatter(outs[0].view(-1), x.view(-1), group=group, async_op=True)], holds=x)
+    whole = x.new_empty(sum(out.numel() for out in outs))
+
+    def hand_out() -> None:
+        for out, part in zip(outs, whole.split([out.numel() for out in outs]), strict=True):
+            out.view(-1).copy_(part)
+
+    return Pending(outs, [_reduce_scatter(whole, x.view(-1), group=group, async_op=True)], hand_out, holds=x)
+
+
+def reduce_scatter_into(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, *, direct: bool = False) -> None:
+    """:func:`start_reduce_scatter` with one output, waited for."""
+    start_reduce_scatter([out], x, group, direct=direct).wait()
+
+
+def _exchange(
+    received: torch.Tensor, sent: Sequence[torch.Tensor] | torch.Tensor, group: dist.ProcessGroup
+) -> list[dist.Work | None]:
+    """Send ``sent[r]`` to every other rank r, and receive ``received[r]`` from it, both ways at once.
+
+    gloo's own all-to-all often does the one after the other. Receiving first, it never waits for a peer that is slow.
+    """
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    works = [dist.irecv(received[rank], group=group, group_src=rank) for rank in others]
+    return works + [dist.isend(sent[rank], group=group, group_dst=rank) for rank in others]

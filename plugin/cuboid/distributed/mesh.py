@@ -1,0 +1,236 @@
+"""One rank's view of its mesh: coordinate, process groups, and the counter of bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import cached_property
+from itertools import chain, combinations
+
+import torch.distributed as dist
+
+from cuboid.distributed.collectives import own_network
+from cuboid.distributed.comm_counter import Traffic
+from cuboid.distributed.topology import AXES, Axis, MeshShape, Topology
+from cuboid.errors import MeshError
+
+
+class Mesh:
+    """The mesh that this rank belongs to.
+
+    Built from the launcher's RANK and WORLD_SIZE (or an existing process group), it knows its coordinate at
+    once, so that weights can be read before any process group exists. :meth:`connect` makes the groups.
+
+    Args:
+        shape: sizes of the axes.
+        pipe: pipeline stages, each of which is a mesh of that shape.
+        rank: this rank in the world; by default the process group's or the launcher's.
+        world_size: likewise.
+
+    Raises:
+        MeshError: the mesh doesn't divide the world.
+    """
+
+    def __init__(
+        self, shape: MeshShape, *, pipe: int = 1, rank: int | None = None, world_size: int | None = None
+    ) -> None:
+        self.shape = shape
+        self.rank = current_rank() if rank is None else rank
+        self.topology = Topology(shape, current_world_size() if world_size is None else world_size, pipe)
+        self.coordinate = self.topology.coordinate(self.rank)
+        self.traffic = Traffic()
+        self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
+        self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._host_groups: dict[str, dist.ProcessGroup] = {}
+        self._connected = False
+        #: Whether gloo connects ranks on several machines, or in several network namespaces; known once connected.
+        self.spans_networks = False
+
+    def size(self, *axes: Axis) -> int:
+        """Number of ranks along the axes together."""
+        return self.shape.of(*axes)
+
+    def index(self, *axes: Axis) -> int:
+        """This rank's position along the axes together, the first varying slowest."""
+        return self.coordinate.index(axes, self.shape)
+
+    def connect(self) -> None:
+        """Make the process groups; every rank of the world must call it. Later calls do nothing.
+
+        Raises:
+            MeshError: the mesh has several ranks and ``torch.distributed`` isn't initialised, or its world is
+                not the one that the mesh was laid out for.
+        """
+        if self._connected:
+            return
+        if self.topology.world_size > 1:
+            self._check_world()
+            self.spans_networks = self._find_networks()
+            timeout = group_timeout()
+            made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+            for names, axes in self._group_axes().items():
+                ranks = self.topology.groups(axes)
+                key = tuple(tuple(peers) for peers in ranks)
+                if key not in made:
+                    made[key] = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)[0]
+                self._groups[names] = made[key]
+            for ends in self._channel_ends():
+                columns = self.topology.columns(sorted(ends))
+                self._channels[ends] = dist.new_subgroups_by_enumeration(columns, timeout=timeout)[0]
+        self._connected = True
+
+    def connect_host(self) -> None:
+        """Make the process groups for what lies in the host's memory, which has a network of its own: checkpoints.
+
+        They go over gloo whatever the backend is, so that a thread may use them while the others compute. Every rank of
+        the world must call it. Later calls do nothing.
+        """
+        if self._host_groups or self.topology.world_size == 1:
+            return
+        self._check_world()
+        stages = self.topology.groups(("data", *AXES))
+        timeout = group_timeout()
+        self._host_groups = {
+            "world": dist.new_group(backend="gloo", timeout=timeout),
+            "stage": dist.new_subgroups_by_enumeration(stages, backend="gloo", timeout=timeout)[0],
+        }
+
+    @property
+    def host_group(self) -> dist.ProcessGroup | None:
+        """All ranks of the world, over gloo; None in a world of one. See :meth:`connect_host`."""
+        return self._host_groups.get("world")
+
+    @property
+    def stage_host_group(self) -> dist.ProcessGroup | None:
+        """All ranks of this pipeline stage, replicas included, over gloo; None in a world of one."""
+        return self._host_groups.get("stage")
+
+    def split_axes(self, axes: Sequence[Axis]) -> tuple[Axis, ...]:
+        """Those of ``axes`` that have more than one rank."""
+        return tuple(axis for axis in axes if self.shape.of(axis) > 1)
+
+    def group(self, axes: Sequence[Axis]) -> dist.ProcessGroup:
+        """Process group of the ranks that differ from this one only along ``axes``; not all of one rank."""
+        return self._groups[frozenset(self.split_axes(axes))]
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same slices for other data."""
+        return self._groups[frozenset({"data"})]
+
+    @property
+    def mesh_group(self) -> dist.ProcessGroup:
+        """All ranks of this mesh: of one pipeline stage."""
+        return self._groups[frozenset({"mesh"})]
+
+    @property
+    def pipe_group(self) -> dist.ProcessGroup:
+        """The ranks at this one's place in every stage."""
+        return self._groups[frozenset({"pipe"})]
+
+    @property
+    def model_parallel_group(self) -> dist.ProcessGroup:
+        """All ranks that hold one copy of the model together: the meshes of all stages."""
+        return self._groups[frozenset({"model"})]
+
+    @cached_property
+    def copy_ranks(self) -> list[int]:
+        """World ranks of :attr:`model_parallel_group`, ascending; the first of them is at the first stage."""
+        return self._own(self.topology.groups(("pipe", *AXES)))
+
+    @cached_property
+    def mesh_ranks(self) -> list[int]:
+        """World ranks of :attr:`mesh_group`, ascending."""
+        return self._own(self.topology.groups(AXES))
+
+    @cached_property
+    def stage_ranks(self) -> list[list[int]]:
+        """World ranks of this pipeline stage: for each place in the mesh, those of all replicas."""
+        return [
+            ranks
+            for ranks in self.topology.groups(("data",))
+            if self.topology.coordinate(ranks[0]).pipe == self.coordinate.pipe
+        ]
+
+    def channel(self, source: int, target: int) -> dist.ProcessGroup:
+        """Process group of this rank's place in two stages, for what ``source`` sends to ``target`` alone.
+
+        Each direction has its own, so that under NCCL neither waits for the other's order. Neighbouring stages have
+        channels, and the first and the last one, which may share tied weights.
+        """
+        return self._channels[source, target]
+
+    def peer(self, stage: int) -> int:
+        """World rank at this one's place in another stage."""
+        return self.topology.rank(dataclasses.replace(self.coordinate, pipe=stage))
+
+    def _own(self, sets: list[list[int]]) -> list[int]:
+        return next(ranks for ranks in sets if self.rank in ranks)
+
+    def _check_world(self) -> None:
+        if not dist.is_initialized():
+            raise MeshError(
+                f"mesh {self.shape} in a world of {self.topology.world_size} ranks needs torch.distributed: call "
+                "deepspeed.initialize, deepspeed.init_distributed or torch.distributed.init_process_group first"
+            )
+        if dist.get_world_size() != self.topology.world_size or dist.get_rank() != self.rank:
+            raise MeshError(
+                f"the mesh was laid out for rank {self.rank} of {self.topology.world_size}, but torch.distributed "
+                f"has this process as rank {dist.get_rank()} of {dist.get_world_size()}"
+            )
+
+    def _find_networks(self) -> bool:
+        # Other backends find out for themselves, and send as they like.
+        if dist.get_backend() != "gloo":
+            return False
+        places = [""] * self.topology.world_size
+        dist.all_gather_object(places, own_network())
+        return len(set(places)) > 1
+
+    def _group_axes(self) -> dict[frozenset[str], tuple[str, ...]]:
+        split = self.split_axes(AXES)
+        subsets = chain.from_iterable(combinations(split, count) for count in range(1, len(split) + 1))
+        named: dict[frozenset[str], tuple[str, ...]] = {frozenset(subset): subset for subset in subsets}
+        copy = ("pipe", *AXES)
+        sets: dict[str, tuple[str, ...]] = {"data": ("data",), "mesh": AXES, "pipe": ("pipe",), "model": copy}
+        return {**named, **{frozenset({name}): axes for name, axes in sets.items()}}
+
+    def _channel_ends(self) -> list[tuple[int, int]]:
+        stages = self.topology.pipe
+        ends = [(stage, stage + 1) for stage in range(stages - 1)]
+        around = [(0, stages - 1)] if stages > 2 else []
+        return [*ends, *((target, source) for source, target in ends), *around]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
+        # A copied module lives on the same mesh; process groups can't be copied.
+        return self
+
+    def __repr__(self) -> str:
+        return f"Mesh({self.shape}, pipe={self.topology.pipe}, {self.coordinate})"
+
+
+def current_rank() -> int:
+    """This process's rank in the world: torch.distributed's, else the launcher's RANK, else 0."""
+    return dist.get_rank() if _has_process_group() else int(os.environ.get("RANK", "0"))
+
+
+def current_world_size() -> int:
+    """Ranks in the world: torch.distributed's, else the launcher's WORLD_SIZE, else 1."""
+    return dist.get_world_size() if _has_process_group() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def group_timeout() -> timedelta | None:
+    """How long the ranks of the default process group wait for one another; None if its backend doesn't say.
+
+    Groups that are made of its ranks would have the backend's default (30 minutes with gloo) unless told.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def _has_process_group() -> bool:
+    return dist.is_available() and dist.is_initialized()

@@ -1,0 +1,164 @@
+"""The one way in which ranks fail together: what fails on any rank is raised on all of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.rendezvous import MAIN_LANE, World, described
+from cuboid.distributed.startup import report_early_failure
+
+T = TypeVar("T")
+
+#: Meetings of threads beside the main one have numbers of their own.
+_lane: ContextVar[str] = ContextVar("cuboid_agreement_lane", default=MAIN_LANE)
+
+
+def run_on_all_ranks(action: Callable[[], T], mesh: Mesh | None = None, *, what: str | None = None) -> T:
+    """Do something on every rank; if it fails on any, raise on all. Collective over the world.
+
+    Every exception counts. Where it arose, a :class:`CuboidError` is raised as it is and any other is chained to a
+    :class:`RankError` (an ``OSError`` to a :class:`CheckpointError`) by ``from``; on the other ranks an error with the
+    same words is raised, whose ``rank`` says where it arose. ``KeyboardInterrupt`` and ``SystemExit`` go on as they are
+    where they arose. Calls may be nested.
+
+    Before there is a process group the ranks can't meet: what fails is raised where it fails, and reported to the
+    others when they start the group (:mod:`cuboid.distributed.startup`).
+
+    Args:
+        action: what to do.
+        mesh: of this rank, if there is one yet. A mesh that is a world of its own meets nobody.
+        what: names the action in messages, alike on all ranks.
+
+    Raises:
+        CuboidError: the first rank's failure. Also where the ranks make different calls, or one of them ended or
+            didn't come within the timeout of the process group.
+    """
+    what = what or f"{action.__module__}.{action.__qualname__}"
+    try:
+        result = action()
+    except BaseException as error:
+        if not getattr(error, "shared", False):
+            _report(error, mesh, what)
+        raise
+    world = _world(mesh)
+    if world is not None:
+        world.meet(what, None, _lane.get())
+    return result
+
+
+def raise_on_all_ranks(error: Exception | None, mesh: Mesh, *, what: str = "a check") -> None:
+    """Raise on every rank what failed on any; collective over the world.
+
+    Raises:
+        CuboidError: the first rank's failure, as :func:`run_on_all_ranks` raises it.
+    """
+
+    def check() -> None:
+        if error is not None:
+            raise error
+
+    run_on_all_ranks(check, mesh, what=what)
+
+
+def gather_objects(item: T, mesh: Mesh, *, what: str = "exchange of objects") -> list[T]:
+    """One object of each rank, by rank, once all ranks have one; collective over the world.
+
+    Raises:
+        CuboidError: as :func:`run_on_all_ranks`, where another rank doesn't come to it.
+    """
+    world = _world(mesh)
+    if world is not None:
+        world.meet(what, None, _lane.get())
+    if mesh.host_group is None:
+        return [item]
+    items: list[Any] = [None] * mesh.topology.world_size
+    dist.all_gather_object(items, item, group=mesh.host_group)
+    return items
+
+
+class StepGuard:
+    """Entered around a part of a training step, of which no rank waits for the others: its failures are told too.
+
+    It costs nothing as long as all goes well. A rank that fails tells the store why before it raises, and those that
+    then lose the connection to it (gloo's end with the process; a backend's timeout bounds the wait in any case) raise
+    the same error. Where a process just ended, the error names it and what the others waited for.
+
+    Args:
+        mesh: of this rank.
+        what: is being done, for messages.
+    """
+
+    def __init__(self, mesh: Mesh, what: str) -> None:
+        self._mesh, self._what = mesh, what
+
+    def __enter__(self) -> None:
+        """Nothing is done beforehand."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        # The end of the data is nobody's failure.
+        if not isinstance(error, Exception) or isinstance(error, StopIteration) or hasattr(error, "cuboid_told"):
+            return
+        world = _world(self._mesh)
+        raised = error if world is None else world.failed_in_step(self._what, error)
+        raised.cuboid_told = True  # type: ignore[attr-defined]
+        if raised is not error:
+            raise raised from error
+
+
+def begin_update(mesh: Mesh, number: int) -> None:
+    """Note that the replicas' gradients are about to be added up, for the ``number``-th optimizer step, from 1.
+
+    Nobody waits. By it, a replica that goes on to something else learns that the others are still training, and they
+    can say which replica ended before them.
+    """
+    world = _world(mesh) if mesh.topology.data > 1 else None
+    if world is not None:
+        world.begin_update(mesh, number)
+
+
+@contextmanager
+def agreement_lane(name: str) -> Iterator[None]:
+    """Inside, ranks meet apart from what they do outside: for a thread beside the main one, alike on all ranks."""
+    token = _lane.set(name)
+    try:
+        yield
+    finally:
+        _lane.reset(token)
+
+
+def _report(error: BaseException, mesh: Mesh | None, what: str) -> None:
+    """Tell the other ranks, and raise the error that all of them raise; return if that is ``error`` itself."""
+    world = _world(mesh)
+    if world is None:
+        if mesh is None and not dist.is_initialized() and isinstance(error, Exception):
+            report_early_failure(f"{what}: {described(error)}")
+        return
+    world.meet(what, error, _lane.get())
+
+
+#: By the default process group, with which its entry goes.
+_worlds: WeakKeyDictionary[dist.ProcessGroup, World] = WeakKeyDictionary()
+_worlds_lock = threading.Lock()
+
+
+def _world(mesh: Mesh | None) -> World | None:
+    """The ranks to meet; None where there are no others, or no process group yet."""
+    alone = mesh is not None and mesh.topology.world_size == 1
+    if alone or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    group = dist.group.WORLD
+    assert group is not None
+    with _worlds_lock:
+        if group not in _worlds:
+            _worlds[group] = World(dist.get_rank(), dist.get_world_size(), _get_default_store())
+        return _worlds[group]

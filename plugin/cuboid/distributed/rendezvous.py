@@ -1,0 +1,474 @@
+"""Where ranks meet: in the store of their process group.
+
+A rank that fails reports it there and raises at once, even while the others are still busy; a rank that waits learns of
+a failure wherever it happened, of a rank that makes another call than the others, and of a process that ended; and no
+group of a backend's own is needed.
+
+Each meeting has a number, the next one on every rank, and a name. A rank that failed somewhere inside of what the
+others go on with comes to their next meeting in place of its own, so that all ranks stay at the same number.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from cuboid.distributed.mesh import Mesh, group_timeout
+from cuboid.errors import CheckpointError, CuboidError, PeerLostError, RankError
+
+#: The lane of the meetings of main threads; those of threads beside them have numbers of their own.
+MAIN_LANE = "main"
+#: How long the first rank that fails waits for the others, to learn whether they all fail alike.
+_GRACE_S = 2.0
+#: A waiting rank looks again after the shortest of these times, then after longer and longer ones.
+_SHORTEST_POLL_S, _LONGEST_POLL_S = 5e-4, 0.02
+#: How long a rank that lost another one waits for what that one may have reported.
+_LOSS_S = 1.0
+_LOST = re.compile(
+    r"closed by (remote )?peer|reset by peer|broken pipe|remote process (has )?(exited|terminated)|socket closed"
+    r"|timed out (waiting|after)|wait timeout|operation timeout|ncclRemoteError|NCCL communicator was aborted",
+    re.IGNORECASE,
+)
+#: What to do where replicas are given data of different lengths.
+EQUAL_SHARES = (
+    "All replicas must be given equally many batches: drop_last=True in the data loader, and a sampler that shares the "
+    "data by cuboid.mesh_of(model).coordinate.data out of cuboid.mesh_of(model).topology.data"
+)
+#: When a waiting rank first looks whether those that are missing still run, and whether others train on without it; and
+#: the longest time between two looks.
+_LOOK_AROUND_S, _LONGEST_LOOK_AROUND_S = 2.0, 30.0
+#: How often a process listens whether a step has failed elsewhere.
+_LISTEN_S = 0.5
+#: How long rank 0 stays for the others to read an outcome.
+_LEAVE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank reports to the others.
+
+    Attributes:
+        rank: where it arose.
+        kind: name of the exception's class.
+        text: what the error says.
+        alike: whether all ranks failed by themselves, with the same words.
+        everywhere: whether all ranks raise it without being told.
+    """
+
+    rank: int
+    kind: str
+    text: str
+    alike: bool = False
+    everywhere: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, what: str) -> Failure:
+        """What there is to say about an exception that was raised on ``rank``.
+
+        Args:
+            error: as caught.
+            rank: of this process, unless the error knows of another one.
+            what: was being done.
+        """
+        if isinstance(error, CuboidError):
+            origin = rank if error.rank is None else error.rank
+            return cls(origin, type(error).__name__, str(error), everywhere=error.shared)
+        if isinstance(error, OSError):
+            return cls(rank, CheckpointError.__name__, _words_of(error))
+        if is_lost(error):
+            return cls(rank, PeerLostError.__name__, f"{what}: lost the connection to another rank: {error}")
+        happened = f"was stopped by {described(error)}" if not isinstance(error, Exception) else described(error)
+        return cls(rank, RankError.__name__, f"{what}: {happened}")
+
+    def error(self) -> CuboidError:
+        """The error to raise for it, on a rank where nothing else went wrong."""
+        error = _class_named(self.kind)(self.text)
+        error.shared = self.everywhere
+        return error if self.alike else error.arising_on(self.rank)
+
+    def encode(self) -> str:
+        """As text, for the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: bytes) -> Failure | None:
+        """The inverse of :meth:`encode`; None for what says that all went well."""
+        return None if text == b"ok" else cls(**json.loads(text))
+
+
+class World:
+    """The ranks of one process group, and how far this one is with meeting the others.
+
+    Args:
+        rank: of this process.
+        size: ranks of the world.
+        store: that all of them see.
+    """
+
+    def __init__(self, rank: int, size: int, store: Store) -> None:
+        self.rank, self.size = rank, size
+        self._store = PrefixStore("cuboid/agreement", store)
+        timeout = group_timeout()
+        self._timeout_s = math.inf if timeout is None else timeout.total_seconds()
+        #: Two ranks of a machine are enough to look around, of which one may have ended.
+        self.looks_around = os.environ.get("LOCAL_RANK", "0") in ("0", "1")
+        self._numbers: dict[str, int] = {}
+        #: Steps in which all ranks failed alike, so that they may go on.
+        self._broken_steps = 0
+        #: This replica, how many there are, and the last optimizer step that this one has begun.
+        self._updates = (0, 1, 0)
+        self._host, self._members = host_identity(), {rank: os.getpid()}
+        self._store.set(f"member/{rank}", json.dumps([self._host, os.getpid()]))
+        #: What a step failed with, of the number of broken steps then, as far as this process has heard.
+        self._heard: tuple[int, Failure] | None = None
+        if _ends_with_rank_0(store):
+            group = weakref.ref(dist.group.WORLD)
+            threading.Thread(target=self._listen, args=(group,), name="cuboid failures", daemon=True).start()
+
+    def _listen(self, group: Callable[[], dist.ProcessGroup | None]) -> None:
+        """Hear of a step's failure while the store is there: where rank 0 ends too, it can't be asked later.
+
+        The process's other threads may be inside of a collective, of which nothing tells them before a process ends.
+        """
+        try:
+            while group() is not None and group() is dist.group.WORLD:
+                step = self._broken_steps
+                if self._heard is None or self._heard[0] != step:
+                    key = f"step/{step}/outcome"
+                    failure = Failure.decode(self._store.get(key)) if self._store.check([key]) else None
+                    self._heard = None if failure is None else (step, failure)
+                time.sleep(_LISTEN_S)
+        except (dist.DistError, RuntimeError):
+            # The store is gone, and there is nothing more to hear.
+            return
+
+    def meet(self, what: str, error: BaseException | None, lane: str) -> None:
+        """Come to the next meeting of a lane, and raise there what any rank has failed with."""
+        number = self._numbers.get(lane, 0)
+        self._numbers[lane] = number + 1
+        try:
+            outcome = Meeting(self, self._store, f"{lane}/{number}", what).hold(error)
+        except dist.DistError as lost:
+            # DistError is what torch's stores raise; rank 0 (or the launcher) is at the store's other end.
+            if error is not None:
+                return
+            raise PeerLostError(
+                f"{what}: the store of the process group went away, and with it rank 0 or the launcher: {lost}"
+            ).arising_on(0) from lost
+        if outcome is not None:
+            self._raise(outcome, error)
+        if number > 0:
+            self._forget(f"{lane}/{number - 1}")
+
+    def _raise(self, outcome: Failure, own: BaseException | None) -> None:
+        """Raise the outcome, as the error that it is on this rank; return if ``own`` itself is that."""
+        if own is not None and not isinstance(own, Exception):
+            own.shared = True  # type: ignore[attr-defined]
+            return
+        is_mine = own is not None and (outcome.alike or outcome.rank == self.rank)
+        if is_mine and isinstance(own, CuboidError):
+            if not outcome.alike:
+                own.arising_on(self.rank)
+            own.shared = True
+            return
+        raised = outcome.error()
+        raised.shared = True
+        raise raised from own
+
+    def _forget(self, key: str) -> None:
+        # All ranks came to the meeting that has just ended well, so that nobody is still at the one before.
+        self._store.delete_key(f"{key}/at/{self.rank}")
+        if self.rank == 0:
+            for name in ("what", "arrived", "left", "outcome"):
+                self._store.delete_key(f"{key}/{name}")
+
+    def ended(self, ranks: list[int]) -> list[int]:
+        """Those of some ranks that ran on this machine and do no more."""
+        for rank in ranks:
+            if rank not in self._members and self._store.check([f"member/{rank}"]):
+                host, pid = json.loads(self._store.get(f"member/{rank}"))
+                self._members[rank] = pid if host == self._host else 0
+        return [rank for rank in ranks if self._members.get(rank) and not _runs(self._members[rank])]
+
+    def failed_in_step(self, what: str, error: Exception) -> Exception:
+        """Tell the others, and give the error to raise."""
+        if isinstance(error, CuboidError) and error.shared:
+            return error
+        meeting = Meeting(self, self._store, f"step/{self._broken_steps}", what)
+        try:
+            outcome = meeting.hold_after_loss(self._loss(what, error)) if is_lost(error) else meeting.report(error)
+        except dist.DistError:
+            # Rank 0 is gone, and the store with it.
+            if self._heard is not None and self._heard[0] == self._broken_steps:
+                return self._heard[1].error()
+            return self._loss(what, error).error() if is_lost(error) else error
+        if self.rank == 0 and not outcome.everywhere:
+            # The others are to hear of it before the store ends with this process.
+            time.sleep(2 * _LISTEN_S)
+        if outcome.everywhere:
+            self._broken_steps += 1
+        if outcome.rank != self.rank and not outcome.alike:
+            return outcome.error()
+        if isinstance(error, CuboidError):
+            error.shared = outcome.everywhere
+            return error if outcome.alike else error.arising_on(self.rank)
+        error.add_note(f"in {what} on rank {self.rank}")
+        return error
+
+    def _loss(self, what: str, error: Exception) -> Failure:
+        """What there is to say where the connection to another rank was lost."""
+        try:
+            gone = self.ended([rank for rank in range(self.size) if rank != self.rank])
+            behind = self._replicas_behind()
+        except dist.DistError:
+            gone, behind = [0], ""
+        who = f"rank {_listed(gone)} ended" if gone else "another rank went away or didn't answer in time"
+        rank = gone[0] if gone else self.rank
+        text = f"{who} while rank {self.rank} waited for it in {what}{behind}; see its own messages ({error})"
+        return Failure(rank, PeerLostError.__name__, text)
+
+    def begin_update(self, mesh: Mesh, number: int) -> None:
+        """See :func:`begin_update`."""
+        self._updates = (mesh.coordinate.data, mesh.topology.data, number)
+        if mesh.rank == mesh.copy_ranks[0]:
+            self._store.set(f"update/{mesh.coordinate.data}", str(number))
+
+    def _updates_of_others(self) -> dict[int, int]:
+        """The step that each other replica has begun, of those that have."""
+        own, replicas, _ = self._updates
+        keys = {replica: f"update/{replica}" for replica in range(replicas) if replica != own}
+        return {replica: int(self._store.get(key)) for replica, key in keys.items() if self._store.check([key])}
+
+    def break_step(self, failure: Failure) -> None:
+        """Leave word for the ranks that are in a step."""
+        self._store.compare_set(f"step/{self._broken_steps}/outcome", "", failure.encode())
+
+    def _replicas_behind(self) -> str:
+        own, replicas, number = self._updates
+        begun = self._updates_of_others()
+        behind = [replica for replica in range(replicas) if replica != own and begun.get(replica, 0) < number]
+        if not behind:
+            return ""
+        return (
+            f": replica {_listed(behind)} of {replicas} had made {begun.get(behind[0], 0)} optimizer steps, this is "
+            f"step {number}. {EQUAL_SHARES}"
+        )
+
+    def replica_ahead(self, what: str) -> str | None:
+        """What there is to say where another replica trains on, while this one waits for it in something else."""
+        own, replicas, number = self._updates
+        ahead = [(step, replica) for replica, step in self._updates_of_others().items() if step > number]
+        if not ahead:
+            return None
+        step, replica = max(ahead)
+        return (
+            f"replica {own} of {replicas} made {number} optimizer steps and went on to {what}, but replica {replica} "
+            f"is in step {step}: its data is longer. {EQUAL_SHARES}"
+        )
+
+    @property
+    def timeout_s(self) -> float:
+        """Of the process group."""
+        return self._timeout_s
+
+
+class Meeting:
+    """One meeting of all ranks, which ends with the same outcome on each of them.
+
+    Args:
+        world: that meets.
+        store: of the world.
+        key: where in the store.
+        what: is being done.
+    """
+
+    def __init__(self, world: World, store: Store, key: str, what: str) -> None:
+        self._world, self._store, self._key, self._what = world, store, key, what
+        # Another thread may be late for other reasons than where training is.
+        self._is_main = key.startswith(f"{MAIN_LANE}/")
+
+    def hold(self, error: BaseException | None) -> Failure | None:
+        """Report how it went here, and wait for the outcome."""
+        rank = self._world.rank
+        failure = self._check_call() if error is None else Failure.of(error, rank, self._what)
+        try:
+            if failure is not None:
+                if self._enter_failed(failure):
+                    self._decide_failure(failure)
+            else:
+                self._store.set(f"{self._key}/at/{rank}", self._what)
+                arrived = self._store.add(f"{self._key}/arrived", 1)
+                if arrived == self._world.size and not self._store.check([f"{self._key}/first"]):
+                    self._decide("ok")
+            return self._await_outcome()
+        except BaseException as interruption:
+            if not isinstance(interruption, dist.DistError):
+                # Such as Ctrl-C: the others needn't wait for a rank that no longer takes part.
+                self._decide(Failure.of(interruption, rank, f"waiting in {self._what}").encode())
+            raise
+
+    def report(self, error: Exception) -> Failure:
+        """Report a failure to whoever comes here, and learn whether all ranks fail alike."""
+        failure = Failure.of(error, self._world.rank, self._what)
+        if self._enter_failed(failure):
+            self._decide_failure(failure)
+        return self._await_outcome() or failure
+
+    def hold_after_loss(self, failure: Failure) -> Failure:
+        """The failure of a rank that is gone, if it has reported one; else that of the first rank that lost it."""
+        deadline = time.monotonic() + _LOSS_S
+        while time.monotonic() < deadline and not self._store.check([f"{self._key}/outcome"]):
+            time.sleep(_LONGEST_POLL_S)
+        self._decide(failure.encode())
+        return self._await_outcome() or failure
+
+    def _enter_failed(self, failure: Failure) -> bool:
+        """Come here with a failure; whether it is this rank that decides on the outcome."""
+        rank = self._world.rank
+        self._store.set(f"{self._key}/failed/{rank}", failure.encode())
+        first = self._store.compare_set(f"{self._key}/first", "", str(rank)) == str(rank).encode()
+        self._store.set(f"{self._key}/at/{rank}", self._what)
+        self._store.add(f"{self._key}/arrived", 1)
+        return first
+
+    def _check_call(self) -> Failure | None:
+        theirs = self._store.compare_set(f"{self._key}/what", "", self._what).decode()
+        if theirs == self._what:
+            return None
+        return Failure(
+            self._world.rank,
+            RankError.__name__,
+            f"rank {self._world.rank} is in {self._what}, while another rank is in {theirs}: all ranks must make the "
+            "same calls in the same order",
+        )
+
+    def _decide(self, outcome: str) -> None:
+        """Set the outcome, unless there is one."""
+        self._store.compare_set(f"{self._key}/outcome", "", outcome)
+
+    def _decide_failure(self, own: Failure) -> None:
+        """Wait a moment for the others, and tell all whether they fail alike or who failed first."""
+        deadline, pause = time.monotonic() + _GRACE_S, _SHORTEST_POLL_S
+        while time.monotonic() < deadline and self._store.add(f"{self._key}/arrived", 0) < self._world.size:
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_POLL_S)
+        keys = [f"{self._key}/failed/{rank}" for rank in range(self._world.size)]
+        found = [Failure.decode(self._store.get(key)) for key in keys if self._store.check([key])]
+        failures = [failure for failure in found if failure is not None]
+        # A rank that is gone is named where nothing else went wrong.
+        first = min(failures, key=lambda failure: failure.kind == PeerLostError.__name__, default=own)
+        everywhere = len(failures) == self._world.size
+        by_themselves = everywhere and all(failure.rank == rank for rank, failure in enumerate(failures))
+        alike = by_themselves and len({failure.text for failure in failures}) == 1
+        self._decide(Failure(first.rank, first.kind, first.text, alike, everywhere).encode())
+
+    def _await_outcome(self) -> Failure | None:
+        started, waited_s, pause, look_s = time.monotonic(), 0.0, _SHORTEST_POLL_S, _LOOK_AROUND_S
+        while not self._store.check([f"{self._key}/outcome"]):
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_POLL_S)
+            waited_s = time.monotonic() - started
+            is_late = waited_s > self._world.timeout_s
+            if is_late or (waited_s > look_s and self._world.looks_around):
+                self._look_around(is_late=is_late)
+                look_s = min(2 * look_s, look_s + _LONGEST_LOOK_AROUND_S)
+        outcome = Failure.decode(self._store.get(f"{self._key}/outcome"))
+        self._store.add(f"{self._key}/left", 1)
+        if self._world.rank == 0:
+            self._let_others_leave()
+        return outcome
+
+    def _let_others_leave(self) -> None:
+        """Keep the store, which ends with this process, until those that came here have read the outcome."""
+        deadline = time.monotonic() + _LEAVE_S
+        while self._store.add(f"{self._key}/left", 0) < self._store.add(f"{self._key}/arrived", 0):
+            time.sleep(_SHORTEST_POLL_S)
+            if time.monotonic() > deadline:
+                return
+
+    def _look_around(self, *, is_late: bool) -> None:
+        """End a meeting that not all ranks will come to."""
+        missing = [r for r in range(self._world.size) if not self._store.check([f"{self._key}/at/{r}"])]
+        ended = self._world.ended(missing)
+        if ended:
+            text = f"rank {_listed(ended)} ended while the others waited for it in {self._what}; see its own messages"
+            self._decide(Failure(ended[0], PeerLostError.__name__, text).encode())
+        elif ahead := self._world.replica_ahead(self._what) if missing and self._is_main else None:
+            failure = Failure(self._world.rank, RankError.__name__, ahead)
+            self._decide(failure.encode())
+            # The other replica isn't here, but will look there when it loses the connection to this one.
+            self._world.break_step(failure)
+        elif is_late and missing:
+            text = (
+                f"rank {_listed(missing)} of {self._world.size} didn't come to {self._what} within "
+                f"{self._world.timeout_s:g} s, the timeout of the process group (DEEPSPEED_TIMEOUT in minutes, or "
+                "init_process_group's own argument)"
+            )
+            self._decide(Failure(missing[0], PeerLostError.__name__, text).encode())
+
+
+def _ends_with_rank_0(store: Store) -> bool:
+    """Whether a store is gone when rank 0 ends: not where the launcher (torchrun) has it, nor where it is a file."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def host_identity() -> str:
+    """Names what sees the same processes as this one, by the same numbers."""
+    namespace = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {namespace.stat().st_ino if namespace.exists() else 0}"
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an exception says that another rank doesn't answer, as backends and stores word it."""
+    if isinstance(error, PeerLostError | dist.DistNetworkError):
+        return True
+    return (
+        isinstance(error, RuntimeError) and not isinstance(error, CuboidError) and _LOST.search(str(error)) is not None
+    )
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _words_of(error: OSError) -> str:
+    if error.filename is None or error.strerror is None:
+        return str(error) or type(error).__name__
+    return f"{error.filename}: {error.strerror}"
+
+
+def _class_named(name: str) -> type[CuboidError]:
+    """The error class of that name that is made from a message alone; the base class if there is none."""
+    waiting: list[type[CuboidError]] = [CuboidError]
+    while waiting:
+        found = waiting.pop()
+        if found.__name__ == name and found.__init__ is CuboidError.__init__:
+            return found
+        waiting += found.__subclasses__()
+    return CuboidError
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,1 @@
+"""Cuboid inside training frameworks."""

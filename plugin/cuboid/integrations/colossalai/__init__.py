@@ -1,0 +1,1 @@
+"""``Booster(plugin=CuboidPlugin(config))``: ColossalAI's interfaces around sharded models."""

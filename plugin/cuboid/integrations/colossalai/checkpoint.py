@@ -1,0 +1,181 @@
+"""``Booster``'s calls for checkpoints, whose checkpoints are Hugging Face checkpoints and those of all frameworks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+from colossalai.checkpoint_io import CheckpointIO
+from colossalai.interface import ModelWrapper
+
+from cuboid.checkpoint.format.manifest import MANIFEST
+from cuboid.checkpoint.loader import Opened
+from cuboid.checkpoint.optimizer_state import OptimizerAdapter
+from cuboid.errors import CheckpointError
+from cuboid.integrations.colossalai.model import CuboidModel
+from cuboid.integrations.colossalai.optimizer import CuboidOptimizer
+from cuboid.weights.checkpointing import Part, load_scheduler, progress_of
+
+
+class CuboidCheckpointIO(CheckpointIO):
+    """Writes and reads the parts of a checkpoint. All ranks make all calls, with a folder that they share.
+
+    ``save_model``, ``save_optimizer`` and ``save_lr_scheduler`` with the same folder, and no step between them, make
+    one checkpoint, in any order. By itself, what ``save_model`` writes is a Hugging Face checkpoint.
+
+    Raises:
+        CheckpointError: on every rank, where any of them failed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._model: CuboidModel | None = None
+        self._opened: tuple[Path, Opened] | None = None
+
+    def attach(self, model: CuboidModel) -> None:
+        """Serve a model that was boosted, and its optimizer."""
+        self._model = model
+
+    def save_model(
+        self,
+        model: ModelWrapper,
+        checkpoint: str | Path,
+        shard: bool = False,  # noqa: ARG002
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,  # noqa: ARG002
+        use_safetensors: bool = False,  # noqa: ARG002
+        use_async: bool = False,
+    ) -> None:
+        """Write the weights into a folder, as a Hugging Face checkpoint.
+
+        Args:
+            model: that was boosted.
+            checkpoint: the folder.
+            shard, size_per_shard, use_safetensors: as ColossalAI has them; files are always safetensors, cut as
+                ``checkpoint.max_file_bytes`` says.
+            gather_dtensor, prefix, use_async: only their defaults are possible; ``checkpoint.asynchronous`` in the
+                config writes behind training's back.
+        """
+        _refuse(gather_dtensor=not gather_dtensor, prefix=prefix, use_async=use_async)
+        self._save(self._boosted(model), checkpoint, Part())
+
+    def save_optimizer(
+        self,
+        optimizer: CuboidOptimizer,
+        checkpoint: str | Path,
+        shard: bool = False,  # noqa: ARG002
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,  # noqa: ARG002
+        use_async: bool = False,
+    ) -> None:
+        """Add the optimizer's state to a folder, with the random states and how far the run is; see :meth:`save_model`.
+
+        With masters in float32 they are part of it.
+        """
+        _refuse(gather_dtensor=not gather_dtensor, prefix=prefix, use_async=use_async)
+        model = self._boosted(optimizer)
+        self._save(model, checkpoint, Part(weights=False, optimizer=_adapter(model)))
+
+    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+        """Add the state of a schedule of the learning rate to a folder."""
+        self._save(self._boosted(), checkpoint, Part(weights=False, scheduler=lr_scheduler))
+
+    def load_model(
+        self,
+        model: ModelWrapper,
+        checkpoint: str | Path,
+        strict: bool = True,
+        low_cpu_mem_mode: bool = True,  # noqa: ARG002
+        num_threads: int = 1,  # noqa: ARG002
+    ) -> ModelWrapper:
+        """Take over the weights of a checkpoint: of one of ours, on whatever layout it was written, or any of HF's.
+
+        Args:
+            model: that was boosted.
+            checkpoint: its folder.
+            strict: only the default is possible.
+            low_cpu_mem_mode, num_threads: as ColossalAI has them; a rank always reads only its own slices.
+        """
+        _refuse(strict=not strict)
+        boosted = self._boosted(model)
+        if boosted.restored:
+            raise CheckpointError(
+                f"{checkpoint}: the optimizer's state was loaded before the weights, whose masters it holds; call "
+                "load_model before load_optimizer"
+            )
+        folder = Path(checkpoint)
+        source = self._open(boosted, folder) if (folder / MANIFEST).is_file() else folder
+        boosted.checkpointing.load_weights(source, boosted.adapter)
+        return model
+
+    def load_optimizer(
+        self,
+        optimizer: CuboidOptimizer,
+        checkpoint: str | Path,
+        prefix: str | None = None,
+        low_cpu_mem_mode: bool = True,  # noqa: ARG002
+        num_threads: int = 1,  # noqa: ARG002
+    ) -> None:
+        """Give the optimizer its state back, and this rank its random states; after :meth:`load_model`."""
+        _refuse(prefix=prefix)
+        model = self._boosted(optimizer)
+        adapter = _adapter(model)
+        opened = self._open(model, Path(checkpoint))
+        model.checkpointing.load_optimizer(opened, adapter)
+        model.checkpointing.restore_random(opened)
+        model.progress = progress_of(opened)
+        model.client_state.update(opened.document["client"])
+        model.restored = True
+
+    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+        """Give a schedule of the learning rate its state back."""
+        load_scheduler(lr_scheduler, self._open(self._boosted(), Path(checkpoint)))
+
+    def save_lora_as_pretrained(self, *_: Any, **__: Any) -> NoReturn:
+        """Not possible.
+
+        Raises:
+            CheckpointError: always.
+        """
+        raise CheckpointError("LoRA has no rule on a sharded model")
+
+    def _save(self, model: CuboidModel, checkpoint: str | Path, part: Part) -> None:
+        folder, self._opened = Path(checkpoint).absolute(), None
+        model.checkpointing.save(folder.parent, folder.name, part, model.progress, model.client_state, latest=False)
+
+    def _open(self, model: CuboidModel, folder: Path) -> Opened:
+        """A checkpoint that is whole; one look at its files is enough for all of its parts."""
+        if self._opened is None or self._opened[0] != folder:
+            self._opened = (folder, model.checkpointing.open(folder))
+        return self._opened[1]
+
+    def _boosted(self, given: Any = None) -> CuboidModel:
+        known = (None, self._model, None if self._model is None else self._model.optimizer)
+        if self._model is None or not any(given is one for one in known):
+            raise CheckpointError(
+                f"the {type(given).__name__} isn't what this booster's boost gave; boost it first, and give what boost "
+                "returns"
+            )
+        return self._model
+
+    # What the calls above go through in ColossalAI's own plugins.
+    def _unused(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError
+
+    load_sharded_model = load_unsharded_model = save_sharded_model = save_unsharded_model = _unused
+    load_sharded_optimizer = load_unsharded_optimizer = save_sharded_optimizer = save_unsharded_optimizer = _unused
+
+
+def _adapter(model: CuboidModel) -> OptimizerAdapter:
+    adapter = model.adapter
+    if adapter is None:
+        raise CheckpointError("no optimizer was boosted with the model, so there is none to save or to load")
+    return adapter
+
+
+def _refuse(**asked: Any) -> None:
+    for name, value in asked.items():
+        if value:
+            raise CheckpointError(f"{name} has no meaning for these checkpoints; leave it at its default")

@@ -1,0 +1,68 @@
+"""ColossalAI's interface of a model, around a sharded one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from colossalai.interface import ModelWrapper
+from torch import nn
+
+from cuboid.checkpoint.optimizer_state import OptimizerAdapter
+from cuboid.errors import CuboidError
+from cuboid.integrations.colossalai.optimizer import CuboidOptimizer
+from cuboid.models.pipeline.pipeline import Pipeline
+from cuboid.models.sharded.sharded_model import mesh_of
+from cuboid.models.stages.stage_model import StageModel
+from cuboid.weights.checkpointing import Checkpointing, Origin, Progress
+from cuboid.weights.state_dict_map import stored_names
+
+
+class CuboidModel(ModelWrapper):
+    """A model that was boosted, and all that belongs to its run.
+
+    Attributes:
+        pipeline: that runs it, if it is a stage of one.
+        optimizer: that was boosted with it, if any.
+        progress: how far the run is.
+        client_state: the caller's own, which goes into checkpoints and comes out of them.
+        restored: whether the optimizer's state came from a checkpoint, and no step since.
+    """
+
+    def __init__(self, module: nn.Module, origin: Origin) -> None:
+        super().__init__(module)
+        self.pipeline = Pipeline(module) if isinstance(module, StageModel) else None
+        self.optimizer: CuboidOptimizer | None = None
+        self.checkpointing = Checkpointing(module, origin)
+        self.progress = Progress()
+        self.client_state: dict[str, Any] = {}
+        self.restored = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward, of a whole micro-batch that all ranks of a mesh are given alike.
+
+        Raises:
+            CuboidError: on a pipeline, which ``booster.execute_pipeline`` runs.
+        """
+        if self.pipeline is not None:
+            raise CuboidError("a pipeline stage has no forward of its own; use booster.execute_pipeline")
+        output = self.module(*args, **kwargs)
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if torch.is_grad_enabled() and self.training and ids is not None:
+            self.count_rows(ids.shape[0])
+        return output
+
+    def count_rows(self, rows: int) -> None:
+        """Note that each replica trains on so many more rows."""
+        self.progress.samples += rows * mesh_of(self.module).topology.data
+
+    def stepped(self) -> None:
+        """Note an optimizer step."""
+        self.progress.optimizer += 1
+        self.restored = False
+        self.checkpointing.changed()
+
+    @property
+    def adapter(self) -> OptimizerAdapter | None:
+        """The optimizer's state for checkpoints."""
+        return None if self.optimizer is None else self.optimizer.replicated.adapter(stored_names(self.module))

@@ -1,0 +1,169 @@
+"""ColossalAI's interface of an optimizer, on the gradients of a sharded model and its replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from colossalai.interface import OptimizerWrapper
+from torch import nn
+
+from cuboid.distributed.rank_agreement import StepGuard, begin_update
+from cuboid.errors import CuboidError
+from cuboid.models.pipeline.pipeline import Pipeline
+from cuboid.models.sharded.sharded_model import mesh_of, unwrap
+from cuboid.models.stages.stage_model import StageModel
+from cuboid.optim.data_parallel_optimizer import replica_optimizer
+from cuboid.optim.grad_buffer import gradient_of
+from cuboid.optim.grad_norm import scale_to, total_norm
+
+
+class CuboidOptimizer(OptimizerWrapper):
+    """An optimizer that steps on the sum of all replicas' gradients.
+
+    They are added up once for each step, by the first of :meth:`step` and the clipping methods, however many backward
+    passes there were: with or without ``no_sync``, accumulation sends no more than that. So all ranks must call these.
+
+    Args:
+        optim: of torch's kind, of the model's parameters, without a state. It is changed in place.
+        model: sharded.
+        dtype: that the parameters are to have; None to leave them as they are.
+        split: whether each replica holds only its share of the optimizer's state.
+        max_norm: that :meth:`step` clips the gradient to; 0 for none.
+        pipeline: of the model, if it has one.
+        stepped: is called after each step.
+    """
+
+    def __init__(
+        self,
+        optim: torch.optim.Optimizer,
+        model: nn.Module,
+        *,
+        dtype: torch.dtype | None,
+        split: bool,
+        max_norm: float,
+        pipeline: Pipeline | None,
+        stepped: Callable[[], None],
+    ) -> None:
+        super().__init__(optim)
+        inner: Any = unwrap(model)
+        self._model = inner
+        self._mesh = mesh_of(model)
+        self._split = split and self._mesh.topology.data > 1
+        self._max_norm = max_norm
+        self._pipeline = pipeline
+        self._stepped = stepped
+        self._counted = {id(parameter) for parameter in inner.counted_parameters()}
+        self._norm: torch.Tensor | None = None
+        self._complete = False
+        self._steps = 0
+        self.replicated = replica_optimizer(optim, self._mesh, dtype, split=self._split)
+
+    def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
+        """Add the gradients of this replica's loss to those so far; the step takes the mean over the replicas.
+
+        Raises:
+            CuboidError: on a pipeline, whose ``execute_pipeline`` has run backward.
+        """
+        self.backward_by_grad(loss, torch.ones_like(loss), inputs, retain_graph, **kwargs)
+
+    def backward_by_grad(
+        self, tensor: torch.Tensor, grad: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any
+    ) -> None:
+        """As :meth:`backward`, of a tensor whose gradient is known."""
+        if self._pipeline is not None:
+            raise CuboidError("execute_pipeline has run backward already; go on with optimizer.step()")
+        self.accumulate()
+        with StepGuard(self._mesh, f"backward of step {self._steps + 1}"):
+            torch.autograd.backward(
+                tensor, grad / self._mesh.topology.data, inputs=inputs, retain_graph=retain_graph, **kwargs
+            )
+
+    def accumulate(self) -> None:
+        """Get ready for more gradients, also where those so far have been added up."""
+        if not self._complete:
+            return
+        self._complete = False
+        self.replicated.reopen()
+        if isinstance(self._model, StageModel):
+            # The other stage has their sum; this one's part would be counted again.
+            for parameter in self._model.staging.repeated_parameters():
+                gradient = gradient_of(parameter)
+                if gradient is not None:
+                    gradient.zero_()
+
+    def step(self, closure: None = None) -> None:
+        """Make an optimizer step, clipped if the config says so.
+
+        Raises:
+            CuboidError: there is a closure.
+        """
+        if closure is not None:
+            raise CuboidError("a closure would run forward and backward behind the plugin's back; call step without it")
+        self._finish_gradients()
+        if self._max_norm > 0:
+            self.clip_grad_by_norm(self._max_norm)
+        with StepGuard(self._mesh, f"optimizer step {self._steps + 1}"):
+            self.replicated.step()
+        self._steps += 1
+        self._stepped()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
+        """Forget the gradients.
+
+        Args:
+            set_to_none: as torch has it; buffers that are used again are zeroed in any case.
+        """
+        self.replicated.clear()
+        self._complete = False
+
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        """Clip the gradient of the whole model, over all its ranks.
+
+        Args:
+            max_norm: to which it is shortened if it is longer.
+            norm_type: the p of the p-norm.
+            error_if_nonfinite: raise where the norm is infinite or NaN.
+
+        Returns:
+            The norm before, the same on every rank, a tensor of no dims.
+        """
+        self._finish_gradients()
+        norm = self._total_norm(float(norm_type))
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise RuntimeError(f"the gradient's {norm_type}-norm is {norm.item()}, so it can't be clipped")
+        scale_to((p.grad for p in self.parameters if p.grad is not None), norm, max_norm)
+        self._norm = norm
+        return norm
+
+    def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
+        """Clip each element of the gradient."""
+        self._finish_gradients()
+        super().clip_grad_by_value(clip_value, *args, **kwargs)
+
+    def get_grad_norm(self, norm_type: float = 2.0, **_: Any) -> float | None:
+        """The norm that was found when the gradient was last clipped; None if it never was."""
+        if norm_type != 2.0:
+            raise CuboidError("only the 2-norm is kept; clip_grad_by_norm gives any other")
+        return None if self._norm is None else float(self._norm)
+
+    def _finish_gradients(self) -> None:
+        if self._complete:
+            return
+        begin_update(self._mesh, self._steps + 1)
+        with StepGuard(self._mesh, f"reduction of the gradients of step {self._steps + 1}"):
+            if self._pipeline is not None:
+                self._pipeline.add_shared_gradients()
+            self.replicated.reduce()
+        self._complete = True
+
+    def _total_norm(self, norm_type: float) -> torch.Tensor:
+        mesh = self._mesh
+        groups = [mesh.model_parallel_group] if len(mesh.copy_ranks) > 1 else []
+        if self._split:
+            groups.append(mesh.data_parallel_group)
+        like = next(self._model.parameters())
+        return total_norm(self.replicated.gradients(self._counted), groups, norm_type, like)

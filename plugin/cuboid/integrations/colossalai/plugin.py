@@ -1,0 +1,295 @@
+"""``Booster(plugin=CuboidPlugin(config))``: ColossalAI's calls, on Cuboid's mesh and pipeline.
+
+Written for ColossalAI 0.5, of which it changes nothing: plugins are a door that ColossalAI offers. What this one uses
+of it runs on later versions of torch and transformers than ColossalAI's own plugins do.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from colossalai.accelerator import get_accelerator
+from colossalai.booster.plugin.pp_plugin_base import PipelinePluginBase
+from colossalai.interface.optimizer import DistributedOptim
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from cuboid.config.config_file import ConfigSource
+from cuboid.distributed.mesh import current_world_size
+from cuboid.distributed.rank_agreement import run_on_all_ranks
+from cuboid.errors import ConfigError, CuboidError, OptimizerError, UnsupportedModelError
+from cuboid.integrations.colossalai.checkpoint import CuboidCheckpointIO
+from cuboid.integrations.colossalai.criterion import scale_of
+from cuboid.integrations.colossalai.model import CuboidModel
+from cuboid.integrations.colossalai.optimizer import CuboidOptimizer
+from cuboid.integrations.colossalai.parallel_sizes import LayoutNames
+from cuboid.integrations.colossalai.plugin_config import PluginConfig
+from cuboid.integrations.handoff import adopt_model, adopt_optimizer, check_schedule, check_trains
+from cuboid.models.batch.broadcast import read_micro_batch, split_rows
+from cuboid.models.sharded.sharded_model import mesh_of
+from cuboid.optim.data_parallel_optimizer import is_fresh
+from cuboid.optim.elementwise import Pieces, check_optimizer
+from cuboid.weights.checkpointing import Origin
+
+
+class CuboidPlugin(LayoutNames, PipelinePluginBase):
+    """3-D tensor parallelism and the Seq1F1B pipeline for causal language models of Hugging Face, under a ``Booster``.
+
+    One booster serves one model. Losses of a pipeline are means over the label tokens of all micro-batches and all
+    replicas, the same on every rank; without one, each replica's is the mean over its own.
+
+    Args:
+        config: a path to a .json or .yaml file, or a dict, with the sections that DeepSpeed's config has for Cuboid.
+            Beside them ``train_micro_batch_size_per_gpu``, ``gradient_accumulation_steps``, ``gradient_clipping``,
+            ``bf16.enabled`` and ``zero_optimization.stage`` (0 or 1) are read.
+
+    Attributes:
+        config: Cuboid's part. ``cuboid.from_pretrained(path, plugin.config)`` reads only this rank's slices.
+
+    Raises:
+        ConfigError, MeshError: the config is wrong, has a key that nobody reads, or doesn't fit the world.
+    """
+
+    def __init__(self, config: ConfigSource) -> None:
+        super().__init__()
+        self._config = PluginConfig.read(config, current_world_size())
+        self.config = self._config.cuboid
+        self._checkpoint_io = CuboidCheckpointIO()
+        self._model: CuboidModel | None = None
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: Any = None,
+    ) -> tuple[CuboidModel, CuboidOptimizer | None, Any, Any, Any]:
+        """What ``booster.boost`` does: shard the model unless it is, and wrap it and the optimizer.
+
+        Raises:
+            CuboidError: the model, or the optimizer, can't be trained so.
+        """
+        boosted = run_on_all_ranks(lambda: self._boost(model, optimizer, lr_scheduler), what="booster.boost")
+        return boosted, boosted.optimizer, criterion, dataloader, lr_scheduler
+
+    def _boost(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, lr_scheduler: Any) -> CuboidModel:
+        if self._model is not None:
+            raise CuboidError("this plugin has boosted a model already; make another plugin and booster for the next")
+        sharded = adopt_model(model, self.config)
+        self.mesh = mesh_of(sharded)
+        self.mesh.connect()
+        self.mesh.connect_host()
+        run_on_all_ranks(lambda: self._take_optimizer(sharded, optimizer, lr_scheduler), self.mesh)
+        sharded.to(get_accelerator().get_current_device())
+        booster = self._config.booster
+        boosted = CuboidModel(sharded, Origin.of("colossalai", self.config, self._config.source, sharded))
+        if booster.precision == "fp32":
+            _cast((p for p in sharded.parameters() if p.dtype.itemsize < torch.float32.itemsize), torch.float32)
+        if optimizer is not None:
+            check_trains(sharded)
+            boosted.optimizer = CuboidOptimizer(
+                optimizer,
+                sharded,
+                dtype=torch.bfloat16 if booster.precision == "bf16" else None,
+                split=booster.zero_optimization.stage == 1,
+                max_norm=booster.gradient_clipping,
+                pipeline=boosted.pipeline,
+                stepped=boosted.stepped,
+            )
+        if booster.precision == "bf16":
+            # Those that no optimizer has.
+            _cast(sharded.parameters(), torch.bfloat16)
+        self._model = boosted
+        self._checkpoint_io.attach(boosted)
+        return boosted
+
+    def _take_optimizer(self, model: nn.Module, optimizer: Any, schedule: Any) -> None:
+        """Have the optimizer step on the sharded model, if it can.
+
+        Raises:
+            OptimizerError: it can't.
+        """
+        assert self.mesh is not None
+        check_schedule(schedule, optimizer)
+        if optimizer is None:
+            return
+        name = type(optimizer).__name__
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise OptimizerError(f"boost takes an optimizer of torch's kind, not a {name}")
+        if isinstance(optimizer, DistributedOptim):
+            raise OptimizerError(
+                f"{name} expects ColossalAI's own way to shard; take an optimizer that treats each element by itself, "
+                "such as torch.optim.AdamW or ColossalAI's HybridAdam"
+            )
+        adopt_optimizer(model, optimizer)
+        pieces = Pieces.of(self.mesh, self._config.flat(replicas=self.dp_size))
+        check_optimizer(optimizer, pieces)
+        if pieces.flat and not is_fresh(optimizer):
+            raise OptimizerError(
+                f"the {name} has a state already, of parameters as they were before booster.boost laid them end to "
+                "end; boost it before its first step, and load its state with booster.load_optimizer"
+            )
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any] | None,
+        model: CuboidModel,
+        criterion: Callable[..., Any] | None = None,
+        optimizer: CuboidOptimizer | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """Forward and backward of the next batch, cut into micro-batches; under ``torch.no_grad()`` the loss alone.
+
+        Only the first rank of each replica reads ``data_iter``; the others may give None.
+
+        Args:
+            data_iter: gives batches as Hugging Face models take them.
+            model: that was boosted.
+            criterion: None, or one that returns ``outputs.loss``, perhaps times a number.
+            optimizer: that was boosted; needed for a backward.
+            return_loss: whether to return it.
+            return_outputs: not possible.
+
+        Returns:
+            ``{"loss": …, "outputs": None}``; the loss is a tensor of no dims, the same on every rank.
+
+        Raises:
+            StopIteration: on every rank, where the iterator is at its end.
+            CuboidError: on every rank, where a batch is malformed or an argument asks for what there isn't.
+        """
+        pipeline = model.pipeline if isinstance(model, CuboidModel) else None
+        if pipeline is None:
+            raise ConfigError(
+                'execute_pipeline needs one: add "pipeline": {"engine": "seq1f1b", "stages": 2} to the config; or '
+                "call the model, booster.backward and optimizer.step"
+            )
+        if return_outputs:
+            raise CuboidError("return_outputs: a pipeline never has the logits of a batch in one place; leave it False")
+        scale = scale_of(criterion)
+        batches = None if data_iter is None else self._micro_batches(data_iter)
+        if not torch.is_grad_enabled():
+            loss = pipeline.evaluate(batches, None)
+        elif optimizer is None or optimizer is not model.optimizer:
+            raise CuboidError(
+                "execute_pipeline runs backward, so it needs the optimizer that boost gave; to evaluate call it inside "
+                "torch.no_grad()"
+            )
+        else:
+            optimizer.accumulate()
+            loss = pipeline.train(batches, None, gradient_scale=scale, complete=False)
+            model.count_rows(pipeline.rows)
+        return {"loss": loss * scale if return_loss else None, "outputs": None}
+
+    def _micro_batches(self, data_iter: Iterator[Any]) -> Iterator[Any]:
+        """The next batch in pieces; read when the first of them is."""
+        for batch in itertools.islice(data_iter, 1):
+            whole = read_micro_batch(batch)
+            rows = self._config.rows_of(whole["input_ids"].shape[0], training=torch.is_grad_enabled())
+            yield from split_rows(whole, rows)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module | None = None, optimizer: Any = None) -> Iterator[None]:  # noqa: ARG002
+        """Nothing is to be held back: gradients are added up over the replicas once, when the step needs them."""
+        yield
+
+    def prepare_dataloader(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 1024,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+        num_workers: int = 0,
+        distributed_sampler_cls: type[DistributedSampler] | None = None,
+        **kwargs: Any,
+    ) -> DataLoader:
+        """A loader that gives all ranks of a replica the same batches, and each replica its own.
+
+        Args:
+            dataset: of the whole.
+            batch_size: rows for each replica.
+            shuffle, seed: whether rows come in an order drawn at random, anew after ``sampler.set_epoch``.
+            drop_last: leave out what doesn't fill a batch on all replicas.
+            pin_memory, num_workers, kwargs: of ``torch.utils.data.DataLoader``.
+            distributed_sampler_cls: in place of ``torch.utils.data.DistributedSampler``.
+        """
+        replica = self.coordinate.data
+        sampler = (distributed_sampler_cls or DistributedSampler)(
+            dataset, num_replicas=self.dp_size, rank=replica, shuffle=shuffle, seed=seed, drop_last=drop_last
+        )
+        # The workers' own draws, alike on the ranks of a replica.
+        generator = torch.Generator().manual_seed(seed + replica)
+        return DataLoader(
+            dataset,
+            batch_size=batch_size,
+            sampler=sampler,
+            drop_last=drop_last,
+            pin_memory=pin_memory,
+            num_workers=num_workers,
+            generator=generator,
+            **kwargs,
+        )
+
+    def wait_for_checkpoint(self) -> bool:
+        """Wait until an asynchronous save is done; before the process group is destroyed. All ranks call it.
+
+        Returns:
+            False where it could not be written and the config says to train on.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        return self._model is None or self._model.checkpointing.wait()
+
+    def supported_devices(self) -> list[str]:
+        """Kinds of accelerators."""
+        return ["cuda", "cpu"]
+
+    def supported_precisions(self) -> list[str]:
+        """Precisions to train in."""
+        return ["fp32", "bf16"]
+
+    def control_precision(self) -> bool:
+        """The config says which."""
+        return True
+
+    def control_device(self) -> bool:
+        """The model goes to the accelerator's current device."""
+        return True
+
+    def support_no_sync(self) -> bool:
+        """See :meth:`no_sync`."""
+        return True
+
+    def support_lora(self) -> bool:
+        """No rule yet."""
+        return False
+
+    def control_checkpoint_io(self) -> bool:
+        """Checkpoints are Cuboid's."""
+        return True
+
+    def get_checkpoint_io(self) -> CuboidCheckpointIO:
+        """What writes and reads them."""
+        return self._checkpoint_io
+
+    def enable_lora(self, *_: Any, **__: Any) -> NoReturn:
+        """Not possible.
+
+        Raises:
+            UnsupportedModelError: always.
+        """
+        raise UnsupportedModelError("LoRA has no rule on a sharded model")
+
+
+def _cast(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    for parameter in parameters:
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)

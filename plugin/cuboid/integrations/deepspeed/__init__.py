@@ -1,0 +1,1 @@
+"""What DeepSpeed is handed for sharded models and pipelines."""

@@ -1,0 +1,152 @@
+"""``save_checkpoint`` and ``load_checkpoint`` of an engine, with DeepSpeed's arguments and Cuboid's checkpoints."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deepspeed import DeepSpeedEngine
+from deepspeed.runtime.dataloader import RepeatingLoader
+from deepspeed.runtime.utils import DummyOptim
+
+from cuboid.checkpoint.loader import Opened
+from cuboid.checkpoint.optimizer_state import OptimizerAdapter
+from cuboid.errors import CheckpointError
+from cuboid.integrations.deepspeed.optimizer_state import adapt_optimizer
+from cuboid.weights.checkpointing import Checkpointing, Part, Progress, load_scheduler, progress_of
+from cuboid.weights.state_dict_map import stored_names
+
+
+class CheckpointedEngine(DeepSpeedEngine):
+    """A DeepSpeedEngine that writes and reads checkpoints which are Hugging Face checkpoints."""
+
+    checkpointing: Checkpointing
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write ``save_dir/tag``, which plain transformers opens and any layout resumes. All ranks call it.
+
+        Call it between optimizer steps: gradients that are being accumulated aren't saved. How it goes about it is the
+        ``checkpoint`` section's of the config.
+
+        Args:
+            save_dir: folder of checkpoints, which all ranks see.
+            tag: name of this one; ``global_step`` and the number of steps unless given.
+            client_state: the caller's own: None, bools, numbers, texts, tensors, numpy arrays, and lists, tuples and
+                dicts of them. ``data_fingerprint`` in it goes into the lineage.
+            save_latest: whether ``save_dir/latest`` is to name it.
+            exclude_frozen_parameters: not possible, since the model would be incomplete.
+
+        Returns:
+            Whether it is there; or, if asynchronous, on its way.
+
+        Raises:
+            CheckpointError: on every rank, where any of them failed.
+        """
+        if exclude_frozen_parameters:
+            raise CheckpointError("exclude_frozen_parameters would leave a checkpoint that no model can be opened from")
+        self.checkpointing.changed()
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        part = Part(optimizer=self._adapter, scheduler=self.lr_scheduler)
+        progress = Progress(self.global_steps, self.global_samples, self.skipped_steps)
+        return self.checkpointing.save(Path(save_dir), name, part, progress, client_state or {}, latest=save_latest)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str, dict[str, Any]]:
+        """Go on from a checkpoint, whatever layout wrote it. All ranks call it.
+
+        Args:
+            load_dir: folder of checkpoints, or one checkpoint.
+            tag: which one; by default what ``load_dir/latest`` names.
+            load_module_strict, custom_load_fn: as DeepSpeed has them; only their defaults are possible.
+            load_optimizer_states: without, the optimizer stays as it is, but for copies of the weights.
+            load_lr_scheduler_states: without, the schedule stays as it is.
+            load_module_only: only the weights, for fine-tuning; then any Hugging Face checkpoint will do.
+
+        Returns:
+            The checkpoint's path, and the client state that it was saved with.
+
+        Raises:
+            CheckpointError: on every rank: there is none, it isn't whole, or it is of another model or optimizer.
+        """
+        if not load_module_strict or custom_load_fn is not None:
+            raise CheckpointError("load_module_strict=False and custom_load_fn have no meaning here; leave them out")
+        adapter = self._adapter
+        if load_module_only and tag is None and _is_plain(Path(load_dir)):
+            self.checkpointing.load_weights(Path(load_dir), adapter)
+            return str(load_dir), {}
+        opened = self.checkpointing.open(Path(load_dir), tag)
+        self.checkpointing.load_weights(opened, adapter)
+        if not load_module_only:
+            if load_optimizer_states and adapter is not None:
+                self.checkpointing.load_optimizer(opened, adapter)
+            self._restore(opened, with_scheduler=load_lr_scheduler_states)
+            self.checkpointing.restore_random(opened)
+        return str(opened.path), dict(opened.document["client"])
+
+    def wait_for_checkpoint(self) -> bool:
+        """Wait until an asynchronous ``save_checkpoint`` is done. All ranks call it.
+
+        Returns:
+            False where it could not be written and the config says to train on.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        return self.checkpointing.wait()
+
+    def destroy(self) -> None:
+        """Wait for a checkpoint that is on its way, and release what the engine holds."""
+        if hasattr(self, "checkpointing"):
+            self.checkpointing.wait()
+        super().destroy()
+
+    @property
+    def _adapter(self) -> OptimizerAdapter | None:
+        if self.optimizer is None or isinstance(self.optimizer, DummyOptim):
+            return None
+        return adapt_optimizer(self.optimizer, stored_names(self.module))
+
+    def _restore(self, opened: Opened, *, with_scheduler: bool) -> None:
+        progress = progress_of(opened)
+        self.global_steps = progress.optimizer
+        self.global_samples = progress.samples
+        self.skipped_steps = progress.skipped
+        self.micro_steps = self.global_steps * self.gradient_accumulation_steps()
+        if with_scheduler and self.lr_scheduler is not None:
+            load_scheduler(self.lr_scheduler, opened)
+
+
+def positioned(loader: Any, samples: int, samples_per_round: int) -> Any:
+    """An endless iterator over a loader, behind the batches that so many samples of all replicas were in.
+
+    Args:
+        loader: of this rank's replica.
+        samples: of all replicas, so far.
+        samples_per_round: of all replicas, in one batch of each.
+    """
+    batches = samples // samples_per_round % max(len(loader), 1)
+    iterator = iter(RepeatingLoader(loader))
+    return itertools.islice(iterator, batches, None)
+
+
+def _is_plain(folder: Path) -> bool:
+    """Whether a folder holds a Hugging Face checkpoint and nothing of ours."""
+    ours = (folder / "manifest.json").is_file() or (folder / "latest").is_file()
+    return (folder / "config.json").is_file() and not ours

@@ -1,0 +1,128 @@
+"""What DeepSpeed is handed for a sharded model: the mesh in its words, and an engine whose exports are whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.utils import clip_grad_norm_
+from torch import nn
+
+from cuboid.config.schema import MAX_FILE_BYTES
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.rank_agreement import StepGuard, begin_update
+from cuboid.errors import CheckpointError
+from cuboid.integrations.deepspeed.checkpoint import CheckpointedEngine
+from cuboid.models.sharded.sharded_model import mesh_of
+from cuboid.weights.save import export_model, full_state_dict
+
+
+class ModelParallelUnit:
+    """A mesh in the words of DeepSpeed's (Megatron's) ``mpu``: all that hold a copy are one model-parallel group."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        """Ranks that hold one copy of the model together."""
+        return self._mesh.model_parallel_group
+
+    def get_model_parallel_world_size(self) -> int:
+        """Ranks of :meth:`get_model_parallel_group`: of the meshes of all stages."""
+        return len(self._mesh.copy_ranks)
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's place in :meth:`get_model_parallel_group`."""
+        return dist.get_rank(self.get_model_parallel_group())
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        """Ranks of the mesh."""
+        return self._mesh.shape.size
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """Ranks that hold the same shards for other data."""
+        return self._mesh.data_parallel_group
+
+    def get_data_parallel_world_size(self) -> int:
+        """Replicas of the mesh."""
+        return self._mesh.topology.data
+
+    def get_data_parallel_rank(self) -> int:
+        """Which replica this rank belongs to."""
+        return self._mesh.coordinate.data
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """World ranks of :meth:`get_data_parallel_group`."""
+        return dist.get_process_group_ranks(self.get_data_parallel_group())
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        """Pipeline stages."""
+        return self._mesh.topology.pipe
+
+
+class CuboidEngine(CheckpointedEngine):
+    """A DeepSpeedEngine whose exports hold whole tensors, and which tells the gradient norm without ZeRO too."""
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``DeepSpeedEngine.backward``; what fails on a rank, or a rank that is gone, is told to the others."""
+        mesh = mesh_of(self.module)
+        if self.is_gradient_accumulation_boundary():
+            begin_update(mesh, self.global_steps + 1)
+        with StepGuard(mesh, f"backward of step {self.global_steps + 1}"):
+            return super().backward(*args, **kwargs)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``DeepSpeedEngine.step``; see :meth:`backward`."""
+        with StepGuard(mesh_of(self.module), f"optimizer step {self.global_steps + 1}"):
+            return super().step(*args, **kwargs)
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip, and keep the norm that DeepSpeed would forget."""
+        self._global_grad_norm = clip_grad_norm_(
+            parameters=self._clipped_parameters(), max_norm=self.gradient_clipping(), mpu=self.mpu
+        )
+
+    def _clipped_parameters(self) -> list[nn.Parameter]:
+        return list(self.module.parameters())
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Exports are always gathered."""
+        return True
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the weights as a Hugging Face checkpoint, where DeepSpeed would pickle this rank's. All ranks call it.
+
+        Args:
+            save_dir: folder of the checkpoint.
+            save_filename: only the default is possible, which gives way to safetensors files.
+            exclude_frozen_parameters: not possible, since the model would be incomplete.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointError: an argument asks for what there isn't, or a rank can't write.
+        """
+        if save_filename != "pytorch_model.bin" or exclude_frozen_parameters:
+            raise CheckpointError(
+                "save_16bit_model writes a whole model as safetensors files with Hugging Face's names; leave out "
+                "save_filename and exclude_frozen_parameters"
+            )
+        export_model(self.module, Path(save_dir), MAX_FILE_BYTES)
+        return True
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
+        # What accelerate and the HF Trainer save. All ranks come here; the first one gets the tensors.
+        state = full_state_dict(self.module)
+        if not exclude_frozen_parameters:
+            return state
+        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+        return {name: tensor for name, tensor in state.items() if name not in frozen}

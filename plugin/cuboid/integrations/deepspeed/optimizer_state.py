@@ -1,0 +1,89 @@
+"""Where DeepSpeed's optimizers keep what checkpoints hold: masters and moments, by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn
+
+from cuboid.checkpoint.optimizer_state import Holding, OptimizerAdapter, Slot
+from cuboid.errors import CheckpointError
+
+#: For each wrapper, where it has its parameter groups in the model's precision.
+_GROUPS = {
+    DeepSpeedZeroOptimizer: "bit16_groups",
+    BF16_Optimizer: "bf16_groups",
+    FP16_Optimizer: "fp16_groups",
+    FP16_UnfusedOptimizer: "fp16_groups",
+}
+
+
+def adapt_optimizer(optimizer: Any, names: Mapping[int, str]) -> OptimizerAdapter:
+    """Read and restore an engine's optimizer.
+
+    Args:
+        optimizer: of the engine.
+        names: of the model's parameters, by their ids.
+
+    Raises:
+        CheckpointError: a kind of optimizer that isn't known.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return OptimizerAdapter.direct(optimizer, names)
+    attribute = next((attribute for kind, attribute in _GROUPS.items() if isinstance(optimizer, kind)), None)
+    base = getattr(optimizer, "optimizer", None)
+    if attribute is None or not isinstance(base, torch.optim.Optimizer):
+        raise CheckpointError(
+            f"{type(optimizer).__name__} keeps its state in a way that isn't known; checkpoints know optimizers of "
+            "torch's kind by themselves, under ZeRO 1 and 2, and under bf16"
+        )
+    # What isn't the model's stands for a stage that is frozen as a whole.
+    parameters = [[p for p in own if id(p) in names] for own in getattr(optimizer, attribute)]
+    groups = [
+        _unfused(optimizer.fp32_groups[index], own, names)
+        if isinstance(optimizer, FP16_UnfusedOptimizer)
+        else [_flat(group["params"][0], own, names, optimizer)]
+        for index, (group, own) in enumerate(zip(base.param_groups, parameters, strict=True))
+    ]
+    has_master = any(
+        holding.tensor.dtype != parameter.dtype
+        for holdings, own in zip(groups, parameters, strict=True)
+        for holding in holdings
+        for parameter in own
+    )
+    return OptimizerAdapter(base, groups, has_master=has_master, refresh=optimizer.refresh_fp32_params)
+
+
+def _unfused(copies: Sequence[torch.Tensor], own: Sequence[nn.Parameter], names: Mapping[int, str]) -> list[Holding]:
+    return [Holding.of(copy, names[id(parameter)]) for copy, parameter in zip(copies, own, strict=True)]
+
+
+def _flat(flat: torch.Tensor, own: Sequence[nn.Parameter], names: Mapping[int, str], optimizer: Any) -> Holding:
+    slots = _all_slots(own, names) if isinstance(optimizer, FP16_Optimizer) else _partition_slots(own, names)
+    return Holding(flat, tuple(slots), tuple(names[id(parameter)] for parameter in own))
+
+
+def _all_slots(own: Sequence[nn.Parameter], names: Mapping[int, str]) -> list[Slot]:
+    """One behind the other."""
+    slots, offset = [], 0
+    for parameter in own:
+        slots.append(Slot(names[id(parameter)], 0, offset, parameter.numel()))
+        offset += parameter.numel()
+    return slots
+
+
+def _partition_slots(own: Sequence[nn.Parameter], names: Mapping[int, str]) -> list[Slot]:
+    """What this replica was given of each parameter."""
+    slots = []
+    for parameter in own:
+        mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+        if mapping is not None:
+            here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
+            slots.append(Slot(names[id(parameter)], here.start, there.start, here.numel))
+    return slots

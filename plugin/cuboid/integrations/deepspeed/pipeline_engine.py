@@ -1,0 +1,226 @@
+"""The DeepSpeed engine of a pipeline: the calls of DeepSpeed's own ``PipelineEngine``, on Cuboid's pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.dataloader import RepeatingLoader
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import log_dist
+from torch import nn
+
+from cuboid.checkpoint.loader import Opened
+from cuboid.distributed.rank_agreement import StepGuard
+from cuboid.errors import CuboidError
+from cuboid.integrations.deepspeed.checkpoint import positioned
+from cuboid.integrations.deepspeed.engine import CuboidEngine
+from cuboid.models.pipeline.pipeline import Pipeline
+
+
+class CuboidPipelineEngine(CuboidEngine):
+    """A DeepSpeedEngine that trains with :meth:`train_batch` and evaluates with :meth:`eval_batch`.
+
+    Losses are means over the label tokens of the whole batch: of all micro-batches and all replicas.
+    """
+
+    pipeline: Pipeline
+    _iterator: Iterator[Any] | None
+    _in_step: bool
+    placeholder: nn.Parameter | None
+
+    @classmethod
+    def take_over(cls, engine: CuboidEngine, placeholder: nn.Parameter | None) -> CuboidPipelineEngine:
+        """Turn a fresh engine, whose module is a stage, into this class.
+
+        Args:
+            engine: what DeepSpeed has made.
+            placeholder: what its optimizer has where all parameters of the stage are frozen.
+        """
+        engine.__class__ = cls
+        assert isinstance(engine, cls)
+        engine.pipeline = Pipeline(engine.module)
+        engine.placeholder = placeholder
+        loader = engine.training_dataloader
+        engine._iterator = None if loader is None else iter(RepeatingLoader(loader))
+        engine._in_step = False
+        return engine
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """One optimizer step on the next ``gradient_accumulation_steps`` micro-batches of each replica.
+
+        Only the first rank of a replica reads ``data_iter``; the others may give None.
+
+        Args:
+            data_iter: gives dicts as Hugging Face models take them, or pairs (input_ids, labels); labels are not
+                shifted. None goes on with the iterator of last time, or the ``training_data`` of ``initialize``.
+
+        Returns:
+            The loss before the step, a tensor of no dims, the same on every rank.
+
+        Raises:
+            StopIteration: on every rank, where the iterator ends before the step has its micro-batches.
+            CuboidError: a micro-batch is malformed.
+        """
+        if not torch.is_grad_enabled():
+            raise CuboidError("train_batch needs gradients; use eval_batch inside torch.no_grad()")
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        self.module.train()
+        self.tput_timer.start()
+        if isinstance(self.optimizer, ZeROOptimizer):
+            # Its hooks see each unit's gradients, and leave them where they are.
+            self.optimizer.set_gradient_accumulation_boundary(False)
+        loss = self.pipeline.train(
+            self._iterator,
+            self.gradient_accumulation_steps(),
+            # DeepSpeed takes the mean over the replicas, where this loss's gradients are to be added.
+            gradient_scale=float(self.dp_world_size),
+        )
+        if self.placeholder is not None:
+            # DeepSpeed's optimizers and its clipping need a gradient on each stage; this one's is zero.
+            (self.placeholder * 0).sum().backward()
+        with StepGuard(self.pipeline.mesh, f"optimizer step {self.global_steps + 1}"):
+            self._reduce_gradients()
+            self._finish_step()
+        if self.pipeline.recut is not None:
+            log_dist(
+                f"by the times measured so far, sequences are cut into segments of {self.pipeline.recut}", ranks=[0]
+            )
+        if self.monitor.enabled and self.global_rank == 0:
+            self.monitor.write_events([("Train/Samples/train_loss", loss.item(), self.global_samples)])
+        return loss
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> torch.Tensor:
+        """The loss of the next micro-batches, without gradients.
+
+        Args:
+            data_iter: as for :meth:`train_batch`.
+            return_logits, compute_loss, reduce_output, bcast_loss: as ``PipelineEngine`` has them; only their defaults
+                are possible.
+            num_micro_batches: of each replica; by default ``gradient_accumulation_steps``.
+
+        Returns:
+            The loss, the same on every rank.
+
+        Raises:
+            StopIteration, CuboidError: as :meth:`train_batch`.
+        """
+        if return_logits or not compute_loss:
+            raise CuboidError("eval_batch gives the loss only: a pipeline never has the logits of a batch in one place")
+        if reduce_output != "avg" or not bcast_loss:
+            raise CuboidError('eval_batch gives every rank the mean: leave reduce_output "avg" and bcast_loss True')
+        self.module.eval()
+        return self.pipeline.evaluate(data_iter, num_micro_batches or self.gradient_accumulation_steps())
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Where :meth:`train_batch` reads from now on."""
+        self._iterator = iterator
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Like :meth:`set_dataiterator`, over and over."""
+        self._iterator = iter(RepeatingLoader(loader))
+
+    def _restore(self, opened: Opened, *, with_scheduler: bool) -> None:
+        super()._restore(opened, with_scheduler=with_scheduler)
+        if self.training_dataloader is not None:
+            # Ours to position, since train_batch reads it by itself.
+            micro_batch = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+            self._iterator = positioned(self.training_dataloader, self.global_samples, micro_batch)
+
+    def _clipped_parameters(self) -> list[nn.Parameter]:
+        return [*super()._clipped_parameters(), *([] if self.placeholder is None else [self.placeholder])]
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the optimizer step of a :meth:`train_batch` is running."""
+        return self._in_step
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the embeddings."""
+        return self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the head and computes the loss."""
+        return self.stage_id == self.num_stages - 1
+
+    @property
+    def stage_id(self) -> int:
+        """This rank's stage, from 0."""
+        return self.pipeline.mesh.coordinate.pipe
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.pipeline.mesh.topology.pipe
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step, for each replica."""
+        return self.gradient_accumulation_steps()
+
+    def is_pipe_parallel(self) -> bool:
+        """Whether there is more than one stage."""
+        return self.num_stages > 1
+
+    def forward(self, *_: Any, **__: Any) -> NoReturn:
+        """Not by itself.
+
+        Raises:
+            CuboidError: always.
+        """
+        raise CuboidError(
+            "a pipeline engine has no forward of its own; use train_batch or eval_batch, or cuboid.CuboidTrainer in "
+            "place of the Hugging Face Trainer"
+        )
+
+    def backward(self, *_: Any, **__: Any) -> NoReturn:
+        """Not by itself.
+
+        Raises:
+            CuboidError: always.
+        """
+        raise CuboidError("a pipeline engine has no backward of its own; use train_batch")
+
+    def step(self, *_: Any, **__: Any) -> NoReturn:
+        """Not by itself.
+
+        Raises:
+            CuboidError: always.
+        """
+        raise CuboidError("train_batch makes the optimizer step itself")
+
+    def _reduce_gradients(self) -> None:
+        """Take the mean over the replicas, once for all units of the step."""
+        if isinstance(self.optimizer, DeepSpeedZeroOptimizer):
+            # Nothing is left to be put off, but this reduces at its end whatever there is. It isn't wrapped around the
+            # units: where one of them fails, it would wait for the other replicas and keep the message back.
+            with self.coalesce_grad_reduction():
+                pass
+        else:
+            with self._at_boundary():
+                self.allreduce_gradients()
+
+    def _finish_step(self) -> None:
+        with self._at_boundary():
+            # As if each micro-batch had been a backward of its own; the step counts the last one.
+            self.micro_steps += self.gradient_accumulation_steps() - 1
+            super().step()
+
+    @contextmanager
+    def _at_boundary(self) -> Iterator[None]:
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False

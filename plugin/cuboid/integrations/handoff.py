@@ -1,0 +1,225 @@
+"""A model that a framework is handed, whole or sharded already, with the optimizer that knows its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cuboid.config.schema import CuboidConfig
+from cuboid.errors import ConfigError, OptimizerError
+from cuboid.models.sharded.sharded_model import ShardedModel, mesh_of, sharding_of
+from cuboid.models.stages.stage_model import StageModel
+from cuboid.optim.data_parallel_optimizer import fill_state, is_fresh
+from cuboid.weights.api import shard
+
+#: What a parameter has become: None where another stage has it.
+_Successor = Callable[[nn.Parameter], nn.Parameter | None]
+
+
+def adopt_model(model: Any, config: CuboidConfig) -> Any:
+    """Shard a model, unless it is.
+
+    Args:
+        model: a causal language model of transformers, perhaps from a :func:`cuboid.scope`.
+        config: which it is to be sharded by, or was.
+
+    Raises:
+        ConfigError, MeshError, UnsupportedModelError: the model can't be sharded so, or is sharded otherwise.
+    """
+    if not isinstance(model, ShardedModel):
+        return shard(model, config)
+    _check_same(model, config)
+    return model
+
+
+def adopt_parameters(model: nn.Module, parameters: Any) -> Any:
+    """Have parameters, or groups of them, for an optimizer to come be those of the sharded model.
+
+    Args:
+        model: sharded.
+        parameters: of the model as it is, or as it was before it was sharded; perhaps a generator, perhaps pairs of
+            names and parameters.
+
+    Returns:
+        The same as lists, without what other stages have.
+
+    Raises:
+        OptimizerError: some aren't the model's, or are there twice.
+    """
+    remapped = _remap(parameters, _successors(model))
+    given = remapped if isinstance(remapped, list) else [remapped]
+    _check_once(model, [p for entry in given for p in (entry["params"] if isinstance(entry, dict) else [entry])])
+    return remapped
+
+
+def adopt_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer step on the parameters of the sharded model, in place.
+
+    Parameters of other stages leave its groups, which stay though they may be empty.
+
+    Args:
+        model: sharded.
+        optimizer: made for the model's parameters as they are, or as they were before it was sharded.
+
+    Raises:
+        OptimizerError: some of its parameters aren't the model's, or are there twice, or it has a state for whole ones.
+    """
+    successor = _successors(model)
+    before = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for group in optimizer.param_groups:
+        group["params"] = _remap(group["params"], successor)
+        # Of whole models, and as many as there were.
+        group.pop("param_names", None)
+    after = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    _check_once(model, after)
+    same = {id(parameter) for parameter in after}
+    if optimizer.state and not all(id(parameter) in same for parameter in before):
+        if not is_fresh(optimizer):
+            raise OptimizerError("the optimizer has state for whole parameters; make it after the model is sharded")
+        fill_state(optimizer)
+
+
+def check_schedule(schedule: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    """Make sure that a schedule of the learning rate is one of this optimizer's, and not of another one.
+
+    Args:
+        schedule: None, or an object; what doesn't tell its optimizer is let through.
+        optimizer: that is trained with; None if the framework is going to make it.
+
+    Raises:
+        OptimizerError: the schedule would have no effect.
+    """
+    of = getattr(schedule, "optimizer", None)
+    if of is None or of is optimizer:
+        return
+    instead = "make it of the optimizer that it is given with"
+    if optimizer is None:
+        instead = "give a function that makes it of an optimizer, lr_scheduler=lambda optimizer: …"
+    raise OptimizerError(
+        f"the {type(schedule).__name__} is of another optimizer than is trained with, and would have no effect; "
+        f"{instead}"
+    )
+
+
+def drop_empty_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Remove parameter groups of which this stage has nothing.
+
+    Raises:
+        OptimizerError: a schedule was made of all of them.
+    """
+    keep_groups(optimizer, [group for group in optimizer.param_groups if group["params"]])
+
+
+def keep_groups(optimizer: torch.optim.Optimizer, kept: list[dict[str, Any]]) -> None:
+    """Remove all but some parameter groups, for DeepSpeed takes none in which there is nothing to train.
+
+    Raises:
+        OptimizerError: a schedule was made of all of them.
+    """
+    if len(kept) < len(optimizer.param_groups) and "step" in vars(optimizer):
+        raise OptimizerError(
+            "a parameter group has nothing to train on one of the stages, but a schedule of the learning rate was "
+            "made with all groups; load the model with the config before the optimizer is made, or give DeepSpeed a "
+            "function that makes the schedule, lr_scheduler=lambda optimizer: …"
+        )
+    optimizer.param_groups[:] = kept
+
+
+def check_trains(model: nn.Module) -> None:
+    """Make sure that there is something to train, and what stages share is trained or frozen; collective.
+
+    Raises:
+        ConfigError: on every rank, where all parameters of all stages are frozen, or one on one of two stages only.
+    """
+    mesh = mesh_of(model)
+    shared = model.staging.shared if isinstance(model, StageModel) else {}
+    tied = {name: parameter.requires_grad for name, parameter in shared.items()}
+    own = (any(parameter.requires_grad for parameter in model.parameters()), tied)
+    stages = [own] * mesh.topology.pipe
+    if len(stages) > 1:
+        dist.all_gather_object(stages, own, group=mesh.pipe_group)
+    for name, trained in stages[0][1].items():
+        if stages[-1][1][name] != trained:
+            raise ConfigError(
+                f"{name} is tied to a parameter of the last stage, and is {'trained' if trained else 'frozen'} on the "
+                "first stage only; let both have the same requires_grad"
+            )
+    if not any(trains for trains, _ in stages):
+        raise ConfigError(
+            "every parameter is frozen (requires_grad is False), so that there is nothing to train; leave out the "
+            "optimizer to evaluate only, or let some parameters have gradients"
+        )
+
+
+def trained_groups(parameters: list[Any]) -> list[Any]:
+    """Parameters, or groups of them, without the groups in which all parameters are frozen."""
+    if parameters and isinstance(parameters[0], dict):
+        return [group for group in parameters if any(p.requires_grad for p in group["params"])]
+    return parameters if any(p.requires_grad for p in parameters) else []
+
+
+def _check_same(model: Any, config: CuboidConfig) -> None:
+    mesh, wanted = mesh_of(model), config.tensor_parallel.mesh
+    if wanted != "auto" and mesh.shape != wanted.shape:
+        raise ConfigError(f"the model is sharded over {mesh.shape}, but tensor_parallel.mesh is {wanted.shape}")
+    if isinstance(model, StageModel) != (config.pipeline is not None) or mesh.topology.pipe != config.stages:
+        raise ConfigError(
+            f"the model is cut into {mesh.topology.pipe} pipeline stages, but the config has {config.stages}; load "
+            "it with the same config"
+        )
+
+
+def _successors(model: nn.Module) -> _Successor:
+    named = dict(model.named_parameters(remove_duplicate=False))
+    own, former = {id(parameter) for parameter in named.values()}, sharding_of(model).former
+
+    def successor(parameter: nn.Parameter) -> nn.Parameter | None:
+        if id(parameter) in own:
+            return parameter
+        names = former.names_of(parameter)
+        if not names:
+            raise OptimizerError(
+                f"the optimizer is given a parameter of shape {list(parameter.shape)} that isn't the model's, and "
+                "would train without effect; make it of the parameters of the very model that it is given with, "
+                "model.parameters(), best after the model is sharded"
+            )
+        return next((named[name] for name in names if name in named), None)
+
+    return successor
+
+
+def _remap(parameters: Any, successor: _Successor) -> Any:
+    """The same parameters, or groups of them, after the model was sharded; those of other stages are left out."""
+    if isinstance(parameters, dict):
+        kept = {key: value for key, value in parameters.items() if key not in ("params", "param_names")}
+        given = parameters["params"]
+        return {"params": _remap([given] if isinstance(given, torch.Tensor) else given, successor), **kept}
+    if isinstance(parameters, nn.Parameter):
+        return successor(parameters)
+    if isinstance(parameters, tuple) and len(parameters) == 2 and isinstance(parameters[0], str):
+        return _remap(parameters[1], successor)
+    if isinstance(parameters, Iterable) and not isinstance(parameters, str | torch.Tensor):
+        # A generator that hasn't run yet may walk through the new modules or the old parameters.
+        remapped = [_remap(parameter, successor) for parameter in parameters]
+        return [entry for entry in remapped if entry is not None and not _is_empty_group(entry)]
+    raise OptimizerError(f"the optimizer is given a {type(parameters).__name__}; give parameters or groups of them")
+
+
+def _is_empty_group(entry: Any) -> bool:
+    return isinstance(entry, dict) and not entry["params"]
+
+
+def _check_once(model: nn.Module, parameters: list[nn.Parameter]) -> None:
+    seen: set[int] = set()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for parameter in parameters:
+        if id(parameter) in seen:
+            raise OptimizerError(
+                f"the optimizer is given {names[id(parameter)]} twice, which would be stepped on twice; give each "
+                "parameter once"
+            )
+        seen.add(id(parameter))

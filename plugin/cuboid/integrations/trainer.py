@@ -1,0 +1,164 @@
+"""The Hugging Face Trainer for a pipeline: an accumulation group is one step of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.utils.memory import clear_device_cache
+from transformers import Trainer, TrainingArguments
+
+from cuboid.config.schema import CuboidConfig, split_config
+from cuboid.errors import ConfigError, CuboidError
+from cuboid.models.pipeline.pipeline import Pipeline
+
+#: Arguments of the Trainer that a pipeline has no rule for when they are set, and why.
+_REFUSED = {
+    "label_smoothing_factor": "the loss is computed in pieces on the last stage, and only there; leave it at 0",
+    "torch_compile": "stages are run unit by unit, which nobody has fitted to compiled graphs; leave it out",
+    "fp16": "loss scaling isn't supported; use bf16 or fp32",
+    "fp16_full_eval": "a stage is evaluated in the precision that it has",
+    "bf16_full_eval": "a stage is evaluated in the precision that it has; use bf16",
+    "neftune_noise_alpha": "its noise depends on the length of the sequence, but segments are embedded one by one",
+    "use_liger_kernel": "it replaces layers that are cut into stages here",
+    "auto_find_batch_size": "a rank that runs out of memory would leave the others waiting; set the batch size",
+}
+
+
+class CuboidTrainer(Trainer):
+    """A ``transformers.Trainer`` that also runs pipelines.
+
+    Takes the arguments of ``Trainer``. Where ``TrainingArguments(deepspeed=…)`` has ``pipeline.engine``, the
+    ``gradient_accumulation_steps`` micro-batches of an optimizer step, fewer at the end of an epoch, go through one
+    ``train_batch`` of the engine. Everything around it, such as logs, callbacks, schedules and checkpoints, is the
+    Trainer's own. The loss is the mean over the label tokens of the whole batch, over all replicas.
+
+    Without a pipeline it is the ``Trainer`` unchanged.
+
+    Raises:
+        ConfigError: an argument asks for what a pipeline can't do, such as logits.
+    """
+
+    deepspeed: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        config = None if plugin is None else split_config(plugin.deepspeed_config)[0]
+        self._runs_pipeline = config is not None and config.pipeline is not None
+        self._micro_batches: list[Any] = []
+        if config is not None and self._runs_pipeline:
+            self._refuse_what_has_no_rule(config)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``Trainer.train``."""
+        self._micro_batches.clear()
+        return super().train(*args, **kwargs)
+
+    def training_step(
+        self, model: Any, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Keep a micro-batch; with the last one of its group, make the whole optimizer step.
+
+        Args:
+            model: the engine.
+            inputs: a micro-batch, as :func:`cuboid.models.batch.broadcast.read_micro_batch` takes it.
+            num_items_in_batch: not needed; the engine counts label tokens itself.
+
+        Returns:
+            This call's part of the step's loss: all of it with the last micro-batch, else 0. A tensor of no dims.
+        """
+        if not self._runs_pipeline:
+            return super().training_step(model, inputs, num_items_in_batch)
+        self._micro_batches.append(self._prepare_inputs(inputs))
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        group, self._micro_batches = self._micro_batches, []
+        with _step_of(model, len(group)):
+            loss: torch.Tensor = model.train_batch(iter(group))
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
+        return loss
+
+    def evaluation_loop(self, dataloader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
+        """As ``Trainer.evaluation_loop``, for the loss only; also of a model that wasn't trained."""
+        if not self._runs_pipeline or self.deepspeed is not None:
+            return super().evaluation_loop(dataloader, description, *args, **kwargs)
+        # Without an engine, the Trainer would ask for ZeRO-3 and make one; a loss needs neither.
+        self.deepspeed = Pipeline(self.model.to(self.args.device))
+        try:
+            return super().evaluation_loop(dataloader, description, *args, **kwargs)
+        finally:
+            self.deepspeed = None
+
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor | None, Any, Any]:
+        """The loss of an evaluation batch, without logits and labels.
+
+        Raises:
+            CuboidError: logits are asked for, or the batch has no labels.
+        """
+        if not self._runs_pipeline:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if not prediction_loss_only:
+            raise CuboidError(
+                "a pipeline has no predictions, since the logits of a batch are never in one place; for the loss call "
+                "evaluate(), or set TrainingArguments.prediction_loss_only"
+            )
+        batch = iter([self._prepare_inputs(inputs)])
+        if isinstance(model, Pipeline):
+            self.model.eval()
+            return model.evaluate(batch, 1), None, None
+        return model.eval_batch(batch, num_micro_batches=1), None, None
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        # What evaluation_loop hands to prediction_step: a stage by itself has no forward.
+        if self._runs_pipeline and not training:
+            return self.deepspeed
+        return super()._wrap_model(model, training=training, dataloader=dataloader)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        # The Trainer adds up what all ranks saw, of which those of a copy of the model saw the same.
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.get_tp_size()
+
+    def _refuse_what_has_no_rule(self, config: CuboidConfig) -> None:
+        args: TrainingArguments = self.args
+        for name, reason in _REFUSED.items():
+            if getattr(args, name, None):
+                raise ConfigError(f"TrainingArguments.{name} can't be combined with pipeline.engine seq1f1b: {reason}")
+        if not args.average_tokens_across_devices and args.world_size > config.ranks:
+            raise ConfigError(
+                "TrainingArguments.average_tokens_across_devices=False can't be combined with pipeline.engine seq1f1b, "
+                "whose loss is the mean over the label tokens of all replicas; leave it True"
+            )
+        if self.compute_loss_func is not None or type(self).compute_loss is not Trainer.compute_loss:
+            name = "compute_loss_func" if self.compute_loss_func is not None else f"{type(self).__name__}.compute_loss"
+            raise ConfigError(
+                f"{name}: a pipeline computes the model's own loss, on the last stage and in pieces; leave it out"
+            )
+        if self.compute_metrics is not None and not args.prediction_loss_only:
+            raise ConfigError(
+                "compute_metrics needs logits, which a pipeline never has in one place; leave it out, or set "
+                "TrainingArguments.prediction_loss_only to have the loss only"
+            )
+
+
+@contextmanager
+def _step_of(engine: Any, micro_batches: int) -> Iterator[None]:
+    """Inside, a step of the engine has so many micro-batches."""
+    usual = engine.train_batch_size()
+    engine.set_train_batch_size(micro_batches * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
+    try:
+        yield
+    finally:
+        engine.set_train_batch_size(usual)

@@ -1,0 +1,83 @@
+"""Which attention heads a rank computes, and which key/value heads it needs for them (GQA)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from cuboid.distributed.topology import Coordinate, MeshShape
+
+
+@dataclass(frozen=True)
+class HeadCounts:
+    """Attention heads of a model: queries, keys/values, and features of each."""
+
+    query: int
+    key_value: int
+    dim: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> HeadCounts:
+        """Read the counts from a Hugging Face config."""
+        query = config.num_attention_heads
+        key_value = getattr(config, "num_key_value_heads", None) or query
+        dim = getattr(config, "head_dim", None) or config.hidden_size // query
+        return cls(query, key_value, dim)
+
+
+@dataclass(frozen=True)
+class KeyValuePlan:
+    """How one rank gets the key/value heads that its query heads attend to.
+
+    Query heads go over (sequence, hidden), the first slowest.
+
+    Args:
+        scattered: KV heads divide by sequence × hidden and are handed out like the query heads.
+        split_by_sequence: the weight's block holds the KV heads of one `sequence` index; else all of them.
+        first: first KV head that is multiplied, counted from the block's first.
+        heads: number of KV heads that are multiplied.
+        keep: which of those heads this rank keeps, in order; may repeat.
+        groups: query heads for each kept KV head on this rank.
+    """
+
+    scattered: bool
+    split_by_sequence: bool
+    first: int
+    heads: int
+    keep: tuple[int, ...]
+    groups: int
+
+
+def plan_key_value_heads(counts: HeadCounts, mesh: MeshShape, at: Coordinate) -> KeyValuePlan:
+    """Plan for the rank at ``at``; ``counts.query`` must divide by sequence × hidden."""
+    ranks = mesh.of("sequence", "hidden")
+    per_group = counts.query // counts.key_value
+    if counts.key_value % ranks == 0:
+        own = counts.key_value // ranks
+        return KeyValuePlan(True, True, 0, counts.key_value // mesh.sequence, tuple(range(own)), per_group)
+    per_rank, per_sequence = counts.query // ranks, counts.query // mesh.sequence
+    start = at.index(("sequence", "hidden"), mesh) * per_rank
+    needed = [query // per_group for query in range(start, start + per_rank)]
+    # The ranks along `hidden` add up the same heads, so they multiply all that any of them needs.
+    low = at.sequence * per_sequence // per_group
+    high = ((at.sequence + 1) * per_sequence - 1) // per_group + 1
+    by_sequence = counts.key_value % mesh.sequence == 0
+    keep, groups = _without_repeats(needed)
+    return KeyValuePlan(
+        scattered=False,
+        split_by_sequence=by_sequence,
+        first=0 if by_sequence else low,
+        heads=high - low,
+        keep=tuple(head - low for head in keep),
+        groups=groups,
+    )
+
+
+def _without_repeats(needed: list[int]) -> tuple[list[int], int]:
+    """KV heads to keep, and query heads for each: every head once if they are needed equally often, in order."""
+    heads = sorted(set(needed))
+    groups, rest = divmod(len(needed), len(heads))
+    if rest == 0 and needed == [head for head in heads for _ in range(groups)]:
+        return heads, groups
+    return needed, 1

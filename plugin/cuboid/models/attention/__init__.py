@@ -1,0 +1,1 @@
+"""Hugging Face's attention and mask interfaces for sharded heads and for segments of a sequence."""

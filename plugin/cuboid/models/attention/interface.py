@@ -1,0 +1,160 @@
+"""Attention behind Hugging Face's interfaces: heads are local, so the model's own kernel runs; masks see the whole
+sequence although the residual stream is split, and although only a segment of it may be running.
+
+Each known implementation ``name`` has a twin ``cuboid_name``. Registering them is :mod:`cuboid_patches`'s business.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from cuboid.distributed.mesh import Mesh
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.attention.segment_call import Call, attend_plain, check_call, is_plain, with_prefix
+from cuboid.models.attention.segment_mask import segment_mask
+from cuboid.models.attention.segments import PREFIX, AttentionRecord, hang_record, record_of, running_unit
+from cuboid.models.attention.whole_sequence import fake_mask, is_recording
+from cuboid.tensor3d.layers.dropout import own_random_numbers
+
+IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Positions of the unsplit sequence: as given, and as padded for the mesh."""
+
+    real: int
+    padded: int
+
+
+#: Of the forward that is running. Masks are made from an embedding that holds only this rank's part of the sequence,
+#: and get no other argument that knows.
+_lengths: ContextVar[Lengths] = ContextVar("cuboid_lengths")
+
+
+@contextmanager
+def whole_sequence(lengths: Lengths) -> Iterator[None]:
+    """Masks made inside are for the whole sequence."""
+    token = _lengths.set(lengths)
+    try:
+        yield
+    finally:
+        _lengths.reset(token)
+
+
+def is_in_forward() -> bool:
+    """Whether this thread is inside of :func:`whole_sequence`: in a forward that knows what its parts are parts of."""
+    return _lengths.get(None) is not None
+
+
+def use_sharded_attention(config: PretrainedConfig, modules: list[nn.Module], mesh: Mesh) -> None:
+    """Point a model's config at the twin of its attention implementation, which :func:`check_attention` found."""
+    for module in modules:
+        hang_record(module, AttentionRecord(mesh))
+    config._attn_implementation = PREFIX + config._attn_implementation
+
+
+def check_attention(config: PretrainedConfig) -> None:
+    """Make sure that a model's attention implementation has a twin.
+
+    Raises:
+        UnsupportedModelError: it has none.
+    """
+    name = config._attn_implementation
+    if name not in IMPLEMENTATIONS:
+        raise UnsupportedModelError(
+            f"attn_implementation {name!r} has no rule; choose one of {', '.join(IMPLEMENTATIONS)}"
+        )
+    if name == "eager" and getattr(config, "reorder_and_upcast_attn", False):
+        raise UnsupportedModelError('reorder_and_upcast_attn with attn_implementation "eager" has no rule; use "sdpa"')
+
+
+def attention_twin(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """The attention function registered as ``cuboid_<name>``."""
+
+    def attend(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        kernel = _eager_of(module) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+        record = record_of(module)
+        record.calls += 1
+        call = Call(query, key, value, attention_mask, kwargs)
+        unit = record.unit
+        if record.slot is not None and unit is not None:
+            check_call(call, unit, module, record.slot)
+            if is_plain(name, call, unit):
+                return attend_plain(call, unit, module), None
+            call = with_prefix(name, call, unit, module)
+        with _random_numbers(record, call):
+            return kernel(module, call.query, call.key, call.value, call.mask, **call.options)
+
+    return attend
+
+
+def _random_numbers(record: AttentionRecord, call: Call) -> AbstractContextManager[None]:
+    if record.mesh is None or not call.options.get("dropout"):
+        return nullcontext()
+    return own_random_numbers(record.mesh, call.query.device)
+
+
+def mask_twin(name: str) -> Callable[..., Any]:
+    """The mask function registered as ``cuboid_<name>``."""
+
+    def make_mask(**kwargs: Any) -> Any:
+        if is_recording():
+            return _mask_without_values(name, kwargs)
+        unit = running_unit()
+        if unit is not None:
+            return segment_mask(name, unit, kwargs)
+        lengths = _lengths.get()
+        sizes = {"q_length": lengths.padded, "kv_length": lengths.padded}
+        mask = ALL_MASK_ATTENTION_FUNCTIONS[name](**{**kwargs, **sizes})
+        if isinstance(mask, torch.Tensor) and mask.is_floating_point():
+            # A position that may see nothing, as in padding on the left, sees everything alike under an additive
+            # mask; but never what was added here.
+            mask[..., lengths.real :] = -torch.inf
+        return mask
+
+    return make_mask
+
+
+def _mask_without_values(name: str, arguments: dict[str, Any]) -> torch.Tensor | None:
+    """For code that asks whether there is a mask; segments get theirs one by one."""
+    may_skip = arguments.get("allow_is_causal_skip", True) and arguments.get("attention_mask") is None
+    if name != "eager" and (name != "sdpa" or may_skip):
+        return None
+    dtype = arguments.get("dtype", torch.float32) if name == "eager" else torch.bool
+    device = arguments.get("device") or torch.device("cpu")
+    return fake_mask(arguments["batch_size"], arguments["q_length"], dtype, device)
+
+
+def _eager_of(module: nn.Module) -> Callable[..., Any]:
+    """The eager attention function of the file that defines an attention module."""
+    return sys.modules[type(module).__module__].eager_attention_forward
+
+
+def check_attention_ran(modules: dict[str, nn.Module]) -> None:
+    """Make sure that attention went through the interface; some architectures bypass it.
+
+    Raises:
+        UnsupportedModelError: a module computed attention elsewhere.
+    """
+    bypassed = [name for name, module in modules.items() if not record_of(module).calls]
+    if bypassed:
+        raise UnsupportedModelError(f"{bypassed[0]} computed attention without Hugging Face's attention interface")

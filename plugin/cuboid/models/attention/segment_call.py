@@ -1,0 +1,114 @@
+"""One call of the attention interface for a segment: by fused kernels, or by the model's own on all keys so far."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.attention.segment_mask import FLASH
+from cuboid.models.attention.segments import Unit, UnitSlot
+from cuboid.seq1f1b.attention.chunked_attention import attend_segment, prefix
+
+#: Arguments without a say in plain causal attention. Any other goes to the model's own kernel, which knows it.
+_HARMLESS = {
+    *("scaling", "is_causal", "sliding_window", "dropout"),  # looked at below
+    *("position_ids", "position_embeddings", "cache_position", "num_items_in_batch", "layer_idx"),
+    *("use_cache", "past_key_values", "return_dict"),
+    *("output_attentions", "output_hidden_states", "output_router_logits"),
+}
+#: Arguments that are as long as the keys that the module itself knows of.
+_LOCAL = ("position_bias", "indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k")
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of an attention function.
+
+    Args:
+        query: ``[B, Hq, L, D]``.
+        key: ``[B, Hkv, L, D]``, or of all positions that the mask is for.
+        value: ``[B, Hkv, L, Dv]``, alike.
+        mask: what the mask function returned.
+        options: keyword arguments.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: Any
+    options: dict[str, Any]
+
+
+def check_call(call: Call, unit: Unit, module: nn.Module, slot: UnitSlot) -> None:
+    """Make sure that a call is causal self-attention of just this unit, and the module's only one.
+
+    Raises:
+        UnsupportedModelError: it isn't.
+    """
+    own = unit.stop - unit.start
+    is_causal = call.options.get("is_causal")
+    reason = None
+    if not slot.is_first_call(module):
+        reason = "it computes attention more than once in a forward"
+    elif call.query.shape[2] != own or call.key.shape[2] != own:
+        reason = f"it has {call.query.shape[2]} queries and {call.key.shape[2]} keys for a segment of {own} positions"
+    elif not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        reason = "its positions see later ones"
+    elif given := [name for name in _LOCAL if call.options.get(name) is not None]:
+        reason = f"{given[0]} would have to reach back to earlier segments"
+    elif isinstance(call.mask, torch.Tensor) and not own < call.mask.shape[-1] <= unit.stop and unit.start > 0:
+        reason = f"it cut its mask to {call.mask.shape[-1]} keys, while there are {unit.stop}"
+    if reason is not None:
+        raise UnsupportedModelError(f"{type(module).__name__} has no rule with segments: {reason}")
+
+
+def is_plain(name: str, call: Call, unit: Unit) -> bool:
+    """Whether a call is causal attention without anything else, for which no mask was made."""
+    options = call.options
+    window = options.get("sliding_window") if name in FLASH else None  # others get a mask for a window that matters
+    return (
+        call.mask is None
+        and name in ("sdpa", *FLASH)
+        and not options.get("dropout")
+        and (window is None or unit.stop <= window)
+        and all(value is None or option in _HARMLESS for option, value in options.items())
+    )
+
+
+def attend_plain(call: Call, unit: Unit, module: nn.Module) -> torch.Tensor:
+    """``[B, L, Hq, Dv]``, by the fused kernels."""
+    scale = call.options.get("scaling")
+    scale = call.query.shape[-1] ** -0.5 if scale is None else float(scale)
+    out = attend_segment(call.query, call.key, call.value, unit.store, module, unit.start, scale)
+    return out.transpose(1, 2).contiguous()
+
+
+def with_prefix(name: str, call: Call, unit: Unit, module: nn.Module) -> Call:
+    """The same call with the keys and values of all positions that its mask is for, or that a window reaches."""
+    mask, options = call.mask, call.options
+    first = 0
+    if mask is not None:
+        first = unit.stop - mask.shape[-1]
+    elif name in FLASH:
+        window = options.get("sliding_window")
+        first = 0 if window is None else max(0, unit.start - window + 1)
+    else:
+        mask = ALL_MASK_ATTENTION_FUNCTIONS[name](
+            batch_size=1,
+            q_length=unit.stop - unit.start,
+            q_offset=unit.start,
+            kv_length=unit.stop,
+            allow_is_causal_skip=False,
+            dtype=call.query.dtype,
+            device=call.query.device,
+        )
+    if name in FLASH:
+        options = {**options, "position_ids": None}  # they may look as if a packed sequence began
+    key, value = prefix(call.key, call.value, unit.store, module, unit.start, first)
+    return dataclasses.replace(call, key=key, value=value, mask=mask, options=options)

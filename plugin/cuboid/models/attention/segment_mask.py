@@ -1,0 +1,118 @@
+"""Masks of a segment: Hugging Face's own patterns, on positions of the whole sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.architectures.transformers_names import Pattern, parts_of, within_packed, without_packed
+from cuboid.models.attention.segments import Unit
+
+FLASH = ("flash_attention_2", "flash_attention_3")
+#: Kernels that are causal by themselves where they get no mask.
+_CAUSAL_BY_THEMSELVES = ("sdpa", *FLASH)
+
+
+def segment_mask(name: str, unit: Unit, arguments: dict[str, Any]) -> Any:
+    """The mask of a unit, in the form of one attention implementation.
+
+    Args:
+        name: of the implementation.
+        unit: that is running.
+        arguments: what a model asked for, with lengths of its own part of the sequence.
+
+    Returns:
+        None for what :func:`cuboid.seq1f1b.attention.chunked_attention.attend_segment` does; else a mask over the last
+        keys of those up to the segment's end: all of them, or as many as a window reaches.
+
+    Raises:
+        UnsupportedModelError: a pattern that can't be cut.
+    """
+    pattern = _causal_pattern(arguments, unit)
+    if arguments.get("use_vmap") and not unit.is_whole:
+        raise UnsupportedModelError("the model adds a mask function of its own, which has no rule with segments")
+    window = arguments.get("local_size")
+    if window is not None and unit.stop <= window:
+        window = None
+    padding = None if unit.attention_mask is None else unit.attention_mask[:, : unit.stop]
+    if name in FLASH:
+        return _flash_mask(unit, padding)
+    has_to_be = arguments.get("allow_is_causal_skip") is False  # by models that add to the mask, as ALiBi does
+    if name in _CAUSAL_BY_THEMSELVES and not has_to_be and window is None and padding is None and unit.packed is None:
+        return None
+    first = 0 if window is None else max(0, unit.start - window + 1)
+    sizes = {
+        "q_length": unit.stop - unit.start,
+        "q_offset": unit.start,
+        "kv_length": unit.stop - first,
+        "kv_offset": first,
+        "attention_mask": padding,
+        "mask_function": _within_packed(pattern, unit, arguments["batch_size"]),
+        "allow_is_causal_skip": False,
+    }
+    mask = ALL_MASK_ATTENTION_FUNCTIONS[name](**{**arguments, **sizes})
+    if padding is not None and isinstance(mask, torch.Tensor) and mask.is_floating_point():
+        _check_rows(mask, unit)
+    return mask
+
+
+def _flash_mask(unit: Unit, padding: torch.Tensor | None) -> torch.Tensor | None:
+    # These kernels align the causal pattern with the last keys, and know windows and (whole) packed sequences.
+    if unit.packed is not None and not unit.is_whole:
+        raise UnsupportedModelError(
+            'packed sequences (position_ids that restart) in segments have no rule with flash attention; use "sdpa"'
+        )
+    return None if padding is None or bool(padding.all()) else padding
+
+
+def _causal_pattern(arguments: dict[str, Any], unit: Unit) -> Pattern:
+    """A pattern without what was added for packed sequences, which the model looked for in the segment alone."""
+    pattern: Pattern = arguments.get("mask_function", causal_mask_function)
+    of_one_sequence = without_packed(pattern)
+    if of_one_sequence is not None:
+        pattern = of_one_sequence
+    elif _restarts_inside(unit):
+        raise UnsupportedModelError(
+            "position_ids restart as in packed sequences, but this model doesn't look at them for its mask, so that "
+            "the sequences would run into one another; give each sequence a row of its own"
+        )
+    if not unit.is_whole and not _only_looks_back(pattern):
+        raise UnsupportedModelError("the model's mask lets positions see later ones, which has no rule with segments")
+    return pattern
+
+
+def _restarts_inside(unit: Unit) -> bool:
+    return unit.packed is not None and bool(torch.diff(unit.packed[:, unit.start : unit.stop]).any())
+
+
+def _only_looks_back(pattern: Pattern) -> bool:
+    return pattern is causal_mask_function or any(_only_looks_back(part) for part in parts_of(pattern))
+
+
+def _within_packed(pattern: Pattern, unit: Unit, rows: int) -> Pattern:
+    if unit.packed is None:
+        return pattern
+    packed = unit.packed.expand(rows, -1)
+    index = torch.arange(packed.shape[1], device=packed.device).expand_as(packed)
+    begins = torch.diff(packed, prepend=packed[:, :1]) != 0
+    positions = index - (index * begins).cummax(dim=1).values
+    return within_packed(pattern, positions, packed)
+
+
+def _check_rows(mask: torch.Tensor, unit: Unit) -> None:
+    """Under an additive mask a position that may see nothing sees everything alike, even what comes after it.
+
+    Raises:
+        UnsupportedModelError: there is such a position, and not all that it would see is there, or more than that.
+    """
+    assert unit.attention_mask is not None
+    blind = (mask == torch.finfo(mask.dtype).min).all(dim=-1).any()
+    padded_on_the_right = not unit.attention_mask[:, -1].any()
+    if bool(blind) and (padded_on_the_right or not unit.is_whole):
+        raise UnsupportedModelError(
+            "attention_mask has positions that may see nothing, as in padding on the left. Under attn_implementation "
+            '"eager" they see all positions alike, which has no rule in a pipeline; pad on the right, or use "sdpa"'
+        )

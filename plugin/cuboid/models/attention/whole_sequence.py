@@ -1,0 +1,89 @@
+"""What a base model made of a whole sequence, and a segment's part of it; see ``stages/whole_recorder.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+#: Of the thread that looks at a whole sequence, for mask functions too, which get no module that could know. All
+#: tensors without values must be of one mode.
+_recording: ContextVar[FakeTensorMode | None] = ContextVar("cuboid_recording", default=None)
+
+
+@dataclass
+class WholeSequence:
+    """What the base model of one stage made of one micro-batch.
+
+    Args:
+        length: S, positions of the sequence as the user gave it, without padding for segments or the mesh.
+        layers: by name, the arguments of each layer.
+        outputs: by name, what modules without parameters returned, call by call.
+        lookups: by name, what tables of positions were looked up by, call by call.
+    """
+
+    length: int
+    layers: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    outputs: dict[str, list[Any]] = field(default_factory=dict)
+    lookups: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+
+@dataclass
+class Replay:
+    """One segment's forward, which is given its part of what was computed for the whole.
+
+    Args:
+        whole: of the micro-batch.
+        start, stop: the segment; the last one may reach beyond S into padding, which is given the last position's.
+    """
+
+    whole: WholeSequence
+    start: int
+    stop: int
+    _calls: dict[str, int] = field(default_factory=dict)
+
+    def next_call(self, name: str) -> int:
+        """How often a module was called before in this forward."""
+        count = self._calls.get(name, 0)
+        self._calls[name] = count + 1
+        return count
+
+    def cut(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """The segment's part of a tensor along a dim of S positions."""
+        last = self.whole.length - 1
+        if self.stop - 1 <= last:
+            return x.narrow(dim, self.start, self.stop - self.start)
+        return x.index_select(dim, torch.arange(self.start, self.stop, device=x.device).clamp(max=last))
+
+
+def is_recording() -> bool:
+    """Whether the forward that this thread is in only looks at a whole sequence, so that masks need no values."""
+    return _recording.get() is not None
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """While this thread only looks at a whole sequence."""
+    token = _recording.set(FakeTensorMode(allow_non_fake_inputs=True))
+    try:
+        yield
+    finally:
+        _recording.reset(token)
+
+
+def without_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of which only shape, dtype and device are known."""
+    mode = _recording.get()
+    assert mode is not None, "only while a whole sequence is looked at"
+    with mode:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def fake_mask(rows: int, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A mask ``[B, 1, S, S]`` without values, for whole sequences that are only looked at."""
+    return without_values((rows, 1, length, length), dtype, device)

@@ -1,0 +1,1 @@
+"""Micro-batches: checked, broadcast to the ranks of a replica, and cut to each rank's part."""

@@ -1,0 +1,159 @@
+"""A micro-batch as users know it, to this rank's part of it, padded to what the mesh needs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from cuboid.distributed.axis_collectives import own_slice, padded_length
+from cuboid.distributed.mesh import Mesh
+from cuboid.errors import CuboidError, UnsupportedModelError
+from cuboid.models.batch.length_cases import rope_types, thresholds
+
+IGNORE_INDEX = -100
+#: What a micro-batch may hold, each ``[B, S]``; positions also ``[1, S]``.
+TENSORS = ("input_ids", "labels", "attention_mask", "position_ids", "shift_labels")
+LABELS = ("labels", "shift_labels")
+_INDICES = (torch.int64, torch.int32)
+#: Arguments that mean "nothing special" with these values and have no rule with others.
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "use_cache": (None, False),
+    "past_key_values": (None,),
+    "inputs_embeds": (None,),
+    "token_type_ids": (None,),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "encoder_hidden_states": (None,),
+    "encoder_attention_mask": (None,),
+    "cache_position": (None,),
+}
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """This rank's part of a micro-batch.
+
+    Args:
+        tensors: ``[B'/b, S']`` ids, mask, positions and labels; B' and S' are B and S filled up to what the mesh needs.
+        rows: B.
+        length: S.
+        options: the forward's other arguments, unchanged.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    rows: int
+    length: int
+    options: dict[str, Any]
+
+    @property
+    def padded(self) -> int:
+        """S'."""
+        return self.tensors["input_ids"].shape[1]
+
+
+def granule(mesh: Mesh) -> int:
+    """What the length of a sequence, or of a segment of one, must be a multiple of."""
+    return math.lcm(mesh.size("sequence"), mesh.size("hidden"))
+
+
+def take_local_batch(
+    arguments: dict[str, Any], config: PretrainedConfig, mesh: Mesh, *, at_least: int = 0
+) -> LocalBatch:
+    """Check a forward's arguments, cut its batch dim over `batch`, and pad its sequence dim to ``at_least`` or more.
+
+    A batch that `batch` doesn't divide, as the last one of a data loader, is filled up with copies of its last row
+    without labels: they add nothing to the loss nor to any gradient.
+
+    Raises:
+        UnsupportedModelError: an argument that a sharded model has no rule for.
+        CuboidError: shapes that contradict each other.
+    """
+    _refuse(arguments)
+    whole = given_tensors(arguments)
+    options = {name: value for name, value in arguments.items() if name not in (*TENSORS, *_REFUSED)}
+    check_tensors(whole)
+    rows, length = whole["input_ids"].shape
+    if "position_ids" not in whole:
+        whole["position_ids"] = torch.arange(length, device=whole["input_ids"].device).unsqueeze(0)
+    more = padded_length(rows, mesh.size("batch")) - rows
+    target = padded_length(max(length, at_least), granule(mesh))
+    local = {}
+    for name, tensor in whole.items():
+        given_once = name == "position_ids" and tensor.shape[0] == 1
+        own = tensor if given_once else own_slice(_with_rows(name, tensor, more), 0, mesh, ("batch",))
+        local[name] = _pad(name, own, target - length, config)
+    return LocalBatch(local, rows, length, options)
+
+
+def given_tensors(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Those of a forward's arguments that are a micro-batch, by the names in :data:`TENSORS`."""
+    return {name: arguments[name] for name in TENSORS if arguments.get(name) is not None}
+
+
+def _refuse(arguments: dict[str, Any]) -> None:
+    for name, harmless in _REFUSED.items():
+        value = arguments.get(name)
+        if not any(value is allowed or (allowed is not None and value == allowed) for allowed in harmless):
+            raise UnsupportedModelError(
+                f"{name} has no rule on a sharded model"
+                + (": its cache would hold parts of the heads; pass use_cache=False" if name == "use_cache" else "")
+            )
+    if arguments.get("input_ids") is None:
+        raise CuboidError("a sharded model needs input_ids [batch, sequence]")
+
+
+def check_tensors(whole: dict[str, torch.Tensor]) -> None:
+    """Make sure that a micro-batch's tensors have the shape of its ids, and hold integers.
+
+    Raises:
+        CuboidError: they don't, or the ids aren't ``[B, S]``, or there are none.
+    """
+    ids = whole["input_ids"]
+    if ids.dim() != 2 or 0 in ids.shape:
+        raise CuboidError(f"input_ids must be [batch, sequence], not {list(ids.shape)}")
+    for name, tensor in whole.items():
+        # Positions are often given once for all rows.
+        rows = (1, ids.shape[0]) if name == "position_ids" else (ids.shape[0],)
+        if tensor.dim() != 2 or tensor.shape[0] not in rows or tensor.shape[1] != ids.shape[1]:
+            raise CuboidError(f"{name} is {list(tensor.shape)}, but input_ids is {list(ids.shape)}")
+        # A mask may hold anything that is zero or isn't.
+        if name != "attention_mask" and tensor.dtype not in _INDICES:
+            raise CuboidError(f"{name} holds {tensor.dtype}; give torch.int64")
+
+
+def _with_rows(name: str, x: torch.Tensor, missing: int) -> torch.Tensor:
+    """Fill up with rows that have no loss. What else is in them is what a model surely can compute with."""
+    if missing == 0:
+        return x
+    last = x[-1:].expand(missing, -1)
+    return torch.cat([x, torch.full_like(last, IGNORE_INDEX) if name in LABELS else last])
+
+
+def _pad(name: str, x: torch.Tensor, missing: int, config: PretrainedConfig) -> torch.Tensor:
+    """Fill up at the end, where a causal model's real positions don't see it."""
+    if missing == 0:
+        return x
+    if name == "position_ids":
+        return torch.cat([x, _padding_positions(x, missing, config)], dim=1)
+    value = IGNORE_INDEX if name in LABELS else 0
+    return nn.functional.pad(x, (0, missing), value=value)
+
+
+def _padding_positions(positions: torch.Tensor, missing: int, config: PretrainedConfig) -> torch.Tensor:
+    """Count on, so that no packed sequence seems to begin, but not past a length at which the model changes.
+
+    Learned position tables end at ``max_position_embeddings``, and some rotary embeddings rescale beyond that or
+    beyond the length that they were first trained at.
+    """
+    last = positions[:, -1:]
+    onward = last + torch.arange(1, missing + 1, device=positions.device)
+    if "dynamic" in rope_types(config):
+        return last.expand(-1, missing)  # every length beyond the original one has frequencies of its own
+    ends = [threshold.tokens for threshold in thresholds(config) if threshold.tokens >= positions.shape[1]]
+    limit = min(ends, default=None)
+    return onward if limit is None else torch.minimum(onward, last.clamp(min=limit - 1))

@@ -1,0 +1,183 @@
+"""What must be true of the numbers in a micro-batch: they are in the tables that they index, and all ranks have the
+same.
+
+Neither costs a step its speed. Each rank sums its tensors up to a few numbers on the device, which the mesh gathers.
+The host looks at the verdict when it is there: on a CPU at once; on an accelerator after it has put more work into the
+queue, so that it waits for this forward to begin and never for one to end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cuboid.distributed.axis_collectives import all_gather
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.topology import AXES
+from cuboid.errors import CuboidError
+from cuboid.models.batch.batch import IGNORE_INDEX, LABELS, TENSORS, given_tensors
+from cuboid.tensor3d.layers.vocab_cross_entropy import PADDING
+
+#: What ranks compare besides the tensors: how they were called, and what the loss is divided by.
+_CALL, _ITEMS = "shapes or the other arguments", "num_items_in_batch"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a micro-batch's numbers may be.
+
+    Args:
+        tokens: rows of the embedding; ids are below.
+        labels: size of the vocabulary; labels are below.
+        positions: rows of a learned position table, if there is one; positions are below.
+    """
+
+    tokens: int
+    labels: int
+    positions: int | None = None
+
+    def of(self, name: str) -> int | None:
+        """The limit of one of :data:`cuboid.models.batch.batch.TENSORS`; None if it has none."""
+        if name in LABELS:
+            return self.labels
+        return {"input_ids": self.tokens, "position_ids": self.positions}.get(name)
+
+    def strays(self, name: str, x: torch.Tensor, ignore_index: int = IGNORE_INDEX) -> torch.Tensor | None:
+        """Where a tensor ``[B, S]`` holds what indexes nothing, of bool; None if it can't."""
+        limit = self.of(name)
+        if limit is None:
+            return None
+        outside = (x < 0) | (x >= limit)
+        if name in LABELS:
+            outside &= (x != ignore_index) & (x != PADDING)
+        if name == "labels":
+            # They are shifted, so that nothing predicts the first.
+            outside[:, 0] = False
+        return outside
+
+    def error(self, name: str, x: torch.Tensor, ignore_index: int = IGNORE_INDEX, *, where: str = "") -> CuboidError:
+        """What to say of the first stray of a tensor that has some."""
+        outside = self.strays(name, x, ignore_index)
+        assert outside is not None
+        row, column = outside.nonzero()[0].tolist()
+        more = int(outside.sum()) - 1
+        rest = f" (and {more} more)" if more else ""
+        table = "position table" if name == "position_ids" else "vocabulary"
+        ignored = f"; {ignore_index} stands for no label" if name in LABELS else ""
+        return CuboidError(
+            f"{name}[{row}, {column}]{rest}{where} is {int(x[row, column])}, but the model's {table} has "
+            f"{self.of(name)} entries, 0 to {(self.of(name) or 0) - 1}{ignored}"
+        )
+
+
+class BatchCheck:
+    """A check of one micro-batch, from its start on the device to what the host says of it.
+
+    Collective over the mesh. A rank sends 56 bytes to each other one.
+
+    Args:
+        arguments: of the model's forward: whole tensors, alike on all ranks of the mesh.
+        limits: of the model.
+        mesh: the model's.
+        modes: settings of the host that all ranks must have alike, such as whether the model is training.
+    """
+
+    def __init__(self, arguments: dict[str, Any], limits: Limits, mesh: Mesh, modes: tuple[bool, ...]) -> None:
+        self._tensors = given_tensors(arguments)
+        self._ignore_index: int = arguments.get("ignore_index", IGNORE_INDEX)
+        self._limits, self._mesh = limits, mesh
+        ids = self._tensors["input_ids"]
+        device = ids.device
+        if limits.positions is not None and "position_ids" not in self._tensors:
+            # What the model counts by itself then.
+            self._tensors["position_ids"] = torch.arange(ids.shape[1], device=device).unsqueeze(0)
+        strays = {name: limits.strays(name, x, self._ignore_index) for name, x in self._tensors.items()}
+        self._bounded = [name for name, outside in strays.items() if outside is not None]
+        found = [outside.any() for outside in strays.values() if outside is not None]
+        if mesh.shape.size > 1:
+            sums = all_gather(self._summary(arguments, modes, device), mesh, AXES)
+            found += (sums != sums[0]).any(0).unbind()
+        self._verdict = _OnHost(torch.stack(found))
+
+    def read_if_there(self) -> None:
+        """:meth:`read` where nobody has to wait for it, which is on a CPU."""
+        if self._verdict.is_there:
+            self.read()
+
+    def read(self) -> None:
+        """Raise what the verdict says, if it is bad. Later calls do nothing.
+
+        Raises:
+            CuboidError: on every rank of the mesh.
+        """
+        if not self._tensors:
+            return
+        tensors, self._tensors = self._tensors, {}
+        verdict = self._verdict.read()
+        names = (_CALL, _ITEMS, *TENSORS)
+        differing = [name for name, bad in zip(names, verdict[len(self._bounded) :], strict=False) if bad]
+        if differing:
+            raise CuboidError(
+                f"the {self._mesh.shape.size} ranks of a mesh must be given the same micro-batch, but theirs differ in "
+                f"{', '.join(differing)}: shard the data by cuboid.mesh_of(model).coordinate.data out of "
+                "cuboid.mesh_of(model).topology.data, not by rank, and shuffle it with the same seed"
+            )
+        for name, bad in zip(self._bounded, verdict, strict=False):
+            if bad:
+                raise self._limits.error(name, tensors[name], self._ignore_index)
+
+    def _summary(self, arguments: dict[str, Any], modes: tuple[bool, ...], device: torch.device) -> torch.Tensor:
+        items = arguments.get("num_items_in_batch")
+        call: list[Any] = [*modes, self._ignore_index, {name: tuple(x.shape) for name, x in self._tensors.items()}]
+        if isinstance(items, torch.Tensor):
+            divisor = items.detach().to(device, torch.float64).flatten()[0].view(torch.int64)
+        else:
+            divisor = torch.zeros((), dtype=torch.int64, device=device)
+            call.append(None if items is None else float(items))
+        digest = int.from_bytes(hashlib.blake2b(repr(call).encode(), digest_size=8).digest(), "big", signed=True)
+        # `full` takes the number along with the kernel's launch, where `tensor` would copy it and wait.
+        numbers = [torch.full((), digest, dtype=torch.int64, device=device), divisor]
+        places = _places(self._tensors["input_ids"].numel(), device)
+        for name in TENSORS:
+            x = self._tensors.get(name)
+            numbers.append(torch.zeros_like(divisor) if x is None else _checksum(x, places))
+        return torch.stack(numbers)
+
+
+def _places(count: int, device: torch.device) -> torch.Tensor:
+    """A number for each place, as good as random, so that other numbers or another order sum up differently.
+
+    The mixing of SplitMix64 (Steele, Lea and Flood 2014), in int64, which wraps around alike everywhere.
+    """
+    x = torch.arange(1, count + 1, device=device) * -0x61C8864680B583EB
+    x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
+    return x ^ (x >> 27)
+
+
+def _checksum(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    numbers = x != 0 if x.is_floating_point() else x
+    return (numbers.flatten().to(torch.int64) * places[: x.numel()]).sum()
+
+
+class _OnHost:
+    """A few numbers on their way from a device to the host, which goes on meanwhile."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.is_there = x.device.type == "cpu"
+        if self.is_there:
+            self._host = x
+            return
+        self._host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
+        self._host.copy_(x, non_blocking=True)
+        self._event = torch.Event(x.device.type)
+        self._event.record(torch.accelerator.current_stream(x.device))
+
+    def read(self) -> list[Any]:
+        """The numbers, once they are there."""
+        if not self.is_there:
+            self._event.synchronize()
+        numbers: list[Any] = self._host.tolist()
+        return numbers

@@ -1,0 +1,270 @@
+"""A step's micro-batches: read on one rank of a replica, known to all of them.
+
+Every stage needs the shapes, the positions and the mask of what passes through it, and all ranks of a mesh must have
+the same. So the first rank of a replica reads, and one message tells the others. It is small (some bytes a token,
+where a hidden state has thousands), and after it no stage need ask another for a shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.rendezvous import EQUAL_SHARES, Failure, is_lost
+from cuboid.errors import CuboidError
+from cuboid.models.batch.batch import TENSORS, check_tensors
+
+#: By the names in :data:`TENSORS`, integers all of them.
+MicroBatch = dict[str, torch.Tensor]
+
+_FINE, _EXHAUSTED, _FAILED = 0, 1, 2
+_READING = "reading the micro-batches"
+
+
+def read_micro_batch(batch: Any) -> MicroBatch:
+    """A micro-batch in one of the forms in which data loaders give it.
+
+    Args:
+        batch: a mapping with ``input_ids`` and perhaps ``labels``, ``attention_mask``, ``position_ids``,
+            ``shift_labels``; or a pair (inputs, labels) of such a mapping or the ids, and the labels.
+
+    Raises:
+        CuboidError: another form, another key, or shapes that contradict each other.
+    """
+    if isinstance(batch, list | tuple) and len(batch) == 2:
+        inputs, labels = batch
+        batch = {**(inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}), "labels": labels}
+    if not isinstance(batch, Mapping):
+        raise CuboidError(
+            f"a micro-batch must be a dict with input_ids and labels, or a pair (input_ids, labels), not a "
+            f"{type(batch).__name__}"
+        )
+    given = {name: value for name, value in batch.items() if value is not None}
+    unknown = [name for name in given if name not in TENSORS]
+    if unknown:
+        raise CuboidError(f"{unknown[0]} has no rule in a pipeline's micro-batch; known: {', '.join(TENSORS)}")
+    if "input_ids" not in given:
+        raise CuboidError("a pipeline's micro-batch needs input_ids [batch, sequence]")
+    tensors = {name: torch.as_tensor(value) for name, value in given.items()}
+    check_tensors(tensors)
+    if "attention_mask" in tensors:
+        # A mask may hold anything that is zero or isn't, but travels with the integers.
+        tensors["attention_mask"] = (tensors["attention_mask"] != 0).to(torch.int64)
+    return tensors
+
+
+def split_rows(batch: MicroBatch, rows: int) -> list[MicroBatch]:
+    """Cut a batch into micro-batches of so many rows; the last one may have fewer."""
+    total = batch["input_ids"].shape[0]
+    # What all rows share is each micro-batch's.
+    shared = {name: tensor for name, tensor in batch.items() if tensor.shape[0] != total}
+    return [
+        {name: shared.get(name, tensor[first : first + rows]) for name, tensor in batch.items()}
+        for first in range(0, total, rows)
+    ]
+
+
+def share_micro_batches(
+    batches: Iterator[Any] | None, count: int | None, mesh: Mesh, device: torch.device
+) -> list[MicroBatch]:
+    """The next ``count`` micro-batches of this rank's replica, whole, on ``device``; all there are if it is None.
+
+    Collective over the ranks that hold one copy of the model. Only the first of them reads; on the others
+    ``batches`` may be None.
+
+    Raises:
+        StopIteration: on every rank, if there are fewer, or none.
+        CuboidError: on every rank, if one is malformed or the reading rank has no iterator.
+    """
+    if count is None:
+        batches, count = _all_of(batches, mesh, device)
+
+    def read() -> list[MicroBatch]:
+        if batches is None:
+            raise CuboidError(f"rank {mesh.rank} reads the data of its replica, but was given no iterator")
+        return [read_micro_batch(next(batches)) for _ in range(count)]
+
+    if mesh.copy_ranks[-1] == mesh.copy_ranks[0]:
+        return [{name: x.to(device) for name, x in batch.items()} for batch in read()]
+    if mesh.rank == mesh.copy_ranks[0]:
+        return _tell(read, count, mesh, device)
+    return _listen(count, mesh, device)
+
+
+def _all_of(batches: Iterator[Any] | None, mesh: Mesh, device: torch.device) -> tuple[Iterator[Any] | None, int]:
+    """What the reading rank has left, and how many they are; at least one, which then may fail to be read."""
+    count = torch.ones((), dtype=torch.int64, device=device)
+    if mesh.rank == mesh.copy_ranks[0] and batches is not None:
+        try:
+            found = list(batches)
+            batches = iter(found)
+            count.fill_(max(len(found), 1))
+        except Exception as error:
+            batches = _failing(error)
+    if mesh.copy_ranks[-1] != mesh.copy_ranks[0]:
+        _broadcast(count, mesh)
+    return batches, int(count)
+
+
+def _failing(error: Exception) -> Iterator[Any]:
+    yield from ()
+    raise error
+
+
+def _tell(read: Callable[[], list[MicroBatch]], count: int, mesh: Mesh, device: torch.device) -> list[MicroBatch]:
+    try:
+        batches = read()
+    except StopIteration:
+        _broadcast(_header(_EXHAUSTED, [], count, device), mesh)
+        raise
+    except BaseException as error:
+        if isinstance(error, CuboidError):
+            error.arising_on(mesh.rank).shared = True
+        failure = dataclasses.replace(Failure.of(error, mesh.rank, _READING), everywhere=True)
+        text = torch.frombuffer(bytearray(failure.encode().encode()), dtype=torch.uint8).to(device, torch.int64)
+        _broadcast(_header(_FAILED, [text.numel()], count, device), mesh)
+        _broadcast(text, mesh)
+        if isinstance(error, CuboidError) or not isinstance(error, Exception):
+            raise
+        raise failure.error() from error
+    sizes = [size for batch in batches for size in _sizes(batch)]
+    _broadcast(_header(_FINE, sizes, count, device), mesh)
+    payload = torch.cat([batch[name].flatten().to(device, torch.int64) for batch in batches for name in _order(batch)])
+    _broadcast(payload, mesh)
+    return list(_split(payload, sizes))
+
+
+def _listen(count: int, mesh: Mesh, device: torch.device) -> list[MicroBatch]:
+    header = _header(_FINE, [], count, device)
+    _broadcast(header, mesh)
+    status, *sizes = header.tolist()
+    if status == _EXHAUSTED:
+        raise StopIteration
+    if status == _FAILED:
+        text = torch.empty(sizes[0], dtype=torch.int64, device=device)
+        _broadcast(text, mesh)
+        failure = Failure.decode(bytes(text.to("cpu", torch.uint8).tolist()))
+        assert failure is not None
+        raise failure.error()
+    payload = torch.empty(sum(_numel(sizes)), dtype=torch.int64, device=device)
+    _broadcast(payload, mesh)
+    return list(_split(payload, sizes))
+
+
+class ReplicasInStep:
+    """Entered around what each replica does by itself before a step; on leaving, all replicas know how it went.
+
+    What one of them failed with is raised on all. Where the data of all of them is at its end, ``StopIteration`` goes
+    on; where that of some only, an error says whose. It takes one all-reduce over the replicas, of the label tokens, by
+    which gradients are divided, and of what no table has.
+
+    Args:
+        mesh: of this rank.
+        device: of its tensors.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self._mesh, self._device = mesh, device
+        #: Label tokens of this replica, of no dims; to be set inside.
+        self.items: torch.Tensor | None = None
+        #: Those of all replicas, on leaving.
+        self.total_items = 0
+        #: Numbers of this replica that no table has, of no dims; to be set inside. Those of all replicas, on leaving.
+        self.strays: torch.Tensor | None = None
+        self.total_strays = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None and is_lost(error):
+            return
+        status = _FINE if error is None else _EXHAUSTED if isinstance(error, StopIteration) else _FAILED
+        statuses = self._exchange(status)
+        if _FAILED in statuses:
+            self._raise_first(error)
+        if _EXHAUSTED in statuses and _FINE in statuses:
+            raise self._shorter(statuses) from error
+
+    def _exchange(self, status: int) -> list[int]:
+        """The status of each replica; and the sum of their label tokens."""
+        summary = torch.zeros(2 + self._mesh.topology.data, dtype=torch.int64, device=self._device)
+        if self.items is not None:
+            summary[0] = self.items
+        if self.strays is not None:
+            summary[1] = self.strays
+        summary[2 + self._mesh.coordinate.data] = status
+        if self._mesh.topology.data > 1:
+            dist.all_reduce(summary, group=self._mesh.data_parallel_group)
+        self.total_items, self.total_strays, *statuses = summary.tolist()
+        return statuses
+
+    def _raise_first(self, error: BaseException | None) -> None:
+        """Raise the first replica's failure, or let ``error`` go on if that is it."""
+        reader = self._mesh.copy_ranks[0]
+        own = None if error is None else Failure.of(error, reader, _READING)
+        text = None if own is None else own.encode()
+        told = [text] * self._mesh.topology.data
+        if len(told) > 1:
+            dist.all_gather_object(told, text, group=self._mesh.data_parallel_group)
+        failures = [failure for text in told if text is not None and (failure := Failure.decode(text.encode()))]
+        first, alike = failures[0], len(failures) == len(told) and len({failure.text for failure in failures}) == 1
+        if isinstance(error, CuboidError) and (alike or first == own):
+            return
+        if error is not None and not isinstance(error, Exception):
+            return
+        raise first.error() from error
+
+    def _shorter(self, statuses: Sequence[int]) -> CuboidError:
+        ended = [replica for replica, status in enumerate(statuses) if status == _EXHAUSTED]
+        listed = ", ".join(map(str, ended))
+        error = CuboidError(
+            f"the data of replica {listed} of {len(statuses)} ended before that of the others: for this step it has "
+            f"fewer micro-batches than they. {EQUAL_SHARES}"
+        )
+        # All ranks of all replicas know it.
+        error.shared = True
+        return error
+
+
+#: Numbers in the header for each micro-batch: rows and length, and the rows of each key, 0 for none.
+_FIELDS = 2 + len(TENSORS)
+
+
+def _header(status: int, sizes: Sequence[int], count: int, device: torch.device) -> torch.Tensor:
+    filled = [status, *sizes, *([0] * (count * _FIELDS - len(sizes)))]
+    return torch.tensor(filled, dtype=torch.int64, device=device)
+
+
+def _broadcast(tensor: torch.Tensor, mesh: Mesh) -> None:
+    dist.broadcast(tensor, mesh.copy_ranks[0], group=mesh.model_parallel_group)
+
+
+def _order(batch: MicroBatch) -> list[str]:
+    return [name for name in TENSORS if name in batch]
+
+
+def _sizes(batch: MicroBatch) -> list[int]:
+    return [*batch["input_ids"].shape, *(batch[name].shape[0] if name in batch else 0 for name in TENSORS)]
+
+
+def _numel(sizes: Sequence[int]) -> Iterator[int]:
+    for first in range(0, len(sizes), _FIELDS):
+        yield sizes[first + 1] * sum(sizes[first + 2 : first + _FIELDS])
+
+
+def _split(payload: torch.Tensor, sizes: Sequence[int]) -> Iterator[MicroBatch]:
+    offset = 0
+    for first in range(0, len(sizes), _FIELDS):
+        length, batch = sizes[first + 1], {}
+        for name, rows in zip(TENSORS, sizes[first + 2 : first + _FIELDS], strict=True):
+            if rows:
+                batch[name] = payload[offset : offset + rows * length].view(rows, length)
+                offset += rows * length
+        yield batch

@@ -1,0 +1,152 @@
+"""What is known of an architecture and its config: from the table that ships with Cuboid, from this machine's cache, or
+found out now, in seconds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, get_args
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from cuboid.models.architectures.certificate import MODES, Certificate, Kind, Mode, Verdict
+from cuboid.models.certification.check import CannotProbe, check
+from cuboid.models.certification.small_config import meaningful_fields, small_config
+
+TABLE = Path(__file__).with_name("certified.json")
+#: Files whose change may change what is right; of the cache's key, not of the table's, which the tests hold.
+_SOURCES = (Path(__file__).parents[1], Path(__file__).parents[2] / "seq1f1b")
+_LARGEST_CACHE_FILE_BYTES = 100_000
+_KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+def certificate_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> Certificate:
+    """What is known of a class with a config; found out, where nobody knew.
+
+    Args:
+        cls: the architecture's class.
+        config: of the model to be loaded.
+    """
+    try:
+        features = features_of(cls, config)
+    except CannotProbe as error:
+        return Certificate(None, str(error))
+    known = _table().get(_digest(features))
+    if known is not None:
+        return _read(known)
+    file = cache_file(features)
+    remembered = _from_cache(file)
+    if remembered is not None:
+        return remembered
+    found = find_out(cls, config)
+    remember(file, found)
+    return found
+
+
+def find_out(cls: type[PreTrainedModel], config: PretrainedConfig) -> Certificate:
+    """Run the probe, whatever is known."""
+    try:
+        return Certificate(check(cls, config))
+    except CannotProbe as error:
+        return Certificate(None, str(error))
+
+
+def features_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, Any]:
+    """All that decides which code runs: the class, its version, and the config without its sizes.
+
+    Raises:
+        CannotProbe: the config can't be made small.
+    """
+    try:
+        fields = meaningful_fields(small_config(config))
+    except Exception as error:
+        raise CannotProbe(f"its config can't be made small: {type(error).__name__}: {error}") from error
+    return {
+        "class": f"{cls.__module__}.{cls.__qualname__}",
+        "transformers": ".".join(version("transformers").split(".")[:2]),
+        "attention": "eager" if config._attn_implementation == "eager" else "fused",
+        "config": fields,
+    }
+
+
+def entry_of(features: Mapping[str, Any], certificate: Certificate) -> tuple[str, dict[str, Any]]:
+    """A line of the table."""
+    return _digest(features), _written(certificate)
+
+
+def _digest(features: Mapping[str, Any]) -> str:
+    text = json.dumps(features, sort_keys=True, default=str, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return {key: entry for group in table["architectures"].values() for key, entry in group.items()}
+
+
+@cache
+def _sources_digest() -> str:
+    total = hashlib.sha256()
+    for folder in _SOURCES:
+        for file in sorted(folder.rglob("*.py")):
+            total.update(file.read_bytes())
+    return total.hexdigest()
+
+
+def cache_file(features: Mapping[str, Any]) -> Path:
+    """Where this machine keeps what this version of Cuboid found out about such a model."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    folder = (Path(base) if base else Path.home() / ".cache") / "cuboid" / "certificates"
+    return folder / f"{_digest({**features, 'sources': _sources_digest()})}.json"
+
+
+def _written(certificate: Certificate) -> dict[str, Any]:
+    if certificate.verdict is None:
+        return {"obstacle": certificate.obstacle}
+    verdict = asdict(certificate.verdict)
+    refused = {mode: kinds for mode, kinds in verdict["refused"].items() if kinds}
+    return {"refused": refused, "gives_start": verdict["gives_start"], "error": verdict["error"]}
+
+
+def _read(entry: Any) -> Certificate:
+    """
+    Raises:
+        ValueError, KeyError, TypeError: it isn't what :func:`_written` writes.
+    """
+    if "obstacle" in entry:
+        return Certificate(None, str(entry["obstacle"]))
+    refused: dict[Mode, dict[Kind, str]] = {mode: {} for mode in MODES}
+    for mode, kinds in entry["refused"].items():
+        for kind, reason in kinds.items():
+            if mode not in MODES or kind not in _KINDS:
+                raise ValueError(f"unknown: {mode}, {kind}")
+            refused[mode][kind] = str(reason)
+    return Certificate(Verdict(refused, float(entry["error"]), gives_start=entry["gives_start"] is True))
+
+
+def _from_cache(file: Path) -> Certificate | None:
+    """None where there is nothing, or nothing to be trusted; it is then found out again."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        if file.is_file() and file.stat().st_size <= _LARGEST_CACHE_FILE_BYTES:
+            return _read(json.loads(file.read_text(encoding="utf-8")))
+    return None
+
+
+def remember(file: Path, certificate: Certificate) -> None:
+    """Write a certificate to its file of the cache, whole or not at all."""
+    # A cache that can't be written costs seconds at the next start, and nothing else. Ranks may write the same at once.
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
+        with os.fdopen(handle, "w", encoding="utf-8") as part:
+            json.dump(_written(certificate), part, ensure_ascii=False)
+        Path(name).replace(file)

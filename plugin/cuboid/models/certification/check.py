@@ -1,0 +1,288 @@
+"""Run an architecture's own class whole, and cut into stages and segments, and compare loss and every gradient."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from cuboid.config.schema import CuboidConfig
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.topology import MeshShape
+from cuboid.errors import CuboidError
+from cuboid.models.architectures.certificate import MODES, Certificate, Kind, Mode, Verdict
+from cuboid.models.batch.batch import IGNORE_INDEX
+from cuboid.models.batch.broadcast import MicroBatch
+from cuboid.models.batch.length_cases import LONGEST, Case, cases
+from cuboid.models.certification.float64 import KeepFloat64
+from cuboid.models.certification.small_config import small_config
+from cuboid.models.stages.outline import Outline
+from cuboid.models.stages.stage_model import Staging, cut_model, finish_stage
+from cuboid.models.stages.stage_runner import StageRunner
+from cuboid.models.stages.stages import cut_at, draw_outline
+from cuboid.models.stages.units import SegmentedBatch, label_tokens, with_shifted_labels
+from cuboid.seq1f1b.attention.kv_cache import KeyValueStore, StorePool
+
+_ROWS = 3
+_STAGES = 3
+_SEGMENTS = 3
+_FILLED = 4
+#: Far from zero, so that scores, gates and norms leave the neighbourhood where every function is linear.
+_WEIGHT_STD, _VECTOR_STD = 0.15, 0.2
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """In what to compute. What models compute in float32 on purpose hides small differences; some can't do without."""
+
+    dtype: torch.dtype
+    precision: Callable[[], AbstractContextManager[Any]]
+    tolerance: float
+
+
+_ATTEMPTS = (
+    _Attempt(torch.float64, KeepFloat64, 1e-8),
+    _Attempt(torch.float64, nullcontext, 1e-4),
+    _Attempt(torch.float32, nullcontext, 1e-3),
+)
+
+
+class CannotProbe(Exception):
+    """The architecture can't be made small, or doesn't run by itself."""
+
+
+def check(cls: type[PreTrainedModel], config: PretrainedConfig) -> Verdict:
+    """Compare a small model of a class with itself, cut, on all that its config says may matter.
+
+    Args:
+        cls: the architecture's class.
+        config: of the real model.
+
+    Raises:
+        CannotProbe: with the reason.
+        UnsupportedModelError: a pipeline can't cut it at all.
+    """
+    with _quiet_cpu():
+        try:
+            small = small_config(config)
+        except Exception as error:
+            raise CannotProbe(f"its config can't be made small: {type(error).__name__}: {error}") from error
+        outline = draw_outline(cls, small)
+        for attempt in _ATTEMPTS:
+            model = _random_model(cls, small, config._attn_implementation, attempt.dtype)
+            try:
+                return _best(model, outline, attempt)
+            except CannotProbe as error:
+                obstacle = error
+        raise obstacle
+
+
+@contextmanager
+def _quiet_cpu() -> Iterator[None]:
+    """Whatever the surroundings: on the CPU, with numbers of its own, and without warnings about tiny models."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _random_model(
+    cls: type[PreTrainedModel], config: PretrainedConfig, attention: str | None, dtype: torch.dtype
+) -> PreTrainedModel:
+    try:
+        own = copy.deepcopy(config)
+        # "sdpa" stands for flash attention, which has no float64.
+        wanted = "eager" if attention == "eager" else None
+        model: PreTrainedModel = cls._from_config(own, dtype=dtype, attn_implementation=wanted)
+    except Exception as error:
+        raise CannotProbe(f"a small one can't be made: {type(error).__name__}: {error}") from error
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            if parameter.dim() == 1:
+                is_bias = name.endswith("bias")
+                parameter.copy_((0 if is_bias else 1) + _VECTOR_STD * noise)
+            else:
+                parameter.copy_(_WEIGHT_STD * noise)
+    # In training, as it is used; nothing here is random then, for small configs have no dropout.
+    return model.train()
+
+
+def _best(model: PreTrainedModel, outline: Outline, attempt: _Attempt) -> Verdict:
+    """With layers that aren't told where their segment begins, if that is right: few models' code asks."""
+    verdict = _compare(model, outline, attempt, MODES, gives_start=False)
+    if verdict.reason_against("segments") is None:
+        return verdict
+    told = _compare(model, outline, attempt, ("segments",), gives_start=True)
+    if told.reason_against("segments") is not None:
+        return verdict
+    return Verdict({**verdict.refused, **told.refused}, max(verdict.error, told.error), gives_start=True)
+
+
+def _compare(
+    model: PreTrainedModel, outline: Outline, attempt: _Attempt, modes: Sequence[Mode], *, gives_start: bool
+) -> Verdict:
+    verdict: dict[Mode, dict[Kind, str]] = {mode: {} for mode in modes}
+    largest = 0.0
+    vocabulary = model.config.get_text_config().vocab_size
+    first = True
+    for kind, case in _cases(model.config):
+        batch = _micro_batch(case, vocabulary)
+        try:
+            with attempt.precision():
+                expected = _run_plain(model, batch)
+        except Exception as error:
+            if first:
+                raise CannotProbe(f"a small one doesn't run: {type(error).__name__}: {error}") from error
+            for mode in modes:
+                verdict[mode].setdefault(kind, f"the model itself fails there: {type(error).__name__}: {error}")
+            continue
+        first = False
+        for mode in modes:
+            if kind in verdict[mode] or "whole rows" in verdict[mode]:
+                continue
+            try:
+                with attempt.precision():
+                    found = _run_cut(model, outline, batch, mode, gives_start=gives_start)
+                error_of, name = _largest_error(found, expected)
+            except CuboidError as error:
+                verdict[mode][kind] = f"{error} ({case.name})"
+                continue
+            except Exception as error:
+                verdict[mode][kind] = f"{type(error).__name__}: {error} ({case.name})"
+                continue
+            if error_of > attempt.tolerance:
+                verdict[mode][kind] = f"{name} differs by {error_of:.1e} ({case.name}, {case.length} tokens)"
+            else:
+                largest = max(largest, error_of)
+    return Verdict(verdict, largest, gives_start)
+
+
+def _cases(config: PretrainedConfig) -> Iterator[tuple[Kind, Case]]:
+    """Whole rows at all lengths that matter, first of all the longest; the longest ones with padding and packed."""
+    found = cases(config, LONGEST)
+    longest = max(case.length for case in found if not case.packed)
+    for case in found:
+        if case.padding == "none" and not case.packed:
+            yield "whole rows", case
+    for case in found:
+        if case.packed:
+            yield "packed sequences", case
+        elif case.padding != "none" and case.length == longest and not case.first_position:
+            yield ("padding on the left" if case.padding == "left" else "padding on the right"), case
+
+
+def _micro_batch(case: Case, vocabulary: int) -> MicroBatch:
+    generator = torch.Generator().manual_seed(case.length)
+    ids = torch.randint(4, vocabulary, (_ROWS, case.length), generator=generator)  # the first ones pad, begin and end
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    mask, positions = case.attention_mask(_ROWS), case.position_ids(_ROWS)
+    if mask is not None:
+        mask[0] = 1  # one row is whole
+        batch["attention_mask"] = mask
+        batch["labels"][mask == 0] = IGNORE_INDEX
+    if positions is not None:
+        batch["position_ids"] = positions
+    return batch
+
+
+@dataclass
+class _Outcome:
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+
+
+def _run_plain(model: PreTrainedModel, batch: MicroBatch) -> _Outcome:
+    own = copy.deepcopy(model)
+    arguments = {name: x for name, x in batch.items() if name != "labels"}
+    logits = own(**arguments, use_cache=False).logits
+    shifted = with_shifted_labels(batch)["shift_labels"]
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), shifted.flatten(), ignore_index=IGNORE_INDEX)
+    loss.backward()
+    if not bool(loss.isfinite()):
+        raise ValueError("its loss isn't finite")
+    return _Outcome(loss.detach(), _gradients([own]))
+
+
+def _gradients(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """By name, summed over the stages: what two of them share has a part of its gradient on each."""
+    total: dict[str, torch.Tensor] = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                total[name] = total[name] + parameter.grad if name in total else parameter.grad
+    return total
+
+
+def _run_cut(model: PreTrainedModel, outline: Outline, batch: MicroBatch, mode: Mode, *, gives_start: bool) -> _Outcome:
+    """One step of all stages in one process, unit by unit."""
+    count = min(_STAGES, outline.count)
+    counts = tuple(outline.count // count + (stage < outline.count % count) for stage in range(count))
+    stages = [_stage(model, outline, counts, stage, gives_start=gives_start) for stage in range(count)]
+    shifted = with_shifted_labels(batch)
+    items = max(int(label_tokens(shifted)), 1)
+    lengths = _lengths(batch["input_ids"].shape[1], mode)
+    runners = []
+    for stage in stages:
+        store = KeyValueStore(sum(lengths), StorePool())
+        cut = SegmentedBatch.of(shifted, lengths, store, model.config, stage.cuboid.mesh)
+        runners.append(StageRunner(stage, [cut], scale=1.0 / items, training=True))
+    for segment in range(len(lengths)):
+        hidden = None
+        for runner in runners:
+            hidden = runner.forward(0, segment, hidden)
+    for segment in reversed(range(len(lengths))):
+        gradient = None
+        for runner in reversed(runners):
+            gradient = runner.backward(0, segment, gradient)
+    loss = runners[-1].loss
+    assert loss is not None
+    return _Outcome(loss, _gradients(stages))
+
+
+def _stage(model: PreTrainedModel, outline: Outline, counts: tuple[int, ...], stage: int, *, gives_start: bool) -> Any:
+    own = copy.deepcopy(model)
+    mesh = Mesh(MeshShape(), pipe=len(counts), rank=stage, world_size=len(counts))
+    config = CuboidConfig.model_validate({"pipeline": {"engine": "seq1f1b", "stages": len(counts), "segments": 1}})
+    certificate = Certificate(Verdict(gives_start=gives_start))
+    staging = Staging(outline, counts, cut_at(counts, stage), None, config, certificate)
+    cut_model(own, staging)
+    return finish_stage(own, staging, mesh, None, lambda parameter, _: parameter)
+
+
+def _lengths(length: int, mode: Mode) -> tuple[int, ...]:
+    if mode == "whole":
+        return (length,)
+    if mode == "filled":
+        return (length + _FILLED - length % _FILLED,)
+    first = length // 2
+    second = (length - first) // 2 + 1 if length > _SEGMENTS else 1
+    return (first, second, max(length - first - second, 1))
+
+
+def _largest_error(found: _Outcome, expected: _Outcome) -> tuple[float, str]:
+    """Of the loss and all gradients, relative to the gradient's own norm where that isn't nothing beside the others."""
+    errors = {"the loss": float((found.loss - expected.loss).abs() / expected.loss.abs().clamp(min=1e-6))}
+    norms = {name: float(gradient.norm()) for name, gradient in expected.gradients.items()}
+    floor = 1e-6 * max(norms.values(), default=1.0)
+    for name, norm in norms.items():
+        own = found.gradients.get(name)
+        difference = norm if own is None else float((own - expected.gradients[name]).norm())
+        errors[name] = difference / max(norm, floor)
+    for name in found.gradients.keys() - norms.keys():
+        errors[name] = float(found.gradients[name].norm()) / floor
+    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
+    return (errors[worst] if errors[worst] == errors[worst] else float("inf")), worst

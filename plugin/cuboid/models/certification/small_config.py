@@ -1,0 +1,183 @@
+"""A config of the same architecture with tiny sizes: every flag, kind of layer and kind of rotary embedding is kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from cuboid.models.batch.length_cases import LONGEST, shrunk
+
+VOCABULARY, HIDDEN, HEADS, HEAD_DIM, FEATURES, EXPERTS, POSITIONS = 61, 64, 4, 16, 48, 8, 64
+_MOST_LAYERS = 8
+
+#: What numbers become, by the names under which the configs of transformers have them.
+_SIZES: dict[str, int] = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCABULARY),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim_model", "emb_dim", "embedding_dim"), HIDDEN),
+    **dict.fromkeys(("attention_hidden_size", "lru_width", "embedding_size"), HIDDEN),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), HEADS),
+    **dict.fromkeys(("decoder_attention_heads", "swa_num_attention_heads", "index_n_heads"), HEADS),
+    **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), HEADS),
+    **dict.fromkeys(("linear_num_key_heads",), HEADS // 2),
+    **dict.fromkeys(("head_dim", "swa_head_dim", "kv_channels", "dim_head", "d_head", "index_head_dim"), HEAD_DIM),
+    **dict.fromkeys(("attention_head_size", "attention_head_dim", "query_pre_attn_scalar"), HEAD_DIM),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rotary_dim"), HEAD_DIM // 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), HEAD_DIM // 2),
+    **dict.fromkeys(("qk_head_dim",), HEAD_DIM),
+    **dict.fromkeys(("intermediate_size", "intermediate_size_mlp", "dense_intermediate_size", "ffn_dim"), FEATURES),
+    **dict.fromkeys(("ffn_hidden_size", "decoder_ffn_dim", "dim_ff", "dff", "d_inner", "n_inner"), FEATURES),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 24),
+    **dict.fromkeys(("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"), 24),
+    **dict.fromkeys(("expert_ffn_hidden_size",), 24),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "adapter_rank", "laurel_rank", "hc_lowrank"), 12),
+    **dict.fromkeys(("gated_norm_rank", "time_step_rank", "mamba_dt_rank", "d_rel"), 4),
+    **dict.fromkeys(("hidden_size_per_layer_input", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), EXPERTS),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k"), 2),
+    **dict.fromkeys(("top_k_experts", "n_group", "num_expert_group", "zero_expert_num", "o_groups"), 2),
+    **dict.fromkeys(("topk_group",), 1),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 2 * HEADS),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), HEAD_DIM),
+    **dict.fromkeys(("mamba_d_ssm",), 2 * HIDDEN),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 8),
+    **dict.fromkeys(("mamba_n_groups", "n_groups", "index_topk"), 2),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length"), POSITIONS),
+    **dict.fromkeys(("max_target_positions", "context_length"), POSITIONS),
+    **dict.fromkeys(("original_max_position_embeddings",), POSITIONS // 2),
+}
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "n_head_kv")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
+#: Every so many layers something differs; without a list that says where.
+_PERIODS = (
+    *("full_attention_interval", "no_rope_layer_interval", "sliding_window_pattern", "_sliding_window_pattern"),
+    *("interleave_moe_layer_step", "decoder_sparse_step", "expert_layer_period", "attn_layer_period"),
+    *("global_attn_every_n_layers", "layer_group_size", "moe_layer_interval"),
+)
+_WINDOWS = ("sliding_window", "sliding_window_size", "window_size", "attention_window_size", "local_attention")
+_TOKENS = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3, "sep_token_id": 3, "cls_token_id": 2}
+#: Any value runs the same code.
+_NUMBERS: dict[str, float] = {
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "layernorm_epsilon"), 1e-6),
+    **dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq"), 10000.0),
+}
+#: Says nothing of which code runs.
+_MEANINGLESS = frozenset(
+    {
+        *("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "id2label", "label2id"),
+        *("initializer_range", "problem_type", "return_dict", "output_attentions", "output_hidden_states", "use_cache"),
+        *("finetuning_task", "task_specific_params", "auto_map", "quantization_config", "chunk_size_feed_forward"),
+        *("router_aux_loss_coef", "attn_implementation", "_attn_implementation", "is_encoder_decoder"),
+    }
+)
+
+
+def small_config(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy with tiny sizes whose lengths at which the model changes are crossed by :data:`LONGEST` tokens.
+
+    Models that differ in nothing but their sizes have the same small config.
+
+    Raises:
+        Exception: whatever the config's own class makes of sizes that don't go together.
+    """
+    small = type(config)(**_shrunk_fields(config))
+    small._experts_implementation = "eager"  # the grouped kernels have no float64
+    return shrunk(small, LONGEST)
+
+
+def meaningful_fields(config: PretrainedConfig) -> dict[str, Any]:
+    """Of a small config all that decides which code runs."""
+    without = _MEANINGLESS | (_TOKENS.keys() - {"pad_token_id"})
+    return {name: value for name, value in config.to_dict().items() if name not in without}
+
+
+def _shrunk_fields(config: PretrainedConfig) -> dict[str, Any]:
+    fields = {name: value for name, value in config.to_dict().items() if name not in _MEANINGLESS}
+    fields.pop("model_type", None)
+    for name in config.sub_configs:
+        inner = getattr(config, name, None)
+        if isinstance(inner, PretrainedConfig):
+            fields[name] = _shrunk_fields(inner)
+    count = next((fields[name] for name in _LAYERS if isinstance(fields.get(name), int)), None)
+    kept = None if count is None else _kept_layers(fields, count)
+    original = dict(fields)
+    for name, value in original.items():
+        if isinstance(value, list) and kept is not None and len(value) == count:
+            fields[name] = [value[index] for index in kept]
+        elif isinstance(value, dict) and value and kept is not None and all(str(key).isdigit() for key in value):
+            by_layer = {int(key): inner for key, inner in value.items()}
+            fields[name] = {place: by_layer[index] for place, index in enumerate(kept) if index in by_layer}
+        else:
+            fields[name] = _smaller(name, value, original, kept)
+    fields.update({name: value for name, value in _NUMBERS.items() if isinstance(original.get(name), float | int)})
+    if isinstance(fields.get("rope_parameters"), dict):
+        fields["rope_parameters"] = _rope(fields["rope_parameters"], fields)
+    return fields
+
+
+def _kept_layers(fields: Mapping[str, Any], count: int) -> list[int]:
+    """One or two layers of each kind, and as many as it takes for the kinds that are told by their number."""
+    lists = [value for value in fields.values() if isinstance(value, list) and len(value) == count]
+    kinds: dict[tuple[str, ...], list[int]] = {}
+    for index in range(count):
+        kinds.setdefault(tuple(str(value[index]) for value in lists), []).append(index)
+    period = max((fields[name] for name in _PERIODS if isinstance(fields.get(name), int)), default=1)
+    if not lists and period > 1:
+        return list(range(min(count, max(4, period), _MOST_LAYERS)))
+    found = [index for places in kinds.values() for index in places[:2]][:_MOST_LAYERS]
+    more = [index for index in range(count) if index not in found]
+    return sorted([*found, *more[: max(0, 3 - len(found))]])
+
+
+def _smaller(name: str, value: Any, fields: Mapping[str, Any], kept: list[int] | None) -> Any:
+    if name in _LAYERS and kept is not None:
+        return len(kept)
+    if name in _TOKENS:
+        return None if value is None else _TOKENS[name]
+    if name.endswith(("dropout", "pdrop", "dropout_prob", "jitter", "jitter_noise", "layerdrop")):
+        return 0.0 if isinstance(value, float) else value
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 1:
+        return value
+    if name in _KEY_VALUE_HEADS:
+        heads = next((fields[key] for key in ("num_attention_heads", "n_head") if key in fields), value)
+        return HEADS if value == heads else HEADS // 2
+    if name == "head_dim" and "qk_rope_head_dim" in fields:
+        return HEAD_DIM // 2 if value == fields["qk_rope_head_dim"] else HEAD_DIM
+    if name == "num_heads" and "expand" in fields:
+        return HEADS * fields["expand"]
+    if name in _WINDOWS:
+        return POSITIONS // 4
+    if name.startswith("first_k_dense") or name == "num_dense_layers":
+        return 1
+    return min(value, _SIZES[name]) if name in _ONLY_SMALLER else _SIZES.get(name, value)
+
+
+#: Counts that tiny models may have fewer of already.
+_ONLY_SMALLER = frozenset({"n_group", "topk_group", "mamba_n_groups", "n_groups", "num_expert_group"})
+
+
+def _rope(rope: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of rotary embeddings for the small heads."""
+    if any(isinstance(inner, dict) for inner in rope.values()):
+        return {name: _rope(inner, fields) if isinstance(inner, dict) else inner for name, inner in rope.items()}
+    dim = fields.get("qk_rope_head_dim") or fields.get("head_dim") or HEAD_DIM
+    half = int(dim * rope.get("partial_rotary_factor", fields.get("partial_rotary_factor") or 1.0)) // 2
+    change: dict[str, Callable[[Any], Any]] = {
+        "long_factor": lambda factors: _spread(factors, half),
+        "short_factor": lambda factors: _spread(factors, half),
+        "mrope_section": lambda sections: _sections(sections, half),
+        "original_max_position_embeddings": lambda _: POSITIONS // 2,
+    }
+    small = {name: change[name](value) if name in change and value else value for name, value in rope.items()}
+    return {**small, "rope_theta": 10000.0} if isinstance(rope.get("rope_theta"), float | int) else small
+
+
+def _spread(factors: list[float], count: int) -> list[float]:
+    return [factors[index * len(factors) // count] for index in range(count)]
+
+
+def _sections(sections: list[int], half: int) -> list[int]:
+    parts = [math.floor(half * section / sum(sections)) for section in sections]
+    return [half - sum(parts[1:]), *parts[1:]]

@@ -1,0 +1,185 @@
+"""The loss of a head's logits in chunks of tokens, so that no more than a chunk of logits ever exists."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from cuboid.distributed.mesh import Mesh
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.batch.batch import IGNORE_INDEX
+from cuboid.models.cross_entropy.lm_head import Head
+from cuboid.tensor3d.layers.norm import statistics_dtype
+from cuboid.tensor3d.layers.vocab_cross_entropy import sum_over_mesh, token_sum
+from cuboid.tensor3d.unshard import HeldParameter
+
+#: Of logits in float32, for one chunk.
+CHUNK_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class LossInChunks:
+    """Cross-entropy summed over tokens times ``scale``, of logits that exist for a chunk of tokens at a time.
+
+    Args:
+        head: of a whole model or a last stage.
+        labels: ``[B, L]`` (``[B/b, L]``), already shifted: entry t is the token that position t predicts;
+            ``ignore_index`` where there is none.
+        scale: one over the number of labels in the global batch, and any other factor of the loss.
+        vocabulary: V.
+        mesh: what the head is split over, if it is. All of its ranks must call.
+        chunk_bytes: largest size of a chunk's logits in float32, on one rank. One position of each row (on a mesh up to
+            s·h) is the least that a chunk has, however many bytes it takes.
+        ignore_index: label of tokens without a loss.
+    """
+
+    head: Head
+    labels: torch.Tensor
+    scale: torch.Tensor | float
+    vocabulary: int
+    mesh: Mesh | None = None
+    chunk_bytes: int = CHUNK_BYTES
+    ignore_index: int = IGNORE_INDEX
+
+    def value(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The loss alone. On a mesh the same on every rank.
+
+        Args:
+            hidden: ``[B, L, H]`` from the base model; on a mesh ``[B/b, L/s, H/h]``.
+        """
+        with torch.no_grad():
+            return self._total(hidden, (self._loss(hidden[:, own], labels) for own, labels in self._chunks(hidden)))
+
+    def value_and_gradients(
+        self, hidden: torch.Tensor, held: Sequence[HeldParameter], factor: torch.Tensor | float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The loss times ``factor``, and its gradient with respect to ``hidden``, None if that requires none.
+
+        Nothing is computed twice. Gradients of the head's parameters are left with ``held``, which must be in force.
+
+        Args:
+            hidden: as in :meth:`value`.
+            held: the head's parameters.
+            factor: of the loss, besides ``scale``.
+        """
+        leaf = hidden.detach()
+        gradient = torch.empty_like(leaf) if hidden.requires_grad else None
+        chunks = list(self._chunks(leaf))
+
+        def losses() -> Iterator[torch.Tensor]:
+            for own, labels in chunks:
+                part = leaf[:, own].requires_grad_(gradient is not None)
+                yield self._differentiate(self._loss(part, labels) * factor, part, held, alone=len(chunks) == 1)
+                if gradient is not None:
+                    assert part.grad is not None
+                    gradient[:, own] = part.grad
+
+        # Whoever watches what is saved for backward, or puts it elsewhere, need not care for a chunk's own.
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved):
+            return self._total(hidden, losses()), gradient
+
+    def _differentiate(
+        self, loss: torch.Tensor, part: torch.Tensor, held: Sequence[HeldParameter], *, alone: bool
+    ) -> torch.Tensor:
+        """A chunk's backward: gradients go to ``part.grad`` and ``held``, and the loss comes back without its graph."""
+        self._check_leaves(loss, [part, *(each.block for each in held)])
+        loss.backward()  # type: ignore[no-untyped-call]
+        for each in held:
+            if each.block.grad is not None:
+                each.add(each.block.grad, alone=alone)
+                each.block.grad = None
+        return loss.detach()
+
+    def _loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Of a chunk; on a mesh this rank's part of it."""
+        logits = self.head.logits(hidden)
+        if self.mesh is None:
+            # In float32, as Hugging Face does.
+            losses = nn.functional.cross_entropy(
+                logits.flatten(0, 1).float(), labels.flatten(), ignore_index=self.ignore_index, reduction="sum"
+            )
+        else:
+            losses = token_sum(
+                logits, labels, vocabulary=self.vocabulary, mesh=self.mesh, ignore_index=self.ignore_index
+            )
+        return losses * self.scale
+
+    def _total(self, hidden: torch.Tensor, losses: Iterator[torch.Tensor]) -> torch.Tensor:
+        total = torch.zeros((), dtype=statistics_dtype(hidden.dtype), device=hidden.device)
+        for loss in losses:
+            total += loss
+        return total if self.mesh is None else sum_over_mesh(total, self.mesh).detach()
+
+    def _chunks(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Pieces of the rank's own positions, with the labels of what the head makes of them.
+
+        On a mesh the head gathers every rank's piece over `sequence`, so the labels are those of s pieces, l apart.
+        """
+        sequence, spread = (1, 1) if self.mesh is None else (self.mesh.size("sequence"), self.mesh.size("hidden"))
+        rows, length, _ = hidden.shape
+        position_bytes = 4 * rows * sequence * math.ceil(self.vocabulary / sequence) / spread
+        grain = least_positions(self.mesh)
+        step = max(1, int(self.chunk_bytes / position_bytes) // grain) * grain
+        by_rank = self.labels.to(hidden.device).unflatten(1, (sequence, length))
+        for start in range(0, length, step):
+            own = slice(start, min(start + step, length))
+            yield own, by_rank[:, :, own].flatten(1)
+
+    def _check_leaves(self, loss: torch.Tensor, known: Sequence[torch.Tensor]) -> None:
+        """A parameter of the base model that the head reads would be left without that part of its gradient."""
+        nodes, seen = [loss.grad_fn], set()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and not any(leaf is each for each in known):
+                raise UnsupportedModelError(
+                    f"the head of {type(self.head.model).__name__} computes with a parameter of its base model "
+                    f"({list(leaf.shape)}), for which there is no rule"
+                )
+
+
+def chunked_loss(
+    head: Head,
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    scale: torch.Tensor | float,
+    vocabulary: int,
+    mesh: Mesh | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The loss of a last stage's hidden states, and its gradient with respect to them.
+
+    Both are computed at once, wherever gradients are enabled; those of the head's parameters add to their ``grad``.
+    What remains to be done is ``hidden.backward(gradient)``.
+
+    Args:
+        hidden: ``[B, L, H]`` from the last stage's base model; on a mesh ``[B/b, L/s, H/h]``.
+        head, labels, scale, vocabulary, mesh, chunk_bytes: see :class:`LossInChunks`.
+
+    Returns:
+        The loss, detached (on a mesh the same on every rank), and the gradient, None where none are enabled.
+    """
+    loss = LossInChunks(head, labels, scale, vocabulary, mesh, chunk_bytes)
+    with head.held() as held:
+        if not torch.is_grad_enabled():
+            return loss.value(hidden), None
+        value, gradient = loss.value_and_gradients(hidden.detach().requires_grad_(), held)
+        gradients = [(each.parameter, each.gradient()) for each in held]
+    for parameter, own in gradients:
+        if own is not None:
+            torch.autograd.backward(parameter, own)
+    return value, gradient
+
+
+def least_positions(mesh: Mesh | None) -> int:
+    """The fewest of a rank's own positions that its head takes: it scatters what it gathers of them over `hidden`."""
+    return 1 if mesh is None else mesh.size("hidden") // math.gcd(mesh.size("sequence"), mesh.size("hidden"))

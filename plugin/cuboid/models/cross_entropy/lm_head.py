@@ -1,0 +1,99 @@
+"""A model's head: what turns final hidden states into logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from cuboid.tensor3d.unshard import HeldParameter, hold
+
+#: Whether a :class:`Head` runs, which knows that a sharded model's head takes and gives parts.
+_runs: ContextVar[bool] = ContextVar("cuboid_head_runs", default=False)
+
+
+def is_in_head() -> bool:
+    """Whether this thread is inside of :meth:`Head.logits`."""
+    return _runs.get()
+
+
+class BasePlace(Protocol):
+    """Of an :class:`~cuboid.models.stages.outline.Outline`, what a head needs to know: where the base model is."""
+
+    @property
+    def base(self) -> str:
+        """The model without its head, by name."""
+
+    @property
+    def output(self) -> type:
+        """The class of what the base model returns."""
+
+
+class _Answer(nn.Module):
+    """Stands where the base model was, hooks and all, and returns what it is told; all else is the base model's."""
+
+    def __init__(self, base: nn.Module, output: Any) -> None:
+        super().__init__()
+        # In a tuple, so that it isn't a module of this one.
+        self._base = (base,)
+        self._output = output
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self._output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_base"][0], name)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What turns final hidden states into logits: the causal language model's own forward around its base model.
+
+    Soft-caps, scaling and biases are so the model's own.
+
+    Args:
+        model: a whole model or a last stage, perhaps sharded.
+        outline: the model's, or as much of one.
+        forward: the architecture's forward, unbound; by default that of the model's class.
+    """
+
+    model: PreTrainedModel
+    outline: BasePlace
+    forward: Callable[..., Any] | None = None
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[B, L, H]`` to ``[B, L, V]``; on a mesh ``[B/b, L/s, H/h]`` to ``[B/b, L/h, ⌈V/s⌉]``."""
+        forward = type(self.model).forward if self.forward is None else self.forward
+        token = _runs.set(True)
+        try:
+            with self._base_returns(self.outline.output(last_hidden_state=hidden)):
+                output = forward(self.model, inputs_embeds=hidden)
+        finally:
+            _runs.reset(token)
+        # The class or, with config.return_dict off, a tuple; without labels, logits come first in both.
+        logits: torch.Tensor = output[0]
+        return logits
+
+    def held(self) -> AbstractContextManager[list[HeldParameter]]:
+        """Gather the head's parameters for the time of a ``with``; see :func:`cuboid.tensor3d.unshard.hold`."""
+        return hold(list(self._modules()))
+
+    def _modules(self) -> Iterator[nn.Module]:
+        for name, module in self.model.named_modules():
+            if name != self.outline.base and not name.startswith(f"{self.outline.base}."):
+                yield module
+
+    @contextmanager
+    def _base_returns(self, output: Any) -> Iterator[None]:
+        base = self.model.get_submodule(self.outline.base)
+        self.model.set_submodule(self.outline.base, _Answer(base, output))
+        try:
+            yield
+        finally:
+            self.model.set_submodule(self.outline.base, base)

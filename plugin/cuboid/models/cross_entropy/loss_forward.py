@@ -1,0 +1,173 @@
+"""The forward of a sharded model that is asked for its loss and not for its logits, of which it makes a chunk at a
+time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from cuboid.distributed.mesh import Mesh
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.cross_entropy.chunked import LossInChunks, least_positions
+from cuboid.models.cross_entropy.lm_head import Head
+from cuboid.tensor3d.layers.norm import statistics_dtype
+from cuboid.tensor3d.layers.vocab_cross_entropy import divisor, predicted
+from cuboid.tensor3d.unshard import HeldParameter
+
+
+def forward_with_bounded_loss(
+    model: PreTrainedModel, forward: Callable[[], Any], *, unbound: Callable[..., Any], mesh: Mesh, chunk_bytes: int
+) -> Any:
+    """Run a model's own forward so that its ``loss_function`` computes logits by itself, chunk by chunk.
+
+    The forward sees final hidden states of no more than a few positions, and makes logits of them that nobody needs;
+    its loss is that of all positions. Hooks on the head see each chunk, hooks on the base model see it run once.
+
+    Args:
+        model: sharded, with a base model inside.
+        forward: the call of the model's own forward, with labels.
+        unbound: that forward, of its class.
+        mesh: the model's.
+        chunk_bytes: see :class:`~cuboid.models.cross_entropy.lm_head.LossInChunks`.
+
+    Returns:
+        The forward's output, with None for logits.
+
+    Raises:
+        UnsupportedModelError: the forward doesn't get its loss from one call of ``self.loss_function``.
+    """
+    loss_function = model.loss_function
+    with ExitStack() as stack:
+        ending = _Ending(model, unbound, mesh, chunk_bytes, stack)
+        hook = model.base_model.register_forward_hook(ending.cut)
+        stack.callback(hook.remove)
+        stack.callback(setattr, model, "loss_function", loss_function)
+        model.loss_function = ending.loss
+        output = forward()
+    if not ending.is_done:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} was given labels and didn't call its loss_function, so its loss is unknown"
+        )
+    output.logits = None
+    return output
+
+
+@dataclass(frozen=True)
+class _Base:
+    base: str
+    output: type
+
+
+@dataclass
+class _Ending:
+    """What happens from the end of the base model to the loss."""
+
+    model: PreTrainedModel
+    unbound: Callable[..., Any]
+    mesh: Mesh
+    chunk_bytes: int
+    stack: ExitStack
+    is_done: bool = False
+    hidden: torch.Tensor | None = None
+    held: list[HeldParameter] = field(default_factory=list)
+
+    def cut(self, _: nn.Module, __: Any, output: Any) -> Any:
+        """Keep the base model's output, and hand on as little of it as the head takes."""
+        if not isinstance(output, ModelOutput) or self.hidden is not None:
+            raise UnsupportedModelError(
+                f"the forward of {type(self.model).__name__} doesn't call its base model once for an output with names"
+            )
+        self.hidden = output.last_hidden_state
+        self.head = Head(self.model, _Base(self.model.base_model_prefix, type(output)), self.unbound)
+        # From here on, so that the forward's own use of the head needs no gather of its own.
+        self.held = self.stack.enter_context(self.head.held())
+        few = self.hidden[:, : least_positions(self.mesh)].detach()
+        return type(output)(**{**output, "last_hidden_state": few})
+
+    def loss(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | float | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """In place of Hugging Face's ``ForCausalLMLoss``, without the logits of those few positions."""
+        if self.hidden is None or self.is_done:
+            raise UnsupportedModelError(
+                f"the forward of {type(self.model).__name__} calls its loss_function before its base model, or twice"
+            )
+        self.is_done = True
+        targets = predicted(labels, shift_labels, ignore_index)
+        like = logits.new_empty((), dtype=statistics_dtype(logits.dtype))
+        scale = divisor(targets, self.mesh, num_items_in_batch, ignore_index, like).reciprocal()
+        loss = LossInChunks(self.head, targets, scale, vocab_size, self.mesh, self.chunk_bytes, ignore_index)
+        if not torch.is_grad_enabled():
+            return loss.value(self.hidden)
+        return _DifferentiableLoss.apply(loss, self.held, self.hidden, *(each.parameter for each in self.held))
+
+
+class _DifferentiableLoss(torch.autograd.Function):
+    """A loss in chunks whose gradients are computed with it, and wait for backward to multiply them.
+
+    In float16 they wait with nothing: what multiplies them there is what keeps them from underflow, so that they are
+    computed in backward, from logits that are made again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: LossInChunks, held: Sequence[HeldParameter], hidden: torch.Tensor, *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.precision = _Precision.of(hidden)
+        ctx.loss = loss
+        if ctx.precision.is_narrow or not any(ctx.needs_input_grad):
+            ctx.save_for_backward(hidden, *parameters)
+            return loss.value(hidden)
+        value, gradient = loss.value_and_gradients(hidden, held)
+        ctx.save_for_backward(gradient, *(each.gradient() for each in held))
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if not ctx.precision.is_narrow:
+            return None, None, *(None if gradient is None else gradient * factor for gradient in ctx.saved_tensors)
+        hidden, *_ = ctx.saved_tensors
+        with ctx.precision.again(), ctx.loss.head.held() as held:
+            _, gradient = ctx.loss.value_and_gradients(hidden, held, factor)
+            return None, None, gradient, *(each.gradient() for each in held)
+
+
+class _Precision(NamedTuple):
+    """In what a head multiplies, of which backward knows nothing by itself."""
+
+    device: str
+    autocast: torch.dtype | None
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, hidden: torch.Tensor) -> _Precision:
+        """At present."""
+        device = hidden.device.type
+        enabled = torch.is_autocast_enabled(device)
+        return cls(device, torch.get_autocast_dtype(device) if enabled else None, hidden.dtype)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether gradients that aren't scaled would underflow."""
+        return (self.autocast or self.dtype) is torch.float16
+
+    def again(self) -> torch.autocast:
+        """The same autocast, or that there is none."""
+        return torch.autocast(self.device, self.autocast, enabled=self.autocast is not None)

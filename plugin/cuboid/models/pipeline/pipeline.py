@@ -1,0 +1,271 @@
+"""A step of a pipeline: micro-batches in, gradients and the loss out. Framework adapters and tests call this."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.rank_agreement import StepGuard
+from cuboid.errors import CuboidError
+from cuboid.models.batch.broadcast import MicroBatch, ReplicasInStep, share_micro_batches
+from cuboid.models.pipeline.sequence_cut import Cutter
+from cuboid.models.pipeline.step_trace import StepTrace
+from cuboid.models.sharded.sharded_model import unwrap
+from cuboid.models.stages.stage_model import StageModel
+from cuboid.models.stages.stage_runner import StageRunner
+from cuboid.models.stages.units import SegmentedBatch, label_tokens, with_shifted_labels
+from cuboid.optim.grad_buffer import gradient_of
+from cuboid.seq1f1b.attention.kv_cache import KeyValueStore, StorePool
+from cuboid.seq1f1b.runtime.p2p import Channel
+from cuboid.seq1f1b.runtime.profiler import Recorder
+from cuboid.seq1f1b.runtime.runtime import Interpreter
+from cuboid.seq1f1b.schedule.actions import Program
+from cuboid.seq1f1b.schedule.lowering import lower
+from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape, gpipe, only_forward
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a step works on: its micro-batches, their segments' lengths, and the label tokens of all replicas."""
+
+    shape: PipelineShape
+    batches: list[SegmentedBatch]
+    lengths: list[tuple[int, ...]]
+    items: int = 0
+
+
+class Pipeline:
+    """Runs the stages of one model over all ranks. All methods are collective over the world.
+
+    Args:
+        model: a stage, or an engine around one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        stage = unwrap(model)
+        if not isinstance(stage, StageModel):
+            raise CuboidError("the model isn't cut into stages; load it with a config that has pipeline.engine")
+        self._model: Any = stage
+        self._staging = stage.staging
+        assert stage.staging.config.pipeline is not None
+        self._config = stage.staging.config.pipeline
+        self.mesh: Mesh = stage.cuboid.mesh
+        self.mesh.connect()
+        self._cutter = Cutter(self._config, stage.staging.sizes, self.mesh)
+        #: Buffers of keys and values, for reports of memory.
+        self.pool = StorePool()
+        self._channels = open_channels(self.mesh, self._device)
+        self._step = 0
+        #: Rows of this replica in the last step.
+        self.rows = 0
+        #: Where ``"measured"`` cuts the longest sequence of the last step from now on, if that step was measured.
+        self.recut: tuple[int, ...] | None = None
+
+    def train(
+        self,
+        batches: Iterator[Any] | None,
+        count: int | None,
+        *,
+        gradient_scale: float = 1.0,
+        complete: bool = True,
+    ) -> torch.Tensor:
+        """Forward and backward of ``count`` micro-batches of each replica; gradients add up in ``.grad``.
+
+        Args:
+            batches: gives micro-batches (:func:`cuboid.models.batch.broadcast.read_micro_batch`); read on the first
+                rank of each replica only.
+            count: micro-batches for each replica; None for all that ``batches`` has.
+            gradient_scale: what gradients, but not the loss, are multiplied by.
+            complete: whether nothing is going to be added to these gradients; if not, call
+                :meth:`add_shared_gradients` when they are.
+
+        Returns:
+            The mean loss over the label tokens of all micro-batches of all replicas, a tensor of no dims, the same on
+            every rank. Gradients are this rank's part of its gradient: to be added over the replicas.
+
+        Raises:
+            StopIteration: on every rank, where ``batches`` ends too early.
+            CuboidError: on every rank, where a micro-batch is malformed.
+        """
+        self._step += 1
+        with StepGuard(self.mesh, f"step {self._step} of the pipeline"):
+            return self._train(batches, count, gradient_scale, complete=complete)
+
+    def _train(
+        self, batches: Iterator[Any] | None, count: int | None, gradient_scale: float, *, complete: bool
+    ) -> torch.Tensor:
+        step = self._prepare(batches, count)
+        traces = self._config.trace is not False and self._step == self._config.trace_step
+        measures = self._cutter.measures(self._step)
+        recorder = Recorder(self._device) if traces or measures else None
+        scale = gradient_scale / step.items
+        runner = self._run(_programs(self._config.schedule, step.shape), step, scale, recorder)
+        if complete:
+            self.add_shared_gradients()
+        self.recut = None
+        if recorder is not None:
+            trace = StepTrace.gather(recorder, step.shape, self._config.schedule, self.mesh, self._device)
+            if measures:
+                self._cutter.note(trace, step.lengths)
+                self.recut = self._cutter.lengths(max(map(sum, step.lengths)), step.shape.micro_batches)
+            if traces:
+                trace.write(self._trace_folder(), self._step, step.lengths, self._staging)
+        return self._total(runner.loss) / gradient_scale
+
+    def evaluate(self, batches: Iterator[Any] | None, count: int | None) -> torch.Tensor:
+        """The loss of ``count`` micro-batches of each replica, without gradients; otherwise as :meth:`train`."""
+        with StepGuard(self.mesh, "an evaluation of the pipeline"):
+            step = self._prepare(batches, count)
+            return self._total(self._run(_evaluation(step.shape), step, 1.0 / step.items, None, training=False).loss)
+
+    def _prepare(self, batches: Iterator[Any] | None, count: int | None) -> _Step:
+        with ReplicasInStep(self.mesh, self._device) as replicas:
+            given = share_micro_batches(batches, count, self.mesh, self._device)
+            step, replicas.items = self._prepare_own(given)
+            replicas.strays = self._strays(given)
+        if replicas.total_strays:
+            raise self._stray_error(given)
+        # 1 if there are none, so that the loss is 0.
+        return dataclasses.replace(step, items=max(replicas.total_items, 1))
+
+    def _prepare_own(self, shared: list[MicroBatch]) -> tuple[_Step, torch.Tensor]:
+        """This replica's part of a step, and its label tokens."""
+        count, self.rows = len(shared), sum(batch["input_ids"].shape[0] for batch in shared)
+        micro_batches = [with_shifted_labels(batch) for batch in shared]
+        for batch in micro_batches:
+            self._check_length(batch["input_ids"].shape[1])
+        lengths = [self._cutter.lengths(batch["input_ids"].shape[1], count) for batch in micro_batches]
+        for batch, own in zip(micro_batches, lengths, strict=True):
+            self._check_kind(batch, own)
+        cut = [
+            SegmentedBatch.of(batch, own, self._store(sum(own)), self._model.config, self.mesh)
+            for batch, own in zip(micro_batches, lengths, strict=True)
+        ]
+        shape = PipelineShape(self._staging.cut.stages, count, len(lengths[0]))
+        return _Step(shape, cut, lengths), torch.stack([label_tokens(batch) for batch in micro_batches]).sum()
+
+    def _check_length(self, length: int) -> None:
+        longest = self._staging.outline.longest
+        if longest is not None and length > longest:
+            raise CuboidError(
+                f"a micro-batch has sequences of {length} tokens, but the model has learned {longest} positions "
+                "(max_position_embeddings); give shorter ones"
+            )
+
+    def _check_kind(self, batch: MicroBatch, lengths: tuple[int, ...]) -> None:
+        certificate = self._staging.certificate
+        is_filled = sum(lengths) != batch["input_ids"].shape[1]
+        modes = certificate.modes(is_cut=len(lengths) > 1, is_filled=is_filled)
+        certificate.check_batch(batch, modes, self._model.cuboid.base.__name__)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of each stage."""
+        return self._staging.counts
+
+    def segment_lengths(self, length: int, micro_batches: int) -> tuple[int, ...]:
+        """How a sequence of so many tokens would be cut now, filled up to what the mesh and the segments need."""
+        return self._cutter.lengths(length, micro_batches)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._model.parameters()).device
+
+    def _strays(self, given: list[MicroBatch]) -> torch.Tensor:
+        """How many numbers in this replica's micro-batches are in no table; no dims. It travels with their tokens."""
+        limits = self._model.cuboid.whole.limits
+        strays = [limits.strays(name, x) for batch in given for name, x in batch.items()]
+        return torch.stack([outside.sum() for outside in strays if outside is not None]).sum()
+
+    def _stray_error(self, given: list[MicroBatch]) -> CuboidError:
+        limits = self._model.cuboid.whole.limits
+        for number, batch in enumerate(given):
+            for name, x in batch.items():
+                outside = limits.strays(name, x)
+                if outside is not None and bool(outside.any()):
+                    return limits.error(name, x, where=f" of micro-batch {number}")
+        return CuboidError("another replica's micro-batches hold numbers that no table has; its own ranks say which")
+
+    def _run(
+        self,
+        programs: tuple[Program, ...],
+        step: _Step,
+        scale: float,
+        recorder: Recorder | None,
+        *,
+        training: bool = True,
+    ) -> StageRunner:
+        stage = self._staging.cut.stage
+        runner = StageRunner(self._model, step.batches, scale=scale, training=training)
+        observe = (lambda _: nullcontext()) if recorder is None else recorder.observe
+        interpreter = Interpreter({stage: runner}, self._channels, observe)
+        try:
+            interpreter.run(programs[stage], step.shape)
+        except Exception as error:
+            error.add_note(f"in {interpreter.running} on rank {self.mesh.rank}")
+            raise
+        return runner
+
+    def _trace_folder(self) -> Path:
+        return Path("cuboid_trace" if self._config.trace is True else str(self._config.trace))
+
+    def _store(self, length: int) -> KeyValueStore:
+        return KeyValueStore(length, self.pool, self._config.kv_gradients)
+
+    def add_shared_gradients(self) -> None:
+        """Give the first and the last stage the whole gradient of the parameters that both have."""
+        cut = self._staging.cut
+        if not self._staging.shared:
+            return
+        group = self.mesh.channel(0, cut.stages - 1)
+        for parameter in self._staging.shared.values():
+            gradient = gradient_of(parameter)
+            if gradient is not None:
+                dist.all_reduce(gradient, group=group)
+
+    def _total(self, loss: torch.Tensor | None) -> torch.Tensor:
+        """Sum of the last stages' losses over the replicas, on every rank."""
+        last = self._staging.cut.stages - 1
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        if loss is not None:
+            total += loss.detach()
+            if self.mesh.topology.data > 1:
+                dist.all_reduce(total, group=self.mesh.data_parallel_group)
+        if last > 0:
+            dist.broadcast(total, self.mesh.peer(last), group=self.mesh.pipe_group)
+        return total.to(torch.float32 if self._model.dtype != torch.float64 else torch.float64)
+
+
+def open_channels(mesh: Mesh, device: torch.device) -> dict[tuple[int, int], Channel]:
+    """Between this rank and its neighbours in the pipeline, in both directions. Collective."""
+    stage = mesh.coordinate.pipe
+    count = functools.partial(mesh.traffic.record_send, "pipe")
+    channels = {}
+    for source, target in pairwise(range(mesh.topology.pipe)):
+        for ends in ((source, target), (target, source)):
+            if stage in ends:
+                peer = mesh.peer(ends[0] if stage == ends[1] else ends[1])
+                channels[ends] = Channel(mesh.channel(*ends), peer, count)
+                channels[ends].meet(device, sends=stage == ends[0])
+    return channels
+
+
+@functools.cache
+def _programs(schedule: str, shape: PipelineShape) -> tuple[Program, ...]:
+    return lower(SCHEDULES[schedule](shape), shape)
+
+
+@functools.cache
+def _evaluation(shape: PipelineShape) -> tuple[Program, ...]:
+    return lower(only_forward(gpipe(shape)), shape)

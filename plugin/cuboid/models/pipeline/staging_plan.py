@@ -1,0 +1,55 @@
+"""What each pipeline stage of a model is going to be, decided before its weights are read."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from cuboid.config.schema import CuboidConfig, PipelineConfig
+from cuboid.distributed.mesh import Mesh
+from cuboid.errors import ConfigError
+from cuboid.models.attention.interface import check_attention
+from cuboid.models.attention.segments import check_segments
+from cuboid.models.batch.batch import granule
+from cuboid.models.certification.certificates import certificate_of
+from cuboid.models.stages.model_costs import model_sizes
+from cuboid.models.stages.stage_model import Staging
+from cuboid.models.stages.stages import cut_at, draw_outline, plan_stages
+
+
+def plan_staging(cls: type[PreTrainedModel], hf_config: Any, config: CuboidConfig, mesh: Mesh) -> Staging:
+    """Decide what this rank's stage is, without touching a model.
+
+    Raises:
+        UnsupportedModelError: the model can't be cut, or isn't right when it is.
+        ConfigError: the layers can't be given to so many stages as asked.
+    """
+    assert config.pipeline is not None
+    check_attention(hf_config)
+    _check_positions(hf_config, config.pipeline.segments)
+    check_segments(hf_config, config.pipeline.segments)
+    outline = draw_outline(cls, hf_config)
+    certificate = certificate_of(cls, hf_config)
+    modes = certificate.modes(is_cut=config.pipeline.segments != 1, is_filled=granule(mesh) > 1)
+    certificate.check_model(cls.__name__, modes, verified=config.pipeline.certification == "verified")
+    # They take a model without memory to find out: once at most, and only where somebody asks.
+    find_sizes = functools.cache(lambda: model_sizes(hf_config))
+    counts = plan_stages(outline, find_sizes, config.pipeline)
+    sizes = find_sizes() if _asks_for_costs(config.pipeline) else None
+    return Staging(outline, counts, cut_at(counts, mesh.coordinate.pipe), sizes, config, certificate)
+
+
+def _check_positions(hf_config: Any, segments: int | str) -> None:
+    positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(positions, int) and isinstance(segments, int) and segments > positions:
+        raise ConfigError(
+            f"pipeline.segments is {segments}, but the model has {positions} positions (max_position_embeddings), so "
+            "that some segments would always be empty; give fewer"
+        )
+
+
+def _asks_for_costs(pipeline: PipelineConfig) -> bool:
+    counted = pipeline.partition in ("flops", "measured") and pipeline.segments != 1
+    return counted or pipeline.segments == "auto" or pipeline.trace is not False

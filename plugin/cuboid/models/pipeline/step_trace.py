@@ -1,0 +1,93 @@
+"""The measured schedule of a step: gathered from all stages, and written beside the simulated one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from cuboid.distributed.mesh import Mesh
+from cuboid.models.stages.stage_model import Staging
+from cuboid.seq1f1b.runtime.profiler import Recorder, gather_times_s
+from cuboid.seq1f1b.schedule.actions import Schedule
+from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
+from cuboid.seq1f1b.schedule.simulator import Span, Timeline, simulate
+from cuboid.seq1f1b.schedule.unit_costs import unit_flops
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """When each action of one step ran, on all stages and on one clock; that of the first rank of each stage."""
+
+    shape: PipelineShape
+    schedule: Schedule
+    timeline: Timeline
+    writes: bool
+
+    @classmethod
+    def gather(
+        cls, recorder: Recorder, shape: PipelineShape, schedule: str, mesh: Mesh, device: torch.device
+    ) -> StepTrace:
+        """Bring the stages' times together, the same on every rank. Collective over the world."""
+        order = SCHEDULES[schedule](shape)
+        actions, own_s = recorder.times_s()
+        assert tuple(actions) == order[mesh.coordinate.pipe], "a step did something else than its schedule"
+        times_s = [own_s] if shape.stages == 1 else gather_times_s(own_s, mesh.pipe_group, device)
+        if mesh.topology.world_size > 1:
+            # The other places in the stages had times of their own; all have to draw the same conclusions.
+            shared = torch.tensor(times_s, dtype=torch.float64, device=device)
+            dist.broadcast(shared, 0)
+            times_s = shared.tolist()
+        begin_s = min(start_s for rank in times_s for start_s, _ in rank)
+        spans = tuple(
+            tuple(
+                Span(action, start_s - begin_s, end_s - begin_s) for action, (start_s, end_s) in zip(*rank, strict=True)
+            )
+            for rank in zip(order, times_s, strict=True)
+        )
+        return cls(shape, order, Timeline(spans, (0,) * shape.stages), writes=mesh.rank == 0)
+
+    def segment_times_s(self, micro_batch: int) -> tuple[float, ...]:
+        """For each segment of a micro-batch the seconds of its forward and backward, on all stages together."""
+        seconds = [0.0] * self.shape.segments
+        for rank in self.timeline.spans:
+            for span in rank:
+                if span.action.micro_batch == micro_batch:
+                    seconds[span.action.segment] += span.end_s - span.start_s
+        return tuple(seconds)
+
+    def simulated(self, lengths: list[tuple[int, ...]], staging: Staging) -> Timeline:
+        """The same step by the count of operations, at the speed at which the busiest stage really worked."""
+        assert staging.sizes is not None
+        costs = [unit_flops(staging.sizes, staging.counts, own) for own in lengths]
+        flops = [sum(costs[action.micro_batch](action) for action in rank) for rank in self.schedule]
+        busiest = max(range(len(flops)), key=flops.__getitem__)
+        s_per_flop = self.timeline.busy_s[busiest] / flops[busiest]
+        return simulate(self.schedule, self.shape, lambda action: costs[action.micro_batch](action) * s_per_flop)
+
+    def write(self, folder: Path, step: int, lengths: list[tuple[int, ...]], staging: Staging) -> None:
+        """Write ``step_N.json`` for Perfetto and ``step_N.png``, on the first rank of the world."""
+        if not self.writes:
+            return
+        # matplotlib takes a second to import, which nobody else should wait for.
+        from cuboid.seq1f1b.schedule.timeline_picture import draw_timelines
+        from cuboid.seq1f1b.schedule.timeline_trace import write_chrome_trace
+
+        folder.mkdir(parents=True, exist_ok=True)
+        simulated = self.simulated(lengths, staging)
+        details = {
+            "step": step,
+            "simulated_bubble": simulated.bubble,
+            "layers": list(staging.counts),
+            "segment_lengths": [list(own) for own in lengths],
+        }
+        write_chrome_trace(self.timeline, folder / f"step_{step}.json", details=details)
+        draw_timelines(
+            [
+                (f"simulated, by operations: bubble {simulated.bubble:.1%}", simulated),
+                (f"measured, step {step}: bubble {self.timeline.bubble:.1%}", self.timeline),
+            ],
+            folder / f"step_{step}.png",
+        )

@@ -1,0 +1,208 @@
+"""What a sharded model answers to calls that scripts make on any model of transformers: what the whole model would
+answer, or an error that says what to call instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cuboid.distributed.mesh import Mesh
+from cuboid.errors import CuboidError
+from cuboid.models.architectures.supported_tasks import adapters_refused, compiling_refused
+from cuboid.tensor3d.layers.linear import ShardedLinear
+from cuboid.tensor3d.sharding.full_params import whole_parameter
+from cuboid.tensor3d.sharding.sharded_param import check_knows_of_shards
+
+_logger = logging.getLogger(__name__)
+
+
+class WholeInterface:
+    """Mixed into a sharded model's class, in front of the architecture's."""
+
+    cuboid: Any
+    config: Any
+
+    def resize_token_embeddings(
+        self: Any,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,  # noqa: ARG002
+    ) -> nn.Embedding:
+        """The embedding as it is, if it has enough rows.
+
+        Scripts compare the tokenizer's length with ``weight.shape[0]``, which is a shard's here, and come here though
+        there is nothing to do. So asking for fewer rows is told in the log and changes nothing.
+
+        Raises:
+            CuboidError: more rows are asked for.
+        """
+        present = self.cuboid.whole.limits.tokens
+        wanted = present if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of is not None:
+            wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
+        if wanted > present:
+            raise CuboidError(
+                f"resize_token_embeddings({wanted}): the embedding has {present} rows and is sharded, so that none can "
+                "be added. Resize it in plain transformers, save the checkpoint, and load that"
+            )
+        if wanted < present and self.cuboid.mesh.rank == 0:
+            _logger.warning(
+                "resize_token_embeddings(%d): a sharded model keeps its %d rows. (If a script compared with "
+                "weight.shape[0]: that is a shard's; model.config.vocab_size is the whole model's)",
+                wanted,
+                present,
+            )
+        embedding: nn.Embedding = self.get_input_embeddings()
+        return embedding
+
+    def set_input_embeddings(self, *_: Any, **__: Any) -> None:
+        """Not on a sharded model.
+
+        Raises:
+            CuboidError: always.
+        """
+        raise CuboidError("set_input_embeddings: replace modules before the model is sharded")
+
+    def set_output_embeddings(self, *_: Any, **__: Any) -> None:
+        """Not on a sharded model.
+
+        Raises:
+            CuboidError: always.
+        """
+        raise CuboidError("set_output_embeddings: replace modules before the model is sharded")
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The head, with the weight of the whole model. Computing with it isn't split: each rank does all of it."""
+        head: nn.Module | None = super().get_output_embeddings()  # type: ignore[misc]
+        return WholeHead(head) if isinstance(head, ShardedLinear) else head
+
+    def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Parameters of the whole model, each counted once; as ``PreTrainedModel.num_parameters``.
+
+        Raises:
+            CuboidError: ``only_trainable`` of a pipeline, where a stage doesn't know what others train.
+        """
+        whole = self.cuboid.whole
+        left_out = whole.embeddings if exclude_embeddings else ()
+        counts = {name: count for name, count in whole.parameters.items() if name not in left_out}
+        if only_trainable:
+            if self.cuboid.mesh.topology.pipe > 1:
+                raise CuboidError("num_parameters(only_trainable=True): a stage knows only which parameters it trains")
+            frozen = {name for name, own in self.named_parameters() if not own.requires_grad}
+            counts = {name: count for name, count in counts.items() if name not in frozen}
+        return sum(counts.values())
+
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of a model on one rank. On several it would be this rank's part, under the names of whole tensors.
+
+        Raises:
+            UnsupportedModelError: the model is on several ranks; it names what gives whole tensors.
+        """
+        if len(self.cuboid.mesh.copy_ranks) > 1:
+            check_knows_of_shards(self)
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """Of a model on one rank.
+
+        Raises:
+            CuboidError: the model is on several ranks.
+        """
+        if len(self.cuboid.mesh.copy_ranks) > 1:
+            raise CuboidError(
+                f"{type(self).__name__}.load_state_dict() can't cut whole tensors into parts; load a checkpoint's "
+                "folder with cuboid.from_pretrained or an engine's load_checkpoint"
+            )
+        return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As ``GenerationMixin.generate``, without a cache of keys and values. All ranks of the mesh call it.
+
+        Each step runs the whole sequence, so this is for looking at a model while it is trained. What is sampled is
+        drawn from the generator of the mesh's first rank, whose state all ranks have from then on.
+        """
+        if kwargs.get("use_cache") and self.cuboid.mesh.rank == 0:
+            _logger.warning("generate(use_cache=True): a sharded model has no cache; every step runs all tokens")
+        self.cuboid.mesh.connect()
+        _share_generator(self.cuboid.mesh, self.device)
+        return super().generate(*args, **{**kwargs, "use_cache": False})  # type: ignore[misc]
+
+    def push_to_hub(self, *_: Any, **__: Any) -> None:
+        """Not on a sharded model.
+
+        Raises:
+            CuboidError: always.
+        """
+        raise CuboidError(
+            "push_to_hub would upload each rank's part from a folder of its own; call "
+            "save_pretrained(folder, push_to_hub=True, repo_id=…) on all ranks, of which the first one uploads"
+        )
+
+    def compile(self: Any, *_: Any, **__: Any) -> None:
+        """Not of a whole model.
+
+        Raises:
+            UnsupportedModelError: always; it says what can be compiled.
+        """
+        raise compiling_refused(self)
+
+    def add_adapter(self, *_: Any, **__: Any) -> None:
+        """Not on a sharded model.
+
+        Raises:
+            UnsupportedModelError: always.
+        """
+        raise adapters_refused(f"add_adapter was asked for adapters of PEFT around {type(self).__name__}")
+
+    def load_adapter(self, *_: Any, **__: Any) -> None:
+        """Not on a sharded model.
+
+        Raises:
+            UnsupportedModelError: always.
+        """
+        raise adapters_refused(f"load_adapter was asked for adapters of PEFT around {type(self).__name__}")
+
+
+class WholeHead(nn.Module):
+    """A sharded head as one that knows nothing of meshes.
+
+    Attributes:
+        weight: ``[V, H]``, gathered when it is first asked for, which all ranks of the mesh must do. Its gradients go
+            to the shards; whatever is computed with it must be computed on all ranks alike.
+        bias: ``[V]`` or None.
+    """
+
+    def __init__(self, head: ShardedLinear) -> None:
+        super().__init__()
+        # In a tuple, so that its parameters aren't this module's.
+        self._head = (head,)
+        self.in_features, self.out_features = head.in_features, head.out_features
+
+    @functools.cached_property
+    def weight(self) -> torch.Tensor | None:
+        return whole_parameter(self._head[0], "weight")
+
+    @functools.cached_property
+    def bias(self) -> torch.Tensor | None:
+        return whole_parameter(self._head[0], "bias")
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[B, S, H]``, whole and the same on all ranks, to ``[B, S, V]``."""
+        assert self.weight is not None
+        return nn.functional.linear(hidden, self.weight, self.bias)
+
+
+def _share_generator(mesh: Mesh, device: torch.device) -> None:
+    """Give all ranks of the mesh the state of the first one's random generator, which sampling draws from."""
+    if mesh.shape.size == 1:
+        return
+    module: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+    state = module.get_rng_state().to(device)
+    dist.broadcast(state, mesh.mesh_ranks[0], group=mesh.mesh_group)
+    module.set_rng_state(state.cpu())

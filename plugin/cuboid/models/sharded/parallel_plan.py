@@ -1,0 +1,155 @@
+"""Roles to layouts: how each parameter of a model is cut, and whether a mesh can cut it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from cuboid.distributed.topology import Axis, Coordinate, MeshShape
+from cuboid.errors import MeshError
+from cuboid.models.architectures.attention_heads import HeadCounts, plan_key_value_heads
+from cuboid.models.architectures.roles import Role, find_roles
+from cuboid.models.attention.interface import check_attention
+from cuboid.tensor3d.sharding.sharding_spec import Layout
+
+_SHOWN_MESHES = 6
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """Everything about a model's layout on a mesh that all ranks share: roles, head counts, layouts."""
+
+    mesh: MeshShape
+    heads: HeadCounts
+    roles: dict[str, Role]
+    #: By module name, then parameter name.
+    layouts: dict[str, dict[str, Layout]]
+
+    @property
+    def by_parameter(self) -> dict[str, Layout]:
+        """Layouts by the parameters' full names."""
+        return {f"{module}.{name}": layout for module, own in self.layouts.items() for name, layout in own.items()}
+
+    def parameters_of(self, model: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
+        """For each parameter the module of ``model`` that has it, its name in the module, and its layout."""
+        for path, own in self.layouts.items():
+            module = model.get_submodule(path)
+            for name, layout in own.items():
+                yield module, name, layout
+
+
+def draw_blueprint(model: PreTrainedModel, mesh: MeshShape) -> Blueprint:
+    """Lay a model (on any device, meta included) out on a mesh.
+
+    Raises:
+        UnsupportedModelError: a module or the attention implementation has no rule.
+        MeshError: the mesh doesn't divide the model; names what, and the nearest meshes that do.
+    """
+    check_attention(model.config)
+    roles = find_roles(model)
+    misfits = _misfits(model, roles, mesh)
+    if misfits:
+        raise MeshError(_misfit_message(model, roles, mesh, misfits))
+    heads = HeadCounts.of(model.config)
+    layouts = {name: _module_layouts(model.get_submodule(name), role, heads, mesh) for name, role in roles.items()}
+    return Blueprint(mesh, heads, roles, layouts)
+
+
+def _misfits(model: PreTrainedModel, roles: dict[str, Role], mesh: MeshShape) -> list[str]:
+    """What the mesh can't cut, in words; empty if it fits."""
+    heads = HeadCounts.of(model.config)
+    head_ranks = mesh.of("sequence", "hidden")
+    if heads.query % head_ranks:
+        # Which also leaves key/value heads without a layout.
+        return [f"{heads.query} attention heads don't divide by sequence × hidden = {head_ranks}"]
+    misfits: list[str] = []
+    for name, role in roles.items():
+        if role.kind == "up" and role.heads is None:
+            misfits += _scattered_misfits(name, model.get_submodule(name), head_ranks)
+        for parameter, layout in _module_layouts(model.get_submodule(name), role, heads, mesh).items():
+            misfits += [
+                f"{name}.{parameter} {tuple(layout.shape)}: {size} doesn't divide by {pieces}"
+                for size, pieces in layout.indivisible(mesh)
+            ]
+    return misfits
+
+
+def _scattered_misfits(name: str, module: nn.Module, ranks: int) -> list[str]:
+    """An "up" projection's output is cut once more than its weight's block: over sequence and hidden."""
+    features = out_features(module)
+    if features % ranks == 0:
+        return []
+    return [f"{name}: {features} features don't divide by sequence × hidden = {ranks}"]
+
+
+def out_features(module: nn.Module) -> int:
+    """Out features of a linear layer, whichever way its weight is stored."""
+    return module.nf if isinstance(module, Conv1D) else module.out_features  # type: ignore[return-value]
+
+
+def fitting_meshes(model: PreTrainedModel, size: int) -> list[MeshShape]:
+    """All meshes of ``size`` ranks that can cut the model."""
+    roles = find_roles(model)
+    return [mesh for mesh in MeshShape.of_size(size) if not _misfits(model, roles, mesh)]
+
+
+def _misfit_message(model: PreTrainedModel, roles: dict[str, Role], mesh: MeshShape, misfits: list[str]) -> str:
+    def distance(other: MeshShape) -> float:
+        pairs = [(mesh.batch, other.batch), (mesh.sequence, other.sequence), (mesh.hidden, other.hidden)]
+        return sum(abs(math.log(a / b)) for a, b in pairs)
+
+    nearest: list[MeshShape] = []
+    for size in sorted(range(1, mesh.size + 1), reverse=True):
+        nearest += sorted((m for m in MeshShape.of_size(size) if not _misfits(model, roles, m)), key=distance)
+        if len(nearest) >= _SHOWN_MESHES:
+            break
+    rest = f" (and {len(misfits) - 1} more)" if len(misfits) > 1 else ""
+    works = ", ".join(str(m) for m in nearest[:_SHOWN_MESHES])
+    return (
+        f"tensor_parallel.mesh {mesh} (batch × sequence × hidden) can't cut {type(model).__name__}: "
+        f"{misfits[0]}{rest}; nearest meshes that work: {works}"
+    )
+
+
+def _module_layouts(module: nn.Module, role: Role, heads: HeadCounts, mesh: MeshShape) -> dict[str, Layout]:
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters(recurse=False)}
+    return {name: _layout(name, shape, module, role, heads, mesh) for name, shape in shapes.items()}
+
+
+def _layout(
+    name: str, shape: tuple[int, ...], module: nn.Module, role: Role, heads: HeadCounts, mesh: MeshShape
+) -> Layout:
+    if role.kind == "gathered":
+        return Layout(shape, ((),) * len(shape))
+    if role.kind in ("rms_norm", "layer_norm"):
+        return Layout(shape, (("hidden",),))
+    if role.kind in ("embedding", "head"):
+        split: tuple[tuple[Axis, ...], ...] = (("sequence",), ("hidden",))
+        return Layout(shape, split[: len(shape)], ragged=True)
+    parts = 3 if role.heads == "query_key_value" else 1
+    out, into = _feature_axes(name, role, heads, mesh)
+    if name == "bias":
+        return Layout(shape, (out,), (parts,))
+    if isinstance(module, Conv1D):
+        return Layout(shape, (into, out), (1, parts))
+    return Layout(shape, (out, into), (parts, 1))
+
+
+def _feature_axes(
+    name: str, role: Role, heads: HeadCounts, mesh: MeshShape
+) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+    """Axes that cut the out and the in features of an up or down projection's block."""
+    if role.kind == "down":
+        return ("hidden",), ("sequence",)
+    if role.heads == "key_value":
+        # Whether the heads are handed out evenly is the same on every rank, so any coordinate will do.
+        plan = plan_key_value_heads(heads, mesh, Coordinate(0, 0, 0, 0, 0))
+        if not plan.scattered:
+            return (("sequence",) if plan.split_by_sequence else ()), ("hidden",)
+    # A bias is added behind the reduce-scatter, where the features are cut once more.
+    return (("sequence", "hidden") if name == "bias" else ("sequence",)), ("hidden",)

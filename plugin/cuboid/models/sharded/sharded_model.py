@@ -1,0 +1,382 @@
+"""A sharded model: the user's own class, whose forward takes whole micro-batches and returns whole results."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from cuboid.config.schema import TensorParallelConfig
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.no_compile import uncompiled
+from cuboid.distributed.rank_agreement import StepGuard
+from cuboid.errors import CuboidError, UnsupportedModelError
+from cuboid.models.architectures.supported_tasks import compiling_refused
+from cuboid.models.architectures.transformers_names import keep_logits
+from cuboid.models.attention.interface import (
+    Lengths,
+    check_attention_ran,
+    is_in_forward,
+    use_sharded_attention,
+    whole_sequence,
+)
+from cuboid.models.batch.batch import LocalBatch, take_local_batch
+from cuboid.models.batch.batch_check import BatchCheck, Limits
+from cuboid.models.cross_entropy.chunked import CHUNK_BYTES
+from cuboid.models.cross_entropy.lm_head import is_in_head
+from cuboid.models.cross_entropy.loss_forward import forward_with_bounded_loss
+from cuboid.models.sharded.model_interface import WholeInterface
+from cuboid.models.sharded.parallel_plan import Blueprint
+from cuboid.models.sharded.parallelize import ShardOf, attention_modules, swap_modules
+from cuboid.tensor3d.layers.vocab_cross_entropy import gather_hidden, gather_logits, predicted, sharded_cross_entropy
+from cuboid.tensor3d.sharding.sharded_param import is_recomputing, keep_weights
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """What a sharded model, or a stage, remembers of the whole one.
+
+    Args:
+        parameters: elements by name, of each parameter once.
+        embeddings: those names that are embeddings'.
+        limits: what a micro-batch's numbers may be.
+    """
+
+    parameters: dict[str, int]
+    embeddings: frozenset[str]
+    limits: Limits
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, positions: int | None, shapes: Mapping[str, Sequence[int]] | None = None
+    ) -> WholeModel:
+        """Of a model that is whole, but for parameters whose ``shapes`` are given, with so many learned positions."""
+        shapes = shapes or {}
+        counts = {name: math.prod(shapes.get(name, own.shape)) for name, own in model.named_parameters()}
+        tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+        vocabulary = model.config.get_text_config().vocab_size
+        tokens = getattr(model.get_input_embeddings(), "num_embeddings", vocabulary)
+        return cls(counts, frozenset(f"{name}.weight" for name in tables), Limits(tokens, vocabulary, positions))
+
+
+class FormerParameters:
+    """Those that a model had before it was sharded, for what was made of them then; it keeps none alive."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._names: dict[int, tuple[weakref.ref[nn.Parameter], list[str]]] = {}
+        for name, parameter in () if model is None else model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(parameter), (weakref.ref(parameter), []))[1].append(name)
+
+    def names_of(self, parameter: nn.Parameter) -> Sequence[str]:
+        """The names that a parameter had, several if it was tied; none if it wasn't the model's."""
+        reference, names = self._names.get(id(parameter), (None, []))
+        # An id is given to others once its object is gone.
+        return names if reference is not None and reference() is parameter else []
+
+
+@dataclass
+class Sharding:
+    """What a sharded model remembers about itself."""
+
+    mesh: Mesh
+    config: TensorParallelConfig
+    base: type[PreTrainedModel]
+    attention: dict[str, nn.Module]
+    whole: WholeModel
+    #: The model's modules and their classes, as they were made, so that others in their places are found out.
+    modules: dict[nn.Module, type[nn.Module]] = field(default_factory=dict)
+    #: Largest size in float32 of the logits of which a loss alone is made, on one rank.
+    chunk_bytes: int = CHUNK_BYTES
+    checked: bool = False
+    former: FormerParameters = field(default_factory=FormerParameters)
+    #: Writes the model as a Hugging Face checkpoint. Whoever loads or shards a model for users hands it in, for saving
+    #: knows the model.
+    save: Callable[..., None] | None = None
+    #: Of the micro-batch that the forward which is running was given.
+    check: BatchCheck | None = None
+
+
+class ShardedModel(WholeInterface):
+    """Mixed into the model's own class by :func:`shard_modules`."""
+
+    cuboid: Sharding
+
+    def save_pretrained(self, directory: Any, **kwargs: Any) -> None:
+        """As ``PreTrainedModel.save_pretrained``, whole. All ranks must call it, and each writes its share."""
+        save = self.cuboid.save
+        assert save is not None, "a model that neither a loader nor cuboid.shard made"
+        save(self, directory, **kwargs)
+
+    def counted_parameters(self: Any) -> list[nn.Parameter]:
+        """This rank's parameters for sums over all ranks of a copy of the model: each element has one owner."""
+        return list(self.parameters())
+
+
+class ShardedBase:
+    """Mixed into the class of a sharded model's base model by :func:`shard_modules`."""
+
+    cuboid: Sharding
+
+
+def shard_modules(
+    model: PreTrainedModel, blueprint: Blueprint, mesh: Mesh, config: TensorParallelConfig, shard_of: ShardOf
+) -> PreTrainedModel:
+    """Turn a model into its sharded self, in place."""
+    shapes = {name: layout.shape for name, layout in blueprint.by_parameter.items()}
+    whole = WholeModel.of(model, _learned_positions(model), shapes)
+    swap_modules(model, blueprint, mesh, shard_of)
+    if config.weight_gather == "step":
+        keep_weights(model)
+    attention = {name: model.get_submodule(name) for name in attention_modules(blueprint)}
+    use_sharded_attention(model.config, list(attention.values()), mesh)
+    model.loss_function = functools.partial(sharded_loss, mesh=mesh)
+    base = type(model)
+    model.cuboid = Sharding(mesh, config, base, attention, whole)
+    inner: Any = model.base_model
+    if inner is not model:
+        inner.cuboid = model.cuboid
+        inner.__class__ = _sharded_base_class(type(inner))  # type: ignore[arg-type]
+    _guard_ends(model)
+    next(iter(attention.values())).register_forward_hook(_VerdictReader(model.cuboid))
+    model.__class__ = _sharded_class(base)  # type: ignore[arg-type]
+    model.cuboid.modules = {module: type(module) for module in model.modules()}
+    return model
+
+
+def _learned_positions(model: PreTrainedModel) -> int | None:
+    """Rows of the position table. The architectures with rules for a mesh have no other tables but that of tokens."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    others = [table.num_embeddings for table in tables if table is not model.get_input_embeddings()]
+    return min(others, default=None)
+
+
+@dataclass
+class _VerdictReader:
+    """A forward hook of the first attention: by then the device has enough to do, and its host can look at the verdict.
+
+    And it is early enough for ranks whose sequences differ in length. The device waits for ever for collectives that
+    don't fit together, but the host comes here.
+    """
+
+    sharding: Sharding
+
+    @uncompiled
+    def __call__(self, *_: Any) -> None:
+        if self.sharding.check is not None:
+            self.sharding.check.read()
+
+
+def _guard_ends(model: PreTrainedModel) -> None:
+    """Let the embedding and the head say so when they are called by themselves: they take and return parts."""
+    ends = {model.get_input_embeddings(): "embedding", model.get_output_embeddings(): "head"}
+    for module, what in ends.items():
+        assert module is not None
+        module.register_forward_pre_hook(functools.partial(_check_in_forward, what=what), prepend=True)
+
+
+@uncompiled
+def _check_in_forward(module: Any, _: Any, what: str) -> None:
+    if module.mesh.shape.size > 1 and not (is_in_forward() or is_in_head() or is_recomputing()):
+        raise UnsupportedModelError(
+            f"the sharded model's {what} was called by itself, but takes and returns a rank's part of a micro-batch; "
+            "call the model, its base model (model.base_model) or what model.get_output_embeddings() returns"
+        )
+
+
+def mesh_of(model: nn.Module) -> Mesh:
+    """The mesh of a sharded model, or of an engine that wraps one.
+
+    Raises:
+        CuboidError: the model isn't sharded.
+    """
+    return sharding_of(model).mesh
+
+
+def sharding_of(model: nn.Module) -> Sharding:
+    """What a sharded model, or an engine that wraps one, remembers."""
+    inner = unwrap(model)
+    if not isinstance(inner, ShardedModel):
+        raise CuboidError(
+            f"{type(inner).__name__} isn't sharded; use cuboid.from_pretrained, cuboid.shard or deepspeed.initialize"
+        )
+    return inner.cuboid
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The sharded model inside engines and wrappers that keep it as ``module``."""
+    while not isinstance(model, ShardedModel) and isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module  # type: ignore[assignment]
+    return model
+
+
+@functools.cache
+def _sharded_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A subclass that goes by its base's name, so that configs and checkpoints say what they would have said."""
+    signature = inspect.signature(base.forward)
+
+    # Trainers read this signature to learn which columns and loss arguments the model takes.
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_compiling(self, torch.compiler.is_compiling())
+        with StepGuard(self.cuboid.mesh, "forward"):
+            return _forward(self, functools.partial(base.forward, self), _arguments(signature, self, args, kwargs))
+
+    members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (ShardedModel, base), members)
+
+
+@functools.cache
+def _sharded_base_class(base: type[nn.Module]) -> type[nn.Module]:
+    """A subclass whose forward takes whole micro-batches where it isn't called by the model around it."""
+    signature = inspect.signature(base.forward)
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_in_forward():
+            return base.forward(self, *args, **kwargs)
+        return _base_forward(self, functools.partial(base.forward, self), _arguments(signature, self, args, kwargs))
+
+    members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (ShardedBase, base), members)
+
+
+def _arguments(signature: inspect.Signature, model: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A forward's arguments by name."""
+    arguments = dict(signature.bind(model, *args, **kwargs).arguments)
+    del arguments["self"]
+    extra = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+    arguments.update(arguments.pop(extra, {}) if extra else {})
+    return arguments
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _refuse_compiling(model: Any, is_compiling: bool) -> None:
+    # What torch.compile takes for constant it runs as it is, so that this is what its error says.
+    if is_compiling:
+        raise compiling_refused(model)
+
+
+def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
+    sharding: Sharding = model.cuboid
+    as_tuple = arguments.pop("return_dict", None) is False
+    keep = arguments.pop("logits_to_keep", 0)
+    if keep is not None and arguments.get("labels") is not None and not (isinstance(keep, int) and keep == 0):
+        raise UnsupportedModelError("logits_to_keep has no rule beside labels: the loss needs all logits")
+    with _taken(model, arguments) as batch:
+        bounded = _wants_loss_only(model, batch)
+        run = functools.partial(base_forward, **_local_arguments(model, batch), return_dict=True)
+        if bounded:
+            output = forward_with_bounded_loss(
+                model, run, unbound=sharding.base.forward, mesh=sharding.mesh, chunk_bytes=sharding.chunk_bytes
+            )
+        else:
+            output = run()
+    if not bounded:
+        output.logits = _whole_logits(model, output.logits, batch, has_loss=output.loss is not None)
+    if keep is not None and output.logits is not None:
+        output.logits = keep_logits(output.logits, keep)
+    return output.to_tuple() if as_tuple else output
+
+
+def _base_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
+    """Of a base model that is called by itself: hidden states ``[B, S, H]``, whole on every rank."""
+    sharding: Sharding = model.cuboid
+    as_tuple = arguments.pop("return_dict", None) is False
+    with _taken(model, arguments) as batch:
+        output = base_forward(**_local_arguments(model, batch), return_dict=True)
+    hidden = output.last_hidden_state
+    output.last_hidden_state = gather_hidden(hidden, sharding.mesh, rows=batch.rows, length=batch.length)
+    return output.to_tuple() if as_tuple else output
+
+
+@contextmanager
+def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
+    """Take this rank's part of a micro-batch, and check all that is to be checked of it and the model."""
+    sharding: Sharding = model.cuboid
+    sharding.mesh.connect()
+    if not sharding.checked:
+        _check_modules(model, sharding.modules)
+    if model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None) is not None:
+        raise UnsupportedModelError(
+            "neftune_noise_alpha: its noise depends on the sizes of the whole embeddings; a rank has a part of them"
+        )
+    batch = take_local_batch(arguments, model.config, sharding.mesh)
+    check = BatchCheck(arguments, sharding.whole.limits, sharding.mesh, (model.training, torch.is_grad_enabled()))
+    check.read_if_there()
+    sharding.check = check
+    try:
+        with whole_sequence(Lengths(batch.length, batch.padded)):
+            yield batch
+        check.read()
+    finally:
+        sharding.check = None
+    if not sharding.checked:
+        check_attention_ran(sharding.attention)
+        sharding.checked = True
+
+
+def _check_modules(model: nn.Module, made: dict[nn.Module, type[nn.Module]]) -> None:
+    """Make sure that nobody has put modules with weights of their own, which nothing splits, into a sharded model."""
+    for name, module in model.named_modules():
+        if made.get(module) is not type(module) and any(True for _ in module.parameters()):
+            raise UnsupportedModelError(
+                f"{name!r} is a {type(module).__module__}.{type(module).__name__}, which came into the model after it "
+                "was sharded, and isn't split as its neighbours are (adapters of PEFT, for one, have no rules)"
+            )
+
+
+def _local_arguments(model: Any, batch: LocalBatch) -> dict[str, Any]:
+    # The embedding runs here: it needs the ids of the whole sequence and returns a part of it, while the model's own
+    # code takes the shape of everything that follows from what it is given.
+    tensors = dict(batch.tensors)
+    embeddings = model.get_input_embeddings()(tensors.pop("input_ids"))
+    return {**batch.options, **tensors, "inputs_embeds": embeddings, "use_cache": False}
+
+
+def _wants_loss_only(model: Any, batch: LocalBatch) -> bool:
+    """Whether no logits need ever be whole: they aren't wanted, and the loss that is made of them is ours."""
+    ours = getattr(model.loss_function, "func", None) is sharded_loss
+    return ours and "labels" in batch.tensors and model.base_model is not model and not _wants_logits(model)
+
+
+def _wants_logits(model: Any) -> bool:
+    wanted = model.cuboid.config.gather_logits
+    return not model.training if wanted == "auto" else wanted
+
+
+def _whole_logits(model: Any, logits: torch.Tensor, batch: LocalBatch, *, has_loss: bool) -> torch.Tensor | None:
+    if has_loss and not _wants_logits(model):
+        return None
+    vocabulary = model.config.vocab_size
+    return gather_logits(logits, model.cuboid.mesh, rows=batch.rows, length=batch.length, vocabulary=vocabulary)
+
+
+def sharded_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | float | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    *,
+    mesh: Mesh,
+    **_: Any,
+) -> torch.Tensor:
+    """In place of Hugging Face's ``ForCausalLMLoss``, on logits ``[B/b, S/h, V/s]``."""
+    return sharded_cross_entropy(
+        logits,
+        predicted(labels, shift_labels, ignore_index),
+        vocabulary=vocab_size,
+        mesh=mesh,
+        items=num_items_in_batch,
+        ignore_index=ignore_index,
+    )

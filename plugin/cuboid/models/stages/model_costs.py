@@ -1,0 +1,125 @@
+"""What a Hugging Face model multiplies, read off the model itself rather than from a table of architectures."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from cuboid.errors import UnsupportedModelError
+from cuboid.seq1f1b.schedule.unit_costs import LayerSizes, ModelSizes
+
+#: Names under which configs say how many experts there are, and to how many of them a token is sent.
+_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+_EXPERTS_OF_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
+#: Names under which attention modules say how many features a head has.
+_QUERY_DIMS = ("qk_head_dim", "head_dim", "head_size", "attention_head_size")
+_VALUE_DIMS = ("v_head_dim", *_QUERY_DIMS)
+
+
+def model_sizes(config: PretrainedConfig) -> ModelSizes:
+    """What a causal language model of this config multiplies. The model is built without memory.
+
+    Raises:
+        UnsupportedModelError: it has experts, and the config doesn't say how many a token is sent to; or no layers.
+    """
+    with torch.device("meta"):
+        return sizes_of(AutoModelForCausalLM.from_config(copy.deepcopy(config)))
+
+
+def sizes_of(model: PreTrainedModel) -> ModelSizes:
+    """As :func:`model_sizes`, for a whole model on any device."""
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings()
+    weights = config.vocab_size * config.hidden_size if head is None else head.weight.numel()
+    return ModelSizes(
+        tuple(_layer(layer, index, config) for index, layer in enumerate(_layers(model, config))), weights
+    )
+
+
+def _layers(model: PreTrainedModel, config: PretrainedConfig) -> nn.ModuleList:
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers]
+    if not lists:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no list of config.num_hidden_layers = {config.num_hidden_layers} layers, so "
+            'their costs aren\'t known; write "partition": "even" and "stage_balance": "layers"'
+        )
+    return max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
+
+
+def _layer(layer: nn.Module, index: int, config: PretrainedConfig) -> LayerSizes:
+    weights = kept = 0
+    for name, weight in _weights(layer):
+        stacked = weight.dim() == 3 and weight.shape[0] == _number(config, _EXPERTS)
+        used, of = _experts(config, name) if stacked or "experts" in name.split(".") else (1, 1)
+        weights += weight.numel() * used // of
+        stacks = weight.shape[0] if stacked else 1
+        kept += sum(weight.shape[-2:]) * stacks * used // of
+    kind = _kind(config, index)
+    query, value = (0, 0) if kind in _WITHOUT_KEYS else _head_features(layer, config)
+    return LayerSizes(weights, query, value, _window(config, kind), kept)
+
+
+def _weights(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that tokens are multiplied by as matrices: all but biases, norms and tables that are looked up in."""
+    tables = {id(module.weight) for module in layer.modules() if isinstance(module, nn.Embedding)}
+    for name, parameter in layer.named_parameters():
+        if parameter.dim() >= 2 and not name.endswith("bias") and id(parameter) not in tables:
+            yield name, parameter
+
+
+def _experts(config: PretrainedConfig, name: str) -> tuple[int, int]:
+    """Experts that a token is sent to, and experts there are."""
+    used, of = _number(config, _EXPERTS_OF_TOKEN), _number(config, _EXPERTS)
+    if used is None or of is None:
+        raise UnsupportedModelError(
+            f"{name} of the layers belongs to experts, and the config of {config.model_type!r} doesn't say to how many "
+            'a token is sent; write "partition": "even" and "stage_balance": "layers"'
+        )
+    return used, of
+
+
+def _number(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
+    nested = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
+    for owner in (config, *nested):
+        for name in names:
+            value = getattr(owner, name, None)
+            if isinstance(value, int):
+                return value
+    return None
+
+
+#: Kinds of layers whose cost doesn't grow with what is before a token.
+_WITHOUT_KEYS = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent"})
+
+
+def _kind(config: PretrainedConfig, index: int) -> str | None:
+    kinds = getattr(config, "layer_types", None)
+    return kinds[index] if kinds else None
+
+
+def _window(config: PretrainedConfig, kind: str | None) -> int | None:
+    """Keys that a token sees at most. A chunk counts as a window, though on average half of it is seen."""
+    if kind is None or "sliding" in kind:
+        return getattr(config, "sliding_window", None)
+    return getattr(config, "attention_chunk_size", None) if "chunked" in kind else None
+
+
+def _head_features(layer: nn.Module, config: PretrainedConfig) -> tuple[int, int]:
+    """Features of all heads: of the queries, and of the values they bring."""
+    module = next((module for module in layer.modules() if _attribute(module, _QUERY_DIMS)), None)
+    heads = _attribute(module, ("num_heads", "num_attention_heads")) or config.num_attention_heads
+    default = config.hidden_size // heads
+    query = _attribute(module, _QUERY_DIMS) or default
+    value = _attribute(module, _VALUE_DIMS) or default
+    return heads * query, heads * value
+
+
+def _attribute(module: Any, names: tuple[str, ...]) -> int | None:
+    """The first of some attributes that is a number above zero."""
+    values = (getattr(module, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)

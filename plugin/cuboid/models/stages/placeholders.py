@@ -1,0 +1,82 @@
+"""What stands in a stage's model for the modules of other stages. None of it has parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from cuboid.models.stages.outline import Outline
+
+
+class AbsentLayer(nn.Module):
+    """In the place of a layer of another stage: hands the hidden state on."""
+
+    def __init__(self, layer: nn.Module, outline: Outline) -> None:
+        super().__init__()
+        # The base model's forward may ask for its kind of attention and the like.
+        for name, value in vars(layer).items():
+            if name not in vars(self) and isinstance(value, str | int | float | tuple | None):
+                setattr(self, name, value)
+        self._argument, self._returned = outline.hidden_argument, outline.returned
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """A layer's arguments to what a layer returns, the hidden state being the one given."""
+        hidden = args[0] if self._argument is None else kwargs[self._argument]
+        return self.wrapped(self.passed(hidden))
+
+    def passed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What becomes of the hidden state ``[B, L, H]``."""
+        return hidden
+
+    def wrapped(self, hidden: torch.Tensor) -> Any:
+        """The hidden state as layers return it."""
+        return hidden if self._returned is None else (hidden, *(None,) * (self._returned - 1))
+
+
+class Entrance(AbsentLayer):
+    """Right before a stage's first layer: what it is given gives way to what the stage before sent.
+
+    Attributes:
+        hidden: ``[B, L, H]``, to be set before the stage's forward.
+    """
+
+    hidden: torch.Tensor | None = None
+
+    def passed(self, hidden: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        """The received hidden state."""
+        assert self.hidden is not None, "a stage's forward before its input was set"
+        return self.hidden
+
+
+class Exit(AbsentLayer):
+    """Right behind a stage's last layer: keeps what it is given, for the next stage.
+
+    Attributes:
+        hidden: ``[B, L, H]``, of the forward that ran last.
+    """
+
+    hidden: torch.Tensor | None = None
+
+    def passed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The same, for the rest of the base model's forward, which nobody will look at."""
+        self.hidden = hidden
+        # What the base model does to it behind the layers is the last stage's business and needs no gradient here.
+        return hidden.detach()
+
+
+class AbsentModule(nn.Module):
+    """In the place of an embedding, a projection or a norm of another stage."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The hidden state ``[B, L, …]`` that it is given, or else a zero that adds nothing to what it is added to."""
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        hidden = next((tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 2), None)
+        if hidden is not None:
+            return hidden
+        return torch.zeros((), dtype=self._dtype, device=tensors[0].device if tensors else None)

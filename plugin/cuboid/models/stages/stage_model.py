@@ -1,0 +1,150 @@
+"""One stage of a pipeline as a model: the user's own class, cut to a stage and perhaps sharded over a mesh."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from cuboid.config.schema import CuboidConfig
+from cuboid.distributed.mesh import Mesh
+from cuboid.errors import CuboidError
+from cuboid.models.architectures.certificate import Certificate
+from cuboid.models.attention.segments import UnitSlot, running_unit, use_segment_attention
+from cuboid.models.attention.whole_sequence import WholeSequence
+from cuboid.models.sharded.parallel_plan import Blueprint
+from cuboid.models.sharded.parallelize import ShardOf, swap_modules
+from cuboid.models.sharded.sharded_model import ShardedModel, Sharding, WholeModel, sharded_loss
+from cuboid.models.stages.outline import Outline
+from cuboid.models.stages.placeholders import Entrance
+from cuboid.models.stages.stages import StageCut, cut_stage, shared_parameters
+from cuboid.models.stages.whole_recorder import WholeSequenceRecorder
+from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
+
+
+@dataclass
+class Staging:
+    """What a stage remembers about itself.
+
+    Attributes:
+        outline: of the whole model.
+        counts: layers of each stage.
+        cut: this stage's.
+        sizes: of the whole model, for costs; None where nothing asks for them.
+        config: what the pipeline was asked for.
+        certificate: with what the model was seen to be right.
+        entrance: where the hidden state comes in, on all stages but the first.
+        whole: what to remember of the model before it was cut.
+        shared: parameters that the first and the last stage both have, by name.
+        slot: tells the attention functions which unit is running.
+        recorder: looks at whole sequences.
+    """
+
+    outline: Outline
+    counts: tuple[int, ...]
+    cut: StageCut
+    sizes: ModelSizes | None
+    config: CuboidConfig
+    certificate: Certificate
+    entrance: Entrance | None = None
+    whole: WholeModel | None = None
+    shared: dict[str, nn.Parameter] = field(default_factory=dict)
+    slot: UnitSlot = field(default_factory=UnitSlot)
+    recorder: WholeSequenceRecorder | None = None
+
+    def recorded(self, *arguments: Any) -> WholeSequence:
+        """See :meth:`WholeSequenceRecorder.record`."""
+        assert self.recorder is not None, "a stage that isn't finished"
+        return self.recorder.record(*arguments)
+
+    def repeated_parameters(self) -> Iterator[nn.Parameter]:
+        """Those of this stage that count on another one."""
+        if self.cut.is_last:
+            yield from self.shared.values()
+
+
+class StageModel(ShardedModel):
+    """Mixed into the model's own class by :func:`finish_stage`. An engine's ``train_batch`` runs it."""
+
+    staging: Staging
+
+    def counted_parameters(self: Any) -> list[nn.Parameter]:
+        """As on any sharded model, without those that count on another stage."""
+        repeated = {id(parameter) for parameter in self.staging.repeated_parameters()}
+        return [parameter for parameter in self.parameters() if id(parameter) not in repeated]
+
+
+def cut_model(model: PreTrainedModel, staging: Staging) -> None:
+    """Leave of a model, on any device, what this stage needs; in place."""
+    staging.whole = WholeModel.of(model, staging.outline.longest)
+    staging.entrance = cut_stage(model, staging.outline, staging.cut)
+
+
+def finish_stage(
+    model: PreTrainedModel, staging: Staging, mesh: Mesh, blueprint: Blueprint | None, shard_of: ShardOf
+) -> PreTrainedModel:
+    """Turn a model that was cut into a stage, in place.
+
+    Args:
+        model: as :func:`cut_model` left it.
+        staging, mesh: of this rank.
+        blueprint: how to shard the stage over the mesh; None on a mesh of one rank.
+        shard_of: gives the shard of a parameter.
+    """
+    if blueprint is not None:
+        swap_modules(model, blueprint, mesh, shard_of)
+        model.loss_function = functools.partial(sharded_loss, mesh=mesh)
+    layers = model.get_submodule(staging.outline.layers)
+    assert isinstance(layers, nn.ModuleList)
+    own = {staging.outline.layer(index): layers[index] for index in range(staging.cut.first, staging.cut.stop)}
+    use_segment_attention(model.config, own, staging.slot, mesh)
+    staging.recorder = WholeSequenceRecorder(
+        model, staging.outline, own, staging.slot, gives_start=staging.certificate.gives_start
+    )
+    staging.shared = shared_parameters(model, staging.outline, staging.cut)
+    base = type(model)
+    assert staging.whole is not None
+    model.cuboid = Sharding(mesh, staging.config.tensor_parallel, base, own, staging.whole)
+    model.staging = staging
+    inner: Any = model.get_submodule(staging.outline.base)
+    inner.__class__ = _stage_base_class(type(inner))  # type: ignore[arg-type]
+    model.__class__ = _stage_class(base)  # type: ignore[arg-type, assignment]
+    return model
+
+
+@functools.cache
+def _stage_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A subclass that goes by its base's name, so that configs and checkpoints say what they would have said."""
+
+    # Trainers read this signature to learn which columns the model takes.
+    @functools.wraps(base.forward)
+    def forward(*_: Any, **__: Any) -> Any:
+        raise _no_forward()
+
+    members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (StageModel, base), members)
+
+
+@functools.cache
+def _stage_base_class(base: type[nn.Module]) -> type[nn.Module]:
+    """A subclass that runs units only: called by itself, a stage's base model would give what is nobody's."""
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if running_unit() is None:
+            raise _no_forward()
+        return base.forward(self, *args, **kwargs)
+
+    members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (base,), members)
+
+
+def _no_forward() -> CuboidError:
+    return CuboidError(
+        "a pipeline stage has no forward of its own; give micro-batches to the engine's train_batch or eval_batch, or "
+        "use cuboid.CuboidTrainer in place of the Hugging Face Trainer"
+    )

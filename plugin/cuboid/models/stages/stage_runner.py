@@ -1,0 +1,159 @@
+"""The computation of one stage, unit by unit: what the interpreter of a schedule calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cuboid.distributed.mesh import Mesh
+from cuboid.models.cross_entropy.chunked import chunked_loss
+from cuboid.models.cross_entropy.lm_head import Head
+from cuboid.models.stages.stage_model import StageModel
+from cuboid.models.stages.stages import run_base
+from cuboid.models.stages.units import SegmentedBatch
+
+Unit = tuple[int, int]
+
+
+class _Root(torch.autograd.Function):
+    """Lets go of a hidden state that was sent on, but keeps its graph: one number stands for it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, received: list[torch.Tensor]) -> torch.Tensor:
+        ctx.received = received
+        return hidden.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.received.pop(), None
+
+
+@dataclass
+class _Pending:
+    """A unit between its forward and its backward.
+
+    Attributes:
+        root: of its graph.
+        gradient: where the gradient of its output goes before the root's backward.
+        leaf: its input, on all stages but the first.
+    """
+
+    root: torch.Tensor
+    gradient: list[torch.Tensor]
+    leaf: torch.Tensor | None
+
+
+class StageRunner:
+    """One step of one stage (:class:`cuboid.seq1f1b.runtime.runtime.Stage`).
+
+    Args:
+        model: the stage.
+        batches: the step's micro-batches.
+        scale: what each token's loss is multiplied by.
+        training: whether units will run backward.
+    """
+
+    def __init__(self, model: StageModel, batches: Sequence[SegmentedBatch], *, scale: float, training: bool) -> None:
+        self._model: Any = model
+        self._staging = model.staging
+        self._mesh: Mesh = model.cuboid.mesh
+        self._batches = batches
+        self._scale = scale
+        self._training = training
+        self._head = Head(self._model, self._staging.outline, self._model.cuboid.base.forward)
+        self._pending: dict[Unit, _Pending] = {}
+        #: On the last stage: the sum of all units' scaled losses.
+        self.loss: torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._batches[0].ids.device
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """Of hidden states between stages."""
+        return self._staging.outline.dtype or self._model.dtype
+
+    def hidden_shape(self, micro_batch: int, segment: int) -> tuple[int, ...]:
+        """``[B/b, L/s, H/h]`` of a unit."""
+        batch = self._batches[micro_batch]
+        length = batch.segment_length(segment) // self._mesh.size("sequence")
+        return batch.ids.shape[0], length, self._staging.outline.width // self._mesh.size("hidden")
+
+    def forward(self, micro_batch: int, segment: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
+        """A unit's forward. The last stage computes head and loss, and their backward too."""
+        with torch.set_grad_enabled(self._training):
+            leaf = None if hidden is None else hidden.requires_grad_(self._training)
+            output = self._run_layers(self._batches[micro_batch], segment, leaf)
+            if self._staging.cut.is_last:
+                gradient = self._run_head(self._batches[micro_batch], segment, output)
+            if self._training:
+                received: list[torch.Tensor] = []
+                root = _Root.apply(output, received)
+                self._pending[micro_batch, segment] = _Pending(root, received, leaf)
+                if self._staging.cut.is_last:
+                    assert gradient is not None
+                    received.append(gradient)
+        if not self._training:
+            self._free_after(micro_batch, segment)
+        return None if self._staging.cut.is_last else output.detach()
+
+    def backward(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """See :class:`cuboid.seq1f1b.runtime.runtime.Stage`."""
+        pending = self._pending.pop((micro_batch, segment))
+        if gradient is not None:
+            pending.gradient.append(gradient)
+        # Without one, everything up to here is frozen. A recomputation needs to know where it is.
+        if pending.root.requires_grad:
+            with self._staging.slot.running(self._batches[micro_batch].unit(segment)):
+                pending.root.backward()
+        if segment == 0:
+            self._batches[micro_batch].store.free()
+        return None if pending.leaf is None else pending.leaf.grad
+
+    def _run_layers(self, batch: SegmentedBatch, segment: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        options: dict[str, Any] = self._positions_and_mask(batch, segment)
+        if self._staging.cut.is_first:
+            ids = batch.cut(batch.ids, segment)
+            if self._mesh.shape.size > 1:
+                # A sharded embedding needs the ids of the whole segment and returns a part of it, while the model's own
+                # code takes the shape of everything that follows from what it is given.
+                options["inputs_embeds"] = self._model.get_input_embeddings()(ids)
+            else:
+                options["ids"] = ids
+        with self._staging.slot.running(batch.unit(segment)):
+            return run_base(self._model, self._staging.outline, self._staging.entrance, hidden=hidden, **options)
+
+    def _positions_and_mask(self, batch: SegmentedBatch, segment: int) -> dict[str, torch.Tensor]:
+        if not batch.is_cut and self._mesh.shape.size == 1:
+            # All as the user gave it, and the model's own code makes of it what it always does.
+            return batch.given
+        if batch.whole is None:
+            uncut = {name: x[:, : batch.length] for name, x in batch.given.items()}
+            batch.whole = self._staging.recorded(
+                batch.ids.shape[0], batch.length, self.device, uncut.get("position_ids"), uncut.get("attention_mask")
+            )
+        return {name: batch.cut(x, segment) for name, x in {**batch.given, "position_ids": batch.positions}.items()}
+
+    def _run_head(self, batch: SegmentedBatch, segment: int, output: torch.Tensor) -> torch.Tensor | None:
+        labels = batch.cut(batch.labels, segment)
+        loss, gradient = chunked_loss(
+            self._head,
+            output,
+            labels,
+            scale=self._scale,
+            vocabulary=self._model.config.get_text_config().vocab_size,
+            mesh=self._mesh if self._mesh.shape.size > 1 else None,
+            chunk_bytes=self._model.cuboid.chunk_bytes,
+        )
+        self.loss = loss if self.loss is None else self.loss + loss
+        return gradient
+
+    def _free_after(self, micro_batch: int, segment: int) -> None:
+        batch = self._batches[micro_batch]
+        if segment == len(batch.bounds) - 2:
+            batch.store.free()

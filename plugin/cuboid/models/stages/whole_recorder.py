@@ -1,0 +1,409 @@
+"""What a base model computes outside of its layers from positions, lengths and masks, for the whole sequence of a
+micro-batch, so that a segment is given its part of it.
+
+A model's own code only ever sees the segment that runs. Where it looks at lengths (``dynamic`` and ``longrope`` rotary
+embeddings choose their frequencies by the longest position) or at the mask (OPT counts positions by it), what it would
+compute from a segment isn't what it computes from the sequence. So the base model's own forward runs once more for each
+micro-batch, without its layers and weights, and three things are kept: what the layers were given, what modules without
+parameters returned, and what tables of positions were looked up by. The hidden state of that run is a ``FakeTensor``:
+it takes neither memory nor time, and what was computed from it is known by its type and left to the segment's forward.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from transformers import PreTrainedModel
+
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.attention.segments import UnitSlot
+from cuboid.models.attention.whole_sequence import Replay, WholeSequence, recording, without_values
+from cuboid.models.stages.outline import Outline
+from cuboid.models.stages.placeholders import AbsentLayer, AbsentModule
+from cuboid.tensor3d.layers.vocab_embedding import ShardedEmbedding
+
+
+class WholeSequenceRecorder:
+    """Looks at whole sequences with one stage's base model, and lets its segments' forwards know.
+
+    Args:
+        model: a stage, whose modules are all in place.
+        outline: of the whole model.
+        own_layers: the stage's layers by name.
+        slot: tells which unit is running.
+        gives_start: whether layers are given something in the place of a cache that tells where their segment begins.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        outline: Outline,
+        own_layers: dict[str, nn.Module],
+        slot: UnitSlot,
+        *,
+        gives_start: bool = False,
+    ) -> None:
+        self._model, self._outline, self._slot = model, outline, slot
+        for name, layer in own_layers.items():
+            layer.register_forward_pre_hook(functools.partial(_give_whole, name, slot), with_kwargs=True)
+            if gives_start:
+                _give_start(layer, slot)
+        tables = dict(_position_tables(model, outline))
+        for name, table in tables.items():
+            _mix_in(_PositionTable, table, name, slot)
+        plain = dict(_without_parameters(model, outline))
+        for name, module in plain.items():
+            _mix_in(_LengthAware, module, name, slot)
+        self._base = _shell_of(model, outline, own_layers, kept={**plain, **tables}, slot=slot)
+
+    def record(
+        self,
+        rows: int,
+        length: int,
+        device: torch.device,
+        position_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+    ) -> WholeSequence:
+        """Run the base model on ``rows`` sequences of ``length`` tokens.
+
+        Args:
+            rows: B, on this rank.
+            length: S.
+            device: of the weights.
+            position_ids: ``[B, S]`` or ``[1, S]``; None where the model is to count them itself.
+            attention_mask: ``[B, S]``, or None.
+
+        Raises:
+            UnsupportedModelError: the model's code doesn't run without token ids and hidden states.
+        """
+        given = {"position_ids": position_ids, "attention_mask": attention_mask}
+        options: dict[str, Any] = {k: x for k, x in given.items() if x is not None and k in self._outline.options}
+        if "use_cache" in self._outline.options:
+            options["use_cache"] = False
+        self._slot.recording = whole = WholeSequence(length)
+        log = logging.getLogger(FakeTensor.__module__)  # which writes what is raised, on every rank
+        level = log.level
+        log.setLevel(logging.CRITICAL)
+        try:
+            with recording(), torch.no_grad():
+                hidden = without_values((rows, length, self._outline.width), self._model.dtype, device)
+                # The class's function: hooks on the base model are the user's, for real forwards.
+                type(self._base).forward(self._base, inputs_embeds=hidden, **options)
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} has no rule with segments or padding: what its layers are given can't "
+                f"be computed for a whole sequence alone: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            log.setLevel(level)
+            self._slot.recording = None
+        return whole
+
+
+# --- the base model without layers and weights ---------------------------------------------------------------------
+
+
+class _KeepArguments(AbsentLayer):
+    """In the place of a layer of this stage: keeps what it is given."""
+
+    def __init__(self, name: str, layer: nn.Module, outline: Outline, slot: UnitSlot) -> None:
+        super().__init__(layer, outline)
+        self._name, self._slot = name, slot
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Hand the hidden state on."""
+        assert self._slot.recording is not None
+        self._slot.recording.layers[self._name] = (args, kwargs)
+        return super().forward(*args, **kwargs)
+
+
+class _Unknown(AbsentModule):
+    """In the place of a module with parameters: what it would return has no values here."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The hidden state, or something without values."""
+        found = super().forward(*args, **kwargs)
+        return found if isinstance(found, FakeTensor) else without_values((), found.dtype, found.device)
+
+
+class _WithoutHooks(nn.Module):
+    """A module whose hooks, which are the user's and for real forwards, don't run; all else is the module's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        # In a tuple, so that it isn't a module of this one.
+        self._module = (module,)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns."""
+        return self._module[0].forward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_module"][0], name)
+
+
+def _shell_of(
+    model: PreTrainedModel,
+    outline: Outline,
+    own_layers: dict[str, nn.Module],
+    *,
+    kept: dict[str, nn.Module],
+    slot: UnitSlot,
+) -> nn.Module:
+    """A copy of the base model that shares all but what has weights."""
+    layers = nn.ModuleList(
+        _KeepArguments(name, layer, outline, slot) if name in own_layers else AbsentLayer(layer, outline)
+        for name, layer in (
+            (outline.layer(index), model.get_submodule(outline.layer(index))) for index in range(outline.count)
+        )
+    )
+    shell = _copied(model.get_submodule(outline.base))
+    copies = {"": shell}
+    _replace(shell, copies, outline.layers.removeprefix(f"{outline.base}."), layers)
+    for name, module in kept.items():
+        _replace(shell, copies, name.removeprefix(f"{outline.base}."), _WithoutHooks(module))
+    for unit in (*outline.before, *outline.after):
+        if unit not in kept:
+            _replace(shell, copies, unit.removeprefix(f"{outline.base}."), _Unknown(model.dtype))
+    return shell
+
+
+def _replace(shell: nn.Module, copies: dict[str, nn.Module], name: str, module: nn.Module) -> None:
+    """Put a module into a shell. What is around it is copied first, once."""
+    *parents, last = name.split(".")
+    owner = shell
+    for depth, part in enumerate(parents):
+        path = ".".join(parents[: depth + 1])
+        if path not in copies:
+            copies[path] = _copied(owner.get_submodule(part))
+            owner._modules[part] = copies[path]
+        owner = copies[path]
+    owner._modules[last] = module
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """The same module with a dict of children of its own, and without hooks."""
+    twin: nn.Module = object.__new__(type(module))
+    twin.__dict__.update(vars(module))
+    twin._modules = dict(module._modules)
+    twin._forward_hooks, twin._forward_pre_hooks = type(module._forward_hooks)(), type(module._forward_pre_hooks)()
+    return twin
+
+
+def _position_tables(model: PreTrainedModel, outline: Outline) -> Iterator[tuple[str, nn.Module]]:
+    for name in outline.before:
+        module = model.get_submodule(name)
+        if isinstance(module, nn.Embedding) and name != outline.embedding:
+            yield name, module
+
+
+def _without_parameters(model: PreTrainedModel, outline: Outline) -> Iterator[tuple[str, nn.Module]]:
+    """The largest modules of the base model outside the layers that have no parameters: rotary embeddings and such."""
+    around = {outline.base}
+    parts = outline.layers.split(".")
+    around |= {".".join(parts[: end + 1]) for end in range(len(parts)) if len(outline.base.split(".")) <= end + 1}
+    around.discard(outline.layers)
+    for name in sorted(around):
+        for child, module in model.get_submodule(name).named_children():
+            full = f"{name}.{child}"
+            absent = isinstance(module, AbsentModule)
+            if full not in (*around, outline.layers) and not absent and not any(True for _ in module.parameters()):
+                yield full, module
+
+
+# --- segments' forwards --------------------------------------------------------------------------------------------
+
+
+class _Aware(nn.Module):
+    """Mixed into a module's own class by :func:`_mix_in`.
+
+    Attributes:
+        cuboid_name: of the module in the model.
+        cuboid_slot: tells which unit is running.
+    """
+
+    cuboid_name: str
+    cuboid_slot: UnitSlot
+
+    def running_replay(self) -> Replay | None:
+        """Of the unit that is running, if it isn't simply a whole sequence."""
+        unit = self.cuboid_slot.current
+        return None if unit is None else unit.replay
+
+
+def _mix_in(mixin: type[_Aware], module: nn.Module, name: str, slot: UnitSlot) -> None:
+    module.__class__ = _mixed(mixin, type(module))  # type: ignore[arg-type]
+    vars(module).update(cuboid_name=name, cuboid_slot=slot)
+
+
+@functools.cache
+def _mixed(mixin: type[_Aware], base: type[nn.Module]) -> type[nn.Module]:
+    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__qualname__": base.__qualname__})
+
+
+class _LengthAware(_Aware):
+    """A module without parameters. Its segments' results are cut from the whole sequence's, where it doesn't depend on
+    the hidden state; so its own state, as that of ``dynamic`` rotary embeddings, only ever sees whole sequences."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module returns."""
+        recording, replay = self.cuboid_slot.recording, self.running_replay()
+        if recording is not None:
+            outputs = super().forward(*args, **kwargs)
+            recording.outputs.setdefault(self.cuboid_name, []).append(self._with_dims(outputs, args, kwargs))
+            return outputs
+        if replay is None:
+            return super().forward(*args, **kwargs)
+        kept, number = replay.whole.outputs.get(self.cuboid_name, []), replay.next_call(self.cuboid_name)
+        if number >= len(kept) or kept[number] is None:
+            return super().forward(*args, **kwargs)
+        leaves, dims, spec = kept[number]
+        return tree_unflatten(
+            [x if dim is None else replay.cut(x, dim) for x, dim in zip(leaves, dims, strict=True)], spec
+        )
+
+    def _with_dims(self, outputs: Any, args: Any, kwargs: Any) -> tuple[list[Any], list[int | None], Any] | None:
+        """The leaves of some outputs with their dim of S positions; None where they depend on the hidden state."""
+        leaves, spec = tree_flatten(outputs)
+        if any(isinstance(x, FakeTensor) for x in leaves):
+            return None
+        assert self.cuboid_slot.recording is not None
+        length = self.cuboid_slot.recording.length
+        found = [[dim for dim, size in enumerate(getattr(x, "shape", ())) if size == length] for x in leaves]
+        if any(len(dims) > 1 for dims in found) and length > 1:
+            # Another dim happens to be as long. A sequence that is shorter by one tells them apart.
+            shorter = tree_leaves(self._of_shorter(length, args, kwargs))
+            found = [
+                [dim for dim in dims if short.shape[dim] != length] for dims, short in zip(found, shorter, strict=True)
+            ]
+        return leaves, [dims[0] if dims else None for dims in found], spec
+
+    def _of_shorter(self, length: int, args: Any, kwargs: Any) -> Any:
+        def shorten(x: Any) -> Any:
+            has_positions = isinstance(x, torch.Tensor) and x.dim() > 1 and x.shape[1] == length
+            return x[:, : length - 1] if has_positions else x
+
+        twin = copy.deepcopy(self, {id(self.cuboid_slot): self.cuboid_slot})
+        return super(_LengthAware, twin).forward(*tree_map(shorten, args), **tree_map(shorten, kwargs))
+
+
+class _Lookups(TorchFunctionMode):
+    """Keeps by what a table is looked up, and looks nothing up."""
+
+    def __init__(self, weight: torch.Tensor, width: int, found: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._weight, self._width, self._found = weight, width, found
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is nn.functional.embedding and args[1] is self._weight:
+            self._found.append(args[0])
+            return without_values((*args[0].shape, self._width), self._weight.dtype, args[0].device)
+        return func(*args, **(kwargs or {}))
+
+
+class _PositionTable(_Aware):
+    """A table of positions, perhaps one that counts them itself, as OPT's does by the mask."""
+
+    weight: nn.Parameter
+    embedding_dim: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """What the table returns."""
+        recording, replay = self.cuboid_slot.recording, self.running_replay()
+        if recording is not None:
+            # Of the whole hidden dim, as all here, also where the table is sharded.
+            with _Lookups(self.weight, self.embedding_dim, recording.lookups.setdefault(self.cuboid_name, [])):
+                if isinstance(self, ShardedEmbedding):  # whose own way to look up is for real ids
+                    return nn.functional.embedding(args[0], self.weight)
+                return super().forward(*args, **kwargs)
+        kept = [] if replay is None else replay.whole.lookups.get(self.cuboid_name, [])
+        number = 0 if replay is None else replay.next_call(self.cuboid_name)
+        if replay is None or number >= len(kept):
+            return super().forward(*args, **kwargs)
+        index = replay.cut(kept[number], kept[number].dim() - 1)
+        if isinstance(self, ShardedEmbedding):
+            return super().forward(index)
+        # Past what a subclass does to find the positions.
+        return nn.Embedding.forward(self, index)  # type: ignore[arg-type]
+
+
+def _give_whole(
+    name: str, slot: UnitSlot, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Give a layer its part of what it would be given in a whole sequence."""
+    replay = None if slot.current is None else slot.current.replay
+    if replay is None:
+        return None
+    own, spec = tree_flatten((args, kwargs))
+    whole, whole_spec = tree_flatten(replay.whole.layers[name])
+    if spec != whole_spec:
+        raise UnsupportedModelError(f"{name} isn't given the same things with a segment as with its whole sequence")
+    return tree_unflatten([_part(name, replay, *pair) for pair in zip(own, whole, strict=True)], spec)
+
+
+class _SegmentStart:
+    """Of a key/value cache, what a layer's code reads to count positions: how many there were before."""
+
+    def __init__(self, slot: UnitSlot) -> None:
+        self._slot = slot
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        """Positions before the running segment."""
+        return 0 if self._slot.current is None else self._slot.current.start
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same: earlier segments' keys and values are added where attention is computed."""
+        return key, value
+
+
+def _give_start(layer: nn.Module, slot: UnitSlot) -> None:
+    start = _SegmentStart(slot)
+
+    def give(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if getattr(module, "gradient_checkpointing", False) and not hasattr(module, "_can_checkpoint_with_cache"):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} has no rule with segments and activation checkpointing in this version of "
+                "transformers, which takes from the layer what tells it where its segment begins"
+            )
+        return args, {**kwargs, "past_key_values": start}
+
+    # It isn't written to, so that a recomputation may read it.
+    if hasattr(layer, "_can_checkpoint_with_cache"):
+        vars(layer)["_can_checkpoint_with_cache"] = True
+    layer.register_forward_pre_hook(give, with_kwargs=True)
+
+
+def _part(name: str, replay: Replay, own: Any, whole: Any) -> Any:
+    """Of one argument. What has no values as a whole is the segment's own: masks, and what the hidden state says."""
+    if not isinstance(own, torch.Tensor) or not isinstance(whole, torch.Tensor) or isinstance(whole, FakeTensor):
+        numbers = isinstance(own, int | float) and isinstance(whole, int | float)
+        if numbers and own != whole:
+            raise UnsupportedModelError(
+                f"{name} is given the number {own} with a segment and {whole} with its whole sequence, for which there "
+                "is no rule"
+            )
+        return own
+    if own.dim() == whole.dim():
+        length, here = replay.whole.length, replay.stop - replay.start
+        differing = [dim for dim in range(own.dim()) if own.shape[dim] != whole.shape[dim]]
+        # Rows that are alike may be given once, in one of the two.
+        differing = [dim for dim in differing if 1 not in (own.shape[dim], whole.shape[dim]) or here == 1]
+        if all(whole.shape[dim] == length and own.shape[dim] == here for dim in differing):
+            for dim in differing:
+                whole = replay.cut(whole, dim)
+            return whole
+    raise UnsupportedModelError(
+        f"{name} is given a tensor {list(own.shape)} with a segment of {replay.stop - replay.start} positions and "
+        f"{list(whole.shape)} with its whole sequence of {replay.whole.length}, for which there is no rule"
+    )

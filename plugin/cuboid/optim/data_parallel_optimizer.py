@@ -1,0 +1,174 @@
+"""An optimizer of torch's kind on a model that has replicas: it steps on the sum of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cuboid.checkpoint.optimizer_state import OptimizerAdapter
+from cuboid.distributed.mesh import Mesh
+from cuboid.optim.flat_params import FlatParameters
+from cuboid.optim.grad_buffer import GradientBuffer
+
+
+class ReplicaOptimizer(Protocol):
+    """What steps on the replicas' gradients. All but :meth:`gradients` and :meth:`adapter` are collective."""
+
+    def reduce(self) -> None:
+        """Add the gradients up over the replicas."""
+
+    def reopen(self) -> None:
+        """Let more gradients be added to what :meth:`reduce` gave."""
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+
+    def step(self) -> None:
+        """Let the optimizer step, and all replicas have the same weights after it."""
+
+    def gradients(self, counted: set[int]) -> list[torch.Tensor]:
+        """What the step is going to see of the parameters whose ids are ``counted``."""
+
+    def adapter(self, names: Mapping[int, str]) -> OptimizerAdapter:
+        """The optimizer's state for checkpoints."""
+
+
+def replica_optimizer(
+    optimizer: torch.optim.Optimizer, mesh: Mesh, dtype: torch.dtype | None, *, split: bool
+) -> ReplicaOptimizer:
+    """Prepare an optimizer, in place, and the parameters that it has.
+
+    Args:
+        optimizer: without a state.
+        mesh: of this rank, connected.
+        dtype: that the parameters are to have; None to leave them as they are. In a lower precision than float32, the
+            optimizer steps on masters, and gradients add up, in float32.
+        split: whether each replica is to hold only its share of the optimizer's state, as with ZeRO 1.
+    """
+    replicas = mesh.topology.data
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    low = any((dtype or parameter.dtype).itemsize < torch.float32.itemsize for parameter in trained)
+    if low or (split and replicas > 1):
+        return _FlatOptimizer(optimizer, mesh, dtype, split=split)
+    return _DirectOptimizer(optimizer, mesh)
+
+
+def is_fresh(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has no state but one that it was made with, as Adagrad is."""
+    made_with_state = type(optimizer) is torch.optim.Adagrad
+    return not optimizer.state or (made_with_state and not any(state["step"] for state in optimizer.state.values()))
+
+
+def fill_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give a fresh optimizer that is made with a state the one of its present parameters."""
+    if type(optimizer) is not torch.optim.Adagrad:
+        return
+    optimizer.state.clear()
+    groups = [{**group, "params": group["params"]} for group in optimizer.param_groups if group["params"]]
+    if groups:
+        optimizer.state.update(torch.optim.Adagrad(groups).state)
+
+
+def replicas_of(mesh: Mesh) -> dist.ProcessGroup | None:
+    """The replicas' group, if there are several."""
+    return mesh.data_parallel_group if mesh.topology.data > 1 else None
+
+
+class _DirectOptimizer:
+    """On the model's own parameters."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+        self._optimizer = optimizer
+        self._replicas, self._group = mesh.topology.data, replicas_of(mesh)
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        # Without replicas nothing is sent, and gradients may lie where they are.
+        by_dtype = {} if self._group is None else _by_dtype(self._parameters)
+        self._buffers = [GradientBuffer(parameters, dtype) for dtype, parameters in by_dtype.items()]
+
+    def reduce(self) -> None:
+        for buffer in self._buffers:
+            dist.all_reduce(buffer.collect(), group=self._group)
+
+    def reopen(self) -> None:
+        for buffer in self._buffers:
+            buffer.flat.div_(self._replicas)
+
+    def clear(self) -> None:
+        for buffer in self._buffers:
+            buffer.clear()
+        if not self._buffers:
+            self._optimizer.zero_grad(set_to_none=True)
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+    def gradients(self, counted: set[int]) -> list[torch.Tensor]:
+        return [p.grad for p in self._parameters if p.grad is not None and id(p) in counted]
+
+    def adapter(self, names: Mapping[int, str]) -> OptimizerAdapter:
+        return OptimizerAdapter.direct(self._optimizer, names)
+
+
+class _FlatOptimizer:
+    """On masters, of all parameters or of this replica's share."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, mesh: Mesh, dtype: torch.dtype | None, *, split: bool) -> None:
+        self._optimizer = optimizer
+        self._replicas, self._group = mesh.topology.data, replicas_of(mesh)
+        share = (mesh.coordinate.data, mesh.topology.data) if split else (0, 1)
+        self._flats: list[list[FlatParameters]] = []
+        for group in optimizer.param_groups:
+            flats = []
+            for given, parameters in _by_dtype([p for p in group["params"] if p.requires_grad]).items():
+                working = dtype or given
+                master = working if working.itemsize >= torch.float32.itemsize else torch.float32
+                flats.append(FlatParameters(parameters, master, working, share))
+            group["params"] = [flat.master for flat in flats]
+            self._flats.append(flats)
+        fill_state(optimizer)
+
+    def reduce(self) -> None:
+        for flat in self._all():
+            flat.reduce(self._group)
+
+    def reopen(self) -> None:
+        for flat in self._all():
+            flat.reopen(self._replicas)
+
+    def clear(self) -> None:
+        for flat in self._all():
+            flat.clear()
+
+    def step(self) -> None:
+        self._optimizer.step()
+        for flat in self._all():
+            flat.publish(self._group)
+
+    def gradients(self, counted: set[int]) -> list[torch.Tensor]:
+        return [gradient for flat in self._all() for gradient in flat.gradients(counted)]
+
+    def adapter(self, names: Mapping[int, str]) -> OptimizerAdapter:
+        holdings = [[flat.holding(names) for flat in flats] for flats in self._flats]
+        copies = any(flat.has_copies for flat in self._all())
+        return OptimizerAdapter(self._optimizer, holdings, has_master=copies, refresh=self._refresh)
+
+    def _refresh(self) -> None:
+        with torch.no_grad():
+            for flat in self._all():
+                if flat.has_copies:
+                    flat.weights_changed()
+
+    def _all(self) -> Iterator[FlatParameters]:
+        for flats in self._flats:
+            yield from flats
+
+
+def _by_dtype(parameters: list[nn.Parameter]) -> dict[torch.dtype, list[nn.Parameter]]:
+    groups: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.dtype, []).append(parameter)
+    return groups

@@ -1,0 +1,439 @@
+"""Whether an optimizer may step on pieces of a model as it would on the whole; where it isn't known, a trial tells."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cuboid.checkpoint.optimizer_state import Holding, divide
+from cuboid.distributed.mesh import Mesh
+from cuboid.errors import CheckpointError, OptimizerError
+
+#: Classes that treat each element by itself, whatever their settings. Subclasses aren't known by their bases.
+_ELEMENTWISE = frozenset(
+    [f"torch.optim.{name.lower()}.{name}" for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD")]
+    + [f"torch.optim.{name.lower()}.{name}" for name in ("NAdam", "RAdam", "RMSprop", "Rprop", "SGD")]
+    + [f"deepspeed.ops.adam.{name}" for name in ("fused_adam.FusedAdam", "cpu_adam.DeepSpeedCPUAdam")]
+    + [f"deepspeed.ops.lion.{name}" for name in ("fused_lion.FusedLion", "cpu_lion.DeepSpeedCPULion")]
+    + ["deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad"]
+    + [f"colossalai.nn.optimizer.{name}" for name in ("fused_adam.FusedAdam", "fused_sgd.FusedSGD")]
+    + [f"colossalai.nn.optimizer.{name}" for name in ("cpu_adam.CPUAdam", "hybrid_adam.HybridAdam")]
+    + [f"apex.optimizers.{name}" for name in ("fused_adam.FusedAdam", "fused_sgd.FusedSGD")]
+    + ["apex.optimizers.fused_adagrad.FusedAdagrad"]
+)
+#: Classes that need whole tensors, and that can't be tried everywhere since they are compiled when they are made.
+_PER_TENSOR = frozenset(["deepspeed.ops.lamb.fused_lamb.FusedLamb", "colossalai.nn.optimizer.fused_lamb.FusedLAMB"])
+
+#: Those of DeepSpeed's config that do.
+_NAMED = {"lamb": "takes norms of whole tensors", "muon": "works on whole matrices"}
+
+_WORKING = "AdamW, Adam, SGD, RMSprop, Adagrad or Lion"
+_STEPS = 24
+#: Of a trial's tensors by their dims. They are past usual thresholds, where their halves aren't: factored from 128 rows
+#: and columns on, in 8 bits from 4096 elements on, in blocks of 256.
+_SHAPES = {0: (), 1: (8448,), 2: (144, 272), 3: (24, 40, 16), 4: (16, 12, 8, 8)}
+#: How far a step on a piece may be from the whole's: in parts of the step, and of the weight, for roundings.
+_STEP_TOLERANCE, _WEIGHT_TOLERANCE = 1e-3, 5e-6
+#: A trial tells nothing unless so many of the weights moved by so much of their size.
+_LEAST_MOVED, _LEAST_MOTION = 0.1, 1e-4
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What of a model one rank's optimizer is given.
+
+    Attributes:
+        cut: why tensors are cut; empty if they aren't.
+        flat: why tensors are laid end to end; empty if they aren't.
+        spread: why others have further tensors of the model; empty if this rank has all.
+    """
+
+    cut: str = ""
+    flat: str = ""
+    spread: str = ""
+
+    @classmethod
+    def of(cls, mesh: Mesh, flat: str = "") -> Pieces:
+        """Those of a mesh, and of what its framework does besides."""
+        stages = mesh.topology.pipe
+        return cls(
+            cut=f"a mesh of {mesh.shape} cuts tensors" if mesh.shape.size > 1 else "",
+            flat=flat,
+            spread=f"the tensors of a model are spread over {stages} stages" if stages > 1 else "",
+        )
+
+    @property
+    def reason(self) -> str:
+        """What makes them pieces; empty if an optimizer sees what it would without parallelism."""
+        return " and ".join(filter(None, (self.cut, self.flat, self.spread)))
+
+
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, pieces: Pieces, parameters: Sequence[nn.Parameter] | None = None
+) -> None:
+    """Make sure that an optimizer's steps are those that it would make on the whole model, and that they can be saved.
+
+    An optimizer of an unknown class is tried on small tensors, with its own settings: whole, and in pieces of the kind
+    that it is to be given, each in an optimizer of its own. The optimizer itself isn't changed.
+
+    Args:
+        optimizer: before or after the model was sharded; without a state, or with one that it was made with.
+        pieces: what each rank is going to give it.
+        parameters: that it is of, if it has them laid end to end already.
+
+    Raises:
+        OptimizerError: names the class, what differs and what would work.
+    """
+    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    _check_kind(optimizer, pieces)
+    if name in _ELEMENTWISE:
+        return
+    if name in _PER_TENSOR:
+        if pieces.cut or pieces.flat:
+            raise _refusal(type(optimizer).__name__, "takes norms of whole tensors", pieces)
+        return
+    _try(optimizer, pieces, parameters)
+
+
+def check_named(name: Any, pieces: Pieces) -> None:
+    """Refuse those optimizers of DeepSpeed's config that need whole tensors, before anything is made.
+
+    Raises:
+        OptimizerError: as :func:`check_optimizer`.
+    """
+    why = _NAMED.get(name.lower()) if isinstance(name, str) else None
+    if why is not None and (pieces.cut or pieces.flat):
+        raise _refusal(name, why, pieces)
+
+
+def _check_kind(optimizer: torch.optim.Optimizer, pieces: Pieces) -> None:
+    """Refuse what isn't a plain optimizer."""
+    kind = type(optimizer).__name__
+    needed = [
+        parameter.name
+        for parameter in list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if needed:
+        raise OptimizerError(
+            f"{kind}.step needs {', '.join(needed)}, but frameworks call it without, once backward has run; take an "
+            f"optimizer such as {_WORKING}"
+        )
+    inner = [
+        name for name, value in vars(optimizer).items() if hasattr(value, "param_groups") and value is not optimizer
+    ]
+    if inner:
+        raise OptimizerError(
+            f"{kind} wraps another optimizer, as its {inner[0]}, whose parameters and state neither framework nor "
+            "checkpoints would find; give the inner one, and do around its step what the wrapper does"
+        )
+    if not pieces.reason:
+        return
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]  # type: ignore[attr-defined]
+    if hooks:
+        raise OptimizerError(
+            f"{kind} has a step hook, {getattr(hooks[0], '__qualname__', type(hooks[0]).__name__)}, that would see "
+            f"pieces only: {pieces.reason}; do its work in the training loop, where cuboid.full_gradients and "
+            "cuboid.full_state_dict give whole tensors"
+        )
+    step = vars(optimizer).get("step")
+    if step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step:
+        raise OptimizerError(
+            f"the step of this {kind} was replaced on the object, so that nobody can tell whether it is right on "
+            f"pieces, which it would be given: {pieces.reason}; override it in a class of its own, which is tried out"
+        )
+
+
+def _refusal(name: str, what: str, pieces: Pieces) -> OptimizerError:
+    return OptimizerError(
+        f"{name} {what}, but would be given pieces: {pieces.reason}. Take an optimizer that treats "
+        f"each element by itself, such as {_WORKING}; or leave it all on each rank: a mesh of 1×1×1 without a pipeline "
+        "and with zero_optimization.stage 0, in fp32"
+    )
+
+
+@dataclass(frozen=True)
+class _Take:
+    """Makes one tensor of a group's whole tensors, of those at ``places``."""
+
+    places: tuple[int, ...]
+    make: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self.make([tensors[place] for place in self.places])
+
+
+#: For each group of one optimizer, the tensors that it is given.
+_Share = list[list[_Take]]
+
+
+def _try(optimizer: torch.optim.Optimizer, pieces: Pieces, parameters: Sequence[nn.Parameter] | None) -> None:
+    if hasattr(type(optimizer), "__del__"):
+        if pieces.reason:
+            raise _untried(optimizer, "it releases something when it goes, which a copy would do as well", pieces)
+        return
+    groups = _distinct_groups(optimizer)
+    if parameters is not None and pieces.flat:
+        groups = [{**group, "params": parameters} for group in groups]
+    ranks = [_ranks_of(group, flat=bool(pieces.flat)) for group in groups]
+    place = next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
+    devices = [place.index or 0] if place.type == "cuda" else []
+    with torch.random.fork_rng(devices), _NoCommunication():
+        trial = _Trial(optimizer, groups, [[_SHAPES[rank] for rank in own] for own in ranks], place)
+        try:
+            whole = trial.run([[_one(place) for place in range(len(own))] for own in ranks])
+            _check_moved(trial, whole)
+            for how, shares in _shares(ranks, pieces):
+                for share in shares:
+                    trial.compare(whole, trial.run(share), share, how)
+        except _DifferenceError as found:
+            raise _refusal(type(optimizer).__name__, str(found), pieces) from None
+        except OptimizerError:
+            raise
+        except Exception as error:
+            if not pieces.reason:
+                return
+            raise _untried(optimizer, f"{type(error).__name__}: {error}", pieces) from error
+    _check_saved(optimizer, whole)
+
+
+def _untried(optimizer: torch.optim.Optimizer, why: str, pieces: Pieces) -> OptimizerError:
+    return OptimizerError(
+        f"{type(optimizer).__name__} isn't known, and a trial of its steps on small tensors failed ({why}), so that "
+        f"nobody can tell whether it is right on the pieces that it would be given: {pieces.reason}. Take one that is "
+        f"known, such as {_WORKING}"
+    )
+
+
+def _distinct_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """One parameter group of each setting; with the dims of all that have it."""
+    distinct: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        same = [other for other in distinct if repr(_settings(other)) == repr(settings)]
+        if same:
+            same[0]["params"] = [*same[0]["params"], *group["params"]]
+        else:
+            distinct.append({**settings, "params": list(group["params"])})
+    return distinct
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _ranks_of(group: Mapping[str, Any], *, flat: bool) -> list[int]:
+    """The numbers of dims that a group's tensors have."""
+    found = {min(parameter.dim(), max(_SHAPES)) for parameter in group["params"]}
+    # Two of each, so that a tensor can be laid behind another.
+    return sorted([*found, *found]) if found else ([1] if flat else [])
+
+
+def _one(place: int) -> _Take:
+    return _Take((place,), lambda tensors: tensors[0])
+
+
+def _chunk(place: int, dim: int, half: int) -> _Take:
+    return _Take((place,), lambda tensors: tensors[0].chunk(2, dim)[half])
+
+
+def _end_to_end(count: int, half: int) -> _Take:
+    def make(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        middle = flat.numel() * 3 // 7
+        return flat[middle:] if half else flat[:middle]
+
+    return _Take(tuple(range(count)), make)
+
+
+def _shares(ranks: Sequence[Sequence[int]], pieces: Pieces) -> Iterator[tuple[str, list[_Share]]]:
+    """Ways to give the tensors out, to several optimizers each, with what to say of them."""
+    halves = (0, 1)
+    if pieces.cut:
+        for dim in range(max(itertools.chain.from_iterable(ranks), default=0)):
+            yield (
+                f"tensors cut in two along dim {dim}",
+                [
+                    [[_chunk(at, min(dim, n - 1), half) for at, n in enumerate(own) if n] for own in ranks]
+                    for half in halves
+                ],
+            )
+    if pieces.flat:
+        yield (
+            "tensors laid end to end",
+            [[[_end_to_end(len(own), half)] if own else [] for own in ranks] for half in halves],
+        )
+    if pieces.spread or pieces.cut:
+        yield (
+            "tensors spread over two optimizers",
+            [[[_one(at) for at in range(len(own)) if at % 2 == half] for own in ranks] for half in halves],
+        )
+
+
+class _DifferenceError(Exception):
+    """Steps on pieces aren't those on the whole."""
+
+
+class _Trial:
+    """Small tensors with gradients of very different sizes, and copies of an optimizer to step on them."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        groups: list[dict[str, Any]],
+        shapes: list[list[tuple[int, ...]]],
+        device: torch.device,
+    ) -> None:
+        self._optimizer, self._groups = optimizer, groups
+        generator = torch.Generator().manual_seed(2105)
+
+        def draw(spread: float) -> list[list[torch.Tensor]]:
+            return [[_uneven(shape, spread, generator).to(device) for shape in own] for own in shapes]
+
+        self.start = draw(1.0)
+        # Of steps too, some are large and some small.
+        sizes = [10.0 ** (step % 5 - 2) for step in range(_STEPS)]
+        drawn = [draw(2.0) for _ in range(4)]
+        self._gradients = [
+            [[gradient * size * (1 + step % 3) for gradient in own] for own in drawn[step % 4]]
+            for step, size in enumerate(sizes)
+        ]
+
+    def run(self, share: _Share) -> torch.optim.Optimizer:
+        """A copy of the optimizer, after some steps on its share of the tensors."""
+        given = [
+            [nn.Parameter(take(own).clone()) for take in takes] for takes, own in zip(share, self.start, strict=True)
+        ]
+        clone = _copy_of(self._optimizer, self._groups, given)
+        for gradients in self._gradients:
+            for takes, own, parameters in zip(share, gradients, given, strict=True):
+                for take, parameter in zip(takes, parameters, strict=True):
+                    parameter.grad = take(own).clone()
+            clone.step()
+        return clone
+
+    def compare(self, whole: torch.optim.Optimizer, found: torch.optim.Optimizer, share: _Share, how: str) -> None:
+        """Hold what became of a share against what became of the whole.
+
+        Raises:
+            _DifferenceError: they aren't the same.
+        """
+        for group, other, takes, start in zip(whole.param_groups, found.param_groups, share, self.start, strict=True):
+            if not _same_numbers(_settings(group), _settings(other)):
+                raise _DifferenceError(f"finds a number for all of its parameters together (with {how})")
+            for take, parameter in zip(takes, other["params"], strict=True):
+                _compare(take(start), take(group["params"]), parameter, how)
+                numbers = [_numbers(whole.state[group["params"][place]]) for place in take.places]
+                if not all(_same_numbers(own, _numbers(found.state[parameter])) for own in numbers):
+                    raise _DifferenceError(f"finds a number for each tensor (with {how})")
+
+
+def _uneven(shape: tuple[int, ...], spread: float, generator: torch.Generator) -> torch.Tensor:
+    """Random numbers of sizes that go over several powers of ten, from row to row and from column to column."""
+    # Whatever a script has for its defaults.
+    options: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    values = torch.randn(shape, **options)
+    for dim, length in enumerate(shape):
+        scale = 10.0 ** (spread * (2 * torch.rand(length, **options) - 1))
+        values *= scale.view([length if other == dim else 1 for other in range(len(shape))])
+    return values
+
+
+def _compare(start: torch.Tensor, whole: torch.Tensor, piece: torch.Tensor, how: str) -> None:
+    before, wanted, found = (tensor.detach().double() for tensor in (start, whole, piece))
+    step = (wanted - before).abs()
+    off = (found - wanted).abs()
+    if bool((off <= _STEP_TOLERANCE * step + _WEIGHT_TOLERANCE * wanted.abs() + 1e-9).all()):
+        return
+    share = float((off / step.clamp(min=1e-30)).clamp(max=1.0).mean())
+    raise _DifferenceError(
+        f"uses more than the element that it steps on (on {how}, its steps were off by {share:.1%} in the mean)"
+    )
+
+
+def _check_moved(trial: _Trial, whole: torch.optim.Optimizer) -> None:
+    for group, start in zip(whole.param_groups, trial.start, strict=True):
+        for before, after in zip(start, group["params"], strict=True):
+            if not bool(torch.isfinite(after).all()):
+                raise RuntimeError("its steps made the weights infinite")
+            moved = (after.detach() - before).abs() > _LEAST_MOTION * before.abs()
+            if float(moved.float().mean()) < _LEAST_MOVED:
+                raise RuntimeError("its steps hardly moved the weights")
+
+
+def _numbers(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a state has beside tensors of several elements."""
+    return {key: value for key, value in state.items() if not isinstance(value, torch.Tensor) or value.numel() == 1}
+
+
+def _same_numbers(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    def same(one: Any, other: Any) -> bool:
+        if isinstance(one, int | float | torch.Tensor) and isinstance(other, int | float | torch.Tensor):
+            return math.isclose(float(one), float(other), rel_tol=1e-6, abs_tol=1e-30)
+        return True
+
+    return all(same(ours[key], theirs[key]) for key in ours.keys() & theirs.keys())
+
+
+def _check_saved(optimizer: torch.optim.Optimizer, tried: torch.optim.Optimizer) -> None:
+    """Refuse what no checkpoint holds, rather than when the first one is to be written."""
+    parameters = {parameter for group in tried.param_groups for parameter in group["params"]}
+    kind = type(optimizer).__name__
+    try:
+        for parameter in parameters:
+            divide(tried.state.get(parameter, {}), Holding.of(parameter, "a parameter"))
+        others = [key for key in tried.state if key not in parameters]
+        if others:
+            raise CheckpointError(f"it keeps a state for {others[0]!r}, which is no parameter")
+        if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+            raise CheckpointError("it has a state_dict of its own, with what checkpoints know nothing of")
+    except CheckpointError as error:
+        raise OptimizerError(
+            f"{kind} could be trained with here, but never saved: {error}. Take an optimizer such as {_WORKING}"
+        ) from None
+
+
+def _copy_of(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], given: Sequence[list[nn.Parameter]]
+) -> torch.optim.Optimizer:
+    """An optimizer of the same class and settings on other parameters, without a state."""
+    clone = object.__new__(type(optimizer))
+    # Whoever has the parameters elsewhere too gets something without elements.
+    nothing = nn.Parameter(torch.empty(0))
+    memo: dict[int, Any] = {id(p): nothing for group in optimizer.param_groups for p in group["params"]}
+    memo[id(optimizer)] = clone
+    own = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups", "step")}
+    vars(clone).update(copy.deepcopy(own, memo))
+    clone.state = defaultdict(dict)
+    clone.param_groups = [
+        {**copy.deepcopy(_settings(group), memo), "params": parameters}
+        for group, parameters in zip(groups, given, strict=True)
+    ]
+    for group in clone.param_groups:
+        # Of a size that can be seen, also where a schedule starts from zero.
+        rate, usual = group.get("lr"), optimizer.defaults.get("lr") or 0.0
+        if isinstance(rate, torch.Tensor):
+            group["lr"] = rate.clamp(min=max(0.01, float(usual)))
+        elif isinstance(rate, float | int):
+            group["lr"] = max(rate, usual, 0.01)
+    return clone
+
+
+class _NoCommunication(TorchDispatchMode):
+    """Inside, no collective may run."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace in ("c10d", "_c10d_functional"):
+            raise RuntimeError("it communicates by itself, with groups that know nothing of the layout")
+        return function(*args, **(kwargs or {}))

@@ -1,0 +1,144 @@
+"""How many bytes one transformer layer makes a rank send: the closed count behind ``"mesh": "auto"``.
+
+docs/traffic.md derives it; a test holds the counter of a real layer against it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from cuboid.distributed.comm_counter import Operation, axes_label, sent_bytes
+from cuboid.distributed.topology import Axis, MeshShape
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """Feature counts of a layer, unsplit.
+
+    Args:
+        hidden: H, the residual stream.
+        query: query heads × features of each.
+        key_value: key (or value) heads × features of each; ``summed`` where they can't be scattered.
+        intermediate: F, the MLP's inner size.
+        gated: whether the MLP has two "up" projections.
+        summed: key (or value) features that each rank multiplies where they are all-reduced over `hidden`.
+        whole_key_value: whether that product needs the key/value weights of all `sequence` ranks.
+        norm: which statistics are exchanged.
+        qkv_bias, out_bias, mlp_bias: biases of those projections.
+    """
+
+    hidden: int
+    query: int
+    key_value: int
+    intermediate: int
+    gated: bool
+    summed: int | None = None
+    whole_key_value: bool = False
+    norm: Literal["rms", "layer"] = "rms"
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+
+
+class _Count:
+    """Adds up what collectives of given whole sizes send."""
+
+    def __init__(self, mesh: MeshShape) -> None:
+        self._mesh = mesh
+        self.bytes: Counter[str] = Counter()
+
+    def add(self, operation: Operation, axes: tuple[Axis, ...], whole_bytes: float, times: int = 1) -> None:
+        ranks = self._mesh.of(*axes)
+        if ranks > 1:
+            split = [axis for axis in axes if self._mesh.of(axis) > 1]
+            self.bytes[axes_label(split)] += round(times * sent_bytes(operation, round(whole_bytes), ranks))
+
+
+def layer_bytes(
+    sizes: BlockSizes,
+    mesh: MeshShape,
+    batch: int,
+    length: int,
+    *,
+    element_bytes: int = 2,
+    statistic_bytes: int = 4,
+    weight_gather: Literal["layer", "step"] = "layer",
+) -> dict[str, int]:
+    """Bytes that one rank sends in the forward and backward of one layer, by axes.
+
+    Args:
+        sizes: the layer.
+        mesh: b × s × h.
+        batch: rows of the micro-batch that the mesh is given.
+        length: sequence length, a multiple of s.
+        element_bytes: of an activation or weight.
+        statistic_bytes: of a norm's statistics.
+        weight_gather: whether weights are gathered again in backward ("layer") or kept ("step").
+    """
+    count = _Count(mesh)
+    tokens = batch / mesh.batch * length
+    residual = tokens * sizes.hidden / mesh.hidden * element_bytes
+    # Two blocks: gather at the entrance, again in backward, and scatter of its gradient; scatter at the exit, and
+    # gather of its gradient.
+    count.add("all_gather", ("sequence",), residual, 2 * 5)
+    _add_projections(count, sizes, mesh, tokens * element_bytes / mesh.sequence)
+    _add_weights(count, sizes, mesh, element_bytes, times=3 if weight_gather == "layer" else 2)
+    _add_norms(count, sizes, mesh, tokens / mesh.sequence * statistic_bytes, element_bytes)
+    _add_biases(count, sizes, mesh, element_bytes)
+    return dict(sorted(count.bytes.items()))
+
+
+def _add_projections(count: _Count, sizes: BlockSizes, mesh: MeshShape, per_feature: float) -> None:
+    """Exchanges of features over `hidden`; ``per_feature`` is the bytes of one feature in a `sequence` block."""
+    scattered = sizes.query + (2 if sizes.gated else 1) * sizes.intermediate
+    if sizes.summed is None:
+        scattered += 2 * sizes.key_value
+    else:
+        # Key and value, forward and backward.
+        count.add("all_reduce", ("hidden",), per_feature * mesh.sequence * sizes.summed, 4)
+    count.add("reduce_scatter", ("hidden",), per_feature * scattered, 2)
+    # Gather before "down", again in backward, and scatter of its gradient.
+    count.add("all_gather", ("hidden",), per_feature * (sizes.query + sizes.intermediate), 3)
+
+
+def _add_weights(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_bytes: int, times: int) -> None:
+    """Gather of each weight's block, perhaps again in backward, and scatter of its gradient."""
+    projections = 2 * sizes.query + (3 if sizes.gated else 2) * sizes.intermediate
+    key_value = 2 * sizes.key_value * sizes.hidden * element_bytes / mesh.hidden
+    if sizes.whole_key_value:
+        count.add("all_gather", ("batch", "sequence"), key_value, times)
+    else:
+        count.add("all_gather", ("batch",), key_value / mesh.sequence, times)
+    block = projections * sizes.hidden * element_bytes / (mesh.sequence * mesh.hidden)
+    count.add("all_gather", ("batch",), block, times)
+
+
+def _add_norms(count: _Count, sizes: BlockSizes, mesh: MeshShape, statistics: float, element_bytes: int) -> None:
+    parameters = 1
+    if sizes.norm == "rms":
+        count.add("all_reduce", ("hidden",), statistics, 2 * 2)
+    else:
+        parameters = 2
+        count.add("all_gather", ("hidden",), 2 * statistics * mesh.hidden, 2)
+        count.add("all_reduce", ("hidden",), 2 * statistics, 2)
+    # Two norms, gather in forward and scatter of the gradient.
+    vector = sizes.hidden * element_bytes / mesh.hidden
+    count.add("all_gather", ("batch", "sequence"), vector, 2 * 2 * parameters)
+
+
+def _add_biases(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_bytes: int) -> None:
+    """Gather in forward and scatter of the gradient."""
+    split = element_bytes / (mesh.sequence * mesh.hidden)
+    if sizes.qkv_bias and sizes.summed is None:
+        count.add("all_gather", ("batch",), (sizes.query + 2 * sizes.key_value) * split, 2)
+    elif sizes.qkv_bias:
+        count.add("all_gather", ("batch",), sizes.query * split, 2)
+        axes: tuple[Axis, ...] = ("batch", "sequence", "hidden") if sizes.whole_key_value else ("batch", "hidden")
+        block = 2 * sizes.key_value * element_bytes / (1 if sizes.whole_key_value else mesh.sequence)
+        count.add("all_gather", axes, block, 2)
+    if sizes.mlp_bias:
+        count.add("all_gather", ("batch",), (2 if sizes.gated else 1) * sizes.intermediate * split, 2)
+    outs = sizes.out_bias + sizes.mlp_bias
+    count.add("all_gather", ("batch", "sequence"), outs * sizes.hidden * element_bytes / mesh.hidden, 2)

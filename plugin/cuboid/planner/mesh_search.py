@@ -1,0 +1,79 @@
+"""``"mesh": "auto"``: the mesh that moves the fewest bytes, by a closed count."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from cuboid.config.schema import CuboidConfig
+from cuboid.distributed.topology import Coordinate, MeshShape
+from cuboid.errors import MeshError
+from cuboid.models.architectures.attention_heads import HeadCounts, plan_key_value_heads
+from cuboid.models.architectures.roles import find_roles
+from cuboid.models.sharded.parallel_plan import fitting_meshes, out_features
+from cuboid.planner.comm_formula import BlockSizes, layer_bytes
+
+#: What the count assumes where the config doesn't say how many rows a micro-batch has, and for the sequence length,
+#: which nobody knows when weights are loaded. The choice depends on their product only weakly.
+_ASSUMED_BATCH, _ASSUMED_LENGTH = 8, 2048
+#: And where a pipeline is to find out by itself into how many segments it cuts them.
+_ASSUMED_SEGMENTS = 4
+
+
+def choose_mesh(model: PreTrainedModel, config: CuboidConfig) -> MeshShape:
+    """The configured mesh, or for ``"auto"`` the best of its size that fits the model and the micro-batch.
+
+    Raises:
+        MeshError: no mesh of that size fits.
+    """
+    settings = config.tensor_parallel
+    if settings.mesh != "auto":
+        return settings.mesh.shape
+    if settings.mesh_size == 1:
+        return MeshShape()
+    rows = config.micro_batch
+    fitting = [m for m in fitting_meshes(model, settings.mesh_size) if rows is None or rows % m.batch == 0]
+    if not fitting:
+        raise MeshError(
+            f"no mesh of tensor_parallel.size = {settings.mesh_size} ranks fits {type(model).__name__} and "
+            f"train_micro_batch_size_per_gpu = {rows}; a multiple of {settings.mesh_size} rows always does"
+        )
+    length = _tokens_at_a_time(model, config)
+
+    def sent(mesh: MeshShape) -> int:
+        sizes = block_sizes(model, mesh)
+        by_axes = layer_bytes(sizes, mesh, rows or _ASSUMED_BATCH, length, weight_gather=settings.weight_gather)
+        return sum(by_axes.values())
+
+    return min(fitting, key=sent)
+
+
+def _tokens_at_a_time(model: PreTrainedModel, config: CuboidConfig) -> int:
+    """Of a row: those that share one gather of the weights and one reduction of their gradients."""
+    length: int = min(_ASSUMED_LENGTH, model.config.max_position_embeddings)
+    if config.pipeline is None:
+        return length
+    segments = config.pipeline.segments
+    return max(1, length // (_ASSUMED_SEGMENTS if segments == "auto" else segments))
+
+
+def block_sizes(model: PreTrainedModel, mesh: MeshShape) -> BlockSizes:
+    """The sizes that the count needs, read off the model's first layer."""
+    layer = [(model.get_submodule(name), role) for name, role in find_roles(model).items() if ".0." in name]
+    counts = HeadCounts.of(model.config)
+    plan = plan_key_value_heads(counts, mesh, Coordinate(0, 0, 0, 0, 0))
+    ups = [module for module, role in layer if role.kind == "up" and role.heads is None]
+    into_attention = [module for module, role in layer if role.heads is not None]
+    downs = [module for module, role in layer if role.kind == "down"]
+    return BlockSizes(
+        hidden=model.config.hidden_size,
+        query=counts.query * counts.dim,
+        key_value=counts.key_value * counts.dim,
+        intermediate=out_features(ups[0]),
+        gated=len(ups) == 2,
+        summed=None if plan.scattered else plan.heads * counts.dim,
+        whole_key_value=not plan.split_by_sequence,
+        norm="layer" if any(role.kind == "layer_norm" for _, role in layer) else "rms",
+        qkv_bias=into_attention[0].bias is not None,
+        out_bias=downs[0].bias is not None,
+        mlp_bias=ups[0].bias is not None,
+    )

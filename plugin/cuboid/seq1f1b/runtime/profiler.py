@@ -1,0 +1,110 @@
+"""When each action of a step really ran, on one clock for all stages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from cuboid.seq1f1b.schedule.actions import Action
+
+_PINGS = 8
+
+
+class Recorder:
+    """Notes the start and the end of each computation of one step on this rank.
+
+    On CUDA, where the host runs ahead, the stream's own events are the clock; they are read after the step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._actions: list[Action] = []
+        self._host_s: list[tuple[float, float]] = []
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            self._origin = torch.cuda.Event(enable_timing=True)
+            self._origin.record(torch.cuda.current_stream(device))
+            torch.cuda.synchronize(device)
+        self._origin_s = time.perf_counter()
+
+    @contextmanager
+    def observe(self, action: Action) -> Iterator[None]:
+        """Enter for the time of an action."""
+        self._actions.append(action)
+        if self._device.type != "cuda":
+            start_s = time.perf_counter()
+            yield
+            self._host_s.append((start_s, time.perf_counter()))
+            return
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(self._device)
+        start.record(stream)
+        yield
+        end.record(stream)
+        self._events.append((start, end))
+
+    def times_s(self) -> tuple[list[Action], list[tuple[float, float]]]:
+        """The actions in order, and their starts and ends on this process's ``time.perf_counter``."""
+        if self._device.type != "cuda":
+            return self._actions, self._host_s
+        torch.cuda.synchronize(self._device)
+        return self._actions, [(self._read_s(start), self._read_s(end)) for start, end in self._events]
+
+    def _read_s(self, event: torch.cuda.Event) -> float:
+        return self._origin_s + self._origin.elapsed_time(event) / 1e3
+
+
+def gather_times_s(
+    times_s: list[tuple[float, float]], group: dist.ProcessGroup, device: torch.device
+) -> list[list[tuple[float, float]]]:
+    """Every rank's times on the clock of the group's first rank. Collective; all ranks give equally many."""
+    offset_s = _clock_offset_s(group, device)
+    own = torch.tensor(times_s, dtype=torch.float64, device=device).view(-1, 2) - offset_s
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, own, group=group)
+    return [[(start, end) for start, end in times.tolist()] for times in everyone]
+
+
+def _clock_offset_s(group: dist.ProcessGroup, device: torch.device) -> float:
+    """This process's clock less that of the group's first rank.
+
+    The first rank asks each other one for its time and takes the middle between question and answer for the moment of
+    the answer; the quickest of some exchanges is the truest (Cristian, 1989).
+    """
+    first, *others = dist.get_process_group_ranks(group)
+    offset_s = torch.zeros(1, dtype=torch.float64, device=device)
+    for other in others:
+        if dist.get_rank() == first:
+            offset_s.fill_(_ask(other, group, device))
+            dist.send(offset_s, other, group=group)
+        elif dist.get_rank() == other:
+            _answer(first, group, device)
+            dist.recv(offset_s, first, group=group)
+    return 0.0 if dist.get_rank() == first else offset_s.item()
+
+
+def _ask(other: int, group: dist.ProcessGroup, device: torch.device) -> float:
+    best_s, offset_s = float("inf"), 0.0
+    message = torch.zeros(1, dtype=torch.float64, device=device)
+    for _ in range(_PINGS):
+        asked_s = time.perf_counter()
+        dist.send(message, other, group=group)
+        dist.recv(message, other, group=group)
+        theirs_s, answered_s = message.item(), time.perf_counter()
+        if answered_s - asked_s < best_s:
+            best_s, offset_s = answered_s - asked_s, theirs_s - (asked_s + answered_s) / 2
+    return offset_s
+
+
+def _answer(first: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    message = torch.zeros(1, dtype=torch.float64, device=device)
+    for _ in range(_PINGS):
+        dist.recv(message, first, group=group)
+        message.item()  # under CUDA: wait for the question itself
+        message.fill_(time.perf_counter())
+        dist.send(message, first, group=group)

@@ -1,0 +1,108 @@
+"""Carry out one rank's program: the only place where actions turn into computation and messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from cuboid.seq1f1b.runtime.p2p import Arrival, Channel
+from cuboid.seq1f1b.schedule.actions import Action, Op, Program
+from cuboid.seq1f1b.schedule.dependencies import channel, counterpart, incoming, outgoing
+from cuboid.seq1f1b.schedule.schedules import PipelineShape
+
+
+class Stage(Protocol):
+    """The computation of one stage. Hidden states and their gradients have the same shape ``[B, L, H]``."""
+
+    def hidden_shape(self, micro_batch: int, segment: int) -> tuple[int, ...]:
+        """Shape of what goes in and out for a unit, as this rank holds it."""
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """Of what goes in and out."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+
+    def forward(self, micro_batch: int, segment: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
+        """Hidden states for the next stage; nothing comes into the first stage, and nothing out of the last."""
+
+    def backward(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Gradient for the previous stage; nothing comes into the last stage, and nothing out of the first."""
+
+
+#: Called with each action that computes; what it returns is entered for the time of the computation.
+Observer = Callable[[Action], AbstractContextManager[None]]
+
+
+class Interpreter:
+    """Runs programs of one rank.
+
+    Args:
+        stages: this rank's stages by number.
+        channels: by (source, target) stage, for every pair of neighbours of which just one is here.
+        observe: see :data:`Observer`.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, Stage], channels: Mapping[tuple[int, int], Channel], observe: Observer
+    ) -> None:
+        self._stages = stages
+        self._channels = channels
+        self._observe = observe
+        #: The last action that was begun.
+        self.running: Action | None = None
+        #: Tensors for this rank's computations, by the receive that brings them or that was spared.
+        self._arrivals: dict[Action, Arrival] = {}
+        self._here: dict[Action, torch.Tensor] = {}
+        self._outgoing: dict[Action, torch.Tensor] = {}
+
+    def run(self, program: Program, shape: PipelineShape) -> None:
+        """Carry out a program and wait until everything is sent.
+
+        Raises:
+            PeerLostError: a neighbour went away.
+        """
+        for action in program:
+            self.running = action
+            match action.op:
+                case Op.RECEIVE_ACTIVATION | Op.RECEIVE_GRADIENT:
+                    self._receive(action)
+                case Op.SEND_ACTIVATION | Op.SEND_GRADIENT:
+                    self._channels[channel(action)].send(self._outgoing.pop(action))
+                case _:
+                    self._compute(action, shape)
+        for each in self._channels.values():
+            each.drain()
+        left = [*self._arrivals, *self._here, *self._outgoing]
+        assert not left, f"nobody took {left[0]}"
+
+    def _receive(self, action: Action) -> None:
+        stage = self._stages[action.stage]
+        size = stage.hidden_shape(action.micro_batch, action.segment)
+        self._arrivals[action] = self._channels[channel(action)].post_receive(size, stage.hidden_dtype, stage.device)
+
+    def _compute(self, action: Action, shape: PipelineShape) -> None:
+        stage = self._stages[action.stage]
+        assert action.op in (Op.FORWARD, Op.BACKWARD), f"no computation for {action}"
+        compute = stage.forward if action.op is Op.FORWARD else stage.backward
+        taken = self._take(incoming(action, shape))
+        with self._observe(action):
+            result = compute(action.micro_batch, action.segment, taken)
+        send = outgoing(action, shape)
+        if send is None or result is None:
+            return
+        if channel(send)[1] in self._stages:
+            self._here[counterpart(send)] = result
+        else:
+            self._outgoing[send] = result
+
+    def _take(self, receive: Action | None) -> torch.Tensor | None:
+        if receive is None:
+            return None
+        arrival = self._arrivals.pop(receive, None)
+        return self._here.pop(receive) if arrival is None else arrival.wait()

@@ -1,0 +1,79 @@
+"""What an action waits for, and which messages carry it from stage to stage: the rules that all else is built on."""
+
+from __future__ import annotations
+
+from cuboid.seq1f1b.schedule.actions import Action, Op
+from cuboid.seq1f1b.schedule.schedules import PipelineShape
+
+_GRADIENT_OPS = (Op.BACKWARD, Op.INPUT_GRADIENT)
+
+
+def dependencies(action: Action, shape: PipelineShape) -> tuple[Action, ...]:
+    """The actions whose results this one needs directly.
+
+    A backward is always written ``B``; where the schedule splits it, ``I`` will do (see :func:`fulfils`). Keys and
+    values lead from each segment's forward to the next segment's, and their gradients back the same way. These
+    gradients arise in the attention's backward, which is in ``I``; so ``W`` needs nothing but the ``I`` of its unit.
+    """
+    op, stage, micro_batch, segment = action.op, action.stage, action.micro_batch, action.segment
+    match op:
+        case Op.FORWARD:
+            before = (Action(op, stage - 1, micro_batch, segment),) if stage else ()
+            return (*before, Action(op, stage, micro_batch, segment - 1)) if segment else before
+        case Op.BACKWARD | Op.INPUT_GRADIENT:
+            needs = [Action(Op.FORWARD, stage, micro_batch, segment)]
+            if stage + 1 < shape.stages:
+                needs.append(Action(Op.BACKWARD, stage + 1, micro_batch, segment))
+            if segment + 1 < shape.segments:
+                needs.append(Action(Op.BACKWARD, stage, micro_batch, segment + 1))
+            return tuple(needs)
+        case Op.SEND_ACTIVATION:
+            return (Action(Op.FORWARD, stage, micro_batch, segment),)
+        case Op.WEIGHT_GRADIENT | Op.SEND_GRADIENT:
+            return (Action(Op.BACKWARD, stage, micro_batch, segment),)
+        case Op.RECEIVE_ACTIVATION | Op.RECEIVE_GRADIENT:
+            return (counterpart(action),)
+
+
+def fulfils(action: Action) -> Action:
+    """As what others depend on this action: ``I`` does for them what ``B`` does, all else is only itself."""
+    if action.op is Op.INPUT_GRADIENT:
+        return Action(Op.BACKWARD, action.stage, action.micro_batch, action.segment)
+    return action
+
+
+def incoming(action: Action, shape: PipelineShape) -> Action | None:
+    """The receive that brings a computation its input, were its neighbour on another rank; None if it has none."""
+    if action.op is Op.FORWARD and action.stage > 0:
+        return Action(Op.RECEIVE_ACTIVATION, action.stage, action.micro_batch, action.segment)
+    if action.op in _GRADIENT_OPS and action.stage + 1 < shape.stages:
+        return Action(Op.RECEIVE_GRADIENT, action.stage, action.micro_batch, action.segment)
+    return None
+
+
+def outgoing(action: Action, shape: PipelineShape) -> Action | None:
+    """The send that takes a computation's result on, were its neighbour on another rank; None if it has none."""
+    if action.op is Op.FORWARD and action.stage + 1 < shape.stages:
+        return Action(Op.SEND_ACTIVATION, action.stage, action.micro_batch, action.segment)
+    if action.op in _GRADIENT_OPS and action.stage > 0:
+        return Action(Op.SEND_GRADIENT, action.stage, action.micro_batch, action.segment)
+    return None
+
+
+def counterpart(message: Action) -> Action:
+    """The other end of a message: the receive of a send, the send of a receive."""
+    op, step = {
+        Op.SEND_ACTIVATION: (Op.RECEIVE_ACTIVATION, 1),
+        Op.RECEIVE_ACTIVATION: (Op.SEND_ACTIVATION, -1),
+        Op.SEND_GRADIENT: (Op.RECEIVE_GRADIENT, -1),
+        Op.RECEIVE_GRADIENT: (Op.SEND_GRADIENT, 1),
+    }[message.op]
+    return Action(op, message.stage + step, message.micro_batch, message.segment)
+
+
+def channel(message: Action) -> tuple[int, int]:
+    """Source and target stage of a message. All messages of a channel arrive in the order in which they are sent."""
+    other = counterpart(message).stage
+    if message.op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT):
+        return message.stage, other
+    return other, message.stage

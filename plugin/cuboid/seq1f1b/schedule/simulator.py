@@ -1,0 +1,110 @@
+"""What a schedule takes in time and memory, before anything is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from cuboid.seq1f1b.schedule.actions import Action, Op, Schedule
+from cuboid.seq1f1b.schedule.dependencies import dependencies, fulfils
+from cuboid.seq1f1b.schedule.schedules import PipelineShape
+from cuboid.seq1f1b.schedule.validation import placement, walk
+
+
+@dataclass(frozen=True)
+class Span:
+    """When an action ran. All ranks are on one clock; its zero is arbitrary."""
+
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step of the pipeline, simulated or measured.
+
+    Args:
+        spans: for each rank what it did, in time order. Messages may be among it; they don't count as work.
+        peak_bytes: for each rank the most that its units in flight took; 0 where it isn't known.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    peak_bytes: tuple[int, ...]
+
+    @property
+    def makespan_s(self) -> float:
+        """From the first start on any rank to the last end."""
+        spans = [span for rank in self.spans for span in rank]
+        if not spans:
+            return 0
+        return max(span.end_s for span in spans) - min(span.start_s for span in spans)
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """For each rank the time in which it computed."""
+        return tuple(sum(s.end_s - s.start_s for s in rank if s.action.op.computes) for rank in self.spans)
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """For each rank the part of the step, from 0 to 1, in which it was idle."""
+        makespan_s = self.makespan_s
+        return tuple(1 - busy_s / makespan_s if makespan_s else 0 for busy_s in self.busy_s)
+
+    @property
+    def bubble(self) -> float:
+        """The idle part of all ranks' time together, from 0 to 1."""
+        return sum(self.bubbles) / len(self.spans) if self.spans else 0
+
+
+def simulate(
+    schedule: Schedule,
+    shape: PipelineShape,
+    duration_s: Callable[[Action], float],
+    *,
+    transfer_s: Callable[[Action], float] | None = None,
+    kept_bytes: Callable[[Action], int] | None = None,
+) -> Timeline:
+    """Let every rank start each of its actions as soon as the one before is done and what it depends on has come.
+
+    Args:
+        schedule: what each rank computes, in order.
+        shape: of the pipeline.
+        duration_s: seconds that an action takes.
+        transfer_s: seconds from the end of an action until its result is there on another rank. Ranks compute
+            meanwhile, and messages don't hold up one another. None: no time.
+        kept_bytes: bytes that a unit holds from the start of its forward, which is what is passed, until its gradients
+            are done. None: nothing is known.
+
+    Raises:
+        ScheduleError: the schedule can't be run to its end.
+    """
+    rank_of = placement(schedule)
+    clocks: list[float] = [0] * len(schedule)
+    ends: dict[Action, float] = {}
+    spans: list[list[Span]] = [[] for _ in schedule]
+    for rank, action in walk(schedule, lambda action: dependencies(action, shape)):
+        start_s = clocks[rank]
+        for needed in dependencies(action, shape):
+            crosses = transfer_s is not None and rank_of[needed.stage] != rank
+            start_s = max(start_s, ends[needed] + (transfer_s(needed) if crosses and transfer_s else 0))
+        clocks[rank] = ends[fulfils(action)] = start_s + duration_s(action)
+        spans[rank].append(Span(action, start_s, clocks[rank]))
+    peaks = [0 if kept_bytes is None else peak_bytes(actions, kept_bytes) for actions in schedule]
+    return Timeline(tuple(tuple(rank) for rank in spans), tuple(peaks))
+
+
+def peak_bytes(actions: Iterable[Action], kept_bytes: Callable[[Action], int]) -> int:
+    """The most that the units in flight on one rank take together, by :func:`simulate`'s ``kept_bytes``.
+
+    With 1 for each unit this is the number of units in flight.
+    """
+    now = peak = 0
+    for action in actions:
+        forward = Action(Op.FORWARD, action.stage, action.micro_batch, action.segment)
+        if action.op is Op.FORWARD:
+            now += kept_bytes(forward)
+            peak = max(peak, now)
+        elif action.op in (Op.BACKWARD, Op.WEIGHT_GRADIENT):
+            now -= kept_bytes(forward)
+    return peak

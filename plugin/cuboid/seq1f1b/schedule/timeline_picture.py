@@ -1,0 +1,179 @@
+"""Timelines as pictures: a lane for each stage, idle time left blank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cuboid.errors import CuboidError
+from cuboid.seq1f1b.schedule.actions import Op
+from cuboid.seq1f1b.schedule.simulator import Span, Timeline, peak_bytes
+from cuboid.seq1f1b.schedule.timeline_trace import rank_label
+
+#: Shades of each operation, in turn for the micro-batches. Blue and orange are told apart with any colour vision, and
+#: dark text is legible on each.
+_SHADES: dict[Op, tuple[str, ...]] = {
+    Op.FORWARD: ("#5B9BD5", "#9CC5EA", "#7BB0E0", "#C3DEF5"),
+    Op.BACKWARD: ("#E8893B", "#F7C08F", "#F0A565", "#FBDCC0"),
+    Op.INPUT_GRADIENT: ("#E8893B", "#F7C08F", "#F0A565", "#FBDCC0"),
+    Op.WEIGHT_GRADIENT: ("#8CBF6A", "#C3E0AE", "#A7D08B", "#DDEFD0"),
+}
+_NAMES = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.INPUT_GRADIENT: "input gradient",
+    Op.WEIGHT_GRADIENT: "weight gradient",
+}
+_MESSAGE, _TEXT = "#444444", "#1A1A1A"
+_LANE, _MESSAGE_LANE = 0.84, 0.1
+#: Inches.
+_WIDTH, _LANE_HEIGHT, _PANEL_HEIGHT = 13.0, 0.4, 0.85
+_FONT_POINTS = 7.0
+#: Of a digit, as a part of the font's size.
+_DIGIT_WIDTH = 0.64
+#: Share of the figure's width that the lanes take; the rest is for the numbers beside them.
+_LANES_SHARE = 0.8
+
+
+def draw_timeline(
+    timeline: Timeline, path: str | Path, *, title: str = "", caption: str = "", time_label: str | None = None
+) -> None:
+    """Draw one timeline; see :func:`draw_timelines`."""
+    draw_timelines([(title, timeline)], path, caption=caption, time_label=time_label)
+
+
+def draw_timelines(
+    timelines: Sequence[tuple[str, Timeline]],
+    path: str | Path,
+    *,
+    caption: str = "",
+    time_label: str | None = None,
+) -> None:
+    """Draw timelines below one another on a common axis of time, each from its own beginning.
+
+    Boxes are marked ``micro-batch.segment`` where there is room. To the right of each lane stand the stage's idle
+    share, the most units that were in flight, and the most bytes that they took if that is known.
+
+    Args:
+        timelines: titles and timelines.
+        path: of the picture; its suffix (.png, .svg or .pdf) says the format.
+        caption: below the picture.
+        time_label: for the axis, where times aren't seconds.
+
+    Raises:
+        CuboidError: no such format.
+    """
+    path = Path(path)
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise CuboidError(f"pictures are written as .png, .svg or .pdf, not as {path.name!r}")
+    # It takes a second to import, which only those who draw should wait for.
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lanes = [len(timeline.spans) for _, timeline in timelines]
+    height = sum(_PANEL_HEIGHT + _LANE_HEIGHT * count for count in lanes) + 0.6
+    figure = Figure(figsize=(_WIDTH, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(timelines), 1, squeeze=False, sharex=True, height_ratios=[1 + n for n in lanes])[:, 0]
+    longest_s = max(timeline.makespan_s for _, timeline in timelines) or 1.0
+    factor, unit = (1.0, time_label) if time_label else _unit(longest_s)
+    for axes, (title, timeline) in zip(panels, timelines, strict=True):
+        _draw_panel(axes, timeline, longest_s * factor, factor)
+        axes.set_title(title, loc="left", fontsize="medium")
+    panels[-1].set_xlabel(unit)
+    _add_legend(figure, timelines, caption)
+    # The same picture gives the same bytes.
+    metadata = {".svg": {"Date": None}, ".png": {"Software": None}, ".pdf": {"CreationDate": None}}[path.suffix]
+    with matplotlib.rc_context({"svg.hashsalt": "cuboid"}):
+        figure.savefig(path, metadata=metadata)
+
+
+def _unit(longest_s: float) -> tuple[float, str]:
+    return (1.0, "seconds") if longest_s >= 10 else (1e3, "milliseconds")
+
+
+def _draw_panel(axes: Any, timeline: Timeline, width: float, factor: float) -> None:
+    begin_s = min((spans[0].start_s for spans in timeline.spans if spans), default=0.0)
+    points_per_unit = 72 * _WIDTH * _LANES_SHARE / width
+    for lane, spans in enumerate(timeline.spans):
+        boxes = [((span.start_s - begin_s) * factor, (span.end_s - span.start_s) * factor) for span in spans]
+        _draw_lane(axes, lane, spans, boxes, points_per_unit)
+    axes.set_xlim(0, width * 1.002)
+    axes.set_ylim(len(timeline.spans) - 0.5, -0.5)
+    labels = [f"stage {rank_label(spans, lane)}" for lane, spans in enumerate(timeline.spans)]
+    axes.set_yticks(range(len(labels)), labels, fontsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    _add_numbers(axes, timeline)
+
+
+def _draw_lane(
+    axes: Any, lane: int, spans: Sequence[Span], boxes: list[tuple[float, float]], points_per_unit: float
+) -> None:
+    work = [(span, box) for span, box in zip(spans, boxes, strict=True) if span.action.op.computes]
+    messages = [box for span, box in zip(spans, boxes, strict=True) if not span.action.op.computes]
+    # Lines between boxes that are a few points wide would be all there is to see.
+    narrow = min((points_per_unit * width for _, (_, width) in work), default=0) < 3
+    axes.broken_barh(
+        [box for _, box in work],
+        (lane - _LANE / 2, _LANE),
+        facecolors=[_shade(span) for span, _ in work],
+        edgecolor="white",
+        linewidth=0.1 if narrow else 0.6,
+    )
+    axes.broken_barh(messages, (lane + _LANE / 2 - _MESSAGE_LANE, _MESSAGE_LANE), facecolor=_MESSAGE)
+    for span, (left, width) in work:
+        text = f"{span.action.micro_batch}.{span.action.segment}"
+        points = points_per_unit * width
+        upright = len(text) * _DIGIT_WIDTH * _FONT_POINTS < points
+        if upright or points > _FONT_POINTS:
+            rotation = "horizontal" if upright else "vertical"
+            middle = (left + width / 2, lane)
+            axes.text(*middle, text, ha="center", va="center", fontsize=_FONT_POINTS, color=_TEXT, rotation=rotation)
+
+
+def _shade(span: Span) -> str:
+    shades = _SHADES[span.action.op]
+    return shades[span.action.micro_batch % len(shades)]
+
+
+def _add_numbers(axes: Any, timeline: Timeline) -> None:
+    """The columns on the right."""
+    columns = [
+        ("idle", [f"{bubble:.1%}" for bubble in timeline.bubbles]),
+        ("in flight", [str(peak_bytes([s.action for s in spans], lambda _: 1)) for spans in timeline.spans]),
+    ]
+    if any(timeline.peak_bytes):
+        columns.append(("memory", [format_bytes(peak) for peak in timeline.peak_bytes]))
+    position = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right", "va": "center"}
+    for number, (header, cells) in enumerate(columns):
+        right = 48 + 56 * number
+        for lane, cell in enumerate(cells):
+            axes.annotate(cell, (1, lane), xytext=(right, 0), fontsize=8, **position)
+        axes.annotate(header, (1, -0.5), xytext=(right, 8), fontsize=8, color="#666666", **position)
+
+
+def _add_legend(figure: Any, timelines: Sequence[tuple[str, Timeline]], caption: str) -> None:
+    from matplotlib.patches import Patch
+
+    ops = {span.action.op for _, timeline in timelines for spans in timeline.spans for span in spans}
+    handles = [Patch(color=_SHADES[op][0], label=name) for op, name in _NAMES.items() if op in ops]
+    if any(not op.computes for op in ops):
+        handles.append(Patch(color=_MESSAGE, label="message"))
+    title = "; ".join(filter(None, (caption, "boxes: micro-batch.segment, a shade for each micro-batch")))
+    figure.legend(
+        handles=handles, loc="outside lower center", ncol=len(handles), frameon=False, fontsize=8, title=title,
+        title_fontsize=8,
+    )  # fmt: skip
+
+
+def format_bytes(number: float) -> str:
+    """Bytes as people read them, such as ``"1.5 GiB"``."""
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1024
+    return f"{number:.3g} GiB" if number < 1000 else f"{number / 1024:.3g} TiB"

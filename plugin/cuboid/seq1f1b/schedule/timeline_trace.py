@@ -1,0 +1,88 @@
+"""A timeline as a file for Perfetto (https://ui.perfetto.dev) or ``chrome://tracing``, and back.
+
+The format is Chrome's "Trace Event Format": complete events (``"ph": "X"``) in microseconds, one thread for each rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cuboid.errors import CuboidError
+from cuboid.seq1f1b.schedule.actions import Action
+from cuboid.seq1f1b.schedule.simulator import Span, Timeline
+
+_CATEGORIES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+
+
+def write_chrome_trace(
+    timeline: Timeline, path: str | Path, *, name: str = "pipeline", details: Mapping[str, Any] | None = None
+) -> None:
+    """Write a timeline, messages included if it has any.
+
+    Args:
+        timeline: simulated or measured.
+        path: of the JSON file.
+        name: of the pipeline, which stands for a process in the viewer.
+        details: whatever else is to be kept in the file, such as the numbers of the run.
+    """
+    events: list[dict[str, Any]] = [_label("process_name", 0, name)]
+    for rank, spans in enumerate(timeline.spans):
+        events.append(_label("thread_name", rank, f"stage {rank_label(spans, rank)}"))
+        events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": {"sort_index": rank}})
+        events.extend(_event(span, rank) for span in spans)
+    summary = {"bubble": timeline.bubble, "makespan_s": timeline.makespan_s, "peak_bytes": list(timeline.peak_bytes)}
+    other = {**summary, **(details or {})}
+    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+    Path(path).write_text(json.dumps(trace, indent=1) + "\n", encoding="utf-8")
+
+
+def read_chrome_trace(path: str | Path) -> Timeline:
+    """Read what :func:`write_chrome_trace` wrote.
+
+    Raises:
+        CuboidError: the file is something else.
+    """
+    try:
+        trace = json.loads(Path(path).read_text(encoding="utf-8"))
+        peaks = tuple(trace["otherData"]["peak_bytes"])
+        spans: list[list[Span]] = [[] for _ in peaks]
+        for event in trace["traceEvents"]:
+            if event["ph"] == "X":
+                start_s = event["ts"] / 1e6
+                span = Span(Action.parse(event["args"]["action"]), start_s, start_s + event["dur"] / 1e6)
+                spans[event["tid"]].append(span)
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise CuboidError(f"{str(path)!r} is not a trace of a pipeline that Cuboid wrote: {error!r}") from error
+    return Timeline(tuple(tuple(rank) for rank in spans), peaks)
+
+
+def rank_label(spans: tuple[Span, ...], rank: int) -> str:
+    """The stages of a rank, as they are named to people; the rank itself where it did nothing."""
+    stages = sorted({span.action.stage for span in spans}) or [rank]
+    return ", ".join(map(str, stages))
+
+
+def _label(kind: str, rank: int, text: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": 0, "tid": rank, "args": {"name": text}}
+
+
+def _event(span: Span, rank: int) -> dict[str, Any]:
+    action = span.action
+    return {
+        "ph": "X",
+        "name": str(action),
+        "cat": _CATEGORIES.get(action.op.value, "message"),
+        "pid": 0,
+        "tid": rank,
+        "ts": span.start_s * 1e6,
+        "dur": (span.end_s - span.start_s) * 1e6,
+        "args": {
+            "action": str(action),
+            "stage": action.stage,
+            "micro_batch": action.micro_batch,
+            "segment": action.segment,
+        },
+    }

@@ -1,0 +1,212 @@
+"""Proof that a schedule is complete, respects what its actions depend on, and can't deadlock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, zip_longest
+
+from cuboid.errors import CuboidError
+from cuboid.seq1f1b.schedule.actions import Action, Op, Program, Schedule
+from cuboid.seq1f1b.schedule.dependencies import channel, counterpart, dependencies, fulfils, incoming
+from cuboid.seq1f1b.schedule.schedules import PipelineShape
+
+
+class ScheduleError(CuboidError):
+    """A schedule leaves something out, does it twice, or does it before it can be done."""
+
+
+class DeadlockError(ScheduleError):
+    """Ranks wait for each other for ever."""
+
+
+def validate(schedule: Schedule, shape: PipelineShape, *, backward: bool = True) -> None:
+    """Check that every unit runs once, on the rank of its stage, and that the ranks together come to the end.
+
+    Args:
+        schedule: what each rank computes, in order.
+        shape: of the pipeline.
+        backward: whether the units run backward too, either in one piece or in two.
+
+    Raises:
+        ScheduleError: with the action that is wrong.
+        DeadlockError: with the actions at which each rank waits.
+    """
+    _check_complete(schedule, shape, backward)
+    placement(schedule)
+    _check_order(schedule, lambda action: dependencies(action, shape))
+    for _ in walk(schedule, lambda action: dependencies(action, shape)):
+        pass
+
+
+def validate_programs(programs: Sequence[Program], shape: PipelineShape) -> None:
+    """Check the messages of all ranks' programs, and that no order in which they block leads to a deadlock.
+
+    What is taken for granted of the transport: a receive is posted without waiting; each channel
+    (:func:`cuboid.seq1f1b.schedule.dependencies.channel`) is on its own and keeps its order; a computation waits until
+    its input is there. The proof takes the harshest case, in which a send blocks its rank until its receive is posted.
+
+    Raises:
+        ScheduleError: with the action that is wrong.
+        DeadlockError: with the actions at which each rank waits.
+    """
+    for action, ranks in _places(programs).items():
+        if len(ranks) > 1:
+            raise ScheduleError(f"{action} is done more than once (on ranks {_listed(ranks)})")
+    rank_of = placement(programs)
+    _check_messages(programs, shape, rank_of)
+    for _ in walk(programs, lambda action: _needs(action, shape, rank_of)):
+        pass
+
+
+def placement(sequences: Sequence[Sequence[Action]]) -> dict[int, int]:
+    """The rank of each stage.
+
+    Raises:
+        ScheduleError: a stage is on two ranks; its weights and its keys and values can be on one only.
+    """
+    rank_of: dict[int, int] = {}
+    for rank, actions in enumerate(sequences):
+        for action in actions:
+            if rank_of.setdefault(action.stage, rank) != rank:
+                raise ScheduleError(
+                    f"{action} is on rank {rank}, but stage {action.stage} is on rank {rank_of[action.stage]}"
+                )
+    return rank_of
+
+
+def walk(
+    sequences: Sequence[Sequence[Action]], needs: Callable[[Action], Iterable[Action]]
+) -> Iterator[tuple[int, Action]]:
+    """Go through the actions of all ranks, each rank's in order, and none before what it needs.
+
+    Yields:
+        Ranks with their actions.
+
+    Raises:
+        DeadlockError: no rank can go on.
+    """
+    position = [0] * len(sequences)
+    done: set[Action] = set()
+    waiting: dict[Action, list[int]] = {}
+    ready = deque(range(len(sequences)))
+    while ready:
+        rank = ready.popleft()
+        while position[rank] < len(sequences[rank]):
+            action = sequences[rank][position[rank]]
+            missing = next((need for need in needs(action) if need not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            yield rank, action
+            position[rank] += 1
+            done.add(fulfils(action))
+            ready.extend(waiting.pop(fulfils(action), ()))
+    if waiting:
+        stalls = sorted((rank, missing) for missing, ranks in waiting.items() for rank in ranks)
+        raise DeadlockError(
+            "deadlock: "
+            + "; ".join(f"rank {rank} waits at {sequences[rank][position[rank]]} for {need}" for rank, need in stalls)
+        )
+
+
+def _check_complete(schedule: Schedule, shape: PipelineShape, backward: bool) -> None:
+    places = _places(schedule)
+    for action, ranks in places.items():
+        if not action.op.computes or (action.op is not Op.FORWARD and not backward):
+            raise ScheduleError(f"{action} doesn't belong into this schedule")
+        if not _in_shape(action, shape):
+            raise ScheduleError(f"{action} is outside the pipeline's {shape}")
+        if len(ranks) > 1:
+            raise ScheduleError(f"{action} is done more than once (on ranks {_listed(ranks)})")
+    units = (
+        (stage, micro_batch, segment)
+        for stage in range(shape.stages)
+        for micro_batch in range(shape.micro_batches)
+        for segment in range(shape.segments)
+    )
+    for unit in units:
+        forward, whole, *halves = (
+            Action(op, *unit) for op in (Op.FORWARD, Op.BACKWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT)
+        )
+        if forward not in places:
+            raise ScheduleError(f"{forward} is missing")
+        split = [half for half in halves if half in places]
+        if split and whole in places:
+            raise ScheduleError(f"{whole} does what {split[0]} does too")
+        if backward and whole not in places and len(split) < 2:
+            missing = next(half for half in halves if half not in split) if split else whole
+            raise ScheduleError(f"{missing} is missing")
+
+
+def _check_order(schedule: Schedule, needs: Callable[[Action], Iterable[Action]]) -> None:
+    """Within a rank: a clearer message than the deadlock that would follow."""
+    for rank, actions in enumerate(schedule):
+        here = {fulfils(action) for action in actions}
+        done: set[Action] = set()
+        for action in actions:
+            for need in needs(action):
+                if need in here and need not in done:
+                    raise ScheduleError(f"on rank {rank}, {action} comes before {need}, which it depends on")
+            done.add(fulfils(action))
+
+
+def _check_messages(programs: Sequence[Program], shape: PipelineShape, rank_of: dict[int, int]) -> None:
+    """Both ends of every channel agree, and every message between two ranks has its use."""
+    sends: dict[tuple[int, int], list[Action]] = {}
+    receives: dict[tuple[int, int], list[Action]] = {}
+    wanted = {
+        receive
+        for action in chain.from_iterable(programs)
+        if (receive := incoming(action, shape)) and rank_of.get(counterpart(receive).stage) != rank_of[action.stage]
+    }
+    for action in chain.from_iterable(programs):
+        if action.op.computes:
+            continue
+        is_send = action.op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
+        if (counterpart(action) if is_send else action) not in wanted:
+            raise ScheduleError(f"{action} carries nothing that another rank uses")
+        (sends if is_send else receives).setdefault(channel(action), []).append(action)
+    for key in sends.keys() | receives.keys():
+        for sent, received in zip_longest(sends.get(key, ()), receives.get(key, ())):
+            if sent is None or received is None:
+                raise ScheduleError(f"{sent or received} has no counterpart {counterpart(sent or received)}")
+            if counterpart(sent) != received:
+                raise ScheduleError(
+                    f"stage {key[0]} sends {sent} where stage {key[1]} receives {received}; the orders must be the same"
+                )
+
+
+def _needs(action: Action, shape: PipelineShape, rank_of: dict[int, int]) -> tuple[Action, ...]:
+    """What must have happened before an action of a program can end."""
+    match action.op:
+        case Op.RECEIVE_ACTIVATION | Op.RECEIVE_GRADIENT:
+            return ()
+        case Op.SEND_ACTIVATION | Op.SEND_GRADIENT:
+            return (*dependencies(action, shape), counterpart(action))
+    needs = dependencies(action, shape)
+    receive = incoming(action, shape)
+    if receive is None or rank_of.get(counterpart(receive).stage) == rank_of[action.stage]:
+        return needs
+    return (receive, counterpart(receive), *(need for need in needs if need.stage == action.stage))
+
+
+def _in_shape(action: Action, shape: PipelineShape) -> bool:
+    return (
+        0 <= action.stage < shape.stages
+        and 0 <= action.micro_batch < shape.micro_batches
+        and 0 <= action.segment < shape.segments
+    )
+
+
+def _places(sequences: Iterable[Iterable[Action]]) -> dict[Action, list[int]]:
+    """The ranks on which each action is done, once for each time."""
+    places: dict[Action, list[int]] = {}
+    for rank, actions in enumerate(sequences):
+        for action in actions:
+            places.setdefault(action, []).append(rank)
+    return places
+
+
+def _listed(ranks: list[int]) -> str:
+    return " and ".join(str(rank) for rank in ranks)

@@ -1,0 +1,1 @@
+"""The sharded layers and the loss."""

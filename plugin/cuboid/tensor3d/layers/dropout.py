@@ -1,0 +1,53 @@
+"""Dropout whose masks differ between ranks although their random generators agree.
+
+Users seed all ranks alike, and samplers depend on it. Each activation element lives on one rank, so any masks are
+right; but equal masks on the slices of one activation would be correlated. A region of random numbers therefore
+runs under a generator state derived from one draw of the common generator and the rank's position: the common
+generator advances alike everywhere, and activation checkpointing, which restores it, repeats the same masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.no_compile import uncompiled
+from cuboid.distributed.topology import AXES
+
+
+@contextmanager
+def own_random_numbers(mesh: Mesh, device: torch.device) -> Iterator[None]:
+    """Random numbers inside differ between the ranks of the mesh; the generators outside stay in step."""
+    if mesh.shape.size == 1:
+        yield
+        return
+    seed = int(torch.randint(2**62, ()))
+    seed += mesh.index(*AXES)
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            yield
+    else:
+        with torch.random.fork_rng(devices=[device], device_type=device.type):
+            torch.get_device_module(device).manual_seed(seed)
+            yield
+
+
+class ShardedDropout(nn.Dropout):
+    """``nn.Dropout`` under :func:`own_random_numbers`."""
+
+    def __init__(self, p: float, mesh: Mesh) -> None:
+        super().__init__(p)
+        self.mesh = mesh
+
+    @uncompiled
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[...]`` to ``[...]``."""
+        if not self.training or self.p == 0:
+            return x
+        with own_random_numbers(self.mesh, x.device):
+            return super().forward(x)

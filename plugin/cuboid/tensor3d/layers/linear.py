@@ -1,0 +1,119 @@
+"""The linear layers of a transformer block on a mesh; :mod:`.linear_op` says what they compute."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.no_compile import uncompiled
+from cuboid.tensor3d.layers.input_gather import AsItIs, Source, WholeFeatures
+from cuboid.tensor3d.layers.linear_autograd import run_multiplication
+from cuboid.tensor3d.layers.linear_op import Multiplication, Operand, Product
+from cuboid.tensor3d.layers.output_reduce import ScatterFeatures, ScatterSequence
+from cuboid.tensor3d.sharding.sharded_param import ParameterGather, ShardedModule
+from cuboid.tensor3d.sharding.sharding_spec import Layout
+
+
+class ShardedLinear(ShardedModule, nn.Linear):
+    """A linear layer of a block; :mod:`cuboid.models` gives it its role through ``product`` and the layouts.
+
+    Still an ``nn.Linear`` for whoever looks for one; ``in_features`` and ``out_features`` are the unsplit sizes.
+
+    Attributes:
+        before: for the next call, the node of its block's entrance, whose backward follows this layer's.
+    """
+
+    bias_rows: torch.Tensor | None
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        *,
+        mesh: Mesh,
+        layouts: dict[str, Layout],
+        in_features: int,
+        out_features: int,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = weight
+        self.register_parameter("bias", bias)
+        self.init_sharding(mesh, layouts)
+
+    def configure(self, product: Product, bias_rows: torch.Tensor | None = None) -> None:
+        """Set the multiplication, and the entries of the bias block to add where they are not all."""
+        self.product = product
+        self.register_buffer("bias_rows", bias_rows, persistent=False)
+        # "Up" and head get an input that was gathered for several, and "down" gathers its own.
+        gathers = isinstance(product.exchange, ScatterSequence) and product.exchange.axis == "sequence"
+        source: Source = WholeFeatures(self.mesh) if gathers else AsItIs()
+        self._source = source
+        self.before: weakref.ref[Node] | None = None
+
+    @uncompiled
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The input of the table in :mod:`.linear_op`, with "up" and head's sequence gathered, to its output."""
+        before, self.before = self.before, None
+        result = _handed_over(x, self)
+        if result is not None:
+            return result
+        if self.mesh.shape.size == 1:
+            weight = self.product.out_in(self.weight)
+            return nn.functional.linear(x, weight, self.bias)
+        dtype = autocast_dtype(x)
+        own = Multiplication(self._source, [self.product])
+        _, (result,) = run_multiplication(own, x.to(dtype), [self.operand(dtype)], before=before)
+        return result
+
+    def operand(self, dtype: torch.dtype) -> Operand:
+        """What the next multiplication takes of this layer; the input has ``dtype``."""
+        weight, carry = self.carried("weight")
+        if weight.dtype != dtype and torch.is_autocast_enabled(weight.device.type):
+            # Only this cast's own gradient may be on its way, not one that is yet to be cast.
+            weight, carry = self.weight.to(dtype), None
+        bias = None if self.bias is None else self.gathered("bias").to(dtype)
+        if bias is not None and self.bias_rows is not None:
+            bias = bias[self.bias_rows]
+        return Operand(weight, carry, bias)
+
+    def extra_repr(self) -> str:
+        """Unsplit sizes and the mesh."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}, mesh={self.mesh.shape}"
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype:
+    """What a product's operands are cast to: autocast's dtype where that is on, else what they have."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def hand_over(x: torch.Tensor, results: dict[ShardedLinear, torch.Tensor]) -> None:
+    """Let layers that are about to be called with ``x`` find what they would compute. Each finds it once."""
+    x.cuboid_results = {id(layer): result for layer, result in results.items()}  # type: ignore[attr-defined]
+
+
+def _handed_over(x: Any, layer: ShardedLinear) -> torch.Tensor | None:
+    results: dict[int, torch.Tensor] = getattr(x, "cuboid_results", {})
+    return results.pop(id(layer), None)
+
+
+def up_product(weight: ParameterGather, *, in_first: bool = False, parts: int = 1) -> Product:
+    """Multiplication of an "up" projection: partial sums over `hidden`, scattered onto the features."""
+    return Product(weight, ScatterFeatures(weight.mesh, "hidden", (parts,)), in_first)
+
+
+def down_product(weight: ParameterGather, *, in_first: bool = False) -> Product:
+    """Multiplication of a "down" projection: partial sums over `sequence`, scattered onto the sequence."""
+    return Product(weight, ScatterSequence(weight.mesh, "sequence"), in_first)
+
+
+def head_product(weight: ParameterGather) -> Product:
+    """Multiplication of the LM head: partial sums over `hidden`, scattered onto the sequence."""
+    return Product(weight, ScatterSequence(weight.mesh, "hidden"))

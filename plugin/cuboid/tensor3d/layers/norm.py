@@ -1,0 +1,142 @@
+"""RMSNorm and LayerNorm over a hidden dim that is split: one small collective for the statistics.
+
+Input and output are ``[..., H/h]``; weight and bias are ``[H/h]`` blocks. Only the input and the ``[..., 1]``
+statistics are saved. Statistics are computed in float32, or in float64 where the input is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from cuboid.distributed.axis_collectives import all_gather, all_reduce
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.no_compile import uncompiled
+from cuboid.tensor3d.sharding.sharded_param import ShardedModule
+from cuboid.tensor3d.sharding.sharding_spec import Layout
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """At least float32, as Hugging Face and PyTorch compute their norms and losses."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, mesh: Mesh) -> torch.Tensor:
+        wide = x.to(statistics_dtype(x.dtype))
+        hidden = x.shape[-1] * mesh.size("hidden")
+        squares = all_reduce(wide.pow(2).sum(-1, keepdim=True), mesh, ("hidden",))
+        rstd = torch.rsqrt(squares / hidden + eps)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.offset, ctx.hidden, ctx.mesh = offset, hidden, mesh
+        normed = wide * rstd
+        # Llama casts before it scales, Gemma (offset 1) scales before it casts.
+        return ((offset + weight.to(wide.dtype)) * normed).to(x.dtype) if offset else weight * normed.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        normed = x.to(rstd.dtype) * rstd
+        wide_dy = dy.to(rstd.dtype)
+        dweight = (wide_dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        scaled = wide_dy * (ctx.offset + weight.to(rstd.dtype))
+        along = all_reduce((scaled * normed).sum(-1, keepdim=True), ctx.mesh, ("hidden",)) / ctx.hidden
+        return (rstd * (scaled - normed * along)).to(x.dtype), dweight, None, None, None
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        mesh: Mesh,
+    ) -> torch.Tensor:
+        wide = x.to(statistics_dtype(x.dtype))
+        mean, variance = _moments(wide, mesh)
+        rstd = torch.rsqrt(variance + eps)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.mesh, ctx.has_bias = mesh, bias is not None
+        y = (wide - mean) * rstd
+        if weight is not None:
+            y = y * weight
+        return (y if bias is None else y + bias).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        normed = (x.to(rstd.dtype) - mean) * rstd
+        dy = dy.to(rstd.dtype)
+        scaled = dy if weight is None else dy * weight
+        sums = torch.cat([scaled.sum(-1, keepdim=True), (scaled * normed).sum(-1, keepdim=True)], -1)
+        hidden = x.shape[-1] * ctx.mesh.size("hidden")
+        mean_scaled, along = (all_reduce(sums, ctx.mesh, ("hidden",)) / hidden).split(1, -1)
+        dx = (rstd * (scaled - mean_scaled - normed * along)).to(x.dtype)
+        dweight = None if weight is None else (dy * normed).flatten(0, -2).sum(0).to(x.dtype)
+        dbias = dy.flatten(0, -2).sum(0).to(x.dtype) if ctx.has_bias else None
+        return dx, dweight, dbias, None, None
+
+
+def _moments(x: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and variance over the split last dim, ``[..., 1]`` each.
+
+    The ranks exchange their own mean and variance, which are then combined (Chan et al. 1979): the difference of
+    E[x²] and E[x]² would cancel.
+    """
+    variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
+    if mesh.size("hidden") == 1:
+        return mean, variance
+    means, variances = all_gather(torch.cat([mean, variance], -1), mesh, ("hidden",)).split(1, -1)
+    mean = means.mean(0)
+    return mean, (variances + (means - mean).pow(2)).mean(0)
+
+
+class ShardedRMSNorm(ShardedModule):
+    """RMSNorm of a split hidden dim. ``offset`` is added to the weight (1 in Gemma, 0 elsewhere)."""
+
+    def __init__(self, weight: nn.Parameter, *, mesh: Mesh, layout: Layout, eps: float, offset: float) -> None:
+        super().__init__()
+        self.weight, self.eps, self.offset = weight, eps, offset
+        self.init_sharding(mesh, {"weight": layout})
+
+    @uncompiled
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., H/h]`` to ``[..., H/h]``."""
+        return _RMSNorm.apply(x, self.gathered("weight"), self.eps, self.offset, self.mesh)
+
+    def extra_repr(self) -> str:
+        """Unsplit size and the mesh."""
+        return f"{self.layout('weight').shape[0]}, eps={self.eps}, mesh={self.mesh.shape}"
+
+
+class ShardedLayerNorm(ShardedModule):
+    """LayerNorm of a split hidden dim."""
+
+    def __init__(
+        self,
+        weight: nn.Parameter | None,
+        bias: nn.Parameter | None,
+        *,
+        mesh: Mesh,
+        layouts: dict[str, Layout],
+        eps: float,
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias, self.eps = weight, bias, eps
+        self.init_sharding(mesh, layouts)
+
+    @uncompiled
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., H/h]`` to ``[..., H/h]``."""
+        weight = None if self.weight is None else self.gathered("weight")
+        bias = None if self.bias is None else self.gathered("bias")
+        return _LayerNorm.apply(x, weight, bias, self.eps, self.mesh)
+
+    def extra_repr(self) -> str:
+        """The mesh."""
+        return f"eps={self.eps}, mesh={self.mesh.shape}"

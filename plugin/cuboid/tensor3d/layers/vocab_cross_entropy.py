@@ -1,0 +1,178 @@
+"""Cross-entropy of logits ``[B/b, S/h, V/s]`` without ever gathering the vocabulary.
+
+Each rank reduces its part of the vocabulary; maxima and sums go over `sequence`, the total over `batch` and `hidden`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cuboid.distributed.axis_collectives import all_reduce, gather_dim, own_slice
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.topology import Axis
+from cuboid.tensor3d.layers.norm import statistics_dtype
+
+#: Label of the positions that a sequence is filled up with, and of those that are ignored unless others are.
+PADDING = -100
+
+
+class _TokenLosses(torch.autograd.Function):
+    """``-log softmax(logits)[label]`` for each token, ``[B/b, S/h]``; 0 where the label is ignored."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, vocabulary: int, mesh: Mesh
+    ) -> torch.Tensor:
+        local, elsewhere, beyond = _locate(labels, logits.shape[-1], vocabulary, mesh)
+        wide = _masked(logits, beyond)
+        maximum = all_reduce(wide.amax(-1), mesh, ("sequence",), dist.ReduceOp.MAX)
+        target = wide.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
+        total = wide.sub_(maximum.unsqueeze(-1)).exp_().sum(-1)
+        total, target = all_reduce(torch.stack([total, target]), mesh, ("sequence",))
+        log_total = maximum + total.log()
+        ignored = labels == ignore_index
+        ctx.save_for_backward(logits, local.masked_fill(elsewhere, -1), log_total, ignored)
+        ctx.beyond = beyond
+        return (log_total - target).masked_fill_(ignored, 0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, local, log_total, ignored = ctx.saved_tensors
+        softmax = (_masked(logits, ctx.beyond) - log_total.unsqueeze(-1)).exp_()
+        here = local.clamp(min=0).unsqueeze(-1)
+        softmax.scatter_add_(-1, here, -(local >= 0).to(softmax.dtype).unsqueeze(-1))
+        softmax *= gradient.masked_fill(ignored, 0).unsqueeze(-1)
+        return softmax.to(logits.dtype), None, None, None, None
+
+
+def _locate(labels: torch.Tensor, rows: int, vocabulary: int, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Labels as columns of this rank's logits, which of them are elsewhere, and the number of real columns."""
+    start = mesh.index("sequence") * rows
+    local = labels - start
+    elsewhere = (local < 0) | (local >= rows)
+    return local.masked_fill(elsewhere, 0), elsewhere, max(0, min(rows, vocabulary - start))
+
+
+def _masked(logits: torch.Tensor, real: int) -> torch.Tensor:
+    """A copy in the dtype of statistics, with the columns that only pad the vocabulary at -inf."""
+    wide = logits.to(statistics_dtype(logits.dtype), copy=True)
+    # The smallest finite number: a rank that has padding only must not compute -inf - -inf.
+    wide[..., real:] = torch.finfo(wide.dtype).min
+    return wide
+
+
+class _SumOverMesh(torch.autograd.Function):
+    """Add up per-rank parts of the loss. All ranks get the sum; each part's gradient is the sum's."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+        return all_reduce(part.clone(), mesh, ("batch", "hidden"))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def token_sum(
+    logits: torch.Tensor, labels: torch.Tensor, *, vocabulary: int, mesh: Mesh, ignore_index: int = PADDING
+) -> torch.Tensor:
+    """The losses of this rank's tokens, added up; :func:`sum_over_mesh` makes the whole micro-batch's of it.
+
+    Args:
+        logits: ``[B/b, S/h, ⌈V/s⌉]``.
+        labels: ``[B/b, S]``, already shifted: entry t is the token that position t predicts.
+        vocabulary: V, without padding.
+        ignore_index: label of tokens without a loss.
+    """
+    own = own_slice(labels, 1, mesh, ("hidden",)).to(logits.device)
+    return _TokenLosses.apply(logits, own, ignore_index, vocabulary, mesh).sum()
+
+
+def sum_over_mesh(part: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Add up what :func:`token_sum` gave each rank, differentiably: the same scalar on every rank."""
+    return _SumOverMesh.apply(part, mesh)
+
+
+def divisor(
+    labels: torch.Tensor, mesh: Mesh, items: torch.Tensor | float | None, ignore_index: int, like: torch.Tensor
+) -> torch.Tensor:
+    """What the sum over tokens is divided by: ``items``, or the micro-batch's labels ``[B/b, S]`` that aren't ignored.
+
+    ``like`` has the dtype and the device.
+    """
+    if items is None:
+        count = (labels != ignore_index).sum()
+        return all_reduce(count.to(like.device, like.dtype), mesh, ("batch",))
+    return torch.as_tensor(items, dtype=like.dtype, device=like.device)
+
+
+def sharded_cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    vocabulary: int,
+    mesh: Mesh,
+    items: torch.Tensor | float | None = None,
+    ignore_index: int = PADDING,
+) -> torch.Tensor:
+    """The language-modelling loss of the mesh's whole micro-batch, the same scalar on every rank.
+
+    Args:
+        logits, labels, vocabulary, ignore_index: see :func:`token_sum`.
+        items: what the sum over tokens is divided by (Hugging Face's ``num_items_in_batch``); by default the number
+            of labels in the micro-batch that are not ignored.
+    """
+    part = token_sum(logits, labels, vocabulary=vocabulary, mesh=mesh, ignore_index=ignore_index)
+    return sum_over_mesh(part, mesh) / divisor(labels, mesh, items, ignore_index, part)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: Mesh, cuts: Sequence[tuple[int, Axis]]) -> torch.Tensor:
+        ctx.mesh, ctx.cuts = mesh, cuts
+        for dim, axis in cuts:
+            x = gather_dim(x, dim, mesh, (axis,))
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        # Every rank computes the same thing from the same whole tensor, so each takes its own part of the gradient.
+        for dim, axis in reversed(ctx.cuts):
+            gradient = own_slice(gradient, dim, ctx.mesh, (axis,))
+        return gradient.contiguous(), None, None
+
+
+def gather_logits(logits: torch.Tensor, mesh: Mesh, *, rows: int, length: int, vocabulary: int) -> torch.Tensor:
+    """Whole logits ``[B, S, V]`` on every rank, without the padding of B, S and V, differentiably.
+
+    Whatever is computed from them must be computed alike on all ranks of the mesh.
+    """
+    if mesh.shape.size > 1:
+        logits = _Gather.apply(logits, mesh, ((2, "sequence"), (1, "hidden"), (0, "batch")))
+    return logits[:rows, :length, :vocabulary]
+
+
+def gather_hidden(hidden: torch.Tensor, mesh: Mesh, *, rows: int, length: int) -> torch.Tensor:
+    """Whole hidden states ``[B, S, H]`` of ``[B/b, S/s, H/h]``; as :func:`gather_logits`."""
+    if mesh.shape.size > 1:
+        hidden = _Gather.apply(hidden, mesh, ((2, "hidden"), (1, "sequence"), (0, "batch")))
+    return hidden[:rows, :length]
+
+
+def shifted(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """``[B, S]`` labels so that entry t is the token after t, as Hugging Face's causal loss does."""
+    return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+def predicted(labels: torch.Tensor | None, shift_labels: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
+    """What Hugging Face's causal loss compares with: ``shift_labels`` if there are any, else the labels shifted."""
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = shifted(labels, ignore_index)
+    # What fills a sequence up to the mesh's needs has this label whatever else is ignored.
+    return shift_labels if ignore_index == PADDING else shift_labels.masked_fill(shift_labels == PADDING, ignore_index)

@@ -1,0 +1,71 @@
+"""Embedding tables split over the vocabulary (or positions) and the hidden dim.
+
+The table ``[V, H]`` is cut over `sequence`, then `batch`, along V and over `hidden` along H, exactly as the LM head, so
+that tied weights are one parameter. Each rank looks up what it has and leaves zeros for the rest: a partial sum over
+`sequence`, which is reduce-scattered onto the sequence dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from cuboid.distributed.axis_collectives import SEQUENCE_DIM, gather_dim, scatter_dim
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.no_compile import uncompiled
+from cuboid.tensor3d.sharding.sharded_param import ParameterGather, ShardedModule
+from cuboid.tensor3d.sharding.sharding_spec import Layout
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ids: torch.Tensor, weight: torch.Tensor, gather: ParameterGather, padding_idx: int | None
+    ) -> torch.Tensor:
+        mesh = gather.mesh
+        with gather.gathered(weight) as block:
+            rows = block.shape[0]
+            local = ids - mesh.index("sequence") * rows
+            elsewhere = (local < 0) | (local >= rows)
+            found = nn.functional.embedding(local.masked_fill(elsewhere, 0), block)
+        # Row `rows` collects the gradients that nobody here wants.
+        nobody = elsewhere if padding_idx is None else elsewhere | (ids == padding_idx)
+        ctx.save_for_backward(local.masked_fill(nobody, rows))
+        ctx.gather, ctx.rows = gather, rows
+        if mesh.size("sequence") > 1:
+            found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return scatter_dim(found, SEQUENCE_DIM, mesh, ("sequence",))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (local,) = ctx.saved_tensors
+        gather: ParameterGather = ctx.gather
+        gradient = gather_dim(gradient, SEQUENCE_DIM, gather.mesh, ("sequence",))
+        table = torch.ops.aten.embedding_dense_backward(gradient.contiguous(), local, ctx.rows + 1, -1, False)
+        return None, gather.reduce(table[: ctx.rows]), None, None
+
+
+class ShardedEmbedding(ShardedModule, nn.Embedding):
+    """``[B/b, S]`` ids to ``[B/b, S/s, H/h]``. Ids of the whole sequence go in, the rank's part comes out."""
+
+    def __init__(self, weight: nn.Parameter, *, mesh: Mesh, layout: Layout, padding_idx: int | None) -> None:
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = layout.shape
+        self.padding_idx = padding_idx
+        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
+        self.weight = weight
+        self.init_sharding(mesh, {"weight": layout})
+
+    @uncompiled
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Look up ``ids``; their dim 1 must divide by the `sequence` axis.
+
+        Whoever has them makes sure that they are in the table (``models/batch/batch_check.py``); others give zeros.
+        """
+        return _LookUp.apply(ids, self.weight, self.gathers["weight"], self.padding_idx)
+
+    def extra_repr(self) -> str:
+        """Unsplit sizes and the mesh."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, mesh={self.mesh.shape}"

@@ -1,0 +1,41 @@
+"""Whole parameters, for code that knows nothing of meshes and computes with them on every rank alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from cuboid.distributed.axis_collectives import all_gather
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.topology import AXES
+from cuboid.tensor3d.sharding.sharded_param import ShardedModule
+from cuboid.tensor3d.sharding.sharding_spec import Layout, put_shard, take_shard
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shard: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
+        ctx.layout, ctx.mesh = layout, mesh
+        whole = shard.new_empty(layout.shape)
+        for rank, piece in zip(mesh.mesh_ranks, all_gather(shard, mesh, AXES), strict=True):
+            put_shard(whole, piece, layout, mesh.shape, mesh.topology.coordinate(rank))
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        # Every rank computes the same thing from the same whole tensor, so each takes its own part of the gradient.
+        return take_shard(gradient, ctx.layout, ctx.mesh), None, None
+
+
+def whole_parameter(module: ShardedModule, name: str) -> torch.Tensor | None:
+    """A parameter in Hugging Face's shape on every rank, differentiably; None if the module has none of that name.
+
+    Whatever is computed from it must be computed alike on all ranks of the mesh, all of which must call.
+    """
+    shard = getattr(module, name, None)
+    if not isinstance(shard, nn.Parameter):
+        return None
+    whole: torch.Tensor = _Whole.apply(shard, module.layout(name), module.mesh)
+    return whole

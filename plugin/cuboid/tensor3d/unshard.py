@@ -1,0 +1,116 @@
+"""Parameters that stay gathered over several multiplications, and whose gradient is reduced once for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from cuboid.distributed.topology import Axis
+from cuboid.tensor3d.layers.linear import ShardedLinear, autocast_dtype
+from cuboid.tensor3d.layers.norm import statistics_dtype
+from cuboid.tensor3d.sharding.sharded_param import ParameterGather, ShardedModule
+from cuboid.tensor3d.sharding.sharding_spec import Layout
+
+
+class _Unsplit(Layout):
+    """Of a tensor that each rank has to itself, so that there is nothing to gather or to reduce."""
+
+    @property
+    def storage(self) -> tuple[Axis, ...]:
+        """None."""
+        return ()
+
+
+class HeldParameter:
+    """A parameter in whose place its module has the block, for as long as :func:`hold` says.
+
+    Args:
+        parameter: the shard, or a parameter that isn't sharded.
+        block: what stands in its place: a leaf of autograd, of the dtype in which it is multiplied.
+        gather: of the shard; None where it isn't one.
+    """
+
+    def __init__(self, parameter: nn.Parameter, block: nn.Parameter, gather: ParameterGather | None) -> None:
+        self.parameter, self.block = parameter, block
+        self._gather = gather
+        self._sum: torch.Tensor | None = None
+
+    def add(self, gradient: torch.Tensor, *, alone: bool) -> None:
+        """Take in the block's gradient of one multiplication. ``alone``: there is no other one."""
+        if self._sum is not None:
+            self._sum += gradient
+        elif alone:
+            self._sum = gradient
+        else:
+            # In float32 at least, as one product of everything would be added up before it is rounded.
+            self._sum = gradient.to(statistics_dtype(gradient.dtype), copy=True)
+
+    def gradient(self) -> torch.Tensor | None:
+        """Of the parameter, from all that was added; None if nothing was. Collective, and only once."""
+        if self._sum is None:
+            return None
+        total, self._sum = self._sum.to(self.block.dtype), None
+        if self._gather is not None:
+            total = self._gather.reduce(total)
+        return total.to(self.parameter.dtype)
+
+
+@contextmanager
+def hold(modules: Iterable[nn.Module]) -> Iterator[list[HeldParameter]]:
+    """Give modules their blocks in place of their own parameters, for the time of a ``with``.
+
+    Multiplications inside don't gather, and leave gradients with the blocks. Collective where a parameter is sharded
+    over several ranks. Enter it inside of the autocast that the modules run in.
+    """
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(_held(module, name, parameter))
+            for module in modules
+            for name, parameter in list(module.named_parameters(recurse=False))
+        ]
+
+
+@contextmanager
+def _held(module: nn.Module, name: str, parameter: nn.Parameter) -> Iterator[HeldParameter]:
+    if not isinstance(module, ShardedModule):
+        with _in_place_of(module, name, parameter, parameter.detach()) as block:
+            yield HeldParameter(parameter, block, None)
+        return
+    gather = module.gathers[name]
+    shard = parameter.detach().to(_multiplied_in(module, name, parameter))
+    with gather.gathered(shard) as gathered, _in_place_of(module, name, parameter, gathered) as block:
+        _set_gather(module, name, ParameterGather(_unsplit(block), gather.mesh))
+        try:
+            yield HeldParameter(parameter, block, gather)
+        finally:
+            _set_gather(module, name, gather)
+
+
+@contextmanager
+def _in_place_of(module: nn.Module, name: str, parameter: nn.Parameter, values: torch.Tensor) -> Iterator[nn.Parameter]:
+    block = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    module.register_parameter(name, block)
+    try:
+        yield block
+    finally:
+        module.register_parameter(name, parameter)
+
+
+def _multiplied_in(module: ShardedModule, name: str, parameter: nn.Parameter) -> torch.dtype:
+    """Sharded linear layers gather their weight in the dtype of autocast."""
+    is_multiplied = isinstance(module, ShardedLinear) and name == "weight"
+    return autocast_dtype(parameter) if is_multiplied else parameter.dtype
+
+
+def _unsplit(block: torch.Tensor) -> _Unsplit:
+    return _Unsplit(tuple(block.shape), ((),) * block.dim())
+
+
+def _set_gather(module: ShardedModule, name: str, gather: ParameterGather) -> None:
+    module.gathers[name] = gather
+    if isinstance(module, ShardedLinear) and name == "weight":
+        module.product = replace(module.product, weight=gather)

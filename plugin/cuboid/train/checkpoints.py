@@ -1,0 +1,104 @@
+"""The checkpoints of a run: written on the way, and gone on from."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cuboid
+from cuboid.errors import CheckpointError, DamagedCheckpointError
+from cuboid.train.data.tokens import TokensMeta
+from cuboid.train.job import Job
+from cuboid.train.loop import History
+from cuboid.train.reporting.progress import TrainProgress
+from cuboid.train.reporting.report import CHECKPOINTS
+from cuboid.train.resume import RunState, with_remedy
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """Writes and reads a run's checkpoints.
+
+    Attributes:
+        engine: what ``deepspeed.initialize`` returned.
+        job: of the run.
+        data: what the run learns from.
+        global_batch: sequences of one optimizer step, over all ranks.
+        started: when this process began, by ``time.perf_counter``.
+        progress: is told what happens.
+    """
+
+    engine: Any
+    job: Job
+    data: TokensMeta
+    global_batch: int
+    started: float
+    progress: TrainProgress
+
+    @property
+    def resumed_after(self) -> list[int]:
+        """Steps after which a process went on with the run."""
+        if self.job.resumed is None:
+            return []
+        state = self.job.resumed.state
+        return list(dict.fromkeys([*state.resumed_after, state.step]))
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds of the run so far, earlier processes' included."""
+        earlier = 0.0 if self.job.resumed is None else self.job.resumed.state.wall_s
+        return earlier + time.perf_counter() - self.started
+
+    def begin(self) -> History:
+        """The history of the run so far, with the engine as it was then; collective.
+
+        Raises:
+            CheckpointError: the checkpoint to go on from isn't whole, or of another model or optimizer.
+        """
+        if self.job.resumed is None:
+            return History()
+        path, state = self.job.resumed.path, self.job.resumed.state
+        try:
+            self.engine.load_checkpoint(path)
+        except DamagedCheckpointError as error:
+            raise CheckpointError(f"--resume can't go on from a damaged checkpoint: {with_remedy(error)}") from error
+        self.progress.say(f"going on after step {state.step} of {self.job.steps}, from {path}")
+        return History(list(state.train_losses), list(state.heldout_losses), earlier_step_s=state.step_s)
+
+    def save(self, history: History) -> Path | None:
+        """Write a checkpoint, or begin to; collective.
+
+        Returns:
+            Where it is or is going to be; None where it could not be written and the config says to train on.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        root, tag = self.job.options.out / CHECKPOINTS, f"global_step{history.step}"
+        with self.progress.aside():
+            saved = self.engine.save_checkpoint(root, tag=tag, client_state=self._state(history).model_dump())
+        if not saved:
+            return None
+        begun = cuboid.parse_config(self.job.config).checkpoint.asynchronous
+        self.progress.say(f"checkpoint after {history.step} steps{' begun' if begun else ''}: {root / tag}")
+        return root / tag
+
+    def _state(self, history: History) -> RunState:
+        options = self.job.options
+        return RunState(
+            step=history.step,
+            steps=self.job.steps,
+            seed=options.seed,
+            sequence_length=options.sequence_length,
+            global_batch=self.global_batch,
+            heldout_blocks=options.heldout_blocks,
+            model_sha256=self.job.model_sha256,
+            data_fingerprint=self.data.data_sha256,
+            train_losses=history.losses,
+            heldout_losses=history.heldout,
+            step_s=history.mean_step_s,
+            wall_s=self.wall_s,
+            resumed_after=self.resumed_after,
+        )

@@ -1,0 +1,149 @@
+"""Text to token ids on disk: two flat streams that every rank maps into memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from cuboid import CuboidError
+from cuboid.train.data.corpus import Corpus
+
+Split = Literal["train", "heldout"]
+Stream = npt.NDArray[np.int32]
+
+_META = "tokens.json"
+#: Longer documents are tokenized in pieces of whole lines, to bound memory. In characters.
+_PIECE = 1 << 20
+
+
+class TokensMeta(BaseModel):
+    """What ``tokens.json`` says of the two streams beside it.
+
+    Attributes:
+        source: where the text is from.
+        tokenizer_sha256: see :func:`fingerprint`.
+        data_sha256: of both streams.
+        largest_id: in either stream.
+        train: tokens to learn from.
+        heldout: tokens never learnt from.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    source: str
+    tokenizer_sha256: str
+    data_sha256: str
+    largest_id: int
+    train: int
+    heldout: int
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A folder with ``train.npy`` and ``heldout.npy`` (int32 ``[tokens]``) and ``tokens.json``."""
+
+    folder: Path
+    meta: TokensMeta
+
+    @staticmethod
+    def is_store(folder: Path) -> bool:
+        """Whether the folder holds tokens rather than text."""
+        return (folder / _META).is_file()
+
+    @classmethod
+    def open(cls, folder: Path) -> Tokens:
+        """Read the description of streams that :func:`tokenize` wrote.
+
+        Raises:
+            CuboidError: a file of the folder is missing or isn't what this version writes.
+        """
+        try:
+            meta = TokensMeta.model_validate_json((folder / _META).read_text(encoding="utf-8"))
+        except (OSError, ValidationError) as error:
+            raise CuboidError(f"{folder / _META} can't be read ({error}); run `cuboid prepare` again") from error
+        for split in ("train", "heldout"):
+            if not (folder / f"{split}.npy").is_file():
+                raise CuboidError(f"{folder / split}.npy is missing; run `cuboid prepare` again")
+        return cls(folder, meta)
+
+    def stream(self, split: Split) -> Stream:
+        """One stream, mapped into memory, not read."""
+        stream: Stream = np.load(self.folder / f"{split}.npy", mmap_mode="r", allow_pickle=False)
+        return stream
+
+
+def tokenize(corpus: Corpus, tokenizer: Any, folder: Path, check: Callable[[TokensMeta], None] | None = None) -> Tokens:
+    """Write the token streams of a corpus; documents end with the end-of-text token, if there is one.
+
+    Each file appears whole or not at all, so several processes may write the same corpus at once.
+
+    Args:
+        corpus: the text.
+        tokenizer: a Hugging Face tokenizer.
+        folder: made if need be.
+        check: raises where the streams won't do, before any of them is written.
+    """
+    streams: dict[Split, Stream] = {
+        "train": _encode(corpus.train, tokenizer),
+        "heldout": _encode(corpus.heldout, tokenizer),
+    }
+    meta = _describe(corpus.source, tokenizer, streams)
+    if check is not None:
+        check(meta)
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, stream in streams.items():
+        partial = folder / f".{split}.{uuid4().hex}.npy"
+        np.save(partial, stream, allow_pickle=False)
+        partial.replace(folder / f"{split}.npy")
+    partial = folder / f".{uuid4().hex}.{_META}"
+    partial.write_text(meta.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    partial.replace(folder / _META)
+    return Tokens(folder, meta)
+
+
+def _describe(source: str, tokenizer: Any, streams: dict[Split, Stream]) -> TokensMeta:
+    digest = hashlib.sha256()
+    for stream in streams.values():
+        digest.update(len(stream).to_bytes(8, "little"))
+        digest.update(np.ascontiguousarray(stream, dtype="<i4").data)
+    return TokensMeta(
+        source=source,
+        tokenizer_sha256=fingerprint(tokenizer),
+        data_sha256=digest.hexdigest(),
+        largest_id=max(int(stream.max(initial=0)) for stream in streams.values()),
+        train=len(streams["train"]),
+        heldout=len(streams["heldout"]),
+    )
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """A name for the mapping from text to ids, equal for equal vocabularies."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    return hashlib.sha256(repr(vocabulary).encode()).hexdigest()
+
+
+def _encode(documents: Sequence[str], tokenizer: Any) -> Stream:
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    parts: list[Stream] = []
+    for document in documents:
+        pieces = tokenizer(list(_pieces(document)), add_special_tokens=False, verbose=False)["input_ids"]
+        parts.extend(np.asarray(ids, dtype=np.int32) for ids in (*pieces, end))
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
+
+
+def _pieces(document: str) -> Iterator[str]:
+    start = 0
+    while len(document) - start > _PIECE:
+        newline = document.rfind("\n", start, start + _PIECE)
+        stop = newline + 1 if newline > start else start + _PIECE
+        yield document[start:stop]
+        start = stop
+    yield document[start:]

@@ -1,0 +1,127 @@
+"""Two ways to drive an engine: micro-batch by micro-batch, or a whole optimizer step at once through a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cuboid.train.data.batches import HeldoutBatch
+from cuboid.train.interrupt import Interrupts
+from cuboid.train.process import total
+
+
+class Driver(Protocol):
+    """What the loop asks of an engine. Both calls are collective and give the same number on every rank.
+
+    With the numbers, the ranks tell one another whether they were asked to stop.
+    """
+
+    def train(self, micro_batches: Iterable[Tensor]) -> float:
+        """One optimizer step.
+
+        Args:
+            micro_batches: this replica's, int64 ``[micro_batch, sequence_length]`` each.
+
+        Returns:
+            The loss before the step, nats per token, mean over all replicas.
+        """
+        ...
+
+    def evaluate(self, batches: Iterable[HeldoutBatch]) -> float:
+        """Mean loss per predicted token over the batches of all replicas, each of which gives equally many."""
+        ...
+
+
+@dataclass(frozen=True)
+class MicroBatchDriver:
+    """``forward``, ``backward`` and ``step`` for each micro-batch, as with any DeepSpeed engine.
+
+    Attributes:
+        engine: what ``deepspeed.initialize`` returned.
+        device: of this rank.
+        interrupts: of this rank.
+    """
+
+    engine: Any
+    device: torch.device
+    interrupts: Interrupts
+
+    def train(self, micro_batches: Iterable[Tensor]) -> float:
+        """See :class:`Driver`."""
+        losses = [self._step(micro_batch.to(self.device)) for micro_batch in micro_batches]
+        return mean(float(torch.stack(losses).mean()), 1.0, self.device, self.interrupts)
+
+    def _step(self, input_ids: Tensor) -> Tensor:
+        loss: Tensor = self.engine(input_ids=input_ids, labels=input_ids).loss
+        self.engine.backward(loss)
+        self.engine.step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[HeldoutBatch]) -> float:
+        """See :class:`Driver`."""
+        self.engine.eval()
+        loss_sum, tokens = 0.0, 0
+        for batch in batches:
+            if batch.tokens == 0:
+                continue
+            output = self.engine(input_ids=batch.input_ids.to(self.device), labels=batch.labels.to(self.device))
+            loss_sum += float(output.loss) * batch.tokens
+            tokens += batch.tokens
+        self.engine.train()
+        return mean(loss_sum / max(tokens, 1), tokens, self.device, self.interrupts)
+
+
+@dataclass(frozen=True)
+class PipelineDriver:
+    """``train_batch`` and ``eval_batch``, which take the micro-batches of a whole step.
+
+    Attributes:
+        engine: what ``deepspeed.initialize`` returned for a config with a pipeline.
+        device: of this rank.
+        interrupts: of this rank.
+        accumulation: micro-batches of a step; evaluation takes as many at a time, so that it needs no more memory.
+    """
+
+    engine: Any
+    device: torch.device
+    interrupts: Interrupts
+    accumulation: int
+
+    def train(self, micro_batches: Iterable[Tensor]) -> float:
+        """See :class:`Driver`."""
+        loss = float(self.engine.train_batch({"input_ids": ids, "labels": ids} for ids in micro_batches))
+        # The engine's loss is everyone's already, so that there is no sum of the loop's own to add this to.
+        self.interrupts.agree(total(self.interrupts.own(), self.device))
+        return loss
+
+    def evaluate(self, batches: Iterable[HeldoutBatch]) -> float:
+        """See :class:`Driver`."""
+        loss_sum, tokens = 0.0, 0
+        for group in _groups(batches, self.accumulation):
+            feed = ({"input_ids": batch.input_ids, "labels": batch.labels} for batch in group)
+            loss = float(self.engine.eval_batch(feed, num_micro_batches=len(group)))
+            own = sum(batch.tokens for batch in group)
+            # The loss is the mean over the tokens of all replicas; weighted by each one's own they add up to the same.
+            loss_sum += loss * own
+            tokens += own
+        return mean(loss_sum / max(tokens, 1), tokens, self.device, self.interrupts)
+
+
+def mean(value: float, weight: float, device: torch.device, interrupts: Interrupts) -> float:
+    """Weighted mean of one number per rank over all ranks, which agree by the way on whether to stop; collective."""
+    weighted, weights, *asked = total([value * weight, weight, *interrupts.own()], device)
+    interrupts.agree(asked)
+    return weighted / weights
+
+
+def _groups(batches: Iterable[HeldoutBatch], size: int) -> Iterator[list[HeldoutBatch]]:
+    """The batches in lists of ``size``, the last one perhaps shorter."""
+    rest = iter(batches)
+    while group := list(islice(rest, size)):
+        yield group

@@ -1,0 +1,117 @@
+"""The report of a run: figures of each rank, of the pipeline if there is one, and all of it together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cuboid
+from cuboid.train.checkpoints import Keeper
+from cuboid.train.job import Job
+from cuboid.train.loop import History, Loop
+from cuboid.train.process import World, gather
+from cuboid.train.reporting import memory
+from cuboid.train.reporting.report import (
+    Losses,
+    MeshSizes,
+    PipelineFigures,
+    RankFigures,
+    Report,
+    Speed,
+    TraceFigures,
+    versions,
+)
+
+
+def make_report(keeper: Keeper, loop: Loop, history: History, world: World, device: torch.device) -> Report:
+    """Everything about a run that is done; collective."""
+    job, mesh = keeper.job, cuboid.mesh_of(loop.engine)
+    shape, options = mesh.shape, job.options
+    return Report(
+        model=str(options.model),
+        data=keeper.data.source,
+        device=str(device),
+        dtype=str(job.dtype).removeprefix("torch."),
+        world_size=world.size,
+        mesh=MeshSizes(
+            batch=shape.batch, sequence=shape.sequence, hidden=shape.hidden, data_parallel=loop.share.replicas
+        ),
+        pipeline=pipeline_figures(job, loop.engine) if job.has_pipeline else None,
+        steps=job.steps,
+        resumed_after=keeper.resumed_after,
+        seed=options.seed,
+        sequence_length=options.sequence_length,
+        micro_batch=job.micro_batch,
+        gradient_accumulation=job.accumulation,
+        losses=Losses(
+            first=history.losses[0],
+            last=history.losses[-1],
+            heldout_first=history.heldout[0].loss,
+            heldout_last=history.heldout[-1].loss,
+        ),
+        speed=Speed(
+            tokens=loop.tokens_per_step * job.steps,
+            tokens_per_s=loop.tokens_per_step / history.mean_step_s,
+            step_s=history.mean_step_s,
+            wall_s=keeper.wall_s,
+        ),
+        parameters=sum(gather(own_parameters(loop.engine), world)) // loop.share.replicas,
+        memory_kind=memory.kind(),
+        ranks=gather(rank_figures(loop.engine, history.sent_bytes), world),
+        train_losses=history.losses,
+        heldout_losses=history.heldout,
+        config=job.config,
+        versions=versions(),
+    )
+
+
+def rank_figures(engine: Any, sent_bytes: dict[str, int]) -> RankFigures:
+    """This rank's part of the report.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned.
+        sent_bytes: in one optimizer step, by axis.
+    """
+    return RankFigures(
+        stage=cuboid.mesh_of(engine).coordinate.pipe,
+        parameters=sum(parameter.numel() for parameter in engine.module.parameters()),
+        peak_memory_bytes=memory.peak_bytes(),
+        sent_bytes_per_step=sent_bytes,
+    )
+
+
+def own_parameters(engine: Any) -> int:
+    """Parameters that count on this rank: without its copies of tied ones that the first stage has too."""
+    return sum(parameter.numel() for parameter in engine.module.counted_parameters())
+
+
+def pipeline_figures(job: Job, engine: Any) -> PipelineFigures:
+    """How the model and sequences of full length were cut, and the trace that was taken."""
+    asked = cuboid.parse_config(job.config).pipeline
+    assert asked is not None
+    lengths = engine.pipeline.segment_lengths(job.options.sequence_length, job.accumulation)
+    return PipelineFigures(
+        stages=asked.stages,
+        layers=list(engine.pipeline.layers),
+        segment_lengths=list(lengths),
+        schedule=asked.schedule,
+        trace=_trace_figures(Path(str(asked.trace)), asked.trace_step) if asked.trace else None,
+    )
+
+
+def _trace_figures(folder: Path, step: int) -> TraceFigures | None:
+    """What the first rank wrote; None where another machine's files aren't seen."""
+    perfetto = folder / f"step_{step}.json"
+    if not perfetto.is_file():
+        return None
+    figures = json.loads(perfetto.read_text(encoding="utf-8"))["otherData"]
+    return TraceFigures(
+        step=step,
+        picture=str(perfetto.with_suffix(".png")),
+        perfetto=str(perfetto),
+        measured_bubble=figures["bubble"],
+        simulated_bubble=figures["simulated_bubble"],
+    )

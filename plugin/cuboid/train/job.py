@@ -1,0 +1,253 @@
+"""What a run is asked to do, checked as far as one process can before it meets the others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from cuboid import CheckpointError, CuboidError, load_config
+from cuboid.checkpoint.format.bounded_files import check_output
+from cuboid.train.data.tokens import Tokens, TokensMeta, fingerprint
+from cuboid.train.resume import Resumed, find_run, refuse_other_run
+from cuboid.train.settings import (
+    at_least,
+    check_config,
+    count,
+    keep_checkpoints,
+    place_trace,
+    run_length,
+    weights_dtype,
+)
+from cuboid.weights.auxiliary_files import TOKENIZER_FILES
+from cuboid.weights.model_folder import (
+    CONFIG,
+    as_damage_of,
+    check_model_folder,
+    model_config,
+    verify_model_folder,
+    weights_bytes,
+)
+
+#: What a model's config says of the file that it was read from.
+_NOT_ARCHITECTURE = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype"})
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The command line of ``cuboid train``.
+
+    Attributes:
+        model: folder of a Hugging Face checkpoint with its tokenizer.
+        data: text file, folder of text files, or folder written by ``cuboid prepare``.
+        config: DeepSpeed config, JSON or YAML.
+        out: folder for the results; made if need be.
+        steps: optimizer steps; None for the length of the config's learning-rate schedule.
+        sequence_length: tokens of a block.
+        heldout_blocks: blocks of the held-out loss, at most.
+        evaluations: how many times the held-out loss is taken during the run, the last one included.
+        seed: of the order of the data, and of dropout.
+        save_every: optimizer steps from one checkpoint to the next; None for none, unless the run is interrupted.
+        keep_last: how many checkpoints to keep; None for what the config says.
+        resume: whether to go on with the run that has left checkpoints in ``out``.
+        resume_from: name of the checkpoint to go on from; None for the latest.
+    """
+
+    model: Path
+    data: Path
+    config: Path
+    out: Path
+    steps: int | None = None
+    sequence_length: int = 512
+    heldout_blocks: int = 32
+    evaluations: int = 5
+    seed: int = 0
+    save_every: int | None = None
+    keep_last: int | None = None
+    resume: bool = False
+    resume_from: str | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked :class:`TrainOptions`.
+
+    Attributes:
+        options: what was asked.
+        config: the DeepSpeed config, its schedule as long as the run, its trace in the run's folder.
+        steps: optimizer steps.
+        micro_batch: sequences of one micro-batch of one replica of the mesh.
+        accumulation: micro-batches of one optimizer step.
+        dtype: of the weights.
+        tokenizer: the model's.
+        vocabulary: entries of the model's embedding.
+        model_sha256: of the model's architecture.
+        tokens: the data, if it was tokenized beforehand.
+        resumed: the run to go on with, if so asked.
+    """
+
+    options: TrainOptions
+    config: dict[str, Any]
+    steps: int
+    micro_batch: int
+    accumulation: int
+    dtype: torch.dtype
+    tokenizer: Any
+    vocabulary: int
+    model_sha256: str
+    tokens: Tokens | None
+    resumed: Resumed | None
+
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether the model is cut into stages, and the engine takes a whole step at once."""
+        return "engine" in (self.config.get("pipeline") or {})
+
+    def global_batch(self, replicas: int) -> int:
+        """Sequences of one optimizer step on that many replicas of the mesh."""
+        return self.micro_batch * self.accumulation * replicas
+
+
+def plan(options: TrainOptions) -> Job:
+    """Check everything that needs no other rank.
+
+    Raises:
+        CuboidError: a file is missing, a number is out of range, or model, tokenizer and data don't fit
+            one another.
+        ConfigError: a key of the config that this job needs is missing or malformed.
+        CheckpointError: there is no run to go on with.
+    """
+    for name in ("sequence_length", "heldout_blocks", "evaluations"):
+        at_least(getattr(options, name), f"--{name.replace('_', '-')}", 2 if name == "sequence_length" else 1)
+    at_least(options.save_every or 0, "--save-every", 0)
+    config = load_config(options.config)
+    check_config(config, is_complete=False)
+    if isinstance(config.get("tensor_parallel"), dict):
+        config["tensor_parallel"].setdefault("gather_logits", False)  # nobody here looks at them
+    check_model_folder(options.model)
+    resumed = find_run(options.out, options.resume_from) if options.resume else None
+    if resumed is None:
+        refuse_other_run(options.out)
+    steps = _steps(options, config, resumed)
+    place_trace(config, options.out, steps if resumed is None else steps - resumed.state.step)
+    keep_checkpoints(config, options.keep_last)
+    check_config(config, is_complete=True)
+    micro_batch = count(config, "train_micro_batch_size_per_gpu", default=None)
+    accumulation = count(config, "gradient_accumulation_steps", default=1)
+    dtype = weights_dtype(config)
+    # The result, and a checkpoint beside it.
+    check_output(options.out, weights_bytes(options.model, dtype) * (2 if options.save_every else 1))
+    tokenizer = load_tokenizer(options.model)
+    vocabulary, model_sha256 = _check_model(options, tokenizer)
+    tokens = None
+    if Tokens.is_store(options.data):
+        tokens = Tokens.open(options.data)
+        check_tokens(tokens.meta, tokenizer, vocabulary)
+    elif not options.data.exists():
+        raise CuboidError(f"--data {str(options.data)!r} does not exist; name a text file or a folder of text files")
+    if resumed is not None:
+        fixed = {name: getattr(options, name) for name in ("seed", "sequence_length", "heldout_blocks")}
+        told = {} if tokens is None else {"data_fingerprint": tokens.meta.data_sha256}
+        resumed.refuse_differences(**fixed, model_sha256=model_sha256, **told)
+    return Job(
+        options=options,
+        config=config,
+        steps=steps,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        vocabulary=vocabulary,
+        model_sha256=model_sha256,
+        tokens=tokens,
+        resumed=resumed,
+    )
+
+
+def load_tokenizer(model: Path) -> Any:
+    """The tokenizer beside a checkpoint.
+
+    Raises:
+        CheckpointError: no such folder, no model in it, or no tokenizer.
+    """
+    check_model_folder(model, weights=False)
+    verify_model_folder(model, weights=False)
+    with as_damage_of(_tokenizer_file(model)):
+        return AutoTokenizer.from_pretrained(model)
+
+
+def _tokenizer_file(model: Path) -> Path:
+    """What a tokenizer is read from, so far as it is one file."""
+    names = [name for name in TOKENIZER_FILES if (model / name).is_file()]
+    if not names:
+        raise CheckpointError(f"model {str(model)!r} has no tokenizer that transformers can load")
+    return model / names[0]
+
+
+def check_tokens(meta: TokensMeta, tokenizer: Any, vocabulary: int) -> None:
+    """Refuse tokens that another tokenizer wrote, or that the model's embedding doesn't reach.
+
+    Raises:
+        CuboidError: as said.
+    """
+    if meta.tokenizer_sha256 != fingerprint(tokenizer):
+        raise CuboidError(
+            "the data was tokenized with another tokenizer than the model's; run `cuboid prepare` again with "
+            "this --model, or give the text itself as --data"
+        )
+    if meta.largest_id >= vocabulary:
+        raise CuboidError(
+            f"the data holds token {meta.largest_id}, but the model's vocabulary has {vocabulary} entries "
+            f"(0 to {vocabulary - 1})"
+        )
+
+
+def check_size(meta: TokensMeta, sequence_length: int, global_batch: int) -> None:
+    """Refuse data that can't fill one optimizer step, or one held-out block.
+
+    Raises:
+        CuboidError: as said, with the number of tokens that would do.
+    """
+    for split, tokens, blocks in (("train", meta.train, global_batch), ("held-out", meta.heldout, 1)):
+        if tokens // sequence_length < blocks:
+            raise CuboidError(
+                f"the {split} part of the data has {tokens} tokens; {blocks} blocks of {sequence_length} "
+                f"tokens need {blocks * sequence_length}. Give more text, or a smaller --sequence-length "
+                "or batch"
+            )
+
+
+def _steps(options: TrainOptions, config: dict[str, Any], resumed: Resumed | None) -> int:
+    """The length of the run: as asked, or as before, or as the config has it."""
+    if resumed is None:
+        return run_length(options.steps, config)
+    steps = run_length(resumed.state.steps if options.steps is None else options.steps, config)
+    if steps < resumed.state.step:
+        raise CuboidError(
+            f"--steps is {steps}, but the run in {resumed.path} is {resumed.state.step} steps long already"
+        )
+    return steps
+
+
+def _check_model(options: TrainOptions, tokenizer: Any) -> tuple[int, str]:
+    """The entries of the model's embedding, and a name for its architecture."""
+    config = model_config(options.model)
+    with as_damage_of(options.model / CONFIG):
+        text_config = config.get_text_config()
+        vocabulary = int(text_config.vocab_size)
+    if len(tokenizer) > vocabulary:
+        raise CuboidError(
+            f"the tokenizer in {str(options.model)!r} has {len(tokenizer)} entries, but the model's "
+            f"vocabulary only {vocabulary}; resize the model's embedding or use the tokenizer that it was "
+            "trained with"
+        )
+    positions = getattr(text_config, "max_position_embeddings", None)
+    if positions is not None and options.sequence_length > positions:
+        raise CuboidError(f"--sequence-length {options.sequence_length} is beyond the model's {positions} positions")
+    architecture = {key: value for key, value in config.to_dict().items() if key not in _NOT_ARCHITECTURE}
+    return vocabulary, hashlib.sha256(json.dumps(architecture, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,0 +1,159 @@
+"""The training loop: micro-batches in, losses out. Every rank runs it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+import cuboid
+from cuboid import CuboidError
+from cuboid.train.data.batches import Blocks, Share, Shuffle, heldout_batches
+from cuboid.train.driver import Driver
+from cuboid.train.interrupt import Interrupts
+from cuboid.train.reporting import memory
+from cuboid.train.reporting.progress import TrainProgress
+from cuboid.train.reporting.report import HeldoutPoint
+
+
+@dataclass
+class History:
+    """What the loop notes down, of the whole run unless it says otherwise.
+
+    Attributes:
+        losses: of each optimizer step, nats per token, mean over all replicas.
+        heldout: held-out losses, the first before any step.
+        step_s: seconds of each optimizer step of this process, evaluations not counted.
+        earlier_step_s: seconds of a step before the run was resumed; None for a run that wasn't.
+        sent_bytes: bytes that this rank sent in the last optimizer step, by axis of the mesh and to other stages.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    heldout: list[HeldoutPoint] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    earlier_step_s: float | None = None
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far."""
+        return len(self.losses)
+
+    @property
+    def mean_step_s(self) -> float:
+        """Seconds of a step, without the first, which warms up."""
+        counted = self.step_s[1:] or self.step_s
+        if counted:
+            return sum(counted) / len(counted)
+        return self.earlier_step_s or 0.0
+
+
+@dataclass(frozen=True)
+class Goal:
+    """How far a run goes, and what it does on the way.
+
+    Attributes:
+        steps: optimizer steps.
+        evaluations: how many times the held-out loss is taken after the first step.
+        save_every: optimizer steps from one checkpoint to the next, the last step having one too; 0 for none.
+        save: writes a checkpoint; collective.
+    """
+
+    steps: int
+    evaluations: int
+    save_every: int
+    save: Callable[[History], object]
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether the held-out loss is taken after that step; 0 for before the first."""
+        return step == 0 or step * self.evaluations // self.steps > (step - 1) * self.evaluations // self.steps
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is written after that step."""
+        return self.save_every > 0 and (step % self.save_every == 0 or step == self.steps)
+
+    def is_reached(self, history: History) -> bool:
+        """Whether all is done."""
+        return history.step == self.steps and history.heldout[-1].step == self.steps
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Trains an engine on one replica's share of the data.
+
+    Attributes:
+        engine: what ``deepspeed.initialize`` returned.
+        driver: of the engine.
+        interrupts: of this rank.
+        blocks: the training data.
+        heldout: the held-out blocks, int64 ``[blocks, sequence_length]``.
+        shuffle: the order of the training data.
+        share: this replica's part.
+        accumulation: micro-batches of one optimizer step.
+    """
+
+    engine: Any
+    driver: Driver
+    interrupts: Interrupts
+    blocks: Blocks
+    heldout: Tensor
+    shuffle: Shuffle
+    share: Share
+    accumulation: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step, over all replicas."""
+        return self.share.micro_batch * self.share.replicas * self.accumulation * self.blocks.sequence_length
+
+    def run(self, goal: Goal, history: History, progress: TrainProgress) -> None:
+        """Train from where the history ends, until the goal is reached or the ranks agree to stop; collective.
+
+        The held-out loss is taken before the first step and then ``goal.evaluations`` times, the last at the end.
+
+        Args:
+            goal: how far to go.
+            history: is added to.
+            progress: is told how it goes.
+
+        Raises:
+            CuboidError: the loss is no longer a finite number, or a checkpoint can't be written.
+        """
+        # Also of a run that was stopped between a step and its evaluation.
+        self._hold_out(goal, history, progress)
+        while history.step < goal.steps and self.interrupts.stop is None:
+            self._step(history)
+            speed = self.tokens_per_step / history.mean_step_s
+            progress.step(history.step, history.losses[-1], speed, memory.now_bytes())
+            if self.interrupts.stop is None:
+                self._hold_out(goal, history, progress)
+            if self.interrupts.stop is None and goal.saves_after(history.step):
+                goal.save(history)
+
+    def _step(self, history: History) -> None:
+        started, step = time.perf_counter(), history.step + 1
+        traffic = cuboid.mesh_of(self.engine).traffic
+        traffic.reset()
+        micro_steps = range((step - 1) * self.accumulation, step * self.accumulation)
+        history.losses.append(
+            self.driver.train(self.blocks.take(self.shuffle.indices(number, self.share)) for number in micro_steps)
+        )
+        history.step_s.append(time.perf_counter() - started)
+        history.sent_bytes = traffic.snapshot()
+        if not math.isfinite(history.losses[-1]):
+            raise CuboidError(
+                f"the loss is {history.losses[-1]} at step {step}; a lower learning rate, a longer warm-up, "
+                "or gradient clipping may help"
+            )
+
+    def _hold_out(self, goal: Goal, history: History, progress: TrainProgress) -> None:
+        """Take the mean loss per token over all held-out blocks, the same on every rank, if it is time to."""
+        taken = [point.step for point in history.heldout[-1:]]
+        if goal.evaluates_after(history.step) and taken != [history.step]:
+            loss = self.driver.evaluate(heldout_batches(self.heldout, self.share))
+            progress.say(f"held-out loss after {history.step} steps: {loss:.4f}")
+            history.heldout.append(HeldoutPoint(step=history.step, loss=loss))

@@ -1,0 +1,67 @@
+"""The step before the ranks start: text, tokenizer, checkpoint, tokens. One process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from cuboid import CuboidError
+from cuboid.checkpoint.format.bounded_files import check_output
+from cuboid.train.data.corpus import read_corpus
+from cuboid.train.data.initial_model import train_tokenizer, write_llama
+from cuboid.train.data.tokens import Tokens, tokenize
+from cuboid.train.job import load_tokenizer
+from cuboid.train.resume import refuse_other_run
+
+#: Names of what this step leaves in a run's folder.
+START, TOKENS = "start", "tokens"
+
+#: A byte-level vocabulary holds all 256 bytes and the end of text.
+_LEAST_VOCABULARY = 257
+
+
+def prepare(
+    out: Path,
+    *,
+    model: Path | None,
+    data: Path | None,
+    vocabulary: int,
+    seed: int,
+    say: Callable[[str], None],
+) -> Tokens:
+    """Tokenize ``data`` into ``out/tokens``, and without a ``model`` make one in ``out/start``.
+
+    Args:
+        out: the run's folder; made if need be.
+        model: the user's checkpoint, whose tokenizer is used; None to learn one and write a small Llama.
+        data: text file or folder; None for the Python standard library's own sources.
+        vocabulary: entries of a new tokenizer and of a new model's embedding.
+        seed: of a new model's weights.
+        say: is told what happens.
+
+    Raises:
+        CuboidError: a file is missing or unfit, ``out`` can't be written, or a run there could still be resumed.
+    """
+    if vocabulary < _LEAST_VOCABULARY:
+        raise CuboidError(
+            f"--vocabulary is {vocabulary}; it must be at least {_LEAST_VOCABULARY}: every byte, and one more"
+        )
+    refuse_other_run(out)
+    check_output(out)
+    tokenizer = None if model is None else load_tokenizer(model)
+    corpus = read_corpus(data)
+    characters = sum(map(len, corpus.train)) + sum(map(len, corpus.heldout))
+    say(
+        f"data: {corpus.source}, {characters / 1e6:.1f} M characters; {len(corpus.train)} documents to train "
+        f"on, {len(corpus.heldout)} held out"
+    )
+    try:
+        if tokenizer is None:
+            tokenizer = train_tokenizer(corpus.train, vocabulary)
+            parameters = write_llama(out / START, vocabulary, tokenizer, seed)
+            say(f"model: a new Llama of {parameters / 1e6:.1f} M parameters in {out / START}")
+        tokens = tokenize(corpus, tokenizer, out / TOKENS)
+    except OSError as error:
+        raise CuboidError(f"--out {str(out)!r} can't be written: {error}") from error
+    say(f"tokens: {tokens.meta.train:,} to train on, {tokens.meta.heldout:,} held out, in {out / TOKENS}")
+    return tokens

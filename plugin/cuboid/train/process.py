@@ -1,0 +1,101 @@
+"""This process among the others: what the launcher said, the process group, the device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from cuboid import CuboidError
+from cuboid.distributed.startup import Launch, await_all_ranks, timeout_of_environment
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """The launcher's environment variables. Without a launcher: a world of one."""
+
+    rank: int
+    size: int
+    local_rank: int
+
+    @classmethod
+    def from_environment(cls) -> World:
+        """Read RANK, WORLD_SIZE and LOCAL_RANK.
+
+        Raises:
+            CuboidError: only some of the launcher's variables are there, or they aren't numbers.
+        """
+        if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+            return cls(0, 1, 0)
+        numbers = {}
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            value = os.environ.get(name, "")
+            if not value.isdigit():
+                raise CuboidError(
+                    f"the environment variable {name} is {value!r}, not a number; start the ranks with "
+                    "deepspeed, torchrun or accelerate launch"
+                )
+            numbers[name] = int(value)
+        return cls(numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"])
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all: it prints, and writes the files."""
+        return self.rank == 0
+
+    def connect(self) -> torch.device:
+        """Start the process group (unless there is one) on the accelerator that DeepSpeed sees.
+
+        Returns:
+            The device of this rank.
+        """
+        accelerator = get_accelerator()
+        if accelerator.device_name() != "cpu":
+            accelerator.set_device(self.local_rank)
+        if not dist.is_initialized():
+            backend = accelerator.communication_backend_name()
+            if self.size == 1 and "MASTER_ADDR" not in os.environ:
+                os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
+                dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+            else:
+                self._meet(backend)
+        return torch.device(accelerator.current_device_name())
+
+    def _meet(self, backend: str) -> None:
+        address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+        if not address or not port.isdigit():
+            raise CuboidError(
+                f"the environment variables MASTER_ADDR and MASTER_PORT are {address!r} and {port!r}, but have to say "
+                "where the ranks meet; start them with deepspeed, torchrun or accelerate launch"
+            )
+        store = await_all_ranks(Launch(self.rank, self.size, address, int(port)))
+        dist.init_process_group(
+            backend, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=timeout_of_environment())
+        )
+        del store  # rank 0's has to be there until the process group has its own
+
+    def disconnect(self) -> None:
+        """End the process group, when all ranks have done their work."""
+        dist.destroy_process_group()
+
+
+def gather(item: T, world: World) -> list[T]:
+    """One small object from each rank, in rank order; collective."""
+    items: list[Any] = [None] * world.size
+    dist.all_gather_object(items, item)
+    return items
+
+
+def total(values: Sequence[float], device: torch.device) -> list[float]:
+    """Sums of each rank's numbers over all ranks; collective."""
+    sums = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(sums)
+    return sums.tolist()

@@ -1,0 +1,1 @@
+"""What a run tells: progress, figures, the loss curve and ``report.json``."""

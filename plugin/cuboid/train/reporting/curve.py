@@ -1,0 +1,51 @@
+"""The loss curve as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from cuboid.train.reporting.report import Report
+
+
+def draw(report: Report, path: Path) -> None:
+    """Draw train and held-out losses over optimizer steps to a PNG, and where the run was resumed; needs no display."""
+    losses = np.asarray(report.train_losses)
+    steps = np.arange(1, len(losses) + 1)
+    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=0.8, label="train, each step")
+    window = max(1, len(losses) // 20)
+    axes.plot(steps, smooth(losses, window), color="tab:blue", label=f"train, mean of the last {window} steps")
+    axes.plot(
+        [point.step for point in report.heldout_losses],
+        [point.loss for point in report.heldout_losses],
+        color="tab:orange",
+        marker="o",
+        label="held-out",
+    )
+    for number, step in enumerate(report.resumed_after):
+        label = None if number else "resumed"
+        axes.axvline(step + 0.5, color="tab:gray", linestyle=":", linewidth=1, label=label)
+    tokens_per_step = report.speed.tokens // report.steps
+    axes.set_xlabel(f"optimizer steps (of {tokens_per_step:,} tokens)")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title(
+        f"{report.parameters / 1e6:.1f} M parameters on {report.world_size} ranks, {report.layout}, {report.dtype}",
+        fontsize="medium",
+    )
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+
+
+def smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """Mean of each value and up to ``window - 1`` before it, ``[n] -> [n]``."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    stops = np.arange(1, len(values) + 1)
+    starts = np.maximum(stops - window, 0)
+    return (total[stops] - total[starts]) / (stops - starts)

@@ -1,0 +1,159 @@
+"""The job from end to end: load sharded, train, hold out, save, report. Every rank runs it."""
+
+from __future__ import annotations
+
+import copy
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import deepspeed
+import numpy as np
+import torch
+
+import cuboid
+from cuboid import CuboidError
+from cuboid.distributed.rank_agreement import run_on_all_ranks
+from cuboid.train.checkpoints import Keeper
+from cuboid.train.data.batches import Blocks, Share, Shuffle, heldout_blocks
+from cuboid.train.data.corpus import read_corpus
+from cuboid.train.data.tokens import Tokens, TokensMeta, tokenize
+from cuboid.train.driver import Driver, MicroBatchDriver, PipelineDriver
+from cuboid.train.figures import make_report
+from cuboid.train.interrupt import Interrupts
+from cuboid.train.job import Job, TrainOptions, check_size, check_tokens, plan
+from cuboid.train.loop import Goal, History, Loop
+from cuboid.train.process import World
+from cuboid.train.reporting.progress import TrainProgress
+from cuboid.train.reporting.report import BLOCKS, CURVE, MODEL, REPORT, Report
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A run that was asked to stop before its end.
+
+    Attributes:
+        by: the signal that asked.
+        step: optimizer steps so far.
+        steps: of the whole run.
+        checkpoint: to go on from; None where nothing was to be saved, or it could not be written.
+    """
+
+    by: signal.Signals
+    step: int
+    steps: int
+    checkpoint: Path | None
+
+
+def run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report | Stopped:
+    """Train on all ranks of the launcher's world and leave model, curve and report in ``options.out``.
+
+    Collective. Where the ranks are asked to stop, they leave a checkpoint there instead.
+
+    Raises:
+        CuboidError: the user's to mend, or another rank's failure. Raised on every rank, and before the process
+            group wherever it can be known then.
+    """
+    return run_on_all_ranks(lambda: _run(options, world, interrupts), what="cuboid train")
+
+
+def _run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report | Stopped:
+    started = time.perf_counter()
+    job = plan(options)
+    model = cuboid.from_pretrained(str(options.model), job.config, dtype=job.dtype)
+    share = _share(job, cuboid.mesh_of(model))
+    global_batch = job.global_batch(share.replicas)
+    if job.resumed is not None:
+        job.resumed.refuse_differences(global_batch=global_batch)
+    if job.tokens is not None:
+        check_size(job.tokens.meta, options.sequence_length, global_batch)
+    device = world.connect()
+    tokens = job.tokens or _tokenize(job, share, world)
+    _clear(options.out, world)
+    torch.manual_seed(_dropout_seed(options.seed, cuboid.mesh_of(model)))
+    engine, *_ = deepspeed.initialize(model=model, config=copy.deepcopy(job.config))
+    loop = _loop(job, engine, interrupts, tokens, share, device)
+    done = 0 if job.resumed is None else job.resumed.state.step
+    with TrainProgress(job.steps, shown=world.is_first, done=done) as progress:
+        keeper = Keeper(engine, job, tokens.meta, global_batch, started, progress)
+        history = keeper.begin()
+        interrupts.defer(lambda: progress.say("stopping after this step; Ctrl-C once more ends it at once"))
+        goal = Goal(job.steps, options.evaluations, options.save_every or 0, keeper.save)
+        loop.run(goal, history, progress)
+        if interrupts.stop is not None and not goal.is_reached(history):
+            return _stop(interrupts.stop, keeper, history)
+        interrupts.defer(lambda: progress.say("saving the result; Ctrl-C once more ends it at once"))
+        engine.wait_for_checkpoint()
+    cuboid.save_pretrained(engine, str(options.out / MODEL))
+    report = make_report(keeper, loop, history, world, device)
+    if world.is_first:
+        from cuboid.train.reporting.curve import (
+            draw,  # the other ranks have no use for matplotlib, which takes a second
+        )
+
+        job.tokenizer.save_pretrained(options.out / MODEL)
+        np.save(options.out / BLOCKS, loop.heldout.numpy(), allow_pickle=False)
+        draw(report, options.out / CURVE)
+        report.write(options.out)
+    return report
+
+
+def _stop(by: signal.Signals, keeper: Keeper, history: History) -> Stopped:
+    """Leave a checkpoint, unless there is one of this step already; collective."""
+    resumed = keeper.job.resumed
+    checkpoint = None if resumed is None else resumed.path
+    if history.step > (0 if resumed is None else resumed.state.step):
+        checkpoint = keeper.save(history)
+        if not keeper.engine.wait_for_checkpoint():
+            checkpoint = None
+    return Stopped(by, history.step, keeper.job.steps, checkpoint)
+
+
+def _dropout_seed(seed: int, mesh: cuboid.Mesh) -> int:
+    """Alike within a mesh, which divides the masks itself; another one for each replica and each stage."""
+    return seed + mesh.coordinate.pipe * mesh.topology.data + mesh.coordinate.data
+
+
+def _share(job: Job, mesh: cuboid.Mesh) -> Share:
+    return Share(mesh.coordinate.data, mesh.topology.data, job.micro_batch)
+
+
+def _tokenize(job: Job, share: Share, world: World) -> Tokens:
+    """Tokenize the text once on each machine; the other ranks wait and map the same files."""
+
+    def check(meta: TokensMeta) -> None:
+        check_tokens(meta, job.tokenizer, job.vocabulary)
+        check_size(meta, job.options.sequence_length, job.global_batch(share.replicas))
+        if job.resumed is not None:
+            job.resumed.refuse_differences(data_fingerprint=meta.data_sha256)
+
+    folder = job.options.out / "tokens"
+
+    def write() -> None:
+        if world.local_rank == 0:
+            try:
+                tokenize(read_corpus(job.options.data), job.tokenizer, folder, check)
+            except OSError as error:
+                raise CuboidError(f"--out {str(job.options.out)!r} can't be written: {error}") from error
+
+    run_on_all_ranks(write, what="tokenizing the data")
+    return Tokens.open(folder)
+
+
+def _clear(out: Path, world: World) -> None:
+    # A report that an earlier run left there must not be taken for this one's, should this one fail.
+    if world.is_first:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / REPORT).unlink(missing_ok=True)
+
+
+def _loop(job: Job, engine: object, interrupts: Interrupts, tokens: Tokens, share: Share, device: torch.device) -> Loop:
+    length = job.options.sequence_length
+    blocks = Blocks(tokens.stream("train"), length)
+    heldout = heldout_blocks(Blocks(tokens.stream("heldout"), length), job.options.heldout_blocks)
+    shuffle = Shuffle(len(blocks), job.options.seed)
+    driver: Driver = MicroBatchDriver(engine, device, interrupts)
+    if job.has_pipeline:
+        driver = PipelineDriver(engine, device, interrupts, job.accumulation)
+    return Loop(engine, driver, interrupts, blocks, heldout, shuffle, share, job.accumulation)

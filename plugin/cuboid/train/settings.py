@@ -1,0 +1,100 @@
+"""What the job needs of the DeepSpeed config, and what it writes into it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cuboid import ConfigError, CuboidError, split_config
+from cuboid.config.compatibility import check_framework_config
+from cuboid.config.schema import require_config
+from cuboid.distributed.mesh import current_world_size
+from cuboid.train.reporting.report import TRACE
+
+
+def check_config(config: dict[str, Any], *, is_complete: bool) -> None:
+    """Refuse a config that this job, or DeepSpeed, would fail with later.
+
+    Args:
+        config: as the user wrote it, or as DeepSpeed will be given it.
+        is_complete: whether it is the latter; before, ``"auto"`` values may stand for what the command line says.
+
+    Raises:
+        ConfigError: names the key.
+        MeshError: the mesh doesn't divide the world.
+    """
+    ours, rest = require_config(config)
+    check_framework_config(ours, rest, current_world_size(), is_complete=is_complete)
+    if rest.get("optimizer") is None:
+        raise ConfigError(
+            'optimizer is missing; add for example "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}} to train with'
+        )
+
+
+def run_length(asked: int | None, config: dict[str, Any]) -> int:
+    """Optimizer steps of the run; a schedule of another length in ``config`` is stretched to it, warm-up too.
+
+    Raises:
+        ConfigError: neither ``asked`` nor the config says.
+        CuboidError: there are none.
+    """
+    schedule = (config.get("scheduler") or {}).get("params") or {}
+    written = schedule.get("total_num_steps")
+    steps = written if asked is None else asked
+    if not isinstance(steps, int):
+        raise ConfigError("--steps is missing, and the config has no scheduler.params.total_num_steps to take it from")
+    at_least(steps, "--steps", 1)
+    if isinstance(written, int) and written > 0 and written != steps:
+        warmup = schedule.get("warmup_num_steps")
+        if isinstance(warmup, int):
+            schedule["warmup_num_steps"] = max(1, round(warmup * steps / written))
+    if "total_num_steps" in schedule:
+        schedule["total_num_steps"] = steps
+    return steps
+
+
+def place_trace(config: dict[str, Any], out: Path, steps: int) -> None:
+    """Let a trace go to the run's folder, unless another was named, and be taken within so many steps."""
+    ours, _ = split_config(config)
+    if ours is None or ours.pipeline is None or not ours.pipeline.trace:
+        return
+    section = config["pipeline"]
+    section["trace"] = str(out / TRACE) if ours.pipeline.trace is True else ours.pipeline.trace
+    section["trace_step"] = min(ours.pipeline.trace_step, max(steps, 1))
+
+
+def keep_checkpoints(config: dict[str, Any], keep_last: int | None) -> None:
+    """Say in the config how many checkpoints are kept, unless None."""
+    if keep_last is not None:
+        at_least(keep_last, "--keep-last", 1)
+        config["checkpoint"] = {**(config.get("checkpoint") or {}), "keep_last": keep_last}
+
+
+def count(config: dict[str, Any], key: str, default: int | None) -> int:
+    """A number of the config.
+
+    Raises:
+        ConfigError: it is missing, or isn't a number of at least 1.
+    """
+    value = config.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{key} is {value!r}; `cuboid train` needs a number of at least 1 there")
+    return value
+
+
+def at_least(value: int, name: str, least: int) -> None:
+    """Refuse a number that is too small.
+
+    Raises:
+        CuboidError: as said.
+    """
+    if value < least:
+        raise CuboidError(f"{name} is {value}; it must be at least {least}")
+
+
+def weights_dtype(config: dict[str, Any]) -> torch.dtype:
+    """In which precision the weights are trained."""
+    section = config.get("bf16")
+    return torch.bfloat16 if isinstance(section, dict) and section.get("enabled") is True else torch.float32

@@ -1,0 +1,243 @@
+"""What both sides of a comparison do: the same model, the same batches, the same optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from cuboid.errors import CuboidError
+from cuboid.models.batch.length_cases import LONGEST, Case, Padding, covering, packed_case, shrunk, thresholds
+from cuboid.models.certification.float64 import Precision, precision
+
+Dtype = Literal["float64", "float32", "bfloat16"]
+IGNORE_INDEX = -100
+_LENGTH = 32
+#: Logits of a chunk in steps that compute them in chunks: of so few positions that even short rows make several.
+_CHUNK_POSITIONS = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A short training run, the same for plain transformers and for Cuboid.
+
+    Args:
+        checkpoint: Hugging Face checkpoint that both sides load.
+        dtype: of weights and arithmetic.
+        keep_float64: whether casts to float32 inside the models are skipped, see :class:`KeepFloat64`.
+        batch: rows of a micro-batch, as a mesh is given it.
+        cases: what micro-batches are, one after the other; None for rows that are all alike, as the next five say.
+        sequence_length: tokens of a row; 32 where nothing else is given.
+        varying: whether only every fourth micro-batch is so long, and others are shorter.
+        steps: optimizer steps.
+        data_parallel: replicas of the mesh.
+        accumulate: micro-batches of a replica and step.
+        masking: whether rows are padded on either side, and labels are missing here and there. Without, the models are
+            given no attention mask.
+        left_padding: whether padding may be on the left as well.
+        positions: whether the models are given position ids, which count from a row's first real token.
+        packed: whether rows hold several sequences each, told apart by position ids that restart. Such rows have no
+            padding and no attention mask.
+        checkpointing: whether activations are recomputed in backward.
+        mean_over: what a step's loss is the mean over. ``"tokens"``: all label tokens of the step, the models being
+            given ``num_items_in_batch``; ``"micro_batches"``: the micro-batches' own means, as DeepSpeed has it.
+        learning_rate, betas, epsilon, weight_decay: of torch's AdamW; tensors of one dim (norms, biases) don't decay.
+        clipping: largest gradient norm; 0 for none.
+        shrink: whether thresholds of the model's config are made so small that the longest micro-batch crosses them.
+        rounded: whether weights are rounded to bfloat16 first, whatever ``dtype`` then is.
+        shard_in_memory: whether Cuboid's side loads the model whole and shards it then, not while it loads.
+        seed: of the batches.
+    """
+
+    checkpoint: str
+    dtype: Dtype = "float64"
+    keep_float64: bool = True
+    batch: int = 2
+    cases: tuple[Case, ...] | None = None
+    sequence_length: int | None = None
+    varying: bool = False
+    steps: int = 2
+    data_parallel: int = 1
+    accumulate: int = 1
+    masking: bool = True
+    left_padding: bool = True
+    positions: bool = False
+    packed: bool = False
+    checkpointing: bool = False
+    mean_over: Literal["tokens", "micro_batches"] = "tokens"
+    learning_rate: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    # Adam divides a gradient by its own size. An element whose exact gradient is zero has rounding noise for one,
+    # and a small epsilon would make a whole step of that.
+    epsilon: float = 1e-4
+    # Much, so that it shows in a few steps whether it was applied where it should be, and only there.
+    weight_decay: float = 0.1
+    clipping: float = 0.0
+    shrink: bool = False
+    rounded: bool = False
+    shard_in_memory: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "steps", "data_parallel", "accumulate"):
+            if getattr(self, name) < 1:
+                raise CuboidError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.sequence_length is not None and self.sequence_length < 4:
+            raise CuboidError(f"sequence_length is {self.sequence_length}; it must be at least 4")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """``dtype`` as torch's."""
+        return getattr(torch, self.dtype)
+
+    def recompute_contexts(self) -> tuple[Precision, Precision]:
+        """For torch's checkpointing: the contexts of a forward and of its recomputation.
+
+        Backward recomputes where no mode of the caller's is active.
+        """
+        return contextlib.nullcontext(), precision(keep_float64=self.keep_float64)
+
+    def loading_options(self) -> dict[str, Any]:
+        """For ``from_pretrained``, on both sides."""
+        options: dict[str, Any] = {"config": self.model_config(), "dtype": self.torch_dtype}
+        if self.dtype == "float64":
+            options["experts_implementation"] = "eager"  # torch's grouped product of experts knows no float64
+        return options
+
+    def model_config(self) -> PretrainedConfig:
+        """The checkpoint's config without dropout, whose random numbers no two layouts draw alike."""
+        config = AutoConfig.from_pretrained(self.checkpoint)
+        for name, value in config.to_dict().items():
+            if name.endswith(("dropout", "pdrop", "layerdrop")) and isinstance(value, float):
+                setattr(config, name, 0.0)
+        if self.shrink:
+            config = shrunk(config, self.longest)
+        end = next((threshold for threshold in thresholds(config) if threshold.is_end), None)
+        if end is not None and self.longest > end.tokens:
+            raise CuboidError(
+                f"sequence_length is {self.longest}, but the model ends at {end.tokens} positions ({end.key})"
+            )
+        return config
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        if self.cases is not None:
+            return max(case.length for case in self.cases)
+        return self.sequence_length or _LENGTH
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it leaves open what rows are to be like."""
+        said = (self.cases, self.sequence_length, self.varying, self.masking, self.positions, self.packed)
+        return said == (None, None, False, True, False, False)
+
+    def without_left_padding(self) -> Plan:
+        """The same with padding on the right instead."""
+        right: dict[Padding, Padding] = {"left": "right", "rows": "right rows"}
+        cases = self.cases and tuple(replace(c, padding=right.get(c.padding, c.padding)) for c in self.cases)
+        return replace(self, left_padding=False, cases=cases)
+
+    def without_positions(self) -> Plan:
+        """The same for a model that takes no position ids: nothing packed, and counting from 0."""
+        cases = self.cases and tuple(replace(case, packed=(), first_position=0) for case in self.cases)
+        return replace(self, positions=False, packed=False, cases=cases)
+
+    def chunk_bytes(self, step: int, vocabulary: int, ranks: int) -> int | None:
+        """How many bytes of logits a chunk of the loss may have in a step: few in every other one, else None.
+
+        ``ranks`` are those that share a chunk's positions and rows.
+        """
+        return None if step % 2 else 4 * self.batch * _CHUNK_POSITIONS * vocabulary // ranks
+
+    def micro_batches(
+        self, step: int, replica: int, vocabulary: int, pad_token: int | None = None
+    ) -> list[dict[str, torch.Tensor]]:
+        """What a replica trains on in a step: ``accumulate`` micro-batches of arguments, each ``[B, S]``."""
+        first = (step * self.data_parallel + replica) * self.accumulate
+        return [self._micro_batch(first + number, vocabulary, pad_token) for number in range(self.accumulate)]
+
+    def label_tokens(self, step: int, vocabulary: int, pad_token: int | None = None) -> int:
+        """Tokens of a step, in all replicas, that have a loss."""
+        replicas = [self.micro_batches(step, replica, vocabulary, pad_token) for replica in range(self.data_parallel)]
+        return sum(int((batch["labels"][:, 1:] != IGNORE_INDEX).sum()) for batch in chain(*replicas))
+
+    def case(self, index: int) -> Case:
+        """What the micro-batch of that number, counted over replicas and steps, is like."""
+        if self.cases is not None:
+            return self.cases[index % len(self.cases)]
+        longest = self.sequence_length or _LENGTH
+        length = longest - (index % 4) * longest // 8 if self.varying else longest
+        if self.packed:
+            return packed_case(length)
+        return Case("rows", length, ("rows" if self.left_padding else "right rows") if self.masking else "none")
+
+    def cases_run(self) -> list[Case]:
+        """What micro-batches all steps together have."""
+        count = self.steps * self.data_parallel * self.accumulate
+        return list(dict.fromkeys(self.case(index) for index in range(count)))
+
+    def _micro_batch(self, index: int, vocabulary: int, pad_token: int | None) -> dict[str, torch.Tensor]:
+        case = self.case(index)
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
+        shape = (self.batch, case.length)
+        ids = torch.randint(vocabulary, shape, generator=generator)
+        mask, positions = case.attention_mask(self.batch, first=index), case.position_ids(self.batch, first=index)
+        if pad_token is not None:
+            _place_pads(ids, pad_token, mask, positions, vocabulary)
+        labels = ids.clone()
+        if self.masking:
+            labels[torch.rand(shape, generator=generator) < 0.15] = IGNORE_INDEX
+            for row, kind in enumerate(case.row_kinds(self.batch, first=index)):
+                if kind == "without labels" and not self._needs_labels:
+                    labels[row] = IGNORE_INDEX
+        batch = {"input_ids": ids, "labels": labels}
+        if mask is not None:
+            labels[mask == 0] = IGNORE_INDEX
+            batch["attention_mask"] = mask
+            if self.positions:
+                positions = (mask.cumsum(1) - 1).clamp(min=0)
+        elif self.positions and positions is None:
+            positions = torch.arange(case.length).repeat(self.batch, 1)
+        return batch if positions is None else {**batch, "position_ids": positions}
+
+    @property
+    def _needs_labels(self) -> bool:
+        """Whether every row has to have some: a micro-batch without any has no mean."""
+        return self.batch == 1 and self.mean_over == "micro_batches"
+
+
+def covering_plan(config: PretrainedConfig) -> dict[str, Any]:
+    """Fields of a plan whose micro-batches cross the thresholds of a config, made small."""
+    return {"cases": covering(shrunk(config, LONGEST)), "shrink": True}
+
+
+def _place_pads(
+    ids: torch.Tensor, token: int, mask: torch.Tensor | None, positions: torch.Tensor | None, vocabulary: int
+) -> None:
+    """Padding holds the pad token; so does one real place of each row, as where it is the end of text, too."""
+    ids[ids == token] = (token + 1) % vocabulary
+    if mask is not None:
+        ids[mask == 0] = token
+    middle = ids.shape[1] // 2
+    for row in range(ids.shape[0]):
+        # A sequence that begins with it may be zero all the way up, where a norm's derivative is huge.
+        begins = positions is not None and positions[row, middle] == 0
+        ids[row, middle + 1 if begins else middle] = token
+
+
+def tokens_of(model: Any) -> tuple[int, int | None]:
+    """The vocabulary's size and the pad token, if any, of a model."""
+    text = model.config.get_text_config()
+    pad = getattr(text, "pad_token_id", None)
+    vocabulary = vocabulary_of(model)
+    return vocabulary, pad if isinstance(pad, int) and 0 <= pad < vocabulary else None
+
+
+def vocabulary_of(model: Any) -> int:
+    """Tokens of a model."""
+    return int(model.config.get_text_config().vocab_size)

@@ -1,0 +1,81 @@
+"""The side to believe: plain transformers in a single process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import cuboid
+from cuboid.models.certification.float64 import precision
+from cuboid.verify.plan import Plan, tokens_of
+from cuboid.verify.probe import probe
+from cuboid.verify.storage import SAVED, write
+from cuboid.verify.training import Tensors, run_replicas, train
+
+
+class OneProcess:
+    """Everything is here, so there is nothing to add up."""
+
+    def backward(self, model: Any, plan: Plan, step: int) -> float:
+        """All replicas, one after the other."""
+        return run_replicas(model, plan, step, range(plan.data_parallel)).item()
+
+    def sum_over_replicas(self, tensor: torch.Tensor) -> None:
+        """Nothing to do."""
+
+    def sum_over_model(self, tensor: torch.Tensor) -> None:
+        """Nothing to do."""
+
+    def counted(self, model: nn.Module) -> list[nn.Parameter]:
+        """All."""
+        return list(model.parameters())
+
+    def gradients(self, model: nn.Module) -> Tensors:
+        """As the parameters have them, tied ones once for each name."""
+        named = model.named_parameters(remove_duplicate=False)
+        return {name: p.grad.detach().cpu().clone() for name, p in named if p.grad is not None}
+
+
+def run_reference(plan: Plan, directory: str, moments: bool = False) -> None:
+    """Job of a world of one: run the plan with plain transformers and write the outcome into ``directory``."""
+    with _without_cuboid():
+        model = load_plain(plan)
+        batch = plan.micro_batches(0, 0, *tokens_of(model))[0]
+        with precision(keep_float64=plan.keep_float64):
+            activations, logits = probe(model, batch)
+            outcome = train(model, plan, OneProcess(), moments=moments)
+        model.save_pretrained(Path(directory, SAVED))
+    whole = (*batch["input_ids"].shape, model.config.get_text_config().hidden_size)
+    outcome.activations = {name: x for name, (x,) in activations.items() if tuple(x.shape) == whole}
+    outcome.logits = {"logits": logits}
+    write(outcome, Path(directory))
+
+
+def load_plain(plan: Plan) -> Any:
+    """The plan's checkpoint, whole, on this process's device."""
+    model = AutoModelForCausalLM.from_pretrained(plan.checkpoint, **plan.loading_options())
+    if plan.rounded:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16().to(parameter.dtype)
+    return model.to(device())
+
+
+def device() -> torch.device:
+    """The device of this worker."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+@contextlib.contextmanager
+def _without_cuboid() -> Iterator[None]:
+    cuboid.unregister()
+    try:
+        yield
+    finally:
+        cuboid.register()

@@ -1,0 +1,286 @@
+"""Run a plan on both sides and compare."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from cuboid.config.compatibility import check_framework_config
+from cuboid.config.config_file import ConfigSource, load_config
+from cuboid.config.schema import PipelineConfig, parse_config, require_config, split_config
+from cuboid.distributed.topology import Topology
+from cuboid.errors import CuboidError
+from cuboid.verify.compare import KINDS, Kind, compare, dropout_checks
+from cuboid.verify.noise import compare_noisy
+from cuboid.verify.plan import Plan, covering_plan
+from cuboid.verify.reference import run_reference
+from cuboid.verify.report import Pass, PassReport, Report
+from cuboid.verify.sharded import run_core, run_engine
+from cuboid.verify.storage import read, read_parts
+from cuboid.verify.training import Outcome
+from cuboid.verify.workers.pool import WorkerError, WorkerPool
+
+#: Sections of a user's DeepSpeed config that change what the engine computes or keeps. All else (schedules, monitors,
+#: checkpoints, logging) stays out of a comparison.
+_ENGINE_KEYS = (
+    "tensor_parallel",
+    "pipeline",
+    "zero_optimization",
+    "gradient_clipping",
+    "prescale_gradients",
+    "communication_data_type",
+)
+
+
+def verify(
+    plan: Plan,
+    config: ConfigSource,
+    *,
+    passes: Sequence[Pass] = ("core", "engine"),
+    tolerance: float | None = None,
+    pool: WorkerPool | None = None,
+    timeout_s: float = 600.0,
+) -> Report:
+    """Run the same batches through plain transformers and through Cuboid, in local processes, and compare.
+
+    Args:
+        plan: model, batches and optimizer.
+        config: a DeepSpeed config (path or dict) with Cuboid's keys. The engine pass also takes ZeRO, clipping and
+            AdamW's numbers from it, and computes in float32, or in bfloat16 where the plan does.
+        passes: ``"core"`` is Cuboid under torch's own optimizer; ``"engine"`` is ``deepspeed.initialize``.
+        tolerance: the largest error that passes, in place of :func:`default_tolerance`, and in bfloat16 of what
+            :mod:`cuboid.verify.noise` says.
+        pool: processes to use for the core pass; by default a pool of its own. The engine needs fresh ones, of the
+            same kind.
+        timeout_s: for each run of each side.
+
+    Raises:
+        CuboidError: the config, or the model on that mesh, isn't possible.
+        WorkerError: a process failed in another way.
+    """
+    try:
+        return _verify(plan, config, passes, tolerance, pool, timeout_s)
+    except WorkerError as error:
+        if error.explanation is None:
+            raise
+        raise CuboidError(error.explanation) from error
+
+
+def _verify(
+    plan: Plan,
+    config: ConfigSource,
+    passes: Sequence[Pass],
+    tolerance: float | None,
+    pool: WorkerPool | None,
+    timeout_s: float,
+) -> Report:
+    loaded = load_config(config)
+    ours, rest = require_config(loaded)
+    if ours.pipeline is not None:
+        loaded["pipeline"]["trace"] = False
+        # What can't be probed without its weights is judged here with them.
+        loaded["pipeline"]["certification"] = "verified"
+    plan = complete(plan, ours.pipeline)
+    world_size = ours.ranks * plan.data_parallel
+    check_framework_config(ours, rest, world_size)
+    with _pool(pool, world_size) as workers:
+        return Report([_run(name, plan, loaded, workers, world_size, tolerance, timeout_s) for name in passes])
+
+
+def complete(plan: Plan, pipeline: PipelineConfig | None) -> Plan:
+    """The plan with micro-batches for its model, where it doesn't say how they are to be, and without what is refused.
+
+    Raises:
+        CuboidError: it asks for what a pipeline can't give.
+    """
+    if pipeline is not None:
+        if plan.mean_over != "tokens":
+            raise CuboidError(f"mean_over is {plan.mean_over!r}, but a pipeline's loss is the mean over tokens")
+        if isinstance(pipeline.partition, tuple) and plan.sequence_length is None:
+            plan = dataclasses.replace(plan, sequence_length=sum(pipeline.partition))
+    if plan.is_default:
+        plan = dataclasses.replace(plan, **covering_plan(AutoConfig.from_pretrained(plan.checkpoint)))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(plan.model_config())
+    if pipeline is not None and model.config._attn_implementation == "eager":
+        # Padding on the left sees all positions alike there, later ones too.
+        plan = plan.without_left_padding()
+    takes = inspect.signature(type(model).forward).parameters
+    return plan if "position_ids" in takes else plan.without_positions()
+
+
+def default_tolerance(plan: Plan) -> float:
+    """The largest relative error that rounding explains, in float64 and float32.
+
+    Float64 throughout leaves 1e-9; where Hugging Face's own casts to float32 are kept, 1e-6. See docs/verify.md for
+    what is measured.
+    """
+    if plan.dtype == "float64":
+        return 1e-9 if plan.keep_float64 else 1e-6
+    return 1e-5
+
+
+def engine_plan_of(plan: Plan, config: Mapping[str, Any]) -> Plan:
+    """The plan of the engine pass: DeepSpeed's precision and mean, and the config's clipping and AdamW."""
+    parameters = (config.get("optimizer") or {}).get("params") or {}
+    given = {
+        "learning_rate": parameters.get("lr"),
+        "betas": parameters.get("betas"),
+        "weight_decay": parameters.get("weight_decay"),
+        "clipping": config.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT),
+    }
+    # The HF Trainer fills in "auto"; here the plan does.
+    known = {name: value for name, value in given.items() if value is not None and value != "auto"}
+    if "betas" in known:
+        known["betas"] = tuple(known["betas"])
+    ours, _ = split_config(config)
+    return dataclasses.replace(
+        plan,
+        dtype="bfloat16" if plan.dtype == "bfloat16" else "float32",
+        keep_float64=False,
+        mean_over="micro_batches" if ours is None or ours.pipeline is None else "tokens",
+        **known,
+    )
+
+
+def engine_config_of(plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a user's config the engine is given, and the plan's own numbers."""
+    return {
+        **{key: config[key] for key in _ENGINE_KEYS if key in config},
+        "train_micro_batch_size_per_gpu": plan.batch,
+        "gradient_accumulation_steps": plan.accumulate,
+        "bf16": {"enabled": plan.dtype == "bfloat16"},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": plan.learning_rate,
+                "betas": list(plan.betas),
+                "eps": plan.epsilon,
+                "weight_decay": plan.weight_decay,
+                "torch_adam": True,
+            },
+        },
+        "steps_per_print": 2**31,
+    }
+
+
+def _run(
+    name: Pass,
+    plan: Plan,
+    config: dict[str, Any],
+    pool: WorkerPool,
+    world_size: int,
+    tolerance: float | None,
+    timeout_s: float,
+) -> PassReport:
+    if name == "engine":
+        plan = engine_plan_of(plan, config)
+        job, settings = run_engine, engine_config_of(plan, config)
+    else:
+        job, settings = run_core, config
+    half = plan.dtype == "bfloat16"
+    with _directory() as root, pool.fresh() if name == "engine" else contextlib.nullcontext(pool) as ranks:
+        plans = {"reference": dataclasses.replace(plan, dtype="float32", rounded=True) if half else plan}
+        if half:
+            plans["plain"] = plan
+        for side, own in plans.items():
+            pool.run(1, run_reference, own, _made(root / side), name == "engine", timeout_s=timeout_s)
+        mesh = ranks.run(world_size, job, plan, settings, _made(root / "cuboid"), timeout_s=timeout_s)[0]
+        pipeline = parse_config(config).pipeline
+        topology = Topology(mesh, world_size, 1 if pipeline is None else pipeline.stages)
+        return judge(
+            name,
+            plan,
+            topology,
+            root / "reference",
+            root / "cuboid",
+            plain=root / "plain" if half else None,
+            tolerance=tolerance,
+            pipeline=pipeline,
+        )
+
+
+def judge(
+    name: Pass,
+    plan: Plan,
+    topology: Topology,
+    reference: Path,
+    sharded: Path,
+    *,
+    plain: Path | None = None,
+    tolerance: float | None = None,
+    pipeline: PipelineConfig | None = None,
+) -> PassReport:
+    """Compare what the two sides wrote.
+
+    Args:
+        name, plan: the pass, and what both sides ran.
+        topology: of the ranks that wrote ``sharded``.
+        reference, sharded: directories that the jobs were given.
+        plain: that of plain transformers in half precision, where ``reference`` has float32.
+        tolerance: the largest error that passes, in place of what follows from the precision.
+        pipeline: what the stages and segments were, if there were any.
+    """
+    theirs, ours = read(reference), read(sharded)
+    padding = None
+    if name == "core":
+        ours.activations = read_parts(sharded, topology, plan.case(0).length)
+        mask = plan.case(0).attention_mask(plan.batch)
+        padding = None if mask is None else mask == 0
+    kinds = _kinds(name, ours, pipeline)
+    largest = tolerance
+    if plain is not None and tolerance is None:
+        checks = compare_noisy(theirs, read(plain), ours, kinds=kinds, padding=padding)
+    else:
+        largest = default_tolerance(plan) if tolerance is None else tolerance
+        checks = compare(theirs, ours, largest, kinds=kinds, padding=padding)
+    checks += dropout_checks(ours)
+    return PassReport(
+        name=name,
+        plan=plan,
+        mesh=topology.shape,
+        pipeline=pipeline,
+        tolerance=largest,
+        losses=(theirs.losses, ours.losses),
+        norms=(theirs.norms, ours.norms),
+        checks=checks,
+    )
+
+
+def _kinds(name: Pass, ours: Outcome, pipeline: PipelineConfig | None) -> list[Kind]:
+    """What a pass compares."""
+    if name == "engine":
+        # In float32 without ZeRO, DeepSpeed clips by a norm that it doesn't tell.
+        return ["loss", "norm", "moment", "weight"] if ours.norms else ["loss", "moment", "weight"]
+    # A pipeline never has the logits in one place.
+    left_out = {"moment"} if pipeline is None else {"moment", "logits"}
+    return [kind for kind in KINDS if kind not in left_out]
+
+
+def _made(directory: Path) -> str:
+    directory.mkdir()
+    return str(directory)
+
+
+@contextlib.contextmanager
+def _pool(given: WorkerPool | None, size: int) -> Iterator[WorkerPool]:
+    if given is not None:
+        yield given
+        return
+    with WorkerPool(size) as own:
+        yield own
+
+
+@contextlib.contextmanager
+def _directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="cuboid-") as root:
+        yield Path(root)

@@ -1,0 +1,197 @@
+"""The side to check: the same plan on a mesh or a pipeline, in Cuboid's core and in the whole DeepSpeed engine."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import cuboid
+from cuboid import Mesh, MeshShape
+from cuboid.integrations.deepspeed.optimizer_state import adapt_optimizer
+from cuboid.models.certification.float64 import precision
+from cuboid.models.cross_entropy.chunked import CHUNK_BYTES
+from cuboid.models.pipeline.pipeline import Pipeline
+from cuboid.models.stages.stage_model import StageModel
+from cuboid.verify.plan import Plan, tokens_of, vocabulary_of
+from cuboid.verify.probe import likeness, probe, probe_dropout, probe_stage, residual_part, run_forward
+from cuboid.verify.reference import device, load_plain
+from cuboid.verify.storage import SAVED, write, write_part
+from cuboid.verify.training import MOMENT, Outcome, Tensors, parameter_groups, prepare, run_replicas, train
+from cuboid.weights.save import full_values
+
+
+class OnMesh:
+    """One rank of ``data_parallel`` meshes."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def backward(self, model: Any, plan: Plan, step: int) -> float:
+        """The one replica that this rank belongs to."""
+        cut_logits(model, plan, step, self._mesh)
+        loss = run_replicas(model, plan, step, [self._mesh.coordinate.data])
+        self.sum_over_replicas(loss)
+        return loss.item()
+
+    def sum_over_replicas(self, tensor: torch.Tensor) -> None:
+        """All-reduce over the ranks with the same shards."""
+        if self._mesh.topology.data > 1:
+            dist.all_reduce(tensor, group=self._mesh.data_parallel_group)
+
+    def sum_over_model(self, tensor: torch.Tensor) -> None:
+        """All-reduce over the meshes of all stages."""
+        if len(self._mesh.copy_ranks) > 1:
+            dist.all_reduce(tensor, group=self._mesh.model_parallel_group)
+
+    def counted(self, model: Any) -> list[nn.Parameter]:
+        """Those that the model counts here."""
+        return model.counted_parameters()
+
+    def gradients(self, model: nn.Module) -> Tensors:
+        """Whole, on rank 0."""
+        return cuboid.full_gradients(model)
+
+
+class OnStages(OnMesh):
+    """One rank of ``data_parallel`` pipelines."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        super().__init__(pipeline.mesh)
+        self._pipeline = pipeline
+
+    def backward(self, model: Any, plan: Plan, step: int) -> float:
+        """All stages of the replica that this rank belongs to."""
+        batches = plan.micro_batches(step, self._mesh.coordinate.data, *tokens_of(model))
+        cut_logits(model, plan, step, self._mesh)
+        return self._pipeline.train(iter(batches), plan.accumulate).item()
+
+
+def run_core(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
+    """Job of every rank: the plan on the mesh of each stage, with torch's own optimizer. Rank 0 writes the outcome.
+
+    Returns:
+        The mesh, which ``"mesh": "auto"`` leaves open until the model is known.
+    """
+    model = _load(plan, config)
+    mesh = cuboid.mesh_of(model)
+    mesh.connect()
+    batch = plan.micro_batches(0, mesh.coordinate.data, *tokens_of(model))[0]
+    logits: Tensors = {}
+    is_stage = isinstance(model, StageModel)
+    with precision(keep_float64=plan.keep_float64):
+        if is_stage:
+            pipeline = Pipeline(model)
+            outputs = probe_stage(pipeline, model, batch)
+            dropout = probe_dropout(model, lambda: pipeline.evaluate(iter([batch]), 1))
+            outcome = train(model, plan, OnStages(pipeline))
+        else:
+            outputs, logits["logits"] = probe(model, batch)
+            dropout = probe_dropout(model, lambda: run_forward(model, batch))
+            outcome = train(model, plan, OnMesh(mesh))
+    if mesh.coordinate.data == 0:
+        hidden = model.config.get_text_config().hidden_size
+        parts = residual_part(outputs, mesh.shape, plan.batch, plan.case(0).length, hidden)
+        write_part(parts, Path(directory), mesh.rank)
+    outcome.logits = logits
+    outcome.dropout = _likeness(dropout, mesh)
+    cuboid.save_pretrained(model, Path(directory, SAVED))
+    if mesh.rank == 0:
+        write(outcome, Path(directory))
+    return mesh.shape
+
+
+def _likeness(kept: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, tuple[float, float]]:
+    """How alike dropout's masks are on the ranks of a mesh; known on the first rank of the replica."""
+    if mesh.shape.size == 1:
+        return {}
+    peers = mesh.copy_ranks
+    gathered: list[Any] | None = [None] * len(peers) if mesh.rank == peers[0] else None
+    dist.gather_object((mesh.coordinate.pipe, kept), gathered, dst=peers[0], group=mesh.model_parallel_group)
+    masks: dict[tuple[int, str], list[torch.Tensor]] = {}
+    for stage, own in gathered or ():
+        for name, mask in own.items():
+            masks.setdefault((stage, name), []).append(mask)
+    return {name: likeness(own) for (_, name), own in masks.items()}
+
+
+def run_engine(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
+    """Job of every rank: the plan through ``deepspeed.initialize`` and its engine. Rank 0 writes the outcome.
+
+    With ZeRO, gradients are DeepSpeed's own, so that Adam's mean of them is there instead. The processes can't be used
+    again, for DeepSpeed keeps what it knows of the world until they end.
+    """
+    model = _load(plan, config)
+    prepare(model, plan)
+    with contextlib.redirect_stdout(io.StringIO()):  # some of its optimizers print how much memory they take
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=parameter_groups(model, plan), config=config)
+    mesh = cuboid.mesh_of(engine)
+    tokens = tokens_of(engine.module)
+    outcome = Outcome()
+    for step in range(plan.steps):
+        batches = plan.micro_batches(step, mesh.coordinate.data, *tokens)
+        cut_logits(engine.module, plan, step, mesh)
+        run_step = _pipeline_step if isinstance(engine.module, StageModel) else _engine_step
+        outcome.losses.append(run_step(engine, batches, mesh))
+        norm = engine.get_global_grad_norm()
+        if norm is not None:  # in float32 without ZeRO, DeepSpeed clips and tells nobody
+            outcome.norms.append(float(norm))
+    outcome.moments = _moments(engine, mesh)
+    cuboid.save_pretrained(engine, Path(directory, SAVED))
+    if mesh.rank == 0:
+        write(outcome, Path(directory))
+    return mesh.shape
+
+
+def cut_logits(model: Any, plan: Plan, step: int, mesh: Mesh) -> None:
+    """Let the loss be made of several chunks in the steps in which the plan says so, and else as always."""
+    share = mesh.size("batch") * mesh.size("hidden")
+    few = plan.chunk_bytes(step, vocabulary_of(model), share)
+    model.cuboid.chunk_bytes = CHUNK_BYTES if few is None else few
+
+
+def _moments(engine: Any, mesh: Mesh) -> Tensors:
+    """Adam's means of gradients, whole, on rank 0."""
+    parameters = dict(engine.module.named_parameters())
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    runs = adapt_optimizer(engine.optimizer, names).state().quantities[MOMENT]
+    found: dict[int, torch.Tensor] = {}
+    for name, parameter in parameters.items():
+        run = runs[name]
+        # Of each element, its value and how many replicas have it: all, or one under ZeRO.
+        held = torch.zeros(2, parameter.numel(), dtype=run.values.dtype, device=parameter.device)
+        held[0, run.start : run.stop], held[1, run.start : run.stop] = run.values, 1
+        OnMesh(mesh).sum_over_replicas(held)
+        found[id(parameter)] = (held[0] / held[1]).view_as(parameter)
+    return full_values(engine.module, lambda parameter: found[id(parameter)])
+
+
+def _engine_step(engine: Any, batches: list[Tensors], mesh: Mesh) -> float:
+    losses = []
+    for batch in batches:
+        loss = engine(**{name: x.to(engine.device) for name, x in batch.items()}, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    mean = torch.stack(losses).double().mean() / mesh.topology.data
+    OnMesh(mesh).sum_over_replicas(mean)
+    return mean.item()
+
+
+def _pipeline_step(engine: Any, batches: list[Tensors], _: Mesh) -> float:
+    return float(engine.train_batch(iter(batches)))
+
+
+def _load(plan: Plan, config: dict[str, Any]) -> Any:
+    if plan.shard_in_memory:
+        return cuboid.shard(load_plain(plan), config)
+    with cuboid.scope(config):
+        model = AutoModelForCausalLM.from_pretrained(plan.checkpoint, **plan.loading_options())
+    return model.to(device())

@@ -1,0 +1,1 @@
+"""A pool of local processes, each one rank of a small ``torch.distributed`` world."""

@@ -1,0 +1,127 @@
+"""The user's doors: load sharded, shard in memory, and the scope in which both happen by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from cuboid.config.compatibility import check_framework_config
+from cuboid.config.config_file import ConfigSource
+from cuboid.config.schema import CuboidConfig, require_config
+from cuboid.distributed.mesh import Mesh, current_world_size
+from cuboid.errors import CuboidError
+from cuboid.models.architectures.supported_tasks import check_model
+from cuboid.models.pipeline.staging_plan import plan_staging
+from cuboid.models.sharded.parallel_plan import draw_blueprint
+from cuboid.models.sharded.sharded_model import FormerParameters, ShardedModel, shard_modules, sharding_of, unwrap
+from cuboid.models.stages.stage_model import cut_model, finish_stage
+from cuboid.planner.mesh_search import choose_mesh
+from cuboid.tensor3d.sharding.sharding_spec import Layout, take_shard
+from cuboid.weights.save import save_sharded
+
+_active: ContextVar[CuboidConfig | None] = ContextVar("cuboid_active_config", default=None)
+
+
+@contextmanager
+def scope(config: ConfigSource | CuboidConfig) -> Iterator[CuboidConfig]:
+    """Inside, every ``from_pretrained`` of a causal language model reads only this rank's slices.
+
+    Args:
+        config: a DeepSpeed config (path or dict) with Cuboid's keys.
+
+    Raises:
+        ConfigError: the config is wrong or doesn't switch Cuboid on.
+    """
+    parsed = _checked(config)
+    token = _active.set(parsed)
+    try:
+        yield parsed
+    finally:
+        _active.reset(token)
+
+
+def _checked(source: ConfigSource | CuboidConfig) -> CuboidConfig:
+    """Cuboid's part of a config, after the framework's part was found to go with it."""
+    if isinstance(source, CuboidConfig):
+        return source
+    config, rest = require_config(source)
+    check_framework_config(config, rest, current_world_size())
+    return config
+
+
+def active_config() -> CuboidConfig | None:
+    """The config of the innermost :func:`scope`, if any."""
+    return _active.get()
+
+
+def from_pretrained(path: str | Path, config: ConfigSource | CuboidConfig, /, **kwargs: Any) -> PreTrainedModel:
+    """``AutoModelForCausalLM.from_pretrained`` of a model sharded as ``config`` says.
+
+    Works before ``torch.distributed`` is initialised: the launcher's RANK and WORLD_SIZE are enough.
+
+    Args:
+        path: a Hugging Face checkpoint.
+        config: a DeepSpeed config (path or dict) with Cuboid's keys.
+        kwargs: handed to ``from_pretrained``.
+
+    Raises:
+        ConfigError, MeshError, UnsupportedModelError, CheckpointError: see :func:`cuboid.weights.load.load_sharded`.
+    """
+    with scope(config):
+        # By the scope, every config and model in a folder is looked at before it is read.
+        return AutoModelForCausalLM.from_pretrained(path, **kwargs)
+
+
+def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTrainedModel:
+    """Shard a model that is in memory, in place, or cut it to this rank's pipeline stage, or both.
+
+    Every rank must hold the same weights.
+
+    Raises:
+        ConfigError, MeshError, UnsupportedModelError: before anything is changed.
+    """
+    parsed = _checked(config)
+    if isinstance(model, ShardedModel):
+        raise CuboidError("the model is sharded already")
+    check_model(model)
+    former = FormerParameters(model)
+    sharded = _shard(model, parsed)
+    sharding = sharding_of(sharded)
+    sharding.former, sharding.save = former, save_sharded
+    return sharded
+
+
+def _shard(model: PreTrainedModel, parsed: CuboidConfig) -> PreTrainedModel:
+    shape = choose_mesh(model, parsed)
+    mesh = Mesh(shape, pipe=parsed.stages)
+
+    def shard_of(whole: nn.Parameter, layout: Layout) -> torch.Tensor:
+        return take_shard(whole, layout, mesh)
+
+    if parsed.pipeline is None:
+        return shard_modules(model, draw_blueprint(model, shape), mesh, parsed.tensor_parallel, shard_of)
+    staging = plan_staging(type(model), model.config, parsed, mesh)
+    if shape.size > 1:
+        draw_blueprint(model, shape)  # refuses what it can't shard while the model is whole
+    cut_model(model, staging)
+    blueprint = draw_blueprint(model, shape) if shape.size > 1 else None
+    return finish_stage(model, staging, mesh, blueprint, shard_of)
+
+
+def save_pretrained(model: nn.Module, directory: str | Path, **kwargs: Any) -> None:
+    """Write a sharded model, or an engine's, as a Hugging Face checkpoint. All ranks call it; each writes its share.
+
+    Args:
+        model: the model or the engine.
+        directory: where the checkpoint goes.
+        kwargs: handed to ``PreTrainedModel.save_pretrained``.
+    """
+    sharding_of(model)
+    save_sharded(unwrap(model), directory, **kwargs)  # type: ignore[arg-type]

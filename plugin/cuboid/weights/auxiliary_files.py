@@ -1,0 +1,84 @@
+"""The files beside a checkpoint's tensors: configs, custom code, the tokenizer."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+from typing import Any
+
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import cached_file
+
+from cuboid.models.attention.segments import PREFIX
+
+#: Files of tokenizers and processors, whichever of them a model has.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+
+
+def write_companions(model: Any, folder: Path) -> None:
+    """Write what ``PreTrainedModel.save_pretrained`` writes beside the weights, and the tokenizer's files.
+
+    Args:
+        model: a sharded model or a stage.
+        folder: an existing folder.
+    """
+    # A copy, for the model may be training meanwhile, and plain transformers doesn't know the twin of its attention.
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = config._attn_implementation.removeprefix(PREFIX)
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.architectures = [model.cuboid.base.__name__]
+    if model.is_remote_code():
+        custom_object_save(model, folder, config=config)
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    copy_tokenizer(config._name_or_path, folder)
+
+
+def keep_own_tokenizer(new: Path, folder: Path) -> None:
+    """Leave a tokenizer out of what is going to a folder that has one, which may be the user's, with tokens of its own.
+
+    Args:
+        new: what is going to the folder.
+        folder: where it goes.
+    """
+    if any((folder / name).exists() for name in TOKENIZER_FILES):
+        for name in TOKENIZER_FILES:
+            (new / name).unlink(missing_ok=True)
+
+
+def copy_tokenizer(source: str | Path, folder: Path) -> None:
+    """Copy the tokenizer's files of a checkpoint, if it has any.
+
+    Args:
+        source: a folder, or the name of a model whose files the hub's cache may have.
+        folder: where they go.
+    """
+    if not source:
+        return
+    for name in TOKENIZER_FILES:
+        found = cached_file(
+            str(source),
+            name,
+            local_files_only=True,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            _raise_exceptions_for_gated_repo=False,
+        )
+        if found is not None and Path(found).resolve() != (folder / name).resolve():
+            shutil.copyfile(found, folder / name)

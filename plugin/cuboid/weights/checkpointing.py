@@ -1,0 +1,210 @@
+"""The checkpoints of a model in training, whatever framework trains it: one state out, and one state back in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from cuboid.checkpoint.contents import Contents
+from cuboid.checkpoint.format.lineage import Ancestor, first_ancestors, lineage_behind, new_identity
+from cuboid.checkpoint.loader import Opened, open_checkpoint
+from cuboid.checkpoint.optimizer_state import OptimizerAdapter
+from cuboid.checkpoint.saver import Saver
+from cuboid.config.schema import CuboidConfig
+from cuboid.distributed.rank_agreement import run_on_all_ranks
+from cuboid.errors import CheckpointError
+from cuboid.models.sharded.sharded_model import mesh_of, unwrap
+from cuboid.weights.training_state import load_model, load_training, restore_random, take_contents
+
+Framework = Literal["deepspeed", "colossalai"]
+_PACKAGES = ("cuboid", "torch", "transformers", "safetensors")
+
+
+@dataclass
+class Origin:
+    """What a run was started with.
+
+    Attributes:
+        framework: that trains.
+        config: Cuboid's part of the config.
+        source: the whole config as the user wrote it.
+        ancestors: where the weights come from.
+    """
+
+    framework: Framework
+    config: CuboidConfig
+    source: dict[str, Any]
+    ancestors: list[Ancestor]
+
+    @classmethod
+    def of(cls, framework: Framework, config: CuboidConfig, source: dict[str, Any], model: nn.Module) -> Origin:
+        """The origin of a run that starts with a model as it was loaded."""
+        inner: Any = unwrap(model)
+        return cls(framework, config, source, first_ancestors(str(inner.config._name_or_path)))
+
+
+@dataclass
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        optimizer: steps that were made.
+        samples: rows of the data that were trained on, of all replicas.
+        skipped: steps that were left out, for gradients that aren't finite.
+    """
+
+    optimizer: int = 0
+    samples: int = 0
+    skipped: int = 0
+
+
+@dataclass
+class Part:
+    """What of a state one call writes; by default the weights and no more.
+
+    Attributes:
+        weights: whether they are part of it.
+        optimizer: to be written, if any.
+        scheduler: of the learning rate, to be written, if any.
+    """
+
+    weights: bool = True
+    optimizer: OptimizerAdapter | None = None
+    scheduler: Any = None
+
+
+@dataclass
+class Checkpointing:
+    """Writes and reads the checkpoints of one model.
+
+    Args:
+        model: sharded, or an engine around one.
+        origin: of the run.
+    """
+
+    model: nn.Module
+    origin: Origin
+    _identity: dict[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        self._mesh = mesh_of(self.model)
+        self._settings = self.origin.config.checkpoint
+        self._saver = Saver(self._mesh, self._settings)
+
+    def changed(self) -> None:
+        """Note that what is saved from now on is another state than what was saved before."""
+        # Made when it is asked for: this is called after every step.
+        self._identity = None
+
+    def save(
+        self,
+        root: Path,
+        tag: str,
+        part: Part,
+        progress: Progress,
+        client_state: Mapping[str, Any],
+        *,
+        latest: bool,
+    ) -> bool:
+        """Write ``root/tag``, or a part of it; see :meth:`cuboid.checkpoint.saver.Saver.save`."""
+
+        def take() -> Contents:
+            return take_contents(
+                self.model,
+                part.optimizer,
+                step=progress.optimizer,
+                document=self._document(part.scheduler, progress, dict(client_state)),
+                weights=part.weights,
+            )
+
+        contents = run_on_all_ranks(take, self._mesh, what=f"save of {tag}")
+        return self._saver.save(root, tag, contents, latest=latest)
+
+    def wait(self) -> bool:
+        """See :meth:`cuboid.checkpoint.saver.Saver.wait`."""
+        return self._saver.wait()
+
+    def open(self, root: Path, tag: str | None = None) -> Opened:
+        """Find a checkpoint that is whole; see :func:`cuboid.checkpoint.loader.open_checkpoint`."""
+        self._saver.wait()
+        self._mesh.connect()
+        return open_checkpoint(root, tag, self._mesh, verify=self._settings.verify)
+
+    def load_weights(self, source: Opened | Path, optimizer: OptimizerAdapter | None) -> None:
+        """Take over the weights, and have the optimizer take them over where it has copies. Collective.
+
+        Args:
+            source: a checkpoint of ours, or any of Hugging Face's.
+            optimizer: of the model, if there is one.
+
+        Raises:
+            CheckpointError: on every rank, where any of them can't read its part.
+        """
+        self._saver.wait()
+        self._mesh.connect()
+        self._mesh.connect_host()
+        self.changed()
+        if isinstance(source, Opened):
+            path, ancestors = source.path, lineage_behind(source.path, source.document)
+        else:
+            path, ancestors = source, first_ancestors(str(source))
+        load_model(self.model, path)
+        if optimizer is not None:
+            run_on_all_ranks(optimizer.weights_changed, self._mesh, what="copies of the loaded weights")
+        self.origin.ancestors = ancestors
+
+    def load_optimizer(self, opened: Opened, optimizer: OptimizerAdapter) -> None:
+        """Give the optimizer its state back; see :func:`cuboid.weights.training_state.load_training`."""
+        self.changed()
+        load_training(self.model, optimizer, opened)
+
+    def restore_random(self, opened: Opened) -> None:
+        """Give this rank its random states back; see :func:`cuboid.weights.training_state.restore_random`."""
+        run_on_all_ranks(lambda: restore_random(self.model, opened), self._mesh, what="random states")
+
+    def _document(self, scheduler: Any, progress: Progress, client_state: dict[str, Any]) -> dict[str, Any]:
+        if self._identity is None:
+            self._identity = new_identity()
+        return {
+            **self._identity,
+            "framework": self.origin.framework,
+            "steps": asdict(progress),
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "scheduler_class": None if scheduler is None else type(scheduler).__name__,
+            "config": self.origin.source,
+            "versions": {name: version(name) for name in (*_PACKAGES, self.origin.framework)},
+            "client": client_state,
+            "lineage": [ancestor.model_dump() for ancestor in self.origin.ancestors],
+        }
+
+
+def progress_of(opened: Opened) -> Progress:
+    """How far the run was that wrote a checkpoint."""
+    return Progress(**opened.document["steps"])
+
+
+def load_scheduler(scheduler: Any, opened: Opened) -> None:
+    """Give a schedule of the learning rate its state back.
+
+    Raises:
+        CheckpointError: the checkpoint has none, or one of another kind.
+    """
+    state = opened.document["scheduler"]
+    if state is None:
+        raise CheckpointError(
+            f"{opened.path}: has no schedule of the learning rate; load it without the schedule "
+            "(load_lr_scheduler_states=False under DeepSpeed)"
+        )
+    # Checkpoints of before have no name for it.
+    saved, own = opened.document.get("scheduler_class"), type(scheduler).__name__
+    if saved not in (None, own):
+        raise CheckpointError(
+            f"{opened.path}: holds the state of a {saved}, but the schedule of the learning rate is a {own}; take the "
+            "same one, or load without the schedule (load_lr_scheduler_states=False under DeepSpeed)"
+        )
+    scheduler.load_state_dict(state)

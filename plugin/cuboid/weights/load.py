@@ -1,0 +1,257 @@
+"""Read a Hugging Face checkpoint so that each rank touches only its own slices.
+
+``transformers`` slices on read whatever parameter is a ``DTensor`` when its loader comes to it. So a subclass of the
+architecture builds itself on the meta device, marks each parameter as a DTensor placed like its shard, goes through the
+ordinary ``from_pretrained`` (with all its renaming, conversion and tying), and turns into a sharded model at the end.
+No process group is needed: a rank's coordinate comes from the launcher's environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from cuboid.config.schema import CuboidConfig
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.rank_agreement import run_on_all_ranks
+from cuboid.errors import CheckpointError, UnsupportedModelError
+from cuboid.models.architectures.supported_tasks import adapters_refused, check_checkpoint, check_class
+from cuboid.models.attention.segments import UnitSlot
+from cuboid.models.pipeline.staging_plan import plan_staging
+from cuboid.models.sharded.parallel_plan import draw_blueprint
+from cuboid.models.sharded.sharded_model import shard_modules
+from cuboid.models.stages.stage_model import StageModel, Staging, cut_model, finish_stage
+from cuboid.planner.mesh_search import choose_mesh
+from cuboid.tensor3d.sharding.sharded_param import local_state
+from cuboid.tensor3d.sharding.sharding_spec import Layout
+from cuboid.weights.model_folder import (
+    as_damage_of,
+    check_fit,
+    check_layers,
+    check_model_folder,
+    folder_of,
+    has_config,
+    model_config,
+    verify_model_folder,
+)
+from cuboid.weights.presharded import from_rank_file, rank_folder_of
+from cuboid.weights.save import save_sharded
+from cuboid.weights.slicing import mark_parameters, unmark_parameters
+
+_INCOMPATIBLE = (
+    "device_map",
+    "quantization_config",
+    "tp_plan",
+    "tp_size",
+    "distributed_config",
+    "device_mesh",
+    "gguf_file",
+)
+
+
+def load_sharded(
+    cls: type[PreTrainedModel], from_pretrained: Any, config: CuboidConfig, args: tuple, kwargs: dict[str, Any]
+) -> PreTrainedModel:
+    """``cls.from_pretrained(*args, **kwargs)`` of a model sharded, and cut into pipeline stages, as ``config`` says.
+
+    Args:
+        cls: the architecture's class.
+        from_pretrained: transformers' own function (unbound), so that a patched one can call this.
+        config: the mode's configuration.
+
+    Raises:
+        MeshError, UnsupportedModelError, ConfigError: before any weight is read.
+        CheckpointError: the checkpoint lacks a parameter. As every error, on all ranks, if there is a process group.
+    """
+    return run_on_all_ranks(
+        lambda: _load_sharded(cls, from_pretrained, config, args, kwargs), what=f"{cls.__name__}.from_pretrained"
+    )
+
+
+def _load_sharded(
+    cls: type[PreTrainedModel], from_pretrained: Any, config: CuboidConfig, args: tuple, kwargs: dict[str, Any]
+) -> PreTrainedModel:
+    for name in _INCOMPATIBLE:
+        if kwargs.get(name) is not None:
+            raise UnsupportedModelError(
+                f"from_pretrained({name}=…) can't be combined with tensor_parallel.mode 3d_tensor or pipeline.engine "
+                "seq1f1b"
+            )
+    check_class(cls)
+    check_checkpoint(args, kwargs)
+    loading, kwargs = _loading_class(cls, config), dict(kwargs)
+    folder, rank_folder = folder_of(args, kwargs), rank_folder_of(args, kwargs)
+    if rank_folder is not None:
+        loading, args, kwargs = from_rank_file(loading, config, rank_folder, args, kwargs)
+    elif folder is not None:
+        _check_folder(folder, config, kwargs)
+    wants_info = kwargs.pop("output_loading_info", False)
+    with as_damage_of(args[0] if args else kwargs.get("pretrained_model_name_or_path", cls.__name__)):
+        # What doesn't fit is missing then, and told by its name.
+        asked = {**kwargs, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, info = from_pretrained(loading, *args, **asked)
+    check_fit(model, info)
+    if folder is not None and rank_folder is None and has_config(folder):
+        check_layers(folder, model, info["unexpected_keys"])
+    model.finish_loading()
+    return (model, info) if wants_info else model
+
+
+def _check_folder(folder: Path, config: CuboidConfig, kwargs: dict[str, Any]) -> None:
+    """Refuse what is damaged, by its file's name; see :mod:`cuboid.weights.model_folder`."""
+    if has_config(folder):
+        safetensors = kwargs.get("use_safetensors") is not False
+        check_model_folder(folder, variant=kwargs.get("variant"), weights=safetensors)
+    if config.checkpoint.verify:
+        verify_model_folder(folder)
+
+
+def read_weights(model: Any, folder: str | Path) -> dict[str, torch.Tensor]:
+    """This rank's parts of another checkpoint of a model, cut as the model is.
+
+    Args:
+        model: a sharded model or a stage.
+        folder: a Hugging Face checkpoint.
+
+    Returns:
+        Shards and persistent buffers by name, on the CPU.
+
+    Raises:
+        CheckpointError: the checkpoint is of another architecture, or lacks a parameter.
+    """
+    staging = model.staging if isinstance(model, StageModel) else None
+    check_model_folder(Path(folder))
+    config = model_config(Path(folder))
+    if config.model_type != model.config.model_type:
+        raise CheckpointError(f"{folder}: holds a {config.model_type}, but the model is a {model.config.model_type}")
+    settings = CuboidConfig() if staging is None else staging.config
+    cls = _loading_class(model.cuboid.base, settings, _Plan(model.cuboid.mesh, staging))
+    with as_damage_of(folder):
+        asked = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        loaded, info = cls.from_pretrained(folder, config=config, dtype=model.dtype, **asked)
+    check_fit(loaded, info)
+    check_layers(Path(folder), loaded, info["unexpected_keys"])
+    return {name: x.detach() for name, x in local_state(loaded).items() if isinstance(x, torch.Tensor)}
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a model that is there already was cut by."""
+
+    mesh: Mesh
+    staging: Staging | None
+
+
+def _loading_class(
+    cls: type[PreTrainedModel], config: CuboidConfig, plan: _Plan | None = None
+) -> type[PreTrainedModel]:
+    # transformers looks the root class up by its module and name to find the conversions of old checkpoints.
+    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_cuboid_base": cls}
+    members.update(_cuboid_config=config, _cuboid_plan=plan)
+    return type(cls.__name__, (_Loading, cls), members)
+
+
+def is_loading_class(cls: type) -> bool:
+    """Whether a class is one of those that read only this rank's slices already."""
+    return issubclass(cls, _Loading)
+
+
+class _Loading:
+    """A model between its construction on the meta device and its life as a sharded model."""
+
+    _cuboid_base: type[PreTrainedModel]
+    _cuboid_config: CuboidConfig
+    _cuboid_plan: _Plan | None
+    # Of the architecture's class, which is mixed in.
+    named_parameters: Any
+    config: Any
+    all_tied_weights_keys: Any
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[safe-super]
+        config, plan = self._cuboid_config, self._cuboid_plan
+        shape = choose_mesh(self, config) if plan is None else plan.mesh.shape
+        # One rank for each stage needs no rules for the architecture.
+        self._blueprint = draw_blueprint(self, shape) if config.pipeline is None or shape.size > 1 else None
+        self._mesh = Mesh(shape, pipe=config.stages) if plan is None else plan.mesh
+        self._staging = None
+        if config.pipeline is not None:
+            self._staging = (
+                plan_staging(self._cuboid_base, self.config, config, self._mesh)
+                if plan is None or plan.staging is None
+                else dataclasses.replace(plan.staging, entrance=None, shared={}, slot=UnitSlot(), recorder=None)
+            )
+            _cut_stage(self, self._staging)
+        if self._blueprint is not None:
+            # The one before was of the whole model, so that all stages refuse the same; this one has what is here.
+            self._blueprint = draw_blueprint(self, shape)
+            mark_parameters(self, self._blueprint, self._mesh)
+
+    def _move_missing_keys_from_meta_to_device(self, missing_keys: Any, *args: Any) -> None:
+        parameters = {name for name, _ in self.named_parameters(remove_duplicate=False)}
+        missing = sorted(set(missing_keys) & parameters - set(self.all_tied_weights_keys))
+        if missing:
+            rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise CheckpointError(
+                f"{self.config._name_or_path}: has no (fitting) tensor for {missing[0]}{rest}; is it damaged, or of "
+                "another model than its config.json says? New parameters can't be initialised "
+                "slice by slice: save a complete checkpoint with plain transformers first"
+            )
+        super()._move_missing_keys_from_meta_to_device(missing_keys, *args)  # type: ignore[misc]
+        if self._blueprint is not None:
+            unmark_parameters(self, self._blueprint, self._mesh)
+
+    def tie_weights(self, missing_keys: Any = None, **kwargs: Any) -> Any:
+        if missing_keys is not None:
+            _check_ties(self, missing_keys)
+        return super().tie_weights(missing_keys=missing_keys, **kwargs)  # type: ignore[misc]
+
+    def load_adapter(self, *_: Any, **__: Any) -> None:
+        raise adapters_refused(f"the checkpoint names adapters of PEFT around {type(self).__name__}")
+
+    def finish_loading(self: Any) -> None:
+        """Become a sharded model, or a stage."""
+        blueprint, mesh, staging = self._blueprint, self._mesh, self._staging
+        settings = self._cuboid_config.tensor_parallel
+        self.__class__ = self._cuboid_base
+        del self._blueprint, self._mesh, self._staging
+        if staging is not None:
+            finish_stage(self, staging, mesh, blueprint, _as_loaded)
+        else:
+            shard_modules(self, blueprint, mesh, settings, _as_loaded)
+        self.cuboid.save = save_sharded
+
+
+def _as_loaded(shard: torch.Tensor, _: Layout) -> torch.Tensor:
+    return shard.detach()
+
+
+def _cut_stage(model: Any, staging: Staging) -> None:
+    """Cut a model that is going to be loaded: what the checkpoint has for other stages is no surprise."""
+    whole = set(model.state_dict())
+    cut_model(model, staging)
+    # The modules that are gone, not only their parameters: an old checkpoint may have more in them.
+    absent = {name.rpartition(".")[0] for name in whole - set(model.state_dict())}
+    prefix = re.escape(f"{model.base_model_prefix}.")
+    patterns = {
+        rf"^({prefix})?{re.escape(name.removeprefix(f'{model.base_model_prefix}.'))}\." for name in sorted(absent)
+    }
+    model._keys_to_ignore_on_load_unexpected = set(model._keys_to_ignore_on_load_unexpected or ()) | patterns
+
+
+def _check_ties(model: Any, missing_keys: Any) -> None:
+    # transformers compares such a pair and unties it where it differs. Slices could differ on one rank only.
+    for target, source in model.all_tied_weights_keys.items():
+        if target in missing_keys or source in missing_keys:
+            continue
+        if not torch.equal(model.get_parameter(target), model.get_parameter(source)):
+            raise CheckpointError(
+                f"the config ties {target} to {source}, but the checkpoint holds both with different values; "
+                "set tie_word_embeddings to false in its config.json, or remove one of them"
+            )

@@ -1,0 +1,249 @@
+"""A model's folder as the user gives it, looked at before transformers reads it.
+
+What is damaged is so told by its file's name, and what would take for ever or all memory is refused at once. Where the
+folder has a manifest, files are compared with it; Hugging Face's own record no checksums.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig
+
+from cuboid.checkpoint.contents import OPTIMIZER
+from cuboid.checkpoint.format.bounded_files import open_regular, read_object
+from cuboid.checkpoint.format.manifest import MANIFEST, Manifest, check_contents, check_sizes
+from cuboid.checkpoint.format.state_file import STATE, TENSORS, refuse_lost_manifest
+from cuboid.checkpoint.format.tensor_file import TensorFile
+from cuboid.checkpoint.format.tensor_header import TensorSpec
+from cuboid.checkpoint.format.weight_index import INDEX_SUFFIX, SINGLE, read_index
+from cuboid.checkpoint.save_planner import assign
+from cuboid.distributed.mesh import current_rank, current_world_size
+from cuboid.errors import CheckpointError, CuboidError
+from cuboid.weights.auxiliary_files import TOKENIZER_FILES
+
+CONFIG = "config.json"
+_NOT_THE_FILES = (CuboidError, MemoryError, torch.OutOfMemoryError)
+_BESIDE = ("generation_config.json", *TOKENIZER_FILES)
+#: Keys of configs that say how many modules are made, one after the other.
+_COUNTS = re.compile(r"(num|n)_\w*(layer|expert|head|block|stage)\w*|\w*_layers?|depth")
+_MOST_MODULES = 100_000
+#: Of those the number of decoder layers.
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+def folder_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Path | None:
+    """The folder that a call of ``from_pretrained`` with these arguments reads; None for a name on the hub."""
+    path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+    if not isinstance(path, str | os.PathLike) or "\0" in os.fspath(path):
+        return None
+    folder = Path(path) / (kwargs.get("subfolder") or "")
+    return folder if folder.is_dir() else None
+
+
+def has_config(folder: Path) -> bool:
+    """Whether a folder says itself what model it holds; where it doesn't, the caller does."""
+    return os.path.lexists(folder / CONFIG)
+
+
+def check_model_folder(folder: Path, *, variant: str | None = None, weights: bool = True) -> None:
+    """Make sure that a model's files can be read, so far as one can tell without reading all of the weights.
+
+    Args:
+        folder: of a Hugging Face checkpoint.
+        variant: of its weights, if another one than the first is wanted.
+        weights: whether they are going to be read, and not the files beside them alone.
+
+    Raises:
+        CheckpointError: names the file that is missing, damaged, or not what its name says.
+    """
+    path = folder / CONFIG
+    config = read_config(path)
+    for name in _BESIDE:
+        if os.path.lexists(folder / name):
+            _check_beside(folder / name)
+    if weights:
+        tensors = sum(len(specs) for specs in _tensors_in(folder, variant))
+        layers = next((config[key] for key in _LAYERS if isinstance(config.get(key), int)), 0)
+        if tensors and layers > tensors:
+            raise CheckpointError(
+                f"{path}: says that there are {layers:,} layers, but the weights beside it are {tensors:,} tensors; it "
+                "was damaged, or is another model's"
+            )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A model's ``config.json``, with counts that a model can be made of.
+
+    Raises:
+        CheckpointError: it is damaged, or nothing that a model could be made of.
+    """
+    if not os.path.lexists(path):
+        raise CheckpointError(f"{path.parent}: is not the folder of a Hugging Face checkpoint: no {CONFIG} in it")
+    # Some have an infinite limit.
+    config = read_object(path, numbers_only=False)
+    for key, value in _counts(config):
+        if value > _MOST_MODULES or (value < 0 and key in _LAYERS):
+            raise CheckpointError(f"{path}: {key} is {value}, but no model has so many")
+    return config
+
+
+def model_config(path: Path, **kwargs: Any) -> Any:
+    """The config of a model, as transformers has it.
+
+    Args:
+        path: a folder with a ``config.json``, or the file.
+        kwargs: of ``AutoConfig.from_pretrained``.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged, or transformers can't make one of it.
+    """
+    file = path / CONFIG if path.is_dir() else path
+    read_config(file)
+    with as_damage_of(file):
+        return AutoConfig.from_pretrained(path, **kwargs)
+
+
+class as_damage_of:
+    """Inside, whatever transformers and the libraries below raise of a file is told as that file's damage."""
+
+    def __init__(self, path: Path | str) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        # The library of tokenizers raises plain Exceptions.
+        if not isinstance(error, Exception) or isinstance(error, _NOT_THE_FILES):
+            return
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{self._path}: can't be loaded: {type(error).__name__}: {reason}") from error
+
+
+def check_fit(model: Any, info: Mapping[str, Any]) -> None:
+    """Make sure that all that a model was to have of its folder has the shape that it has there.
+
+    Args:
+        model: as it was loaded.
+        info: what transformers tells of loading.
+
+    Raises:
+        CheckpointError: names what hasn't.
+    """
+    for name, *shapes in info["mismatched_keys"]:
+        found = f" ({' and '.join(str(list(shape)) for shape in shapes)})" if shapes else ""
+        raise CheckpointError(f"{model.config._name_or_path}: {name} is of another shape than the model's{found}")
+
+
+def check_layers(folder: Path, model: Any, unexpected: Iterable[str]) -> None:
+    """Make sure that a model was made with all layers that its folder holds, unless it was told otherwise.
+
+    Args:
+        folder: that it was loaded from.
+        model: as it was loaded, or a stage of it.
+        unexpected: tensors that the model had no place for.
+
+    Raises:
+        CheckpointError: the folder's config has fewer layers, or experts, than its weights.
+    """
+    stored, own = read_config(folder / CONFIG), model.config.to_dict()
+    if any(own.get(key) != value for key, value in stored.items() if _COUNTS.fullmatch(key)):
+        return
+    known = {_NUMBER.sub("*", name) for name in model.state_dict()}
+    beyond = next(
+        (name for name in sorted(unexpected) if _NUMBER.search(name) and _NUMBER.sub("*", name) in known), None
+    )
+    if beyond is not None:
+        raise CheckpointError(
+            f"{folder}: holds {beyond}, but by its {CONFIG} there are fewer of these; that file was damaged, or is of "
+            "another model"
+        )
+
+
+def _counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _counts(value)
+        elif type(value) is int and _COUNTS.fullmatch(key):
+            yield key, value
+
+
+def _check_beside(path: Path) -> None:
+    if path.suffix == ".json":
+        read_object(path, numbers_only=False, unique=False)
+    else:
+        try:
+            os.close(open_regular(path))
+        except OSError as error:
+            raise CheckpointError(f"{path}: can't be read: {error.strerror}") from None
+
+
+def _tensors_in(folder: Path, variant: str | None = None) -> Iterator[Mapping[str, TensorSpec]]:
+    """The tensors of each file of weights in safetensors, whose headers are checked; nothing where there are none."""
+    marked = "" if variant is None else f".{variant}"
+    single, index = folder / SINGLE.replace(".", f"{marked}.", 1), folder / f"{SINGLE}.index{marked}.json"
+    assert marked or index.name == SINGLE + INDEX_SUFFIX
+    if os.path.lexists(single):
+        with TensorFile(single) as file:
+            yield file.specs
+        return
+    weight_map = read_index(index) if os.path.lexists(index) else {}
+    for name in dict.fromkeys(weight_map.values()):
+        with TensorFile(folder / name) as file:
+            own = file.specs
+        missing = next((tensor for tensor, place in weight_map.items() if place == name and tensor not in own), None)
+        if missing is not None:
+            raise CheckpointError(f"{folder / name}: has no tensor {missing}, though {index.name} says so")
+        yield own
+
+
+def weights_bytes(folder: Path, dtype: torch.dtype) -> int:
+    """How many bytes the weights of a folder take in another dtype; 0 where they are in files of another kind."""
+    return sum(math.prod(spec.shape) * dtype.itemsize for specs in _tensors_in(folder) for spec in specs.values())
+
+
+def verify_model_folder(folder: Path, *, weights: bool = True) -> None:
+    """Compare what a model is made of with the checksums in the folder's manifest, if it has one.
+
+    Args:
+        folder: of a Hugging Face checkpoint, perhaps of one of ours.
+        weights: whether they are read too; the ranks of a process group then take a share of the files each.
+
+    Raises:
+        CheckpointError: on a rank that finds a file missing, damaged or edited; names it.
+    """
+    refuse_lost_manifest(folder)
+    if not os.path.lexists(folder / MANIFEST):
+        return
+    manifest = Manifest.read(folder)
+    check_sizes(folder, manifest)
+    names = [name for name in model_files(manifest) if weights or not is_weights(name)]
+    if weights and dist.is_available() and dist.is_initialized():
+        readers = assign([manifest.files[name].bytes for name in names], range(current_world_size()))
+        names = [name for name, reader in zip(names, readers, strict=True) if reader == current_rank()]
+    try:
+        check_contents(folder, manifest, names)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f'{error}. Take another checkpoint; or, if it was edited on purpose, load it with "checkpoint": '
+            '{"verify": false} in the config'
+        ) from None
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file of a folder holds weights, or is a list of such files."""
+    return name.endswith((".safetensors", f".safetensors{INDEX_SUFFIX}"))
+
+
+def model_files(manifest: Manifest) -> list[str]:
+    """Those of a checkpoint's files that make up the model, and not its training."""
+    return [name for name in manifest.files if name not in (STATE, TENSORS) and not name.startswith(f"{OPTIMIZER}/")]

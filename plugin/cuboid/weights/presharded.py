@@ -1,0 +1,173 @@
+"""Load a checkpoint that was cut beforehand, for clusters without a shared file system: each rank reads its own file.
+
+``cuboid convert --config`` writes such folders. A rank reads the file of its place in the pipeline and its mesh, which
+is all that its machine needs to have of them, with ``shards.json`` and what goes along with any checkpoint.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from cuboid.checkpoint.format.manifest import FileRecord, differing, record_of, size_fault
+from cuboid.config.schema import CuboidConfig
+from cuboid.distributed.mesh import Mesh
+from cuboid.errors import CheckpointError
+from cuboid.models.sharded.parallel_plan import Blueprint
+from cuboid.tensor3d.sharding.sharding_spec import Layout, pad_shard
+from cuboid.weights.model_folder import check_model_folder
+from cuboid.weights.rank_folder import SHARDS, RankFolder, layout_in_words
+
+
+def rank_folder_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Path | None:
+    """The folder that a call of ``from_pretrained`` with these arguments reads, if it is one of per-rank files."""
+    path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+    if path is None:
+        return None
+    folder = Path(path) / (kwargs.get("subfolder") or "")
+    return folder if (folder / SHARDS).is_file() else None
+
+
+def from_rank_file(
+    loading: type[PreTrainedModel], config: CuboidConfig, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[type[PreTrainedModel], tuple[Any, ...], dict[str, Any]]:
+    """Let a call of ``from_pretrained`` read this rank's own file.
+
+    Args:
+        loading: the class that cuts itself while it is loaded; see :mod:`cuboid.weights.load`.
+        config: the mode's configuration.
+        folder: what :func:`rank_folder_of` found.
+        args, kwargs: of the call.
+
+    Returns:
+        The class and the arguments to call it with instead.
+
+    Raises:
+        CheckpointError: the files are for another layout than the config's, or this rank's file isn't there.
+        MeshError: the layout doesn't divide the world.
+    """
+    document = RankFolder.read(folder)
+    _check_sizes(document, config, folder)
+    mesh = Mesh(document.mesh.shape, pipe=document.topology.pipe)
+    name = document.file_of(mesh.coordinate)
+    _check_file(folder / name, document, mesh)
+    check_model_folder(folder, weights=False)
+    if config.checkpoint.verify:
+        for own, record in {name: document.files[name], **document.beside}.items():
+            _check_content(folder / own, record)
+    kwargs = dict(kwargs)
+    settings = _take_settings(loading, folder, kwargs)
+    settings.transformers_weights = name
+    members = {"__module__": loading.__module__, "__qualname__": loading.__qualname__, "_cuboid_ranks": document}
+    members["_cuboid_folder"] = folder
+    return type(loading.__name__, (_FromRankFile, loading), members), args, {**kwargs, "config": settings}
+
+
+def _check_sizes(document: RankFolder, config: CuboidConfig, folder: Path) -> None:
+    """Refuse what can be told before there is a model."""
+    mesh, stages = config.tensor_parallel.mesh, document.topology.pipe
+    other_mesh = mesh != "auto" and mesh.shape != document.mesh.shape
+    if other_mesh or config.tensor_parallel.mesh_size != document.mesh.shape.size or config.stages != stages:
+        asked = f"{config.tensor_parallel.mesh_size} ranks" if mesh == "auto" else str(mesh.shape)
+        raise _other_layout(document, f"a mesh of {asked} in {config.stages} stage(s)", folder)
+
+
+def _other_layout(document: RankFolder, asked: str, folder: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{folder}: its files are for {document.describe()}, but the config asks for {asked}; run `cuboid convert` "
+        "with this config, or load with the one that the files were made for"
+    )
+
+
+def _check_file(path: Path, document: RankFolder, mesh: Mesh) -> None:
+    who = f"rank {mesh.rank} of {mesh.topology.world_size}"
+    if not path.is_file():
+        raise CheckpointError(f"{path}: is missing, and {who} reads it")
+    if path.name not in document.files:
+        raise CheckpointError(f"{path.parent / SHARDS}: doesn't list {path.name}, which {who} reads")
+    fault = size_fault(path, document.files[path.name])
+    if fault is not None:
+        raise CheckpointError(fault)
+
+
+def _check_content(path: Path, record: FileRecord) -> None:
+    try:
+        same = record_of(path) == record
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be read: {error.strerror}") from None
+    if not same:
+        raise CheckpointError(differing(path, SHARDS))
+
+
+def _take_settings(cls: type[PreTrainedModel], folder: Path, kwargs: dict[str, Any]) -> PretrainedConfig:
+    """The config of a call of ``from_pretrained``, with those of its keyword arguments that are options of it."""
+    given = kwargs.pop("config", None)
+    if isinstance(given, PretrainedConfig):
+        return copy.deepcopy(given)
+    assert cls.config_class is not None, "a model has a config"
+    settings: PretrainedConfig = cls.config_class.from_pretrained(folder if given is None else given)
+    for name in [name for name in kwargs if name in settings.to_dict() and name not in ("dtype", "torch_dtype")]:
+        setattr(settings, name, kwargs.pop(name))
+    return settings
+
+
+class _FromRankFile:
+    """Mixed into the class that is loaded: its parameters are what the rank's file has, and no slices of anything."""
+
+    _cuboid_ranks: RankFolder
+    _cuboid_folder: Path
+    # Of the class that it is mixed into.
+    _blueprint: Blueprint | None
+    _mesh: Mesh
+    _staging: Any
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[safe-super]
+        # Kept from the class that it is mixed into, which would take the parameters for slices.
+        self._layouts, self._blueprint = self._blueprint, None
+        _check_layouts(self)
+        for module, name, _ in self._cut_parameters():
+            whole = getattr(module, name)
+            module.register_parameter(name, nn.Parameter(whole.to_local(), requires_grad=whole.requires_grad))
+
+    def _cut_parameters(self: Any) -> Iterable[tuple[nn.Module, str, Layout]]:
+        return () if self._layouts is None else self._layouts.parameters_of(self)
+
+    def _move_missing_keys_from_meta_to_device(self: Any, *args: Any) -> None:
+        super()._move_missing_keys_from_meta_to_device(*args)  # type: ignore[misc]
+        for module, name, layout in self._cut_parameters():
+            loaded = getattr(module, name)
+            shard = nn.Parameter(pad_shard(loaded.detach(), layout, self._mesh.shape), loaded.requires_grad)
+            shard._is_hf_initialized = True  # type: ignore[attr-defined]
+            module.register_parameter(name, shard)
+        self._blueprint = self._layouts
+        del self._layouts
+
+    def finish_loading(self: Any) -> None:
+        """Become a sharded model, or a stage."""
+        del self.config.transformers_weights
+        super().finish_loading()  # type: ignore[misc]
+
+
+def _check_layouts(model: Any) -> None:
+    """Refuse what the files cut otherwise than this model is cut."""
+    document, mesh, staging = model._cuboid_ranks, model._mesh, model._staging
+    layers = () if staging is None else staging.counts
+    # One stage without layers counted is a pipeline of one.
+    same_layers = layers == document.layers or max(len(layers), len(document.layers)) <= 1
+    if mesh.shape != document.mesh.shape or not same_layers:
+        raise _other_layout(document, layout_in_words(mesh.shape, layers), model._cuboid_folder)
+    if mesh.shape.size == 1:
+        return
+    own = model._layouts.by_parameter
+    for name, tensor in document.tensors.items():
+        if mesh.coordinate.pipe in tensor.stages and own.get(tensor.parameter) != tensor.whole_layout:
+            raise CheckpointError(
+                f"{model._cuboid_folder}: {name} is cut otherwise than this version of cuboid and this config cut it; "
+                "run `cuboid convert` again"
+            )

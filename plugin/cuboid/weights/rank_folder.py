@@ -1,0 +1,190 @@
+"""What ``shards.json`` says of a folder of per-rank files: the layout, the tensors, and the files with checksums.
+
+Tensors in a rank's file have the names that the whole checkpoint gives them, and are cut as that rank holds them,
+without padding. All replicas hold the same, so there is one file for each place in the pipeline and its mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from cuboid.checkpoint.format.bounded_files import read_bytes
+from cuboid.checkpoint.format.manifest import FileRecord, check_names, not_understood, signed, unsigned
+from cuboid.checkpoint.format.tensor_header import TensorSpec, check_sizes
+from cuboid.config.schema import MeshConfig
+from cuboid.distributed.topology import Axis, Coordinate, MeshShape, Topology
+from cuboid.tensor3d.sharding.sharding_spec import Layout
+
+SHARDS = "shards.json"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class StoredLayout(_Record):
+    """A :class:`~cuboid.tensor3d.sharding.sharding_spec.Layout` but for the shape."""
+
+    split: tuple[tuple[Axis, ...], ...]
+    parts: tuple[int, ...]
+    ragged: bool
+
+    @classmethod
+    def of(cls, layout: Layout) -> Self:
+        """What is stored of a layout."""
+        return cls(split=layout.split, parts=layout.parts, ragged=layout.ragged)
+
+
+class RankTensor(_Record):
+    """A tensor of the whole checkpoint.
+
+    Attributes:
+        dtype: such as ``bfloat16``.
+        shape: of the whole.
+        parameter: what the model calls it in memory.
+        layout: how the mesh cuts it; None where each rank of its stages has the whole.
+        stages: of the pipeline that have it.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    parameter: str
+    layout: StoredLayout | None
+    stages: tuple[int, ...] = Field(min_length=1)
+
+    @field_validator("dtype")
+    @classmethod
+    def _is_dtype(cls, name: str) -> str:
+        if not isinstance(getattr(torch, name, None), torch.dtype):
+            raise ValueError(f"{name} is no dtype of torch")
+        return name
+
+    @field_validator("shape")
+    @classmethod
+    def _is_shape(cls, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return check_sizes(shape)
+
+    @model_validator(mode="after")
+    def _dims_agree(self) -> Self:
+        cut = self.layout
+        if cut is None:
+            return self
+        if not len(self.shape) == len(cut.split) == len(cut.parts):
+            raise ValueError("its layout has another number of dims than its shape")
+        if not all(1 <= parts <= max(size, 1) for size, parts in zip(self.shape, cut.parts, strict=True)):
+            raise ValueError("its layout has more parts than elements")
+        # Whose own rules are assertions, which count here.
+        Layout(self.shape, cut.split, cut.parts, cut.ragged)
+        return self
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Of the whole."""
+        return TensorSpec(getattr(torch, self.dtype), self.shape)
+
+    @property
+    def whole_layout(self) -> Layout | None:
+        """The layout with its shape."""
+        cut = self.layout
+        return None if cut is None else Layout(self.shape, cut.split, cut.parts, cut.ragged)
+
+
+class RankFolder(_Record):
+    """What ``shards.json`` says.
+
+    Attributes:
+        format: version of this file's format.
+        mesh: of each stage.
+        layers: how many each stage of the pipeline has; empty without one.
+        tensors: by the name in the whole checkpoint.
+        files: by name.
+        beside: what goes along with weights: configs, tokenizers. Folders of earlier versions say nothing of it.
+    """
+
+    format: Literal[1] = 1
+    mesh: MeshConfig
+    layers: tuple[int, ...]
+    tensors: dict[str, RankTensor]
+    files: dict[str, FileRecord]
+    beside: dict[str, FileRecord] = {}
+
+    @field_validator("beside")
+    @classmethod
+    def _lie_inside(cls, files: dict[str, FileRecord]) -> dict[str, FileRecord]:
+        check_names(files)
+        return files
+
+    @model_validator(mode="after")
+    def _places_agree(self) -> Self:
+        # Before anybody counts through the places.
+        if self.mesh.shape.size * max(len(self.layers), 1) != len(self.files):
+            raise ValueError(f"its layout and its list of {len(self.files)} files contradict each other")
+        stages = range(max(len(self.layers), 1))
+        for name, tensor in self.tensors.items():
+            if not all(stage in stages for stage in tensor.stages):
+                raise ValueError(f"{name} is in a stage that there isn't")
+        return self
+
+    def write(self, folder: Path) -> None:
+        """Write it into a folder."""
+        (folder / SHARDS).write_bytes(signed(self.model_dump(mode="json")))
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read a folder's.
+
+        Raises:
+            CheckpointError: it can't be understood, or it was damaged or edited.
+        """
+        path = folder / SHARDS
+        content = unsigned(read_bytes(path), path)
+        try:
+            return cls.model_validate_json(json.dumps(content))
+        except ValidationError as error:
+            raise not_understood(path, error) from None
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files."""
+        return sum(record.bytes for record in (*self.files.values(), *self.beside.values()))
+
+    @cached_property
+    def topology(self) -> Topology:
+        """Of the places: one replica."""
+        pipe = max(len(self.layers), 1)
+        return Topology(self.mesh.shape, pipe * self.mesh.shape.size, pipe)
+
+    def file_of(self, at: Coordinate) -> str:
+        """Name of the file that a rank at a coordinate of any world reads."""
+        return file_name(self.topology, self.topology.rank(dataclasses.replace(at, data=0)))
+
+    def describe(self) -> str:
+        """The layout in words."""
+        return layout_in_words(self.mesh.shape, self.layers)
+
+
+def file_name(places: Topology, place: int) -> str:
+    """Name of a place's file."""
+    return f"rank-{place:05d}-of-{places.world_size:05d}.safetensors"
+
+
+def layout_in_words(mesh: MeshShape, layers: tuple[int, ...]) -> str:
+    """A mesh and a pipeline's stages in words."""
+    stages = f" in {len(layers)} stages of {', '.join(map(str, layers))} layers" if layers else ""
+    return f"mesh {mesh} (batch × sequence × hidden){stages}"
+
+
+def shard_spec(tensor: RankTensor, mesh: MeshShape, at: Coordinate) -> TensorSpec:
+    """What the rank at a coordinate has of a tensor, without padding."""
+    layout = tensor.whole_layout
+    if layout is None:
+        return tensor.spec
+    intervals = layout.shard_intervals(mesh, at)
+    return TensorSpec(tensor.spec.dtype, tuple(sum(high - low for low, high in dim) for dim in intervals))

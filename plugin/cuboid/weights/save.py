@@ -1,0 +1,290 @@
+"""Whole tensors out of a sharded model, and with them an ordinary Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.hub import convert_file_size_to_int
+
+from cuboid.checkpoint.format.publish import SCRATCH, abandon_export, begin_export, publish
+from cuboid.checkpoint.writer import write_families, write_indices
+from cuboid.config.schema import MAX_FILE_BYTES
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.rank_agreement import run_on_all_ranks
+from cuboid.distributed.topology import AXES
+from cuboid.errors import CheckpointError
+from cuboid.models.attention.segments import PREFIX
+from cuboid.models.sharded.sharded_model import mesh_of, unwrap
+from cuboid.models.stages.stage_model import StageModel
+from cuboid.optim.grad_buffer import gradient_of
+from cuboid.tensor3d.sharding.sharded_param import local_state
+from cuboid.tensor3d.sharding.sharding_spec import Layout, put_shard
+from cuboid.weights.auxiliary_files import keep_own_tokenizer, write_companions
+from cuboid.weights.state_dict_map import model_family, sharded_layouts
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and persistent buffers whole, on the CPU of the first rank that holds a copy of the model.
+
+    With a pipeline that is the first rank of the first stage's mesh, without one the first rank of each mesh; the
+    others get ``{}``. All ranks of all stages must call it.
+    """
+    inner = unwrap(model)
+    state = local_state(inner)
+    return _whole_tensors(inner, {name: x for name, x in state.items() if isinstance(x, torch.Tensor)}, _value)
+
+
+def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All gradients whole, like :func:`full_state_dict`; a parameter without one is left out.
+
+    Of a parameter that the first and the last stage share, the first one's is given: what both hold once the engine
+    has added up the two parts.
+    """
+    return full_values(model, _gradient)
+
+
+def full_values(model: nn.Module, value_of: Callable[[torch.Tensor], torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    """What ``value_of`` gives for each parameter (its own shape, or None), whole, like :func:`full_gradients`."""
+    inner = unwrap(model)
+    return _whole_tensors(inner, dict(inner.named_parameters(remove_duplicate=False)), value_of)
+
+
+def save_sharded(
+    model: PreTrainedModel,
+    directory: str | Path,
+    *,
+    state_dict: dict[str, torch.Tensor] | None = None,
+    is_main_process: bool | None = None,
+    **kwargs: Any,
+) -> None:
+    """Write a checkpoint that plain transformers opens.
+
+    All ranks call it, and each writes its share; unless ``state_dict`` holds whole tensors already (or nothing, on the
+    ranks that were given nothing), as trainers hand over: the rank that has it writes without asking the others.
+
+    Args:
+        model: the sharded model.
+        directory: where the checkpoint goes.
+        state_dict: whole tensors, or one rank's shards, which are ignored for the model's own.
+        is_main_process: whether this rank writes whole tensors that it was given; by default rank 0 does.
+        kwargs: of ``PreTrainedModel.save_pretrained``. With others than ``max_shard_size``, the first rank gathers the
+            whole model and writes it alone.
+
+    Raises:
+        CheckpointError: on every rank, where any of them can't write.
+    """
+    mesh = mesh_of(model)
+    if state_dict is not None and _is_whole(model, state_dict):
+        if state_dict and (mesh.rank == 0 if is_main_process is None else is_main_process):
+            _save_as_own_class(model, directory, state_dict, kwargs)
+        return
+    mesh.connect()
+    asked = {name: value for name, value in kwargs.items() if value not in (None, False)}
+    if set(asked) <= {"max_shard_size"}:
+        limit = asked.get("max_shard_size", MAX_FILE_BYTES)
+        export_model(model, Path(directory), convert_file_size_to_int(limit))
+        return
+    state = full_state_dict(model)
+    mesh.connect_host()
+    # The others wait, for whoever reads what is there then.
+    run_on_all_ranks(
+        lambda: _save_as_own_class(model, directory, state, kwargs) if mesh.rank == 0 else None,
+        mesh,
+        what="save_pretrained",
+    )
+
+
+def export_model(model: nn.Module, folder: Path, max_file_bytes: int) -> None:
+    """Write a model's weights alone, as a Hugging Face checkpoint. Collective over the world.
+
+    The folder may hold others, which give way once the new ones are there; see :mod:`cuboid.checkpoint.format.publish`.
+
+    Args:
+        model: a sharded model, or an engine around one.
+        folder: made if need be.
+        max_file_bytes: of a file, unless one tensor alone is longer.
+
+    Raises:
+        CheckpointError: on every rank, where any of them can't write.
+    """
+    run_on_all_ranks(
+        lambda: _export_model(model, folder, max_file_bytes), mesh_of(model), what=f"save of {folder.name}"
+    )
+
+
+def _export_model(model: nn.Module, folder: Path, max_file_bytes: int) -> None:
+    inner: Any = unwrap(model)
+    mesh = mesh_of(inner)
+    mesh.connect_host()
+
+    def begin() -> None:
+        if mesh.rank == 0:
+            begin_export(folder)
+
+    run_on_all_ranks(begin, mesh)
+    try:
+        results = write_families([model_family(inner)], folder / SCRATCH, mesh, max_file_bytes=max_file_bytes)
+
+        def finish() -> None:
+            failure = results[mesh.rank].failure
+            if failure is not None:
+                raise CheckpointError(failure)
+            if mesh.rank == 0:
+                write_indices(folder / SCRATCH, results)
+                write_companions(inner, folder / SCRATCH)
+                keep_own_tokenizer(folder / SCRATCH, folder)
+
+        run_on_all_ranks(finish, mesh)
+        run_on_all_ranks(lambda: publish(folder) if mesh.rank == 0 else None, mesh)
+    except BaseException:
+        if mesh.rank == 0:
+            abandon_export(folder)
+        raise
+
+
+def _save_as_own_class(model: Any, directory: str | Path, state: dict[str, torch.Tensor], kwargs: Any) -> None:
+    # The base class writes the file; for that time the config must not name the twin of its attention, and the model
+    # must know of all ties in the whole state. It would write over what lies there, so it writes beside it.
+    base, folder = model.cuboid.base, Path(directory)
+    implementation, ties = model.config._attn_implementation, model._tied_weights_keys
+    if kwargs.get("push_to_hub"):
+        kwargs = {"repo_id": folder.absolute().name, **kwargs}
+    model.config._attn_implementation = implementation.removeprefix(PREFIX)
+    model._tied_weights_keys = base._tied_weights_keys
+    try:
+        base.save_pretrained(model, begin_export(folder), is_main_process=True, state_dict=state, **kwargs)
+        publish(folder)
+    except BaseException as error:
+        abandon_export(folder)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{folder}: can't be written: {error.strerror or error}") from error
+        raise
+    finally:
+        model.config._attn_implementation, model._tied_weights_keys = implementation, ties
+
+
+def _is_whole(model: nn.Module, state: dict[str, torch.Tensor]) -> bool:
+    shapes = {name: layout.shape for name, layout in sharded_layouts(model).items()}
+    if not all(tuple(state[name].shape) == shape for name, shape in shapes.items() if name in state):
+        return False
+    if not state or not isinstance(model, StageModel):
+        return True
+    outline = model.staging.outline
+    return all(any(name.startswith(f"{outline.layer(i)}.") for name in state) for i in range(outline.count))
+
+
+_ValueOf = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+def _value(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach()
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    gradient = gradient_of(parameter)  # type: ignore[arg-type]
+    return None if gradient is None else gradient.view_as(parameter)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What a stage has under a name: a tensor of its own, or the one that goes by the name ``source``."""
+
+    name: str
+    source: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _whole_tensors(model: nn.Module, tensors: dict[str, torch.Tensor], value_of: _ValueOf) -> dict[str, torch.Tensor]:
+    """What ``value_of`` gives for a stage's ``tensors`` and those of all other stages, whole, on the first rank."""
+    mesh = mesh_of(model)
+    mesh.connect()
+    layouts = sharded_layouts(model)
+    entries = _entries(model, tensors, layouts, value_of)
+    others = _of_other_stages(entries, mesh)
+    state: dict[str, torch.Tensor] = {}
+    for entry in entries:
+        if entry.source != entry.name:
+            if entry.source in state:
+                state[entry.name] = state[entry.source]
+            continue
+        value = value_of(tensors[entry.name])
+        assert value is not None
+        whole = _collect(value, layouts.get(entry.name), mesh)
+        if whole is not None and mesh.coordinate.pipe > 0:
+            dist.send(whole.to(value.device), mesh.peer(0), group=mesh.pipe_group)
+        elif whole is not None:
+            state[entry.name] = whole
+    device = next(model.parameters()).device
+    for stage, theirs in others.items():
+        _receive(state, theirs, mesh.peer(stage), device, mesh)
+    return state
+
+
+def _receive(
+    state: dict[str, torch.Tensor], entries: list[_Entry], source: int, device: torch.device, mesh: Mesh
+) -> None:
+    """Take in another stage's tensors, one at a time."""
+    for entry in entries:
+        if entry.source != entry.name:
+            state[entry.name] = state[entry.source]
+            continue
+        received = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+        dist.recv(received, source, group=mesh.pipe_group)
+        state[entry.name] = received.cpu()
+
+
+def _entries(
+    model: nn.Module, tensors: dict[str, torch.Tensor], layouts: dict[str, Layout], value_of: _ValueOf
+) -> list[_Entry]:
+    """What to send, alike on all ranks of a mesh. What the first stage has already is named as a source only."""
+    repeated: dict[str, nn.Parameter] = {}
+    if isinstance(model, StageModel) and model.staging.cut.is_last:
+        repeated = model.staging.shared
+    names = {id(parameter): name for name, parameter in repeated.items()}
+    entries = []
+    for name, tensor in tensors.items():
+        value = value_of(tensor)
+        if value is None or name in repeated:
+            continue
+        layout = layouts.get(name)
+        shape = value.shape if layout is None else layout.shape
+        entries.append(_Entry(name, names.setdefault(id(tensor), name), tuple(shape), value.dtype))
+    return entries
+
+
+def _of_other_stages(entries: list[_Entry], mesh: Mesh) -> dict[int, list[_Entry]]:
+    """The other stages' entries by stage, on the first rank of the first stage; nothing on the others."""
+    if mesh.topology.pipe == 1 or mesh.index(*AXES) > 0:
+        return {}
+    here = mesh.coordinate.pipe == 0
+    gathered: list[Any] | None = [None] * mesh.topology.pipe if here else None
+    dist.gather_object(entries, gathered, dst=mesh.peer(0), group=mesh.pipe_group)
+    return dict(list(enumerate(gathered))[1:]) if gathered else {}
+
+
+def _collect(value: torch.Tensor, layout: Layout | None, mesh: Mesh) -> torch.Tensor | None:
+    """The whole tensor on the first rank of a stage's mesh, on the CPU; None on the others."""
+    peers = mesh.mesh_ranks
+    if layout is None:
+        # Every rank has it.
+        return value.to("cpu", copy=True) if mesh.rank == peers[0] else None
+    shard = value.contiguous()
+    if len(peers) == 1:
+        shards: list[torch.Tensor] | None = [shard]
+    else:
+        shards = [torch.empty_like(shard) for _ in peers] if mesh.rank == peers[0] else None
+        dist.gather(shard, shards, dst=peers[0], group=mesh.mesh_group)
+    if shards is None:
+        return None
+    whole = torch.empty(layout.shape, dtype=shard.dtype, device="cpu")
+    for rank, piece in zip(peers, shards, strict=True):
+        put_shard(whole, piece.cpu(), layout, mesh.shape, mesh.topology.coordinate(rank))
+    return whole

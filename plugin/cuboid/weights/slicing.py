@@ -1,0 +1,105 @@
+"""Parameters as DTensors of which ``transformers`` reads a rank's slices, without any process group."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from cuboid.distributed.mesh import Mesh
+from cuboid.models.sharded.parallel_plan import Blueprint
+from cuboid.tensor3d.sharding.sharding_spec import Layout, pad_shard, take_shard
+
+
+def mark_parameters(model: Any, blueprint: Blueprint, mesh: Mesh) -> None:
+    """Put a DTensor on the meta device in the place of each parameter of which slices are read."""
+    for module, name, layout in blueprint.parameters_of(model):
+        if layout.ragged and "hidden" in layout.storage:
+            # A head's bias is cut where its weight is, which no DTensor can say; so all of it is read.
+            continue
+        whole = getattr(module, name)
+        marked = nn.Parameter(_placed(whole, layout, mesh), requires_grad=whole.requires_grad)
+        module.register_parameter(name, marked)
+
+
+def unmark_parameters(model: Any, blueprint: Blueprint, mesh: Mesh) -> None:
+    """Replace what was loaded, DTensors mostly, by this rank's shards."""
+    for module, name, layout in blueprint.parameters_of(model):
+        loaded = getattr(module, name)
+        if isinstance(loaded, DTensor):
+            shard = pad_shard(loaded.to_local().detach(), layout, mesh.shape)
+        else:
+            shard = take_shard(loaded.detach(), layout, mesh)
+        plain = nn.Parameter(shard, requires_grad=loaded.requires_grad)
+        plain._is_hf_initialized = True  # type: ignore[attr-defined]
+        module.register_parameter(name, plain)
+
+
+def _placed(whole: torch.Tensor, layout: Layout, mesh: Mesh) -> DTensor:
+    axes = list(_slicing(layout, mesh))
+    device_mesh = _rank_of_slices(tuple(size for size, _, _ in axes), tuple(index for _, index, _ in axes))
+    intervals = layout.shard_intervals(mesh.shape, mesh.coordinate)
+    local = whole.new_empty([sum(high - low for low, high in dim) for dim in intervals], device="meta")
+    return DTensor.from_local(
+        local,
+        device_mesh,
+        [placement for _, _, placement in axes],
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
+def _slicing(layout: Layout, mesh: Mesh) -> list[tuple[int, int, Placement]]:
+    """The cuts of a layout one after the other: number of pieces, this rank's piece, and the DTensor placement."""
+    storage = (mesh.size(*layout.storage), mesh.index(*layout.storage))
+    if layout.ragged:
+        # Rounded up once over all pieces of dim 0, not once for the blocks and once more for the shards.
+        pieces = (
+            mesh.size(*layout.split[0]) * storage[0],
+            mesh.index(*layout.split[0]) * storage[0] + storage[1],
+        )
+        first: list[tuple[int, int, Placement]] = [(*pieces, Shard(0))]
+        return first + [_cut(layout, mesh, dim) for dim in range(1, len(layout.shape))]
+    return [_cut(layout, mesh, dim) for dim in range(len(layout.shape))] + [(*storage, Shard(0))]
+
+
+def _cut(layout: Layout, mesh: Mesh, dim: int) -> tuple[int, int, Placement]:
+    axes, parts = layout.split[dim], layout.parts[dim]
+    placement: Placement = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
+    return mesh.size(*axes), mesh.index(*axes), placement
+
+
+class _RankOfSlices(DeviceMesh):
+    """A DeviceMesh that knows which slices this rank owns and nothing else: no process group, no peers."""
+
+    def __init__(self, sizes: tuple[int, ...], at: tuple[int, ...]) -> None:
+        self._sizes, self._at = sizes, at
+        # Models are built under `torch.device("meta")`; this tensor is read.
+        cells = torch.arange(math.prod(sizes), device="cpu").view(sizes)
+        own = int(cells[at])
+        # Equal meshes are taken for one another, whichever rank they were made for; so the ranks are numbered
+        # differently for each cell.
+        ranks = cells + own * cells.numel()
+        names = tuple(str(dim) for dim in range(len(sizes)))
+        super().__init__("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=int(ranks[at]))
+
+    def __getitem__(self, name: Any) -> DeviceMesh:
+        dim = int(name)
+        return _rank_of_slices((self._sizes[dim],), (self._at[dim],))
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """Which slice is this rank's along one cut."""
+        return self._at[int(mesh_dim or 0)]
+
+
+@functools.cache
+def _rank_of_slices(sizes: tuple[int, ...], at: tuple[int, ...]) -> _RankOfSlices:
+    """One for all parameters that are cut alike: making one takes a millisecond."""
+    return _RankOfSlices(sizes, at)

@@ -1,0 +1,163 @@
+"""A model in training to a checkpoint and back: what the frameworks' adapters share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cuboid.checkpoint.contents import OPTIMIZER, Contents
+from cuboid.checkpoint.loader import Opened, Placed, load_masters, load_optimizer
+from cuboid.checkpoint.optimizer_state import OptimizerAdapter, OptimizerState
+from cuboid.checkpoint.rng_state import capture, restore
+from cuboid.checkpoint.shards import Bundle, Family
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.rank_agreement import run_on_all_ranks
+from cuboid.errors import CheckpointError
+from cuboid.models.sharded.sharded_model import mesh_of, unwrap
+from cuboid.models.stages.stage_model import StageModel
+from cuboid.tensor3d.sharding.sharded_param import local_state
+from cuboid.weights.auxiliary_files import write_companions
+from cuboid.weights.load import read_weights
+from cuboid.weights.state_dict_map import counted_here, model_family, sharded_layouts, split_tensor, stored_parameters
+
+
+def take_contents(
+    model: nn.Module, adapter: OptimizerAdapter | None, *, step: int, document: Mapping[str, Any], weights: bool = True
+) -> Contents:
+    """Everything of this rank that goes into a checkpoint; tensors are views of live memory.
+
+    Args:
+        model: a sharded model, or an engine around one.
+        adapter: of the optimizer, if there is one.
+        step: optimizer steps so far.
+        document: what the framework adds to ``state.json``; see :mod:`cuboid.checkpoint.format.state_file`.
+        weights: whether the weights, and the files that go with them, are among it.
+
+    Raises:
+        CheckpointError: the optimizer keeps what a checkpoint can't hold.
+    """
+    inner: Any = unwrap(model)
+    state = None if adapter is None else adapter.state()
+    families = [model_family(inner)] if weights else []
+    if state is not None:
+        families += _optimizer_families(inner, state)
+    return Contents(
+        step=step,
+        families=tuple(families),
+        optimizer=state,
+        random=capture(_device(inner)),
+        document={**document, "layout": describe_layout(inner)},
+        companions=functools.partial(write_companions, inner) if weights else _nothing,
+    )
+
+
+def _nothing(_: Path) -> None:
+    """What goes beside a part of a checkpoint that isn't the weights."""
+
+
+def _optimizer_families(model: nn.Module, state: OptimizerState) -> list[Family]:
+    layouts, parameters = sharded_layouts(model), counted_here(model)
+    families = []
+    for quantity, runs in sorted(state.quantities.items()):
+        tensors = []
+        for name, parameter in parameters.items():
+            if name in runs:
+                like = torch.empty(parameter.shape, dtype=runs[name].values.dtype, device="meta")
+                tensors.append(split_tensor(name, like, layouts.get(name), runs[name]))
+        families.append(Family(f"{OPTIMIZER}/{quantity}", tuple(map(Bundle.plain, tensors))))
+    return families
+
+
+def describe_layout(model: nn.Module) -> dict[str, Any]:
+    """How a model is spread over the ranks, for people and for ``cuboid inspect``."""
+    inner: Any = unwrap(model)
+    mesh = mesh_of(inner)
+    layout: dict[str, Any] = {
+        "world_size": mesh.topology.world_size,
+        "mesh": {"batch": mesh.shape.batch, "sequence": mesh.shape.sequence, "hidden": mesh.shape.hidden},
+        "stages": mesh.topology.pipe,
+        "data_parallel": mesh.topology.data,
+        "dtype": str(inner.dtype).removeprefix("torch."),
+    }
+    if isinstance(inner, StageModel):
+        layout["layers"] = list(inner.staging.counts)
+    return layout
+
+
+def load_model(model: nn.Module, folder: Path) -> None:
+    """Give a model the weights of a Hugging Face checkpoint, cut as the model is. Collective over the world.
+
+    Raises:
+        CheckpointError: on every rank, where any of them can't read its part; the weights may then be mixed.
+    """
+    inner: Any = unwrap(model)
+    own = {name: x for name, x in local_state(inner).items() if isinstance(x, torch.Tensor)}
+
+    def load() -> None:
+        read = read_weights(inner, folder)
+        for name, target in own.items():
+            source = read.get(name)
+            if source is None or source.shape != target.shape:
+                found = "nothing" if source is None else f"a tensor of shape {list(source.shape)}"
+                raise CheckpointError(
+                    f"{folder}: for rank {inner.cuboid.mesh.rank}'s part of {name}, of shape {list(target.shape)}, "
+                    f"it has {found}; is it of another model?"
+                )
+        with torch.no_grad():
+            for name, target in own.items():
+                target.copy_(read[name])
+
+    run_on_all_ranks(load, mesh_of(inner))
+
+
+def load_training(model: nn.Module, adapter: OptimizerAdapter, opened: Opened) -> None:
+    """Give an optimizer its state back, and the masters to a model that needs none. Collective over the world.
+
+    Raises:
+        CheckpointError: on every rank; see :func:`cuboid.checkpoint.loader.load_optimizer`.
+    """
+    inner: Any = unwrap(model)
+    mesh, parameters = mesh_of(inner), stored_parameters(inner)
+    layouts = sharded_layouts(inner)
+    placed = {}
+    for name, parameter in parameters.items():
+        layout = layouts.get(name)
+        placed[name] = Placed(tuple(parameter.shape) if layout is None else layout.shape, layout)
+
+    def load() -> None:
+        with torch.no_grad():
+            wide = {name: p for name, p in parameters.items() if p.dtype == torch.float32}
+            load_masters(opened, wide, placed, mesh)
+            load_optimizer(opened, adapter, placed, mesh)
+
+    run_on_all_ranks(load, mesh)
+
+
+def restore_random(model: nn.Module, opened: Opened) -> None:
+    """Give this rank the random states of the rank that was at its place.
+
+    On another layout it is the rank of the same replica, stage and place in the mesh, so far as there was one; so the
+    rank that reads a replica's data goes on where that replica's reader was.
+    """
+    inner: Any = unwrap(model)
+    saved: list[dict[str, Any]] = opened.document["random"]
+    restore(_nearest(saved, mesh_of(inner))["state"], _device(inner))
+
+
+def _nearest(saved: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
+    sizes = {axis: max(state[axis] for state in saved) + 1 for axis in ("pipe", "data", "mesh")}
+    own = {
+        "pipe": min(mesh.coordinate.pipe, sizes["pipe"] - 1),
+        "data": mesh.coordinate.data % sizes["data"],
+        "mesh": mesh.mesh_ranks.index(mesh.rank) % sizes["mesh"],
+    }
+    return next(state for state in saved if all(state[axis] == place for axis, place in own.items()))
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device

@@ -1,8 +1,0 @@
-"""What every worker needs, imported once by the fork server of :mod:`cuboid.verify.workers`."""
-
-import deepspeed  # noqa: F401
-import torch  # noqa: F401
-import transformers  # noqa: F401
-
-import cuboid
-import cuboid.verify.worker  # noqa: F401
