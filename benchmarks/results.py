@@ -12,7 +12,7 @@ from measuring import Record
 from summary import spread, times_as_fast, undisturbed
 from workload import Workload
 
-from cuboid.hf.costs import model_sizes
+from cuboid.models.stages.model_costs import model_sizes
 from cuboid.seq1f1b.costs import unit_flops
 from cuboid.seq1f1b.partition import cut_sequence, even_cut, segment_cost
 from cuboid.seq1f1b.schedules import SCHEDULES, PipelineShape
