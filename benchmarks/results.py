@@ -13,10 +13,10 @@ from summary import spread, times_as_fast, undisturbed
 from workload import Workload
 
 from cuboid.models.stages.model_costs import model_sizes
-from cuboid.seq1f1b.costs import unit_flops
-from cuboid.seq1f1b.partition import cut_sequence, even_cut, segment_cost
-from cuboid.seq1f1b.schedules import SCHEDULES, PipelineShape
-from cuboid.seq1f1b.simulate import Timeline, simulate
+from cuboid.seq1f1b.schedule.partition import cut_sequence, even_cut, segment_cost
+from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
+from cuboid.seq1f1b.schedule.simulator import Timeline, simulate
+from cuboid.seq1f1b.schedule.unit_costs import unit_flops
 
 #: Whom every contestant is compared with.
 YARDSTICKS = {"torch": Entry("torch"), "deepspeed": Entry("deepspeed"), "own_1f1b": Entry("cuboid")}
