@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cuboid.checkpoint.save_planner import assign
 from cuboid.distributed.topology import MeshShape, Topology
-from cuboid.models.sharded.parallel_plan import draw_blueprint
+from cuboid.models.sharded.parallel_plan import make_parallel_plan
 
 BEFORE, AFTER = MeshShape(2, 2, 1), MeshShape(1, 1, 3)
 #: As in the picture of the layout.
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _draw_shards(panel: Axes, model: LlamaForCausalLM, mesh: MeshShape, shapes: dict[str, tuple[int, ...]]) -> None:
-    layouts = draw_blueprint(model, mesh).by_parameter
+    layouts = make_parallel_plan(model, mesh).by_parameter
     topology, top = Topology(mesh, mesh.size), 0
     for name, label in SHOWN.items():
         for rank in range(mesh.size):

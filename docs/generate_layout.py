@@ -23,8 +23,8 @@ from matplotlib.patches import Patch, Polygon, Rectangle
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cuboid.distributed.topology import MeshShape, Topology
-from cuboid.models.sharded.parallel_plan import draw_blueprint
-from cuboid.tensor3d.sharding.sharding_spec import Interval, Layout
+from cuboid.models.sharded.parallel_plan import make_parallel_plan
+from cuboid.tensor3d.sharding.sharding_spec import Interval, ShardingSpec
 
 MESH = MeshShape(2, 2, 2)
 TOPOLOGY = Topology(MESH, MESH.size)
@@ -33,9 +33,9 @@ COLOURS = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#99DDFF", "#44BB99", "#B
 SIZE = 64
 
 #: Activations as [batch, sequence, features]; see docs/layout.md.
-RESIDUAL = Layout((SIZE,) * 3, (("batch",), ("sequence",), ("hidden",)))
-INSIDE = Layout((SIZE,) * 3, (("batch",), (), ("sequence", "hidden")))
-LOGITS = Layout((SIZE,) * 3, (("batch",), ("hidden",), ("sequence",)))
+RESIDUAL = ShardingSpec((SIZE,) * 3, (("batch",), ("sequence",), ("hidden",)))
+INSIDE = ShardingSpec((SIZE,) * 3, (("batch",), (), ("sequence", "hidden")))
+LOGITS = ShardingSpec((SIZE,) * 3, (("batch",), ("hidden",), ("sequence",)))
 
 #: Title, dims, module and parameter of a Llama.
 PARAMETERS = (
@@ -51,20 +51,20 @@ PULL, THICKNESS, GAP = (0.42, 1.3), (0.13, 0.1), 0.012
 Box = tuple[Interval, ...]
 
 
-def owned_boxes(layout: Layout) -> Iterator[tuple[int, tuple[tuple[float, float], ...]]]:
+def owned_boxes(layout: ShardingSpec) -> Iterator[tuple[int, tuple[tuple[float, float], ...]]]:
     """Each rank with the boxes that it owns, as fractions of every dim."""
     for rank in range(MESH.size):
         for box in product(*layout.shard_intervals(MESH, TOPOLOGY.coordinate(rank))):
             yield rank, tuple((low / size, high / size) for (low, high), size in zip(box, layout.shape, strict=True))
 
 
-def llama_layouts() -> dict[str, dict[str, Layout]]:
+def llama_layouts() -> dict[str, dict[str, ShardingSpec]]:
     """The layouts of a small Llama, by module and parameter."""
     config = LlamaConfig(
         hidden_size=SIZE, intermediate_size=SIZE, num_attention_heads=8, num_hidden_layers=1, vocab_size=SIZE
     )
     with torch.device("meta"):
-        return draw_blueprint(LlamaForCausalLM(config), MESH).layouts
+        return make_parallel_plan(LlamaForCausalLM(config), MESH).layouts
 
 
 def shaded(colour: str, factor: float) -> tuple[float, ...]:
@@ -72,7 +72,7 @@ def shaded(colour: str, factor: float) -> tuple[float, ...]:
     return tuple(min(1.0, channel * factor) for channel in to_rgb(colour))
 
 
-def draw_cuboid(axes: Axes, layout: Layout, x: float, y: float, feature: str) -> None:
+def draw_cuboid(axes: Axes, layout: ShardingSpec, x: float, y: float, feature: str) -> None:
     """An activation: features to the right, sequence downwards, batch into the page, cut apart along the batch."""
     # The far half first, and in each half from the bottom up, so that nearer faces cover farther ones.
     for rank, (batch, rows, columns) in sorted(
@@ -139,7 +139,7 @@ def draw_step(axes: Axes, start: float, stop: float, y: float, name: str, text: 
     axes.text(middle, y - 0.08, text, ha="center", va="top", fontsize=9, color="#333333", linespacing=1.4)
 
 
-def draw_parameter(axes: Axes, layout: Layout, title: str, across: str, down: str) -> None:
+def draw_parameter(axes: Axes, layout: ShardingSpec, title: str, across: str, down: str) -> None:
     """A matrix with dim 0 downwards, or a vector as a strip, coloured by owner."""
     matrix = len(layout.shape) == 2
     for rank, box in owned_boxes(layout):

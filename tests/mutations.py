@@ -20,20 +20,20 @@ from torch import nn
 
 from cuboid.models.attention import interface
 from cuboid.models.cross_entropy import chunked, loss_forward
-from cuboid.models.cross_entropy.chunked import LossInChunks
+from cuboid.models.cross_entropy.chunked import ChunkedCrossEntropy
 from cuboid.models.pipeline.pipeline import Pipeline
 from cuboid.models.sharded import parallelize, sharded_model
 from cuboid.models.stages import units
 from cuboid.models.stages.stage_runner import StageRunner
 from cuboid.models.stages.units import SegmentedBatch
-from cuboid.seq1f1b.attention.kv_cache import KeyValueStore
+from cuboid.seq1f1b.attention.kv_cache import KVCache
 from cuboid.tensor3d.layers import dropout, norm
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.layers.norm import ShardedRMSNorm
 from cuboid.tensor3d.layers.output_reduce import ScatterSequence
 from cuboid.tensor3d.layers.vocab_embedding import ShardedEmbedding
 from cuboid.tensor3d.sharding import sharded_param
-from cuboid.tensor3d.sharding.sharded_param import Block, ParameterGather
+from cuboid.tensor3d.sharding.sharded_param import ShardedParam, UnshardedCopy
 from cuboid.verify import SmallModel, WorkerPool, sharded
 from cuboid.verify.compare import Kind
 from cuboid.verify.report import Pass
@@ -157,7 +157,7 @@ def no_padding_idx(original: Any, *args: Any, padding_idx: Any, **kwargs: Any) -
     original(*args, **kwargs, padding_idx=None)
 
 
-def wrong_second_chunk(original: Any, self: LossInChunks, hidden: torch.Tensor) -> Iterator[Any]:
+def wrong_second_chunk(original: Any, self: ChunkedCrossEntropy, hidden: torch.Tensor) -> Iterator[Any]:
     for number, (own, labels) in enumerate(original(self, hidden)):
         yield own, labels.roll(1, dims=1) if number == 1 else labels
 
@@ -166,7 +166,7 @@ def longer_gradient(original: Any, ctx: Any, factor: torch.Tensor) -> Any:
     return original(ctx, factor * 1.02)
 
 
-def longer_chunks(original: Any, self: LossInChunks, hidden: Any, held: Any, factor: Any = 1.0) -> Any:
+def longer_chunks(original: Any, self: ChunkedCrossEntropy, hidden: Any, held: Any, factor: Any = 1.0) -> Any:
     value, gradient = original(self, hidden, held, factor * 1.02)
     return value / 1.02, gradient
 
@@ -241,7 +241,7 @@ def bias_twice(original: Any, self: ShardedLinear, dtype: torch.dtype) -> Any:
 
 def bias_on_every_rank(original: Any, self: ShardedLinear, dtype: torch.dtype) -> Any:
     operand = original(self, dtype)
-    is_down = isinstance(self.product.exchange, ScatterSequence) and operand.bias is not None
+    is_down = isinstance(self.product.output_reduce, ScatterSequence) and operand.bias is not None
     return dataclasses.replace(operand, bias=operand.bias * self.mesh.size("sequence")) if is_down else operand
 
 
@@ -251,22 +251,22 @@ def reversed_heads(original: Any, *args: Any) -> Any:
 
 
 def own_share_of_small_gradients(ctx: Any, gradient: torch.Tensor) -> Any:
-    gather: ParameterGather = ctx.gather
-    return gather.stacked(gradient)[gather.mesh.index(*gather.layout.storage)], None
+    param: ShardedParam = ctx.param
+    return param.stacked(gradient)[param.mesh.index(*param.layout.fsdp_axes)], None
 
 
 @contextmanager
 def stale_weights() -> Iterator[None]:
     """Gathered weights are kept beyond the optimizer's step."""
     kept: list[Any] = []
-    let_go = ParameterGather.let_go
+    reshard_after_forward = ShardedParam.reshard_after_forward
 
-    def keep(self: ParameterGather, *args: Any, **kwargs: Any) -> Any:
-        block = let_go(self, *args, **kwargs)
+    def keep(self: ShardedParam, *args: Any, **kwargs: Any) -> Any:
+        block = reshard_after_forward(self, *args, **kwargs)
         kept.append(block)
         return block
 
-    with mock.patch.object(ParameterGather, "let_go", keep), mock.patch.object(Block, "is_of", return_value=True):
+    with mock.patch.object(ShardedParam, "let_go", keep), mock.patch.object(UnshardedCopy, "is_of", return_value=True):
         yield
 
 
@@ -309,7 +309,7 @@ def wrong_offset(original: Any, self: SegmentedBatch, tensor: torch.Tensor, segm
     return part + 1 if tensor is self.positions and segment == 1 else part
 
 
-def first_segment_forgets(original: Any, self: KeyValueStore, layer: Any, start: int, key: Any, value: Any) -> Any:
+def first_segment_forgets(original: Any, self: KVCache, layer: Any, start: int, key: Any, value: Any) -> Any:
     return (key, value) if start == 0 else original(self, layer, start, key, value)
 
 
@@ -401,7 +401,7 @@ def all_of(*mutations: Mutate) -> Mutate:
     return mutate
 
 
-CHUNKS = around(LossInChunks, "_chunks", wrong_second_chunk)
+CHUNKS = around(ChunkedCrossEntropy, "_chunks", wrong_second_chunk)
 LONGER = all_of(
     lambda: mock.patch.object(
         loss_forward._DifferentiableLoss,
@@ -560,7 +560,7 @@ MUTATIONS = (
     Mutation("a segment's positions off", around(SegmentedBatch, "cut", wrong_offset), STAGES, LLAMA, ("activation",)),
     Mutation(
         "the first segment's K/V gradients dropped",
-        around(KeyValueStore, "with_gradients", first_segment_forgets),
+        around(KVCache, "with_gradients", first_segment_forgets),
         STAGES,
     ),
     Mutation(

@@ -13,10 +13,9 @@ from cuboid.distributed import mesh as mesh_module
 from cuboid.distributed.topology import MeshShape
 from cuboid.planner.comm_formula import layer_bytes
 from cuboid.planner.mesh_search import block_sizes
-from cuboid.tensor3d.layers import input_gather as source
-from cuboid.tensor3d.layers import linear_op as multiplication
-from cuboid.tensor3d.sharding import bucketing as bundle
-from cuboid.tensor3d.sharding.deferred_reduce import Carry, carried_shards
+from cuboid.tensor3d.layers import input_gather, linear_op
+from cuboid.tensor3d.sharding import bucketing
+from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce, deferred_shards
 from cuboid.tensor3d.sharding.param_versions import Updates
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid.verify import SmallModel, WorkerPool
@@ -56,7 +55,7 @@ def train(path, axes, settings, options=()):
             loss.backward()
             losses.append(float(loss.detach()))
         optimizer.step()
-    gathers = [g for m in model.modules() if isinstance(m, ShardedModule) for g in m.gathers.values()]
+    gathers = [g for m in model.modules() if isinstance(m, ShardedModule) for g in m.sharded_params.values()]
     gc.collect()
     left = sum(g._kept is not None and g._kept() is not None for g in gathers)
     return losses, cuboid.full_gradients(model), left, traffic.snapshot()
@@ -161,19 +160,19 @@ def test_recomputed_layers_give_the_same(pool, path, alone, reentrant, mode):
     assert_same(alone, pool.run(6, train, path, (3, 2, 1), {"weight_gather": mode}, options))
 
 
-def train_in_parts(path, axes, bundle_bytes):
-    """As :func:`train`, of ranks that believe to be on different networks, with parts and bundles of any size."""
+def train_in_parts(path, axes, bucket_bytes):
+    """As :func:`train`, of ranks that believe to be on different networks, with parts and buckets of any size."""
     mesh_module.own_network = lambda: str(torch.distributed.get_rank())
-    multiplication._PART_BYTES, bundle._BUNDLE_BYTES = 1, bundle_bytes
+    linear_op._PART_BYTES, bucketing._BUCKET_BYTES = 1, bucket_bytes
     return train(path, axes, {})
 
 
-@pytest.mark.parametrize("bundle_bytes", [0, 6000])
-def test_parts_of_a_batch_one_behind_the_other_give_the_same(path, alone, bundle_bytes):
+@pytest.mark.parametrize("bucket_bytes", [0, 6000])
+def test_parts_of_a_batch_one_behind_the_other_give_the_same(path, alone, bucket_bytes):
     # Their modules are changed, so these processes serve no other test.
     with WorkerPool(6) as workers:
         for axes in [(1, 2, 3), (1, 6, 1), (2, 1, 3)]:
-            assert_same(alone, workers.run(6, train_in_parts, path, axes, bundle_bytes))
+            assert_same(alone, workers.run(6, train_in_parts, path, axes, bucket_bytes))
 
 
 def train_compiled(path, axes):
@@ -207,7 +206,7 @@ def test_layers_can_be_compiled(pool, path, axes):
 def gathers_and_ways_out(path, axes, wanted):
     """In backward: the gathers of the sequence, and the gradients at the ways out of attention and MLP, in order."""
     seen = []
-    start = source.WholeSequence.start
+    start = input_gather.GatherSequence.start
 
     def noted(self, x):
         seen.append("gather")
@@ -220,14 +219,14 @@ def gathers_and_ways_out(path, axes, wanted):
                 lambda _, args, name=way_out: args[0].register_hook(lambda _: seen.append(name)) and None
             )
     loss = model(input_ids=tokens(), labels=tokens()).loss
-    source.WholeSequence.start = noted
+    input_gather.GatherSequence.start = noted
     try:
         weights = [model.get_parameter(name) for name in wanted]
         if weights:
             return seen, [g.norm().item() > 0 for g in torch.autograd.grad(loss, weights)]
         loss.backward()
     finally:
-        source.WholeSequence.start = start
+        input_gather.GatherSequence.start = start
     return seen, []
 
 
@@ -263,13 +262,13 @@ class Use(torch.autograd.Function):
     """Leaves a gradient that isn't there yet."""
 
     @staticmethod
-    def forward(ctx, x, shard, carry, late):
-        ctx.carry, ctx.late = carry, late
+    def forward(ctx, x, shard, deferred, late):
+        ctx.deferred, ctx.late = deferred, late
         return x + shard
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.carry.leave(ctx.late)
+        ctx.deferred.defer(ctx.late)
         return gradient, ctx.late.result, None, None
 
 
@@ -280,18 +279,18 @@ def test_a_gradient_is_waited_for_after_the_backward_of_the_layer_in_front():
     shard.register_post_accumulate_grad_hook(lambda p: order.append(("gradient", p.grad.tolist())))
     late = Late(torch.full((3,), torch.nan))
     # Before the layer in front runs, as its pre-hook does.
-    (carried,), carry = carried_shards([shard])
+    (deferred,), deferred = deferred_shards([shard])
     front = x * 3
     front.register_hook(lambda _: order.append(("front", late.is_through)))
-    Use.apply(front, carried, carry, late).sum().backward()
+    Use.apply(front, deferred, deferred, late).sum().backward()
     assert order == [("front", False), ("gradient", [2.0, 2.0, 2.0])]
-    assert isinstance(carry, Carry)
+    assert isinstance(deferred, DeferredReduce)
 
 
 def test_a_carried_shard_is_the_parameter_for_checkpointing_too():
     shard = torch.nn.Parameter(torch.ones(3))
-    (carried,), _ = carried_shards([shard])
-    out = checkpoint(lambda x: (x * carried).sum(), torch.arange(3.0, requires_grad=True), use_reentrant=False)
+    (deferred,), _ = deferred_shards([shard])
+    out = checkpoint(lambda x: (x * deferred).sum(), torch.arange(3.0, requires_grad=True), use_reentrant=False)
     out.backward()
     assert shard.grad.tolist() == [0.0, 1.0, 2.0]
 

@@ -17,7 +17,7 @@ from cuboid.checkpoint.save_planner import assign, find_parts
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CheckpointError
-from cuboid.tensor3d.sharding.sharding_spec import Layout, take_shard
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, take_shard
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -189,11 +189,11 @@ def test_elements_that_nobody_has_are_told():
 # --- reading what a rank owns --------------------------------------------------------------------------------------
 
 LAYOUTS = {
-    "up": Layout((12, 8), (("sequence",), ("hidden",))),
-    "down": Layout((8, 12), (("hidden",), ("sequence",))),
-    "fused": Layout((8, 36), (("hidden",), ("sequence",)), (1, 3)),
-    "vocabulary": Layout((13, 8), (("sequence",), ("hidden",)), ragged=True),
-    "norm": Layout((12,), (("hidden",),)),
+    "up": ShardingSpec((12, 8), (("sequence",), ("hidden",))),
+    "down": ShardingSpec((8, 12), (("hidden",), ("sequence",))),
+    "fused": ShardingSpec((8, 36), (("hidden",), ("sequence",)), (1, 3)),
+    "vocabulary": ShardingSpec((13, 8), (("sequence",), ("hidden",)), ragged=True),
+    "norm": ShardingSpec((12,), (("hidden",),)),
 }
 
 

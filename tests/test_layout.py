@@ -13,7 +13,7 @@ from cuboid.distributed.topology import AXES, MeshShape, Topology
 from cuboid.errors import MeshError
 from cuboid.models.architectures.attention_heads import HeadCounts, plan_key_value_heads
 from cuboid.planner.comm_formula import BlockSizes, layer_bytes
-from cuboid.tensor3d.sharding.sharding_spec import Layout, put_shard, take_shard
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, put_shard, take_shard
 
 meshes = st.builds(MeshShape, *[st.integers(1, 4)] * 3)
 
@@ -65,7 +65,7 @@ def layouts(draw):
     shape = tuple(parts[dim] * mesh.of(*split[dim]) * draw(st.integers(1, 4)) for dim in range(dims))
     if ragged:
         shape = (draw(st.integers(1, 60)), *shape[1:])
-    return mesh, Layout(shape, split, parts, ragged)
+    return mesh, ShardingSpec(shape, split, parts, ragged)
 
 
 @given(layouts())
@@ -82,8 +82,8 @@ def test_every_element_has_exactly_one_owner(drawn):
 @given(meshes, st.integers(1, 400))
 def test_a_vocabulary_is_cut_alike_in_a_weight_and_a_bias(mesh, size):
     split = (("sequence",), ("hidden",))
-    weight = Layout((size, 4 * mesh.hidden), split, ragged=True)
-    bias = Layout((size,), split[:1], ragged=True)
+    weight = ShardingSpec((size, 4 * mesh.hidden), split, ragged=True)
+    bias = ShardingSpec((size,), split[:1], ragged=True)
     assert bias.block_shape(mesh)[0] == weight.block_shape(mesh)[0]
     for rank in ranks_of(mesh):
         at = rank.coordinate
@@ -111,7 +111,7 @@ def test_shards_over_storage_concatenate_to_the_block(drawn):
         same = [
             other
             for other in ranks
-            if all(other.index(axis) == rank.index(axis) for axis in AXES if axis not in layout.storage)
+            if all(other.index(axis) == rank.index(axis) for axis in AXES if axis not in layout.fsdp_axes)
         ]
         gathered = torch.cat([take_shard(whole, layout, other) for other in same])[: layout.block_shape(mesh)[0]]
         block = whole

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from cuboid.seq1f1b.attention.chunked_attention import attend_segment, prefix
-from cuboid.seq1f1b.attention.kv_cache import KeyValueStore
+from cuboid.seq1f1b.attention.kv_cache import KVCache
 from cuboid.seq1f1b.runtime.memory import LiveActivations, MeteredPool
 
 ROWS, WIDTH = 4, 8
@@ -64,7 +64,7 @@ def heads():
 
 def test_stores_count_while_in_use(heads):
     pool = MeteredPool()
-    store = KeyValueStore(6, pool)
+    store = KVCache(6, pool)
     with LiveActivations((), pool) as live:
         out = attend_segment(*heads, store, "layer", 0, 1.0)
         saved_bytes = live.live_bytes - store.held_bytes
@@ -81,7 +81,7 @@ def test_stores_count_while_in_use(heads):
 def test_buffers_of_stores_that_graphs_save_count_once(heads):
     query, key, value = heads
     pool = MeteredPool()
-    store = KeyValueStore(6, pool)
+    store = KVCache(6, pool)
     with LiveActivations((), pool) as live:
         keys, values = prefix(key, value, store, "layer", 0)
         out = query * keys * values

@@ -214,7 +214,7 @@ def gathered_blocks(small, mesh):
     found = {}
     for name in BLOCKS:
         linear = model.get_submodule(name)
-        with linear.gathers["weight"].gathered(linear.weight) as block:
+        with linear.sharded_params["weight"].unshard(linear.weight) as block:
             found[name] = block.untyped_storage().nbytes()
     return found
 

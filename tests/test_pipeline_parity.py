@@ -24,7 +24,7 @@ from cuboid.cli import commands
 from cuboid.config.schema import parse_config
 from cuboid.distributed.topology import Topology
 from cuboid.models.pipeline.pipeline import Pipeline
-from cuboid.seq1f1b.attention.kv_cache import KeyValueStore
+from cuboid.seq1f1b.attention.kv_cache import KVCache
 from cuboid.verify import ARCHITECTURES, Architecture, PassReport, Plan, SmallModel, WorkerPool, verify
 from cuboid.verify.plan import vocabulary_of
 from cuboid.verify.reference import run_reference
@@ -377,7 +377,7 @@ def run_forgetting(owner: type, name: str, plan: Plan, config: dict[str, Any], d
 @pytest.mark.parametrize(
     ("owner", "name", "tied", "parameter"),
     [
-        (KeyValueStore, "add_gradients", False, "model.layers.1.input_layernorm.weight"),
+        (KVCache, "add_gradients", False, "model.layers.1.input_layernorm.weight"),
         (Pipeline, "add_shared_gradients", True, "lm_head.weight"),
     ],
 )

@@ -26,7 +26,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import AXES, MeshShape
 from cuboid.errors import CheckpointError, CuboidError, UnsupportedModelError
 from cuboid.tensor3d.sharding.sharded_param import local_state
-from cuboid.tensor3d.sharding.sharding_spec import Layout, take_shard
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, take_shard
 from cuboid.verify import SmallModel
 from cuboid.weights.rank_folder import RankFolder, RankTensor, StoredLayout, file_name
 
@@ -52,7 +52,7 @@ def laid_out(draw):
     shape = [parts[dim] * mesh.of(*split[dim]) * draw(st.integers(1, 3)) for dim in range(dims)]
     if ragged:
         shape[0] = draw(st.integers(1, 40))
-    return mesh, Layout(tuple(shape), split, parts, ragged)
+    return mesh, ShardingSpec(tuple(shape), split, parts, ragged)
 
 
 @settings(max_examples=60)

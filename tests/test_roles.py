@@ -13,7 +13,7 @@ from cuboid.distributed.topology import MeshShape
 from cuboid.errors import MeshError, UnsupportedModelError
 from cuboid.models.architectures.norm_formula import rms_norm_settings
 from cuboid.models.architectures.roles import find_roles
-from cuboid.models.sharded.parallel_plan import draw_blueprint, fitting_meshes
+from cuboid.models.sharded.parallel_plan import fitting_meshes, make_parallel_plan
 from cuboid.planner.comm_formula import layer_bytes
 from cuboid.planner.mesh_search import block_sizes, choose_mesh
 from cuboid.verify import SmallModel
@@ -97,11 +97,11 @@ def test_what_is_refused_leaves_the_model_as_it_was():
 )
 def test_a_mesh_that_does_not_divide_names_the_nearest_that_do(sizes, mesh, message):
     with pytest.raises(MeshError, match=message) as error:
-        draw_blueprint(llama(**sizes), MeshShape.parse(mesh))
+        make_parallel_plan(llama(**sizes), MeshShape.parse(mesh))
     proposed = str(error.value).rpartition(": ")[2].split(", ")
     assert proposed
     for text in proposed:
-        draw_blueprint(llama(**sizes), MeshShape.parse(text))
+        make_parallel_plan(llama(**sizes), MeshShape.parse(text))
 
 
 def auto(size, rows, **sections):

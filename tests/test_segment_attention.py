@@ -23,7 +23,7 @@ from cuboid.models.attention.segments import (
 from cuboid.models.certification.float64 import precision
 from cuboid.seq1f1b.attention.chunked_attention import attend_segment, prefix
 from cuboid.seq1f1b.attention.kernels import ChunkedMath, CpuFlash, CudaEfficient, CudaFlash, choose_kernel
-from cuboid.seq1f1b.attention.kv_cache import KeyValueStore, StorePool
+from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
 
 SCALE = 0.4
 
@@ -90,8 +90,8 @@ def largest_error(result, expected):
 )
 def test_segments_are_the_whole_sequence(attend, lengths, heads, dims, rows):
     inputs, grad = random_heads(sum(lengths), *heads, *dims, rows)
-    pool = StorePool()
-    store = KeyValueStore(sum(lengths), pool)
+    pool = KVCachePool()
+    store = KVCache(sum(lengths), pool)
     assert largest_error(in_segments(inputs, grad, lengths, store, attend), whole(inputs, grad)) < 1e-12
     assert store.held_bytes == 0
     assert pool.free_bytes > 0
@@ -101,7 +101,7 @@ def test_a_segment_that_nobody_asks_of_passes_on_what_later_ones_send():
     lengths = [5, 4, 3]
     inputs, grad = random_heads(12, 4, 2, 8, 8, 2)
     grad[:, :, :9] = 0  # labels in the last segment only
-    result = in_segments(inputs, grad, lengths, KeyValueStore(12, StorePool()))
+    result = in_segments(inputs, grad, lengths, KVCache(12, KVCachePool()))
     assert largest_error(result, whole(inputs, grad)) < 1e-12
     assert result[1][1][:, :, :5].abs().max() > 0
 
@@ -121,7 +121,7 @@ def test_a_window_adds_to_what_it_reaches():
     leaves = [x.detach().requires_grad_() for x in (query, key, value)]
     out = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=visible, scale=SCALE)
     expected = out.detach(), torch.autograd.grad(out, leaves, grad)
-    result = in_segments((query, key, value), grad, lengths, KeyValueStore(11, StorePool()), windowed)
+    result = in_segments((query, key, value), grad, lengths, KVCache(11, KVCachePool()), windowed)
     assert largest_error(result, expected) < 1e-12
 
 
@@ -148,7 +148,7 @@ def test_segments_on_a_gpu(dtype, kernel, heads):
     inputs, grad = random_heads(200, *heads, 64, 64, 2, dtype=dtype)
     on_gpu = [x.cuda() for x in (*inputs, grad)]
     assert isinstance(choose_kernel(on_gpu[0], on_gpu[0], on_gpu[0]), kernel)
-    result = in_segments(on_gpu[:3], on_gpu[3], [77, 1, 64, 58], KeyValueStore(200, StorePool()))
+    result = in_segments(on_gpu[:3], on_gpu[3], [77, 1, 64, 58], KVCache(200, KVCachePool()))
     out, grads = whole([x.double() for x in inputs], grad.double())
     scale = max(x.abs().max().item() for x in (out, *grads))
     result = result[0].cpu(), [x.cpu() for x in result[1]]
@@ -159,7 +159,7 @@ def error_in_bfloat16(gradients):
     lengths = [16] * 32
     inputs, grad = random_heads(512, 2, 1, 16, 16, 1, dtype=torch.bfloat16)
     expected = whole([x.double() for x in inputs], grad.double())
-    _, grads = in_segments(inputs, grad, lengths, KeyValueStore(512, StorePool(), gradients))
+    _, grads = in_segments(inputs, grad, lengths, KVCache(512, KVCachePool(), gradients))
     assert all(x.dtype == torch.bfloat16 for x in grads)
     return sum((mine.double() - theirs).square().mean().item() for mine, theirs in zip(grads, expected[1], strict=True))
 
@@ -172,7 +172,7 @@ def test_half_the_gradient_memory_on_request():
     held = {}
     for gradients in ("fp32", "parameter"):
         key = torch.zeros(1, 2, 4, 8, dtype=torch.bfloat16)
-        store = KeyValueStore(8, StorePool(), gradients)
+        store = KVCache(8, KVCachePool(), gradients)
         store.write(0, 4, key, key)
         without = store.held_bytes
         store.add_gradients(0, 0, key, key)
@@ -182,16 +182,16 @@ def test_half_the_gradient_memory_on_request():
 
 def test_the_next_micro_batch_allocates_nothing(monkeypatch):
     inputs, grad = random_heads(12, 4, 2, 8, 4, 2)
-    pool = StorePool()
+    pool = KVCachePool()
     expected = whole(inputs, grad)
-    in_segments(inputs, grad, [5, 4, 3], KeyValueStore(12, pool))
+    in_segments(inputs, grad, [5, 4, 3], KVCache(12, pool))
     waiting = pool.free_bytes
 
     def refuse(*args, **kwargs):
         raise AssertionError("allocated")
 
     for _ in range(2):
-        store = KeyValueStore(12, pool)
+        store = KVCache(12, pool)
         monkeypatch.setattr("cuboid.seq1f1b.attention.kv_cache.torch.empty", refuse)
         result = in_segments(inputs, grad, [5, 4, 3], store)
         monkeypatch.undo()
@@ -200,12 +200,12 @@ def test_the_next_micro_batch_allocates_nothing(monkeypatch):
 
 
 def test_the_pool_does_not_collect_lengths():
-    pool = StorePool()
+    pool = KVCachePool()
     inputs, grad = random_heads(20, 2, 2, 8, 8, 1)
     kept = []
     for length in (20, 8, 13, 20, 9):
         parts = [x[:, :, :length] for x in inputs]
-        in_segments(parts, grad[:, :, :length], [length - 3, 3], KeyValueStore(length, pool))
+        in_segments(parts, grad[:, :, :length], [length - 3, 3], KVCache(length, pool))
         kept.append(pool.free_bytes)
     assert max(kept) == kept[0] == kept[3]
     assert kept[4] < kept[0] * 9 / 20 + 1
@@ -213,8 +213,8 @@ def test_the_pool_does_not_collect_lengths():
 
 def test_evaluation_gives_its_buffers_back_on_request():
     inputs, _ = random_heads(8, 2, 2, 8, 8, 1)
-    pool = StorePool()
-    store = KeyValueStore(8, pool)
+    pool = KVCachePool()
+    store = KVCache(8, pool)
     with torch.no_grad():
         attend_segment(*(x[:, :, :4] for x in inputs), store, 0, 0, SCALE)
     held = store.held_bytes
@@ -225,7 +225,7 @@ def test_evaluation_gives_its_buffers_back_on_request():
 
 def test_a_recompute_leaves_the_store_as_it_was():
     inputs, _ = random_heads(8, 2, 2, 8, 8, 1)
-    store = KeyValueStore(8, StorePool())
+    store = KVCache(8, KVCachePool())
     for start in (0, 4, 0):
         attend_segment(*(x[:, :, start : start + 4] for x in inputs), store, 0, start, SCALE)
     keys, values = store.read(0, 0, 8)
@@ -252,12 +252,12 @@ def test_no_mask_and_no_scores_on_the_fast_path():
     # So long that [L, S] is larger than all that has to be there: [B, Hq, L, D] and [B, Hkv, S, D].
     inputs, grad = random_heads(1024, 4, 1, 8, 8, 1, dtype=torch.float32)
     with NothingSquare(256 * 1024):
-        in_segments(inputs, grad, [256] * 4, KeyValueStore(1024, StorePool()))
+        in_segments(inputs, grad, [256] * 4, KVCache(1024, KVCachePool()))
 
 
 def test_frozen_keys_cost_no_gradients(monkeypatch):
     inputs, _ = random_heads(8, 2, 2, 8, 8, 1)
-    store = KeyValueStore(8, StorePool())
+    store = KVCache(8, KVCachePool())
     outs = []
     for start in (0, 4):
         query, key, value = (x[:, :, start : start + 4] for x in inputs)
@@ -332,7 +332,7 @@ class Segmented:
     """A plain model that runs segment by segment, as one stage of a pipeline would."""
 
     def __init__(self, model, layers):
-        self.model, self.slot, self.pool = copy.deepcopy(model), UnitSlot(), StorePool()
+        self.model, self.slot, self.pool = copy.deepcopy(model), UnitSlot(), KVCachePool()
         self.layers = {str(index): layer for index, layer in enumerate(self.model.get_submodule(layers))}
         use_segment_attention(self.model.config, self.layers, self.slot)
 
@@ -340,7 +340,7 @@ class Segmented:
         length = ids.shape[1]
         mask, packed = prepare_masks(attention_mask, position_ids, length, labels)
         positions = torch.arange(length).unsqueeze(0) if position_ids is None else position_ids
-        store = KeyValueStore(length, self.pool)
+        store = KVCache(length, self.pool)
         units, losses = [], []
         for start, stop in cuts_of(lengths):
             unit = Unit(store, start, stop, length, mask, packed)
@@ -558,7 +558,7 @@ def called(**changes):
     module = segmented.layers["0"].self_attn
     (query, key, value), _ = random_heads(4, 4, 2, 8, 8, 1)
     arguments = {"query": query, "key": key, "value": value, "attention_mask": None, **changes}
-    store = KeyValueStore(8, segmented.pool)
+    store = KVCache(8, segmented.pool)
     store.write(module, 0, key, value)
     with segmented.slot.running(Unit(store, 4, 8, 8)):
         return transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["cuboid_sdpa"](module, **arguments)[0]

@@ -15,7 +15,7 @@ from cuboid.distributed.topology import MeshShape
 from cuboid.planner.comm_formula import layer_bytes
 from cuboid.planner.mesh_search import block_sizes
 from cuboid.tensor3d.layers.dropout import ShardedDropout
-from cuboid.tensor3d.sharding.sharded_param import GatherState, ShardedModule
+from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedState
 from cuboid.verify import SmallModel
 
 BATCH, LENGTH = 8, 24
@@ -146,14 +146,14 @@ def test_one_gather_of_the_sequence_for_all_projections_of_a_block(pool):
     assert pool.run(2, collectives_over_sequence, WIDE, "1x2x1") == [2, 2]
 
 
-def gather_states(small, mesh):
-    """States of all gathers of two layers: when the first one computes, in the backward of the last one, after all."""
+def sharded_states(small, mesh):
+    """States of all sharded parameters of two layers: when the first one computes, in the backward of the last one, after all."""
     model = sharded(small, mesh)
     seen = {}
-    gathers = [[layer.mlp.up_proj.gathers["weight"] for layer in model.model.layers]]
+    params = [[layer.mlp.up_proj.sharded_params["weight"] for layer in model.model.layers]]
 
     def look(when):
-        seen[when] = [gather.state for gather in gathers[0]]
+        seen[when] = [param.state for param in params[0]]
 
     first, last = (layer.mlp.act_fn for layer in model.model.layers)
     first.register_forward_hook(lambda *_: look("forward"))
@@ -161,24 +161,24 @@ def gather_states(small, mesh):
     ids = tokens(small)
     model(input_ids=ids, labels=ids).loss.backward()
     look("after")
-    states = {g.state for m in model.modules() if isinstance(m, ShardedModule) for g in m.gathers.values()}
-    gather, shard = gathers[0][0], model.model.layers[0].mlp.up_proj.weight
-    for wrong in (gather.reshard, gather.block):
-        with pytest.raises(AssertionError, match="not gathered"):
+    states = {g.state for m in model.modules() if isinstance(m, ShardedModule) for g in m.sharded_params.values()}
+    param, shard = params[0][0], model.model.layers[0].mlp.up_proj.weight
+    for wrong in (param.reshard, param.unsharded):
+        with pytest.raises(AssertionError, match="not unsharded"):
             wrong()
-    gather.start(shard)
-    with pytest.raises(AssertionError, match="gathered twice"):
-        gather.expect(shard, None)
-    gather.discard()
+    param.start_unshard(shard)
+    with pytest.raises(AssertionError, match="unsharded twice"):
+        param.expect_unshard(shard, None)
+    param.discard()
     return seen, states
 
 
-def test_weights_are_gathered_one_layer_ahead_and_let_go_of_at_once(pool):
-    sharded_, gathering = GatherState.SHARDED, GatherState.GATHERING
-    for seen, after in pool.run(2, gather_states, WIDE, "2x1x1"):
+def test_weights_are_prefetched_one_layer_ahead_and_resharded_at_once(pool):
+    sharded_, unsharding = ShardedState.SHARDED, ShardedState.UNSHARDING
+    for seen, after in pool.run(2, sharded_states, WIDE, "2x1x1"):
         # The first layer's "up" has been multiplied, the second's is on its way.
-        assert seen["forward"] == [sharded_, gathering]
-        assert seen["backward"] == [gathering, gathering]
+        assert seen["forward"] == [sharded_, unsharding]
+        assert seen["backward"] == [unsharding, unsharding]
         assert after == {sharded_}
 
 

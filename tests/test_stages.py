@@ -187,11 +187,11 @@ def test_every_parameter_is_on_one_stage_but_for_tied_ones(architecture):
     model, outline = built(architecture)
     whole = dict(model.named_parameters())
     stages = cut_copies(model, outline, (1, 2, 1))
-    held = [set(dict(part.named_parameters())) for part, _, _ in stages]
+    unsharded = [set(dict(part.named_parameters())) for part, _, _ in stages]
     shared = [shared_parameters(part, outline, cut) for part, cut, _ in stages]
-    assert held[0] | held[1] | held[2] == set(whole)
-    assert held[0] & held[1] == held[1] & held[2] == set()
-    assert held[0] & held[2] == set(shared[0]) == set(shared[2])
+    assert unsharded[0] | unsharded[1] | unsharded[2] == set(whole)
+    assert unsharded[0] & unsharded[1] == unsharded[1] & unsharded[2] == set()
+    assert unsharded[0] & unsharded[2] == set(shared[0]) == set(shared[2])
     assert not shared[1]
     assert bool(shared[0]) == bool(outline.tied)
     for (part, _, _), names in zip(stages, shared, strict=True):

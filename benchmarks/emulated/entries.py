@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from cuboid.seq1f1b.runtime.profiler import Recorder
+from cuboid.seq1f1b.runtime.profiler import Profiler
 from emulated.ours import Channels, CuboidPipeline
 from emulated.peers import DeepSpeedPipeline, TorchPipeline
 from emulated.work import Work
@@ -19,7 +19,7 @@ class Contestant(Protocol):
 
     optimizer: torch.optim.Optimizer
 
-    def step(self, recorder: Recorder) -> float:
+    def step(self, recorder: Profiler) -> float:
         """Forward and backward of all micro-batches, and a step of SGD, whose rate is zero: each step does the same.
 
         Args:

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from cuboid.seq1f1b.runtime.p2p import Channel
-from cuboid.seq1f1b.runtime.profiler import Recorder
+from cuboid.seq1f1b.runtime.profiler import Profiler
 from cuboid.seq1f1b.runtime.runtime import Interpreter
 from cuboid.seq1f1b.schedule.actions import Action, Op, Program
 from cuboid.seq1f1b.schedule.lowering import lower
@@ -101,7 +101,7 @@ class CuboidPipeline:
         self._stage = SegmentedStage(work, lengths, stage)
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self._stage.parameters.parameters(), lr=0.0)
 
-    def step(self, recorder: Recorder) -> float:
+    def step(self, recorder: Profiler) -> float:
         """See :class:`emulated.entries.Contestant`."""
         self._stage.begin()
         Interpreter({self._number: self._stage}, self._channels, recorder.observe).run(self._program, self._shape)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from cuboid.errors import ConfigError
-from cuboid.seq1f1b.runtime.profiler import Recorder
+from cuboid.seq1f1b.runtime.profiler import Profiler
 from cuboid.seq1f1b.schedule.actions import Action, Op
 from cuboid_patches.deepspeed import SHARED_MEMORY_BUILD
 from emulated.computing import Parameters, Sleeper
@@ -33,7 +33,7 @@ class WholeStage(nn.Module):
         self._sleeper = Sleeper(work.duration_s((work.length,)))
         self.begin(None)
 
-    def begin(self, recorder: Recorder | None) -> None:
+    def begin(self, recorder: Profiler | None) -> None:
         """Count micro-batches anew; ``recorder`` sees each unit from now on."""
         self._recorder = recorder
         self._counts = {op: itertools.count() for op in (Op.FORWARD, Op.BACKWARD)}
@@ -80,7 +80,7 @@ class TorchPipeline:
         self._schedule = Schedule1F1B(piped, work.micro_batches, loss_fn=mean_square)
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self._module.parameters(), lr=0.0)
 
-    def step(self, recorder: Recorder) -> float:
+    def step(self, recorder: Profiler) -> float:
         """See :class:`emulated.entries.Contestant`."""
         self._module.begin(recorder)
         losses: list[torch.Tensor] = []
@@ -126,7 +126,7 @@ class DeepSpeedPipeline:
         self._batches = itertools.cycle(zip(*(rows.split(1) for rows in work.batch()), strict=True))
         self.optimizer: torch.optim.Optimizer = self._engine.optimizer
 
-    def step(self, recorder: Recorder) -> float:
+    def step(self, recorder: Profiler) -> float:
         """See :class:`emulated.entries.Contestant`."""
         self._module.begin(recorder)
         loss: torch.Tensor = self._engine.train_batch(self._batches)

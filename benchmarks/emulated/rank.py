@@ -12,7 +12,7 @@ from network.rate import Link, sleep_until
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.models.pipeline.pipeline import open_channels
-from cuboid.seq1f1b.runtime.profiler import Recorder
+from cuboid.seq1f1b.runtime.profiler import Profiler
 from cuboid.seq1f1b.schedule.simulator import Span
 from emulated.entries import Contestant, Entry
 from emulated.work import Work
@@ -61,7 +61,7 @@ class StageRank(Link):
 
     def step(self, entry: Entry, start_s: float) -> Step:
         """One step, beginning at a time that all ranks are told. Collective."""
-        recorder = Recorder(torch.device("cpu"))
+        recorder = Profiler(torch.device("cpu"))
         computing_s = time.process_time()
         sleep_until(start_s)
         loss = self._built[entry].step(recorder)

@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 
 import cuboid
 from cuboid.distributed.axis_collectives import all_gather, all_reduce, reduce_scatter
-from cuboid.distributed.comm_counter import Operation, Traffic
+from cuboid.distributed.comm_counter import CommCounter, Operation
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import Axis
 from cuboid.errors import CuboidError
@@ -57,7 +57,7 @@ class Call:
     """One collective of a step.
 
     Args:
-        whole_bytes: of the tensor that isn't split, as :class:`cuboid.distributed.comm_counter.Traffic` is told.
+        whole_bytes: of the tensor that isn't split, as :class:`cuboid.distributed.comm_counter.CommCounter` is told.
     """
 
     operation: Operation
@@ -73,7 +73,7 @@ class Call:
         return torch.zeros(elements // ranks if self.operation == "all_gather" else elements)
 
 
-class _Recording(Traffic):
+class _Recording(CommCounter):
     """Remembers each collective besides counting it."""
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ def _recorded(layers: _Layers) -> _Recording:
     layers.clear()
     layers.mesh.traffic = recording = _Recording()
     layers.run()
-    layers.mesh.traffic = Traffic()
+    layers.mesh.traffic = CommCounter()
     return recording
 
 

@@ -16,7 +16,7 @@ from cuboid.planner.comm_formula import layer_bytes
 from cuboid.planner.mesh_search import block_sizes, choose_mesh
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
-from cuboid.tensor3d.sharding.sharding_spec import Interval, Layout
+from cuboid.tensor3d.sharding.sharding_spec import Interval, ShardingSpec
 from three_d.cases import Case
 from three_d.places import Place
 from three_d.sides import Side
@@ -47,7 +47,7 @@ def build_ours(case: Case, key: str, shape: MeshShape | None = None) -> Side:
     parameters: dict[str, tuple[nn.Parameter, Place]] = {}
     gathered: set[tuple[int, ...]] = set()
     for path, layer in part.named_modules():
-        for name in layer.gathers if isinstance(layer, ShardedModule) else ():
+        for name in layer.sharded_params if isinstance(layer, ShardedModule) else ():
             parameters[f"{path}.{name}"] = layer.get_parameter(name), _place(layer.layout(name), mesh)
             gathered.add(layer.layout(name).block_shape(mesh.shape))
 
@@ -69,11 +69,11 @@ def build_ours(case: Case, key: str, shape: MeshShape | None = None) -> Side:
 
 def _activation(case: Case, mesh: Mesh) -> Place:
     """The residual stream, which is cut as a parameter of its shape would be."""
-    layout = Layout((case.batch, case.length, case.hidden), (("batch",), ("sequence",), ("hidden",)))
+    layout = ShardingSpec((case.batch, case.length, case.hidden), (("batch",), ("sequence",), ("hidden",)))
     return _place(layout, mesh)
 
 
-def _place(layout: Layout, mesh: Mesh) -> Place:
+def _place(layout: ShardingSpec, mesh: Mesh) -> Place:
     return tuple(_indices(each) for each in layout.shard_intervals(mesh.shape, mesh.coordinate))
 
 

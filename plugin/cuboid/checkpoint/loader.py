@@ -21,7 +21,7 @@ from cuboid.checkpoint.shards import Run
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.rank_agreement import gather_objects, run_on_all_ranks
 from cuboid.errors import CheckpointError, DamagedCheckpointError
-from cuboid.tensor3d.sharding.sharding_spec import Layout
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Placed:
     """A parameter's whole shape, and how the mesh cuts it, if it does."""
 
     shape: tuple[int, ...]
-    layout: Layout | None
+    layout: ShardingSpec | None
 
 
 def open_checkpoint(root: Path, tag: str | None, mesh: Mesh, *, verify: bool) -> Opened:

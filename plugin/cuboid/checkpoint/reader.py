@@ -14,7 +14,7 @@ from cuboid.checkpoint.format.tensor_header import TensorSpec
 from cuboid.checkpoint.format.weight_index import INDEX, SINGLE, read_index
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CheckpointError
-from cuboid.tensor3d.sharding.sharding_spec import Layout, placed_boxes
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, placed_boxes
 
 
 class TensorFolder:
@@ -62,7 +62,7 @@ class TensorFolder:
         return self._file(self._map[name]).read(name, box)
 
     def read_run(
-        self, name: str, shape: tuple[int, ...], layout: Layout | None, mesh: Mesh, start: int, stop: int
+        self, name: str, shape: tuple[int, ...], layout: ShardingSpec | None, mesh: Mesh, start: int, stop: int
     ) -> torch.Tensor:
         """The elements [start, stop) of this rank's flattened shard, ``[stop - start]``; zeros where it is padded.
 

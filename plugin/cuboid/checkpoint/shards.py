@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from cuboid.checkpoint.format.tensor_header import TensorSpec
-from cuboid.tensor3d.sharding.sharding_spec import Layout
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class SplitTensor:
 
     name: str
     spec: TensorSpec
-    layout: Layout | None
+    layout: ShardingSpec | None
     run: Run | None
 
 

@@ -11,7 +11,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
-class Pending(Generic[T]):
+class AsyncResult(Generic[T]):
     """What a collective will give.
 
     With NCCL the collective runs on a stream of its own, and waiting makes only the current stream wait; with gloo it
@@ -54,23 +54,23 @@ class Pending(Generic[T]):
         """The result, for whoever makes sure that nobody reads it before :meth:`wait`."""
         return self._result
 
-    def giving(self, result: U) -> Pending[U]:
+    def giving(self, result: U) -> AsyncResult[U]:
         """The same, of which another result is wanted: one that is complete when this is."""
 
         def finish() -> None:
             self.wait()
 
-        return Pending(result, finish=finish)
+        return AsyncResult(result, finish=finish)
 
-    def then(self, change: Callable[[T], U]) -> Pending[U]:
+    def then(self, change: Callable[[T], U]) -> AsyncResult[U]:
         """What ``change`` makes of the result; called once, when that is complete."""
         return _Changed(self, change)
 
 
-class _Changed(Pending[U]):
+class _Changed(AsyncResult[U]):
     """The result of another one, changed."""
 
-    def __init__(self, source: Pending[T], change: Callable[[T], U]) -> None:
+    def __init__(self, source: AsyncResult[T], change: Callable[[T], U]) -> None:
         self._take: Callable[[], U] | None = lambda: change(source.wait())
         self._made: U | None = None
 

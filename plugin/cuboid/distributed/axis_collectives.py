@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from cuboid.distributed.async_result import Pending
+from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.collectives import start_gather, start_reduce_scatter
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import Axis
@@ -22,11 +22,11 @@ from cuboid.distributed.topology import Axis
 SEQUENCE_DIM = 1
 
 
-def start_all_gather(x: torch.Tensor, mesh: Mesh, axes: Sequence[Axis]) -> Pending[torch.Tensor]:
+def start_all_gather(x: torch.Tensor, mesh: Mesh, axes: Sequence[Axis]) -> AsyncResult[torch.Tensor]:
     """Stack the ranks' tensors: ``[...]`` on each to ``[ranks, ...]`` on all, in rank order."""
     ranks = mesh.size(*axes)
     if ranks == 1:
-        return Pending(x.unsqueeze(0))
+        return AsyncResult(x.unsqueeze(0))
     x = x.contiguous()
     out = x.new_empty((ranks, *x.shape))
     mesh.traffic.record("all_gather", mesh.split_axes(axes), out.nbytes, ranks)
@@ -40,7 +40,7 @@ def all_gather(x: torch.Tensor, mesh: Mesh, axes: Sequence[Axis]) -> torch.Tenso
 
 def start_scatter_parts(
     x: torch.Tensor, shapes: Sequence[Sequence[int]], mesh: Mesh, axes: Sequence[Axis]
-) -> Pending[Sequence[torch.Tensor]]:
+) -> AsyncResult[Sequence[torch.Tensor]]:
     """Add up the ranks' ``[ranks, n]`` and leave slice r of the sum with rank r, as several tensors.
 
     Args:
@@ -54,11 +54,11 @@ def start_scatter_parts(
     return start_reduce_scatter(outs, x, mesh.group(axes), direct=mesh.spans_networks)
 
 
-def start_scatter(x: torch.Tensor, mesh: Mesh, axes: Sequence[Axis]) -> Pending[torch.Tensor]:
+def start_scatter(x: torch.Tensor, mesh: Mesh, axes: Sequence[Axis]) -> AsyncResult[torch.Tensor]:
     """Add up the ranks' ``[ranks, ...]`` and leave slice r of the sum with rank r, as ``[...]``."""
     ranks = mesh.size(*axes)
     if ranks == 1:
-        return Pending(x.squeeze(0))
+        return AsyncResult(x.squeeze(0))
     scattering = start_scatter_parts(x.contiguous(), [x.shape[1:]], mesh, axes)
     return scattering.giving(scattering.incomplete()[0])
 
@@ -77,21 +77,21 @@ def all_reduce(
 
 def start_all_reduce(
     x: torch.Tensor, mesh: Mesh, axes: Sequence[Axis], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> Pending[torch.Tensor]:
+) -> AsyncResult[torch.Tensor]:
     """As :func:`all_reduce`."""
     ranks = mesh.size(*axes)
     if ranks == 1:
-        return Pending(x)
+        return AsyncResult(x)
     x = x.contiguous()
     mesh.traffic.record("all_reduce", mesh.split_axes(axes), x.nbytes, ranks)
-    return Pending(x, [dist.all_reduce(x, op=op, group=mesh.group(axes), async_op=True)])
+    return AsyncResult(x, [dist.all_reduce(x, op=op, group=mesh.group(axes), async_op=True)])
 
 
-def start_gather_dim(x: torch.Tensor, dim: int, mesh: Mesh, axes: Sequence[Axis]) -> Pending[torch.Tensor]:
+def start_gather_dim(x: torch.Tensor, dim: int, mesh: Mesh, axes: Sequence[Axis]) -> AsyncResult[torch.Tensor]:
     """All-gather along a dim: ``[..., n, ...]`` on each rank to ``[..., ranks·n, ...]`` on all."""
     ranks = mesh.size(*axes)
     if ranks == 1:
-        return Pending(x)
+        return AsyncResult(x)
     dim %= x.dim()
     shape = (*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
     # Dims of size 1 before `dim` need no copy, which `reshape` finds out by itself.

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cuboid.distributed.async_result import Pending
+from cuboid.distributed.async_result import AsyncResult
 
 # torch 2.13 warns of the older names, which are all that earlier versions have.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,7 +30,7 @@ def own_network() -> str:
 
 def start_gather(
     out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, *, direct: bool = False
-) -> Pending[torch.Tensor]:
+) -> AsyncResult[torch.Tensor]:
     """Lay the ranks' tensors of n elements end to end, in rank order.
 
     Args:
@@ -44,10 +44,10 @@ def start_gather(
     """
     ranks = group.size()
     if not direct or ranks > _DIRECT_GATHER_RANKS or x.nbytes < _DIRECT_BYTES:
-        return Pending(out, [_gather(out.view(-1), x.view(-1), group=group, async_op=True)], holds=x)
+        return AsyncResult(out, [_gather(out.view(-1), x.view(-1), group=group, async_op=True)], holds=x)
     places = out.view(ranks, -1)
     places[group.rank()].copy_(x.view(-1))
-    return Pending(out, _exchange(places, [x.view(-1)] * ranks, group), holds=x)
+    return AsyncResult(out, _exchange(places, [x.view(-1)] * ranks, group), holds=x)
 
 
 def gather_into(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, *, direct: bool = False) -> None:
@@ -57,7 +57,7 @@ def gather_into(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, *,
 
 def start_reduce_scatter(
     outs: Sequence[torch.Tensor], x: torch.Tensor, group: dist.ProcessGroup, *, direct: bool = False
-) -> Pending[Sequence[torch.Tensor]]:
+) -> AsyncResult[Sequence[torch.Tensor]]:
     """Add up the ranks' tensors of ranks·n elements, and leave the r-th n of the sum with rank r.
 
     Args:
@@ -84,24 +84,24 @@ def start_reduce_scatter(
 
     if direct and slices[0].nbytes >= _DIRECT_BYTES:
         pieces[group.rank()].copy_(slices[group.rank()])
-        return Pending(outs, _exchange(pieces, slices, group), add_up, holds=x)
+        return AsyncResult(outs, _exchange(pieces, slices, group), add_up, holds=x)
     work = dist.all_to_all_single(pieces.view(-1), x.view(-1), group=group, async_op=True)
-    return Pending(outs, [work], add_up, holds=x)
+    return AsyncResult(outs, [work], add_up, holds=x)
 
 
 def _own_reduce_scatter(
     outs: Sequence[torch.Tensor], x: torch.Tensor, group: dist.ProcessGroup
-) -> Pending[Sequence[torch.Tensor]]:
+) -> AsyncResult[Sequence[torch.Tensor]]:
     """The backend's, which has a single output."""
     if len(outs) == 1:
-        return Pending(outs, [_reduce_scatter(outs[0].view(-1), x.view(-1), group=group, async_op=True)], holds=x)
+        return AsyncResult(outs, [_reduce_scatter(outs[0].view(-1), x.view(-1), group=group, async_op=True)], holds=x)
     whole = x.new_empty(sum(out.numel() for out in outs))
 
     def hand_out() -> None:
         for out, part in zip(outs, whole.split([out.numel() for out in outs]), strict=True):
             out.view(-1).copy_(part)
 
-    return Pending(outs, [_reduce_scatter(whole, x.view(-1), group=group, async_op=True)], hand_out, holds=x)
+    return AsyncResult(outs, [_reduce_scatter(whole, x.view(-1), group=group, async_op=True)], hand_out, holds=x)
 
 
 def reduce_scatter_into(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, *, direct: bool = False) -> None:

@@ -27,7 +27,7 @@ def sent_bytes(operation: Operation, whole_bytes: int, ranks: int) -> float:
     return 2 * share if operation == "all_reduce" else share
 
 
-class Traffic:
+class CommCounter:
     """Bytes sent by this rank since the last :meth:`reset`, for each set of axes."""
 
     def __init__(self) -> None:

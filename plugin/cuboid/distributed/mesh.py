@@ -12,7 +12,7 @@ from itertools import chain, combinations
 import torch.distributed as dist
 
 from cuboid.distributed.collectives import own_network
-from cuboid.distributed.comm_counter import Traffic
+from cuboid.distributed.comm_counter import CommCounter
 from cuboid.distributed.topology import AXES, Axis, MeshShape, Topology
 from cuboid.errors import MeshError
 
@@ -40,7 +40,7 @@ class Mesh:
         self.rank = current_rank() if rank is None else rank
         self.topology = Topology(shape, current_world_size() if world_size is None else world_size, pipe)
         self.coordinate = self.topology.coordinate(self.rank)
-        self.traffic = Traffic()
+        self.traffic = CommCounter()
         self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._host_groups: dict[str, dist.ProcessGroup] = {}

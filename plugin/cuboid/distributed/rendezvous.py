@@ -160,7 +160,7 @@ class World:
         number = self._numbers.get(lane, 0)
         self._numbers[lane] = number + 1
         try:
-            outcome = Meeting(self, self._store, f"{lane}/{number}", what).hold(error)
+            outcome = Rendezvous(self, self._store, f"{lane}/{number}", what).hold(error)
         except dist.DistError as lost:
             # DistError is what torch's stores raise; rank 0 (or the launcher) is at the store's other end.
             if error is not None:
@@ -207,7 +207,7 @@ class World:
         """Tell the others, and give the error to raise."""
         if isinstance(error, CuboidError) and error.shared:
             return error
-        meeting = Meeting(self, self._store, f"step/{self._broken_steps}", what)
+        meeting = Rendezvous(self, self._store, f"step/{self._broken_steps}", what)
         try:
             outcome = meeting.hold_after_loss(self._loss(what, error)) if is_lost(error) else meeting.report(error)
         except dist.DistError:
@@ -285,7 +285,7 @@ class World:
         return self._timeout_s
 
 
-class Meeting:
+class Rendezvous:
     """One meeting of all ranks, which ends with the same outcome on each of them.
 
     Args:

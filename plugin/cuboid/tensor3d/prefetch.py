@@ -1,6 +1,6 @@
-"""The parameters of one layer, gathered ahead of time: while the layer in front of it computes, forward and backward.
+"""Prefetch of a layer's parameters while the layer in front of it computes, in forward and in backward.
 
-Weights are gathered one by one, so that the first product can start when the first weight is there. Norm weights and
+Weights are unsharded one by one, so that the first product can start when the first weight is there. Norm weights and
 biases, which would each take a collective of a few hundred bytes, share one for each set of axes.
 """
 
@@ -17,10 +17,10 @@ from torch import nn
 
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.tensor3d.layers.linear import autocast_dtype
-from cuboid.tensor3d.sharding.bucketing import start_gathers
-from cuboid.tensor3d.sharding.deferred_reduce import carried_shards
-from cuboid.tensor3d.sharding.param_group import SharedGather, VectorGroup
-from cuboid.tensor3d.sharding.sharded_param import ParameterGather, ShardedModule, is_recomputing
+from cuboid.tensor3d.sharding.bucketing import start_unshards
+from cuboid.tensor3d.sharding.deferred_reduce import deferred_shards
+from cuboid.tensor3d.sharding.param_group import ParamGroup, ParamGroupUnshard
+from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam, is_recomputing
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class _Place:
         return self.module.get_parameter(self.name)
 
     @property
-    def gather(self) -> ParameterGather:
-        return self.module.gathers[self.name]
+    def param(self) -> ShardedParam:
+        return self.module.sharded_params[self.name]
 
 
-class LayerAhead:
-    """Hooks of a layer that make its parameters, and those of its neighbours, ready.
+class LayerPrefetcher:
+    """Hooks of a layer that unshard its parameters, and prefetch those of its neighbours.
 
     Args:
         layer: as the model calls it.
@@ -48,51 +48,51 @@ class LayerAhead:
 
     def __init__(self, layer: nn.Module) -> None:
         self._weights: list[_Place] = []
-        vectors: list[_Place] = []
+        small: list[_Place] = []
         for module in (module for module in layer.modules() if isinstance(module, ShardedModule)):
-            for name, gather in module.gathers.items():
-                if gather.ranks > 1:
-                    (vectors if len(gather.layout.shape) == 1 else self._weights).append(_Place(module, name))
-        self._vectors = [VectorGroup(members) for members in _alike(vectors)]
+            for name, param in module.sharded_params.items():
+                if param.ranks > 1:
+                    (small if len(param.layout.shape) == 1 else self._weights).append(_Place(module, name))
+        self._groups = [ParamGroup(members) for members in _alike(small)]
         self._has_begun = False
-        self._started: list[SharedGather] = []
-        self._next: LayerAhead | None = None
-        self._previous: LayerAhead | None = None
-        if self._vectors or self._weights:
+        self._started: list[ParamGroupUnshard] = []
+        self._next: LayerPrefetcher | None = None
+        self._previous: LayerPrefetcher | None = None
+        if self._groups or self._weights:
             layer.register_forward_pre_hook(self._before)
             layer.register_forward_hook(self._after)
 
-    def follow(self, previous: LayerAhead) -> None:
+    def follow(self, previous: LayerPrefetcher) -> None:
         """Say which layer runs before this one."""
         self._previous, previous._next = previous, self
 
     def reset(self) -> None:
-        """Drop what was made ready for a layer that never ran, or whose recomputation ended early."""
+        """Discard what was prefetched for a layer that never ran, or whose recomputation ended early."""
         self._clear()
         self._has_begun, self._started = False, []
         for place in self._weights:
-            place.gather.discard()
+            place.param.discard()
 
     def _clear(self) -> None:
         for place in self._weights:
-            place.module.ahead_shards.pop(place.name, None)
-        for group in self._vectors:
+            place.module.prefetched_shards.pop(place.name, None)
+        for group in self._groups:
             group.clear()
 
     def _begin(self) -> None:
-        """Start to gather everything for a forward, unless that was done."""
+        """Start to unshard everything for a forward, unless that was done."""
         if self._has_begun:
             return
         self._has_begun = True
         self._clear()
-        self._started = [group.start() for group in self._vectors]
+        self._started = [group.start() for group in self._groups]
         shards = [place.shard.to(autocast_dtype(place.shard)) for place in self._weights]
         trained = [number for number, shard in enumerate(shards) if torch.is_grad_enabled() and shard.requires_grad]
         if trained:
-            carried, carry = carried_shards([shards[number] for number in trained])
-            for number, shard in zip(trained, carried, strict=True):
-                self._weights[number].module.ahead_shards[self._weights[number].name] = shard, carry
-        start_gathers([place.gather for place in self._weights], shards)
+            shards_in_use, deferred = deferred_shards([shards[number] for number in trained])
+            for number, shard in zip(trained, shards_in_use, strict=True):
+                self._weights[number].module.prefetched_shards[self._weights[number].name] = shard, deferred
+        start_unshards([place.param for place in self._weights], shards)
 
     @uncompiled
     def _before(self, *_: Any) -> None:
@@ -118,16 +118,16 @@ class LayerAhead:
             self._previous._begin_backward(dtypes)
 
     def _begin_backward(self, dtypes: Sequence[torch.dtype]) -> None:
-        """Start to gather the weights, the last first."""
+        """Start to unshard the weights, the last first."""
         shards = [place.shard.to(dtype) for place, dtype in zip(self._weights, dtypes, strict=True)]
-        start_gathers([place.gather for place in reversed(self._weights)], shards[::-1])
+        start_unshards([place.param for place in reversed(self._weights)], shards[::-1])
 
 
-class ModelAhead:
+class ModelPrefetcher:
     """All layers of a model, in the order in which they run; a forward pre-hook of what runs them."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._layers = [LayerAhead(layer) for layer in layers]
+        self._layers = [LayerPrefetcher(layer) for layer in layers]
         for previous, layer in pairwise(self._layers):
             layer.follow(previous)
 
@@ -142,6 +142,6 @@ def _alike(places: Sequence[_Place]) -> Iterator[list[_Place]]:
     """Those that one collective can gather: of the same dtype, over the same axes."""
     found: dict[Any, list[_Place]] = {}
     for place in places:
-        key = place.module.layout(place.name).storage, place.shard.dtype
+        key = place.module.layout(place.name).fsdp_axes, place.shard.dtype
         found.setdefault(key, []).append(place)
     yield from found.values()

@@ -1,4 +1,4 @@
-"""Parameters that stay gathered over several multiplications, and whose gradient is reduced once for all of them."""
+"""Parameters that stay unsharded over several multiplications, and whose gradient is reduced once for all of them."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from torch import nn
 from cuboid.distributed.topology import Axis
 from cuboid.tensor3d.layers.linear import ShardedLinear, autocast_dtype
 from cuboid.tensor3d.layers.norm import statistics_dtype
-from cuboid.tensor3d.sharding.sharded_param import ParameterGather, ShardedModule
-from cuboid.tensor3d.sharding.sharding_spec import Layout
+from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 
-class _Unsplit(Layout):
-    """Of a tensor that each rank has to itself, so that there is nothing to gather or to reduce."""
+class _Unsplit(ShardingSpec):
+    """Of a tensor that each rank has to itself, so that there is nothing to param or to reduce."""
 
     @property
-    def storage(self) -> tuple[Axis, ...]:
+    def fsdp_axes(self) -> tuple[Axis, ...]:
         """None."""
         return ()
 
 
-class HeldParameter:
-    """A parameter in whose place its module has the block, for as long as :func:`hold` says.
+class UnshardedParam:
+    """A parameter in whose place its module has the unsharded one, for as long as :func:`unshard_modules` says.
 
     Args:
         parameter: the shard, or a parameter that isn't sharded.
         block: what stands in its place: a leaf of autograd, of the dtype in which it is multiplied.
-        gather: of the shard; None where it isn't one.
+        param: of the shard; None where it isn't one.
     """
 
-    def __init__(self, parameter: nn.Parameter, block: nn.Parameter, gather: ParameterGather | None) -> None:
+    def __init__(self, parameter: nn.Parameter, block: nn.Parameter, param: ShardedParam | None) -> None:
         self.parameter, self.block = parameter, block
-        self._gather = gather
+        self._param = param
         self._sum: torch.Tensor | None = None
 
     def add(self, gradient: torch.Tensor, *, alone: bool) -> None:
@@ -54,40 +54,40 @@ class HeldParameter:
         if self._sum is None:
             return None
         total, self._sum = self._sum.to(self.block.dtype), None
-        if self._gather is not None:
-            total = self._gather.reduce(total)
+        if self._param is not None:
+            total = self._param.reduce_scatter(total)
         return total.to(self.parameter.dtype)
 
 
 @contextmanager
-def hold(modules: Iterable[nn.Module]) -> Iterator[list[HeldParameter]]:
+def unshard_modules(modules: Iterable[nn.Module]) -> Iterator[list[UnshardedParam]]:
     """Give modules their blocks in place of their own parameters, for the time of a ``with``.
 
-    Multiplications inside don't gather, and leave gradients with the blocks. Collective where a parameter is sharded
+    Multiplications inside don't param, and leave gradients with the blocks. Collective where a parameter is sharded
     over several ranks. Enter it inside of the autocast that the modules run in.
     """
     with ExitStack() as stack:
         yield [
-            stack.enter_context(_held(module, name, parameter))
+            stack.enter_context(_unsharded(module, name, parameter))
             for module in modules
             for name, parameter in list(module.named_parameters(recurse=False))
         ]
 
 
 @contextmanager
-def _held(module: nn.Module, name: str, parameter: nn.Parameter) -> Iterator[HeldParameter]:
+def _unsharded(module: nn.Module, name: str, parameter: nn.Parameter) -> Iterator[UnshardedParam]:
     if not isinstance(module, ShardedModule):
         with _in_place_of(module, name, parameter, parameter.detach()) as block:
-            yield HeldParameter(parameter, block, None)
+            yield UnshardedParam(parameter, block, None)
         return
-    gather = module.gathers[name]
+    param = module.sharded_params[name]
     shard = parameter.detach().to(_multiplied_in(module, name, parameter))
-    with gather.gathered(shard) as gathered, _in_place_of(module, name, parameter, gathered) as block:
-        _set_gather(module, name, ParameterGather(_unsplit(block), gather.mesh))
+    with param.unshard(shard) as gathered, _in_place_of(module, name, parameter, gathered) as block:
+        _set_gather(module, name, ShardedParam(_unsplit(block), param.mesh))
         try:
-            yield HeldParameter(parameter, block, gather)
+            yield UnshardedParam(parameter, block, param)
         finally:
-            _set_gather(module, name, gather)
+            _set_gather(module, name, param)
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def _in_place_of(module: nn.Module, name: str, parameter: nn.Parameter, values: 
 
 
 def _multiplied_in(module: ShardedModule, name: str, parameter: nn.Parameter) -> torch.dtype:
-    """Sharded linear layers gather their weight in the dtype of autocast."""
+    """Sharded linear layers param their weight in the dtype of autocast."""
     is_multiplied = isinstance(module, ShardedLinear) and name == "weight"
     return autocast_dtype(parameter) if is_multiplied else parameter.dtype
 
@@ -110,7 +110,7 @@ def _unsplit(block: torch.Tensor) -> _Unsplit:
     return _Unsplit(tuple(block.shape), ((),) * block.dim())
 
 
-def _set_gather(module: ShardedModule, name: str, gather: ParameterGather) -> None:
-    module.gathers[name] = gather
+def _set_gather(module: ShardedModule, name: str, param: ShardedParam) -> None:
+    module.sharded_params[name] = param
     if isinstance(module, ShardedLinear) and name == "weight":
-        module.product = replace(module.product, weight=gather)
+        module.product = replace(module.product, weight=param)

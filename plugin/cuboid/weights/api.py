@@ -19,11 +19,11 @@ from cuboid.distributed.mesh import Mesh, current_world_size
 from cuboid.errors import CuboidError
 from cuboid.models.architectures.supported_tasks import check_model
 from cuboid.models.pipeline.staging_plan import plan_staging
-from cuboid.models.sharded.parallel_plan import draw_blueprint
+from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.sharded.sharded_model import FormerParameters, ShardedModel, shard_modules, sharding_of, unwrap
 from cuboid.models.stages.stage_model import cut_model, finish_stage
 from cuboid.planner.mesh_search import choose_mesh
-from cuboid.tensor3d.sharding.sharding_spec import Layout, take_shard
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, take_shard
 from cuboid.weights.save import save_sharded
 
 _active: ContextVar[CuboidConfig | None] = ContextVar("cuboid_active_config", default=None)
@@ -102,17 +102,17 @@ def _shard(model: PreTrainedModel, parsed: CuboidConfig) -> PreTrainedModel:
     shape = choose_mesh(model, parsed)
     mesh = Mesh(shape, pipe=parsed.stages)
 
-    def shard_of(whole: nn.Parameter, layout: Layout) -> torch.Tensor:
+    def shard_of(whole: nn.Parameter, layout: ShardingSpec) -> torch.Tensor:
         return take_shard(whole, layout, mesh)
 
     if parsed.pipeline is None:
-        return shard_modules(model, draw_blueprint(model, shape), mesh, parsed.tensor_parallel, shard_of)
+        return shard_modules(model, make_parallel_plan(model, shape), mesh, parsed.tensor_parallel, shard_of)
     staging = plan_staging(type(model), model.config, parsed, mesh)
     if shape.size > 1:
-        draw_blueprint(model, shape)  # refuses what it can't shard while the model is whole
+        make_parallel_plan(model, shape)  # refuses what it can't shard while the model is whole
     cut_model(model, staging)
-    blueprint = draw_blueprint(model, shape) if shape.size > 1 else None
-    return finish_stage(model, staging, mesh, blueprint, shard_of)
+    parallel_plan = make_parallel_plan(model, shape) if shape.size > 1 else None
+    return finish_stage(model, staging, mesh, parallel_plan, shard_of)
 
 
 def save_pretrained(model: nn.Module, directory: str | Path, **kwargs: Any) -> None:

@@ -24,12 +24,12 @@ from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.models.architectures.supported_tasks import adapters_refused, check_checkpoint, check_class
 from cuboid.models.attention.segments import UnitSlot
 from cuboid.models.pipeline.staging_plan import plan_staging
-from cuboid.models.sharded.parallel_plan import draw_blueprint
+from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.sharded.sharded_model import shard_modules
 from cuboid.models.stages.stage_model import StageModel, Staging, cut_model, finish_stage
 from cuboid.planner.mesh_search import choose_mesh
 from cuboid.tensor3d.sharding.sharded_param import local_state
-from cuboid.tensor3d.sharding.sharding_spec import Layout
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 from cuboid.weights.model_folder import (
     as_damage_of,
     check_fit,
@@ -178,7 +178,7 @@ class _Loading:
         config, plan = self._cuboid_config, self._cuboid_plan
         shape = choose_mesh(self, config) if plan is None else plan.mesh.shape
         # One rank for each stage needs no rules for the architecture.
-        self._blueprint = draw_blueprint(self, shape) if config.pipeline is None or shape.size > 1 else None
+        self._parallel_plan = make_parallel_plan(self, shape) if config.pipeline is None or shape.size > 1 else None
         self._mesh = Mesh(shape, pipe=config.stages) if plan is None else plan.mesh
         self._staging = None
         if config.pipeline is not None:
@@ -188,10 +188,10 @@ class _Loading:
                 else dataclasses.replace(plan.staging, entrance=None, shared={}, slot=UnitSlot(), recorder=None)
             )
             _cut_stage(self, self._staging)
-        if self._blueprint is not None:
+        if self._parallel_plan is not None:
             # The one before was of the whole model, so that all stages refuse the same; this one has what is here.
-            self._blueprint = draw_blueprint(self, shape)
-            mark_parameters(self, self._blueprint, self._mesh)
+            self._parallel_plan = make_parallel_plan(self, shape)
+            mark_parameters(self, self._parallel_plan, self._mesh)
 
     def _move_missing_keys_from_meta_to_device(self, missing_keys: Any, *args: Any) -> None:
         parameters = {name for name, _ in self.named_parameters(remove_duplicate=False)}
@@ -204,8 +204,8 @@ class _Loading:
                 "slice by slice: save a complete checkpoint with plain transformers first"
             )
         super()._move_missing_keys_from_meta_to_device(missing_keys, *args)  # type: ignore[misc]
-        if self._blueprint is not None:
-            unmark_parameters(self, self._blueprint, self._mesh)
+        if self._parallel_plan is not None:
+            unmark_parameters(self, self._parallel_plan, self._mesh)
 
     def tie_weights(self, missing_keys: Any = None, **kwargs: Any) -> Any:
         if missing_keys is not None:
@@ -217,18 +217,18 @@ class _Loading:
 
     def finish_loading(self: Any) -> None:
         """Become a sharded model, or a stage."""
-        blueprint, mesh, staging = self._blueprint, self._mesh, self._staging
+        parallel_plan, mesh, staging = self._parallel_plan, self._mesh, self._staging
         settings = self._cuboid_config.tensor_parallel
         self.__class__ = self._cuboid_base
-        del self._blueprint, self._mesh, self._staging
+        del self._parallel_plan, self._mesh, self._staging
         if staging is not None:
-            finish_stage(self, staging, mesh, blueprint, _as_loaded)
+            finish_stage(self, staging, mesh, parallel_plan, _as_loaded)
         else:
-            shard_modules(self, blueprint, mesh, settings, _as_loaded)
+            shard_modules(self, parallel_plan, mesh, settings, _as_loaded)
         self.cuboid.save = save_sharded
 
 
-def _as_loaded(shard: torch.Tensor, _: Layout) -> torch.Tensor:
+def _as_loaded(shard: torch.Tensor, _: ShardingSpec) -> torch.Tensor:
     return shard.detach()
 
 

@@ -18,8 +18,8 @@ from cuboid.checkpoint.format.manifest import FileRecord, differing, record_of, 
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CheckpointError
-from cuboid.models.sharded.parallel_plan import Blueprint
-from cuboid.tensor3d.sharding.sharding_spec import Layout, pad_shard
+from cuboid.models.sharded.parallel_plan import ParallelPlan
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, pad_shard
 from cuboid.weights.model_folder import check_model_folder
 from cuboid.weights.rank_folder import SHARDS, RankFolder, layout_in_words
 
@@ -122,20 +122,20 @@ class _FromRankFile:
     _cuboid_ranks: RankFolder
     _cuboid_folder: Path
     # Of the class that it is mixed into.
-    _blueprint: Blueprint | None
+    _parallel_plan: ParallelPlan | None
     _mesh: Mesh
     _staging: Any
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[safe-super]
         # Kept from the class that it is mixed into, which would take the parameters for slices.
-        self._layouts, self._blueprint = self._blueprint, None
+        self._layouts, self._parallel_plan = self._parallel_plan, None
         _check_layouts(self)
         for module, name, _ in self._cut_parameters():
             whole = getattr(module, name)
             module.register_parameter(name, nn.Parameter(whole.to_local(), requires_grad=whole.requires_grad))
 
-    def _cut_parameters(self: Any) -> Iterable[tuple[nn.Module, str, Layout]]:
+    def _cut_parameters(self: Any) -> Iterable[tuple[nn.Module, str, ShardingSpec]]:
         return () if self._layouts is None else self._layouts.parameters_of(self)
 
     def _move_missing_keys_from_meta_to_device(self: Any, *args: Any) -> None:
@@ -145,7 +145,7 @@ class _FromRankFile:
             shard = nn.Parameter(pad_shard(loaded.detach(), layout, self._mesh.shape), loaded.requires_grad)
             shard._is_hf_initialized = True  # type: ignore[attr-defined]
             module.register_parameter(name, shard)
-        self._blueprint = self._layouts
+        self._parallel_plan = self._layouts
         del self._layouts
 
     def finish_loading(self: Any) -> None:

@@ -20,7 +20,7 @@ from cuboid.checkpoint.format.manifest import FileRecord, check_names, not_under
 from cuboid.checkpoint.format.tensor_header import TensorSpec, check_sizes
 from cuboid.config.schema import MeshConfig
 from cuboid.distributed.topology import Axis, Coordinate, MeshShape, Topology
-from cuboid.tensor3d.sharding.sharding_spec import Layout
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 SHARDS = "shards.json"
 
@@ -30,16 +30,16 @@ class _Record(BaseModel):
 
 
 class StoredLayout(_Record):
-    """A :class:`~cuboid.tensor3d.sharding.sharding_spec.Layout` but for the shape."""
+    """A :class:`~cuboid.tensor3d.sharding.sharding_spec.ShardingSpec` but for the shape."""
 
     split: tuple[tuple[Axis, ...], ...]
     parts: tuple[int, ...]
     ragged: bool
 
     @classmethod
-    def of(cls, layout: Layout) -> Self:
+    def of(cls, layout: ShardingSpec) -> Self:
         """What is stored of a layout."""
-        return cls(split=layout.split, parts=layout.parts, ragged=layout.ragged)
+        return cls(split=layout.tp_axes, parts=layout.parts, ragged=layout.ragged)
 
 
 class RankTensor(_Record):
@@ -81,7 +81,7 @@ class RankTensor(_Record):
         if not all(1 <= parts <= max(size, 1) for size, parts in zip(self.shape, cut.parts, strict=True)):
             raise ValueError("its layout has more parts than elements")
         # Whose own rules are assertions, which count here.
-        Layout(self.shape, cut.split, cut.parts, cut.ragged)
+        ShardingSpec(self.shape, cut.split, cut.parts, cut.ragged)
         return self
 
     @property
@@ -90,10 +90,10 @@ class RankTensor(_Record):
         return TensorSpec(getattr(torch, self.dtype), self.shape)
 
     @property
-    def whole_layout(self) -> Layout | None:
+    def whole_layout(self) -> ShardingSpec | None:
         """The layout with its shape."""
         cut = self.layout
-        return None if cut is None else Layout(self.shape, cut.split, cut.parts, cut.ragged)
+        return None if cut is None else ShardingSpec(self.shape, cut.split, cut.parts, cut.ragged)
 
 
 class RankFolder(_Record):

@@ -25,7 +25,7 @@ from cuboid.models.sharded.sharded_model import mesh_of, unwrap
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.optim.grad_buffer import gradient_of
 from cuboid.tensor3d.sharding.sharded_param import local_state
-from cuboid.tensor3d.sharding.sharding_spec import Layout, put_shard
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, put_shard
 from cuboid.weights.auxiliary_files import keep_own_tokenizer, write_companions
 from cuboid.weights.state_dict_map import model_family, sharded_layouts
 
@@ -242,7 +242,7 @@ def _receive(
 
 
 def _entries(
-    model: nn.Module, tensors: dict[str, torch.Tensor], layouts: dict[str, Layout], value_of: _ValueOf
+    model: nn.Module, tensors: dict[str, torch.Tensor], layouts: dict[str, ShardingSpec], value_of: _ValueOf
 ) -> list[_Entry]:
     """What to send, alike on all ranks of a mesh. What the first stage has already is named as a source only."""
     repeated: dict[str, nn.Parameter] = {}
@@ -270,7 +270,7 @@ def _of_other_stages(entries: list[_Entry], mesh: Mesh) -> dict[int, list[_Entry
     return dict(list(enumerate(gathered))[1:]) if gathered else {}
 
 
-def _collect(value: torch.Tensor, layout: Layout | None, mesh: Mesh) -> torch.Tensor | None:
+def _collect(value: torch.Tensor, layout: ShardingSpec | None, mesh: Mesh) -> torch.Tensor | None:
     """The whole tensor on the first rank of a stage's mesh, on the CPU; None on the others."""
     peers = mesh.mesh_ranks
     if layout is None:

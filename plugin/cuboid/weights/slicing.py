@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cuboid.distributed.mesh import Mesh
-from cuboid.models.sharded.parallel_plan import Blueprint
-from cuboid.tensor3d.sharding.sharding_spec import Layout, pad_shard, take_shard
+from cuboid.models.sharded.parallel_plan import ParallelPlan
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, pad_shard, take_shard
 
 
-def mark_parameters(model: Any, blueprint: Blueprint, mesh: Mesh) -> None:
+def mark_parameters(model: Any, parallel_plan: ParallelPlan, mesh: Mesh) -> None:
     """Put a DTensor on the meta device in the place of each parameter of which slices are read."""
-    for module, name, layout in blueprint.parameters_of(model):
-        if layout.ragged and "hidden" in layout.storage:
+    for module, name, layout in parallel_plan.parameters_of(model):
+        if layout.ragged and "hidden" in layout.fsdp_axes:
             # A head's bias is cut where its weight is, which no DTensor can say; so all of it is read.
             continue
         whole = getattr(module, name)
@@ -28,9 +28,9 @@ def mark_parameters(model: Any, blueprint: Blueprint, mesh: Mesh) -> None:
         module.register_parameter(name, marked)
 
 
-def unmark_parameters(model: Any, blueprint: Blueprint, mesh: Mesh) -> None:
+def unmark_parameters(model: Any, parallel_plan: ParallelPlan, mesh: Mesh) -> None:
     """Replace what was loaded, DTensors mostly, by this rank's shards."""
-    for module, name, layout in blueprint.parameters_of(model):
+    for module, name, layout in parallel_plan.parameters_of(model):
         loaded = getattr(module, name)
         if isinstance(loaded, DTensor):
             shard = pad_shard(loaded.to_local().detach(), layout, mesh.shape)
@@ -41,7 +41,7 @@ def unmark_parameters(model: Any, blueprint: Blueprint, mesh: Mesh) -> None:
         module.register_parameter(name, plain)
 
 
-def _placed(whole: torch.Tensor, layout: Layout, mesh: Mesh) -> DTensor:
+def _placed(whole: torch.Tensor, layout: ShardingSpec, mesh: Mesh) -> DTensor:
     axes = list(_slicing(layout, mesh))
     device_mesh = _rank_of_slices(tuple(size for size, _, _ in axes), tuple(index for _, index, _ in axes))
     intervals = layout.shard_intervals(mesh.shape, mesh.coordinate)
@@ -56,22 +56,22 @@ def _placed(whole: torch.Tensor, layout: Layout, mesh: Mesh) -> DTensor:
     )
 
 
-def _slicing(layout: Layout, mesh: Mesh) -> list[tuple[int, int, Placement]]:
+def _slicing(layout: ShardingSpec, mesh: Mesh) -> list[tuple[int, int, Placement]]:
     """The cuts of a layout one after the other: number of pieces, this rank's piece, and the DTensor placement."""
-    storage = (mesh.size(*layout.storage), mesh.index(*layout.storage))
+    storage = (mesh.size(*layout.fsdp_axes), mesh.index(*layout.fsdp_axes))
     if layout.ragged:
         # Rounded up once over all pieces of dim 0, not once for the blocks and once more for the shards.
         pieces = (
-            mesh.size(*layout.split[0]) * storage[0],
-            mesh.index(*layout.split[0]) * storage[0] + storage[1],
+            mesh.size(*layout.tp_axes[0]) * storage[0],
+            mesh.index(*layout.tp_axes[0]) * storage[0] + storage[1],
         )
         first: list[tuple[int, int, Placement]] = [(*pieces, Shard(0))]
         return first + [_cut(layout, mesh, dim) for dim in range(1, len(layout.shape))]
     return [_cut(layout, mesh, dim) for dim in range(len(layout.shape))] + [(*storage, Shard(0))]
 
 
-def _cut(layout: Layout, mesh: Mesh, dim: int) -> tuple[int, int, Placement]:
-    axes, parts = layout.split[dim], layout.parts[dim]
+def _cut(layout: ShardingSpec, mesh: Mesh, dim: int) -> tuple[int, int, Placement]:
+    axes, parts = layout.tp_axes[dim], layout.parts[dim]
     placement: Placement = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
     return mesh.size(*axes), mesh.index(*axes), placement
 

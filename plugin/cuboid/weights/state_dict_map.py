@@ -16,16 +16,16 @@ from cuboid.checkpoint.format.tensor_header import TensorSpec
 from cuboid.checkpoint.shards import Bundle, Family, Run, SplitTensor
 from cuboid.models.sharded.sharded_model import unwrap
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, local_state
-from cuboid.tensor3d.sharding.sharding_spec import Layout
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 
-def sharded_layouts(model: nn.Module) -> dict[str, Layout]:
+def sharded_layouts(model: nn.Module) -> dict[str, ShardingSpec]:
     """Layouts of a model's sharded parameters by name, tied ones by each of their names."""
     return {
-        f"{prefix}.{name}": gather.layout
+        f"{prefix}.{name}": param.layout
         for prefix, module in model.named_modules()
         if isinstance(module, ShardedModule)
-        for name, gather in module.gathers.items()
+        for name, param in module.sharded_params.items()
     }
 
 
@@ -56,7 +56,7 @@ def counted_here(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in stored_parameters(inner).items() if id(parameter) in counted}
 
 
-def split_tensor(name: str, value: torch.Tensor, layout: Layout | None, run: Run | None) -> SplitTensor:
+def split_tensor(name: str, value: torch.Tensor, layout: ShardingSpec | None, run: Run | None) -> SplitTensor:
     """Describe what this rank has of a tensor.
 
     Args:

@@ -15,10 +15,10 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.models.pipeline.staging_plan import plan_staging
-from cuboid.models.sharded.parallel_plan import draw_blueprint
+from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.stages.stages import cut_at, cut_stage
 from cuboid.planner.mesh_search import choose_mesh
-from cuboid.tensor3d.sharding.sharding_spec import Layout
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 from cuboid.weights.rank_folder import RankTensor, StoredLayout, layout_in_words
 
 
@@ -73,11 +73,11 @@ def plan_ranks(
     return RankPlan(shape, layers, tensors, unused)
 
 
-def _layouts(model: PreTrainedModel, config: CuboidConfig, shape: MeshShape) -> dict[str, Layout]:
+def _layouts(model: PreTrainedModel, config: CuboidConfig, shape: MeshShape) -> dict[str, ShardingSpec]:
     """Of every parameter by name; nothing where stages alone hold whole tensors."""
     if config.pipeline is not None and shape.size == 1:
         return {}
-    return draw_blueprint(model, shape).by_parameter
+    return make_parallel_plan(model, shape).by_parameter
 
 
 def _stages(
@@ -120,7 +120,9 @@ def _check(model: PreTrainedModel, specs: Mapping[str, TensorSpec], roles: Mappi
             raise CheckpointError(f"the checkpoint has no tensor for {name} of {type(model).__name__}")
 
 
-def _tensor(spec: TensorSpec, role: Role, layouts: Mapping[str, Layout], stages: list[frozenset[str]]) -> RankTensor:
+def _tensor(
+    spec: TensorSpec, role: Role, layouts: Mapping[str, ShardingSpec], stages: list[frozenset[str]]
+) -> RankTensor:
     layout = layouts.get(role.parameter)
     return RankTensor(
         dtype=str(spec.dtype).removeprefix("torch."),

@@ -18,7 +18,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.attention.whole_sequence import Replay, WholeSequence
 from cuboid.models.batch.batch import IGNORE_INDEX
-from cuboid.seq1f1b.attention.kv_cache import KeyValueStore
+from cuboid.seq1f1b.attention.kv_cache import KVCache
 
 PREFIX = "cuboid_"
 _RECORD = "cuboid_attention"
@@ -39,7 +39,7 @@ class Unit:
             that code sees the whole sequence itself.
     """
 
-    store: KeyValueStore
+    store: KVCache
     start: int
     stop: int
     length: int

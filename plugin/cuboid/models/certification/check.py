@@ -28,7 +28,7 @@ from cuboid.models.stages.stage_model import Staging, cut_model, finish_stage
 from cuboid.models.stages.stage_runner import StageRunner
 from cuboid.models.stages.stages import cut_at, draw_outline
 from cuboid.models.stages.units import SegmentedBatch, label_tokens, with_shifted_labels
-from cuboid.seq1f1b.attention.kv_cache import KeyValueStore, StorePool
+from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
 
 _ROWS = 3
 _STAGES = 3
@@ -237,7 +237,7 @@ def _run_cut(model: PreTrainedModel, outline: Outline, batch: MicroBatch, mode: 
     lengths = _lengths(batch["input_ids"].shape[1], mode)
     runners = []
     for stage in stages:
-        store = KeyValueStore(sum(lengths), StorePool())
+        store = KVCache(sum(lengths), KVCachePool())
         cut = SegmentedBatch.of(shifted, lengths, store, model.config, stage.cuboid.mesh)
         runners.append(StageRunner(stage, [cut], scale=1.0 / items, training=True))
     for segment in range(len(lengths)):

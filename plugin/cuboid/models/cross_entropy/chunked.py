@@ -15,14 +15,14 @@ from cuboid.models.batch.batch import IGNORE_INDEX
 from cuboid.models.cross_entropy.lm_head import Head
 from cuboid.tensor3d.layers.norm import statistics_dtype
 from cuboid.tensor3d.layers.vocab_cross_entropy import sum_over_mesh, token_sum
-from cuboid.tensor3d.unshard import HeldParameter
+from cuboid.tensor3d.unshard import UnshardedParam
 
 #: Of logits in float32, for one chunk.
 CHUNK_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class LossInChunks:
+class ChunkedCrossEntropy:
     """Cross-entropy summed over tokens times ``scale``, of logits that exist for a chunk of tokens at a time.
 
     Args:
@@ -55,15 +55,15 @@ class LossInChunks:
             return self._total(hidden, (self._loss(hidden[:, own], labels) for own, labels in self._chunks(hidden)))
 
     def value_and_gradients(
-        self, hidden: torch.Tensor, held: Sequence[HeldParameter], factor: torch.Tensor | float = 1.0
+        self, hidden: torch.Tensor, unsharded: Sequence[UnshardedParam], factor: torch.Tensor | float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The loss times ``factor``, and its gradient with respect to ``hidden``, None if that requires none.
 
-        Nothing is computed twice. Gradients of the head's parameters are left with ``held``, which must be in force.
+        Nothing is computed twice. Gradients of the head's parameters are left with ``unsharded``.
 
         Args:
             hidden: as in :meth:`value`.
-            held: the head's parameters.
+            unsharded: the head's parameters.
             factor: of the loss, besides ``scale``.
         """
         leaf = hidden.detach()
@@ -73,7 +73,7 @@ class LossInChunks:
         def losses() -> Iterator[torch.Tensor]:
             for own, labels in chunks:
                 part = leaf[:, own].requires_grad_(gradient is not None)
-                yield self._differentiate(self._loss(part, labels) * factor, part, held, alone=len(chunks) == 1)
+                yield self._differentiate(self._loss(part, labels) * factor, part, unsharded, alone=len(chunks) == 1)
                 if gradient is not None:
                     assert part.grad is not None
                     gradient[:, own] = part.grad
@@ -83,12 +83,12 @@ class LossInChunks:
             return self._total(hidden, losses()), gradient
 
     def _differentiate(
-        self, loss: torch.Tensor, part: torch.Tensor, held: Sequence[HeldParameter], *, alone: bool
+        self, loss: torch.Tensor, part: torch.Tensor, unsharded: Sequence[UnshardedParam], *, alone: bool
     ) -> torch.Tensor:
-        """A chunk's backward: gradients go to ``part.grad`` and ``held``, and the loss comes back without its graph."""
-        self._check_leaves(loss, [part, *(each.block for each in held)])
+        """A chunk's backward: gradients go to ``part.grad`` and ``unsharded``. Returns the detached loss."""
+        self._check_leaves(loss, [part, *(each.block for each in unsharded)])
         loss.backward()  # type: ignore[no-untyped-call]
-        for each in held:
+        for each in unsharded:
             if each.block.grad is not None:
                 each.add(each.block.grad, alone=alone)
                 each.block.grad = None
@@ -163,17 +163,17 @@ def chunked_loss(
 
     Args:
         hidden: ``[B, L, H]`` from the last stage's base model; on a mesh ``[B/b, L/s, H/h]``.
-        head, labels, scale, vocabulary, mesh, chunk_bytes: see :class:`LossInChunks`.
+        head, labels, scale, vocabulary, mesh, chunk_bytes: see :class:`ChunkedCrossEntropy`.
 
     Returns:
         The loss, detached (on a mesh the same on every rank), and the gradient, None where none are enabled.
     """
-    loss = LossInChunks(head, labels, scale, vocabulary, mesh, chunk_bytes)
-    with head.held() as held:
+    loss = ChunkedCrossEntropy(head, labels, scale, vocabulary, mesh, chunk_bytes)
+    with head.unsharded() as unsharded:
         if not torch.is_grad_enabled():
             return loss.value(hidden), None
-        value, gradient = loss.value_and_gradients(hidden.detach().requires_grad_(), held)
-        gradients = [(each.parameter, each.gradient()) for each in held]
+        value, gradient = loss.value_and_gradients(hidden.detach().requires_grad_(), unsharded)
+        gradients = [(each.parameter, each.gradient()) for each in unsharded]
     for parameter, own in gradients:
         if own is not None:
             torch.autograd.backward(parameter, own)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cuboid.tensor3d.unshard import HeldParameter, hold
+from cuboid.tensor3d.unshard import UnshardedParam, unshard_modules
 
 #: Whether a :class:`Head` runs, which knows that a sharded model's head takes and gives parts.
 _runs: ContextVar[bool] = ContextVar("cuboid_head_runs", default=False)
@@ -80,9 +80,9 @@ class Head:
         logits: torch.Tensor = output[0]
         return logits
 
-    def held(self) -> AbstractContextManager[list[HeldParameter]]:
+    def unsharded(self) -> AbstractContextManager[list[UnshardedParam]]:
         """Gather the head's parameters for the time of a ``with``; see :func:`cuboid.tensor3d.unshard.hold`."""
-        return hold(list(self._modules()))
+        return unshard_modules(list(self._modules()))
 
     def _modules(self) -> Iterator[nn.Module]:
         for name, module in self.model.named_modules():

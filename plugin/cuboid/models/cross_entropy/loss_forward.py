@@ -17,11 +17,11 @@ from transformers.utils import ModelOutput
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.cross_entropy.chunked import LossInChunks, least_positions
+from cuboid.models.cross_entropy.chunked import ChunkedCrossEntropy, least_positions
 from cuboid.models.cross_entropy.lm_head import Head
 from cuboid.tensor3d.layers.norm import statistics_dtype
 from cuboid.tensor3d.layers.vocab_cross_entropy import divisor, predicted
-from cuboid.tensor3d.unshard import HeldParameter
+from cuboid.tensor3d.unshard import UnshardedParam
 
 
 def forward_with_bounded_loss(
@@ -37,7 +37,7 @@ def forward_with_bounded_loss(
         forward: the call of the model's own forward, with labels.
         unbound: that forward, of its class.
         mesh: the model's.
-        chunk_bytes: see :class:`~cuboid.models.cross_entropy.lm_head.LossInChunks`.
+        chunk_bytes: see :class:`~cuboid.models.cross_entropy.lm_head.ChunkedCrossEntropy`.
 
     Returns:
         The forward's output, with None for logits.
@@ -78,7 +78,7 @@ class _Ending:
     stack: ExitStack
     is_done: bool = False
     hidden: torch.Tensor | None = None
-    held: list[HeldParameter] = field(default_factory=list)
+    unsharded: list[UnshardedParam] = field(default_factory=list)
 
     def cut(self, _: nn.Module, __: Any, output: Any) -> Any:
         """Keep the base model's output, and hand on as little of it as the head takes."""
@@ -89,7 +89,7 @@ class _Ending:
         self.hidden = output.last_hidden_state
         self.head = Head(self.model, _Base(self.model.base_model_prefix, type(output)), self.unbound)
         # From here on, so that the forward's own use of the head needs no gather of its own.
-        self.held = self.stack.enter_context(self.head.held())
+        self.unsharded = self.stack.enter_context(self.head.unsharded())
         few = self.hidden[:, : least_positions(self.mesh)].detach()
         return type(output)(**{**output, "last_hidden_state": few})
 
@@ -112,10 +112,11 @@ class _Ending:
         targets = predicted(labels, shift_labels, ignore_index)
         like = logits.new_empty((), dtype=statistics_dtype(logits.dtype))
         scale = divisor(targets, self.mesh, num_items_in_batch, ignore_index, like).reciprocal()
-        loss = LossInChunks(self.head, targets, scale, vocab_size, self.mesh, self.chunk_bytes, ignore_index)
+        loss = ChunkedCrossEntropy(self.head, targets, scale, vocab_size, self.mesh, self.chunk_bytes, ignore_index)
         if not torch.is_grad_enabled():
             return loss.value(self.hidden)
-        return _DifferentiableLoss.apply(loss, self.held, self.hidden, *(each.parameter for each in self.held))
+        parameters = [each.parameter for each in self.unsharded]
+        return _DifferentiableLoss.apply(loss, self.unsharded, self.hidden, *parameters)
 
 
 class _DifferentiableLoss(torch.autograd.Function):
@@ -127,15 +128,19 @@ class _DifferentiableLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: LossInChunks, held: Sequence[HeldParameter], hidden: torch.Tensor, *parameters: torch.Tensor
+        ctx: Any,
+        loss: ChunkedCrossEntropy,
+        unsharded: Sequence[UnshardedParam],
+        hidden: torch.Tensor,
+        *parameters: torch.Tensor,
     ) -> torch.Tensor:
         ctx.precision = _Precision.of(hidden)
         ctx.loss = loss
         if ctx.precision.is_narrow or not any(ctx.needs_input_grad):
             ctx.save_for_backward(hidden, *parameters)
             return loss.value(hidden)
-        value, gradient = loss.value_and_gradients(hidden, held)
-        ctx.save_for_backward(gradient, *(each.gradient() for each in held))
+        value, gradient = loss.value_and_gradients(hidden, unsharded)
+        ctx.save_for_backward(gradient, *(each.gradient() for each in unsharded))
         return value
 
     @staticmethod
@@ -144,9 +149,9 @@ class _DifferentiableLoss(torch.autograd.Function):
         if not ctx.precision.is_narrow:
             return None, None, *(None if gradient is None else gradient * factor for gradient in ctx.saved_tensors)
         hidden, *_ = ctx.saved_tensors
-        with ctx.precision.again(), ctx.loss.head.held() as held:
-            _, gradient = ctx.loss.value_and_gradients(hidden, held, factor)
-            return None, None, gradient, *(each.gradient() for each in held)
+        with ctx.precision.again(), ctx.loss.head.unsharded() as unsharded:
+            _, gradient = ctx.loss.value_and_gradients(hidden, unsharded, factor)
+            return None, None, gradient, *(each.gradient() for each in unsharded)
 
 
 class _Precision(NamedTuple):

@@ -26,9 +26,9 @@ from cuboid.models.stages.stage_model import StageModel
 from cuboid.models.stages.stage_runner import StageRunner
 from cuboid.models.stages.units import SegmentedBatch, label_tokens, with_shifted_labels
 from cuboid.optim.grad_buffer import gradient_of
-from cuboid.seq1f1b.attention.kv_cache import KeyValueStore, StorePool
+from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
 from cuboid.seq1f1b.runtime.p2p import Channel
-from cuboid.seq1f1b.runtime.profiler import Recorder
+from cuboid.seq1f1b.runtime.profiler import Profiler
 from cuboid.seq1f1b.runtime.runtime import Interpreter
 from cuboid.seq1f1b.schedule.actions import Program
 from cuboid.seq1f1b.schedule.lowering import lower
@@ -64,7 +64,7 @@ class Pipeline:
         self.mesh.connect()
         self._cutter = Cutter(self._config, stage.staging.sizes, self.mesh)
         #: Buffers of keys and values, for reports of memory.
-        self.pool = StorePool()
+        self.pool = KVCachePool()
         self._channels = open_channels(self.mesh, self._device)
         self._step = 0
         #: Rows of this replica in the last step.
@@ -108,7 +108,7 @@ class Pipeline:
         step = self._prepare(batches, count)
         traces = self._config.trace is not False and self._step == self._config.trace_step
         measures = self._cutter.measures(self._step)
-        recorder = Recorder(self._device) if traces or measures else None
+        recorder = Profiler(self._device) if traces or measures else None
         scale = gradient_scale / step.items
         runner = self._run(_programs(self._config.schedule, step.shape), step, scale, recorder)
         if complete:
@@ -202,7 +202,7 @@ class Pipeline:
         programs: tuple[Program, ...],
         step: _Step,
         scale: float,
-        recorder: Recorder | None,
+        recorder: Profiler | None,
         *,
         training: bool = True,
     ) -> StageRunner:
@@ -220,8 +220,8 @@ class Pipeline:
     def _trace_folder(self) -> Path:
         return Path("cuboid_trace" if self._config.trace is True else str(self._config.trace))
 
-    def _store(self, length: int) -> KeyValueStore:
-        return KeyValueStore(length, self.pool, self._config.kv_gradients)
+    def _store(self, length: int) -> KVCache:
+        return KVCache(length, self.pool, self._config.kv_gradients)
 
     def add_shared_gradients(self) -> None:
         """Give the first and the last stage the whole gradient of the parameters that both have."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.models.stages.stage_model import Staging
-from cuboid.seq1f1b.runtime.profiler import Recorder, gather_times_s
+from cuboid.seq1f1b.runtime.profiler import Profiler, gather_times_s
 from cuboid.seq1f1b.schedule.actions import Schedule
 from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
 from cuboid.seq1f1b.schedule.simulator import Span, Timeline, simulate
@@ -28,7 +28,7 @@ class StepTrace:
 
     @classmethod
     def gather(
-        cls, recorder: Recorder, shape: PipelineShape, schedule: str, mesh: Mesh, device: torch.device
+        cls, recorder: Profiler, shape: PipelineShape, schedule: str, mesh: Mesh, device: torch.device
     ) -> StepTrace:
         """Bring the stages' times together, the same on every rank. Collective over the world."""
         order = SCHEDULES[schedule](shape)

@@ -15,27 +15,27 @@ from cuboid.errors import MeshError
 from cuboid.models.architectures.attention_heads import HeadCounts, plan_key_value_heads
 from cuboid.models.architectures.roles import Role, find_roles
 from cuboid.models.attention.interface import check_attention
-from cuboid.tensor3d.sharding.sharding_spec import Layout
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 _SHOWN_MESHES = 6
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class ParallelPlan:
     """Everything about a model's layout on a mesh that all ranks share: roles, head counts, layouts."""
 
     mesh: MeshShape
     heads: HeadCounts
     roles: dict[str, Role]
     #: By module name, then parameter name.
-    layouts: dict[str, dict[str, Layout]]
+    layouts: dict[str, dict[str, ShardingSpec]]
 
     @property
-    def by_parameter(self) -> dict[str, Layout]:
+    def by_parameter(self) -> dict[str, ShardingSpec]:
         """Layouts by the parameters' full names."""
         return {f"{module}.{name}": layout for module, own in self.layouts.items() for name, layout in own.items()}
 
-    def parameters_of(self, model: nn.Module) -> Iterator[tuple[nn.Module, str, Layout]]:
+    def parameters_of(self, model: nn.Module) -> Iterator[tuple[nn.Module, str, ShardingSpec]]:
         """For each parameter the module of ``model`` that has it, its name in the module, and its layout."""
         for path, own in self.layouts.items():
             module = model.get_submodule(path)
@@ -43,7 +43,7 @@ class Blueprint:
                 yield module, name, layout
 
 
-def draw_blueprint(model: PreTrainedModel, mesh: MeshShape) -> Blueprint:
+def make_parallel_plan(model: PreTrainedModel, mesh: MeshShape) -> ParallelPlan:
     """Lay a model (on any device, meta included) out on a mesh.
 
     Raises:
@@ -57,7 +57,7 @@ def draw_blueprint(model: PreTrainedModel, mesh: MeshShape) -> Blueprint:
         raise MeshError(_misfit_message(model, roles, mesh, misfits))
     heads = HeadCounts.of(model.config)
     layouts = {name: _module_layouts(model.get_submodule(name), role, heads, mesh) for name, role in roles.items()}
-    return Blueprint(mesh, heads, roles, layouts)
+    return ParallelPlan(mesh, heads, roles, layouts)
 
 
 def _misfits(model: PreTrainedModel, roles: dict[str, Role], mesh: MeshShape) -> list[str]:
@@ -116,28 +116,28 @@ def _misfit_message(model: PreTrainedModel, roles: dict[str, Role], mesh: MeshSh
     )
 
 
-def _module_layouts(module: nn.Module, role: Role, heads: HeadCounts, mesh: MeshShape) -> dict[str, Layout]:
+def _module_layouts(module: nn.Module, role: Role, heads: HeadCounts, mesh: MeshShape) -> dict[str, ShardingSpec]:
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters(recurse=False)}
     return {name: _layout(name, shape, module, role, heads, mesh) for name, shape in shapes.items()}
 
 
 def _layout(
     name: str, shape: tuple[int, ...], module: nn.Module, role: Role, heads: HeadCounts, mesh: MeshShape
-) -> Layout:
+) -> ShardingSpec:
     if role.kind == "gathered":
-        return Layout(shape, ((),) * len(shape))
+        return ShardingSpec(shape, ((),) * len(shape))
     if role.kind in ("rms_norm", "layer_norm"):
-        return Layout(shape, (("hidden",),))
+        return ShardingSpec(shape, (("hidden",),))
     if role.kind in ("embedding", "head"):
         split: tuple[tuple[Axis, ...], ...] = (("sequence",), ("hidden",))
-        return Layout(shape, split[: len(shape)], ragged=True)
+        return ShardingSpec(shape, split[: len(shape)], ragged=True)
     parts = 3 if role.heads == "query_key_value" else 1
     out, into = _feature_axes(name, role, heads, mesh)
     if name == "bias":
-        return Layout(shape, (out,), (parts,))
+        return ShardingSpec(shape, (out,), (parts,))
     if isinstance(module, Conv1D):
-        return Layout(shape, (into, out), (1, parts))
-    return Layout(shape, (out, into), (parts, 1))
+        return ShardingSpec(shape, (into, out), (1, parts))
+    return ShardingSpec(shape, (out, into), (parts, 1))
 
 
 def _feature_axes(

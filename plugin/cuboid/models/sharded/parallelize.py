@@ -13,43 +13,43 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.models.architectures.attention_heads import KeyValuePlan, plan_key_value_heads
 from cuboid.models.architectures.norm_formula import rms_norm_settings
 from cuboid.models.architectures.roles import Role, architecture_of, matching_modules
-from cuboid.models.sharded.parallel_plan import Blueprint
+from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.tensor3d.layers.dropout import ShardedDropout
-from cuboid.tensor3d.layers.fused_projections import Entrance
+from cuboid.tensor3d.layers.fused_projections import FusedProjections
 from cuboid.tensor3d.layers.linear import ShardedLinear, down_product, head_product, up_product
 from cuboid.tensor3d.layers.linear_op import Product
 from cuboid.tensor3d.layers.norm import ShardedLayerNorm, ShardedRMSNorm
 from cuboid.tensor3d.layers.output_reduce import SelectHeads
-from cuboid.tensor3d.layers.unsharded_module import GatheredModule
+from cuboid.tensor3d.layers.unsharded_module import UnshardedModule
 from cuboid.tensor3d.layers.vocab_embedding import ShardedEmbedding
-from cuboid.tensor3d.prefetch import ModelAhead
-from cuboid.tensor3d.sharding.sharding_spec import Layout
+from cuboid.tensor3d.prefetch import ModelPrefetcher
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 #: Gives the shard of a parameter: cut from a whole tensor, or already read as a slice.
-ShardOf = Callable[[nn.Parameter, Layout], torch.Tensor]
+ShardOf = Callable[[nn.Parameter, ShardingSpec], torch.Tensor]
 
 
-def swap_modules(model: PreTrainedModel, blueprint: Blueprint, mesh: Mesh, shard_of: ShardOf) -> None:
+def parallelize_modules(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh, shard_of: ShardOf) -> None:
     """Swap every module of the blueprint, dropouts too, and mend the sizes that attention modules read.
 
     Tied parameters stay one parameter. The whole tensors are freed one by one as their modules are swapped.
     """
     # First, for it can refuse a norm, and the model must then be as it was.
-    rms_settings = {name: _settings(model.get_submodule(name), role) for name, role in blueprint.roles.items()}
+    rms_settings = {name: _settings(model.get_submodule(name), role) for name, role in parallel_plan.roles.items()}
     _split_attributes(model, mesh)
     shards = _Shards(model, shard_of)
-    for name, role in blueprint.roles.items():
+    for name, role in parallel_plan.roles.items():
         old = model.get_submodule(name)
-        parameters = {key: shards.take(old, key, layout) for key, layout in blueprint.layouts[name].items()}
-        new = _build(old, role, parameters, blueprint.layouts[name], mesh, rms_settings[name])
+        parameters = {key: shards.take(old, key, layout) for key, layout in parallel_plan.layouts[name].items()}
+        new = _build(old, role, parameters, parallel_plan.layouts[name], mesh, rms_settings[name])
         if isinstance(new, ShardedLinear):
-            new.configure(*_product(new, role, blueprint, isinstance(old, Conv1D)))
+            new.configure(*_product(new, role, parallel_plan, isinstance(old, Conv1D)))
         new.train(old.training)
         model.set_submodule(name, new)
     if mesh.shape.size > 1:
-        _add_entrances(model, blueprint)
-        _run_ahead(model, blueprint)
-    _share_key_value_heads(model, blueprint, mesh)
+        _add_entrances(model, parallel_plan)
+        _run_ahead(model, parallel_plan)
+    _share_key_value_heads(model, parallel_plan, mesh)
     _swap_dropouts(model, mesh)
 
 
@@ -62,7 +62,7 @@ class _Shards:
         self._uses = {key: names.count(key) for key in set(names)}
         self._shared: dict[int, nn.Parameter] = {}
 
-    def take(self, module: nn.Module, name: str, layout: Layout) -> nn.Parameter:
+    def take(self, module: nn.Module, name: str, layout: ShardingSpec) -> nn.Parameter:
         """The shard of a module's parameter. The module keeps a memory-less stand-in for the whole one."""
         whole = getattr(module, name)
         if id(whole) in self._shared:
@@ -84,13 +84,13 @@ def _build(
     old: nn.Module,
     role: Role,
     parameters: dict[str, nn.Parameter],
-    layouts: dict[str, Layout],
+    layouts: dict[str, ShardingSpec],
     mesh: Mesh,
     rms: tuple[float, float],
 ) -> nn.Module:
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if role.kind == "gathered":
-        return GatheredModule(old.to("meta"), parameters, mesh=mesh, layouts=layouts)
+        return UnshardedModule(old.to("meta"), parameters, mesh=mesh, layouts=layouts)
     if role.kind == "layer_norm":
         assert isinstance(old, nn.LayerNorm)
         return ShardedLayerNorm(weight, bias, mesh=mesh, layouts=layouts, eps=old.eps)
@@ -107,28 +107,28 @@ def _build(
 
 
 def _product(
-    linear: ShardedLinear, role: Role, blueprint: Blueprint, in_first: bool
+    linear: ShardedLinear, role: Role, parallel_plan: ParallelPlan, in_first: bool
 ) -> tuple[Product, torch.Tensor | None]:
     """The multiplication of a role, and the bias entries to add."""
-    weight, mesh = linear.gathers["weight"], linear.mesh
+    weight, mesh = linear.sharded_params["weight"], linear.mesh
     if role.kind == "down":
         return down_product(weight, in_first=in_first), None
     if role.kind == "head":
         return head_product(weight), None
     if role.heads == "key_value":
-        plan = plan_key_value_heads(blueprint.heads, mesh.shape, mesh.coordinate)
+        plan = plan_key_value_heads(parallel_plan.heads, mesh.shape, mesh.coordinate)
         if not plan.scattered:
-            return _selecting_product(linear, plan, blueprint.heads.dim, in_first), _bias_rows(
-                plan, blueprint.heads.dim
+            return _selecting_product(linear, plan, parallel_plan.heads.dim, in_first), _bias_rows(
+                plan, parallel_plan.heads.dim
             )
     parts = 3 if role.heads == "query_key_value" else 1
     return up_product(weight, in_first=in_first, parts=parts), None
 
 
 def _selecting_product(linear: ShardedLinear, plan: KeyValuePlan, head_dim: int, in_first: bool) -> Product:
-    exchange = SelectHeads(linear.mesh, head_dim, plan.heads, plan.keep)
+    output_reduce = SelectHeads(linear.mesh, head_dim, plan.heads, plan.keep)
     rows = (plan.first * head_dim, (plan.first + plan.heads) * head_dim)
-    return Product(linear.gathers["weight"], exchange, in_first, rows=rows)
+    return Product(linear.sharded_params["weight"], output_reduce, in_first, rows=rows)
 
 
 def _bias_rows(plan: KeyValuePlan, head_dim: int) -> torch.Tensor:
@@ -136,27 +136,27 @@ def _bias_rows(plan: KeyValuePlan, head_dim: int) -> torch.Tensor:
     return (heads[:, None] * head_dim + torch.arange(head_dim)).flatten()
 
 
-def _add_entrances(model: PreTrainedModel, blueprint: Blueprint) -> None:
+def _add_entrances(model: PreTrainedModel, parallel_plan: ParallelPlan) -> None:
     """Gather the sequence once where a block's "up" projections live, and at the head."""
     behind: dict[str, list[ShardedLinear]] = {}
     exits: dict[str, list[ShardedLinear]] = {}
-    for name, role in blueprint.roles.items():
+    for name, role in parallel_plan.roles.items():
         if role.kind in ("up", "down", "head"):
             place = name if role.kind == "head" else name.rpartition(".")[0]
             linear = model.get_submodule(name)
             assert isinstance(linear, ShardedLinear)
             (exits if role.kind == "down" else behind).setdefault(place, []).append(linear)
     for place, projections in behind.items():
-        entrance = Entrance(projections, exits.get(place, []))
+        entrance = FusedProjections(projections, exits.get(place, []))
         model.get_submodule(place).register_forward_pre_hook(entrance, with_kwargs=True)
 
 
-def _run_ahead(model: PreTrainedModel, blueprint: Blueprint) -> None:
-    """Let layers gather one another's parameters ahead of time."""
-    layers = [name.rpartition(".")[0] for name in attention_modules(blueprint)]
+def _run_ahead(model: PreTrainedModel, parallel_plan: ParallelPlan) -> None:
+    """Let layers prefetch one another's parameters."""
+    layers = [name.rpartition(".")[0] for name in attention_modules(parallel_plan)]
     if layers:
         runner = model.get_submodule(layers[0].rpartition(".")[0].rpartition(".")[0])
-        runner.register_forward_pre_hook(ModelAhead([model.get_submodule(layer) for layer in layers]))
+        runner.register_forward_pre_hook(ModelPrefetcher([model.get_submodule(layer) for layer in layers]))
 
 
 def _split_attributes(model: PreTrainedModel, mesh: Mesh) -> None:
@@ -165,18 +165,18 @@ def _split_attributes(model: PreTrainedModel, mesh: Mesh) -> None:
             setattr(module, attribute, getattr(module, attribute) // mesh.size(*axes))
 
 
-def _share_key_value_heads(model: PreTrainedModel, blueprint: Blueprint, mesh: Mesh) -> None:
+def _share_key_value_heads(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh) -> None:
     """Tell attention modules how many query heads share a KV head on this rank."""
-    plan = plan_key_value_heads(blueprint.heads, mesh.shape, mesh.coordinate)
-    for name in attention_modules(blueprint):
+    plan = plan_key_value_heads(parallel_plan.heads, mesh.shape, mesh.coordinate)
+    for name in attention_modules(parallel_plan):
         module = model.get_submodule(name)
         if hasattr(module, "num_key_value_groups"):
             module.num_key_value_groups = plan.groups
 
 
-def attention_modules(blueprint: Blueprint) -> list[str]:
+def attention_modules(parallel_plan: ParallelPlan) -> list[str]:
     """Names of the modules that compute attention: the parents of the query projections."""
-    with_queries = (name for name, role in blueprint.roles.items() if role.heads in ("query", "query_key_value"))
+    with_queries = (name for name, role in parallel_plan.roles.items() if role.heads in ("query", "query_key_value"))
     return [name.rpartition(".")[0] for name in with_queries]
 
 

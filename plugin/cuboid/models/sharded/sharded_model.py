@@ -35,10 +35,10 @@ from cuboid.models.cross_entropy.chunked import CHUNK_BYTES
 from cuboid.models.cross_entropy.lm_head import is_in_head
 from cuboid.models.cross_entropy.loss_forward import forward_with_bounded_loss
 from cuboid.models.sharded.model_interface import WholeInterface
-from cuboid.models.sharded.parallel_plan import Blueprint
-from cuboid.models.sharded.parallelize import ShardOf, attention_modules, swap_modules
+from cuboid.models.sharded.parallel_plan import ParallelPlan
+from cuboid.models.sharded.parallelize import ShardOf, attention_modules, parallelize_modules
 from cuboid.tensor3d.layers.vocab_cross_entropy import gather_hidden, gather_logits, predicted, sharded_cross_entropy
-from cuboid.tensor3d.sharding.sharded_param import is_recomputing, keep_weights
+from cuboid.tensor3d.sharding.sharded_param import disable_reshard_after_forward, is_recomputing
 
 
 @dataclass(frozen=True)
@@ -128,15 +128,15 @@ class ShardedBase:
 
 
 def shard_modules(
-    model: PreTrainedModel, blueprint: Blueprint, mesh: Mesh, config: TensorParallelConfig, shard_of: ShardOf
+    model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh, config: TensorParallelConfig, shard_of: ShardOf
 ) -> PreTrainedModel:
     """Turn a model into its sharded self, in place."""
-    shapes = {name: layout.shape for name, layout in blueprint.by_parameter.items()}
+    shapes = {name: layout.shape for name, layout in parallel_plan.by_parameter.items()}
     whole = WholeModel.of(model, _learned_positions(model), shapes)
-    swap_modules(model, blueprint, mesh, shard_of)
+    parallelize_modules(model, parallel_plan, mesh, shard_of)
     if config.weight_gather == "step":
-        keep_weights(model)
-    attention = {name: model.get_submodule(name) for name in attention_modules(blueprint)}
+        disable_reshard_after_forward(model)
+    attention = {name: model.get_submodule(name) for name in attention_modules(parallel_plan)}
     use_sharded_attention(model.config, list(attention.values()), mesh)
     model.loss_function = functools.partial(sharded_loss, mesh=mesh)
     base = type(model)

@@ -10,7 +10,7 @@ from torch import nn
 from cuboid.models.stages.outline import Outline
 
 
-class AbsentLayer(nn.Module):
+class PlaceholderLayer(nn.Module):
     """In the place of a layer of another stage: hands the hidden state on."""
 
     def __init__(self, layer: nn.Module, outline: Outline) -> None:
@@ -35,7 +35,7 @@ class AbsentLayer(nn.Module):
         return hidden if self._returned is None else (hidden, *(None,) * (self._returned - 1))
 
 
-class Entrance(AbsentLayer):
+class StageInput(PlaceholderLayer):
     """Right before a stage's first layer: what it is given gives way to what the stage before sent.
 
     Attributes:
@@ -50,7 +50,7 @@ class Entrance(AbsentLayer):
         return self.hidden
 
 
-class Exit(AbsentLayer):
+class StageOutput(PlaceholderLayer):
     """Right behind a stage's last layer: keeps what it is given, for the next stage.
 
     Attributes:
@@ -66,7 +66,7 @@ class Exit(AbsentLayer):
         return hidden.detach()
 
 
-class AbsentModule(nn.Module):
+class PlaceholderModule(nn.Module):
     """In the place of an embedding, a projection or a norm of another stage."""
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -16,11 +16,11 @@ from cuboid.errors import CuboidError
 from cuboid.models.architectures.certificate import Certificate
 from cuboid.models.attention.segments import UnitSlot, running_unit, use_segment_attention
 from cuboid.models.attention.whole_sequence import WholeSequence
-from cuboid.models.sharded.parallel_plan import Blueprint
-from cuboid.models.sharded.parallelize import ShardOf, swap_modules
+from cuboid.models.sharded.parallel_plan import ParallelPlan
+from cuboid.models.sharded.parallelize import ShardOf, parallelize_modules
 from cuboid.models.sharded.sharded_model import ShardedModel, Sharding, WholeModel, sharded_loss
 from cuboid.models.stages.outline import Outline
-from cuboid.models.stages.placeholders import Entrance
+from cuboid.models.stages.placeholders import StageInput
 from cuboid.models.stages.stages import StageCut, cut_stage, shared_parameters
 from cuboid.models.stages.whole_recorder import WholeSequenceRecorder
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
@@ -50,7 +50,7 @@ class Staging:
     sizes: ModelSizes | None
     config: CuboidConfig
     certificate: Certificate
-    entrance: Entrance | None = None
+    entrance: StageInput | None = None
     whole: WholeModel | None = None
     shared: dict[str, nn.Parameter] = field(default_factory=dict)
     slot: UnitSlot = field(default_factory=UnitSlot)
@@ -85,7 +85,7 @@ def cut_model(model: PreTrainedModel, staging: Staging) -> None:
 
 
 def finish_stage(
-    model: PreTrainedModel, staging: Staging, mesh: Mesh, blueprint: Blueprint | None, shard_of: ShardOf
+    model: PreTrainedModel, staging: Staging, mesh: Mesh, parallel_plan: ParallelPlan | None, shard_of: ShardOf
 ) -> PreTrainedModel:
     """Turn a model that was cut into a stage, in place.
 
@@ -95,8 +95,8 @@ def finish_stage(
         blueprint: how to shard the stage over the mesh; None on a mesh of one rank.
         shard_of: gives the shard of a parameter.
     """
-    if blueprint is not None:
-        swap_modules(model, blueprint, mesh, shard_of)
+    if parallel_plan is not None:
+        parallelize_modules(model, parallel_plan, mesh, shard_of)
         model.loss_function = functools.partial(sharded_loss, mesh=mesh)
     layers = model.get_submodule(staging.outline.layers)
     assert isinstance(layers, nn.ModuleList)

@@ -19,7 +19,7 @@ from cuboid.errors import ConfigError, UnsupportedModelError
 from cuboid.models.cross_entropy.lm_head import Head
 from cuboid.models.stages.module_flow import Flow
 from cuboid.models.stages.outline import Outline, outline_on_meta
-from cuboid.models.stages.placeholders import AbsentLayer, AbsentModule, Entrance, Exit
+from cuboid.models.stages.placeholders import PlaceholderLayer, PlaceholderModule, StageInput, StageOutput
 from cuboid.seq1f1b.schedule.partition import balance_by_flops
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
 
@@ -91,7 +91,7 @@ def _checked_balance(balance: tuple[int, ...], outline: Outline, pipeline: Pipel
     return balance
 
 
-def cut_stage(model: PreTrainedModel, outline: Outline, cut: StageCut) -> Entrance | None:
+def cut_stage(model: PreTrainedModel, outline: Outline, cut: StageCut) -> StageInput | None:
     """Leave of a model, on any device, what one stage needs; in place.
 
     Parameters that the last stage shares with the first (tied embeddings) stay on both under their own names; see
@@ -104,18 +104,18 @@ def cut_stage(model: PreTrainedModel, outline: Outline, cut: StageCut) -> Entran
     kept_layers = range(cut.first, cut.stop)
     for index in range(outline.count):
         if index not in kept_layers:
-            kind = Entrance if index == cut.first - 1 else Exit if index == cut.stop else AbsentLayer
+            kind = StageInput if index == cut.first - 1 else StageOutput if index == cut.stop else PlaceholderLayer
             name = outline.layer(index)
             model.set_submodule(name, kind(model.get_submodule(name), outline))
     kept = _kept_units(outline, cut)
     for name in (*outline.before, *outline.after, *outline.head):
         if name not in kept:
-            model.set_submodule(name, AbsentModule(dtype))
+            model.set_submodule(name, PlaceholderModule(dtype))
     _keep_ties(model, outline, kept)
     if cut.is_first:
         return None
     entrance = model.get_submodule(outline.layer(cut.first - 1))
-    assert isinstance(entrance, Entrance)
+    assert isinstance(entrance, StageInput)
     return entrance
 
 
@@ -203,7 +203,7 @@ def shared_parameters(model: PreTrainedModel, outline: Outline, cut: StageCut) -
 def run_base(
     model: PreTrainedModel,
     outline: Outline,
-    entrance: Entrance | None,
+    entrance: StageInput | None,
     *,
     ids: torch.Tensor | None = None,
     hidden: torch.Tensor | None = None,
@@ -247,7 +247,7 @@ def run_base(
 def _leaving(model: PreTrainedModel, outline: Outline, output: Any) -> torch.Tensor:
     layers = model.get_submodule(outline.layers)
     assert isinstance(layers, nn.ModuleList)
-    leaving = next((layer for layer in layers if isinstance(layer, Exit)), None)
+    leaving = next((layer for layer in layers if isinstance(layer, StageOutput)), None)
     if leaving is None:
         final: torch.Tensor = output[0]
         return final

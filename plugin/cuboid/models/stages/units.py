@@ -15,7 +15,7 @@ from cuboid.models.attention.segments import Unit, prepare_masks
 from cuboid.models.attention.whole_sequence import Replay, WholeSequence
 from cuboid.models.batch.batch import IGNORE_INDEX, take_local_batch
 from cuboid.models.batch.broadcast import MicroBatch
-from cuboid.seq1f1b.attention.kv_cache import KeyValueStore
+from cuboid.seq1f1b.attention.kv_cache import KVCache
 from cuboid.tensor3d.layers.vocab_cross_entropy import shifted
 
 
@@ -59,7 +59,7 @@ class SegmentedBatch:
     positions: torch.Tensor
     labels: torch.Tensor
     bounds: tuple[int, ...]
-    store: KeyValueStore
+    store: KVCache
     attention_mask: torch.Tensor | None
     packed: torch.Tensor | None
     length: int
@@ -68,7 +68,7 @@ class SegmentedBatch:
 
     @classmethod
     def of(
-        cls, batch: MicroBatch, lengths: Sequence[int], store: KeyValueStore, config: PretrainedConfig, mesh: Mesh
+        cls, batch: MicroBatch, lengths: Sequence[int], store: KVCache, config: PretrainedConfig, mesh: Mesh
     ) -> SegmentedBatch:
         """Take this rank's rows of a whole micro-batch with shifted labels; fill them up to the sum of ``lengths``.
 

@@ -28,7 +28,7 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.models.attention.segments import UnitSlot
 from cuboid.models.attention.whole_sequence import Replay, WholeSequence, recording, without_values
 from cuboid.models.stages.outline import Outline
-from cuboid.models.stages.placeholders import AbsentLayer, AbsentModule
+from cuboid.models.stages.placeholders import PlaceholderLayer, PlaceholderModule
 from cuboid.tensor3d.layers.vocab_embedding import ShardedEmbedding
 
 
@@ -112,7 +112,7 @@ class WholeSequenceRecorder:
 # --- the base model without layers and weights ---------------------------------------------------------------------
 
 
-class _KeepArguments(AbsentLayer):
+class _KeepArguments(PlaceholderLayer):
     """In the place of a layer of this stage: keeps what it is given."""
 
     def __init__(self, name: str, layer: nn.Module, outline: Outline, slot: UnitSlot) -> None:
@@ -126,7 +126,7 @@ class _KeepArguments(AbsentLayer):
         return super().forward(*args, **kwargs)
 
 
-class _Unknown(AbsentModule):
+class _Unknown(PlaceholderModule):
     """In the place of a module with parameters: what it would return has no values here."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -161,7 +161,7 @@ def _shell_of(
 ) -> nn.Module:
     """A copy of the base model that shares all but what has weights."""
     layers = nn.ModuleList(
-        _KeepArguments(name, layer, outline, slot) if name in own_layers else AbsentLayer(layer, outline)
+        _KeepArguments(name, layer, outline, slot) if name in own_layers else PlaceholderLayer(layer, outline)
         for name, layer in (
             (outline.layer(index), model.get_submodule(outline.layer(index))) for index in range(outline.count)
         )
@@ -215,7 +215,7 @@ def _without_parameters(model: PreTrainedModel, outline: Outline) -> Iterator[tu
     for name in sorted(around):
         for child, module in model.get_submodule(name).named_children():
             full = f"{name}.{child}"
-            absent = isinstance(module, AbsentModule)
+            absent = isinstance(module, PlaceholderModule)
             if full not in (*around, outline.layers) and not absent and not any(True for _ in module.parameters()):
                 yield full, module
 

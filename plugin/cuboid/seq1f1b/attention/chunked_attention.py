@@ -14,14 +14,14 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from cuboid.seq1f1b.attention.kernels import choose_kernel
-from cuboid.seq1f1b.attention.kv_cache import KeyValueStore
+from cuboid.seq1f1b.attention.kv_cache import KVCache
 
 
 def attend_segment(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    store: KeyValueStore,
+    store: KVCache,
     layer: Hashable,
     start: int,
     scale: float,
@@ -48,7 +48,7 @@ def attend_segment(
 
 
 def prefix(
-    key: torch.Tensor, value: torch.Tensor, store: KeyValueStore, layer: Hashable, start: int, first: int = 0
+    key: torch.Tensor, value: torch.Tensor, store: KVCache, layer: Hashable, start: int, first: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values from position ``first`` to the end of a segment, not copied.
 
@@ -73,7 +73,7 @@ class _AttendSegment(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        store: KeyValueStore,
+        store: KVCache,
         layer: Hashable,
         start: int,
         scale: float,
@@ -114,7 +114,7 @@ class _AttendSegment(torch.autograd.Function):
 class _Prefix(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, key: torch.Tensor, value: torch.Tensor, store: KeyValueStore, layer: Hashable, start: int, first: int
+        ctx: Any, key: torch.Tensor, value: torch.Tensor, store: KVCache, layer: Hashable, start: int, first: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         store.write(layer, start, key, value)
         ctx.place = (store, layer, start, first)

@@ -18,7 +18,7 @@ GradientDtype = Literal["fp32", "parameter"]
 _Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
 
 
-class StorePool:
+class KVCachePool:
     """Buffers that are free to be used again.
 
     There are never more of one kind (heads, head dim, dtype, device) than were once in use at the same time: a free
@@ -60,7 +60,7 @@ class _Layer:
     gradients: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
-class KeyValueStore:
+class KVCache:
     """Keys and values of every layer of one stage, for one micro-batch.
 
     Args:
@@ -69,7 +69,7 @@ class KeyValueStore:
         gradients: what gradients are added up in.
     """
 
-    def __init__(self, length: int, pool: StorePool, gradients: GradientDtype = "fp32") -> None:
+    def __init__(self, length: int, pool: KVCachePool, gradients: GradientDtype = "fp32") -> None:
         self.length = length
         self._pool = pool
         self._gradients = gradients

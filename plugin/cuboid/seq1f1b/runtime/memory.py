@@ -8,10 +8,10 @@ from types import TracebackType
 
 import torch
 
-from cuboid.seq1f1b.attention.kv_cache import StorePool
+from cuboid.seq1f1b.attention.kv_cache import KVCachePool
 
 
-class MeteredPool(StorePool):
+class MeteredPool(KVCachePool):
     """A pool of which it is known what is in use."""
 
     def __init__(self) -> None:
@@ -19,13 +19,13 @@ class MeteredPool(StorePool):
         self._used_bytes: dict[int, int] = {}
 
     def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """See :class:`~cuboid.seq1f1b.attention.kv_cache.StorePool`."""
+        """See :class:`~cuboid.seq1f1b.attention.kv_cache.KVCachePool`."""
         buffer = super().take(shape, dtype, device)
         self._used_bytes[_place(buffer)] = buffer.untyped_storage().nbytes()
         return buffer
 
     def give(self, buffer: torch.Tensor) -> None:
-        """See :class:`~cuboid.seq1f1b.attention.kv_cache.StorePool`."""
+        """See :class:`~cuboid.seq1f1b.attention.kv_cache.KVCachePool`."""
         del self._used_bytes[_place(buffer)]
         super().give(buffer)
 

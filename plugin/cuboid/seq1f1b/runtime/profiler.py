@@ -14,7 +14,7 @@ from cuboid.seq1f1b.schedule.actions import Action
 _PINGS = 8
 
 
-class Recorder:
+class Profiler:
     """Notes the start and the end of each computation of one step on this rank.
 
     On CUDA, where the host runs ahead, the stream's own events are the clock; they are read after the step.

@@ -1,4 +1,4 @@
-"""The entrance of a block: one gather of the sequence and one exchange for all of the projections behind it.
+"""The projections of one input fused: one all-gather of the sequence, and one reduce-scatter for all of their outputs.
 
 Attention and MLP blocks take the residual stream ``[B/b, S/s, H/h]`` and call their projections one by one. Before the
 block's own code runs, this computes all of them together; each finds its result when it is called. The gathered
@@ -17,13 +17,13 @@ from torch import nn
 
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.errors import UnsupportedModelError
-from cuboid.tensor3d.layers.input_gather import WholeSequence
+from cuboid.tensor3d.layers.input_gather import GatherSequence
 from cuboid.tensor3d.layers.linear import ShardedLinear, autocast_dtype, hand_over
-from cuboid.tensor3d.layers.linear_autograd import run_multiplication
-from cuboid.tensor3d.layers.linear_op import Multiplication, Product
+from cuboid.tensor3d.layers.linear_autograd import run_linear_op
+from cuboid.tensor3d.layers.linear_op import LinearOp, Product
 
 
-class Entrance:
+class FusedProjections:
     """A forward pre-hook of the module that calls the projections.
 
     Args:
@@ -35,7 +35,7 @@ class Entrance:
         self._projections = list(projections)
         self._exits = list(exits)
         self._mesh = projections[0].mesh
-        self._multiplication = Multiplication(WholeSequence(self._mesh), self._products())
+        self._linear_op = LinearOp(GatherSequence(self._mesh), self._products())
 
     @uncompiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -54,10 +54,10 @@ class Entrance:
         gathers = self._mesh.size("sequence") > 1
         dtype = autocast_dtype(shard)
         operands = [each.operand(dtype) for each in self._projections]
-        if self._multiplication.products != self._products():
-            # As while their weights are held gathered.
-            self._multiplication = Multiplication(WholeSequence(self._mesh), self._products())
-        whole, results = run_multiplication(self._multiplication, shard.to(dtype), operands, wants_input=gathers)
+        if self._linear_op.products != self._products():
+            # As while their weights stay unsharded.
+            self._linear_op = LinearOp(GatherSequence(self._mesh), self._products())
+        whole, results = run_linear_op(self._linear_op, shard.to(dtype), operands, wants_input=gathers)
         node = results[0].grad_fn
         for each in self._exits:
             each.before = None if node is None else weakref.ref(node)

@@ -11,12 +11,12 @@ from torch.autograd.graph import Node
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
-from cuboid.tensor3d.layers.input_gather import AsItIs, Source, WholeFeatures
-from cuboid.tensor3d.layers.linear_autograd import run_multiplication
-from cuboid.tensor3d.layers.linear_op import Multiplication, Operand, Product
+from cuboid.tensor3d.layers.input_gather import GatherFeatures, InputGather, NoGather
+from cuboid.tensor3d.layers.linear_autograd import run_linear_op
+from cuboid.tensor3d.layers.linear_op import LinearOp, Operand, Product
 from cuboid.tensor3d.layers.output_reduce import ScatterFeatures, ScatterSequence
-from cuboid.tensor3d.sharding.sharded_param import ParameterGather, ShardedModule
-from cuboid.tensor3d.sharding.sharding_spec import Layout
+from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 
 class ShardedLinear(ShardedModule, nn.Linear):
@@ -36,7 +36,7 @@ class ShardedLinear(ShardedModule, nn.Linear):
         bias: nn.Parameter | None,
         *,
         mesh: Mesh,
-        layouts: dict[str, Layout],
+        layouts: dict[str, ShardingSpec],
         in_features: int,
         out_features: int,
     ) -> None:
@@ -51,9 +51,9 @@ class ShardedLinear(ShardedModule, nn.Linear):
         self.product = product
         self.register_buffer("bias_rows", bias_rows, persistent=False)
         # "Up" and head get an input that was gathered for several, and "down" gathers its own.
-        gathers = isinstance(product.exchange, ScatterSequence) and product.exchange.axis == "sequence"
-        source: Source = WholeFeatures(self.mesh) if gathers else AsItIs()
-        self._source = source
+        gathers = isinstance(product.output_reduce, ScatterSequence) and product.output_reduce.axis == "sequence"
+        input_gather: InputGather = GatherFeatures(self.mesh) if gathers else NoGather()
+        self._input_gather = input_gather
         self.before: weakref.ref[Node] | None = None
 
     @uncompiled
@@ -67,20 +67,20 @@ class ShardedLinear(ShardedModule, nn.Linear):
             weight = self.product.out_in(self.weight)
             return nn.functional.linear(x, weight, self.bias)
         dtype = autocast_dtype(x)
-        own = Multiplication(self._source, [self.product])
-        _, (result,) = run_multiplication(own, x.to(dtype), [self.operand(dtype)], before=before)
+        own = LinearOp(self._input_gather, [self.product])
+        _, (result,) = run_linear_op(own, x.to(dtype), [self.operand(dtype)], before=before)
         return result
 
     def operand(self, dtype: torch.dtype) -> Operand:
         """What the next multiplication takes of this layer; the input has ``dtype``."""
-        weight, carry = self.carried("weight")
+        weight, deferred = self.deferred("weight")
         if weight.dtype != dtype and torch.is_autocast_enabled(weight.device.type):
             # Only this cast's own gradient may be on its way, not one that is yet to be cast.
-            weight, carry = self.weight.to(dtype), None
-        bias = None if self.bias is None else self.gathered("bias").to(dtype)
+            weight, deferred = self.weight.to(dtype), None
+        bias = None if self.bias is None else self.unsharded("bias").to(dtype)
         if bias is not None and self.bias_rows is not None:
             bias = bias[self.bias_rows]
-        return Operand(weight, carry, bias)
+        return Operand(weight, deferred, bias)
 
     def extra_repr(self) -> str:
         """Unsplit sizes and the mesh."""
@@ -104,16 +104,16 @@ def _handed_over(x: Any, layer: ShardedLinear) -> torch.Tensor | None:
     return results.pop(id(layer), None)
 
 
-def up_product(weight: ParameterGather, *, in_first: bool = False, parts: int = 1) -> Product:
+def up_product(weight: ShardedParam, *, in_first: bool = False, parts: int = 1) -> Product:
     """Multiplication of an "up" projection: partial sums over `hidden`, scattered onto the features."""
     return Product(weight, ScatterFeatures(weight.mesh, "hidden", (parts,)), in_first)
 
 
-def down_product(weight: ParameterGather, *, in_first: bool = False) -> Product:
+def down_product(weight: ShardedParam, *, in_first: bool = False) -> Product:
     """Multiplication of a "down" projection: partial sums over `sequence`, scattered onto the sequence."""
     return Product(weight, ScatterSequence(weight.mesh, "sequence"), in_first)
 
 
-def head_product(weight: ParameterGather) -> Product:
+def head_product(weight: ShardedParam) -> Product:
     """Multiplication of the LM head: partial sums over `hidden`, scattered onto the sequence."""
     return Product(weight, ScatterSequence(weight.mesh, "hidden"))

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from cuboid.distributed.async_result import Pending
-from cuboid.tensor3d.layers.linear_backward import WayBack, leave_or_wait
-from cuboid.tensor3d.layers.linear_op import Multiplication, Operand
+from cuboid.distributed.async_result import AsyncResult
+from cuboid.tensor3d.layers.linear_backward import LinearBackward, defer_or_wait
+from cuboid.tensor3d.layers.linear_op import LinearOp, Operand
 from cuboid.tensor3d.layers.matmul import Pieces
-from cuboid.tensor3d.sharding.deferred_reduce import Carry
+from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce
 
 
-def run_multiplication(
-    own: Multiplication,
+def run_linear_op(
+    own: LinearOp,
     x: torch.Tensor,
     operands: Sequence[Operand],
     *,
@@ -39,36 +39,36 @@ def run_multiplication(
     Returns:
         The gathered input, if wanted, and what the products are.
     """
-    call = _Call(own, [o.carry for o in operands], wants_input, before)
-    given, *outs = _Multiply.apply(x, call, *(o.weight for o in operands), *(o.bias for o in operands))
+    call = _Call(own, [o.deferred for o in operands], wants_input, before)
+    given, *outs = _LinearFunction.apply(x, call, *(o.weight for o in operands), *(o.bias for o in operands))
     return given, outs
 
 
 @dataclass(frozen=True)
 class _Call:
-    multiplication: Multiplication
-    carries: Sequence[Carry | None]
+    linear_op: LinearOp
+    deferrals: Sequence[DeferredReduce | None]
     wants_input: bool
     before: weakref.ref[Node] | None
 
 
-class _Multiply(torch.autograd.Function):
+class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, call: _Call, *operands: Any) -> tuple[Any, ...]:
-        own, count = call.multiplication, len(call.carries)
+        own, count = call.linear_op, len(call.deferrals)
         weights, biases = operands[:count], operands[count:]
         ctx.save_for_backward(x, *weights)
         ctx.call, ctx.parts = call, own.parts(x)
         ctx.set_materialize_grads(False)
-        gathering = [own.source.start(part) for part in x.tensor_split(ctx.parts)]
-        own.start_weights(weights)
+        gathering = [own.input_gather.start(part) for part in x.tensor_split(ctx.parts)]
+        own.start_unshard(weights)
         inputs, started = [], []
         for part in gathering:
             pieces = part.wait()
             inputs += [pieces[0]] if call.wants_input else []
-            started.append([exchange.start(pieces, own.columns(numbers)) for exchange, numbers in own.groups])
+            started.append([output_reduce.start(pieces, own.columns(numbers)) for output_reduce, numbers in own.groups])
         keep = any(ctx.needs_input_grad)
-        ctx.kept = [p.weight.let_go(w, keep=keep) for p, w in zip(own.products, weights, strict=True)]
+        ctx.kept = [p.weight.reshard_after_forward(w, keep=keep) for p, w in zip(own.products, weights, strict=True)]
         results = [own.in_order([each.wait() for each in part]) for part in started]
         outs = [_joined(parts) for parts in zip(*results, strict=True)]
         for out, bias in zip(outs, biases, strict=True):
@@ -88,13 +88,13 @@ class _Multiply(torch.autograd.Function):
         needs_x, _, *needs = ctx.needs_input_grad
         biases = zip(dy, needs[len(begun.weights) :], strict=True)
         dbiases = [each.flatten(0, -2).sum(0) if wanted else None for each, wanted in biases]
-        way = WayBack(ctx.call.multiplication, needs_x, needs[: len(begun.weights)])
+        way = LinearBackward(ctx.call.linear_op, needs_x, needs[: len(begun.weights)])
         dx, dweights = way.run(begun.gathering, begun.weights, dy, ctx.parts, partial(_begin, ctx.call.before))
         if given is not None and dx is not None:
             dx = dx + way.scatter_input(given)
         # What keeps blocks over the step, for this one.
         ctx.kept = None
-        left = [leave_or_wait(dweights.get(number), carry) for number, carry in enumerate(ctx.call.carries)]
+        left = [defer_or_wait(dweights.get(number), deferred) for number, deferred in enumerate(ctx.call.deferrals)]
         return dx, None, *left, *dbiases
 
 
@@ -104,7 +104,7 @@ class _Begun:
 
     x: torch.Tensor
     weights: Sequence[torch.Tensor]
-    gathering: Sequence[Pending[Pieces]]
+    gathering: Sequence[AsyncResult[Pieces]]
 
 
 def _begun(ctx: Any) -> _Begun:
@@ -113,8 +113,9 @@ def _begun(ctx: Any) -> _Begun:
         # Activation checkpointing gives them away once only.
         x, *weights = ctx.saved_tensors
         wanted = any(ctx.needs_input_grad[2 : 2 + len(weights)])
-        source = ctx.call.multiplication.source
-        ctx.begun = _Begun(x, weights, [source.start(part) for part in x.tensor_split(ctx.parts)] if wanted else [])
+        input_gather = ctx.call.linear_op.input_gather
+        gathering = [input_gather.start(part) for part in x.tensor_split(ctx.parts)] if wanted else []
+        ctx.begun = _Begun(x, weights, gathering)
     return ctx.begun
 
 

@@ -32,11 +32,11 @@ from typing import TypeVar
 
 import torch
 
-from cuboid.tensor3d.layers.input_gather import Source
-from cuboid.tensor3d.layers.output_reduce import Columns, Exchange, share_exchanges
-from cuboid.tensor3d.sharding.bucketing import start_gathers
-from cuboid.tensor3d.sharding.deferred_reduce import Carry
-from cuboid.tensor3d.sharding.sharded_param import ParameterGather
+from cuboid.tensor3d.layers.input_gather import InputGather
+from cuboid.tensor3d.layers.output_reduce import Columns, OutputReduce, share_reduces
+from cuboid.tensor3d.sharding.bucketing import start_unshards
+from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce
+from cuboid.tensor3d.sharding.sharded_param import ShardedParam
 
 T = TypeVar("T")
 
@@ -55,8 +55,8 @@ class Product:
         rows: first and last (exclusive) out row of the block that is multiplied; all by default.
     """
 
-    weight: ParameterGather
-    exchange: Exchange
+    weight: ShardedParam
+    output_reduce: OutputReduce
     in_first: bool = False
     rows: tuple[int, int] | None = None
 
@@ -66,14 +66,14 @@ class Product:
         return whole if self.rows is None else whole[slice(*self.rows)]
 
 
-class Multiplication:
-    """Products of one input, which share its gather, the exchanges of their results, and the gradient's way back."""
+class LinearOp:
+    """Products of one input, which share its all-gather, the reduction of their results, and their backward."""
 
-    def __init__(self, source: Source, products: Sequence[Product]) -> None:
-        self.source = source
+    def __init__(self, input_gather: InputGather, products: Sequence[Product]) -> None:
+        self.input_gather = input_gather
         self.products = tuple(products)
-        #: Each exchange, and the numbers of the products that it has in common.
-        self.groups = share_exchanges([product.exchange for product in products])
+        #: Each output reduce, and the numbers of the products that it has in common.
+        self.groups = share_reduces([product.output_reduce for product in products])
 
     def parts(self, x: torch.Tensor) -> int:
         """Into how many parts the rows of an input are to be cut, so that one's collectives run behind another's
@@ -83,15 +83,15 @@ class Multiplication:
             return 1
         return max(1, min(_PARTS, x.shape[0], x.nbytes // _PART_BYTES))
 
-    def start_weights(self, weights: Sequence[torch.Tensor]) -> None:
-        """Start to gather the blocks that aren't there or on their way."""
-        start_gathers([product.weight for product in self.products], weights)
+    def start_unshard(self, weights: Sequence[torch.Tensor]) -> None:
+        """Start to unshard the weights that aren't unsharded or about to be."""
+        start_unshards([product.weight for product in self.products], weights)
 
     def columns(self, numbers: Sequence[int]) -> Iterator[Columns]:
         """The columns of some products' weights, each as soon as its block is there."""
         for number in numbers:
             product = self.products[number]
-            yield self.source.columns(product.out_in(product.weight.block()))
+            yield self.input_gather.columns(product.out_in(product.weight.unsharded()))
 
     def in_order(self, by_group: Sequence[Sequence[T]]) -> list[T]:
         """What the groups have, in the order of the products."""
@@ -109,10 +109,10 @@ class Operand:
 
     Args:
         weight: the shard.
-        carry: who waits for the shard's gradient; None if it must be complete at once.
+        deferred: who waits for the shard's gradient; None if it must be complete at once.
         bias: added to the result, ``[O']``; perhaps None.
     """
 
     weight: torch.Tensor
-    carry: Carry | None = None
+    deferred: DeferredReduce | None = None
     bias: torch.Tensor | None = None

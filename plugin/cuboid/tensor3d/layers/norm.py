@@ -15,7 +15,7 @@ from cuboid.distributed.axis_collectives import all_gather, all_reduce
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
-from cuboid.tensor3d.sharding.sharding_spec import Layout
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -99,7 +99,7 @@ def _moments(x: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
 class ShardedRMSNorm(ShardedModule):
     """RMSNorm of a split hidden dim. ``offset`` is added to the weight (1 in Gemma, 0 elsewhere)."""
 
-    def __init__(self, weight: nn.Parameter, *, mesh: Mesh, layout: Layout, eps: float, offset: float) -> None:
+    def __init__(self, weight: nn.Parameter, *, mesh: Mesh, layout: ShardingSpec, eps: float, offset: float) -> None:
         super().__init__()
         self.weight, self.eps, self.offset = weight, eps, offset
         self.init_sharding(mesh, {"weight": layout})
@@ -107,7 +107,7 @@ class ShardedRMSNorm(ShardedModule):
     @uncompiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., H/h]`` to ``[..., H/h]``."""
-        return _RMSNorm.apply(x, self.gathered("weight"), self.eps, self.offset, self.mesh)
+        return _RMSNorm.apply(x, self.unsharded("weight"), self.eps, self.offset, self.mesh)
 
     def extra_repr(self) -> str:
         """Unsplit size and the mesh."""
@@ -123,7 +123,7 @@ class ShardedLayerNorm(ShardedModule):
         bias: nn.Parameter | None,
         *,
         mesh: Mesh,
-        layouts: dict[str, Layout],
+        layouts: dict[str, ShardingSpec],
         eps: float,
     ) -> None:
         super().__init__()
@@ -133,8 +133,8 @@ class ShardedLayerNorm(ShardedModule):
     @uncompiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., H/h]`` to ``[..., H/h]``."""
-        weight = None if self.weight is None else self.gathered("weight")
-        bias = None if self.bias is None else self.gathered("bias")
+        weight = None if self.weight is None else self.unsharded("weight")
+        bias = None if self.bias is None else self.unsharded("bias")
         return _LayerNorm.apply(x, weight, bias, self.eps, self.mesh)
 
     def extra_repr(self) -> str:

@@ -1,6 +1,6 @@
 """How partial sums of products become a rank's own pieces of their sums, and gradients the partial sums' again.
 
-Several products of one input take part in one exchange, so that query, key and value need one collective and not three.
+Several products of one input share one output reduce, so that query, key and value need one collective and not three.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from cuboid.distributed.async_result import Pending
+from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import (
     SEQUENCE_DIM,
     start_all_gather,
@@ -29,14 +29,14 @@ from cuboid.tensor3d.layers.matmul import Pieces, multiply, multiply_by_position
 Columns = Sequence[torch.Tensor]
 
 
-class Exchange(Protocol):
+class OutputReduce(Protocol):
     """What happens to partial sums ``[B/b, S, rows]`` of some products of one input, and its transpose."""
 
-    def start(self, x: Pieces, weights: Iterable[Columns]) -> Pending[Sequence[torch.Tensor]]:
+    def start(self, x: Pieces, weights: Iterable[Columns]) -> AsyncResult[Sequence[torch.Tensor]]:
         """x Wᵀ of each weight, as partial sums, to the rank's own piece of their sum. Weights may come one by one."""
         ...
 
-    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> Pending[Sequence[Pieces]]:
+    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[Pieces]]:
         """Gradients of the own pieces to those of the partial sums, whole or in pieces along the rows."""
         ...
 
@@ -63,11 +63,11 @@ class ScatterFeatures:
     axis: Axis
     parts: tuple[int, ...] = (1,)
 
-    def start(self, x: Pieces, weights: Iterable[Columns]) -> Pending[Sequence[torch.Tensor]]:
-        """See :class:`Exchange`."""
+    def start(self, x: Pieces, weights: Iterable[Columns]) -> AsyncResult[Sequence[torch.Tensor]]:
+        """See :class:`OutputReduce`."""
         ranks = self.mesh.size(self.axis)
         if ranks == 1:
-            return Pending([multiply(x, columns) for columns in weights])
+            return AsyncResult([multiply(x, columns) for columns in weights])
         weights = list(weights)
         shapes = [(*x[0].shape[:-1], columns[0].shape[0] // ranks) for columns in weights]
         sizes = [math.prod(shape) for shape in shapes]
@@ -78,10 +78,10 @@ class ScatterFeatures:
                 multiply(x, own, out.view(shape))
         return start_scatter_parts(slots, shapes, self.mesh, (self.axis,))
 
-    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> Pending[Sequence[Pieces]]:
-        """See :class:`Exchange`."""
+    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[Pieces]]:
+        """See :class:`OutputReduce`."""
         if self.mesh.size(self.axis) == 1:
-            return Pending([(gradient,) for gradient in gradients])
+            return AsyncResult([(gradient,) for gradient in gradients])
         sizes = [gradient.numel() for gradient in gradients]
         shapes = [gradient.shape for gradient in gradients]
 
@@ -92,26 +92,26 @@ class ScatterFeatures:
         return start_all_gather(_end_to_end(gradients), self.mesh, (self.axis,)).then(cut)
 
     def rows(self, weight: torch.Tensor, product: int) -> Sequence[torch.Tensor]:
-        """See :class:`Exchange`. With several parts these are copies, which are small beside activations."""
+        """See :class:`OutputReduce`. With several parts these are copies, which are small beside activations."""
         by_part = weight.unflatten(0, (self.parts[product], self.mesh.size(self.axis), -1))
         return [own.flatten(0, 1) for own in by_part.unbind(1)]
 
     def put_rows(self, whole: torch.Tensor, product: int, piece: int) -> Sequence[tuple[slice, torch.Tensor]]:
-        """See :class:`Exchange`."""
+        """See :class:`OutputReduce`."""
         own = whole.unflatten(0, (self.parts[product], self.mesh.size(self.axis), -1))[:, piece]
         height = own.shape[1]
         return [(slice(part * height, (part + 1) * height), own[part]) for part in range(self.parts[product])]
 
 
 class _InOnePiece:
-    """For exchanges whose :meth:`Exchange.start_transpose` gives all rows together."""
+    """For reductions whose :meth:`OutputReduce.start_transpose` gives all rows together."""
 
     def rows(self, weight: torch.Tensor, product: int) -> Sequence[torch.Tensor]:  # noqa: ARG002
-        """See :class:`Exchange`."""
+        """See :class:`OutputReduce`."""
         return (weight,)
 
     def put_rows(self, whole: torch.Tensor, product: int, piece: int) -> Sequence[tuple[slice, torch.Tensor]]:  # noqa: ARG002
-        """See :class:`Exchange`."""
+        """See :class:`OutputReduce`."""
         return ((slice(None), whole),)
 
 
@@ -122,20 +122,20 @@ class ScatterSequence(_InOnePiece):
     mesh: Mesh
     axis: Axis
 
-    def start(self, x: Pieces, weights: Iterable[Columns]) -> Pending[Sequence[torch.Tensor]]:
-        """See :class:`Exchange`."""
+    def start(self, x: Pieces, weights: Iterable[Columns]) -> AsyncResult[Sequence[torch.Tensor]]:
+        """See :class:`OutputReduce`."""
         (columns,) = weights
         ranks, (batch, length) = self.mesh.size(self.axis), x[0].shape[:2]
         if ranks == 1:
-            return Pending([multiply(x, columns)])
+            return AsyncResult([multiply(x, columns)])
         own = length // ranks
         slots = x[0].new_empty((ranks, batch, own, columns[0].shape[0]))
         for rank, slot in enumerate(slots):
             multiply_by_position(x, columns, slot, rank * own, (rank + 1) * own)
         return start_scatter(slots, self.mesh, (self.axis,)).then(lambda sum_: [sum_])
 
-    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> Pending[Sequence[Pieces]]:
-        """See :class:`Exchange`."""
+    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[Pieces]]:
+        """See :class:`OutputReduce`."""
         (gradient,) = gradients
         return start_gather_dim(gradient, SEQUENCE_DIM, self.mesh, (self.axis,)).then(lambda whole: [(whole,)])
 
@@ -153,8 +153,8 @@ class SelectHeads(_InOnePiece):
     heads: int
     keep: tuple[int, ...]
 
-    def start(self, x: Pieces, weights: Iterable[Columns]) -> Pending[Sequence[torch.Tensor]]:
-        """See :class:`Exchange`."""
+    def start(self, x: Pieces, weights: Iterable[Columns]) -> AsyncResult[Sequence[torch.Tensor]]:
+        """See :class:`OutputReduce`."""
         weights = list(weights)
         shape = (*x[0].shape[:-1], self.heads * self.head_dim)
         wholes = x[0].new_empty((len(weights), *shape))
@@ -166,8 +166,8 @@ class SelectHeads(_InOnePiece):
         by_head = wholes.unflatten(-1, (self.heads, self.head_dim))
         return [whole[..., list(self.keep), :].flatten(-2) for whole in by_head]
 
-    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> Pending[Sequence[Pieces]]:
-        """See :class:`Exchange`."""
+    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[Pieces]]:
+        """See :class:`OutputReduce`."""
         kept = torch.stack(list(gradients)).unflatten(-1, (len(self.keep), self.head_dim))
         wholes = kept.new_zeros((*kept.shape[:-2], self.heads, self.head_dim))
         wholes.index_add_(-2, torch.tensor(self.keep, device=kept.device), kept)
@@ -176,28 +176,28 @@ class SelectHeads(_InOnePiece):
 
 
 @dataclass(frozen=True)
-class Stay(_InOnePiece):
-    """No exchange: the partial sums are what is wanted."""
+class NoReduce(_InOnePiece):
+    """No reduction: the partial sums are what is wanted."""
 
-    def start(self, x: Pieces, weights: Iterable[Columns]) -> Pending[Sequence[torch.Tensor]]:
-        """See :class:`Exchange`."""
-        return Pending([multiply(x, columns) for columns in weights])
+    def start(self, x: Pieces, weights: Iterable[Columns]) -> AsyncResult[Sequence[torch.Tensor]]:
+        """See :class:`OutputReduce`."""
+        return AsyncResult([multiply(x, columns) for columns in weights])
 
-    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> Pending[Sequence[Pieces]]:
-        """See :class:`Exchange`."""
-        return Pending([(gradient,) for gradient in gradients])
+    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[Pieces]]:
+        """See :class:`OutputReduce`."""
+        return AsyncResult([(gradient,) for gradient in gradients])
 
 
-def share_exchanges(exchanges: Sequence[Exchange]) -> list[tuple[Exchange, list[int]]]:
-    """Let products with the same kind of exchange have one: each exchange, and the numbers of its products."""
-    shared: dict[Exchange, list[int]] = {}
-    for number, exchange in enumerate(exchanges):
-        key = replace(exchange, parts=()) if isinstance(exchange, ScatterFeatures) else exchange
+def share_reduces(reduces: Sequence[OutputReduce]) -> list[tuple[OutputReduce, list[int]]]:
+    """Let products with the same kind of reduction share one: each, and the numbers of its products."""
+    shared: dict[OutputReduce, list[int]] = {}
+    for number, reduce in enumerate(reduces):
+        key = replace(reduce, parts=()) if isinstance(reduce, ScatterFeatures) else reduce
         shared.setdefault(key, []).append(number)
-    return [(_with_parts(key, [exchanges[number] for number in numbers]), numbers) for key, numbers in shared.items()]
+    return [(_with_parts(key, [reduces[number] for number in numbers]), numbers) for key, numbers in shared.items()]
 
 
-def _with_parts(key: Exchange, members: Sequence[Exchange]) -> Exchange:
+def _with_parts(key: OutputReduce, members: Sequence[OutputReduce]) -> OutputReduce:
     if not isinstance(key, ScatterFeatures):
         return key
     return replace(key, parts=tuple(part for m in members if isinstance(m, ScatterFeatures) for part in m.parts))

@@ -13,10 +13,10 @@ from torch import nn
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
-from cuboid.tensor3d.sharding.sharding_spec import Layout
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 
-class GatheredModule(ShardedModule):
+class UnshardedModule(ShardedModule):
     """Runs ``template`` (on the meta device: only its code is used) with gathered parameters."""
 
     def __init__(
@@ -25,7 +25,7 @@ class GatheredModule(ShardedModule):
         parameters: dict[str, nn.Parameter],
         *,
         mesh: Mesh,
-        layouts: dict[str, Layout],
+        layouts: dict[str, ShardingSpec],
     ) -> None:
         super().__init__()
         for name, parameter in parameters.items():
@@ -37,7 +37,7 @@ class GatheredModule(ShardedModule):
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the template's forward."""
-        whole = {name: self.gathered(name) for name in self.gathers}
+        whole = {name: self.unsharded(name) for name in self.sharded_params}
         return torch.func.functional_call(self._template[0], whole, args, kwargs)
 
     def extra_repr(self) -> str:

@@ -15,17 +15,17 @@ from torch import nn
 from cuboid.distributed.axis_collectives import SEQUENCE_DIM, gather_dim, scatter_dim
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
-from cuboid.tensor3d.sharding.sharded_param import ParameterGather, ShardedModule
-from cuboid.tensor3d.sharding.sharding_spec import Layout
+from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 
 class _LookUp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ids: torch.Tensor, weight: torch.Tensor, gather: ParameterGather, padding_idx: int | None
+        ctx: Any, ids: torch.Tensor, weight: torch.Tensor, param: ShardedParam, padding_idx: int | None
     ) -> torch.Tensor:
-        mesh = gather.mesh
-        with gather.gathered(weight) as block:
+        mesh = param.mesh
+        with param.unshard(weight) as block:
             rows = block.shape[0]
             local = ids - mesh.index("sequence") * rows
             elsewhere = (local < 0) | (local >= rows)
@@ -33,7 +33,7 @@ class _LookUp(torch.autograd.Function):
         # Row `rows` collects the gradients that nobody here wants.
         nobody = elsewhere if padding_idx is None else elsewhere | (ids == padding_idx)
         ctx.save_for_backward(local.masked_fill(nobody, rows))
-        ctx.gather, ctx.rows = gather, rows
+        ctx.param, ctx.rows = param, rows
         if mesh.size("sequence") > 1:
             found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
         return scatter_dim(found, SEQUENCE_DIM, mesh, ("sequence",))
@@ -41,16 +41,16 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (local,) = ctx.saved_tensors
-        gather: ParameterGather = ctx.gather
-        gradient = gather_dim(gradient, SEQUENCE_DIM, gather.mesh, ("sequence",))
+        param: ShardedParam = ctx.param
+        gradient = gather_dim(gradient, SEQUENCE_DIM, param.mesh, ("sequence",))
         table = torch.ops.aten.embedding_dense_backward(gradient.contiguous(), local, ctx.rows + 1, -1, False)
-        return None, gather.reduce(table[: ctx.rows]), None, None
+        return None, param.reduce_scatter(table[: ctx.rows]), None, None
 
 
 class ShardedEmbedding(ShardedModule, nn.Embedding):
     """``[B/b, S]`` ids to ``[B/b, S/s, H/h]``. Ids of the whole sequence go in, the rank's part comes out."""
 
-    def __init__(self, weight: nn.Parameter, *, mesh: Mesh, layout: Layout, padding_idx: int | None) -> None:
+    def __init__(self, weight: nn.Parameter, *, mesh: Mesh, layout: ShardingSpec, padding_idx: int | None) -> None:
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim = layout.shape
         self.padding_idx = padding_idx
@@ -64,7 +64,7 @@ class ShardedEmbedding(ShardedModule, nn.Embedding):
 
         Whoever has them makes sure that they are in the table (``models/batch/batch_check.py``); others give zeros.
         """
-        return _LookUp.apply(ids, self.weight, self.gathers["weight"], self.padding_idx)
+        return _LookUp.apply(ids, self.weight, self.sharded_params["weight"], self.padding_idx)
 
     def extra_repr(self) -> str:
         """Unsplit sizes and the mesh."""

@@ -1,4 +1,4 @@
-"""Several parameters in one collective, where each by itself would be too small to be worth one.
+"""Buckets: several parameters in one collective, where each by itself would be too small to be worth one.
 
 Large ones travel alone, without being copied into a common buffer and out of it.
 """
@@ -9,31 +9,31 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from cuboid.distributed.async_result import Pending
+from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import start_all_gather, start_scatter_parts
-from cuboid.tensor3d.sharding.sharded_param import ParameterGather
+from cuboid.tensor3d.sharding.sharded_param import ShardedParam
 
 #: Of shards that share a collective, together. A network needs longer for it than for starting it.
-_BUNDLE_BYTES = 1 << 20
+_BUCKET_BYTES = 1 << 20
 
 
-def start_gathers(gathers: Sequence[ParameterGather], shards: Sequence[torch.Tensor]) -> None:
-    """Start to gather blocks that will be used in this order; those that are there or on their way are left alone."""
-    missing = [(gather, shard) for gather, shard in zip(gathers, shards, strict=True) if gather.needs(shard)]
-    for members in _bundles(missing):
+def start_unshards(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> None:
+    """Start to param blocks that will be used in this order; those that are there or on their way are left alone."""
+    missing = [(param, shard) for param, shard in zip(params, shards, strict=True) if param.needs_unshard(shard)]
+    for members in _buckets(missing):
         if len(members) == 1:
-            members[0][0].start(members[0][1])
+            members[0][0].start_unshard(members[0][1])
         else:
-            _start_bundle(members)
+            _start_bucket(members)
 
 
-def _start_bundle(members: Sequence[tuple[ParameterGather, torch.Tensor]]) -> None:
+def _start_bucket(members: Sequence[tuple[ShardedParam, torch.Tensor]]) -> None:
     first = members[0][0]
     row = torch.cat([shard.detach().flatten() for _, shard in members])
-    rows = start_all_gather(row, first.mesh, first.layout.storage)
+    rows = start_all_gather(row, first.mesh, first.layout.fsdp_axes)
     start = 0
-    for gather, shard in members:
-        gather.expect(shard, rows.then(_Part(start, shard)))
+    for param, shard in members:
+        param.expect_unshard(shard, rows.then(_Part(start, shard)))
         start += shard.numel()
 
 
@@ -47,40 +47,40 @@ class _Part:
         return rows[:, self._own].unflatten(1, self._shape)
 
 
-def start_reductions(
-    gathers: Sequence[ParameterGather], gradients: Sequence[torch.Tensor]
-) -> list[Pending[torch.Tensor]]:
+def start_reduce_scatters(
+    params: Sequence[ShardedParam], gradients: Sequence[torch.Tensor]
+) -> list[AsyncResult[torch.Tensor]]:
     """Start to sum blocks' gradients, and leave each rank its shards'; in order."""
-    found: list[Pending[torch.Tensor]] = []
-    for members in _bundles(list(zip(gathers, gradients, strict=True)), of_blocks=True):
+    found: list[AsyncResult[torch.Tensor]] = []
+    for members in _buckets(list(zip(params, gradients, strict=True)), of_blocks=True):
         first = members[0][0]
         if len(members) == 1 or first.ranks == 1:
-            found += [gather.start_reduce(gradient) for gather, gradient in members]
+            found += [param.start_reduce_scatter(gradient) for param, gradient in members]
             continue
-        stacked = [gather.stacked(gradient) for gather, gradient in members]
+        stacked = [param.stacked(gradient) for param, gradient in members]
         rows = torch.cat([each.flatten(1) for each in stacked], 1)
-        reducing = start_scatter_parts(rows, [each.shape[1:] for each in stacked], first.mesh, first.layout.storage)
+        reducing = start_scatter_parts(rows, [each.shape[1:] for each in stacked], first.mesh, first.layout.fsdp_axes)
         found += [reducing.giving(own) for own in reducing.incomplete()]
     return found
 
 
-def _bundles(
-    members: Sequence[tuple[ParameterGather, torch.Tensor]], *, of_blocks: bool = False
-) -> Iterator[list[tuple[ParameterGather, torch.Tensor]]]:
+def _buckets(
+    members: Sequence[tuple[ShardedParam, torch.Tensor]], *, of_blocks: bool = False
+) -> Iterator[list[tuple[ShardedParam, torch.Tensor]]]:
     """Neighbours that can share a collective, and are small enough together."""
-    bundle: list[tuple[ParameterGather, torch.Tensor]] = []
+    bucket: list[tuple[ShardedParam, torch.Tensor]] = []
     total = 0
-    for gather, tensor in members:
-        size = tensor.nbytes // (gather.ranks if of_blocks else 1)
-        fits = bundle and total + size <= _BUNDLE_BYTES and _kind(gather, tensor) == _kind(*bundle[0])
-        if bundle and not fits:
-            yield bundle
-            bundle, total = [], 0
-        bundle.append((gather, tensor))
+    for param, tensor in members:
+        size = tensor.nbytes // (param.ranks if of_blocks else 1)
+        fits = bucket and total + size <= _BUCKET_BYTES and _kind(param, tensor) == _kind(*bucket[0])
+        if bucket and not fits:
+            yield bucket
+            bucket, total = [], 0
+        bucket.append((param, tensor))
         total += size
-    if bundle:
-        yield bundle
+    if bucket:
+        yield bucket
 
 
-def _kind(gather: ParameterGather, tensor: torch.Tensor) -> tuple[object, ...]:
-    return gather.layout.storage, gather.mesh, tensor.dtype
+def _kind(param: ShardedParam, tensor: torch.Tensor) -> tuple[object, ...]:
+    return param.layout.fsdp_axes, param.mesh, tensor.dtype

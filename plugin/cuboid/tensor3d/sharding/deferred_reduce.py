@@ -1,4 +1,4 @@
-"""Gradients that are still on their way to the shards while the backward of the layer before goes on.
+"""Deferred reduce-scatter: gradients on their way to the shards while the backward of the layer before runs.
 
 A reduce-scatter of a weight's gradient has time until the optimizer's step. But whatever a backward returns, autograd
 adds to ``grad`` at once, and calls the hooks by which frameworks learn of it. So between the parameters of a layer and
@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from cuboid.distributed.async_result import Pending
+from cuboid.distributed.async_result import AsyncResult
 
 
-class Carry:
-    """The gradients that are on their way to some shards."""
+class DeferredReduce:
+    """Reduce-scatters that were started for some shards, and are waited for later."""
 
     def __init__(self) -> None:
-        self._pending: list[Pending[Any]] = []
+        self._pending: list[AsyncResult[Any]] = []
 
-    def leave(self, gradient: Pending[Any]) -> None:
+    def defer(self, gradient: AsyncResult[Any]) -> None:
         """Wait for this one later. Until then nobody must read it."""
         self._pending.append(gradient)
 
@@ -35,18 +35,18 @@ class Carry:
 
 class _Shards(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, carry: Carry, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.carry = carry
+    def forward(ctx: Any, deferred: DeferredReduce, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.deferred = deferred
         ctx.set_materialize_grads(False)
         return tuple(shard.view_as(shard) for shard in shards)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.carry.wait()
+        ctx.deferred.wait()
         return None, *gradients
 
 
-def carried_shards(shards: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Carry]:
-    """The same shards, each for exactly one use in forward, whose backward may :meth:`Carry.leave` the gradient."""
-    carry = Carry()
-    return _Shards.apply(carry, *shards), carry
+def deferred_shards(shards: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], DeferredReduce]:
+    """The same shards, each for one use in forward, whose backward may :meth:`~DeferredReduce.defer` its gradient."""
+    deferred = DeferredReduce()
+    return _Shards.apply(deferred, *shards), deferred

@@ -11,12 +11,12 @@ from cuboid.distributed.axis_collectives import all_gather
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import AXES
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
-from cuboid.tensor3d.sharding.sharding_spec import Layout, put_shard, take_shard
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, put_shard, take_shard
 
 
 class _Whole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
+    def forward(ctx: Any, shard: torch.Tensor, layout: ShardingSpec, mesh: Mesh) -> torch.Tensor:
         ctx.layout, ctx.mesh = layout, mesh
         whole = shard.new_empty(layout.shape)
         for rank, piece in zip(mesh.mesh_ranks, all_gather(shard, mesh, AXES), strict=True):

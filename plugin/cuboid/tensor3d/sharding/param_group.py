@@ -1,4 +1,4 @@
-"""One gather for the small parameters of a layer, and one reduce-scatter for their gradients."""
+"""One all-gather for the small parameters of a layer, and one reduce-scatter for their gradients."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from cuboid.distributed.async_result import Pending
+from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import start_all_gather, start_scatter
-from cuboid.tensor3d.sharding.deferred_reduce import Carry, carried_shards
-from cuboid.tensor3d.sharding.sharded_param import ParameterGather, ShardedModule
+from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce, deferred_shards
+from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam
 
 
 class Member(Protocol):
@@ -33,7 +33,7 @@ class Member(Protocol):
         ...
 
 
-class VectorGroup:
+class ParamGroup:
     """Small parameters of one dtype whose shards lie over the same axes.
 
     Args:
@@ -43,38 +43,38 @@ class VectorGroup:
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = list(members)
 
-    def start(self) -> SharedGather:
-        """Begin to gather them all."""
+    def start(self) -> ParamGroupUnshard:
+        """Start the all-gather of all of them."""
         shards = [member.shard for member in self._members]
         if torch.is_grad_enabled() and any(shard.requires_grad for shard in shards):
-            return SharedGather(self, *carried_shards(shards))
-        return SharedGather(self, shards, None)
+            return ParamGroupUnshard(self, *deferred_shards(shards))
+        return ParamGroupUnshard(self, shards, None)
 
-    def gathers(self) -> list[ParameterGather]:
+    def params(self) -> list[ShardedParam]:
         """Of the members, in order."""
-        return [member.module.gathers[member.name] for member in self._members]
+        return [member.module.sharded_params[member.name] for member in self._members]
 
     def put(self, blocks: Sequence[torch.Tensor]) -> None:
-        """Give the modules the gathered parameters."""
+        """Give the modules the unsharded parameters."""
         for member, block in zip(self._members, blocks, strict=True):
-            member.module.ahead_blocks[member.name] = block
+            member.module.prefetched_params[member.name] = block
 
     def clear(self) -> None:
         """Let the modules forget them."""
         for member in self._members:
-            member.module.ahead_blocks.pop(member.name, None)
+            member.module.prefetched_params.pop(member.name, None)
 
 
-class SharedGather:
-    """One gather of a group, from its start until the modules have their blocks."""
+class ParamGroupUnshard:
+    """One all-gather of a group, from its start until the modules have their unsharded parameters."""
 
-    def __init__(self, group: VectorGroup, shards: Sequence[torch.Tensor], carry: Carry | None) -> None:
-        self._group, self._shards, self.carry = group, shards, carry
-        self.gathers = group.gathers()
-        first = self.gathers[0]
-        self.mesh, self.axes = first.mesh, first.layout.storage
+    def __init__(self, group: ParamGroup, shards: Sequence[torch.Tensor], deferred: DeferredReduce | None) -> None:
+        self._group, self._shards, self.deferred = group, shards, deferred
+        self.params = group.params()
+        first = self.params[0]
+        self.mesh, self.axes = first.mesh, first.layout.fsdp_axes
         row = torch.cat([shard.detach() for shard in shards])
-        self._pending: Pending[torch.Tensor] = start_all_gather(row, self.mesh, self.axes)
+        self._pending: AsyncResult[torch.Tensor] = start_all_gather(row, self.mesh, self.axes)
 
     def finish(self) -> None:
         """Wait, and give the modules the blocks, differentiably."""
@@ -84,34 +84,34 @@ class SharedGather:
         """Each parameter's block."""
         widths = [shard.shape[0] for shard in self._shards]
         parts = self._pending.wait().split(widths, 1)
-        rows = [gather.layout.block_shape(self.mesh.shape)[0] for gather in self.gathers]
+        rows = [param.layout.block_shape(self.mesh.shape)[0] for param in self.params]
         return tuple(part.flatten()[:count] for part, count in zip(parts, rows, strict=True))
 
-    def start_reduce(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """The blocks' gradients to the shards'; complete when the carry was waited for."""
+    def start_reduce_scatter(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """The blocks' gradients to the shards'; complete once the deferred reduce was waited for."""
         widths = [shard.shape[0] for shard in self._shards]
         ranks = self.mesh.size(*self.axes)
         slots = self._shards[0].new_zeros((ranks, sum(widths)))
-        for gather, gradient, slot in zip(self.gathers, gradients, slots.split(widths, 1), strict=True):
+        for param, gradient, slot in zip(self.params, gradients, slots.split(widths, 1), strict=True):
             if gradient is not None:
-                slot.copy_(gather.stacked(gradient))
+                slot.copy_(param.stacked(gradient))
         reducing = start_scatter(slots, self.mesh, self.axes)
-        assert self.carry is not None
-        self.carry.leave(reducing)
+        assert self.deferred is not None
+        self.deferred.defer(reducing)
         return list(reducing.incomplete().split(widths))
 
 
 class _Blocks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gather: SharedGather, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.gather = gather
+    def forward(ctx: Any, unshard: ParamGroupUnshard, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.unshard = unshard
         ctx.set_materialize_grads(False)
-        return gather.blocks()
+        return unshard.blocks()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if all(gradient is None for gradient in gradients):
             return None, *gradients
-        reduced = ctx.gather.start_reduce(gradients)
+        reduced = ctx.unshard.start_reduce_scatter(gradients)
         needed = ctx.needs_input_grad[1:]
         return None, *(each if wanted else None for each, wanted in zip(reduced, needed, strict=True))

@@ -1,6 +1,6 @@
-"""The life of a sharded parameter: sharded, gathered for a multiplication, sharded again.
+"""A sharded parameter: unsharded for a multiplication, and resharded after it.
 
-The same idea as FSDP2's per-parameter state (``torch.distributed.fsdp``), for the axes of :class:`Layout.storage`.
+The idea of FSDP2's per-parameter state (``torch.distributed.fsdp``), over :attr:`ShardingSpec.fsdp_axes`.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from cuboid.distributed.async_result import Pending
+from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import start_all_gather, start_scatter
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import UnsupportedModelError
-from cuboid.tensor3d.sharding.deferred_reduce import Carry
+from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce
 from cuboid.tensor3d.sharding.param_versions import Updates
-from cuboid.tensor3d.sharding.sharding_spec import Layout
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 
-class GatherState(Enum):
-    """Where a parameter is in its life."""
+class ShardedState(Enum):
+    """Whether a parameter is sharded, as FSDP2's state of the same name."""
 
     SHARDED = "sharded"
-    GATHERING = "gathering"
-    GATHERED = "gathered"
+    UNSHARDING = "unsharding"
+    UNSHARDED = "unsharded"
 
 
-class Block:
-    """A gathered parameter that is kept while somebody refers to it, and the values that it was gathered of."""
+class UnshardedCopy:
+    """An unsharded parameter that is kept while somebody refers to it, and the shard's values that it was made of."""
 
     def __init__(self, whole: torch.Tensor, shard: torch.Tensor, updates: Updates) -> None:
         self.whole = whole
@@ -48,68 +48,68 @@ class Block:
         return shard.data_ptr(), shard._version, shard.dtype, updates.count
 
 
-class ParameterGather:
-    """Brings the shards of one parameter together into the block, and its gradient back.
+class ShardedParam:
+    """Unshards one parameter into the block that a multiplication needs, and reduce-scatters its gradient.
 
-    ``SHARDED --start()--> GATHERING --block()--> GATHERED --reshard()--> SHARDED``. Whoever needs the block soon may
-    start early; who needs it now starts it unless somebody did. The block lives until the state is SHARDED again.
+    ``SHARDED --start_unshard()--> UNSHARDING --unsharded()--> UNSHARDED --reshard()--> SHARDED``. Whoever needs the
+    block soon may start early; who needs it now starts it unless somebody did. It lives until the state is SHARDED.
     """
 
-    def __init__(self, layout: Layout, mesh: Mesh) -> None:
+    def __init__(self, layout: ShardingSpec, mesh: Mesh) -> None:
         self.layout = layout
         self.mesh = mesh
-        self.state = GatherState.SHARDED
+        self.state = ShardedState.SHARDED
         self._dtype: torch.dtype | None = None
-        self._pending: Pending[torch.Tensor] | None = None
+        self._pending: AsyncResult[torch.Tensor] | None = None
         self._block: torch.Tensor | None = None
         #: Whether blocks are kept from a forward to its backward, and by whose count they are out of date.
         self.keeps: Updates | None = None
-        self._kept: weakref.ref[Block] | None = None
+        self._kept: weakref.ref[UnshardedCopy] | None = None
 
     @property
     def ranks(self) -> int:
         """How many shards make a block."""
-        return self.mesh.size(*self.layout.storage)
+        return self.mesh.size(*self.layout.fsdp_axes)
 
-    def start(self, shard: torch.Tensor) -> None:
-        """Start from the shard ``[rows/storage, ...]``, unless its block ``[rows, ...]`` is there or on its way."""
-        if self.needs(shard):
-            self.expect(shard, start_all_gather(shard.detach(), self.mesh, self.layout.storage))
+    def start_unshard(self, shard: torch.Tensor) -> None:
+        """Start to unshard ``[rows/fsdp, ...]``, unless its block ``[rows, ...]`` is there or on its way."""
+        if self.needs_unshard(shard):
+            self.expect_unshard(shard, start_all_gather(shard.detach(), self.mesh, self.layout.fsdp_axes))
 
-    def needs(self, shard: torch.Tensor) -> bool:
-        """Whether somebody has to start. A block of another dtype is let go of, and one that was kept is taken up."""
-        if self.state is not GatherState.SHARDED and self._dtype != shard.dtype:
+    def needs_unshard(self, shard: torch.Tensor) -> bool:
+        """Whether somebody has to start. A block of another dtype is discarded, and one that was kept is taken up."""
+        if self.state is not ShardedState.SHARDED and self._dtype != shard.dtype:
             # Started outside of autocast and needed inside, or the other way round.
             self.discard()
         kept = self._kept_block(shard)
-        if self.state is GatherState.SHARDED and kept is not None:
-            self._block, self._dtype, self.state = kept.whole, shard.dtype, GatherState.GATHERED
-        return self.state is GatherState.SHARDED
+        if self.state is ShardedState.SHARDED and kept is not None:
+            self._block, self._dtype, self.state = kept.whole, shard.dtype, ShardedState.UNSHARDED
+        return self.state is ShardedState.SHARDED
 
-    def expect(self, shard: torch.Tensor, stacked: Pending[torch.Tensor]) -> None:
-        """Take the shards of all ranks, ``[storage, rows/storage, ...]``, from a gather that was started."""
-        assert self.state is GatherState.SHARDED, "gathered twice"
+    def expect_unshard(self, shard: torch.Tensor, stacked: AsyncResult[torch.Tensor]) -> None:
+        """Take the shards of all ranks, ``[fsdp, rows/fsdp, ...]``, from an all-gather that was started."""
+        assert self.state is ShardedState.SHARDED, "unsharded twice"
         self._dtype, self._pending = shard.dtype, stacked
-        self.state = GatherState.GATHERING
+        self.state = ShardedState.UNSHARDING
 
-    def block(self) -> torch.Tensor:
+    def unsharded(self) -> torch.Tensor:
         """The block, once it is there; valid until :meth:`reshard`."""
-        assert self.state is not GatherState.SHARDED, "not gathered"
+        assert self.state is not ShardedState.SHARDED, "not unsharded"
         if self._pending is not None:
             rows = self.layout.block_shape(self.mesh.shape)[0]
             self._block = self._pending.wait().flatten(0, 1)[:rows]
             self._pending = None
-            self.state = GatherState.GATHERED
+            self.state = ShardedState.UNSHARDED
         assert self._block is not None
         return self._block
 
     def reshard(self) -> None:
-        """Let go of the block."""
-        assert self.state is GatherState.GATHERED, "not gathered"
+        """Free the block."""
+        assert self.state is ShardedState.UNSHARDED, "not unsharded"
         self._block = None
-        self.state = GatherState.SHARDED
+        self.state = ShardedState.SHARDED
 
-    def let_go(self, shard: torch.Tensor, *, keep: bool) -> Block | None:
+    def reshard_after_forward(self, shard: torch.Tensor, *, keep: bool) -> UnshardedCopy | None:
         """:meth:`reshard` after a forward's product, unless the backward follows at once.
 
         Args:
@@ -121,52 +121,52 @@ class ParameterGather:
         """
         if is_recomputing():
             return None
-        whole = self.block()
+        whole = self.unsharded()
         self.reshard()
         if not keep or self.ranks == 1 or self.keeps is None:
             return None
         kept = self._kept_block(shard)
         if kept is None:
-            kept = Block(whole, shard, self.keeps)
+            kept = UnshardedCopy(whole, shard, self.keeps)
             self._kept = weakref.ref(kept)
         return kept
 
-    def _kept_block(self, shard: torch.Tensor) -> Block | None:
+    def _kept_block(self, shard: torch.Tensor) -> UnshardedCopy | None:
         kept = None if self._kept is None else self._kept()
         return kept if kept is not None and self.keeps is not None and kept.is_of(shard, self.keeps) else None
 
     def discard(self) -> None:
-        """Let go of what was gathered for nothing, if anything was."""
-        if self.state is not GatherState.SHARDED:
-            self.block()
+        """Discard an unused all-gather, if there is one."""
+        if self.state is not ShardedState.SHARDED:
+            self.unsharded()
             self.reshard()
 
     @contextmanager
-    def gathered(self, shard: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Gather for the time of a ``with`` block."""
-        self.start(shard)
+    def unshard(self, shard: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Unshard for the time of a ``with`` block."""
+        self.start_unshard(shard)
         try:
-            yield self.block()
+            yield self.unsharded()
         finally:
             self.reshard()
 
-    def start_reduce(self, block_gradient: torch.Tensor) -> Pending[torch.Tensor]:
+    def start_reduce_scatter(self, block_gradient: torch.Tensor) -> AsyncResult[torch.Tensor]:
         """Sum the ranks' gradients of the block and leave each rank its shard's."""
         if self.ranks == 1:
-            return Pending(block_gradient)
-        return start_scatter(self.stacked(block_gradient), self.mesh, self.layout.storage)
+            return AsyncResult(block_gradient)
+        return start_scatter(self.stacked(block_gradient), self.mesh, self.layout.fsdp_axes)
 
     def stacked(self, block: torch.Tensor) -> torch.Tensor:
-        """Cut a block into what the ranks keep, ``[storage, rows/storage, ...]``; rows that nobody has are zeros."""
+        """Cut a block into what the ranks keep, ``[fsdp, rows/fsdp, ...]``; rows that nobody has are zeros."""
         height, *rest = self.layout.shard_shape(self.mesh.shape)
         missing = self.ranks * height - block.shape[0]
         if missing:
             block = torch.cat([block, block.new_zeros((missing, *rest))])
         return block.reshape(self.ranks, height, *rest)
 
-    def reduce(self, block_gradient: torch.Tensor) -> torch.Tensor:
-        """:meth:`start_reduce`, waited for."""
-        return self.start_reduce(block_gradient).wait()
+    def reduce_scatter(self, block_gradient: torch.Tensor) -> torch.Tensor:
+        """:meth:`start_reduce_scatter`, waited for."""
+        return self.start_reduce_scatter(block_gradient).wait()
 
 
 def is_recomputing() -> bool:
@@ -177,27 +177,27 @@ def is_recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class _GatherParameter(torch.autograd.Function):
+class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, gather: ParameterGather) -> torch.Tensor:
-        ctx.gather = gather
-        with gather.gathered(shard) as block:
+    def forward(ctx: Any, shard: torch.Tensor, param: ShardedParam) -> torch.Tensor:
+        ctx.param = param
+        with param.unshard(shard) as block:
             return block
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.gather.reduce(gradient), None
+        return ctx.param.reduce_scatter(gradient), None
 
 
-def gather_parameter(shard: torch.Tensor, gather: ParameterGather) -> torch.Tensor:
-    """Differentiable gather, for small parameters (norms, biases) whose block autograd may keep."""
-    if gather.mesh.size(*gather.layout.storage) == 1:
+def unshard_parameter(shard: torch.Tensor, param: ShardedParam) -> torch.Tensor:
+    """Differentiable unshard, for small parameters (norms, biases) whose block autograd may keep."""
+    if param.mesh.size(*param.layout.fsdp_axes) == 1:
         return shard
-    return _GatherParameter.apply(shard, gather)
+    return _Unshard.apply(shard, param)
 
 
 class ShardedModule(nn.Module):
-    """A layer whose parameters are shards: it knows the mesh, and each parameter's layout and gather.
+    """A layer whose parameters are shards: it knows the mesh, and each parameter's layout and param.
 
     Attributes:
         ahead_blocks, ahead_shards: what the layer around it has made ready for its forward, by the parameter's name:
@@ -206,30 +206,30 @@ class ShardedModule(nn.Module):
 
     mesh: Mesh
 
-    def init_sharding(self, mesh: Mesh, layouts: dict[str, Layout]) -> None:
+    def init_sharding(self, mesh: Mesh, layouts: dict[str, ShardingSpec]) -> None:
         """Attach the mesh and the layouts, by the parameter's name in this module."""
         self.mesh = mesh
-        self.gathers = {name: ParameterGather(layout, mesh) for name, layout in layouts.items()}
-        self.ahead_blocks: dict[str, torch.Tensor] = {}
-        self.ahead_shards: dict[str, tuple[torch.Tensor, Carry]] = {}
+        self.sharded_params = {name: ShardedParam(layout, mesh) for name, layout in layouts.items()}
+        self.prefetched_params: dict[str, torch.Tensor] = {}
+        self.prefetched_shards: dict[str, tuple[torch.Tensor, DeferredReduce]] = {}
 
-    def layout(self, name: str) -> Layout:
+    def layout(self, name: str) -> ShardingSpec:
         """Layout of this module's parameter ``name``."""
-        return self.gathers[name].layout
+        return self.sharded_params[name].layout
 
-    def gathered(self, name: str) -> torch.Tensor:
+    def unsharded(self, name: str) -> torch.Tensor:
         """The block of a small parameter, differentiably."""
-        block = self.ahead_blocks.get(name)
-        return gather_parameter(getattr(self, name), self.gathers[name]) if block is None else block
+        block = self.prefetched_params.get(name)
+        return unshard_parameter(getattr(self, name), self.sharded_params[name]) if block is None else block
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if self.mesh.shape.size > 1:
             check_knows_of_shards(self)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def carried(self, name: str) -> tuple[torch.Tensor, Carry | None]:
+    def deferred(self, name: str) -> tuple[torch.Tensor, DeferredReduce | None]:
         """The shard of a large parameter, and who waits for its gradient where that may be on its way for longer."""
-        return self.ahead_shards.pop(name, (getattr(self, name), None))
+        return self.prefetched_shards.pop(name, (getattr(self, name), None))
 
 
 #: Whether whoever asks for a state dict knows that shards are in it.
@@ -259,9 +259,9 @@ def check_knows_of_shards(module: nn.Module) -> None:
         )
 
 
-def keep_weights(model: nn.Module) -> None:
+def disable_reshard_after_forward(model: nn.Module) -> None:
     """Keep gathered weights from a forward to its backward, and let other forwards in between have them too."""
     updates = Updates()
     for module in (module for module in model.modules() if isinstance(module, ShardedModule)):
-        for gather in module.gathers.values():
-            gather.keeps = updates
+        for param in module.sharded_params.values():
+            param.keeps = updates

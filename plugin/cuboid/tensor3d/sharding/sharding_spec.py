@@ -2,10 +2,10 @@
 
 A parameter is split in two steps:
 
-* the *block* is what one multiplication needs: each dim is cut over its ``split`` axes;
-* the *shard* is what a rank keeps: the block, cut along dim 0 over the axes that are left (``storage``).
+* the *block* is what one multiplication needs: each dim is cut over its ``tp_axes``;
+* the *shard* is what a rank keeps: the block, cut along dim 0 over the axes that are left (``fsdp_axes``).
 
-All-gathering the shards over ``storage`` gives the block as one contiguous piece. Together both steps use every
+All-gathering the shards over ``fsdp_axes`` gives the block as one contiguous piece. Together both steps use every
 axis of the mesh once, so each element has exactly one owner and each rank keeps 1/(b·s·h) of every parameter
 (rounded up to whole rows of dim 0, which the last ranks fill with zeros).
 """
@@ -26,12 +26,12 @@ Interval = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardingSpec:
     """Placement of one parameter on the mesh.
 
     Args:
         shape: the Hugging Face shape, unsplit.
-        split: for each dim, the axes that cut the block, the first varying slowest.
+        tp_axes: for each dim, the axes that cut the block, the first varying slowest.
         parts: for each dim, the number of equal parts that are cut separately, as the fused
             query|key|value of GPT-2 is (3); a block holds its slice of each part, side by side.
         ragged: whether dim 0 may be cut unevenly (vocabularies): blocks are rounded up, the last ones padded. `hidden`
@@ -39,28 +39,28 @@ class Layout:
     """
 
     shape: tuple[int, ...]
-    split: tuple[tuple[Axis, ...], ...]
+    tp_axes: tuple[tuple[Axis, ...], ...]
     parts: tuple[int, ...] = ()
     ragged: bool = False
 
     def __post_init__(self) -> None:
         if not self.parts:
             object.__setattr__(self, "parts", (1,) * len(self.shape))
-        used = [axis for axes in self.split for axis in axes]
-        assert len(self.split) == len(self.shape) == len(self.parts), "one entry for each dim"
+        used = [axis for axes in self.tp_axes for axis in axes]
+        assert len(self.tp_axes) == len(self.shape) == len(self.parts), "one entry for each dim"
         assert len(used) == len(set(used)), "an axis cuts one dim only"
         assert not self.ragged or self.parts[0] == 1, "a fused dim is cut evenly"
 
     @property
-    def storage(self) -> tuple[Axis, ...]:
+    def fsdp_axes(self) -> tuple[Axis, ...]:
         """Axes that cut the block into shards along dim 0, in rank order."""
-        used = {axis for axes in self.split for axis in axes}
+        used = {axis for axes in self.tp_axes for axis in axes}
         return tuple(axis for axis in RANK_ORDER if axis not in used)
 
     def indivisible(self, mesh: MeshShape) -> list[tuple[int, int]]:
         """Dims that the mesh can't cut, as (size that is cut, number of pieces)."""
         cuts = []
-        for dim, (size, axes, parts) in enumerate(zip(self.shape, self.split, self.parts, strict=True)):
+        for dim, (size, axes, parts) in enumerate(zip(self.shape, self.tp_axes, self.parts, strict=True)):
             if size % (parts * mesh.of(*axes)) and not (self.ragged and dim == 0):
                 cuts.append((size // parts, mesh.of(*axes)))
         return cuts
@@ -71,22 +71,22 @@ class Layout:
 
     def _piece(self, dim: int, mesh: MeshShape) -> int:
         """Length of the block's slice of one part of ``dim``."""
-        size, pieces = self.shape[dim] // self.parts[dim], mesh.of(*self.split[dim])
+        size, pieces = self.shape[dim] // self.parts[dim], mesh.of(*self.tp_axes[dim])
         if self.ragged and dim == 0:
             # Whole shards of a weight, so that the padding is all at the end of the last blocks.
-            shards = mesh.of(*(axis for axis in self.storage if axis != "hidden"))
+            shards = mesh.of(*(axis for axis in self.fsdp_axes if axis != "hidden"))
             return math.ceil(size / (pieces * shards)) * shards
         return size // pieces
 
     def shard_shape(self, mesh: MeshShape) -> tuple[int, ...]:
         """Shape of the shard, the same on every rank."""
         rows, *rest = self.block_shape(mesh)
-        return (math.ceil(rows / mesh.of(*self.storage)), *rest)
+        return (math.ceil(rows / mesh.of(*self.fsdp_axes)), *rest)
 
     def block_intervals(self, mesh: MeshShape, at: Coordinate) -> list[list[Interval]]:
         """For each dim, the intervals of the unsplit tensor that make up the block, in order."""
         intervals = []
-        for dim, (size, axes, parts) in enumerate(zip(self.shape, self.split, self.parts, strict=True)):
+        for dim, (size, axes, parts) in enumerate(zip(self.shape, self.tp_axes, self.parts, strict=True)):
             part, piece = size // parts, self._piece(dim, mesh)
             start = min(at.index(axes, mesh) * piece, part)
             stop = min(start + piece, part)
@@ -100,7 +100,7 @@ class Layout:
         """
         rows, *rest = self.block_intervals(mesh, at)
         height = self.shard_shape(mesh)[0]
-        start = at.index(self.storage, mesh) * height
+        start = at.index(self.fsdp_axes, mesh) * height
         return [list(_within(rows, start, start + height)), *rest]
 
 
@@ -114,7 +114,7 @@ def _within(intervals: list[Interval], start: int, stop: int) -> Iterator[Interv
         offset += high - low
 
 
-def take_shard(full: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
+def take_shard(full: torch.Tensor, layout: ShardingSpec, mesh: Mesh) -> torch.Tensor:
     """Copy this rank's shard out of a whole tensor, padding included."""
     shard = full.new_zeros(layout.shard_shape(mesh.shape))
     for here, there in shard_boxes(layout, mesh.shape, mesh.coordinate):
@@ -122,20 +122,20 @@ def take_shard(full: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
     return shard
 
 
-def pad_shard(rows: torch.Tensor, layout: Layout, mesh: MeshShape) -> torch.Tensor:
+def pad_shard(rows: torch.Tensor, layout: ShardingSpec, mesh: MeshShape) -> torch.Tensor:
     """Fill a shard that was read without its padding up to the common shape; a full one is returned as it is."""
     missing = layout.shard_shape(mesh)[0] - rows.shape[0]
     return rows if missing == 0 else torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
 
 
-def put_shard(full: torch.Tensor, shard: torch.Tensor, layout: Layout, mesh: MeshShape, at: Coordinate) -> None:
+def put_shard(full: torch.Tensor, shard: torch.Tensor, layout: ShardingSpec, mesh: MeshShape, at: Coordinate) -> None:
     """Write the shard of the rank at ``at`` into a whole tensor; the inverse of :func:`take_shard`."""
     for here, there in shard_boxes(layout, mesh, at):
         full[there] = shard[here].to(full.dtype)
 
 
 def placed_boxes(
-    layout: Layout, mesh: MeshShape, at: Coordinate, rows: slice
+    layout: ShardingSpec, mesh: MeshShape, at: Coordinate, rows: slice
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """What the shard's ``rows`` are made of: pairs of (slices of those rows, slices of the whole tensor)."""
     for (here, *rest), (there, *others) in shard_boxes(layout, mesh, at):
@@ -147,7 +147,7 @@ def placed_boxes(
 
 
 def shard_boxes(
-    layout: Layout, mesh: MeshShape, at: Coordinate
+    layout: ShardingSpec, mesh: MeshShape, at: Coordinate
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """Pairs of (slices of the shard, slices of the whole tensor) that hold the same elements."""
     placed = [list(_placed(dim)) for dim in layout.shard_intervals(mesh, at)]
