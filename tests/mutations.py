@@ -266,7 +266,7 @@ def stale_weights() -> Iterator[None]:
         kept.append(block)
         return block
 
-    with mock.patch.object(ShardedParam, "let_go", keep), mock.patch.object(UnshardedCopy, "is_of", return_value=True):
+    with mock.patch.object(ShardedParam, "reshard_after_forward", keep), mock.patch.object(UnshardedCopy, "is_of", return_value=True):
         yield
 
 

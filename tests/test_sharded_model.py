@@ -147,7 +147,7 @@ def test_one_gather_of_the_sequence_for_all_projections_of_a_block(pool):
 
 
 def sharded_states(small, mesh):
-    """States of all sharded parameters of two layers: when the first one computes, in the backward of the last one, after all."""
+    """States of two layers' weights: when the first layer computes, in the backward of the last one, and after all."""
     model = sharded(small, mesh)
     seen = {}
     params = [[layer.mlp.up_proj.sharded_params["weight"] for layer in model.model.layers]]
