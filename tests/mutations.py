@@ -266,7 +266,10 @@ def stale_weights() -> Iterator[None]:
         kept.append(block)
         return block
 
-    with mock.patch.object(ShardedParam, "reshard_after_forward", keep), mock.patch.object(UnshardedCopy, "is_of", return_value=True):
+    with (
+        mock.patch.object(ShardedParam, "reshard_after_forward", keep),
+        mock.patch.object(UnshardedCopy, "is_of", return_value=True),
+    ):
         yield
 
 
