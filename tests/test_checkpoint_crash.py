@@ -36,7 +36,7 @@ LIMIT_S = 240.0
 
 
 def save_until_killed(path, config, root, asynchronous):
-    """Go on from the last checkpoint, if there is one, and save without end: everything has the step's value."""
+    """Resume from the last checkpoint, if there is one, and save without end: everything has the step's value."""
     config = {**config, "checkpoint": {"keep_last": 3, "asynchronous": asynchronous}}
     engine = make_engine(path, config)
     train(engine, 1)

@@ -167,7 +167,7 @@ def test_between_two_renames_the_replaced_checkpoint_is_found(tmp_path, caplog):
     save(tmp_path, 1, "a").rename(tmp_path / f"a{REPLACED}")
     write(begin(tmp_path, "a"), 2).write(tmp_path / f"a{INCOMPLETE}")
     assert resolve(tmp_path) == resolve(tmp_path, "a") == tmp_path / f"a{REPLACED}"
-    assert "going on from the one before" in caplog.text
+    assert "resuming from the one before" in caplog.text
     sweep(tmp_path)
     prune(tmp_path, 1)
     assert [path.name for path in complete(tmp_path)] == [f"a{REPLACED}"]

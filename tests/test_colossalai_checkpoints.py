@@ -1,4 +1,4 @@
-"""What a Booster saves, in one folder by several calls, DeepSpeed goes on from, and the other way round."""
+"""What a Booster saves, in one folder by several calls, DeepSpeed resumes from, and the other way round."""
 
 import functools
 import json
@@ -41,7 +41,7 @@ def dtype_of(config):
 
 
 def booster_run(path, config, load, save, steps):
-    """Losses of some steps under a Booster, which may go on from a folder and end with saving into one."""
+    """Losses of some steps under a Booster, which may resume from a folder and end with saving into one."""
     booster, model, optimizer, learning_rate = boosted(path, config, dtype_of(config))
     if load:
         booster.load_model(model, load)

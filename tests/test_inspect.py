@@ -33,7 +33,7 @@ def as_json(*arguments):
 
 
 def save_twice(path, config, out):
-    """Save a checkpoint, go on from it in the same run, and save another one."""
+    """Save a checkpoint, resume from it in the same run, and save another one."""
     engine = make_engine(path, config)
     train(engine, 1)
     engine.save_checkpoint(out, client_state={"data_fingerprint": "abc"})

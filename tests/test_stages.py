@@ -129,11 +129,11 @@ def run_stages(stages, outline, *, chunk_bytes=3 * BATCH * VOCABULARY * 4):
     """Whole sequences from stage to stage and back, with the loss in chunks of three positions."""
     ids, labels, positions = batch()
     received, sent = [], []
-    for model, _, entrance in stages:
+    for model, _, stage_input in stages:
         leaf = sent[-1].detach().requires_grad_() if sent else None
         received.append(leaf)
         given = {"ids": ids} if leaf is None else {"hidden": leaf}
-        sent.append(run_base(model, outline, entrance, position_ids=positions, **given))
+        sent.append(run_base(model, outline, stage_input, position_ids=positions, **given))
     scale = 1 / int((labels != IGNORE_INDEX).sum())
     loss, gradient = loss_of(stages[-1][0], outline, sent[-1], labels, scale, chunk_bytes=chunk_bytes)
     for leaf, output in zip(reversed(received), reversed(sent), strict=True):
@@ -204,10 +204,10 @@ def test_every_parameter_is_on_one_stage_but_for_tied_ones(architecture):
 
 def test_absent_layers_cost_no_memory_and_the_input_is_let_go():
     model, outline = built("llama")
-    _, entrance = (middle := cut_copies(model, outline, (1, 2, 1))[1])[1:]
+    _, stage_input = (middle := cut_copies(model, outline, (1, 2, 1))[1])[1:]
     hidden = torch.randn(BATCH, LENGTH, 32, dtype=torch.float64)
-    run_base(middle[0], outline, entrance, hidden=hidden, position_ids=batch()[2])
-    assert entrance.hidden is None
+    run_base(middle[0], outline, stage_input, hidden=hidden, position_ids=batch()[2])
+    assert stage_input.hidden is None
     assert not any(True for index in (0, 3) for _ in middle[0].model.layers[index].parameters())
 
 

@@ -141,7 +141,7 @@ def test_a_run_does_not_go_on_as_another_one(options, interrupted, job, tmp_path
 
 
 def test_what_is_no_run_of_ours_is_not_gone_on_with(options, interrupted, tmp_path):
-    with pytest.raises(CheckpointError, match=r"--resume has nothing to go on from: .*is not a folder"):
+    with pytest.raises(CheckpointError, match=r"--resume has nothing to resume from: .*is not a folder"):
         plan(options(resume=True))
     save(tmp_path, 3, {"epoch": 2})
     with pytest.raises(CheckpointError, match="global_step3 isn't a checkpoint that this version of `cuboid train`"):

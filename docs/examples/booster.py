@@ -3,7 +3,7 @@
 colossalai run --nproc_per_node 4 docs/examples/booster.py MODEL TEXT OUT [CONFIG]
 
 OUT/model is an ordinary Hugging Face checkpoint with the state of the training beside it. Run again, perhaps with
-another config on other ranks, the script goes on from there; `docs/examples/evaluate.py OUT` checks the result with
+another config on other ranks, the script resumes from there; `docs/examples/evaluate.py OUT` checks the result with
 plain transformers.
 """
 

@@ -1,4 +1,4 @@
-"""Training that saves, and goes on from where it was, on the same layout or on another one.
+"""Training that saves, and resumes from where it was, on the same layout or on another one.
 
 deepspeed --num_accelerators 8 docs/examples/resume.py MODEL TEXT OUT configs/llama_2x2x2.json
 deepspeed --num_accelerators 4 docs/examples/resume.py MODEL TEXT OUT my_smaller_mesh.json

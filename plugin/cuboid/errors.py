@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend. Each message says which key or tensor, why, and what would work."""
+"""Errors for the user to fix. Each message says which key or tensor, why, and what would work."""
 
 from __future__ import annotations
 

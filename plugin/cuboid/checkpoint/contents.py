@@ -25,7 +25,7 @@ class Contents:
         optimizer: its numbers and groups; its quantities are in ``families``. None without one.
         random: this rank's random states.
         document: what ``state.json`` says; the first rank's counts.
-        companions: writes further files into a folder; called on the first rank.
+        auxiliary_files: writes further files into a folder; called on the first rank.
     """
 
     step: int
@@ -33,7 +33,7 @@ class Contents:
     optimizer: OptimizerState | None
     random: Mapping[str, Any]
     document: Mapping[str, Any]
-    companions: Callable[[Path], None]
+    auxiliary_files: Callable[[Path], None]
 
     def copied(self) -> Contents:
         """The same with copies of everything that training goes on to change."""

@@ -215,7 +215,7 @@ class Saver:
         latest: bool,
     ) -> None:
         write_indices(folder, results)
-        contents.companions(folder)
+        contents.auxiliary_files(folder)
         write_state(folder, document)
         records: dict[str, FileRecord] = dict(taken.records)
         for written in results:

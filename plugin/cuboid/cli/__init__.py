@@ -44,7 +44,7 @@ def _root(
 def app() -> None:
     """Run the command line, and exit.
 
-    Under a launcher every rank comes here; a user's mistake is told once, by the first, and all exit alike.
+    Under a launcher every rank comes here; a user's mistake is reported once, by the first, and all exit alike.
     """
     try:
         status = commands(standalone_mode=False)

@@ -39,13 +39,13 @@ def train(
         int | None, typer.Option(help="How many checkpoints to keep. Default: the config's checkpoint.keep_last.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the latest checkpoint in OUT/checkpoints.")
+        bool, typer.Option("--resume", help="Resume from the latest checkpoint in OUT/checkpoints.")
     ] = False,
     resume_from: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Go on from this checkpoint in OUT/checkpoints, such as global_step40, where the latest is damaged.",
+            help="Resume from this checkpoint in OUT/checkpoints, such as global_step40, where the latest is damaged.",
         ),
     ] = None,
     local_rank: Annotated[int, typer.Option("--local_rank", "--local-rank", hidden=True)] = 0,
@@ -54,7 +54,7 @@ def train(
 
     Start it with a launcher: `deepspeed --module cuboid.cli train …`, `torchrun -m cuboid.cli train …` or
     `accelerate launch -m cuboid.cli train …`. Ctrl-C or SIGTERM lets it finish the step, save a checkpoint in
-    OUT/checkpoints and exit with 130 or 143; `--resume` goes on from there, on any number of ranks. Ctrl-C once more
+    OUT/checkpoints and exit with 130 or 143; `--resume` resumes from there, on any number of ranks. Ctrl-C once more
     ends it at once.
     """
     from cuboid.train.interrupt import Interrupts
@@ -109,8 +109,8 @@ def _done(report: Report, out: Path) -> str:
 
 def _stopped(stopped: Stopped) -> str:
     if stopped.step == 0:
-        return f"stopped by {stopped.by.name} before the first step; there is nothing to go on from"
+        return f"stopped by {stopped.by.name} before the first step; there is nothing to resume from"
     text = f"stopped by {stopped.by.name} after step {stopped.step} of {stopped.steps}; "
     if stopped.checkpoint is None:
         return f"{text}the checkpoint could not be written"
-    return f"{text}--resume (make train RESUME=1) goes on from {stopped.checkpoint}"
+    return f"{text}--resume (make train RESUME=1) resumes from {stopped.checkpoint}"

@@ -21,7 +21,7 @@ from cuboid.convert.target import (
     CONFIG,
     check_free,
     check_output_of,
-    copy_companions,
+    copy_auxiliary_files,
     new_folder,
     progress,
     size_text,
@@ -89,7 +89,7 @@ def convert(options: ConvertOptions, say: Callable[[str], Any]) -> None:
         say(f"checked: {source.checked}")
         plan = None
         if options.config is not None:
-            plan = plan_ranks(source.companions, tensors.specs, options.config, options.world_size)
+            plan = plan_ranks(source.auxiliary_files, tensors.specs, options.config, options.world_size)
         _write(options, source, tensors, plan, say)
 
 
@@ -107,7 +107,7 @@ def _write(
             else:
                 document = write_rank_files(folder, tensors, plan, advance)
                 files = len(document.files)
-        left = copy_companions(source.companions, folder, _dtype_told(source, tensors, options))
+        left = copy_auxiliary_files(source.auxiliary_files, folder, _dtype_told(source, tensors, options))
         if plan is not None:
             write_document(folder, document)
     for name in plan.unused if plan is not None else ():
@@ -129,11 +129,12 @@ def _dtype_told(source: Source, tensors: Tensors, options: ConvertOptions) -> to
 
 
 def _check_quantization(source: Source, options: ConvertOptions) -> None:
-    companions = source.companions
-    config = read_object(companions if companions.is_file() else companions / CONFIG, numbers_only=False)
+    auxiliary_files = source.auxiliary_files
+    config = read_object(auxiliary_files if auxiliary_files.is_file() else auxiliary_files / CONFIG, numbers_only=False)
     if options.dtype is not None and config.get("quantization_config"):
         raise CheckpointError(
-            f"{companions}: the weights are quantized, and --dtype would cast their scales and not them; leave it out"
+            f"{auxiliary_files}: the weights are quantized, and --dtype would cast their scales and not them; "
+            "leave it out"
         )
 
 

@@ -86,13 +86,13 @@ class Source:
     Attributes:
         found: what it is.
         tensors: of the model, by the names that Hugging Face stores.
-        companions: where the files are that go along with weights: a folder, or ``config.json`` alone.
+        auxiliary_files: where the files are that go along with weights: a folder, or ``config.json`` alone.
         checked: what of it was compared with checksums, and what couldn't be, in words.
     """
 
     found: Found
     tensors: Tensors
-    companions: Path
+    auxiliary_files: Path
     checked: str
 
 
@@ -121,12 +121,12 @@ def open_source(
         CheckpointError: there is none, or it is damaged, or it can't be opened so.
     """
     found = find_checkpoint(path)
-    companions = _companions(found, path, model)
+    auxiliary_files = _auxiliary_files(found, path, model)
     if master and found.kind is not Kind.CUBOID:
         raise CheckpointError(f"{path}: is a {found.kind.value}; --master goes with a checkpoint of cuboid alone")
-    checked = [_check_companions(companions, found)]
+    checked = [_check_auxiliary_files(auxiliary_files, found)]
     if found.kind is Kind.DEEPSPEED:
-        tensors = open_deepspeed(found.folder, companions, stack, dtype=dtype, trusted=trusted)
+        tensors = open_deepspeed(found.folder, auxiliary_files, stack, dtype=dtype, trusted=trusted)
         checked.insert(0, "DeepSpeed records no checksums; those of torch.save in its files were compared")
     elif found.kind is Kind.RANKS:
         tensors = open_rank_files(found.folder, stack, checking)
@@ -142,7 +142,7 @@ def open_source(
             "were damaged or exchanged can't be told",
         )
     tensors = _with_masters(found.folder, tensors, stack) if master else tensors
-    return Source(found, tensors, companions, "; ".join(filter(None, checked)))
+    return Source(found, tensors, auxiliary_files, "; ".join(filter(None, checked)))
 
 
 def _check_manifest(folder: Path, master: bool, checking: Checking) -> str:
@@ -158,23 +158,23 @@ def _check_manifest(folder: Path, master: bool, checking: Checking) -> str:
     return f"{len(names)} files were compared with their checksums in {MANIFEST}, all that is read of it"
 
 
-def _check_companions(companions: Path, found: Found) -> str:
+def _check_auxiliary_files(auxiliary_files: Path, found: Found) -> str:
     """Make sure that the files beside the weights can be read; what of them couldn't be compared, in words."""
-    if companions.is_file():
-        read_config(companions)
-        return f"{companions} has no checksum"
-    check_model_folder(companions, weights=False)
-    if companions == found.folder:
+    if auxiliary_files.is_file():
+        read_config(auxiliary_files)
+        return f"{auxiliary_files} has no checksum"
+    check_model_folder(auxiliary_files, weights=False)
+    if auxiliary_files == found.folder:
         return ""
-    recorded = (companions / MANIFEST).is_file()
+    recorded = (auxiliary_files / MANIFEST).is_file()
     if recorded:
-        manifest = Manifest.read(companions)
-        check_contents(companions, manifest, [name for name in model_files(manifest) if not is_weights(name)])
+        manifest = Manifest.read(auxiliary_files)
+        check_contents(auxiliary_files, manifest, [name for name in model_files(manifest) if not is_weights(name)])
     how = f"compared with {MANIFEST} there" if recorded else "without checksums"
-    return f"the files beside the weights are those of {companions}, {how}"
+    return f"the files beside the weights are those of {auxiliary_files}, {how}"
 
 
-def _companions(found: Found, path: Path, model: Path | None) -> Path:
+def _auxiliary_files(found: Found, path: Path, model: Path | None) -> Path:
     places = [model] if model is not None else [found.folder, path, found.folder.parent]
     for place in places:
         if (place / CONFIG).is_file() or (place.is_file() and place.suffix == ".json"):

@@ -26,9 +26,9 @@ from cuboid.errors import CheckpointError
 CONFIG = "config.json"
 _PATTERN = "model{suffix}.safetensors"
 #: What lies beside weights and goes along: configs, tokenizers, templates, a model's own code, its card.
-_COMPANIONS = (".json", ".txt", ".model", ".jinja", ".py", ".md", ".tiktoken", ".vocab")
+_AUXILIARY = (".json", ".txt", ".model", ".jinja", ".py", ".md", ".tiktoken", ".vocab")
 #: Of those the ones that tell of weights, or of a training run, which the new folder doesn't hold.
-_NOT_COMPANIONS = ("trainer_state.json", "zero_to_fp32.py", "zero_to_torch.py", STATE)
+_NOT_AUXILIARY = ("trainer_state.json", "zero_to_fp32.py", "zero_to_torch.py", STATE)
 #: What is converted, and lists of it.
 _CONVERTED = re.compile(
     r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|rank-\d+-of-\d+\.safetensors"
@@ -137,7 +137,7 @@ def write_weights(folder: Path, tensors: Tensors, max_shard_bytes: int, advance:
     return list(split.filename_to_tensors)
 
 
-def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None) -> list[str]:
+def copy_auxiliary_files(source: Path, folder: Path, dtype: torch.dtype | None) -> list[str]:
     """Copy what goes along with weights.
 
     Args:
@@ -170,8 +170,8 @@ def copy_companions(source: Path, folder: Path, dtype: torch.dtype | None) -> li
 
 
 def _goes_along(path: Path) -> bool:
-    named = path.suffix in _COMPANIONS or path.name.upper().startswith(("LICENSE", "NOTICE"))
-    return named and path.name not in _NOT_COMPANIONS
+    named = path.suffix in _AUXILIARY or path.name.upper().startswith(("LICENSE", "NOTICE"))
+    return named and path.name not in _NOT_AUXILIARY
 
 
 def _copy_code(source: Path, folder: Path) -> list[str]:

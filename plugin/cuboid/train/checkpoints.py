@@ -1,4 +1,4 @@
-"""The checkpoints of a run: written on the way, and gone on from."""
+"""The checkpoints of a run: written on the way, and resumed from."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Keeper:
         """The history of the run so far, with the engine as it was then; collective.
 
         Raises:
-            CheckpointError: the checkpoint to go on from isn't whole, or of another model or optimizer.
+            CheckpointError: the checkpoint to resume from isn't whole, or of another model or optimizer.
         """
         if self.job.resumed is None:
             return History()
@@ -63,7 +63,7 @@ class Keeper:
         try:
             self.engine.load_checkpoint(path)
         except DamagedCheckpointError as error:
-            raise CheckpointError(f"--resume can't go on from a damaged checkpoint: {with_remedy(error)}") from error
+            raise CheckpointError(f"--resume can't resume from a damaged checkpoint: {with_remedy(error)}") from error
         self.progress.say(f"going on after step {state.step} of {self.job.steps}, from {path}")
         return History(list(state.train_losses), list(state.heldout_losses), earlier_step_s=state.step_s)
 

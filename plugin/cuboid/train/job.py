@@ -55,7 +55,7 @@ class TrainOptions:
         save_every: optimizer steps from one checkpoint to the next; None for none, unless the run is interrupted.
         keep_last: how many checkpoints to keep; None for what the config says.
         resume: whether to go on with the run that has left checkpoints in ``out``.
-        resume_from: name of the checkpoint to go on from; None for the latest.
+        resume_from: name of the checkpoint to resume from; None for the latest.
     """
 
     model: Path

@@ -101,7 +101,7 @@ def find_run(out: Path, name: str | None = None) -> Resumed:
 
     Args:
         out: folder of the run.
-        name: of the checkpoint to go on from; None for the latest.
+        name: of the checkpoint to resume from; None for the latest.
 
     Raises:
         CheckpointError: there is none, or it is damaged, or it isn't one of ``cuboid train``.
@@ -112,7 +112,7 @@ def find_run(out: Path, name: str | None = None) -> Resumed:
     try:
         path = resolve(root, name)
     except CheckpointError as error:
-        raise CheckpointError(f"--resume has nothing to go on from: {error}") from error
+        raise CheckpointError(f"--resume has nothing to resume from: {error}") from error
     try:
         manifest = Manifest.read(path)
         check_sizes(path, manifest)
@@ -120,7 +120,7 @@ def find_run(out: Path, name: str | None = None) -> Resumed:
     except CheckpointError as error:
         whole = next((other for other in others_beside(path) if is_intact(other, lambda found: found.files)), None)
         damaged = DamagedCheckpointError(*told_whole(str(error), whole))
-        raise CheckpointError(f"--resume can't go on from a damaged checkpoint: {with_remedy(damaged)}") from error
+        raise CheckpointError(f"--resume can't resume from a damaged checkpoint: {with_remedy(damaged)}") from error
     try:
         return Resumed(path, RunState.model_validate(client))
     except ValidationError as error:
@@ -133,11 +133,11 @@ def find_run(out: Path, name: str | None = None) -> Resumed:
 
 
 def with_remedy(error: DamagedCheckpointError) -> str:
-    """What is wrong with a checkpoint, and how to go on from another one."""
+    """What is wrong with a checkpoint, and how to resume from another one."""
     if error.whole is None:
         return str(error)
     name = error.whole.name
-    return f"{error}. Go on from that one: --resume-from {name} (make train RESUME={name})"
+    return f"{error}. Resume from that one: --resume-from {name} (make train RESUME={name})"
 
 
 def refuse_other_run(out: Path) -> None:

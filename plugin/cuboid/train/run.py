@@ -37,7 +37,7 @@ class Stopped:
         by: the signal that asked.
         step: optimizer steps so far.
         steps: of the whole run.
-        checkpoint: to go on from; None where nothing was to be saved, or it could not be written.
+        checkpoint: to resume from; None where nothing was to be saved, or it could not be written.
     """
 
     by: signal.Signals
@@ -52,7 +52,7 @@ def run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report |
     Collective. Where the ranks are asked to stop, they leave a checkpoint there instead.
 
     Raises:
-        CuboidError: the user's to mend, or another rank's failure. Raised on every rank, and before the process
+        CuboidError: for the user to fix, or another rank's failure. Raised on every rank, and before the process
             group wherever it can be known then.
     """
     return run_on_all_ranks(lambda: _run(options, world, interrupts), what="cuboid train")

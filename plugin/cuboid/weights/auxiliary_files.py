@@ -30,7 +30,7 @@ TOKENIZER_FILES = (
 )
 
 
-def write_companions(model: Any, folder: Path) -> None:
+def write_auxiliary_files(model: Any, folder: Path) -> None:
     """Write what ``PreTrainedModel.save_pretrained`` writes beside the weights, and the tokenizer's files.
 
     Args:

@@ -185,7 +185,7 @@ class _Loading:
             self._staging = (
                 plan_staging(self._cuboid_base, self.config, config, self._mesh)
                 if plan is None or plan.staging is None
-                else dataclasses.replace(plan.staging, entrance=None, shared={}, slot=UnitSlot(), recorder=None)
+                else dataclasses.replace(plan.staging, stage_input=None, shared={}, slot=UnitSlot(), recorder=None)
             )
             _cut_stage(self, self._staging)
         if self._parallel_plan is not None:

@@ -26,7 +26,7 @@ from cuboid.models.stages.stage_model import StageModel
 from cuboid.optim.grad_buffer import gradient_of
 from cuboid.tensor3d.sharding.sharded_param import local_state
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, put_shard
-from cuboid.weights.auxiliary_files import keep_own_tokenizer, write_companions
+from cuboid.weights.auxiliary_files import keep_own_tokenizer, write_auxiliary_files
 from cuboid.weights.state_dict_map import model_family, sharded_layouts
 
 
@@ -138,7 +138,7 @@ def _export_model(model: nn.Module, folder: Path, max_file_bytes: int) -> None:
                 raise CheckpointError(failure)
             if mesh.rank == 0:
                 write_indices(folder / SCRATCH, results)
-                write_companions(inner, folder / SCRATCH)
+                write_auxiliary_files(inner, folder / SCRATCH)
                 keep_own_tokenizer(folder / SCRATCH, folder)
 
         run_on_all_ranks(finish, mesh)

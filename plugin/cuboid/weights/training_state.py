@@ -21,7 +21,7 @@ from cuboid.errors import CheckpointError
 from cuboid.models.sharded.sharded_model import mesh_of, unwrap
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.tensor3d.sharding.sharded_param import local_state
-from cuboid.weights.auxiliary_files import write_companions
+from cuboid.weights.auxiliary_files import write_auxiliary_files
 from cuboid.weights.load import read_weights
 from cuboid.weights.state_dict_map import counted_here, model_family, sharded_layouts, split_tensor, stored_parameters
 
@@ -52,7 +52,7 @@ def take_contents(
         optimizer=state,
         random=capture(_device(inner)),
         document={**document, "layout": describe_layout(inner)},
-        companions=functools.partial(write_companions, inner) if weights else _nothing,
+        auxiliary_files=functools.partial(write_auxiliary_files, inner) if weights else _nothing,
     )
 
 

@@ -163,11 +163,11 @@ def resolve(root: Path, tag: str | None = None) -> Path:
             return root / wanted
         replaced = root / f"{wanted}{REPLACED}"
         if _is_complete(replaced):
-            logger.warning("%s: was being replaced when its writer ended; going on from the one before", replaced)
+            logger.warning("%s: was being replaced when its writer ended; resuming from the one before", replaced)
             return replaced
     found = complete(root)
     if tag is None and found:
-        logger.warning("%s: names no complete checkpoint; going on from %s", root / LATEST, found[-1])
+        logger.warning("%s: names no complete checkpoint; resuming from %s", root / LATEST, found[-1])
         return found[-1]
     raise CheckpointError(_nothing(root, wanted, found))
 

@@ -21,7 +21,7 @@ DATA_FINGERPRINT = "data_fingerprint"
 
 
 class Ancestor(BaseModel):
-    """A checkpoint that a run started or went on from.
+    """A checkpoint that a run started or resumed from.
 
     Attributes:
         path: where it was, or the name that it was loaded by.
@@ -60,7 +60,7 @@ def first_ancestors(source: str) -> list[Ancestor]:
 
 
 def lineage_behind(path: Path, document: Mapping[str, Any]) -> list[Ancestor]:
-    """The chain of a run that went on from a checkpoint: the checkpoint's own, and it.
+    """The chain of a run that resumed from a checkpoint: the checkpoint's own, and it.
 
     Args:
         path: of the checkpoint.

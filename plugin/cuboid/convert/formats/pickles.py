@@ -1,8 +1,8 @@
 """Tensors in the pickles that ``torch.save`` writes: what there is, without loading it, and then piece by piece.
 
 A pickle can run code when it is loaded. So none is, unless the user says so, and then by ``weights_only=True``, which
-knows tensors and plain containers. DeepSpeed pickles objects of a few classes of its own beside them; inert stand-ins
-take their places, and nothing else is let in.
+knows tensors and plain containers. DeepSpeed pickles objects of a few classes of its own beside them; inert
+placeholders take their places, and nothing else is let in.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Attributes:
     """Stands for an object that holds nothing but attributes."""
 
 
-_STAND_INS: dict[str, type] = {
+_PLACEHOLDERS: dict[str, type] = {
     "deepspeed.runtime.zero.config.ZeroStageEnum": _Number,
     "deepspeed.utils.tensor_fragment.fragment_address": _Attributes,
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": _Attributes,
@@ -96,7 +96,7 @@ def load_pickle(path: Path, *, trusted: bool) -> Any:
         )
     parts = _check_archive(path)
     try:
-        with safe_globals([(stand_in, name) for name, stand_in in _STAND_INS.items()]):
+        with safe_globals([(placeholder, name) for name, placeholder in _PLACEHOLDERS.items()]):
             loaded = torch.load(path, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path}: holds more than tensors and plain values: {_reason(error)}") from None

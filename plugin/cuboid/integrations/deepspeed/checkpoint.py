@@ -69,7 +69,7 @@ class CheckpointedEngine(DeepSpeedEngine):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str, dict[str, Any]]:
-        """Go on from a checkpoint, whatever layout wrote it. All ranks call it.
+        """Resume from a checkpoint, whatever layout wrote it. All ranks call it.
 
         Args:
             load_dir: folder of checkpoints, or one checkpoint.

@@ -30,7 +30,7 @@ ShardOf = Callable[[nn.Parameter, ShardingSpec], torch.Tensor]
 
 
 def parallelize_modules(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh, shard_of: ShardOf) -> None:
-    """Swap every module of the blueprint, dropouts too, and mend the sizes that attention modules read.
+    """Swap every module of the parallel plan, dropouts too, and mend the sizes that attention modules read.
 
     Tied parameters stay one parameter. The whole tensors are freed one by one as their modules are swapped.
     """
@@ -47,7 +47,7 @@ def parallelize_modules(model: PreTrainedModel, parallel_plan: ParallelPlan, mes
         new.train(old.training)
         model.set_submodule(name, new)
     if mesh.shape.size > 1:
-        _add_entrances(model, parallel_plan)
+        _fuse_projections(model, parallel_plan)
         _run_ahead(model, parallel_plan)
     _share_key_value_heads(model, parallel_plan, mesh)
     _swap_dropouts(model, mesh)
@@ -63,7 +63,7 @@ class _Shards:
         self._shared: dict[int, nn.Parameter] = {}
 
     def take(self, module: nn.Module, name: str, layout: ShardingSpec) -> nn.Parameter:
-        """The shard of a module's parameter. The module keeps a memory-less stand-in for the whole one."""
+        """The shard of a module's parameter. The module keeps a memory-less placeholder for the whole one."""
         whole = getattr(module, name)
         if id(whole) in self._shared:
             return self._shared[id(whole)]
@@ -136,7 +136,7 @@ def _bias_rows(plan: KeyValuePlan, head_dim: int) -> torch.Tensor:
     return (heads[:, None] * head_dim + torch.arange(head_dim)).flatten()
 
 
-def _add_entrances(model: PreTrainedModel, parallel_plan: ParallelPlan) -> None:
+def _fuse_projections(model: PreTrainedModel, parallel_plan: ParallelPlan) -> None:
     """Gather the sequence once where a block's "up" projections live, and at the head."""
     behind: dict[str, list[ShardedLinear]] = {}
     exits: dict[str, list[ShardedLinear]] = {}
@@ -147,8 +147,8 @@ def _add_entrances(model: PreTrainedModel, parallel_plan: ParallelPlan) -> None:
             assert isinstance(linear, ShardedLinear)
             (exits if role.kind == "down" else behind).setdefault(place, []).append(linear)
     for place, projections in behind.items():
-        entrance = FusedProjections(projections, exits.get(place, []))
-        model.get_submodule(place).register_forward_pre_hook(entrance, with_kwargs=True)
+        fused = FusedProjections(projections, exits.get(place, []))
+        model.get_submodule(place).register_forward_pre_hook(fused, with_kwargs=True)
 
 
 def _run_ahead(model: PreTrainedModel, parallel_plan: ParallelPlan) -> None:

@@ -37,7 +37,7 @@ class Staging:
         sizes: of the whole model, for costs; None where nothing asks for them.
         config: what the pipeline was asked for.
         certificate: with what the model was seen to be right.
-        entrance: where the hidden state comes in, on all stages but the first.
+        stage_input: where the hidden state comes in, on all stages but the first.
         whole: what to remember of the model before it was cut.
         shared: parameters that the first and the last stage both have, by name.
         slot: tells the attention functions which unit is running.
@@ -50,7 +50,7 @@ class Staging:
     sizes: ModelSizes | None
     config: CuboidConfig
     certificate: Certificate
-    entrance: StageInput | None = None
+    stage_input: StageInput | None = None
     whole: WholeModel | None = None
     shared: dict[str, nn.Parameter] = field(default_factory=dict)
     slot: UnitSlot = field(default_factory=UnitSlot)
@@ -81,7 +81,7 @@ class StageModel(ShardedModel):
 def cut_model(model: PreTrainedModel, staging: Staging) -> None:
     """Leave of a model, on any device, what this stage needs; in place."""
     staging.whole = WholeModel.of(model, staging.outline.longest)
-    staging.entrance = cut_stage(model, staging.outline, staging.cut)
+    staging.stage_input = cut_stage(model, staging.outline, staging.cut)
 
 
 def finish_stage(
@@ -92,7 +92,7 @@ def finish_stage(
     Args:
         model: as :func:`cut_model` left it.
         staging, mesh: of this rank.
-        blueprint: how to shard the stage over the mesh; None on a mesh of one rank.
+        parallel_plan: how to shard the stage over the mesh; None on a mesh of one rank.
         shard_of: gives the shard of a parameter.
     """
     if parallel_plan is not None:

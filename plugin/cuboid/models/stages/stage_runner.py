@@ -126,7 +126,7 @@ class StageRunner:
             else:
                 options["ids"] = ids
         with self._staging.slot.running(batch.unit(segment)):
-            return run_base(self._model, self._staging.outline, self._staging.entrance, hidden=hidden, **options)
+            return run_base(self._model, self._staging.outline, self._staging.stage_input, hidden=hidden, **options)
 
     def _positions_and_mask(self, batch: SegmentedBatch, segment: int) -> dict[str, torch.Tensor]:
         if not batch.is_cut and self._mesh.shape.size == 1:

@@ -1,4 +1,4 @@
-"""One stage of a pipeline out of a Hugging Face model: its layers stay, those of other stages give way to stand-ins.
+"""One stage of a pipeline out of a Hugging Face model: its layers stay, those of other stages give way to placeholders.
 
 The model keeps its class and all of its code. So the base model's own forward runs on every stage and makes masks,
 rotary tables and whatever else its layers are given; only the hidden state comes from the stage before.
@@ -114,9 +114,9 @@ def cut_stage(model: PreTrainedModel, outline: Outline, cut: StageCut) -> StageI
     _keep_ties(model, outline, kept)
     if cut.is_first:
         return None
-    entrance = model.get_submodule(outline.layer(cut.first - 1))
-    assert isinstance(entrance, StageInput)
-    return entrance
+    stage_input = model.get_submodule(outline.layer(cut.first - 1))
+    assert isinstance(stage_input, StageInput)
+    return stage_input
 
 
 def _kept_units(outline: Outline, cut: StageCut) -> frozenset[str]:
@@ -163,7 +163,7 @@ def draw_outline(cls: type[PreTrainedModel], config: PretrainedConfig) -> Outlin
 
 
 def check_cut(model: PreTrainedModel, outline: Outline) -> None:
-    """Make sure that a model's own code runs around the stand-ins. The model, on the meta device, is cut for it.
+    """Make sure that a model's own code runs around the placeholders. The model, on the meta device, is cut for it.
 
     Raises:
         UnsupportedModelError: it reads something of a module that a stage doesn't have.
@@ -176,8 +176,8 @@ def check_cut(model: PreTrainedModel, outline: Outline) -> None:
             Head(model, outline).logits(final)
             if outline.count > 1:
                 # Nothing of its own, so that everything is missing.
-                entrance = cut_stage(model, outline, StageCut(1, 3, 1, 1))
-                run_base(model, outline, entrance, hidden=hidden, position_ids=positions)
+                stage_input = cut_stage(model, outline, StageCut(1, 3, 1, 1))
+                run_base(model, outline, stage_input, hidden=hidden, position_ids=positions)
     except Exception as error:
         raise UnsupportedModelError(
             f"a pipeline can't cut {type(model).__name__}: its forward doesn't run without the modules of other "
@@ -203,7 +203,7 @@ def shared_parameters(model: PreTrainedModel, outline: Outline, cut: StageCut) -
 def run_base(
     model: PreTrainedModel,
     outline: Outline,
-    entrance: StageInput | None,
+    stage_input: StageInput | None,
     *,
     ids: torch.Tensor | None = None,
     hidden: torch.Tensor | None = None,
@@ -213,7 +213,7 @@ def run_base(
 
     Args:
         model: a stage, as :func:`cut_stage` left it, or a whole model.
-        entrance: what :func:`cut_stage` returned.
+        stage_input: what :func:`cut_stage` returned.
         ids: ``[B, L]``, on the first stage. Where a model must be given embeddings, ``inputs_embeds`` among the
             options takes their place.
         hidden: ``[B, L, H]`` from the stage before, on the others.
@@ -230,18 +230,18 @@ def run_base(
     if "use_cache" in outline.options:
         arguments["use_cache"] = False
     base = model.get_submodule(outline.base)
-    if entrance is None:
+    if stage_input is None:
         if ids is not None:
             arguments["input_ids"] = ids
         return _leaving(model, outline, base(**arguments))
     assert hidden is not None, "a stage behind the first needs the hidden state"
     # It only tells shape, dtype and device; one number stands for all.
     nothing = torch.zeros((), dtype=hidden.dtype, device=hidden.device).expand(hidden.shape)
-    entrance.hidden = hidden
+    stage_input.hidden = hidden
     try:
         return _leaving(model, outline, base(inputs_embeds=nothing, **arguments))
     finally:
-        entrance.hidden = None
+        stage_input.hidden = None
 
 
 def _leaving(model: PreTrainedModel, outline: Outline, output: Any) -> torch.Tensor:

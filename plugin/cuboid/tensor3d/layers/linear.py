@@ -25,7 +25,7 @@ class ShardedLinear(ShardedModule, nn.Linear):
     Still an ``nn.Linear`` for whoever looks for one; ``in_features`` and ``out_features`` are the unsplit sizes.
 
     Attributes:
-        before: for the next call, the node of its block's entrance, whose backward follows this layer's.
+        before: for the next call, the node of the fused projections, whose backward follows this layer's.
     """
 
     bias_rows: torch.Tensor | None

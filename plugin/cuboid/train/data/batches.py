@@ -52,7 +52,7 @@ class Share:
 class Shuffle:
     """The order of training: each epoch visits every block once, in an order drawn from the seed.
 
-    The ``n``-th micro-batch is a function of ``n`` alone, so a run can go on from any step.
+    The ``n``-th micro-batch is a function of ``n`` alone, so a run can resume from any step.
     """
 
     blocks: int

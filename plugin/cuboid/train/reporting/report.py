@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 #: Names of the files that a run leaves in its folder.
 REPORT, CURVE, MODEL, BLOCKS, TRACE = "report.json", "loss.png", "model", "heldout_blocks.npy", "trace"
-#: The folder for those that a run is interrupted at and goes on from.
+#: The folder for those that a run is interrupted at and resumes from.
 CHECKPOINTS = "checkpoints"
 
 
