@@ -99,10 +99,11 @@ test-versions: install ## Run a part of the tests with each version of transform
 bench: install ## Measure everything that can run here, or CASE=…, with ARGS="…"; CASE=list says which, how long, with what needs.
 	@$(BIN)/python benchmarks/run.py $(or $(CASE),all) $(ARGS)
 
-lint: install ## Check style and types.
+lint: install ## Check style, types, and that imports only run down.
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python -m mypy
+	@$(BIN)/lint-imports --no-logo --no-cache
 
 clean: ## Remove .venv and everything that is built; runs/ stays.
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -39,7 +39,15 @@ setup(
         "psutil>=5.9",
     ],
     extras_require={
-        "dev": ["pytest>=8", "hypothesis>=6.100", "ruff>=0.12", "mypy>=1.15", "types-PyYAML", "types-psutil"],
+        "dev": [
+            "pytest>=8",
+            "hypothesis>=6.100",
+            "ruff>=0.12",
+            "import-linter>=2.6",
+            "mypy>=1.15",
+            "types-PyYAML",
+            "types-psutil",
+        ],
     },
     entry_points={"console_scripts": ["cuboid=cuboid.cli:app"]},
 )
