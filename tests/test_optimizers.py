@@ -14,10 +14,14 @@ from transformers.optimization import Adafactor as TransformersAdafactor
 import cuboid
 from cuboid.errors import CuboidError, OptimizerError
 from cuboid.optim import elementwise
-from cuboid.optim.elementwise import Pieces, check_optimizer
+from cuboid.optim.elementwise import ShardsForOptimizer, check_optimizer
 
-CUT, FLAT, SPREAD = Pieces(cut="a mesh"), Pieces(flat="ZeRO"), Pieces(spread="stages")
-WHOLE = Pieces()
+CUT, FLAT, SPREAD = (
+    ShardsForOptimizer(cut="a mesh"),
+    ShardsForOptimizer(flat="ZeRO"),
+    ShardsForOptimizer(spread="stages"),
+)
+WHOLE = ShardsForOptimizer()
 
 
 class Lion(torch.optim.Optimizer):

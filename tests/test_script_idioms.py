@@ -69,7 +69,7 @@ def largest_difference(model, plain):
 # --- what a micro-batch may hold ------------------------------------------------------------------------------------
 
 
-def stray_numbers(mesh):
+def numbers_out_of_range(mesh):
     ids, found = tokens(), {}
     model, table = sharded(LLAMA, mesh), sharded(TABLE, mesh)
     model(input_ids=ids, labels=ids)
@@ -94,7 +94,7 @@ def stray_numbers(mesh):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_numbers_that_no_table_has_are_refused_on_all_ranks(pool, mesh):
-    first, second = pool.run(2, stray_numbers, mesh)
+    first, second = pool.run(2, numbers_out_of_range, mesh)
     assert first == second
     for name, value in (key for key in first if isinstance(key, tuple)):
         place = "[0, 11]" if name == "position_ids" else "[1, 3]"
@@ -105,7 +105,7 @@ def test_numbers_that_no_table_has_are_refused_on_all_ranks(pool, mesh):
     assert first["empty"] == "input_ids must be [batch, sequence], not [0, 12]"
 
 
-def stray_numbers_in_a_pipeline(mesh, stages):
+def numbers_out_of_range_in_a_pipeline(mesh, stages):
     model = cuboid.shard(built(TABLE), mode(mesh, stages))
     pipeline, ids = Pipeline(model), tokens()
     first = cuboid.mesh_of(model).coordinate.data == 0
@@ -134,7 +134,7 @@ def stray_numbers_in_a_pipeline(mesh, stages):
 
 @pytest.mark.parametrize(("ranks", "mesh"), [(2, "1x1x1"), (4, "1x2x1"), (4, "1x1x1")])
 def test_numbers_that_no_table_has_are_refused_in_a_pipeline_of_all_replicas(pool, ranks, mesh):
-    for reads_them, found in pool.run(ranks, stray_numbers_in_a_pipeline, mesh, 2):
+    for reads_them, found in pool.run(ranks, numbers_out_of_range_in_a_pipeline, mesh, 2):
         for name, value in (key for key in found if isinstance(key, tuple)):
             place = "[0, 11]" if name == "position_ids" else "[1, 3]"
             named = f"{name}{place} of micro-batch 1 is {value}"

@@ -1,1 +1,15 @@
-"""3-D tensor parallelism (arXiv 2105.14450): the layers of a transformer on a batch × sequence × hidden mesh."""
+"""3-D tensor parallelism (Bian et al., arXiv 2105.14450): transformer layers on a batch × sequence × hidden mesh.
+
+The way of a training step through this folder, for one linear layer:
+
+1. At load time a layer of the model is replaced by a sharded one (``layers/linear.py``). Each of its parameters has a
+   ``ShardingSpec`` (``sharding/sharding_spec.py``: which rank owns which elements) and a ``ShardedParam``.
+2. Before a decoder layer runs, ``prefetch.py`` has unsharded its weights while the layer in front of it computed
+   (``sharding/sharded_param.py``; small parameters share all-gathers: ``param_group.py`` and ``bucketing.py``).
+3. ``layers/fused_projections.py`` all-gathers the block's input once and runs q, k, v (or gate and up) as one
+   ``LinearOp`` (``layers/linear_op.py``: the table of shapes, and the equations of forward and backward).
+4. ``layers/linear_autograd.py`` is the forward: input gather, matrix product (``matmul.py``), output reduce.
+5. ``layers/linear_backward.py`` is the backward; the reduce-scatter of dW is started there and waited for when the
+   backward of the next layer is through (``sharding/deferred_reduce.py``).
+6. ``layers/vocab_cross_entropy.py`` computes the loss on logits that stay sharded over the vocabulary.
+"""

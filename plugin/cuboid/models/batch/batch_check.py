@@ -45,7 +45,7 @@ class Limits:
             return self.labels
         return {"input_ids": self.tokens, "position_ids": self.positions}.get(name)
 
-    def strays(self, name: str, x: torch.Tensor, ignore_index: int = IGNORE_INDEX) -> torch.Tensor | None:
+    def out_of_range(self, name: str, x: torch.Tensor, ignore_index: int = IGNORE_INDEX) -> torch.Tensor | None:
         """Where a tensor ``[B, S]`` holds what indexes nothing, of bool; None if it can't."""
         limit = self.of(name)
         if limit is None:
@@ -59,8 +59,8 @@ class Limits:
         return outside
 
     def error(self, name: str, x: torch.Tensor, ignore_index: int = IGNORE_INDEX, *, where: str = "") -> CuboidError:
-        """What to say of the first stray of a tensor that has some."""
-        outside = self.strays(name, x, ignore_index)
+        """What to say of the first number out of range in a tensor that has some."""
+        outside = self.out_of_range(name, x, ignore_index)
         assert outside is not None
         row, column = outside.nonzero()[0].tolist()
         more = int(outside.sum()) - 1
@@ -94,9 +94,9 @@ class BatchCheck:
         if limits.positions is not None and "position_ids" not in self._tensors:
             # What the model counts by itself then.
             self._tensors["position_ids"] = torch.arange(ids.shape[1], device=device).unsqueeze(0)
-        strays = {name: limits.strays(name, x, self._ignore_index) for name, x in self._tensors.items()}
-        self._bounded = [name for name, outside in strays.items() if outside is not None]
-        found = [outside.any() for outside in strays.values() if outside is not None]
+        out_of_range = {name: limits.out_of_range(name, x, self._ignore_index) for name, x in self._tensors.items()}
+        self._bounded = [name for name, outside in out_of_range.items() if outside is not None]
+        found = [outside.any() for outside in out_of_range.values() if outside is not None]
         if mesh.shape.size > 1:
             sums = all_gather(self._summary(arguments, modes, device), mesh, AXES)
             found += (sums != sums[0]).any(0).unbind()

@@ -176,8 +176,8 @@ class ReplicasInStep:
         #: Those of all replicas, on leaving.
         self.total_items = 0
         #: Numbers of this replica that no table has, of no dims; to be set inside. Those of all replicas, on leaving.
-        self.strays: torch.Tensor | None = None
-        self.total_strays = 0
+        self.out_of_range: torch.Tensor | None = None
+        self.total_out_of_range = 0
 
     def __enter__(self) -> Self:
         return self
@@ -197,12 +197,12 @@ class ReplicasInStep:
         summary = torch.zeros(2 + self._mesh.topology.data, dtype=torch.int64, device=self._device)
         if self.items is not None:
             summary[0] = self.items
-        if self.strays is not None:
-            summary[1] = self.strays
+        if self.out_of_range is not None:
+            summary[1] = self.out_of_range
         summary[2 + self._mesh.coordinate.data] = status
         if self._mesh.topology.data > 1:
             dist.all_reduce(summary, group=self._mesh.data_parallel_group)
-        self.total_items, self.total_strays, *statuses = summary.tolist()
+        self.total_items, self.total_out_of_range, *statuses = summary.tolist()
         return statuses
 
     def _raise_first(self, error: BaseException | None) -> None:

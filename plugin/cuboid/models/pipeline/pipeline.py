@@ -133,9 +133,9 @@ class Pipeline:
         with ReplicasInStep(self.mesh, self._device) as replicas:
             given = share_micro_batches(batches, count, self.mesh, self._device)
             step, replicas.items = self._prepare_own(given)
-            replicas.strays = self._strays(given)
-        if replicas.total_strays:
-            raise self._stray_error(given)
+            replicas.out_of_range = self._out_of_range(given)
+        if replicas.total_out_of_range:
+            raise self._range_error(given)
         # 1 if there are none, so that the loss is 0.
         return dataclasses.replace(step, items=max(replicas.total_items, 1))
 
@@ -182,17 +182,17 @@ class Pipeline:
     def _device(self) -> torch.device:
         return next(self._model.parameters()).device
 
-    def _strays(self, given: list[MicroBatch]) -> torch.Tensor:
+    def _out_of_range(self, given: list[MicroBatch]) -> torch.Tensor:
         """How many numbers in this replica's micro-batches are in no table; no dims. It travels with their tokens."""
         limits = self._model.cuboid.whole.limits
-        strays = [limits.strays(name, x) for batch in given for name, x in batch.items()]
-        return torch.stack([outside.sum() for outside in strays if outside is not None]).sum()
+        out_of_range = [limits.out_of_range(name, x) for batch in given for name, x in batch.items()]
+        return torch.stack([outside.sum() for outside in out_of_range if outside is not None]).sum()
 
-    def _stray_error(self, given: list[MicroBatch]) -> CuboidError:
+    def _range_error(self, given: list[MicroBatch]) -> CuboidError:
         limits = self._model.cuboid.whole.limits
         for number, batch in enumerate(given):
             for name, x in batch.items():
-                outside = limits.strays(name, x)
+                outside = limits.out_of_range(name, x)
                 if outside is not None and bool(outside.any()):
                     return limits.error(name, x, where=f" of micro-batch {number}")
         return CuboidError("another replica's micro-batches hold numbers that no table has; its own ranks say which")

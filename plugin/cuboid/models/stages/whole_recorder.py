@@ -166,21 +166,21 @@ def _shell_of(
             (outline.layer(index), model.get_submodule(outline.layer(index))) for index in range(outline.count)
         )
     )
-    shell = _copied(model.get_submodule(outline.base))
-    copies = {"": shell}
-    _replace(shell, copies, outline.layers.removeprefix(f"{outline.base}."), layers)
+    copy_of_base = _copied(model.get_submodule(outline.base))
+    copies = {"": copy_of_base}
+    _replace(copy_of_base, copies, outline.layers.removeprefix(f"{outline.base}."), layers)
     for name, module in kept.items():
-        _replace(shell, copies, name.removeprefix(f"{outline.base}."), _WithoutHooks(module))
+        _replace(copy_of_base, copies, name.removeprefix(f"{outline.base}."), _WithoutHooks(module))
     for unit in (*outline.before, *outline.after):
         if unit not in kept:
-            _replace(shell, copies, unit.removeprefix(f"{outline.base}."), _Unknown(model.dtype))
-    return shell
+            _replace(copy_of_base, copies, unit.removeprefix(f"{outline.base}."), _Unknown(model.dtype))
+    return copy_of_base
 
 
-def _replace(shell: nn.Module, copies: dict[str, nn.Module], name: str, module: nn.Module) -> None:
-    """Put a module into a shell. What is around it is copied first, once."""
+def _replace(copy_of_base: nn.Module, copies: dict[str, nn.Module], name: str, module: nn.Module) -> None:
+    """Put a module into the copy of the base model. What is around it is copied first, once."""
     *parents, last = name.split(".")
-    owner = shell
+    owner = copy_of_base
     for depth, part in enumerate(parents):
         path = ".".join(parents[: depth + 1])
         if path not in copies:
