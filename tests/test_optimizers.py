@@ -14,14 +14,14 @@ from transformers.optimization import Adafactor as TransformersAdafactor
 import cuboid
 from cuboid.errors import CuboidError, OptimizerError
 from cuboid.optim import elementwise
-from cuboid.optim.elementwise import ShardsForOptimizer, check_optimizer
+from cuboid.optim.elementwise import OwnedShards, check_optimizer
 
 CUT, FLAT, SPREAD = (
-    ShardsForOptimizer(cut="a mesh"),
-    ShardsForOptimizer(flat="ZeRO"),
-    ShardsForOptimizer(spread="stages"),
+    OwnedShards(cut="a mesh"),
+    OwnedShards(flat="ZeRO"),
+    OwnedShards(spread="stages"),
 )
-WHOLE = ShardsForOptimizer()
+WHOLE = OwnedShards()
 
 
 class Lion(torch.optim.Optimizer):

@@ -37,7 +37,7 @@ from cuboid.integrations.handoff import (
 )
 from cuboid.models.sharded.sharded_model import ShardedModel, mesh_of
 from cuboid.models.stages.stage_model import StageModel
-from cuboid.optim.elementwise import ShardsForOptimizer, check_named, check_optimizer
+from cuboid.optim.elementwise import OwnedShards, check_named, check_optimizer
 from cuboid.weights.checkpointing import Checkpointing, Origin
 from cuboid_patches.base import Patch
 
@@ -161,13 +161,13 @@ def _check_one_config(given: dict[str, Any]) -> None:
         raise ConfigError(f"there is more than one config: {names}; give one")
 
 
-def _pieces_of(mesh: Mesh, rest: dict[str, Any]) -> ShardsForOptimizer:
+def _pieces_of(mesh: Mesh, rest: dict[str, Any]) -> OwnedShards:
     stage = (rest.get("zero_optimization") or {}).get("stage", 0)
     flat = f"zero_optimization.stage {stage} lays tensors end to end and cuts them between replicas" if stage else ""
-    return ShardsForOptimizer.of(mesh, flat)
+    return OwnedShards.of(mesh, flat)
 
 
-def _take_optimizer(given: dict[str, Any], model: nn.Module, rest: dict[str, Any], pieces: ShardsForOptimizer) -> None:
+def _take_optimizer(given: dict[str, Any], model: nn.Module, rest: dict[str, Any], pieces: OwnedShards) -> None:
     """Have what is given of an optimizer fit the sharded model.
 
     Raises:
@@ -205,7 +205,7 @@ def _take_optimizer(given: dict[str, Any], model: nn.Module, rest: dict[str, Any
         check_schedule(schedule, None)
 
 
-def _check_made_optimizer(engine: Any, pieces: ShardsForOptimizer) -> None:
+def _check_made_optimizer(engine: Any, pieces: OwnedShards) -> None:
     """Look at the optimizer that DeepSpeed has made of a config or a callable.
 
     Raises:

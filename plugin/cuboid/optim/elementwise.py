@@ -49,7 +49,7 @@ _LEAST_MOVED, _LEAST_MOTION = 0.1, 1e-4
 
 
 @dataclass(frozen=True)
-class ShardsForOptimizer:
+class OwnedShards:
     """What of a model one rank's optimizer is given.
 
     Attributes:
@@ -63,7 +63,7 @@ class ShardsForOptimizer:
     spread: str = ""
 
     @classmethod
-    def of(cls, mesh: Mesh, flat: str = "") -> ShardsForOptimizer:
+    def of(cls, mesh: Mesh, flat: str = "") -> OwnedShards:
         """Those of a mesh, and of what its framework does besides."""
         stages = mesh.topology.pipe
         return cls(
@@ -79,7 +79,7 @@ class ShardsForOptimizer:
 
 
 def check_optimizer(
-    optimizer: torch.optim.Optimizer, pieces: ShardsForOptimizer, parameters: Sequence[nn.Parameter] | None = None
+    optimizer: torch.optim.Optimizer, pieces: OwnedShards, parameters: Sequence[nn.Parameter] | None = None
 ) -> None:
     """Make sure that an optimizer's steps are those that it would make on the whole model, and that they can be saved.
 
@@ -105,7 +105,7 @@ def check_optimizer(
     _try(optimizer, pieces, parameters)
 
 
-def check_named(name: Any, pieces: ShardsForOptimizer) -> None:
+def check_named(name: Any, pieces: OwnedShards) -> None:
     """Refuse those optimizers of DeepSpeed's config that need whole tensors, before anything is made.
 
     Raises:
@@ -116,7 +116,7 @@ def check_named(name: Any, pieces: ShardsForOptimizer) -> None:
         raise _refusal(name, why, pieces)
 
 
-def _check_kind(optimizer: torch.optim.Optimizer, pieces: ShardsForOptimizer) -> None:
+def _check_kind(optimizer: torch.optim.Optimizer, pieces: OwnedShards) -> None:
     """Refuse what isn't a plain optimizer."""
     kind = type(optimizer).__name__
     needed = [
@@ -155,7 +155,7 @@ def _check_kind(optimizer: torch.optim.Optimizer, pieces: ShardsForOptimizer) ->
         )
 
 
-def _refusal(name: str, what: str, pieces: ShardsForOptimizer) -> OptimizerError:
+def _refusal(name: str, what: str, pieces: OwnedShards) -> OptimizerError:
     return OptimizerError(
         f"{name} {what}, but would be given pieces: {pieces.reason}. Take an optimizer that treats "
         f"each element by itself, such as {_WORKING}; or leave it all on each rank: a mesh of 1×1×1 without a pipeline "
@@ -178,9 +178,7 @@ class _Take:
 _Share = list[list[_Take]]
 
 
-def _try(
-    optimizer: torch.optim.Optimizer, pieces: ShardsForOptimizer, parameters: Sequence[nn.Parameter] | None
-) -> None:
+def _try(optimizer: torch.optim.Optimizer, pieces: OwnedShards, parameters: Sequence[nn.Parameter] | None) -> None:
     if hasattr(type(optimizer), "__del__"):
         if pieces.reason:
             raise _untried(optimizer, "it releases something when it goes, which a copy would do as well", pieces)
@@ -210,7 +208,7 @@ def _try(
     _check_saved(optimizer, whole)
 
 
-def _untried(optimizer: torch.optim.Optimizer, why: str, pieces: ShardsForOptimizer) -> OptimizerError:
+def _untried(optimizer: torch.optim.Optimizer, why: str, pieces: OwnedShards) -> OptimizerError:
     return OptimizerError(
         f"{type(optimizer).__name__} isn't known, and a trial of its steps on small tensors failed ({why}), so that "
         f"nobody can tell whether it is right on the pieces that it would be given: {pieces.reason}. Take one that is "
@@ -259,7 +257,7 @@ def _end_to_end(count: int, half: int) -> _Take:
     return _Take(tuple(range(count)), make)
 
 
-def _shares(ranks: Sequence[Sequence[int]], pieces: ShardsForOptimizer) -> Iterator[tuple[str, list[_Share]]]:
+def _shares(ranks: Sequence[Sequence[int]], pieces: OwnedShards) -> Iterator[tuple[str, list[_Share]]]:
     """Ways to give the tensors out, to several optimizers each, with what to say of them."""
     halves = (0, 1)
     if pieces.cut:

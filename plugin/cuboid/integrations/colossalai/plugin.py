@@ -32,7 +32,7 @@ from cuboid.integrations.handoff import adopt_model, adopt_optimizer, check_sche
 from cuboid.models.batch.broadcast import read_micro_batch, split_rows
 from cuboid.models.sharded.sharded_model import mesh_of
 from cuboid.optim.data_parallel_optimizer import is_fresh
-from cuboid.optim.elementwise import ShardsForOptimizer, check_optimizer
+from cuboid.optim.elementwise import OwnedShards, check_optimizer
 from cuboid.weights.checkpointing import Origin
 
 
@@ -127,7 +127,7 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
                 "such as torch.optim.AdamW or ColossalAI's HybridAdam"
             )
         adopt_optimizer(model, optimizer)
-        pieces = ShardsForOptimizer.of(self.mesh, self._config.flat(replicas=self.dp_size))
+        pieces = OwnedShards.of(self.mesh, self._config.flat(replicas=self.dp_size))
         check_optimizer(optimizer, pieces)
         if pieces.flat and not is_fresh(optimizer):
             raise OptimizerError(
