@@ -47,6 +47,7 @@ def test_one_case_runs_with_its_options(tmp_path):
     assert json.loads((tmp_path / "memory.json").read_text(encoding="utf-8"))["rows"]
 
 
+@pytest.mark.slow
 def test_options_that_a_case_does_not_know_are_its_own_error():
     status, output = door("memory", "--no-such-option")
     assert status == 2

@@ -116,6 +116,7 @@ def rows_of(result, key):
 
 
 @needs_peer
+@pytest.mark.slow
 def test_everyone_takes_part_in_both_cases(result):
     assert [case["case"]["part"] for case in result["cases"]] == ["mlp", "layer"]
     for case in result["cases"]:
@@ -128,6 +129,7 @@ def test_everyone_takes_part_in_both_cases(result):
 
 
 @needs_peer
+@pytest.mark.slow
 def test_everyone_computes_what_one_process_computes(result):
     weights = {"mlp": 4, "layer": 12}
     for case in result["cases"]:
@@ -137,6 +139,7 @@ def test_everyone_computes_what_one_process_computes(result):
 
 
 @needs_peer
+@pytest.mark.slow
 def test_our_bytes_are_the_formula_and_what_is_seen_from_outside(result):
     for row in [*rows_of(result, "cuboid"), *rows_of(result, "cuboid_auto")]:
         for seen, counted in zip(row["sent_bytes"], row["counted_bytes"], strict=True):
@@ -145,6 +148,7 @@ def test_our_bytes_are_the_formula_and_what_is_seen_from_outside(result):
 
 
 @needs_peer
+@pytest.mark.slow
 def test_the_peer_sends_the_same_either_way(result):
     for own, exchanged in zip(rows_of(result, "colossalai_3d"), rows_of(result, "colossalai_3d_exchange"), strict=True):
         assert own["sent_bytes"] == exchanged["sent_bytes"]
@@ -153,6 +157,7 @@ def test_the_peer_sends_the_same_either_way(result):
 
 
 @needs_peer
+@pytest.mark.slow
 def test_we_save_less(result):
     depth = result["mesh"][0]
     for ours, theirs in zip(rows_of(result, "cuboid"), rows_of(result, "colossalai_3d"), strict=True):

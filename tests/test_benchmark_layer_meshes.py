@@ -38,16 +38,19 @@ def result(tmp_path_factory):
     return measured(tmp_path_factory.mktemp("layer"), "--meshes", "1x8x1", "1x4x2", "2x2x2", "4x2x1", "auto")
 
 
+@pytest.mark.slow
 def test_every_mesh_takes_part_once(result):
     assert [row["shape"] for row in result["rows"]] == ["1×8×1", "1×4×2", "2×2×2", "4×2×1"]
     # The automatic choice is one of those that were asked for by name.
     assert [row["mesh"] for row in result["rows"]] == ["1x8x1", "1x4x2", "2x2x2", "auto"]
 
 
+@pytest.mark.slow
 def test_all_compute_what_float64_gives(result):
     assert all(0 < row["error"] < 1e-5 for row in result["rows"])
 
 
+@pytest.mark.slow
 def test_the_counter_agrees_with_the_formula(result):
     for row in result["rows"]:
         # Every collective's bytes are rounded.
@@ -55,6 +58,7 @@ def test_the_counter_agrees_with_the_formula(result):
     assert result["rows"][-1]["formula_bytes"] == min(row["formula_bytes"] for row in result["rows"])
 
 
+@pytest.mark.slow
 def test_ratios_are_those_of_the_rounds(result):
     first, *others = result["rows"]
     for row in others:
@@ -63,6 +67,7 @@ def test_ratios_are_those_of_the_rounds(result):
         assert row["ratios_theory"]["1×8×1"] == pytest.approx(first["formula_bytes"] / row["formula_bytes"])
 
 
+@pytest.mark.slow
 def test_loopback_says_nothing_of_links(result):
     assert result["network"] == "loopback"
     for row in result["rows"]:
@@ -72,6 +77,7 @@ def test_loopback_says_nothing_of_links(result):
 
 
 @pytest.mark.skipif(why_not_shaped() is not None, reason=str(why_not_shaped()))
+@pytest.mark.slow
 def test_interfaces_send_what_the_counter_counts(tmp_path):
     numbers = measured(tmp_path, "--network", "shaped", "--meshes", "1x8x1", "2x2x2", "--rate-mbit", "50")
     assert numbers["measured_mbit"] == pytest.approx(50, rel=0.1)
@@ -97,6 +103,7 @@ def test_options_that_make_no_sense_are_refused(capsys, options):
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="needs root to become another user")
+@pytest.mark.slow
 def test_without_root_the_shaped_network_is_refused_in_a_sentence():
     nobody = 65534
     with tempfile.TemporaryDirectory() as folder:

@@ -31,6 +31,7 @@ def result(tmp_path_factory):
     return numbers
 
 
+@pytest.mark.slow
 def test_ranks_keep_exactly_what_the_formula_says(result):
     plain, *ours = result["rows"]
     assert plain["formula_bytes"] is None
@@ -40,6 +41,7 @@ def test_ranks_keep_exactly_what_the_formula_says(result):
         assert row["peak_bytes"] >= row["kept_bytes"]
 
 
+@pytest.mark.slow
 def test_no_mesh_keeps_more_than_an_even_part_of_what_plain_transformers_keeps(result):
     for row in result["rows"][2:]:
         assert row["ranks"] == 8
@@ -47,6 +49,7 @@ def test_no_mesh_keeps_more_than_an_even_part_of_what_plain_transformers_keeps(r
         assert 1 <= row["kept_share_of_alone"] < 1.05
 
 
+@pytest.mark.slow
 def test_everyone_computes_the_same(result):
     first = result["rows"][0]
     for row in result["rows"]:

@@ -46,12 +46,14 @@ def by_key(result):
     return {row["key"]: row for row in result["rows"]}
 
 
+@pytest.mark.slow
 def test_every_contestant_takes_part_once(result):
     assert [row["key"] for row in result["rows"]] == DEFAULT
     meshes = [row["shape"] for row in result["rows"] if row["family"] == "cuboid"]
     assert meshes == ["1×8×1", "1×4×2", "2×2×2", "8×1×1", "8×1×1", AUTO_SHAPE, AUTO_SHAPE]
 
 
+@pytest.mark.slow
 def test_all_compute_what_plain_hugging_face_gives_in_float64(result):
     reference = result["reference"]
     # Training does something, and clipping has something to do.
@@ -63,6 +65,7 @@ def test_all_compute_what_plain_hugging_face_gives_in_float64(result):
         assert row["gradient_norm"] == pytest.approx(reference["gradient_norm"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_counter_has_what_the_formula_has_and_the_rest_of_the_model(result):
     meshes = [row for row in result["rows"] if row["family"] == "cuboid"]
     for row in meshes:
@@ -73,6 +76,7 @@ def test_the_counter_has_what_the_formula_has_and_the_rest_of_the_model(result):
     assert min(freed, key=lambda row: row["formula_bytes"])["key"] == "cuboid-auto"
 
 
+@pytest.mark.slow
 def test_ratios_are_those_of_the_rounds(result):
     rows = by_key(result)
     auto = rows["cuboid-auto"]
@@ -82,6 +86,7 @@ def test_ratios_are_those_of_the_rounds(result):
         assert ratio["median"] == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_the_automatic_mesh_is_compared_with_the_best_layout_of_each_peer(result):
     rows = by_key(result)
     first, *best = result["comparisons"]
@@ -94,6 +99,7 @@ def test_the_automatic_mesh_is_compared_with_the_best_layout_of_each_peer(result
         assert one["ratio"] == rows["cuboid-auto"]["ratios"][one["against"]]
 
 
+@pytest.mark.slow
 def test_loopback_says_nothing_of_links(result):
     assert result["network"] == "loopback"
     for row in result["rows"]:
@@ -104,6 +110,7 @@ def test_loopback_says_nothing_of_links(result):
             assert row["sent_bytes"] is None
 
 
+@pytest.mark.slow
 def test_low_precision_stays_near_float64_for_all(tmp_path):
     contestants = ["cuboid-auto", "autotp-8", "autotp-2-head", "tp-plan", "fsdp2"]
     numbers = measured(tmp_path, "--dtype", "bfloat16", "--contestants", *contestants)
@@ -114,6 +121,7 @@ def test_low_precision_stays_near_float64_for_all(tmp_path):
 
 
 @pytest.mark.skipif(why_not_shaped() is not None, reason=str(why_not_shaped()))
+@pytest.mark.slow
 def test_interfaces_count_for_all_alike(tmp_path):
     contestants = ["cuboid-2x2x2", "cuboid-4x2x1", "cuboid-auto", "autotp-8", "fsdp2", "fsdp2-keep"]
     numbers = measured(tmp_path, "--network", "shaped", "--rate-mbit", "50", "--contestants", *contestants)
@@ -170,6 +178,7 @@ def test_options_that_make_no_sense_are_refused(capsys, options):
     assert options[0] in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_page_tells_a_result(result, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     from generate_training_step import describe

@@ -27,12 +27,14 @@ def result(tmp_path_factory):
     return numbers
 
 
+@pytest.mark.slow
 def test_everyone_takes_part(result):
     taking_part = [(row["kind"], row["segments"], row["partition"]) for row in result["rows"]]
     ours = [("cuboid", 1, "flops"), ("cuboid", 3, "flops"), ("cuboid", 3, "even")]
     assert taking_part == [("torch", 1, "flops"), ("deepspeed", 1, "flops"), *ours]
 
 
+@pytest.mark.slow
 def test_all_compute_the_same(result):
     first = result["rows"][0]
     for row in result["rows"]:
@@ -42,6 +44,7 @@ def test_all_compute_the_same(result):
     assert first["gradient_norm"] > 0
 
 
+@pytest.mark.slow
 def test_rows_have_all_their_numbers(result):
     for row in result["rows"]:
         assert sum(row["lengths"]) == result["workload"]["length"]
@@ -53,6 +56,7 @@ def test_rows_have_all_their_numbers(result):
         assert all(peak > 0 for peak in row["peak_bytes"])
 
 
+@pytest.mark.slow
 def test_theory_is_the_paper_s(result):
     by_segments = {row["segments"]: row for row in result["rows"]}
     assert by_segments[1]["bubble_theory"] == pytest.approx(1 / 3)
@@ -60,6 +64,7 @@ def test_theory_is_the_paper_s(result):
     assert by_segments[3]["ratio_theory"] == pytest.approx(3 / (2 + 1 / 3))
 
 
+@pytest.mark.slow
 def test_segments_keep_less(result):
     peaks = {(row["kind"], row["segments"], row["partition"]): row["peak_bytes"] for row in result["memory"]}
     whole = peaks["cuboid", 1, "flops"]
