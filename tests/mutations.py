@@ -463,7 +463,7 @@ MUTATIONS = (
     Mutation(
         "small gradients not added up",
         instead(
-            sharded_param._GatherParameter,
+            sharded_param._Unshard,
             "backward",
             staticmethod(own_share_of_small_gradients),
         ),

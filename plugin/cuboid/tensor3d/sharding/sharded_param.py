@@ -200,7 +200,7 @@ class ShardedModule(nn.Module):
     """A layer whose parameters are shards: it knows the mesh, and each parameter's layout and param.
 
     Attributes:
-        ahead_blocks, ahead_shards: what the layer around it has made ready for its forward, by the parameter's name:
+        prefetched_params, prefetched_shards: what the layer around it has made ready for its forward, by the parameter's name:
             blocks of small parameters, and shards whose gradients may take their time.
     """
 
