@@ -197,11 +197,11 @@ def unshard_parameter(shard: torch.Tensor, param: ShardedParam) -> torch.Tensor:
 
 
 class ShardedModule(nn.Module):
-    """A layer whose parameters are shards: it knows the mesh, and each parameter's layout and param.
+    """A layer whose parameters are shards: it knows the mesh, and has a ShardedParam for each parameter.
 
     Attributes:
-        prefetched_params, prefetched_shards: what the layer around it has made ready for its forward, by the parameter's name:
-            blocks of small parameters, and shards whose gradients may take their time.
+        prefetched_params, prefetched_shards: what the prefetcher has ready for this module's forward, by the
+            parameter's name: unsharded small parameters, and shards whose reduce-scatter may be deferred.
     """
 
     mesh: Mesh
