@@ -17,7 +17,7 @@ from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 
 class _Unsplit(ShardingSpec):
-    """Of a tensor that each rank has to itself, so that there is nothing to param or to reduce."""
+    """Of a tensor that each rank has to itself, so that there is nothing to gather or to reduce."""
 
     @property
     def fsdp_axes(self) -> tuple[Axis, ...]:
@@ -101,7 +101,7 @@ def _in_place_of(module: nn.Module, name: str, parameter: nn.Parameter, values: 
 
 
 def _multiplied_in(module: ShardedModule, name: str, parameter: nn.Parameter) -> torch.dtype:
-    """Sharded linear layers param their weight in the dtype of autocast."""
+    """Sharded linear layers unshard their weight in the dtype of autocast."""
     is_multiplied = isinstance(module, ShardedLinear) and name == "weight"
     return autocast_dtype(parameter) if is_multiplied else parameter.dtype
 

@@ -18,7 +18,7 @@ _BUCKET_BYTES = 1 << 20
 
 
 def start_unshards(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> None:
-    """Start to param blocks that will be used in this order; those that are there or on their way are left alone."""
+    """Start to unshard blocks that will be used in this order; those that are there or on their way are left alone."""
     missing = [(param, shard) for param, shard in zip(params, shards, strict=True) if param.needs_unshard(shard)]
     for members in _buckets(missing):
         if len(members) == 1:
