@@ -279,18 +279,18 @@ def test_a_gradient_is_waited_for_after_the_backward_of_the_layer_in_front():
     shard.register_post_accumulate_grad_hook(lambda p: order.append(("gradient", p.grad.tolist())))
     late = Late(torch.full((3,), torch.nan))
     # Before the layer in front runs, as its pre-hook does.
-    (deferred,), deferred = deferred_shards([shard])
+    (own,), deferred = deferred_shards([shard])
     front = x * 3
     front.register_hook(lambda _: order.append(("front", late.is_through)))
-    Use.apply(front, deferred, deferred, late).sum().backward()
+    Use.apply(front, own, deferred, late).sum().backward()
     assert order == [("front", False), ("gradient", [2.0, 2.0, 2.0])]
     assert isinstance(deferred, DeferredReduce)
 
 
-def test_a_carried_shard_is_the_parameter_for_checkpointing_too():
+def test_a_deferred_shard_is_the_parameter_for_checkpointing_too():
     shard = torch.nn.Parameter(torch.ones(3))
-    (deferred,), _ = deferred_shards([shard])
-    out = checkpoint(lambda x: (x * deferred).sum(), torch.arange(3.0, requires_grad=True), use_reentrant=False)
+    (own,), _ = deferred_shards([shard])
+    out = checkpoint(lambda x: (x * own).sum(), torch.arange(3.0, requires_grad=True), use_reentrant=False)
     out.backward()
     assert shard.grad.tolist() == [0.0, 1.0, 2.0]
 
