@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import torch.distributed as dist
@@ -27,28 +27,33 @@ class AsyncResult(Generic[T]):
     def __init__(
         self,
         result: T,
-        works: Iterable[dist.Work | None] = (),
+        works: Sequence[dist.Work | None] = (),
         finish: Callable[[], None] | None = None,
         holds: object = None,
     ) -> None:
         self._result = result
-        self._works = [work for work in works if work is not None]
+        self._works = works
         self._finish = finish
         self._holds = holds
 
     def wait(self) -> T:
         """The result. Later calls return it at once."""
-        self.arrive()
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        self._works = ()
         if self._finish is not None:
             self._finish()
-        self._finish, self._holds = None, None
+            self._finish = None
+        self._holds = None
         return self._result
 
     def arrive(self) -> None:
         """Wait until all messages are there; what is left to do with them is done by :meth:`wait`."""
         for work in self._works:
-            work.wait()
-        self._works = []
+            if work is not None:
+                work.wait()
+        self._works = ()
 
     def incomplete(self) -> T:
         """The result, for whoever makes sure that nobody reads it before :meth:`wait`."""
@@ -71,12 +76,15 @@ class _Changed(AsyncResult[U]):
     """The result of another one, changed."""
 
     def __init__(self, source: AsyncResult[T], change: Callable[[T], U]) -> None:
-        self._take: Callable[[], U] | None = lambda: change(source.wait())
+        self._source: AsyncResult[T] | None = source
+        self._change = change
         self._made: U | None = None
 
     def wait(self) -> U:
-        if self._take is not None:
-            self._made, self._take = self._take(), None
+        if self._source is not None:
+            # What it was made of goes first, so that buffers die as early as they can.
+            source, self._source = self._source, None
+            self._made = self._change(source.wait())
         return self._made  # type: ignore[return-value]
 
     def incomplete(self) -> U:

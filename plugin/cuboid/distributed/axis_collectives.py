@@ -22,24 +22,26 @@ from cuboid.distributed.topology import Axis
 SEQUENCE_DIM = 1
 
 
-def start_all_gather(x: torch.Tensor, mesh: Mesh, axes: Sequence[Axis]) -> AsyncResult[torch.Tensor]:
+def start_all_gather(x: torch.Tensor, mesh: Mesh, axes: tuple[Axis, ...]) -> AsyncResult[torch.Tensor]:
     """Stack the ranks' tensors: ``[...]`` on each to ``[ranks, ...]`` on all, in rank order."""
-    ranks = mesh.size(*axes)
+    along = mesh.along(axes)
+    ranks, group = along.size, along.process_group
     if ranks == 1:
         return AsyncResult(x.unsqueeze(0))
+    assert group is not None, "a mesh that isn't connected"
     x = x.contiguous()
     out = x.new_empty((ranks, *x.shape))
-    mesh.traffic.record("all_gather", mesh.split_axes(axes), out.nbytes, ranks)
-    return start_gather(out, x, mesh.group(axes), direct=mesh.spans_networks)
+    mesh.traffic.record("all_gather", along.label, out.nbytes, ranks)
+    return start_gather(out, x, group, direct=mesh.spans_networks)
 
 
-def all_gather(x: torch.Tensor, mesh: Mesh, axes: Sequence[Axis]) -> torch.Tensor:
+def all_gather(x: torch.Tensor, mesh: Mesh, axes: tuple[Axis, ...]) -> torch.Tensor:
     """:func:`start_all_gather`, waited for."""
     return start_all_gather(x, mesh, axes).wait()
 
 
 def start_scatter_parts(
-    x: torch.Tensor, shapes: Sequence[Sequence[int]], mesh: Mesh, axes: Sequence[Axis]
+    x: torch.Tensor, shapes: Sequence[Sequence[int]], mesh: Mesh, axes: tuple[Axis, ...]
 ) -> AsyncResult[Sequence[torch.Tensor]]:
     """Add up the ranks' ``[ranks, n]`` and leave slice r of the sum with rank r, as several tensors.
 
@@ -48,13 +50,14 @@ def start_scatter_parts(
         shapes: of the tensors that the n elements of a slice are, one after the other.
         mesh, axes: along several ranks.
     """
-    ranks = mesh.size(*axes)
-    mesh.traffic.record("reduce_scatter", mesh.split_axes(axes), x.nbytes, ranks)
+    along = mesh.along(axes)
+    assert along.process_group is not None, "a mesh that isn't connected"
+    mesh.traffic.record("reduce_scatter", along.label, x.nbytes, along.size)
     outs = [x.new_empty(shape) for shape in shapes]
-    return start_reduce_scatter(outs, x, mesh.group(axes), direct=mesh.spans_networks)
+    return start_reduce_scatter(outs, x, along.process_group, direct=mesh.spans_networks)
 
 
-def start_scatter(x: torch.Tensor, mesh: Mesh, axes: Sequence[Axis]) -> AsyncResult[torch.Tensor]:
+def start_scatter(x: torch.Tensor, mesh: Mesh, axes: tuple[Axis, ...]) -> AsyncResult[torch.Tensor]:
     """Add up the ranks' ``[ranks, ...]`` and leave slice r of the sum with rank r, as ``[...]``."""
     ranks = mesh.size(*axes)
     if ranks == 1:
@@ -63,31 +66,32 @@ def start_scatter(x: torch.Tensor, mesh: Mesh, axes: Sequence[Axis]) -> AsyncRes
     return scattering.giving(scattering.incomplete()[0])
 
 
-def reduce_scatter(x: torch.Tensor, mesh: Mesh, axes: Sequence[Axis]) -> torch.Tensor:
+def reduce_scatter(x: torch.Tensor, mesh: Mesh, axes: tuple[Axis, ...]) -> torch.Tensor:
     """:func:`start_scatter`, waited for."""
     return start_scatter(x, mesh, axes).wait()
 
 
 def all_reduce(
-    x: torch.Tensor, mesh: Mesh, axes: Sequence[Axis], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    x: torch.Tensor, mesh: Mesh, axes: tuple[Axis, ...], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> torch.Tensor:
     """Combine the ranks' tensors elementwise. ``x`` may be overwritten; use the result."""
     return start_all_reduce(x, mesh, axes, op).wait()
 
 
 def start_all_reduce(
-    x: torch.Tensor, mesh: Mesh, axes: Sequence[Axis], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    x: torch.Tensor, mesh: Mesh, axes: tuple[Axis, ...], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> AsyncResult[torch.Tensor]:
     """As :func:`all_reduce`."""
-    ranks = mesh.size(*axes)
-    if ranks == 1:
+    along = mesh.along(axes)
+    if along.size == 1:
         return AsyncResult(x)
+    assert along.process_group is not None, "a mesh that isn't connected"
     x = x.contiguous()
-    mesh.traffic.record("all_reduce", mesh.split_axes(axes), x.nbytes, ranks)
-    return AsyncResult(x, [dist.all_reduce(x, op=op, group=mesh.group(axes), async_op=True)])
+    mesh.traffic.record("all_reduce", along.label, x.nbytes, along.size)
+    return AsyncResult(x, [dist.all_reduce(x, op=op, group=along.process_group, async_op=True)])
 
 
-def start_gather_dim(x: torch.Tensor, dim: int, mesh: Mesh, axes: Sequence[Axis]) -> AsyncResult[torch.Tensor]:
+def start_gather_dim(x: torch.Tensor, dim: int, mesh: Mesh, axes: tuple[Axis, ...]) -> AsyncResult[torch.Tensor]:
     """All-gather along a dim: ``[..., n, ...]`` on each rank to ``[..., ranks·n, ...]`` on all."""
     ranks = mesh.size(*axes)
     if ranks == 1:
@@ -98,12 +102,12 @@ def start_gather_dim(x: torch.Tensor, dim: int, mesh: Mesh, axes: Sequence[Axis]
     return start_all_gather(x, mesh, axes).then(lambda stacked: stacked.movedim(0, dim).reshape(shape))
 
 
-def gather_dim(x: torch.Tensor, dim: int, mesh: Mesh, axes: Sequence[Axis]) -> torch.Tensor:
+def gather_dim(x: torch.Tensor, dim: int, mesh: Mesh, axes: tuple[Axis, ...]) -> torch.Tensor:
     """:func:`start_gather_dim`, waited for."""
     return start_gather_dim(x, dim, mesh, axes).wait()
 
 
-def scatter_dim(x: torch.Tensor, dim: int, mesh: Mesh, axes: Sequence[Axis]) -> torch.Tensor:
+def scatter_dim(x: torch.Tensor, dim: int, mesh: Mesh, axes: tuple[Axis, ...]) -> torch.Tensor:
     """Reduce-scatter along a dim: partial sums ``[..., ranks·n, ...]`` to the sum's own slice ``[..., n, ...]``."""
     ranks = mesh.size(*axes)
     if ranks == 1:
@@ -113,7 +117,7 @@ def scatter_dim(x: torch.Tensor, dim: int, mesh: Mesh, axes: Sequence[Axis]) -> 
     return reduce_scatter(stacked, mesh, axes)
 
 
-def own_slice(x: torch.Tensor, dim: int, mesh: Mesh, axes: Sequence[Axis]) -> torch.Tensor:
+def own_slice(x: torch.Tensor, dim: int, mesh: Mesh, axes: tuple[Axis, ...]) -> torch.Tensor:
     """This rank's piece of a dim that all ranks hold whole. A view."""
     length = x.shape[dim] // mesh.size(*axes)
     return x.narrow(dim, mesh.index(*axes) * length, length)

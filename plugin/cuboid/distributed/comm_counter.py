@@ -34,9 +34,8 @@ class CommCounter:
         self._bytes: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
 
-    def record(self, operation: Operation, axes: Sequence[Axis], whole_bytes: int, ranks: int) -> None:
-        """Count one collective of ``ranks`` ranks over ``axes``."""
-        label = axes_label(axes)
+    def record(self, operation: Operation, label: str, whole_bytes: int, ranks: int) -> None:
+        """Count one collective of ``ranks`` ranks over the axes of that :func:`axes_label`; see :func:`sent_bytes`."""
         self._bytes[label] += round(sent_bytes(operation, whole_bytes, ranks))
         self._calls[label] += 1
 

@@ -12,9 +12,25 @@ from itertools import chain, combinations
 import torch.distributed as dist
 
 from cuboid.distributed.collectives import own_network
-from cuboid.distributed.comm_counter import CommCounter
+from cuboid.distributed.comm_counter import CommCounter, axes_label
 from cuboid.distributed.topology import AXES, Axis, MeshShape, Topology
 from cuboid.errors import MeshError
+
+
+class AxisGroup:
+    """The ranks that differ from this one only along some axes, and what never changes about them.
+
+    Attributes:
+        size: number of ranks.
+        label: of the axes that have several ranks, for the counter of bytes.
+        process_group: None before the mesh is connected, and for a single rank.
+    """
+
+    def __init__(self, mesh: Mesh, axes: Sequence[Axis]) -> None:
+        self.size = mesh.shape.of(*axes)
+        several = mesh.split_axes(axes)
+        self.label = axes_label(several)
+        self.process_group = mesh._groups.get(frozenset(several))
 
 
 class Mesh:
@@ -42,6 +58,7 @@ class Mesh:
         self.coordinate = self.topology.coordinate(self.rank)
         self.traffic = CommCounter()
         self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
+        self._along: dict[tuple[Axis, ...], AxisGroup] = {}
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._host_groups: dict[str, dist.ProcessGroup] = {}
         self._connected = False
@@ -50,7 +67,15 @@ class Mesh:
 
     def size(self, *axes: Axis) -> int:
         """Number of ranks along the axes together."""
-        return self.shape.of(*axes)
+        found = self._along.get(axes)
+        return self.along(axes).size if found is None else found.size
+
+    def along(self, axes: tuple[Axis, ...]) -> AxisGroup:
+        """The ranks along the axes together, looked up for every collective and therefore remembered."""
+        found = self._along.get(axes)
+        if found is None:
+            found = self._along[axes] = AxisGroup(self, axes)
+        return found
 
     def index(self, *axes: Axis) -> int:
         """This rank's position along the axes together, the first varying slowest."""
@@ -79,6 +104,8 @@ class Mesh:
             for ends in self._channel_ends():
                 columns = self.topology.columns(sorted(ends))
                 self._channels[ends] = dist.new_subgroups_by_enumeration(columns, timeout=timeout)[0]
+        # Those that were looked up before have no process groups.
+        self._along = {}
         self._connected = True
 
     def connect_host(self) -> None:
@@ -110,10 +137,6 @@ class Mesh:
     def split_axes(self, axes: Sequence[Axis]) -> tuple[Axis, ...]:
         """Those of ``axes`` that have more than one rank."""
         return tuple(axis for axis in axes if self.shape.of(axis) > 1)
-
-    def group(self, axes: Sequence[Axis]) -> dist.ProcessGroup:
-        """Process group of the ranks that differ from this one only along ``axes``; not all of one rank."""
-        return self._groups[frozenset(self.split_axes(axes))]
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup:

@@ -45,7 +45,10 @@ class MeshShape:
 
     def of(self, *axes: Axis) -> int:
         """Number of ranks that the given axes span together."""
-        return math.prod(getattr(self, axis) for axis in axes)
+        count = 1
+        for axis in axes:
+            count *= getattr(self, axis)
+        return count
 
     def __str__(self) -> str:
         return f"{self.batch}×{self.sequence}×{self.hidden}"

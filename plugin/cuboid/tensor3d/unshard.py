@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 class _Unsplit(ShardingSpec):
     """Of a tensor that each rank has to itself, so that there is nothing to gather or to reduce."""
 
-    @property
+    @cached_property
     def fsdp_axes(self) -> tuple[Axis, ...]:
         """None."""
         return ()

@@ -110,7 +110,7 @@ class LinearBackward:
         """dyᵀ x, as ``[out, in]`` or ``[in, out]``, with zeros in the rows that were not multiplied."""
         product = self._own.products[number]
         output_reduce, place = self._exchange_of(number)
-        shape, some = product.weight.layout.block_shape(product.weight.mesh.shape), x[0]
+        shape, some = product.weight.block_shape, x[0]
         whole = some.new_empty(shape) if product.rows is None else some.new_zeros(shape)
         by_column = self._own.input_gather.columns(product.out_in(whole))
         for index, piece in enumerate(dy):

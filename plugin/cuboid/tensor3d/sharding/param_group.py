@@ -84,13 +84,13 @@ class ParamGroupUnshard:
         """Each parameter's block."""
         widths = [shard.shape[0] for shard in self._shards]
         parts = self._pending.wait().split(widths, 1)
-        rows = [param.layout.block_shape(self.mesh.shape)[0] for param in self.params]
+        rows = [param.block_shape[0] for param in self.params]
         return tuple(part.flatten()[:count] for part, count in zip(parts, rows, strict=True))
 
     def start_reduce_scatter(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """The blocks' gradients to the shards'; complete once the deferred reduce was waited for."""
         widths = [shard.shape[0] for shard in self._shards]
-        ranks = self.mesh.size(*self.axes)
+        ranks = self.params[0].ranks
         slots = self._shards[0].new_zeros((ranks, sum(widths)))
         for param, gradient, slot in zip(self.params, gradients, slots.split(widths, 1), strict=True):
             if gradient is not None:

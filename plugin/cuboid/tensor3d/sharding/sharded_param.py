@@ -58,6 +58,10 @@ class ShardedParam:
     def __init__(self, layout: ShardingSpec, mesh: Mesh) -> None:
         self.layout = layout
         self.mesh = mesh
+        #: How many shards make a block.
+        self.ranks = mesh.size(*layout.fsdp_axes)
+        self.block_shape = layout.block_shape(mesh.shape)
+        self._shard_shape = layout.shard_shape(mesh.shape)
         self.state = ShardedState.SHARDED
         self._dtype: torch.dtype | None = None
         self._pending: AsyncResult[torch.Tensor] | None = None
@@ -65,11 +69,6 @@ class ShardedParam:
         #: Whether blocks are kept from a forward to its backward, and by whose count they are out of date.
         self.keeps: Updates | None = None
         self._kept: weakref.ref[UnshardedCopy] | None = None
-
-    @property
-    def ranks(self) -> int:
-        """How many shards make a block."""
-        return self.mesh.size(*self.layout.fsdp_axes)
 
     def start_unshard(self, shard: torch.Tensor) -> None:
         """Start to unshard ``[rows/fsdp, ...]``, unless its block ``[rows, ...]`` is there or on its way."""
@@ -96,8 +95,7 @@ class ShardedParam:
         """The block, once it is there; valid until :meth:`reshard`."""
         assert self.state is not ShardedState.SHARDED, "not unsharded"
         if self._pending is not None:
-            rows = self.layout.block_shape(self.mesh.shape)[0]
-            self._block = self._pending.wait().flatten(0, 1)[:rows]
+            self._block = self._pending.wait().flatten(0, 1)[: self.block_shape[0]]
             self._pending = None
             self.state = ShardedState.UNSHARDED
         assert self._block is not None
@@ -158,7 +156,7 @@ class ShardedParam:
 
     def stacked(self, block: torch.Tensor) -> torch.Tensor:
         """Cut a block into what the ranks keep, ``[fsdp, rows/fsdp, ...]``; rows that nobody has are zeros."""
-        height, *rest = self.layout.shard_shape(self.mesh.shape)
+        height, *rest = self._shard_shape
         missing = self.ranks * height - block.shape[0]
         if missing:
             block = torch.cat([block, block.new_zeros((missing, *rest))])
@@ -191,7 +189,7 @@ class _Unshard(torch.autograd.Function):
 
 def unshard_parameter(shard: torch.Tensor, param: ShardedParam) -> torch.Tensor:
     """Differentiable unshard, for small parameters (norms, biases) whose block autograd may keep."""
-    if param.mesh.size(*param.layout.fsdp_axes) == 1:
+    if param.ranks == 1:
         return shard
     return _Unshard.apply(shard, param)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 import torch
@@ -51,7 +52,7 @@ class ShardingSpec:
         assert len(used) == len(set(used)), "an axis cuts one dim only"
         assert not self.ragged or self.parts[0] == 1, "a fused dim is cut evenly"
 
-    @property
+    @cached_property
     def fsdp_axes(self) -> tuple[Axis, ...]:
         """Axes that cut the block into shards along dim 0, in rank order."""
         used = {axis for axes in self.tp_axes for axis in axes}
