@@ -119,6 +119,7 @@ MISTAKES = [
     (["verify", "--arch", "llama", "--mesh", "1x1x1", "--seq-len", "1"], "sequence_length is 1"),
     (["verify", "--arch", "llama", "--mesh", "1x1x1", "--heads", "3", "--kv-heads", "2"], "kv_heads"),
     (["verify", "--arch", "llama", "--stages", "1", "--segments", "1000000"], "pipeline.segments"),
+    (["verify", "--arch", "llama", "--mesh", "1x1x1", "--json", "text.txt/report.json"], "text.txt is a file"),
     (["convert", "nowhere", "new"], "nowhere"),
     (["convert", "model", "new", "--config", "bytes.json"], "isn't UTF-8"),
     (["inspect", "nowhere"], "nowhere"),

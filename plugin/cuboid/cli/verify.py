@@ -92,6 +92,7 @@ def verify(
     """
     from rich.console import Console
 
+    from cuboid.checkpoint.format.bounded_files import check_output
     from cuboid.config.schema import parse_config
     from cuboid.library_warnings import quiet
     from cuboid.verify import Plan, SmallModel
@@ -99,6 +100,8 @@ def verify(
 
     if (model is None) == (arch is None):
         raise typer.BadParameter("give either --model PATH or --arch NAME")
+    if json is not None:
+        check_output(json.parent)
     quiet()
     settings = _settings(config, mesh, _pipeline(stages, segments, partition))
     parsed = parse_config(settings)
