@@ -188,6 +188,33 @@ def test_ranks_with_other_data_are_found_out_in_every_batch_before_anything_is_c
     assert sent == 56
 
 
+def sizes_of_the_ends(mesh, tied):
+    """What scripts read of a stage's embedding and head, either of which another stage may have."""
+    small = built(LLAMA, tie_word_embeddings=tied)
+    model = cuboid.shard(built(LLAMA, tie_word_embeddings=tied), mode(mesh, 2))
+    given = {id(parameter) for parameter in model.parameters()}
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert table.weight.shape == small.get_input_embeddings().weight.shape
+    assert (table.num_embeddings, table.embedding_dim) == (LLAMA.vocabulary, LLAMA.hidden)
+    assert head.weight.shape == small.get_output_embeddings().weight.shape
+    assert (head.in_features, head.out_features, head.bias) == (LLAMA.hidden, LLAMA.vocabulary, None)
+    assert model.resize_token_embeddings(LLAMA.vocabulary) is table
+    assert {id(parameter) for parameter in model.parameters()} == given
+    assert copy.deepcopy(model).get_input_embeddings().weight.shape == table.weight.shape
+    message(lambda: model.resize_token_embeddings(LLAMA.vocabulary + 1))
+    for end in (table, head):
+        if end.weight.is_meta:
+            assert "is on another stage of the pipeline" in message(lambda end=end: end(tokens()))
+    return table.weight.is_meta, head.weight.is_meta
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_stage_tells_the_sizes_of_embedding_and_head(pool, tied):
+    first, last = pool.run(2, sizes_of_the_ends, "1x1x1", tied)
+    # The last stage has a tied embedding as well, for the head.
+    assert (first, last) == ((False, True), (not tied, False))
+
+
 # --- rows that the mesh doesn't divide ------------------------------------------------------------------------------
 
 

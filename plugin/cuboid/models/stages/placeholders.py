@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cuboid.errors import CuboidError
 from cuboid.models.stages.outline import Outline
 
 
@@ -80,3 +81,32 @@ class PlaceholderModule(nn.Module):
         if hidden is not None:
             return hidden
         return torch.zeros((), dtype=self._dtype, device=tensors[0].device if tensors else None)
+
+
+class PlaceholderEnd(nn.Module):
+    """What a script is given for the embedding or the head of another stage: its sizes, and no numbers.
+
+    Its integers, such as ``num_embeddings``, are those of the whole module. Its parameters are tensors of the whole
+    shape on the meta device, and none of the model's.
+    """
+
+    def __init__(self, module: nn.Module, what: str) -> None:
+        super().__init__()
+        for name, value in vars(module).items():
+            if isinstance(value, int) and name not in vars(self):
+                setattr(self, name, value)
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(self, name, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+        self.bias = getattr(self, "bias", None)
+        self._what = what
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        """Not on this stage.
+
+        Raises:
+            CuboidError: always.
+        """
+        raise CuboidError(
+            f"the model's {self._what} is on another stage of the pipeline; give micro-batches to the engine's "
+            "train_batch or eval_batch"
+        )

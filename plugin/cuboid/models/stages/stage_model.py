@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.parallelize import ShardOf, parallelize_modules
 from cuboid.models.sharded.sharded_model import ShardedModel, Sharding, WholeModel, sharded_loss
 from cuboid.models.stages.outline import Outline
-from cuboid.models.stages.placeholders import StageInput
+from cuboid.models.stages.placeholders import PlaceholderEnd, PlaceholderModule, StageInput
 from cuboid.models.stages.stages import StageCut, cut_stage, shared_parameters
 from cuboid.models.stages.whole_recorder import WholeSequenceRecorder
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
@@ -39,6 +39,7 @@ class Staging:
         certificate: with what the model was seen to be right.
         stage_input: where the hidden state comes in, on all stages but the first.
         whole: what to remember of the model before it was cut.
+        ends: sizes of the embedding and of the head, by these names, for the stages that haven't them.
         shared: parameters that the first and the last stage both have, by name.
         slot: tells the attention functions which unit is running.
         recorder: looks at whole sequences.
@@ -52,6 +53,7 @@ class Staging:
     certificate: Certificate
     stage_input: StageInput | None = None
     whole: WholeModel | None = None
+    ends: dict[str, PlaceholderEnd] = field(default_factory=dict)
     shared: dict[str, nn.Parameter] = field(default_factory=dict)
     slot: UnitSlot = field(default_factory=UnitSlot)
     recorder: WholeSequenceRecorder | None = None
@@ -77,10 +79,29 @@ class StageModel(ShardedModel):
         repeated = {id(parameter) for parameter in self.staging.repeated_parameters()}
         return [parameter for parameter in self.parameters() if id(parameter) not in repeated]
 
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding, or on stages that haven't it an :class:`PlaceholderEnd`: scripts compare sizes on every rank."""
+        return _present(super().get_input_embeddings, self.staging.ends["embedding"])  # type: ignore[misc]
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """As on any sharded model; on stages that haven't the head an :class:`PlaceholderEnd`."""
+        return _present(super().get_output_embeddings, self.staging.ends["head"])
+
+
+def _present(end: Callable[[], nn.Module | None], absent: PlaceholderEnd) -> nn.Module:
+    try:
+        found = end()
+    except AttributeError:
+        # It is inside of a module that another stage has.
+        return absent
+    return absent if found is None or isinstance(found, PlaceholderModule) else found
+
 
 def cut_model(model: PreTrainedModel, staging: Staging) -> None:
     """Leave of a model, on any device, what this stage needs; in place."""
     staging.whole = WholeModel.of(model, staging.outline.longest)
+    ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+    staging.ends = {what: PlaceholderEnd(module, what) for what, module in ends.items() if module is not None}
     staging.stage_input = cut_stage(model, staging.outline, staging.cut)
 
 
