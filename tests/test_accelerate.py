@@ -209,6 +209,21 @@ def test_a_schedule_of_another_optimizer_is_refused(pool):
         assert "LambdaLR is of another optimizer" in said
 
 
+def with_an_empty_group(config):
+    with accelerator_of(config) as accelerator:
+        model = fresh_model()
+        # As scripts make them that part the parameters by names which this model hasn't.
+        optimizer = torch.optim.AdamW([{"params": list(model.parameters())}, {"params": [], "weight_decay": 0.0}])
+        loader = DataLoader(rows(), batch_size=BATCH)
+        return said_by(lambda: accelerator.prepare(model, optimizer, loader, decay(optimizer)))
+
+
+def test_an_empty_group_under_a_schedule_is_refused_by_what_it_is(pool):
+    for said in pool.run(2, with_an_empty_group, config_of({"hidden": 2})):
+        assert "because it is empty" in said
+        assert "Leave such a group out of the optimizer" in said
+
+
 def test_the_cpu_is_refused_where_deepspeed_has_another_device(monkeypatch):
     monkeypatch.setattr(
         "cuboid_patches.accelerate.get_accelerator", lambda: type("", (), {"device_name": lambda _: "cuda"})()

@@ -122,9 +122,10 @@ def keep_groups(optimizer: torch.optim.Optimizer, kept: list[dict[str, Any]]) ->
     """
     if len(kept) < len(optimizer.param_groups) and "step" in vars(optimizer):
         raise OptimizerError(
-            "a parameter group has nothing to train on one of the stages, but a schedule of the learning rate was "
-            "made with all groups; load the model with the config before the optimizer is made, or give DeepSpeed a "
-            "function that makes the schedule, lr_scheduler=lambda optimizer: …"
+            "a parameter group has nothing to train here, because it is empty, frozen or of another stage, so that "
+            "DeepSpeed leaves it out; but a schedule of the learning rate was made with all groups. Leave such a group "
+            "out of the optimizer (in a pipeline, load the model with the config before the optimizer is made), or "
+            "give DeepSpeed a function that makes the schedule, lr_scheduler=lambda optimizer: …"
         )
     optimizer.param_groups[:] = kept
 
