@@ -80,7 +80,7 @@ class StageModel(ShardedModel):
         return [parameter for parameter in self.parameters() if id(parameter) not in repeated]
 
     def get_input_embeddings(self) -> nn.Module:
-        """The embedding, or on stages that haven't it an :class:`PlaceholderEnd`: scripts compare sizes on every rank."""
+        """The embedding, or its placeholder on other stages: scripts compare its size on every rank."""
         return _present(super().get_input_embeddings, self.staging.ends["embedding"])  # type: ignore[misc]
 
     def get_output_embeddings(self) -> nn.Module | None:
