@@ -36,7 +36,7 @@ CONFIGS = {
     "long": {**CONFIG, "gradient_accumulation_steps": 250, "tensor_parallel": {"mode": "3d_tensor", "mesh": {}}},
 }
 DEEPSPEED = [BIN / "deepspeed", "--quiet", "--master_port", free_port()]
-SHIELD = [sys.executable, "-P", ROOT / "plugin" / "train" / "launch.py"]
+SHIELD = [sys.executable, "-P", ROOT / "plugin" / "cuboid" / "train" / "launch.py"]
 LAUNCHERS = {
     "none": [sys.executable, "-m"],
     "shielded": [*SHIELD, *DEEPSPEED, "--num_accelerators", RANKS, "--module"],

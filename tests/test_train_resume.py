@@ -30,7 +30,7 @@ from cuboid.train.resume import RunState, find_run, refuse_other_run
 from launching import ROOT, finish, start
 
 TEXTS = [f"def function_{n}(x):\n    return x * {n}\n" * 20 for n in range(30)]
-SHIELD = (sys.executable, "-P", ROOT / "plugin" / "train" / "launch.py")
+SHIELD = (sys.executable, "-P", ROOT / "plugin" / "cuboid" / "train" / "launch.py")
 
 
 # --- the run to go on with -----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from cuboid import CuboidError
+from cuboid.cli.bench import bench
 from cuboid.cli.convert import convert
 from cuboid.cli.inspect import inspect
 from cuboid.cli.prepare import prepare
@@ -23,6 +24,7 @@ commands = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+commands.command()(bench)
 commands.command()(convert)
 commands.command()(inspect)
 commands.command()(prepare)

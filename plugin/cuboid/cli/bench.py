@@ -1,0 +1,40 @@
+"""``cuboid bench``: step time, tokens/s, MFU, bytes by axis and peak memory of a user's model and config.
+
+Started by a launcher, on every rank.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def bench(
+    model: Annotated[Path, typer.Option(help="Hugging Face checkpoint.", exists=True)],
+    config: Annotated[Path, typer.Option(help="DeepSpeed config with an optimizer.", exists=True, dir_okay=False)],
+    sequence_length: Annotated[int, typer.Option("--sequence-length", "--seq-len", help="Tokens of a sequence.")] = 512,
+    steps: Annotated[int, typer.Option(help="Optimizer steps to measure.")] = 10,
+    warmup: Annotated[int, typer.Option(help="Steps before them.")] = 3,
+    json: Annotated[Path | None, typer.Option(help="Write the result there, as JSON.")] = None,
+    local_rank: Annotated[int, typer.Option("--local_rank", "--local-rank", hidden=True)] = 0,
+) -> None:
+    """Measure training steps of a model with a config, on random tokens.
+
+    Prints the time of a step, tokens/s, the share of what the devices could do where their peak is known, bytes that a
+    rank sends by mesh axis beside the closed formula's, and the peak of memory.
+    """
+    from rich.console import Console
+
+    from cuboid.library_warnings import quiet
+    from cuboid.train.bench.measure import BenchOptions, run
+    from cuboid.train.process import World
+
+    del local_rank  # some launchers append it; LOCAL_RANK says the same
+    world = World.from_environment()
+    quiet(speaks=world.is_first)
+    report = run(BenchOptions(model, config, sequence_length, steps, warmup, json), world)
+    if world.is_first:
+        report.print(Console())
+    world.disconnect()

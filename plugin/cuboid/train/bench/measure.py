@@ -1,0 +1,222 @@
+"""Measure training steps of a user's model with random tokens. Every rank runs it."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+import cuboid
+from cuboid import CuboidError, load_config
+from cuboid.checkpoint.format.bounded_files import check_output
+from cuboid.config.schema import require_config
+from cuboid.distributed.rank_agreement import run_on_all_ranks
+from cuboid.models.stages.model_costs import model_sizes
+from cuboid.planner.comm_formula import layer_bytes
+from cuboid.planner.end_memory import end_sent_bytes
+from cuboid.planner.mesh_search import block_sizes
+from cuboid.planner.model_memory import end_sizes, model_kept_bytes
+from cuboid.train.bench.report import BenchReport
+from cuboid.train.process import World, gather
+from cuboid.train.reporting import memory
+from cuboid.train.settings import at_least, check_config, count, weights_dtype
+
+#: Dense bfloat16 FLOP/s by a part of the device's name, from NVIDIA's data sheets; the first that fits counts.
+_PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "A10": 125e12,
+}
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What is to be measured.
+
+    Attributes:
+        model: a Hugging Face checkpoint.
+        config: a DeepSpeed config with an optimizer.
+        sequence_length: tokens of each sequence.
+        steps: optimizer steps that are measured.
+        warmup: steps before them, which make process groups, buffers and optimizer states.
+        report: where to write the result as JSON; None for nowhere.
+        seed: of the tokens.
+    """
+
+    model: Path
+    config: Path
+    sequence_length: int
+    steps: int = 10
+    warmup: int = 3
+    report: Path | None = None
+    seed: int = 0
+
+
+def run(options: BenchOptions, world: World) -> BenchReport:
+    """Measure on all ranks of the launcher's world. Collective.
+
+    Raises:
+        CuboidError: on every rank, before weights are read wherever the cause can be known then.
+    """
+    return run_on_all_ranks(lambda: _run(options, world), what="cuboid bench")
+
+
+def _run(options: BenchOptions, world: World) -> BenchReport:
+    at_least(options.steps, "--steps", 1)
+    at_least(options.warmup, "--warmup", 0)
+    at_least(options.sequence_length, "--sequence-length", 2)
+    if options.report is not None and world.is_first:
+        check_output(options.report.parent)
+    config = load_config(options.config)
+    check_config(config, is_complete=False)
+    rows = count(config, "train_micro_batch_size_per_gpu", None)
+    accumulation = count(config, "gradient_accumulation_steps", 1)
+    dtype = weights_dtype(config)
+    model = cuboid.from_pretrained(str(options.model), config, dtype=dtype)
+    mesh = cuboid.mesh_of(model)
+    hf_config = AutoConfig.from_pretrained(options.model)
+    device = world.connect()
+    engine, *_ = deepspeed.initialize(model=model.train(), config=copy.deepcopy(config))
+    batches = _batches(options, rows, hf_config.get_text_config().vocab_size, mesh.coordinate.data, device)
+    step = _step_of(engine, batches, accumulation, has_pipeline="pipeline" in config)
+    for _ in range(options.warmup):
+        step()
+    get_accelerator().reset_peak_memory_stats()
+    mesh.traffic.reset()
+    times = [_timed(step) for _ in range(options.steps)]
+    figures = gather((times, mesh.traffic.snapshot(), memory.peak_bytes()), world)
+    formula, kept = None, None
+    ours, _ = require_config(config)
+    if ours.pipeline is None:
+        gathers = ours.tensor_parallel.weight_gather
+        formula, kept = _formulas(options, mesh, gathers, rows, accumulation, dtype)
+    report = BenchReport(
+        layout=_layout(mesh),
+        device=_device_name(device),
+        tokens=rows * accumulation * mesh.topology.data * options.sequence_length,
+        step_s=tuple(max(of_ranks) for of_ranks in zip(*(times for times, _, _ in figures), strict=True)),
+        flops=_flops(hf_config, options.sequence_length, rows * accumulation * mesh.topology.data),
+        peak_flops=_peak_flops(device, dtype),
+        ranks=world.size,
+        sent_bytes=_most([sent for _, sent, _ in figures], options.steps),
+        formula_bytes=formula,
+        memory=memory.kind(),
+        peak_bytes=max(peak for _, _, peak in figures),
+        formula_kept_bytes=kept,
+    )
+    if options.report is not None and world.is_first:
+        report.write(options.report)
+    return report
+
+
+def _batches(
+    options: BenchOptions, rows: int, vocabulary: int, replica: int, device: torch.device
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Micro-batches of random tokens, alike on all ranks of a replica."""
+    generator = torch.Generator().manual_seed(options.seed + replica)
+    while True:
+        ids = torch.randint(vocabulary, (rows, options.sequence_length), generator=generator).to(device)
+        yield {"input_ids": ids, "labels": ids}
+
+
+def _step_of(
+    engine: Any, batches: Iterator[dict[str, torch.Tensor]], accumulation: int, *, has_pipeline: bool
+) -> Callable[[], None]:
+    """One optimizer step, as a training script makes it."""
+
+    def pipeline_step() -> None:
+        engine.train_batch(batches)
+
+    def step() -> None:
+        for _ in range(accumulation):
+            engine.backward(engine(**next(batches)).loss)
+            engine.step()
+
+    return pipeline_step if has_pipeline else step
+
+
+def _timed(step: Callable[[], None]) -> float:
+    accelerator = get_accelerator()
+    accelerator.synchronize()
+    dist.barrier()
+    started = time.perf_counter()
+    step()
+    accelerator.synchronize()
+    return time.perf_counter() - started
+
+
+def _most(sent: list[dict[str, int]], steps: int) -> dict[str, int]:
+    most: Counter[str] = Counter()
+    for of_rank in sent:
+        most |= Counter(of_rank)
+    return {axes: count // steps for axes, count in sorted(most.items())}
+
+
+def _layout(mesh: cuboid.Mesh) -> str:
+    stages, replicas = mesh.topology.pipe, mesh.topology.data
+    cut = f"mesh {mesh.shape}" + (f", {stages} stages" if stages > 1 else "")
+    return cut + (f", {replicas} replicas" if replicas > 1 else "")
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(get_accelerator().device_name())
+
+
+def _peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
+
+
+def _flops(config: PretrainedConfig, length: int, rows: int) -> float | None:
+    """Of forward and backward, which is twice the forward."""
+    try:
+        sizes = model_sizes(config)
+    except CuboidError:
+        return None
+    return 3.0 * rows * (sum(sizes.layer_flops(length)) + sizes.head_flops(length))
+
+
+def _formulas(
+    options: BenchOptions,
+    mesh: cuboid.Mesh,
+    weight_gather: Literal["layer", "step"],
+    rows: int,
+    accumulation: int,
+    dtype: torch.dtype,
+) -> tuple[dict[str, int], int | None]:
+    """What a rank sends in a step over the mesh, and what it keeps of a micro-batch for backward."""
+    whole, length, size = _on_meta(options.model), options.sequence_length, dtype.itemsize
+    layer = layer_bytes(
+        block_sizes(whole, mesh.shape), mesh.shape, rows, length, element_bytes=size, weight_gather=weight_gather
+    )
+    sent = Counter(end_sent_bytes(end_sizes(whole), mesh.shape, rows, length, element_bytes=size))
+    for axes, count_ in layer.items():
+        sent[axes] += whole.config.num_hidden_layers * count_
+    step = {axes: accumulation * count_ for axes, count_ in sorted(sent.items())}
+    try:
+        kept = model_kept_bytes(whole, mesh.shape, mesh.coordinate, rows, length, element_bytes=size)
+    except CuboidError:
+        return step, None
+    return step, sum(kept.values())
+
+
+def _on_meta(checkpoint: Path) -> PreTrainedModel:
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
+    return model

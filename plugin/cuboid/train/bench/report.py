@@ -1,0 +1,95 @@
+"""What a measurement found, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """The measured steps of one model with one config.
+
+    Attributes:
+        layout: mesh, stages and replicas.
+        device: of rank 0.
+        tokens: of a step, over all replicas.
+        step_s: of each measured step, of the slowest rank.
+        flops: floating-point operations of a step, forward and backward without recomputation, over all ranks; None
+            where the model's layers have no count.
+        peak_flops: what the device does in a second at most, in the weights' dtype; None where that isn't known.
+        ranks: of the world.
+        sent_bytes: by one rank in a step, by axes of the mesh or pair of stages; the most of any rank.
+        formula_bytes: the same of the mesh, by the closed count; None where there is none, as with a pipeline.
+        peak_bytes: of a rank's memory, the most of any rank; ``memory`` says what it counts.
+        formula_kept_bytes: kept by rank 0 from forward to backward, by the closed count; None likewise.
+    """
+
+    layout: str
+    device: str
+    tokens: int
+    step_s: tuple[float, ...]
+    flops: float | None
+    peak_flops: float | None
+    ranks: int
+    sent_bytes: dict[str, int]
+    formula_bytes: dict[str, int] | None
+    memory: str
+    peak_bytes: int
+    formula_kept_bytes: int | None
+
+    @property
+    def median_s(self) -> float:
+        """The step in the middle, which one slow step doesn't move."""
+        ordered = sorted(self.step_s)
+        middle = len(ordered) // 2
+        return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization: the share of what all devices could do (Chowdhery et al., arXiv 2204.02311)."""
+        if self.flops is None or self.peak_flops is None:
+            return None
+        return self.flops / (self.median_s * self.ranks * self.peak_flops)
+
+    def print(self, console: Console) -> None:
+        """A table for people."""
+        table = Table(title=f"{self.layout} on {self.device}", show_header=False)
+        for name, value in self._rows():
+            table.add_row(name, value)
+        console.print(table)
+
+    def _rows(self) -> list[tuple[str, str]]:
+        spread = f"median of {len(self.step_s)}; {min(self.step_s):.3f} to {max(self.step_s):.3f}"
+        rows = [
+            ("step", f"{self.median_s:.3f} s ({spread})"),
+            ("speed", f"{self.tokens / self.median_s:,.0f} tokens/s"),
+        ]
+        if self.flops is not None:
+            rows.append(("computed", f"{self.flops / self.median_s / self.ranks / 1e9:,.1f} GFLOP/s a rank"))
+        if self.mfu is not None:
+            rows.append(("MFU", f"{self.mfu:.1%}"))
+        for axes, count in self.sent_bytes.items():
+            expected = None if self.formula_bytes is None else self.formula_bytes.get(axes)
+            formula = "" if expected is None else f" (formula {expected:,})"
+            rows.append((f"sent over {axes}", f"{count:,} bytes a step and rank{formula}"))
+        rows.append(("peak memory", f"{self.peak_bytes / 2**30:.2f} GiB a rank, {self.memory}"))
+        if self.formula_kept_bytes is not None:
+            rows.append(
+                ("kept for backward", f"{self.formula_kept_bytes / 2**20:,.1f} MiB a rank and micro-batch, by formula")
+            )
+        return rows
+
+    def write(self, path: Path) -> None:
+        """As JSON."""
+        measured = {
+            **asdict(self),
+            "median_s": self.median_s,
+            "tokens_per_s": self.tokens / self.median_s,
+            "mfu": self.mfu,
+        }
+        path.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
