@@ -16,6 +16,23 @@ settings.load_profile("no deadline")
 TIMEOUT_S = 120.0
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave ``sample(n)`` cases of a test to every change, spread evenly over all; the others are slow ones."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for found in cases.values():
+        marker = found[0].get_closest_marker("sample")
+        assert marker is not None
+        (count,) = marker.args
+        chosen = {round(place * (len(found) - 1) / max(count - 1, 1)) for place in range(count)}
+        for place, item in enumerate(found):
+            if place not in chosen:
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
     """Eight processes, started when first used."""

@@ -84,6 +84,7 @@ def alone(pool, path):
 # --- weights that are kept ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("axes", [(6, 1, 1), (2, 3, 1), (3, 1, 2), (1, 2, 3)], ids=str)
 def test_kept_weights_give_the_same_and_are_let_go_of(pool, path, alone, axes):
     ranks = pool.run(6, train, path, axes, {"weight_gather": "step"})
@@ -153,6 +154,7 @@ def test_updates_count_until_nobody_wants_to_know():
 # --- with activation checkpointing, and parts ---------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", ["layer", "step"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_layers_give_the_same(pool, path, alone, reentrant, mode):
@@ -167,6 +169,7 @@ def train_in_parts(path, axes, bucket_bytes):
     return train(path, axes, {})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bucket_bytes", [0, 6000])
 def test_parts_of_a_batch_one_behind_the_other_give_the_same(path, alone, bucket_bytes):
     # Their modules are changed, so these processes serve no other test.

@@ -135,6 +135,7 @@ def alone(pool):
     return of
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("mesh", ["1x1x1", "1x2x3", "3x1x2", "2x2x1"])
 @pytest.mark.parametrize("small", [LLAMA, TIED, GPT2], ids=["llama", "llama-tied", "gpt2"])
 def test_loss_and_every_gradient_are_those_of_the_model_alone(pool, alone, small, mesh):
@@ -143,6 +144,7 @@ def test_loss_and_every_gradient_are_those_of_the_model_alone(pool, alone, small
         assert_same(found[name], expected, name)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mesh", ["1x2x3", "1x1x2", "3x1x2", "2x2x1"])
 def test_a_head_with_a_bias(pool, alone, mesh):
     found = on_ranks(pool, mesh, numbers, LLAMA, mesh, True)
@@ -249,6 +251,7 @@ def scaled_gradients(mesh, dtype, autocast, scale, gather_logits, chunk_bytes):
     return loss.item(), dtypes, {name: gradient.double() / scale for name, gradient in taken(model).items()}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("dtype", "autocast", "scale"),
     [
@@ -310,6 +313,7 @@ def peak_bytes(mesh, mode, with_gradients):
     return meter.peak_bytes, head_bytes
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("mesh", ["1x1x1", "1x2x1", "1x1x2", "2x1x1"])
 @pytest.mark.parametrize("with_gradients", [True, False])
 @pytest.mark.parametrize("mode", ["train", "eval"])

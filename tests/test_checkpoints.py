@@ -79,6 +79,7 @@ def saved(pool, checkpoint, tmp_path_factory):
     return of
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("small", NAMES, ids=NAMES.values())
 def test_plain_transformers_opens_a_checkpoint_bit_by_bit(saved, small, tmp_path):
     out, _, _, _, weights = saved(small)
@@ -98,6 +99,7 @@ def test_plain_transformers_opens_a_checkpoint_bit_by_bit(saved, small, tmp_path
     assert index["metadata"]["total_parameters"] == model.num_parameters()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("small", NAMES, ids=NAMES.values())
 def test_optimizer_state_is_whole_under_the_parameters_names(saved, small):
     out, _, _, _, _ = saved(small)
@@ -112,6 +114,7 @@ def test_optimizer_state_is_whole_under_the_parameters_names(saved, small):
     assert (out / "latest").read_text() == f"global_step{BEFORE}"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("small", NAMES, ids=NAMES.values())
 def test_the_same_layout_goes_on_to_the_bit(pool, checkpoint, saved, small):
     out, config, ranks, losses, _ = saved(small)
@@ -134,6 +137,7 @@ def goes_on_alike(pool, checkpoint, saved, small, layout, after=AFTER):
     assert others == pytest.approx(losses, rel=1e-6)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("small", "layout"),
     list(zip([LLAMA, TIED, FUSED, LLAMA], OTHERS, strict=True)),
@@ -150,6 +154,7 @@ def test_every_model_goes_on_alike_on_every_layout(pool, checkpoint, saved, smal
     goes_on_alike(pool, checkpoint, saved, small, layout, LONG_AFTER)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("small", [LLAMA, TIED, FUSED, EXPERTS], ids=["llama", "tied", "fused", "experts"])
 def test_one_process_goes_on_alike(alone, checkpoint, saved, small):
     out, _, _, losses, _ = saved(small)
@@ -258,6 +263,7 @@ def save_often(path, config, out):
     return states
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_last_ones_are_kept(pool, checkpoint, tmp_path, asynchronous):
     config = settings("1x1x2", stages=2, keep_last=2, asynchronous=asynchronous, max_file_bytes=60_000)

@@ -58,6 +58,7 @@ def test_five_steps_equal_those_of_deepspeed_and_of_one_process(pool, checkpoint
     assert_alike(found, pool.run(4, under_deepspeed, path, config, torch.float32)[0], CLOSE)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(
     ("mesh", "stages", "data"),

@@ -84,6 +84,7 @@ def deepspeed_run(path, config, load, save, steps):
 RUNS = {"booster": booster_run, "deepspeed": deepspeed_run}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layouts", [("2x2x1", "2 stages of 1x1x2"), ("2 stages of 1x1x2", "2x2x1")], ids=" to ".join)
 @pytest.mark.parametrize("frameworks", [("booster", "deepspeed"), ("deepspeed", "booster")], ids=" to ".join)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -101,6 +102,7 @@ def test_one_framework_goes_on_from_the_others_checkpoint(pool, checkpoint, tmp_
     assert fresh != pytest.approx(wanted, rel=tolerance)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["2 x 1x2x1", "2 x 2 stages"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_same_layout_goes_on_bit_for_bit_and_plain_transformers_opens_it(

@@ -31,6 +31,7 @@ def start(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_example_runs_under_colossalai_run_and_goes_on_under_torchrun_on_fewer_ranks(start, tmp_path):
     arguments = (EXAMPLE, start / "model", start / "text.txt", tmp_path / "out")
     launcher = (BIN / "colossalai", "run", "--nproc_per_node", 4, "--master_port", free_port())
@@ -54,6 +55,7 @@ def test_the_example_runs_under_colossalai_run_and_goes_on_under_torchrun_on_few
     assert status == 0, output
 
 
+@pytest.mark.slow
 def test_colossalais_own_plugin_trains_as_without_cuboid(tmp_path):
     def reports(first_line):
         script = f"""

@@ -146,6 +146,7 @@ def kept_by_autograd(small, mesh, dtype):
     return cuboid.mesh_of(model).coordinate, layer, sum(found.values())
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("small", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -173,6 +174,7 @@ def bytes_of_ends(small, mesh):
     return {axes: 3 * two[axes] - 2 * three[axes] for axes in two}
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("mesh", [*MESHES, "2x2x2"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_ends_send_what_the_formula_says(pool, name, mesh):
@@ -197,6 +199,7 @@ def held_after_a_step(small, mesh):
     ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_parameters_gradients_and_optimizer_states_are_the_mesh_sizes_fraction(pool, mesh):
     small = dataclasses.replace(MODELS["llama"], vocabulary=144)
@@ -219,6 +222,7 @@ def gathered_blocks(small, mesh):
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mesh", ["1x1x1", "2x1x1", "3x1x2", "2x2x2", "1x2x3"])
 def test_weights_are_gathered_to_blocks_of_the_formulas_size(pool, mesh):
     small = MODELS["llama"]

@@ -85,6 +85,7 @@ def section(stages: int = 2, segments: Any = 3, **keys: Any) -> dict[str, Any]:
     return {"engine": "seq1f1b", "stages": stages, "segments": segments, **keys}
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("stages", "segments", "micro_batches", "mesh", "replicas", "small"),
     [
@@ -122,6 +123,7 @@ def test_every_number_of_stages_and_segments(
     assert kinds == {"activation", "loss", "gradient", "norm", "weight"}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["core", "engine"])
 @pytest.mark.parametrize("mesh", ["2x1x1", "2x2x1"])
 def test_weights_that_are_kept_for_the_step(parity: Compare, mesh: str, name: Literal["core", "engine"]) -> None:
@@ -273,6 +275,7 @@ def test_the_casts_of_hugging_face(parity: Compare) -> None:
     assert parity({}, keep_float64=False).tolerance == 1e-6
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("dtype", "kv_gradients"),
     [("float64", "parameter"), ("float32", "fp32"), ("bfloat16", "fp32"), ("bfloat16", "parameter")],
@@ -289,6 +292,7 @@ def zero(stage: int) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage}, "gradient_clipping": 0.25}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("stages", "mesh", "small", "zero_stage", "replicas"),
     [

@@ -80,6 +80,7 @@ def test_a_rank_has_just_what_it_owns_and_the_ranks_together_have_all(tmp_path_f
         assert torch.equal(torch.cat(list(read.blocks("x"))), whole)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("small", "mesh", "stages"),
     [
@@ -207,6 +208,7 @@ def load(monkeypatch, folder, config, rank, ranks, **kwargs):
     return cuboid.from_pretrained(folder, config, **kwargs)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("small", "mesh", "stages"),
     [

@@ -134,6 +134,7 @@ def steps_on(shapes_given, dtype, split, frozen):
     return values, sum(p.numel() for group in optimizer.param_groups for p in group["params"])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_replicas_step_as_one(pool, replicas, split):

@@ -61,6 +61,7 @@ def bytes_of_one_layer(small, mesh):
     return {axes: three[axes] - two.get(axes, 0) for axes in three if three[axes] != two.get(axes, 0)}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("mesh", FIVE_MESHES)
 @pytest.mark.parametrize("small", [WIDE, SmallModel("gpt2", heads=24, kv_heads=24, head_dim=4)], ids=["llama", "gpt2"])
 def test_counted_bytes_are_the_formula(pool, mesh, small):
@@ -73,6 +74,7 @@ def test_counted_bytes_are_the_formula(pool, mesh, small):
             assert count == pytest.approx(expected[axes], abs=40), axes
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("kv_heads", "mesh"), [(2, "1x2x4"), (1, "2x2x2"), (4, "1x8x1")])
 @pytest.mark.parametrize("bias", [False, True])
 def test_counted_bytes_are_the_formula_with_few_key_value_heads(pool, kv_heads, mesh, bias):
@@ -372,6 +374,7 @@ def reloaded(path, mesh, out):
     cuboid.from_pretrained(path, mode(mesh)).save_pretrained(out)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3"])
 @pytest.mark.parametrize("mesh", ["1x2x3", "2x2x2"])
 def test_load_and_save_give_the_same_checkpoint(pool, checkpoint, tmp_path, architecture, mesh):

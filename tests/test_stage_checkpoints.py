@@ -68,6 +68,7 @@ def load_stage(monkeypatch, path, stage, stages, **options):
 # --- loading -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("small", [TIED, UNTIED], ids=["tied", "untied"])
 @pytest.mark.parametrize("counts", [(4,), (1, 3), (1, 2, 1)])
 def test_a_stage_reads_its_own_tensors_only(monkeypatch, checkpoint, caplog, small, counts):
@@ -175,6 +176,7 @@ def reloaded(path, config, out):
     return {name: tuple(x.shape) for name, x in state.items()}, {name: tuple(x.shape) for name, x in gradients.items()}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("small", [TIED, UNTIED], ids=["tied", "untied"])
 @pytest.mark.parametrize(
     ("stages", "mesh", "ranks"), [(2, "1x1x1", 2), (4, "1x1x1", 4), (2, "1x2x2", 8), (3, "1x1x1", 6)]
@@ -238,6 +240,7 @@ def _class_and_config(path):
     return AutoModelForCausalLM._model_mapping[type(config)], config
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("mesh", ["1x2x1", "1x1x2", "2x1x1", "1x2x4", "1x4x2", "2x2x2"])
 @pytest.mark.parametrize("chunk_bytes", [1, 20_000, 10**9])
 def test_the_loss_in_chunks_on_a_mesh(pool, checkpoint, mesh, chunk_bytes):
