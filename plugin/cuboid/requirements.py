@@ -9,7 +9,7 @@ from packaging.specifiers import SpecifierSet
 #: setup.py asks for the same. The minor versions that the tests were run with are in .ci/versions.
 RANGES = {
     "torch": ">=2.9,<2.14",
-    "transformers": ">=5.18,<5.24",
+    "transformers": ">=5.21,<5.24",
     "deepspeed": ">=0.19.8,<0.20",
     "accelerate": ">=1.10,<1.16",
 }

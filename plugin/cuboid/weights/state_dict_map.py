@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, revert_weight_conversion
 
@@ -112,8 +111,9 @@ def stored_together(model: Any, names: Iterable[str]) -> list[tuple[list[str], b
     groups: dict[tuple[str, bool], list[str]] = {}
     for name in names:
         # Those that go together are called by one name here.
-        joint, pattern = core_model_loading.apply_converters(name, converters)
-        groups.setdefault((joint, pattern is not None), []).append(name)
+        renamed = (converter.rename_source_key(name) for converter in converters)
+        joint = next((joint for joint, pattern in renamed if pattern is not None), None)
+        groups.setdefault((joint or name, joint is not None), []).append(name)
     return [(own, converted) for (_, converted), own in groups.items()]
 
 
