@@ -1,5 +1,6 @@
 """A Trainer script with one changed line, on a pipeline, against the unmodified Trainer in one process."""
 
+import dataclasses
 import json
 import sys
 import textwrap
@@ -7,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from comparing import stored
 from cuboid.config.schema import split_config
@@ -16,6 +17,12 @@ from cuboid.errors import ConfigError
 from cuboid_patches import accelerate
 from launching import run, torchrun
 
+#: What the Trainer's argument is called by this version.
+CHECKPOINTING = (
+    "activation_checkpointing"
+    if any(field.name == "activation_checkpointing" for field in dataclasses.fields(TrainingArguments))
+    else "gradient_checkpointing"
+)
 SCRIPT = """
     import json, sys
     import torch
@@ -151,7 +158,7 @@ def test_a_pipeline_trains_evaluates_and_saves_as_one_process_does(root):
     # The Trainer's own optimizer and schedule.
     del config["optimizer"]
     alone = result_of(*run(sys.executable, script, plan_of(root, "alone", "tied", 4)))
-    plan = plan_of(root, "piped", "tied", 4, config=config, activation_checkpointing=True)
+    plan = plan_of(root, "piped", "tied", 4, config=config, **{CHECKPOINTING: True})
     piped = result_of(*torchrun(2, script, plan))
     assert piped[3].count("end") == 8
     assert piped[3].count("substep") == 6
