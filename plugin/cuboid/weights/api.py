@@ -16,6 +16,7 @@ from cuboid.config.compatibility import check_framework_config
 from cuboid.config.config_file import ConfigSource
 from cuboid.config.schema import CuboidConfig, require_config
 from cuboid.distributed.mesh import Mesh, current_world_size
+from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.errors import CuboidError
 from cuboid.models.architectures.supported_tasks import check_model
 from cuboid.models.pipeline.staging_plan import plan_staging
@@ -51,9 +52,14 @@ def _checked(source: ConfigSource | CuboidConfig) -> CuboidConfig:
     """Cuboid's part of a config, after the framework's part was found to go with it."""
     if isinstance(source, CuboidConfig):
         return source
-    config, rest = require_config(source)
-    check_framework_config(config, rest, current_world_size())
-    return config
+
+    def check() -> CuboidConfig:
+        config, rest = require_config(source)
+        check_framework_config(config, rest, current_world_size())
+        return config
+
+    # A config may be wrong on one rank only, whose others would otherwise wait for it where weights are read.
+    return run_on_all_ranks(check, what="the check of the config")
 
 
 def active_config() -> CuboidConfig | None:
