@@ -8,8 +8,6 @@ import pytest
 import fuzzing
 from cuboid.verify import SmallModel, WorkerPool
 
-pytestmark = pytest.mark.slow
-
 SMALL = SmallModel("llama", heads=4, kv_heads=2, layers=2)
 
 
@@ -23,7 +21,7 @@ def run(pool: WorkerPool, checkpoint: Callable[[SmallModel], str], folder: Path,
     return sum(status == "trained" for status, _ in found[0])
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(1, 40), (2, 20)])
+@pytest.mark.parametrize(("ranks", "count"), [pytest.param(1, 40, marks=pytest.mark.slow), (2, 20)])
 def test_a_sample_of_mistakes(pool, checkpoint, tmp_path, ranks, count):
     run(pool, checkpoint, tmp_path, ranks, count, seed=ranks)
 

@@ -17,8 +17,6 @@ from fresh_ranks import endings_of
 from launching import free_port
 from training import make_engine, settings, train
 
-pytestmark = pytest.mark.slow
-
 TIMEOUT_S = 90.0
 SMALL = SmallModel("llama", heads=4, kv_heads=2, layers=2)
 

@@ -12,8 +12,6 @@ from cuboid.errors import ConfigError
 from cuboid.verify import SmallModel
 from training import _batches, ranks_of, settings, train
 
-pytestmark = pytest.mark.slow
-
 TIMEOUT_S = 90.0
 SMALL = SmallModel("llama", heads=4, kv_heads=2, layers=4)
 TIED = SmallModel("llama", heads=4, kv_heads=2, layers=4, tied=True)

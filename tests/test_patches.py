@@ -207,6 +207,7 @@ MISTAKES = """
 """
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [

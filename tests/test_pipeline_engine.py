@@ -269,6 +269,7 @@ FAILURE = """
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["raise", "die"])
 def test_a_rank_that_fails_ends_the_job_with_its_message_first(tmp_path, way):
     script = tmp_path / "failure.py"
@@ -319,6 +320,7 @@ REFUSED = """
 """
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "stages", "message"),
     [

@@ -104,6 +104,7 @@ def report_of(out):
     return Report.model_validate_json((out / "report.json").read_text())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("launcher", "config"),
     [
@@ -226,6 +227,7 @@ def interrupted(job, tmp_path_factory):
     return run_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",
     ["shielded", pytest.param("deepspeed", marks=pytest.mark.slow), pytest.param("torchrun", marks=pytest.mark.slow)],
