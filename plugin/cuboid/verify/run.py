@@ -282,5 +282,5 @@ def _pool(given: WorkerPool | None, size: int) -> Iterator[WorkerPool]:
 
 @contextlib.contextmanager
 def _directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="cuboid-") as root:
+    with tempfile.TemporaryDirectory(prefix="cuboid-", ignore_cleanup_errors=True) as root:
         yield Path(root)

@@ -103,7 +103,8 @@ class WorkerPool:
         # code that goes by MASTER_PORT.
         store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         try:
-            with tempfile.TemporaryDirectory(prefix="cuboid-") as directory:
+            # A killed rank's children may write a moment longer; what they leave is nobody's reason to fail.
+            with tempfile.TemporaryDirectory(prefix="cuboid-", ignore_cleanup_errors=True) as directory:
                 for rank, worker in enumerate(self._workers[:world_size]):
                     job = Job(
                         function=function,
