@@ -9,8 +9,6 @@ from conftest import TIMEOUT_S
 from cuboid.verify import PassReport, Plan, SmallModel, verify
 from mutations import BY_NAME, MUTATIONS, Layout, MutatedPool, Mutation
 
-pytestmark = pytest.mark.slow
-
 #: A few that once went unnoticed; `-m slow` has all.
 SAMPLE = (
     "padding_idx ignored",
