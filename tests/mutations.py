@@ -19,6 +19,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from cuboid.models.attention import interface
+from cuboid.models.attention.whole_sequence import Replay
+from cuboid.models.batch.broadcast import ReplicasInStep
 from cuboid.models.cross_entropy import chunked, loss_forward
 from cuboid.models.cross_entropy.chunked import ChunkedCrossEntropy
 from cuboid.models.pipeline.pipeline import Pipeline
@@ -180,9 +182,11 @@ def mean_of_means(original: Any, labels: Any, mesh: Any, items: Any, ignore_inde
     return original(labels, mesh, None, ignore_index, like) * 2
 
 
-def own_items(original: Any, self: Pipeline, batches: Any) -> int:
-    own = torch.stack([(batch["shift_labels"] != -100).sum() for batch in batches]).sum()
-    return max(int(own), 1) * self.mesh.topology.data
+def own_items(original: Any, self: ReplicasInStep, status: int) -> list[int]:
+    statuses: list[int] = original(self, status)
+    assert self.items is not None
+    self.total_items = int(self.items) * len(statuses)
+    return statuses
 
 
 def divided_twice(original: Any, self: StageRunner, model: Any, batches: Any, *, scale: float, training: bool) -> None:
@@ -307,9 +311,11 @@ def last_label_lost(original: Any, self: SegmentedBatch, tensor: torch.Tensor, s
     return part
 
 
-def wrong_offset(original: Any, self: SegmentedBatch, tensor: torch.Tensor, segment: int) -> torch.Tensor:
-    part = original(self, tensor, segment)
-    return part + 1 if tensor is self.positions and segment == 1 else part
+def wrong_offset(original: Any, self: Replay, x: torch.Tensor, dim: int) -> torch.Tensor:
+    behind = min(self.start, 1)
+    moved = dataclasses.replace(self, start=self.start - behind, stop=self.stop - behind)
+    part: torch.Tensor = original(moved, x, dim)
+    return part
 
 
 def first_segment_forgets(original: Any, self: KVCache, layer: Any, start: int, key: Any, value: Any) -> Any:
@@ -483,7 +489,7 @@ MUTATIONS = (
     ),
     Mutation(
         "divided by the labels of the own replica",
-        around(Pipeline, "_items", own_items),
+        around(ReplicasInStep, "_exchange", own_items),
         Layout(stages=1, replicas=2),
         found_by=("loss",),
     ),
@@ -560,7 +566,7 @@ MUTATIONS = (
     Mutation("logits' soft-cap ignored", after_loading(without_soft_cap), STAGES, SmallModel("gemma2"), ("loss",)),
     Mutation("one expert of two", after_loading(one_expert), STAGES, SmallModel("mixtral"), ("activation",)),
     Mutation("a segment's last label lost", around(SegmentedBatch, "cut", last_label_lost), SEGMENTS, LLAMA, ("loss",)),
-    Mutation("a segment's positions off", around(SegmentedBatch, "cut", wrong_offset), STAGES, LLAMA, ("activation",)),
+    Mutation("a segment's positions off", around(Replay, "cut", wrong_offset), STAGES, LLAMA, ("activation",)),
     Mutation(
         "the first segment's K/V gradients dropped",
         around(KVCache, "with_gradients", first_segment_forgets),
