@@ -15,7 +15,8 @@ from training import make_engine, settings
 SMALL = SmallModel("llama", heads=4, kv_heads=2, layers=2)
 RANKS = 4
 #: How much the mean of the last third of the samples may lie above that of the first third, after the warm-up.
-GROWTH_BYTES, GROWTH_OBJECTS = 4 << 20, 300
+# The allocator takes 4 MiB at once, now and then.
+GROWTH_BYTES, GROWTH_OBJECTS = 8 << 20, 300
 
 
 def _sample():
