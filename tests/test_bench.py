@@ -5,6 +5,7 @@ import json
 import pytest
 
 from cuboid.train.bench.report import BenchReport
+from cuboid.verify import SmallModel
 from launching import BIN, run
 
 CONFIG = {
@@ -29,8 +30,6 @@ def bench(checkpoint, folder, config, *options):
 
 @pytest.fixture(scope="module")
 def model(checkpoint):
-    from cuboid.verify import SmallModel
-
     return checkpoint(SmallModel("llama", layers=2))
 
 

@@ -126,8 +126,8 @@ def _initialize_sharded(
     _start_distributed(given)
     mesh.connect()
     mesh.connect_host()
-    pieces = _pieces_of(mesh, rest)
-    run_on_all_ranks(lambda: _take_optimizer(given, model, rest, pieces), mesh)
+    owned = _owned_shards(mesh, rest)
+    run_on_all_ranks(lambda: _take_optimizer(given, model, rest, owned), mesh)
     for parameter in model.parameters():
         # Every shard counts once in the gradient norm.
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -145,7 +145,7 @@ def _initialize_sharded(
     with _trained_parameters(given, model, rest) as placeholder:
         engine, *others = original(**{**given, "model": model, "config": rest, "mpu": unit})
     if engine.basic_optimizer is not given.get("optimizer"):
-        run_on_all_ranks(lambda: _check_made_optimizer(engine, pieces), mesh)
+        run_on_all_ranks(lambda: _check_made_optimizer(engine, owned), mesh)
     engine.__class__ = CuboidEngine
     engine.checkpointing = Checkpointing(model, Origin.of("deepspeed", config, load_config(source), model))
     if isinstance(model, StageModel):
@@ -161,13 +161,13 @@ def _check_one_config(given: dict[str, Any]) -> None:
         raise ConfigError(f"there is more than one config: {names}; give one")
 
 
-def _pieces_of(mesh: Mesh, rest: dict[str, Any]) -> OwnedShards:
+def _owned_shards(mesh: Mesh, rest: dict[str, Any]) -> OwnedShards:
     stage = (rest.get("zero_optimization") or {}).get("stage", 0)
     flat = f"zero_optimization.stage {stage} lays tensors end to end and cuts them between replicas" if stage else ""
     return OwnedShards.of(mesh, flat)
 
 
-def _take_optimizer(given: dict[str, Any], model: nn.Module, rest: dict[str, Any], pieces: OwnedShards) -> None:
+def _take_optimizer(given: dict[str, Any], model: nn.Module, rest: dict[str, Any], owned: OwnedShards) -> None:
     """Have what is given of an optimizer fit the sharded model.
 
     Raises:
@@ -178,9 +178,9 @@ def _take_optimizer(given: dict[str, Any], model: nn.Module, rest: dict[str, Any
         given["model_parameters"] = adopt_parameters(model, given["model_parameters"])
     if isinstance(optimizer, torch.optim.Optimizer):
         adopt_optimizer(model, optimizer)
-        check_optimizer(optimizer, pieces)
+        check_optimizer(optimizer, owned)
         check_schedule(schedule, optimizer)
-        if pieces.flat and optimizer.state:
+        if owned.flat and optimizer.state:
             raise OptimizerError(_REMADE.format(name=type(optimizer).__name__))
         drop_empty_groups(optimizer)
     elif callable(optimizer):
@@ -200,12 +200,12 @@ def _take_optimizer(given: dict[str, Any], model: nn.Module, rest: dict[str, Any
             f"initialize(optimizer=…) is a {type(optimizer).__name__}, which isn't one of torch's kind"
         )
     else:
-        check_named((rest.get("optimizer") or {}).get("type"), pieces)
+        check_named((rest.get("optimizer") or {}).get("type"), owned)
     if schedule is not None and not callable(schedule) and not isinstance(optimizer, torch.optim.Optimizer):
         check_schedule(schedule, None)
 
 
-def _check_made_optimizer(engine: Any, pieces: OwnedShards) -> None:
+def _check_made_optimizer(engine: Any, owned: OwnedShards) -> None:
     """Look at the optimizer that DeepSpeed has made of a config or a callable.
 
     Raises:
@@ -214,7 +214,7 @@ def _check_made_optimizer(engine: Any, pieces: OwnedShards) -> None:
     made = engine.basic_optimizer
     if made is None or isinstance(made, DummyOptim):
         return
-    check_optimizer(made, pieces, [p for p in engine.module.parameters() if p.requires_grad])
+    check_optimizer(made, owned, [p for p in engine.module.parameters() if p.requires_grad])
     used = getattr(engine.optimizer, "optimizer", made)
     # DeepSpeed's ZeRO makes another Adagrad in the place of torch's, of its defaults.
     lost = [

@@ -48,13 +48,6 @@ class AsyncResult(Generic[T]):
         self._holds = None
         return self._result
 
-    def arrive(self) -> None:
-        """Wait until all messages are there; what is left to do with them is done by :meth:`wait`."""
-        for work in self._works:
-            if work is not None:
-                work.wait()
-        self._works = ()
-
     def incomplete(self) -> T:
         """The result, for whoever makes sure that nobody reads it before :meth:`wait`."""
         return self._result

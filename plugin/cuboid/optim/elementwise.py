@@ -79,7 +79,7 @@ class OwnedShards:
 
 
 def check_optimizer(
-    optimizer: torch.optim.Optimizer, pieces: OwnedShards, parameters: Sequence[nn.Parameter] | None = None
+    optimizer: torch.optim.Optimizer, owned: OwnedShards, parameters: Sequence[nn.Parameter] | None = None
 ) -> None:
     """Make sure that an optimizer's steps are those that it would make on the whole model, and that they can be saved.
 
@@ -88,35 +88,35 @@ def check_optimizer(
 
     Args:
         optimizer: before or after the model was sharded; without a state, or with one that it was made with.
-        pieces: what each rank is going to give it.
+        owned: what each rank is going to give it.
         parameters: that it is of, if it has them laid end to end already.
 
     Raises:
         OptimizerError: names the class, what differs and what would work.
     """
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    _check_kind(optimizer, pieces)
+    _check_kind(optimizer, owned)
     if name in _ELEMENTWISE:
         return
     if name in _PER_TENSOR:
-        if pieces.cut or pieces.flat:
-            raise _refusal(type(optimizer).__name__, "takes norms of whole tensors", pieces)
+        if owned.cut or owned.flat:
+            raise _refusal(type(optimizer).__name__, "takes norms of whole tensors", owned)
         return
-    _try(optimizer, pieces, parameters)
+    _try(optimizer, owned, parameters)
 
 
-def check_named(name: Any, pieces: OwnedShards) -> None:
+def check_named(name: Any, owned: OwnedShards) -> None:
     """Refuse those optimizers of DeepSpeed's config that need whole tensors, before anything is made.
 
     Raises:
         OptimizerError: as :func:`check_optimizer`.
     """
     why = _NAMED.get(name.lower()) if isinstance(name, str) else None
-    if why is not None and (pieces.cut or pieces.flat):
-        raise _refusal(name, why, pieces)
+    if why is not None and (owned.cut or owned.flat):
+        raise _refusal(name, why, owned)
 
 
-def _check_kind(optimizer: torch.optim.Optimizer, pieces: OwnedShards) -> None:
+def _check_kind(optimizer: torch.optim.Optimizer, owned: OwnedShards) -> None:
     """Refuse what isn't a plain optimizer."""
     kind = type(optimizer).__name__
     needed = [
@@ -138,26 +138,26 @@ def _check_kind(optimizer: torch.optim.Optimizer, pieces: OwnedShards) -> None:
             f"{kind} wraps another optimizer, as its {inner[0]}, whose parameters and state neither framework nor "
             "checkpoints would find; give the inner one, and do around its step what the wrapper does"
         )
-    if not pieces.reason:
+    if not owned.reason:
         return
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]  # type: ignore[attr-defined]
     if hooks:
         raise OptimizerError(
             f"{kind} has a step hook, {getattr(hooks[0], '__qualname__', type(hooks[0]).__name__)}, that would see "
-            f"pieces only: {pieces.reason}; do its work in the training loop, where cuboid.full_gradients and "
+            f"pieces only: {owned.reason}; do its work in the training loop, where cuboid.full_gradients and "
             "cuboid.full_state_dict give whole tensors"
         )
     step = vars(optimizer).get("step")
     if step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step:
         raise OptimizerError(
             f"the step of this {kind} was replaced on the object, so that nobody can tell whether it is right on "
-            f"pieces, which it would be given: {pieces.reason}; override it in a class of its own, which is tried out"
+            f"pieces, which it would be given: {owned.reason}; override it in a class of its own, which is tried out"
         )
 
 
-def _refusal(name: str, what: str, pieces: OwnedShards) -> OptimizerError:
+def _refusal(name: str, what: str, owned: OwnedShards) -> OptimizerError:
     return OptimizerError(
-        f"{name} {what}, but would be given pieces: {pieces.reason}. Take an optimizer that treats "
+        f"{name} {what}, but would be given pieces: {owned.reason}. Take an optimizer that treats "
         f"each element by itself, such as {_WORKING}; or leave it all on each rank: a mesh of 1×1×1 without a pipeline "
         "and with zero_optimization.stage 0, in fp32"
     )
@@ -178,15 +178,15 @@ class _Take:
 _Share = list[list[_Take]]
 
 
-def _try(optimizer: torch.optim.Optimizer, pieces: OwnedShards, parameters: Sequence[nn.Parameter] | None) -> None:
+def _try(optimizer: torch.optim.Optimizer, owned: OwnedShards, parameters: Sequence[nn.Parameter] | None) -> None:
     if hasattr(type(optimizer), "__del__"):
-        if pieces.reason:
-            raise _untried(optimizer, "it releases something when it goes, which a copy would do as well", pieces)
+        if owned.reason:
+            raise _untried(optimizer, "it releases something when it goes, which a copy would do as well", owned)
         return
     groups = _distinct_groups(optimizer)
-    if parameters is not None and pieces.flat:
+    if parameters is not None and owned.flat:
         groups = [{**group, "params": parameters} for group in groups]
-    ranks = [_ranks_of(group, flat=bool(pieces.flat)) for group in groups]
+    ranks = [_ranks_of(group, flat=bool(owned.flat)) for group in groups]
     place = next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
     devices = [place.index or 0] if place.type == "cuda" else []
     with torch.random.fork_rng(devices), _NoCommunication():
@@ -194,24 +194,24 @@ def _try(optimizer: torch.optim.Optimizer, pieces: OwnedShards, parameters: Sequ
         try:
             whole = trial.run([[_one(place) for place in range(len(own))] for own in ranks])
             _check_moved(trial, whole)
-            for how, shares in _shares(ranks, pieces):
+            for how, shares in _shares(ranks, owned):
                 for share in shares:
                     trial.compare(whole, trial.run(share), share, how)
         except _DifferenceError as found:
-            raise _refusal(type(optimizer).__name__, str(found), pieces) from None
+            raise _refusal(type(optimizer).__name__, str(found), owned) from None
         except OptimizerError:
             raise
         except Exception as error:
-            if not pieces.reason:
+            if not owned.reason:
                 return
-            raise _untried(optimizer, f"{type(error).__name__}: {error}", pieces) from error
+            raise _untried(optimizer, f"{type(error).__name__}: {error}", owned) from error
     _check_saved(optimizer, whole)
 
 
-def _untried(optimizer: torch.optim.Optimizer, why: str, pieces: OwnedShards) -> OptimizerError:
+def _untried(optimizer: torch.optim.Optimizer, why: str, owned: OwnedShards) -> OptimizerError:
     return OptimizerError(
         f"{type(optimizer).__name__} isn't known, and a trial of its steps on small tensors failed ({why}), so that "
-        f"nobody can tell whether it is right on the pieces that it would be given: {pieces.reason}. Take one that is "
+        f"nobody can tell whether it is right on the pieces that it would be given: {owned.reason}. Take one that is "
         f"known, such as {_WORKING}"
     )
 
@@ -257,10 +257,10 @@ def _end_to_end(count: int, half: int) -> _Take:
     return _Take(tuple(range(count)), make)
 
 
-def _shares(ranks: Sequence[Sequence[int]], pieces: OwnedShards) -> Iterator[tuple[str, list[_Share]]]:
+def _shares(ranks: Sequence[Sequence[int]], owned: OwnedShards) -> Iterator[tuple[str, list[_Share]]]:
     """Ways to give the tensors out, to several optimizers each, with what to say of them."""
     halves = (0, 1)
-    if pieces.cut:
+    if owned.cut:
         for dim in range(max(itertools.chain.from_iterable(ranks), default=0)):
             yield (
                 f"tensors cut in two along dim {dim}",
@@ -269,12 +269,12 @@ def _shares(ranks: Sequence[Sequence[int]], pieces: OwnedShards) -> Iterator[tup
                     for half in halves
                 ],
             )
-    if pieces.flat:
+    if owned.flat:
         yield (
             "tensors laid end to end",
             [[[_end_to_end(len(own), half)] if own else [] for own in ranks] for half in halves],
         )
-    if pieces.spread or pieces.cut:
+    if owned.spread or owned.cut:
         yield (
             "tensors spread over two optimizers",
             [[[_one(at) for at in range(len(own)) if at % 2 == half] for own in ranks] for half in halves],

@@ -64,7 +64,7 @@ class UnshardedParam:
 def unshard_modules(modules: Iterable[nn.Module]) -> Iterator[list[UnshardedParam]]:
     """Give modules their blocks in place of their own parameters, for the time of a ``with``.
 
-    Multiplications inside don't param, and leave gradients with the blocks. Collective where a parameter is sharded
+    Multiplications inside don't unshard, and leave gradients with the blocks. Collective where a parameter is sharded
     over several ranks. Enter it inside of the autocast that the modules run in.
     """
     with ExitStack() as stack:
@@ -84,11 +84,11 @@ def _unsharded(module: nn.Module, name: str, parameter: nn.Parameter) -> Iterato
     param = module.sharded_params[name]
     shard = parameter.detach().to(_multiplied_in(module, name, parameter))
     with param.unshard(shard) as gathered, _in_place_of(module, name, parameter, gathered) as block:
-        _set_gather(module, name, ShardedParam(_unsplit(block), param.mesh))
+        _set_sharded_param(module, name, ShardedParam(_unsplit(block), param.mesh))
         try:
             yield UnshardedParam(parameter, block, param)
         finally:
-            _set_gather(module, name, param)
+            _set_sharded_param(module, name, param)
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def _unsplit(block: torch.Tensor) -> _Unsplit:
     return _Unsplit(tuple(block.shape), ((),) * block.dim())
 
 
-def _set_gather(module: ShardedModule, name: str, param: ShardedParam) -> None:
+def _set_sharded_param(module: ShardedModule, name: str, param: ShardedParam) -> None:
     module.sharded_params[name] = param
     if isinstance(module, ShardedLinear) and name == "weight":
         module.product = replace(module.product, weight=param)

@@ -88,9 +88,8 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report 
     cuboid.save_pretrained(engine, str(options.out / MODEL))
     report = make_report(keeper, loop, history, world, device)
     if world.is_first:
-        from cuboid.train.reporting.curve import (
-            draw,  # the other ranks have no use for matplotlib, which takes a second
-        )
+        # The other ranks have no use for matplotlib, which takes a second.
+        from cuboid.train.reporting.curve import draw
 
         job.tokenizer.save_pretrained(options.out / MODEL)
         np.save(options.out / BLOCKS, loop.heldout.numpy(), allow_pickle=False)

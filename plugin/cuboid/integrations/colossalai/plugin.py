@@ -127,9 +127,9 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
                 "such as torch.optim.AdamW or ColossalAI's HybridAdam"
             )
         adopt_optimizer(model, optimizer)
-        pieces = OwnedShards.of(self.mesh, self._config.flat(replicas=self.dp_size))
-        check_optimizer(optimizer, pieces)
-        if pieces.flat and not is_fresh(optimizer):
+        owned = OwnedShards.of(self.mesh, self._config.flat(replicas=self.dp_size))
+        check_optimizer(optimizer, owned)
+        if owned.flat and not is_fresh(optimizer):
             raise OptimizerError(
                 f"the {name} has a state already, of parameters as they were before booster.boost laid them end to "
                 "end; boost it before its first step, and load its state with booster.load_optimizer"

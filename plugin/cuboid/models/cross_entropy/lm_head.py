@@ -81,7 +81,7 @@ class Head:
         return logits
 
     def unsharded(self) -> AbstractContextManager[list[UnshardedParam]]:
-        """Gather the head's parameters for the time of a ``with``; see :func:`cuboid.tensor3d.unshard.hold`."""
+        """Unshard the head's parameters for the time of a ``with``; see :func:`unshard_modules`."""
         return unshard_modules(list(self._modules()))
 
     def _modules(self) -> Iterator[nn.Module]:

@@ -37,7 +37,7 @@ def forward_with_bounded_loss(
         forward: the call of the model's own forward, with labels.
         unbound: that forward, of its class.
         mesh: the model's.
-        chunk_bytes: see :class:`~cuboid.models.cross_entropy.lm_head.ChunkedCrossEntropy`.
+        chunk_bytes: see :class:`~cuboid.models.cross_entropy.chunked.ChunkedCrossEntropy`.
 
     Returns:
         The forward's output, with None for logits.

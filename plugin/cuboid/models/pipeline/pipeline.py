@@ -108,14 +108,14 @@ class Pipeline:
         step = self._prepare(batches, count)
         traces = self._config.trace is not False and self._step == self._config.trace_step
         measures = self._cutter.measures(self._step)
-        recorder = Profiler(self._device) if traces or measures else None
+        profiler = Profiler(self._device) if traces or measures else None
         scale = gradient_scale / step.items
-        runner = self._run(_programs(self._config.schedule, step.shape), step, scale, recorder)
+        runner = self._run(_programs(self._config.schedule, step.shape), step, scale, profiler)
         if complete:
             self.add_shared_gradients()
         self.recut = None
-        if recorder is not None:
-            trace = StepTrace.gather(recorder, step.shape, self._config.schedule, self.mesh, self._device)
+        if profiler is not None:
+            trace = StepTrace.gather(profiler, step.shape, self._config.schedule, self.mesh, self._device)
             if measures:
                 self._cutter.note(trace, step.lengths)
                 self.recut = self._cutter.lengths(max(map(sum, step.lengths)), step.shape.micro_batches)
@@ -202,13 +202,13 @@ class Pipeline:
         programs: tuple[Program, ...],
         step: _Step,
         scale: float,
-        recorder: Profiler | None,
+        profiler: Profiler | None,
         *,
         training: bool = True,
     ) -> StageRunner:
         stage = self._staging.cut.stage
         runner = StageRunner(self._model, step.batches, scale=scale, training=training)
-        observe = (lambda _: nullcontext()) if recorder is None else recorder.observe
+        observe = (lambda _: nullcontext()) if profiler is None else profiler.observe
         interpreter = Interpreter({stage: runner}, self._channels, observe)
         try:
             interpreter.run(programs[stage], step.shape)

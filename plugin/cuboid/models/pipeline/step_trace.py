@@ -28,11 +28,11 @@ class StepTrace:
 
     @classmethod
     def gather(
-        cls, recorder: Profiler, shape: PipelineShape, schedule: str, mesh: Mesh, device: torch.device
+        cls, profiler: Profiler, shape: PipelineShape, schedule: str, mesh: Mesh, device: torch.device
     ) -> StepTrace:
         """Bring the stages' times together, the same on every rank. Collective over the world."""
         order = SCHEDULES[schedule](shape)
-        actions, own_s = recorder.times_s()
+        actions, own_s = profiler.times_s()
         assert tuple(actions) == order[mesh.coordinate.pipe], "a step did something else than its schedule"
         times_s = [own_s] if shape.stages == 1 else gather_times_s(own_s, mesh.pipe_group, device)
         if mesh.topology.world_size > 1:

@@ -30,7 +30,7 @@ ShardOf = Callable[[nn.Parameter, ShardingSpec], torch.Tensor]
 
 
 def parallelize_modules(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh, shard_of: ShardOf) -> None:
-    """Swap every module of the parallel plan, dropouts too, and mend the sizes that attention modules read.
+    """Swap every module of the parallel plan, dropouts too, and fix the sizes that attention modules read.
 
     Tied parameters stay one parameter. The whole tensors are freed one by one as their modules are swapped.
     """
@@ -48,7 +48,7 @@ def parallelize_modules(model: PreTrainedModel, parallel_plan: ParallelPlan, mes
         model.set_submodule(name, new)
     if mesh.shape.size > 1:
         _fuse_projections(model, parallel_plan)
-        _run_ahead(model, parallel_plan)
+        _prefetch_layers(model, parallel_plan)
     _share_key_value_heads(model, parallel_plan, mesh)
     _swap_dropouts(model, mesh)
 
@@ -151,7 +151,7 @@ def _fuse_projections(model: PreTrainedModel, parallel_plan: ParallelPlan) -> No
         model.get_submodule(place).register_forward_pre_hook(fused, with_kwargs=True)
 
 
-def _run_ahead(model: PreTrainedModel, parallel_plan: ParallelPlan) -> None:
+def _prefetch_layers(model: PreTrainedModel, parallel_plan: ParallelPlan) -> None:
     """Let layers prefetch one another's parameters."""
     layers = [name.rpartition(".")[0] for name in attention_modules(parallel_plan)]
     if layers:

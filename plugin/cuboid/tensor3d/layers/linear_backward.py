@@ -109,7 +109,7 @@ class LinearBackward:
     def _block_gradient(self, number: int, dy: Pieces, x: Pieces) -> torch.Tensor:
         """dyᵀ x, as ``[out, in]`` or ``[in, out]``, with zeros in the rows that were not multiplied."""
         product = self._own.products[number]
-        output_reduce, place = self._exchange_of(number)
+        output_reduce, place = self._output_reduce_of(number)
         shape, some = product.weight.block_shape, x[0]
         whole = some.new_empty(shape) if product.rows is None else some.new_zeros(shape)
         by_column = self._own.input_gather.columns(product.out_in(whole))
@@ -119,14 +119,14 @@ class LinearBackward:
                     weight_gradient(piece[..., part], features, out)
         return whole
 
-    def _exchange_of(self, number: int) -> tuple[OutputReduce, int]:
+    def _output_reduce_of(self, number: int) -> tuple[OutputReduce, int]:
         return next((e, numbers.index(number)) for e, numbers in self._own.groups if number in numbers)
 
     def _reductions(self) -> dict[int, AsyncResult[torch.Tensor]]:
-        gathers = [self._own.products[number].weight for number in self._wanted]
+        params = [self._own.products[number].weight for number in self._wanted]
         # The sums of several parts may have another dtype than the weights.
         blocks = [self._blocks[number].to(self._dtypes[number]) for number in self._wanted]
-        return dict(zip(self._wanted, start_reduce_scatters(gathers, blocks), strict=True))
+        return dict(zip(self._wanted, start_reduce_scatters(params, blocks), strict=True))
 
 
 def defer_or_wait(gradient: AsyncResult[torch.Tensor] | None, deferred: DeferredReduce | None) -> torch.Tensor | None:

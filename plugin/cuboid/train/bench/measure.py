@@ -14,14 +14,14 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import cuboid
 from cuboid import CuboidError, load_config
 from cuboid.checkpoint.format.bounded_files import check_output
 from cuboid.config.schema import require_config
 from cuboid.distributed.rank_agreement import run_on_all_ranks
-from cuboid.models.stages.model_costs import model_sizes
+from cuboid.models.stages.model_costs import sizes_of
 from cuboid.planner.comm_formula import layer_bytes
 from cuboid.planner.end_memory import end_sent_bytes
 from cuboid.planner.mesh_search import block_sizes
@@ -54,7 +54,6 @@ class BenchOptions:
         steps: optimizer steps that are measured.
         warmup: steps before them, which make process groups, buffers and optimizer states.
         report: where to write the result as JSON; None for nowhere.
-        seed: of the tokens.
     """
 
     model: Path
@@ -63,7 +62,6 @@ class BenchOptions:
     steps: int = 10
     warmup: int = 3
     report: Path | None = None
-    seed: int = 0
 
 
 def run(options: BenchOptions, world: World) -> BenchReport:
@@ -83,16 +81,17 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
         check_output(options.report.parent)
     config = load_config(options.config)
     check_config(config, is_complete=False)
+    ours, _ = require_config(config)
     rows = count(config, "train_micro_batch_size_per_gpu", None)
     accumulation = count(config, "gradient_accumulation_steps", 1)
     dtype = weights_dtype(config)
     model = cuboid.from_pretrained(str(options.model), config, dtype=dtype)
     mesh = cuboid.mesh_of(model)
-    hf_config = AutoConfig.from_pretrained(options.model)
+    whole = _on_meta(options.model)
     device = world.connect()
     engine, *_ = deepspeed.initialize(model=model.train(), config=copy.deepcopy(config))
-    batches = _batches(options, rows, hf_config.get_text_config().vocab_size, mesh.coordinate.data, device)
-    step = _step_of(engine, batches, accumulation, has_pipeline="pipeline" in config)
+    batches = _batches(options, rows, whole.config.get_text_config().vocab_size, mesh.coordinate.data, device)
+    step = _step_of(engine, batches, accumulation, has_pipeline=ours.pipeline is not None)
     for _ in range(options.warmup):
         step()
     get_accelerator().reset_peak_memory_stats()
@@ -100,16 +99,15 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
     times = [_timed(step) for _ in range(options.steps)]
     figures = gather((times, mesh.traffic.snapshot(), memory.peak_bytes()), world)
     formula, kept = None, None
-    ours, _ = require_config(config)
     if ours.pipeline is None:
         gathers = ours.tensor_parallel.weight_gather
-        formula, kept = _formulas(options, mesh, gathers, rows, accumulation, dtype)
+        formula, kept = _formulas(whole, mesh, gathers, rows, options.sequence_length, accumulation, dtype)
     report = BenchReport(
         layout=_layout(mesh),
         device=_device_name(device),
         tokens=rows * accumulation * mesh.topology.data * options.sequence_length,
         step_s=tuple(max(of_ranks) for of_ranks in zip(*(times for times, _, _ in figures), strict=True)),
-        flops=_flops(hf_config, options.sequence_length, rows * accumulation * mesh.topology.data),
+        flops=_flops(whole, options.sequence_length, rows * accumulation * mesh.topology.data),
         peak_flops=_peak_flops(device, dtype),
         ranks=world.size,
         sent_bytes=_most([sent for _, sent, _ in figures], options.steps),
@@ -127,7 +125,7 @@ def _batches(
     options: BenchOptions, rows: int, vocabulary: int, replica: int, device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Micro-batches of random tokens, alike on all ranks of a replica."""
-    generator = torch.Generator().manual_seed(options.seed + replica)
+    generator = torch.Generator().manual_seed(replica)
     while True:
         ids = torch.randint(vocabulary, (rows, options.sequence_length), generator=generator).to(device)
         yield {"input_ids": ids, "labels": ids}
@@ -163,7 +161,7 @@ def _most(sent: list[dict[str, int]], steps: int) -> dict[str, int]:
     most: Counter[str] = Counter()
     for of_rank in sent:
         most |= Counter(of_rank)
-    return {axes: count // steps for axes, count in sorted(most.items())}
+    return {axes: total // steps for axes, total in sorted(most.items())}
 
 
 def _layout(mesh: cuboid.Mesh) -> str:
@@ -183,32 +181,33 @@ def _peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return next((flops for part, flops in _PEAK_FLOPS.items() if part in name), None)
 
 
-def _flops(config: PretrainedConfig, length: int, rows: int) -> float | None:
+def _flops(whole: PreTrainedModel, length: int, rows: int) -> float | None:
     """Of forward and backward, which is twice the forward."""
     try:
-        sizes = model_sizes(config)
+        sizes = sizes_of(whole)
     except CuboidError:
         return None
     return 3.0 * rows * (sum(sizes.layer_flops(length)) + sizes.head_flops(length))
 
 
 def _formulas(
-    options: BenchOptions,
+    whole: PreTrainedModel,
     mesh: cuboid.Mesh,
     weight_gather: Literal["layer", "step"],
     rows: int,
+    length: int,
     accumulation: int,
     dtype: torch.dtype,
 ) -> tuple[dict[str, int], int | None]:
     """What a rank sends in a step over the mesh, and what it keeps of a micro-batch for backward."""
-    whole, length, size = _on_meta(options.model), options.sequence_length, dtype.itemsize
+    size = dtype.itemsize
     layer = layer_bytes(
         block_sizes(whole, mesh.shape), mesh.shape, rows, length, element_bytes=size, weight_gather=weight_gather
     )
     sent = Counter(end_sent_bytes(end_sizes(whole), mesh.shape, rows, length, element_bytes=size))
-    for axes, count_ in layer.items():
-        sent[axes] += whole.config.num_hidden_layers * count_
-    step = {axes: accumulation * count_ for axes, count_ in sorted(sent.items())}
+    for axes, of_layer in layer.items():
+        sent[axes] += whole.config.num_hidden_layers * of_layer
+    step = {axes: accumulation * total for axes, total in sorted(sent.items())}
     try:
         kept = model_kept_bytes(whole, mesh.shape, mesh.coordinate, rows, length, element_bytes=size)
     except CuboidError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
@@ -45,9 +46,7 @@ class BenchReport:
     @property
     def median_s(self) -> float:
         """The step in the middle, which one slow step doesn't move."""
-        ordered = sorted(self.step_s)
-        middle = len(ordered) // 2
-        return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        return median(self.step_s)
 
     @property
     def mfu(self) -> float | None:
