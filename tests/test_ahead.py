@@ -44,7 +44,7 @@ def train(path, axes, settings, options=()):
     for name, value in options:
         getattr(model, name)(**value)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    traffic = cuboid.mesh_of(model).traffic
+    traffic = cuboid.mesh_of(model).comm_counter
     losses = []
     for step in range(3):
         optimizer.zero_grad()

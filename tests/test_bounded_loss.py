@@ -330,7 +330,7 @@ def traffic(mesh, chunk_bytes, with_gradients):
     """Bytes sent over `batch`, where weights are gathered and their gradients reduced."""
     model = built(LLAMA, mesh, chunk_bytes=chunk_bytes, gather_logits=False)
     model(**batch(LLAMA), use_cache=False)
-    counter = cuboid.mesh_of(model).traffic
+    counter = cuboid.mesh_of(model).comm_counter
     counter.reset()
     with torch.set_grad_enabled(with_gradients):
         loss = model(**batch(LLAMA), use_cache=False).loss

@@ -166,7 +166,7 @@ def bytes_of_ends(small, mesh):
     counts = []
     for layers in (2, 3):
         model = sharded(dataclasses.replace(small, layers=layers), mesh)
-        traffic = cuboid.mesh_of(model).traffic
+        traffic = cuboid.mesh_of(model).comm_counter
         ids = tokens(small)
         model(input_ids=ids, labels=ids).loss.backward()
         counts.append(traffic.snapshot())

@@ -158,7 +158,7 @@ def other_data(mesh):
     found = {}
     for _ in range(4):
         model(**whole).loss.backward()
-    traffic = cuboid.mesh_of(model).traffic
+    traffic = cuboid.mesh_of(model).comm_counter
     before = traffic.snapshot()
     for name, tensor in cases.items():
         found[name] = message(lambda name=name, x=tensor: model(**{**whole, name: x} if other else whole))

@@ -53,7 +53,7 @@ def bytes_of_one_layer(small, mesh):
     for layers in (2, 3):
         deeper = SmallModel(small.architecture, small.heads, small.kv_heads, small.head_dim, layers, bias=small.bias)
         model = sharded(deeper, mesh)
-        traffic = cuboid.mesh_of(model).traffic
+        traffic = cuboid.mesh_of(model).comm_counter
         ids = tokens(deeper)
         model(input_ids=ids, labels=ids).loss.backward()
         counts.append(traffic.snapshot())
@@ -132,7 +132,7 @@ def test_saved_activations_are_sharded(pool):
 
 def collectives_over_sequence(small, mesh):
     model = sharded(small, mesh)
-    traffic = cuboid.mesh_of(model).traffic
+    traffic = cuboid.mesh_of(model).comm_counter
     layer = model.model.layers[0]
     entered = []
     layer.self_attn.register_forward_pre_hook(lambda *_: entered.append(traffic.calls()["sequence"]), prepend=True)

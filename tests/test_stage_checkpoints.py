@@ -218,9 +218,9 @@ def loss_of_final_states(path, mesh, chunk_bytes):
     labels = shifted(torch.randint(0, vocabulary, (4, 24), generator=generator), IGNORE_INDEX)
     labels[1, :7] = IGNORE_INDEX
     if layout is not None:
-        labels = own_slice(labels, 0, layout, ("batch",))
+        labels = own_slice(labels, 0, layout.along("batch"))
         for dim, axis in enumerate(("batch", "sequence", "hidden")):
-            hidden = own_slice(hidden, dim, layout, (axis,))
+            hidden = own_slice(hidden, dim, layout.along(axis))
     loss, gradient = chunked_loss(
         Head(model, outline, forward),
         hidden,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -12,29 +12,34 @@ U = TypeVar("U")
 
 
 class AsyncResult(Generic[T]):
-    """What a collective will give.
+    """What a collective will give: a ``T``.
 
     With NCCL the collective runs on a stream of its own, and waiting makes only the current stream wait; with gloo it
     runs on threads of its own.
 
     Args:
         result: complete only once :meth:`wait` has returned.
-        works: of torch.distributed.
+        works: of torch.distributed; all of them are waited for.
         finish: what is left to do on this side when they are through.
         holds: buffers that must live as long.
+        change: what to make of the result once it is complete, for :meth:`wait` to return.
     """
+
+    __slots__ = ("_change", "_finish", "_holds", "_result", "_works")
 
     def __init__(
         self,
-        result: T,
+        result: Any,
         works: Sequence[dist.Work | None] = (),
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], object] | None = None,
         holds: object = None,
+        change: Callable[[Any], T] | None = None,
     ) -> None:
-        self._result = result
+        self._result: Any = result
         self._works = works
         self._finish = finish
         self._holds = holds
+        self._change = change
 
     def wait(self) -> T:
         """The result. Later calls return it at once."""
@@ -46,39 +51,17 @@ class AsyncResult(Generic[T]):
             self._finish()
             self._finish = None
         self._holds = None
-        return self._result
+        if self._change is not None:
+            change, self._change = self._change, None
+            self._result = change(self._result)
+        return cast("T", self._result)
 
     def incomplete(self) -> T:
         """The result, for whoever makes sure that nobody reads it before :meth:`wait`."""
-        return self._result
+        assert self._change is None, "a change is made of a complete result"
+        return cast("T", self._result)
 
     def giving(self, result: U) -> AsyncResult[U]:
-        """The same, of which another result is wanted: one that is complete when this is."""
-
-        def finish() -> None:
-            self.wait()
-
-        return AsyncResult(result, finish=finish)
-
-    def then(self, change: Callable[[T], U]) -> AsyncResult[U]:
-        """What ``change`` makes of the result; called once, when that is complete."""
-        return _Changed(self, change)
-
-
-class _Changed(AsyncResult[U]):
-    """The result of another one, changed."""
-
-    def __init__(self, source: AsyncResult[T], change: Callable[[T], U]) -> None:
-        self._source: AsyncResult[T] | None = source
-        self._change = change
-        self._made: U | None = None
-
-    def wait(self) -> U:
-        if self._source is not None:
-            # What it was made of goes first, so that buffers die as early as they can.
-            source, self._source = self._source, None
-            self._made = self._change(source.wait())
-        return self._made  # type: ignore[return-value]
-
-    def incomplete(self) -> U:
-        raise AssertionError("a change is made of a complete result")
+        """This, with another result: one that is complete when the first is."""
+        self._result = result
+        return cast("AsyncResult[U]", self)

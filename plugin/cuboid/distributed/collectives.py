@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,34 +30,42 @@ def own_network() -> str:
     return f"{socket.gethostname()} {namespace.stat().st_ino if namespace.exists() else 0}"
 
 
-def start_gather(
-    out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, *, direct: bool = False
-) -> AsyncResult[torch.Tensor]:
+def start_gather_into(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    direct: bool = False,
+    change: Callable[[torch.Tensor], Any] | None = None,
+) -> AsyncResult[Any]:
     """Lay the ranks' tensors of n elements end to end, in rank order.
 
     Args:
         out: contiguous, of ranks·n elements.
-        x: contiguous, of n elements.
+        x: contiguous, of n elements; perhaps its own place in ``out``, as NCCL and gloo allow.
         group: the ranks.
         direct: whether gloo's ranks are to send to one another where that uses a network better.
+        change: what to make of ``out`` once it is complete.
 
     Returns:
-        ``out``.
+        ``out``, changed.
     """
     ranks = group.size()
     if not direct or ranks > _DIRECT_GATHER_RANKS or x.nbytes < _DIRECT_BYTES:
-        return AsyncResult(out, [_gather(out.view(-1), x.view(-1), group=group, async_op=True)], holds=x)
+        return AsyncResult(out, [_gather(out.view(-1), x.view(-1), group=group, async_op=True)], holds=x, change=change)
     places = out.view(ranks, -1)
-    places[group.rank()].copy_(x.view(-1))
-    return AsyncResult(out, _exchange(places, [x.view(-1)] * ranks, group), holds=x)
+    own = places[group.rank()]
+    if own.data_ptr() != x.data_ptr():
+        own.copy_(x.view(-1))
+    return AsyncResult(out, _exchange(places, [own] * ranks, group), change=change)
 
 
 def gather_into(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, *, direct: bool = False) -> None:
-    """:func:`start_gather`, waited for."""
-    start_gather(out, x, group, direct=direct).wait()
+    """:func:`start_gather_into`, waited for."""
+    start_gather_into(out, x, group, direct=direct).wait()
 
 
-def start_reduce_scatter(
+def start_reduce_scatter_into(
     outs: Sequence[torch.Tensor], x: torch.Tensor, group: dist.ProcessGroup, *, direct: bool = False
 ) -> AsyncResult[Sequence[torch.Tensor]]:
     """Add up the ranks' tensors of ranks·n elements, and leave the r-th n of the sum with rank r.
@@ -64,7 +74,7 @@ def start_reduce_scatter(
         outs: contiguous tensors that take the n elements one after the other.
         x: contiguous, of ranks·n elements; it may be overwritten.
         group: the ranks.
-        direct: as for :func:`start_gather`.
+        direct: as for :func:`start_gather_into`.
 
     Returns:
         ``outs``.
@@ -74,19 +84,51 @@ def start_reduce_scatter(
     # gloo's own reduce-scatter is an all-reduce in disguise and sends twice the bytes. Exchanging the slices and
     # adding them here sends what is needed, and adds in the accumulation dtype of `sum` rather than in bfloat16.
     slices = x.view(group.size(), -1)
+    direct = direct and slices[0].nbytes >= _DIRECT_BYTES
+    if group.size() == 2:
+        return _start_exchange_of_two(outs, slices, group, direct=direct)
     pieces = torch.empty_like(slices)
-
-    def add_up() -> None:
-        start = 0
-        for out in outs:
-            torch.sum(pieces[:, start : start + out.numel()], 0, out=out.view(-1))
-            start += out.numel()
-
-    if direct and slices[0].nbytes >= _DIRECT_BYTES:
+    if len(outs) == 1:
+        add_up: Callable[[], object] = partial(torch.sum, pieces, 0, out=outs[0].view(-1))
+    else:
+        add_up = partial(_add_up, outs, pieces)
+    if direct:
         pieces[group.rank()].copy_(slices[group.rank()])
         return AsyncResult(outs, _exchange(pieces, slices, group), add_up, holds=x)
     work = dist.all_to_all_single(pieces.view(-1), x.view(-1), group=group, async_op=True)
     return AsyncResult(outs, [work], add_up, holds=x)
+
+
+def _start_exchange_of_two(
+    outs: Sequence[torch.Tensor], slices: torch.Tensor, group: dist.ProcessGroup, *, direct: bool
+) -> AsyncResult[Sequence[torch.Tensor]]:
+    """A reduce-scatter of two ranks, where the other's slice comes straight into the result, and the own is added."""
+    rank = group.rank()
+    own, sent = slices[rank], slices[1 - rank]
+    received = outs[0].view(-1) if len(outs) == 1 else torch.empty_like(own)
+    works: list[dist.Work | None]
+    if direct:
+        works = _exchange(received.expand(2, -1), sent.expand(2, -1), group)
+    else:
+        counts = [0, 0]
+        counts[1 - rank] = sent.numel()
+        works = [dist.all_to_all_single(received, sent, counts, counts, group=group, async_op=True)]
+    return AsyncResult(outs, works, partial(_add_own, outs, received, own), holds=slices)
+
+
+def _add_own(outs: Sequence[torch.Tensor], received: torch.Tensor, own: torch.Tensor) -> None:
+    start = 0
+    for out in outs:
+        place = slice(start, start + out.numel())
+        torch.add(received[place], own[place], out=out.view(-1))
+        start += out.numel()
+
+
+def _add_up(outs: Sequence[torch.Tensor], pieces: torch.Tensor) -> None:
+    start = 0
+    for out in outs:
+        torch.sum(pieces[:, start : start + out.numel()], 0, out=out.view(-1))
+        start += out.numel()
 
 
 def _own_reduce_scatter(
@@ -105,8 +147,8 @@ def _own_reduce_scatter(
 
 
 def reduce_scatter_into(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, *, direct: bool = False) -> None:
-    """:func:`start_reduce_scatter` with one output, waited for."""
-    start_reduce_scatter([out], x, group, direct=direct).wait()
+    """:func:`start_reduce_scatter_into` with one output, waited for."""
+    start_reduce_scatter_into([out], x, group, direct=direct).wait()
 
 
 def _exchange(

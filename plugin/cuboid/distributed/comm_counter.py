@@ -31,28 +31,44 @@ class CommCounter:
     """Bytes sent by this rank since the last :meth:`reset`, for each set of axes."""
 
     def __init__(self) -> None:
-        self._bytes: Counter[str] = Counter()
-        self._calls: Counter[str] = Counter()
+        self._collectives: list[tuple[str, int, Counter[tuple[Operation, int]]]] = []
+        self._sent: Counter[str] = Counter()
+        self._sends: Counter[str] = Counter()
 
-    def record(self, operation: Operation, label: str, whole_bytes: int, ranks: int) -> None:
-        """Count one collective of ``ranks`` ranks over the axes of that :func:`axes_label`; see :func:`sent_bytes`."""
-        self._bytes[label] += round(sent_bytes(operation, whole_bytes, ranks))
-        self._calls[label] += 1
+    def collectives(self, label: str, ranks: int) -> Counter[tuple[Operation, int]]:
+        """Where the collectives of ``ranks`` ranks over the axes of that :func:`axes_label` are counted.
+
+        By operation and size of the unsplit tensor (see :func:`sent_bytes`), of which the bytes are computed once
+        somebody asks.
+        """
+        counted: Counter[tuple[Operation, int]] = Counter()
+        self._collectives.append((label, ranks, counted))
+        return counted
 
     def record_send(self, label: str, sent: int) -> None:
         """Count ``sent`` bytes to one other rank."""
-        self._bytes[label] += sent
-        self._calls[label] += 1
+        self._sent[label] += sent
+        self._sends[label] += 1
 
     def snapshot(self) -> dict[str, int]:
         """Bytes by axes label."""
-        return dict(sorted(self._bytes.items()))
+        sent = Counter(self._sent)
+        for label, ranks, counted in self._collectives:
+            for (operation, whole_bytes), times in counted.items():
+                sent[label] += times * round(sent_bytes(operation, whole_bytes, ranks))
+        return dict(sorted(sent.items()))
 
     def calls(self) -> dict[str, int]:
-        """Number of collectives by axes label."""
-        return dict(sorted(self._calls.items()))
+        """Number of collectives and sends by axes label."""
+        calls = Counter(self._sends)
+        for label, _, counted in self._collectives:
+            if counted:
+                calls[label] += counted.total()
+        return dict(sorted(calls.items()))
 
     def reset(self) -> None:
         """Start counting from zero."""
-        self._bytes.clear()
-        self._calls.clear()
+        self._sent.clear()
+        self._sends.clear()
+        for _, _, counted in self._collectives:
+            counted.clear()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
 from itertools import chain, combinations
@@ -20,17 +21,36 @@ from cuboid.errors import MeshError
 class AxisGroup:
     """The ranks that differ from this one only along some axes, and what never changes about them.
 
+    :meth:`Mesh.along` makes one for each tuple of axes, which layers keep, so that no step computes anything of it
+    again. Two are equal only if they are the same.
+
     Attributes:
+        mesh: whose ranks these are.
         size: number of ranks.
-        label: of the axes that have several ranks, for the counter of bytes.
+        index: this rank's position among them, the first axis varying slowest.
+        counted: the collectives that went over them, in the mesh's counter of bytes.
         process_group: None before the mesh is connected, and for a single rank.
     """
 
     def __init__(self, mesh: Mesh, axes: Sequence[Axis]) -> None:
+        self.mesh = mesh
         self.size = mesh.shape.of(*axes)
-        several = mesh.split_axes(axes)
-        self.label = axes_label(several)
-        self.process_group = mesh._groups.get(frozenset(several))
+        self.index = mesh.coordinate.index(axes, mesh.shape)
+        self._several = mesh.split_axes(axes)
+        self.counted = mesh.comm_counter.collectives(axes_label(self._several), self.size)
+        self.process_group: dist.ProcessGroup | None = None
+        self.connect(mesh._groups)
+
+    def connect(self, groups: Mapping[frozenset[str], dist.ProcessGroup]) -> None:
+        """Find the process group among those of the mesh, by their axes."""
+        self.process_group = groups.get(frozenset(self._several))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> AxisGroup:
+        # As the mesh.
+        return self
+
+    def __repr__(self) -> str:
+        return f"AxisGroup({axes_label(self._several) or 'one rank'}, {self.mesh.shape})"
 
 
 class Mesh:
@@ -56,7 +76,7 @@ class Mesh:
         self.rank = current_rank() if rank is None else rank
         self.topology = Topology(shape, current_world_size() if world_size is None else world_size, pipe)
         self.coordinate = self.topology.coordinate(self.rank)
-        self.traffic = CommCounter()
+        self.comm_counter = CommCounter()
         self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
         self._along: dict[tuple[Axis, ...], AxisGroup] = {}
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
@@ -68,10 +88,10 @@ class Mesh:
     def size(self, *axes: Axis) -> int:
         """Number of ranks along the axes together."""
         found = self._along.get(axes)
-        return self.along(axes).size if found is None else found.size
+        return self.along(*axes).size if found is None else found.size
 
-    def along(self, axes: tuple[Axis, ...]) -> AxisGroup:
-        """The ranks along the axes together, looked up for every collective and therefore remembered."""
+    def along(self, *axes: Axis) -> AxisGroup:
+        """The ranks along the axes together; the same object for the same axes."""
         found = self._along.get(axes)
         if found is None:
             found = self._along[axes] = AxisGroup(self, axes)
@@ -79,7 +99,13 @@ class Mesh:
 
     def index(self, *axes: Axis) -> int:
         """This rank's position along the axes together, the first varying slowest."""
-        return self.coordinate.index(axes, self.shape)
+        return self.along(*axes).index
+
+    @property
+    def traffic(self) -> CommCounter:
+        """:attr:`comm_counter`, by the name that it had before."""
+        warnings.warn("Mesh.traffic is called Mesh.comm_counter now", DeprecationWarning, stacklevel=2)
+        return self.comm_counter
 
     def connect(self) -> None:
         """Make the process groups; every rank of the world must call it. Later calls do nothing.
@@ -104,8 +130,8 @@ class Mesh:
             for ends in self._channel_ends():
                 columns = self.topology.columns(sorted(ends))
                 self._channels[ends] = dist.new_subgroups_by_enumeration(columns, timeout=timeout)[0]
-        # Those that were looked up before have no process groups.
-        self._along = {}
+        for along in self._along.values():
+            along.connect(self._groups)
         self._connected = True
 
     def connect_host(self) -> None:

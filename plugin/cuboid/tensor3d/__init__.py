@@ -8,8 +8,9 @@ The way of a training step through this folder, for one linear layer:
    (``sharding/sharded_param.py``; small parameters share all-gathers: ``param_group.py`` and ``bucketing.py``).
 3. ``layers/fused_projections.py`` all-gathers the block's input once and runs q, k, v (or gate and up) as one
    ``LinearOp`` (``layers/linear_op.py``: the table of shapes, and the equations of forward and backward).
-4. ``layers/linear_autograd.py`` is the forward: input gather, matrix product (``matmul.py``), output reduce.
-5. ``layers/linear_backward.py`` is the backward; the reduce-scatter of dW is started there and waited for when the
-   backward of the next layer is through (``sharding/deferred_reduce.py``).
+4. Its forward is an input gather (``layers/input_gather.py``), and matrix products straight into the buffer of an
+   output reduce (``layers/output_reduce.py``).
+5. Its backward is the transpose of that; the reduce-scatter of dW is started there and waited for when the backward
+   of the next layer is through (``sharding/deferred_reduce.py``).
 6. ``layers/vocab_cross_entropy.py`` computes the loss on logits that stay sharded over the vocabulary.
 """

@@ -86,6 +86,8 @@ class LayerPrefetcher:
         self._has_begun = True
         self._clear()
         self._started = [group.start() for group in self._groups]
+        if not self._weights:
+            return
         shards = [place.shard.to(autocast_dtype(place.shard)) for place in self._weights]
         trained = [number for number, shard in enumerate(shards) if torch.is_grad_enabled() and shard.requires_grad]
         if trained:

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from cuboid.distributed.topology import Axis
+from cuboid.distributed.topology import Axis, MeshShape
 from cuboid.tensor3d.layers.linear import ShardedLinear, autocast_dtype
 from cuboid.tensor3d.layers.norm import statistics_dtype
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam
@@ -24,6 +24,10 @@ class _Unsplit(ShardingSpec):
     def fsdp_axes(self) -> tuple[Axis, ...]:
         """None."""
         return ()
+
+    def block_shape(self, mesh: MeshShape) -> tuple[int, ...]:  # noqa: ARG002
+        """All of it."""
+        return self.shape
 
 
 class UnshardedParam:

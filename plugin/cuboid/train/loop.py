@@ -136,7 +136,7 @@ class Loop:
 
     def _step(self, history: History) -> None:
         started, step = time.perf_counter(), history.step + 1
-        traffic = cuboid.mesh_of(self.engine).traffic
+        traffic = cuboid.mesh_of(self.engine).comm_counter
         traffic.reset()
         micro_steps = range((step - 1) * self.accumulation, step * self.accumulation)
         history.losses.append(

@@ -85,7 +85,7 @@ def take_local_batch(
     local = {}
     for name, tensor in whole.items():
         given_once = name == "position_ids" and tensor.shape[0] == 1
-        own = tensor if given_once else own_slice(_with_rows(name, tensor, more), 0, mesh, ("batch",))
+        own = tensor if given_once else own_slice(_with_rows(name, tensor, more), 0, mesh.along("batch"))
         local[name] = _pad(name, own, target - length, config)
     return LocalBatch(local, rows, length, options)
 
@@ -98,7 +98,8 @@ def given_tensors(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
 def _refuse(arguments: dict[str, Any]) -> None:
     for name, harmless in _REFUSED.items():
         value = arguments.get(name)
-        if not any(value is allowed or (allowed is not None and value == allowed) for allowed in harmless):
+        # A tensor, which compares element by element, is none of them.
+        if value is not None and (isinstance(value, torch.Tensor) or value not in harmless):
             raise UnsupportedModelError(
                 f"{name} has no rule on a sharded model"
                 + (": its cache would hold parts of the heads; pass use_cache=False" if name == "use_cache" else "")

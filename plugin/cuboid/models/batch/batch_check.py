@@ -98,7 +98,7 @@ class BatchCheck:
         self._bounded = [name for name, outside in out_of_range.items() if outside is not None]
         found = [outside.any() for outside in out_of_range.values() if outside is not None]
         if mesh.shape.size > 1:
-            sums = all_gather(self._summary(arguments, modes, device), mesh, AXES)
+            sums = all_gather(self._summary(arguments, modes, device), mesh.along(*AXES))
             found += (sums != sums[0]).any(0).unbind()
         self._verdict = _OnHost(torch.stack(found))
 

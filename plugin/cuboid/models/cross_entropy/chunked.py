@@ -131,15 +131,16 @@ class ChunkedCrossEntropy:
 
     def _check_leaves(self, loss: torch.Tensor, known: Sequence[torch.Tensor]) -> None:
         """A parameter of the base model that the head reads would be left without that part of its gradient."""
-        nodes, seen = [loss.grad_fn], set()
+        nodes, seen, leaves = [loss.grad_fn], set(), set(map(id, known))
         while nodes:
             node = nodes.pop()
             if node is None or node in seen:
                 continue
             seen.add(node)
-            nodes += [following for following, _ in node.next_functions]
+            for following, _ in node.next_functions:
+                nodes.append(following)
             leaf = getattr(node, "variable", None)
-            if leaf is not None and not any(leaf is each for each in known):
+            if leaf is not None and id(leaf) not in leaves:
                 raise UnsupportedModelError(
                     f"the head of {type(self.head.model).__name__} computes with a parameter of its base model "
                     f"({list(leaf.shape)}), for which there is no rule"

@@ -250,7 +250,7 @@ class Pipeline:
 def open_channels(mesh: Mesh, device: torch.device) -> dict[tuple[int, int], Channel]:
     """Between this rank and its neighbours in the pipeline, in both directions. Collective."""
     stage = mesh.coordinate.pipe
-    count = functools.partial(mesh.traffic.record_send, "pipe")
+    count = functools.partial(mesh.comm_counter.record_send, "pipe")
     channels = {}
     for source, target in pairwise(range(mesh.topology.pipe)):
         for ends in ((source, target), (target, source)):

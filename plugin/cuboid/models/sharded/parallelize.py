@@ -126,7 +126,7 @@ def _product(
 
 
 def _selecting_product(linear: ShardedLinear, plan: KeyValuePlan, head_dim: int, in_first: bool) -> Product:
-    output_reduce = SelectHeads(linear.mesh, head_dim, plan.heads, plan.keep)
+    output_reduce = SelectHeads(linear.mesh.along("hidden"), head_dim, plan.heads, plan.keep)
     rows = (plan.first * head_dim, (plan.first + plan.heads) * head_dim)
     return Product(linear.sharded_params["weight"], output_reduce, in_first, rows=rows)
 

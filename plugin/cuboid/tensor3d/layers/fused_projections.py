@@ -19,8 +19,7 @@ from cuboid.distributed.no_compile import uncompiled
 from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.layers.input_gather import GatherSequence
 from cuboid.tensor3d.layers.linear import ShardedLinear, autocast_dtype, hand_over
-from cuboid.tensor3d.layers.linear_autograd import run_linear_op
-from cuboid.tensor3d.layers.linear_op import LinearOp, Product
+from cuboid.tensor3d.layers.linear_op import LinearOp
 
 
 class FusedProjections:
@@ -34,34 +33,30 @@ class FusedProjections:
     def __init__(self, projections: Sequence[ShardedLinear], exits: Sequence[ShardedLinear] = ()) -> None:
         self._projections = list(projections)
         self._exits = list(exits)
-        self._mesh = projections[0].mesh
-        self._linear_op = LinearOp(GatherSequence(self._mesh), self._products())
+        self._linear_op = LinearOp(GatherSequence(projections[0].mesh), [each.product for each in projections])
 
     @uncompiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replace the block's input by the gathered one, which knows what the projections will make of it."""
-        if args:
-            return (self.enter(args[0]), *args[1:]), kwargs
-        if "hidden_states" not in kwargs:
+        """Replace the block's input ``[B/b, S/s, H/h]`` by the gathered one, ``[B/b, S, H/h]``.
+
+        That one knows what the projections will make of it.
+        """
+        if not args and "hidden_states" not in kwargs:
             raise UnsupportedModelError(f"{type(module).__name__} was called without hidden_states; no rule for that")
-        return args, {**kwargs, "hidden_states": self.enter(kwargs["hidden_states"])}
-
-    def _products(self) -> tuple[Product, ...]:
-        return tuple(each.product for each in self._projections)
-
-    def enter(self, shard: torch.Tensor) -> torch.Tensor:
-        """``[B/b, S/s, H/h]`` to ``[B/b, S, H/h]``."""
-        gathers = self._mesh.size("sequence") > 1
+        shard: torch.Tensor = args[0] if args else kwargs["hidden_states"]
         dtype = autocast_dtype(shard)
-        operands = [each.operand(dtype) for each in self._projections]
-        if self._linear_op.products != self._products():
-            # As while their weights stay unsharded.
-            self._linear_op = LinearOp(GatherSequence(self._mesh), self._products())
-        whole, results = run_linear_op(self._linear_op, shard.to(dtype), operands, wants_input=gathers)
+        own, operands = self._linear_op, []
+        for layer, product in zip(self._projections, own.products, strict=True):
+            operands.append(layer.operand(dtype))
+            if layer.product is not product:
+                # As while their weights stay unsharded.
+                own = LinearOp(own.input_gather, [each.product for each in self._projections])
+        self._linear_op = own
+        whole, results = own(shard.to(dtype), operands, wants_input=own.input_gather.reduces)
         node = results[0].grad_fn
         for each in self._exits:
             each.before = None if node is None else weakref.ref(node)
         # Along one rank the input is its own gathered self.
         full = shard if whole is None else whole
-        hand_over(full, dict(zip(self._projections, results, strict=True)))
-        return full
+        hand_over(full, self._projections, results)
+        return ((full, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": full})

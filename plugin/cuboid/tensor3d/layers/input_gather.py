@@ -2,88 +2,69 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from cuboid.distributed.async_result import AsyncResult
-from cuboid.distributed.axis_collectives import SEQUENCE_DIM, start_all_gather, start_gather_dim
+from cuboid.distributed.axis_collectives import SEQUENCE_DIM, start_all_gather
 from cuboid.distributed.mesh import Mesh
-from cuboid.tensor3d.layers.matmul import Pieces
-from cuboid.tensor3d.layers.output_reduce import Columns, NoReduce, OutputReduce, ScatterFeatures, ScatterSequence
+from cuboid.tensor3d.layers.output_reduce import NoReduce, OutputReduce, Pieces, ScatterFeatures, ScatterSequence
 
 
 class InputGather(Protocol):
-    """Brings the input of a product together."""
+    """Brings the input of a product together.
 
-    @property
-    def transpose(self) -> OutputReduce:
-        """Brings the gradient of the whole input back to the rank's own part."""
+    Attributes:
+        transpose: brings the gradient of the whole input back to the rank's own part.
+        reduces: whether that takes a collective.
+        pieces: along the input's features, in which the whole input comes.
+    """
+
+    transpose: OutputReduce
+    reduces: bool
+    pieces: int
+
+    def start(self, x: torch.Tensor, *, in_place: bool = False) -> AsyncResult[Pieces]:
+        """The rank's own part to the whole input, perhaps in pieces along its features.
+
+        For ``in_place`` see :func:`~cuboid.distributed.axis_collectives.start_all_gather`.
+        """
         ...
 
-    @property
-    def reduces(self) -> bool:
-        """Whether that takes a collective."""
-        ...
 
-    def start(self, x: torch.Tensor) -> AsyncResult[Pieces]:
-        """The rank's own part to the whole input, perhaps in pieces along its features."""
-        ...
-
-    def columns(self, weight: torch.Tensor) -> Columns:
-        """The columns of ``[out, in]`` that belong to each of the pieces."""
-        ...
-
-
-@dataclass(frozen=True)
 class GatherSequence:
     """All-gather of the sequence: ``[B/b, S/s, H/h]`` to ``[B/b, S, H/h]``."""
 
-    mesh: Mesh
+    pieces = 1
 
-    @property
-    def transpose(self) -> OutputReduce:
+    def __init__(self, mesh: Mesh) -> None:
+        self.along = mesh.along("sequence")
+        self.transpose: OutputReduce = ScatterSequence(self.along)
+        self.reduces = self.along.size > 1
+
+    def start(self, x: torch.Tensor, *, in_place: bool = False) -> AsyncResult[Pieces]:
         """See :class:`InputGather`."""
-        return ScatterSequence(self.mesh, "sequence")
-
-    @property
-    def reduces(self) -> bool:
-        """See :class:`InputGather`."""
-        return self.mesh.size("sequence") > 1
-
-    def start(self, x: torch.Tensor) -> AsyncResult[Pieces]:
-        """See :class:`InputGather`."""
-        return start_gather_dim(x, SEQUENCE_DIM, self.mesh, ("sequence",)).then(lambda whole: (whole,))
-
-    def columns(self, weight: torch.Tensor) -> Columns:
-        """See :class:`InputGather`."""
-        return (weight,)
+        if self.along.size == 1:
+            return AsyncResult((x,))
+        shape = (x.shape[0], self.along.size * x.shape[1], x.shape[2])
+        return start_all_gather(
+            x, self.along, lambda stacked: (stacked.movedim(0, SEQUENCE_DIM).reshape(shape),), in_place=in_place
+        )
 
 
-@dataclass(frozen=True)
 class GatherFeatures:
     """All-gather of the features over `hidden`: ``[B/b, S, I/(s·h)]`` to h pieces of ``[B/b, S, I/s]``."""
 
-    mesh: Mesh
+    def __init__(self, mesh: Mesh) -> None:
+        self.along = mesh.along("hidden")
+        self.transpose: OutputReduce = ScatterFeatures(self.along)
+        self.reduces = self.along.size > 1
+        self.pieces = self.along.size
 
-    @property
-    def transpose(self) -> OutputReduce:
+    def start(self, x: torch.Tensor, *, in_place: bool = False) -> AsyncResult[Pieces]:
         """See :class:`InputGather`."""
-        return ScatterFeatures(self.mesh, "hidden")
-
-    @property
-    def reduces(self) -> bool:
-        """See :class:`InputGather`."""
-        return self.mesh.size("hidden") > 1
-
-    def start(self, x: torch.Tensor) -> AsyncResult[Pieces]:
-        """See :class:`InputGather`."""
-        return start_all_gather(x, self.mesh, ("hidden",)).then(lambda stacked: stacked.unbind(0))
-
-    def columns(self, weight: torch.Tensor) -> Columns:
-        """See :class:`InputGather`."""
-        return weight.chunk(self.mesh.size("hidden"), 1)
+        return start_all_gather(x, self.along, torch.unbind, in_place=in_place)
 
 
 class NoGather:
@@ -91,11 +72,8 @@ class NoGather:
 
     transpose: OutputReduce = NoReduce()
     reduces = False
+    pieces = 1
 
-    def start(self, x: torch.Tensor) -> AsyncResult[Pieces]:
+    def start(self, x: torch.Tensor, *, in_place: bool = False) -> AsyncResult[Pieces]:  # noqa: ARG002
         """See :class:`InputGather`."""
         return AsyncResult((x,))
-
-    def columns(self, weight: torch.Tensor) -> Columns:
-        """See :class:`InputGather`."""
-        return (weight,)

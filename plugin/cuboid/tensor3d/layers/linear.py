@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -12,7 +12,6 @@ from torch.autograd.graph import Node
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.tensor3d.layers.input_gather import GatherFeatures, InputGather, NoGather
-from cuboid.tensor3d.layers.linear_autograd import run_linear_op
 from cuboid.tensor3d.layers.linear_op import LinearOp, Operand, Product
 from cuboid.tensor3d.layers.output_reduce import ScatterFeatures, ScatterSequence
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam
@@ -51,29 +50,32 @@ class ShardedLinear(ShardedModule, nn.Linear):
         self.product = product
         self.register_buffer("bias_rows", bias_rows, persistent=False)
         # "Up" and head get an input that was gathered for several, and "down" gathers its own.
-        gathers = isinstance(product.output_reduce, ScatterSequence) and product.output_reduce.axis == "sequence"
-        input_gather: InputGather = GatherFeatures(self.mesh) if gathers else NoGather()
-        self._input_gather = input_gather
+        is_down = product.output_reduce == ScatterSequence(self.mesh.along("sequence"))
+        input_gather: InputGather = GatherFeatures(self.mesh) if is_down else NoGather()
+        self._linear_op = LinearOp(input_gather, [product])
+        self._is_alone = self.mesh.shape.size == 1
         self.before: weakref.ref[Node] | None = None
 
     @uncompiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The input of the table in :mod:`.linear_op`, with "up" and head's sequence gathered, to its output."""
         before, self.before = self.before, None
-        result = _handed_over(x, self)
-        if result is not None:
-            return result
-        if self.mesh.shape.size == 1:
+        handed_over: dict[int, torch.Tensor] = getattr(x, "cuboid_results", {})
+        if id(self) in handed_over:
+            return handed_over.pop(id(self))
+        if self._is_alone:
             weight = self.product.out_in(self.weight)
             return nn.functional.linear(x, weight, self.bias)
         dtype = autocast_dtype(x)
-        own = LinearOp(self._input_gather, [self.product])
-        _, (result,) = run_linear_op(own, x.to(dtype), [self.operand(dtype)], before=before)
+        if self._linear_op.products[0] is not self.product:
+            # As while its weight stays unsharded.
+            self._linear_op = LinearOp(self._linear_op.input_gather, [self.product])
+        _, (result,) = self._linear_op(x.to(dtype), [self.operand(dtype)], before=before)
         return result
 
     def operand(self, dtype: torch.dtype) -> Operand:
         """What the next multiplication takes of this layer; the input has ``dtype``."""
-        weight, deferred = self.deferred("weight")
+        weight, deferred = self.prefetched_shards.pop("weight", (self.weight, None))
         if weight.dtype != dtype and torch.is_autocast_enabled(weight.device.type):
             # Only this cast's own gradient may be on its way, not one that is yet to be cast.
             weight, deferred = self.weight.to(dtype), None
@@ -94,26 +96,21 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def hand_over(x: torch.Tensor, results: dict[ShardedLinear, torch.Tensor]) -> None:
+def hand_over(x: torch.Tensor, layers: Sequence[ShardedLinear], results: Sequence[torch.Tensor]) -> None:
     """Let layers that are about to be called with ``x`` find what they would compute. Each finds it once."""
-    x.cuboid_results = {id(layer): result for layer, result in results.items()}  # type: ignore[attr-defined]
-
-
-def _handed_over(x: Any, layer: ShardedLinear) -> torch.Tensor | None:
-    results: dict[int, torch.Tensor] = getattr(x, "cuboid_results", {})
-    return results.pop(id(layer), None)
+    x.cuboid_results = dict(zip(map(id, layers), results, strict=True))  # type: ignore[attr-defined]
 
 
 def up_product(weight: ShardedParam, *, in_first: bool = False, parts: int = 1) -> Product:
     """Multiplication of an "up" projection: partial sums over `hidden`, scattered onto the features."""
-    return Product(weight, ScatterFeatures(weight.mesh, "hidden", (parts,)), in_first)
+    return Product(weight, ScatterFeatures(weight.mesh.along("hidden"), (parts,)), in_first)
 
 
 def down_product(weight: ShardedParam, *, in_first: bool = False) -> Product:
     """Multiplication of a "down" projection: partial sums over `sequence`, scattered onto the sequence."""
-    return Product(weight, ScatterSequence(weight.mesh, "sequence"), in_first)
+    return Product(weight, ScatterSequence(weight.mesh.along("sequence")), in_first)
 
 
 def head_product(weight: ShardedParam) -> Product:
     """Multiplication of the LM head: partial sums over `hidden`, scattered onto the sequence."""
-    return Product(weight, ScatterSequence(weight.mesh, "hidden"))
+    return Product(weight, ScatterSequence(weight.mesh.along("hidden")))

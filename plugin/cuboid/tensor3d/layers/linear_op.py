@@ -20,21 +20,27 @@ dgrad and wgrad are
 The transpose of an all-gather is the reduce-scatter along the same axis, and the other way round. The input and
 the weights are saved as shards and gathered again in backward, where all gathers are under way
 before the first of them is needed, dx's reduction runs behind dW's product, and dW's behind whatever comes next.
-Where the collectives cross a network, a few rows of the batch are multiplied while others are on their way. This module
-describes a multiplication; :mod:`.linear_autograd` and :mod:`.linear_backward` run it.
+Where the collectives cross a network, a few rows of the batch are multiplied while others are on their way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cached_property, partial
+from itertools import compress, repeat
+from typing import Any, TypeVar
 
 import torch
+from torch.autograd.graph import Node
 
-from cuboid.tensor3d.layers.input_gather import InputGather
-from cuboid.tensor3d.layers.output_reduce import Columns, OutputReduce, share_reduces
-from cuboid.tensor3d.sharding.bucketing import start_unshards
+from cuboid.distributed.async_result import AsyncResult
+from cuboid.distributed.axis_collectives import SEQUENCE_DIM, scatter_dim
+from cuboid.tensor3d.layers.input_gather import GatherSequence, InputGather
+from cuboid.tensor3d.layers.norm import statistics_dtype
+from cuboid.tensor3d.layers.output_reduce import Columns, OutputReduce, Pieces, share_reduces
+from cuboid.tensor3d.sharding.bucketing import start_reduce_scatters, start_unshards
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce
 from cuboid.tensor3d.sharding.sharded_param import ShardedParam
 
@@ -50,7 +56,7 @@ class Product:
 
     Args:
         weight: of the layer.
-        exchange: of its partial sums.
+        output_reduce: of its partial sums.
         in_first: whether the weight is stored ``[in, out]``, as Hugging Face's Conv1D does.
         rows: first and last (exclusive) out row of the block that is multiplied; all by default.
     """
@@ -60,47 +66,15 @@ class Product:
     in_first: bool = False
     rows: tuple[int, int] | None = None
 
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the block is multiplied as it is."""
+        return self.rows is None and not self.in_first
+
     def out_in(self, block: torch.Tensor) -> torch.Tensor:
         """View of a block as ``[out, in]``, restricted to ``rows``."""
         whole = block.t() if self.in_first else block
         return whole if self.rows is None else whole[slice(*self.rows)]
-
-
-class LinearOp:
-    """Products of one input, which share its all-gather, the reduction of their results, and their backward."""
-
-    def __init__(self, input_gather: InputGather, products: Sequence[Product]) -> None:
-        self.input_gather = input_gather
-        self.products = tuple(products)
-        #: Each output reduce, and the numbers of the products that it has in common.
-        self.groups = share_reduces([product.output_reduce for product in products])
-
-    def parts(self, x: torch.Tensor) -> int:
-        """Into how many parts the rows of an input are to be cut, so that one's collectives run behind another's
-        products."""
-        mesh = self.products[0].weight.mesh
-        if not mesh.spans_networks or mesh.size("sequence", "hidden") == 1:
-            return 1
-        return max(1, min(_PARTS, x.shape[0], x.nbytes // _PART_BYTES))
-
-    def start_unshard(self, weights: Sequence[torch.Tensor]) -> None:
-        """Start to unshard the weights that aren't unsharded or about to be."""
-        start_unshards([product.weight for product in self.products], weights)
-
-    def columns(self, numbers: Sequence[int]) -> Iterator[Columns]:
-        """The columns of some products' weights, each as soon as its block is there."""
-        for number in numbers:
-            product = self.products[number]
-            yield self.input_gather.columns(product.out_in(product.weight.unsharded()))
-
-    def in_order(self, by_group: Sequence[Sequence[T]]) -> list[T]:
-        """What the groups have, in the order of the products."""
-        found = {
-            number: each
-            for (_, numbers), members in zip(self.groups, by_group, strict=True)
-            for number, each in zip(numbers, members, strict=True)
-        }
-        return [found[number] for number in range(len(self.products))]
 
 
 @dataclass(frozen=True)
@@ -116,3 +90,247 @@ class Operand:
     weight: torch.Tensor
     deferred: DeferredReduce | None = None
     bias: torch.Tensor | None = None
+
+
+class LinearOp:
+    """Products of one input, which share its all-gather, the reduction of their results, and their backward."""
+
+    def __init__(self, input_gather: InputGather, products: Sequence[Product]) -> None:
+        self.input_gather = input_gather
+        self.products = tuple(products)
+        self.params = [product.weight for product in products]
+        self.mesh = self.params[0].mesh
+        #: Whether any weight has to be unsharded, and any gradient reduce-scattered.
+        self.is_sharded = any(param.ranks > 1 for param in self.params)
+        #: Each output reduce, and the numbers of the products that it has in common.
+        self.groups = share_reduces([product.output_reduce for product in products])
+        #: For each product, its group and its place there.
+        self.places = [
+            next((group, own.index(number)) for group, (_, own) in enumerate(self.groups) if number in own)
+            for number in range(len(products))
+        ]
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        operands: Sequence[Operand],
+        *,
+        wants_input: bool = False,
+        before: weakref.ref[Node] | None = None,
+    ) -> tuple[torch.Tensor | None, Sequence[torch.Tensor]]:
+        """Multiply, differentiably.
+
+        Args:
+            x: the rank's part of the input.
+            operands: for each product.
+            wants_input: whether the gathered input is wanted too, differentiably.
+            before: a result's node of the multiplication whose backward will be the next one, which can have its
+                input gathered during this one's.
+
+        Returns:
+            The gathered input, if wanted, and what the products are.
+        """
+        weights, biases, deferrals = [], [], []
+        for operand in operands:
+            weights.append(operand.weight)
+            biases.append(operand.bias)
+            deferrals.append(operand.deferred)
+        given, *outs = _LinearFunction.apply(x, _Call(self, deferrals, wants_input, before), *weights, *biases)
+        return given, outs
+
+    def parts(self, x: torch.Tensor) -> int:
+        """Into how many parts to cut the rows of an input on a network.
+
+        So one's collectives run behind another's products.
+        """
+        if self.mesh.size("sequence", "hidden") == 1:
+            return 1
+        return max(1, min(_PARTS, x.shape[0], x.nbytes // _PART_BYTES))
+
+    def block(self, weights: Sequence[torch.Tensor], number: int) -> torch.Tensor:
+        """A product's weight as ``[out, in]``, once it is unsharded."""
+        product = self.products[number]
+        block = product.weight.unsharded() if product.weight.ranks > 1 else weights[number]
+        return block if product.is_plain else product.out_in(block)
+
+    def columns(self, weights: Sequence[torch.Tensor], numbers: Sequence[int]) -> Iterable[Columns]:
+        """The columns of some products' blocks that belong to each of the input's pieces, as soon as they are there."""
+        blocks = map(partial(self.block, weights), numbers)
+        pieces = self.input_gather.pieces
+        return zip(blocks, strict=True) if pieces == 1 else map(torch.chunk, blocks, repeat(pieces), repeat(1))
+
+    def in_order(self, by_group: Sequence[AsyncResult[Sequence[T]]]) -> Sequence[T]:
+        """What the groups' collectives give, in the order of the products."""
+        if len(by_group) == 1:
+            return by_group[0].wait()
+        found = [each.wait() for each in by_group]
+        return [found[group][place] for group, place in self.places]
+
+    def input_gradient(
+        self, weights: Sequence[torch.Tensor], dy: Sequence[Pieces]
+    ) -> AsyncResult[Sequence[torch.Tensor]]:
+        """dy W, summed over the products, on its way to the rank's own part."""
+        pieces: list[torch.Tensor] = []
+        rows: list[torch.Tensor] = []
+        for output_reduce, numbers in self.groups:
+            for place, number in enumerate(numbers):
+                pieces += dy[number]
+                rows += map(torch.t, output_reduce.rows(self.block(weights, number), place))
+        return self.input_gather.transpose.start(pieces, (rows,))
+
+    def block_gradient(self, number: int, dy: Pieces, x: Pieces) -> torch.Tensor:
+        """dyᵀ x, as ``[out, in]`` or ``[in, out]``, with zeros in the rows that were not multiplied."""
+        product = self.products[number]
+        group, place = self.places[number]
+        shape = product.weight.block_shape
+        whole = x[0].new_empty(shape) if product.rows is None else x[0].new_zeros(shape)
+        block = whole if product.is_plain else product.out_in(whole)
+        for features, columns in zip(x, block.chunk(len(x), 1), strict=True):
+            features = features.reshape(-1, features.shape[-1])
+            for piece, places in zip(dy, self.groups[group][0].places(columns, place), strict=True):
+                piece = piece.reshape(-1, piece.shape[-1])
+                for part, out in places:
+                    # Its transpose is multiplied where that is how the gradient lies.
+                    if product.in_first:
+                        torch.mm(features.t(), piece[:, part], out=out.t())
+                    else:
+                        torch.mm(piece[:, part].t(), features, out=out)
+        return whole
+
+
+@dataclass(frozen=True)
+class _Call:
+    linear_op: LinearOp
+    deferrals: Sequence[DeferredReduce | None]
+    wants_input: bool
+    before: weakref.ref[Node] | None
+
+
+class _LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: _Call, *operands: Any) -> tuple[Any, ...]:
+        own, count = call.linear_op, len(call.deferrals)
+        weights, biases = operands[:count], operands[count:]
+        ctx.save_for_backward(x, *weights)
+        ctx.call, ctx.begun, ctx.kept = call, None, None
+        ctx.parts = own.parts(x) if own.mesh.spans_networks else 1
+        ctx.set_materialize_grads(False)
+        gathering = list(map(own.input_gather.start, x.tensor_split(ctx.parts)))
+        if own.is_sharded:
+            start_unshards(own.params, weights)
+        inputs, started = [], []
+        for gathered in gathering:
+            pieces = gathered.wait()
+            if call.wants_input:
+                inputs.append(pieces[0])
+            part = []
+            for output_reduce, numbers in own.groups:
+                # The first product can start when the first weight is there.
+                part.append(output_reduce.start(pieces, own.columns(weights, numbers)))
+            started.append(part)
+        if own.is_sharded:
+            keep = any(ctx.needs_input_grad)
+            ctx.kept = [param.reshard_after_forward(w, keep=keep) for param, w in zip(own.params, weights, strict=True)]
+        outs = own.in_order(started[0]) if ctx.parts == 1 else _cat_rows(map(own.in_order, started))
+        for out, bias in zip(outs, biases, strict=True):
+            if bias is not None:
+                out.add_(bias)
+        ctx.shapes, ctx.dtype = list(map(torch.Tensor.size, outs)), x.dtype
+        whole = (inputs[0] if ctx.parts == 1 else torch.cat(inputs)) if call.wants_input else None
+        return (whole, *outs)
+
+    @staticmethod
+    def backward(ctx: Any, given: torch.Tensor | None, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        own: LinearOp = ctx.call.linear_op
+        begun, ctx.begun = _begun(ctx), None
+        weights = begun.weights
+        needs_x, _, *needs = ctx.needs_input_grad
+        wanted = list(compress(range(len(weights)), needs))
+        dy, dbiases = [], []
+        for gradient, shape, needs_bias in zip(gradients, ctx.shapes, needs[len(weights) :], strict=True):
+            dy.append(weights[0].new_zeros(shape, dtype=ctx.dtype) if gradient is None else gradient)
+            dbiases.append(dy[-1].flatten(0, -2).sum(0) if needs_bias else None)
+        if needs_x and own.is_sharded:
+            start_unshards(own.params, weights)
+        transposing = []
+        for part in zip(*map(torch.tensor_split, dy, repeat(ctx.parts)), strict=False):
+            started = []
+            for output_reduce, numbers in own.groups:
+                started.append(output_reduce.start_transpose(list(map(part.__getitem__, numbers))))
+            transposing.append(started)
+        reducing: list[AsyncResult[Sequence[torch.Tensor]]] = []
+        blocks: dict[int, torch.Tensor] = {}
+        for index, started in enumerate(transposing):
+            whole = own.in_order(started)
+            # What is to be reduced comes first, and what isn't last: dW needs no weights, which may be on their way.
+            if needs_x and own.input_gather.reduces:
+                reducing.append(own.input_gradient(weights, whole))
+            if index == ctx.parts - 1:
+                # No collective is started after this one that this backward waits for.
+                _begin_next(ctx.call.before)
+            pieces = begun.gathering[index].wait() if wanted else ()
+            for number in wanted:
+                block = own.block_gradient(number, whole[number], pieces)
+                if ctx.parts > 1:
+                    block = block.to(statistics_dtype(block.dtype))
+                blocks[number] = blocks[number].add_(block) if number in blocks else block
+            if needs_x and not own.input_gather.reduces:
+                reducing.append(own.input_gradient(weights, whole))
+        if ctx.parts > 1:
+            # Back from the dtype of the sums.
+            blocks = {number: block.to(weights[number].dtype) for number, block in blocks.items()}
+        scattering: Sequence[AsyncResult[torch.Tensor]] = ()
+        if own.is_sharded:
+            scattering = start_reduce_scatters([own.params[n] for n in wanted], [blocks[n] for n in wanted])
+        dx = None
+        if needs_x:
+            (dx,) = reducing[0].wait() if ctx.parts == 1 else _cat_rows(map(AsyncResult.wait, reducing))
+        dweights: list[torch.Tensor | None] = list(map(blocks.get, range(len(weights))))
+        if own.is_sharded:
+            for param in own.params:
+                param.discard()
+            # What keeps blocks over the step, for this one.
+            ctx.kept = None
+            for number, reduced in zip(wanted, scattering, strict=True):
+                deferred = ctx.call.deferrals[number]
+                if deferred is not None:
+                    deferred.defer(reduced)
+                dweights[number] = reduced.wait() if deferred is None else reduced.incomplete()
+        if given is not None and dx is not None:
+            # The gradient of a gathered input that was used elsewhere too, to that of the rank's own part.
+            assert isinstance(own.input_gather, GatherSequence)
+            dx = dx + scatter_dim(given, SEQUENCE_DIM, own.input_gather.along)
+        return dx, None, *dweights, *dbiases
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """What of a backward needs no gradient: the saved weights, and the input on its way, part by part, if wanted."""
+
+    weights: Sequence[torch.Tensor]
+    gathering: Sequence[AsyncResult[Pieces]]
+
+
+def _begun(ctx: Any) -> _Begun:
+    """Begin a backward, unless that was done."""
+    if ctx.begun is None:
+        # Activation checkpointing gives them away once only. So does this, for the own part of the input to be freed
+        # as soon as it lies in the buffer of the whole.
+        x, *weights = ctx.saved_tensors
+        ctx.maybe_clear_saved_tensors()
+        wanted = any(ctx.needs_input_grad[2 : 2 + len(weights)])
+        start = partial(ctx.call.linear_op.input_gather.start, in_place=True)
+        ctx.begun = _Begun(weights, list(map(start, x.tensor_split(ctx.parts))) if wanted else [])
+    return ctx.begun
+
+
+def _begin_next(before: weakref.ref[Node] | None) -> None:
+    """Begin another one's backward, if this one's graph will come to it."""
+    node = None if before is None else before()
+    if node is not None and torch._C._will_engine_execute_node(node):
+        _begun(node)
+
+
+def _cat_rows(by_part: Iterable[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
+    """Tensors of which each part of a batch's rows has its own."""
+    return list(map(torch.cat, zip(*by_part, strict=True)))

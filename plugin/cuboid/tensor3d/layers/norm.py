@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from cuboid.distributed.axis_collectives import all_gather, all_reduce
-from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.mesh import AxisGroup, Mesh
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
@@ -25,13 +25,15 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, mesh: Mesh) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, along: AxisGroup
+    ) -> torch.Tensor:
         wide = x.to(statistics_dtype(x.dtype))
-        hidden = x.shape[-1] * mesh.size("hidden")
-        squares = all_reduce(wide.pow(2).sum(-1, keepdim=True), mesh, ("hidden",))
+        hidden = x.shape[-1] * along.size
+        squares = all_reduce(wide.pow(2).sum(-1, keepdim=True), along)
         rstd = torch.rsqrt(squares / hidden + eps)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.offset, ctx.hidden, ctx.mesh = offset, hidden, mesh
+        ctx.offset, ctx.hidden, ctx.along = offset, hidden, along
         normed = wide * rstd
         # Llama casts before it scales, Gemma (offset 1) scales before it casts.
         return ((offset + weight.to(wide.dtype)) * normed).to(x.dtype) if offset else weight * normed.to(x.dtype)
@@ -43,8 +45,8 @@ class _RMSNorm(torch.autograd.Function):
         wide_dy = dy.to(rstd.dtype)
         dweight = (wide_dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
         scaled = wide_dy * (ctx.offset + weight.to(rstd.dtype))
-        along = all_reduce((scaled * normed).sum(-1, keepdim=True), ctx.mesh, ("hidden",)) / ctx.hidden
-        return (rstd * (scaled - normed * along)).to(x.dtype), dweight, None, None, None
+        mean = all_reduce((scaled * normed).sum(-1, keepdim=True), ctx.along) / ctx.hidden
+        return (rstd * (scaled - normed * mean)).to(x.dtype), dweight, None, None, None
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -55,13 +57,13 @@ class _LayerNorm(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-        mesh: Mesh,
+        along: AxisGroup,
     ) -> torch.Tensor:
         wide = x.to(statistics_dtype(x.dtype))
-        mean, variance = _moments(wide, mesh)
+        mean, variance = _moments(wide, along)
         rstd = torch.rsqrt(variance + eps)
         ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.mesh, ctx.has_bias = mesh, bias is not None
+        ctx.along, ctx.has_bias = along, bias is not None
         y = (wide - mean) * rstd
         if weight is not None:
             y = y * weight
@@ -74,24 +76,24 @@ class _LayerNorm(torch.autograd.Function):
         dy = dy.to(rstd.dtype)
         scaled = dy if weight is None else dy * weight
         sums = torch.cat([scaled.sum(-1, keepdim=True), (scaled * normed).sum(-1, keepdim=True)], -1)
-        hidden = x.shape[-1] * ctx.mesh.size("hidden")
-        mean_scaled, along = (all_reduce(sums, ctx.mesh, ("hidden",)) / hidden).split(1, -1)
-        dx = (rstd * (scaled - mean_scaled - normed * along)).to(x.dtype)
+        hidden = x.shape[-1] * ctx.along.size
+        mean_scaled, mean_normed = (all_reduce(sums, ctx.along) / hidden).split(1, -1)
+        dx = (rstd * (scaled - mean_scaled - normed * mean_normed)).to(x.dtype)
         dweight = None if weight is None else (dy * normed).flatten(0, -2).sum(0).to(x.dtype)
         dbias = dy.flatten(0, -2).sum(0).to(x.dtype) if ctx.has_bias else None
         return dx, dweight, dbias, None, None
 
 
-def _moments(x: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
+def _moments(x: torch.Tensor, along: AxisGroup) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and variance over the split last dim, ``[..., 1]`` each.
 
     The ranks exchange their own mean and variance, which are then combined (Chan et al. 1979): the difference of
     E[x²] and E[x]² would cancel.
     """
     variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
-    if mesh.size("hidden") == 1:
+    if along.size == 1:
         return mean, variance
-    means, variances = all_gather(torch.cat([mean, variance], -1), mesh, ("hidden",)).split(1, -1)
+    means, variances = all_gather(torch.cat([mean, variance], -1), along).split(1, -1)
     mean = means.mean(0)
     return mean, (variances + (means - mean).pow(2)).mean(0)
 
@@ -102,12 +104,13 @@ class ShardedRMSNorm(ShardedModule):
     def __init__(self, weight: nn.Parameter, *, mesh: Mesh, layout: ShardingSpec, eps: float, offset: float) -> None:
         super().__init__()
         self.weight, self.eps, self.offset = weight, eps, offset
+        self._along = mesh.along("hidden")
         self.init_sharding(mesh, {"weight": layout})
 
     @uncompiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., H/h]`` to ``[..., H/h]``."""
-        return _RMSNorm.apply(x, self.unsharded("weight"), self.eps, self.offset, self.mesh)
+        return _RMSNorm.apply(x, self.unsharded("weight"), self.eps, self.offset, self._along)
 
     def extra_repr(self) -> str:
         """Unsplit size and the mesh."""
@@ -128,6 +131,7 @@ class ShardedLayerNorm(ShardedModule):
     ) -> None:
         super().__init__()
         self.weight, self.bias, self.eps = weight, bias, eps
+        self._along = mesh.along("hidden")
         self.init_sharding(mesh, layouts)
 
     @uncompiled
@@ -135,7 +139,7 @@ class ShardedLayerNorm(ShardedModule):
         """``[..., H/h]`` to ``[..., H/h]``."""
         weight = None if self.weight is None else self.unsharded("weight")
         bias = None if self.bias is None else self.unsharded("bias")
-        return _LayerNorm.apply(x, weight, bias, self.eps, self.mesh)
+        return _LayerNorm.apply(x, weight, bias, self.eps, self._along)
 
     def extra_repr(self) -> str:
         """The mesh."""

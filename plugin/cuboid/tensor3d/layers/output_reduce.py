@@ -1,6 +1,9 @@
-"""How partial sums of products become a rank's own pieces of their sums, and gradients the partial sums' again.
+"""Matrix products, and how their partial sums become a rank's own pieces of the sums; for gradients, the transpose.
 
-Several products of one input share one output reduce, so that query, key and value need one collective and not three.
+A collective leaves and takes the ranks' tensors one behind the other. Where that isn't the order of the dim in
+question, a product of the whole would need a copy before it and another one after it. These multiply piece by piece
+instead, straight out of one collective's buffer and into the other's. Several products of one input share one output
+reduce, so that query, key and value need one collective and not three.
 """
 
 from __future__ import annotations
@@ -8,25 +11,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Protocol
 
 import torch
 
 from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import (
-    SEQUENCE_DIM,
     start_all_gather,
     start_all_reduce,
-    start_gather_dim,
-    start_scatter,
-    start_scatter_parts,
+    start_reduce_scatter_parts,
 )
-from cuboid.distributed.mesh import Mesh
-from cuboid.distributed.topology import Axis
-from cuboid.tensor3d.layers.matmul import Pieces, multiply, multiply_by_position
+from cuboid.distributed.mesh import AxisGroup
 
+#: A tensor that is cut along its last dim, its features: what one would concatenate to have the whole.
+Pieces = Sequence[torch.Tensor]
 #: Of one weight ``[O, I]``: the columns that belong to each of the input's pieces.
 Columns = Sequence[torch.Tensor]
+#: oneDNN multiplies these on a CPU, where a batched product of several rows takes half as long again as one by one.
+_ONE_BY_ONE = (torch.bfloat16, torch.float16)
 
 
 class OutputReduce(Protocol):
@@ -44,9 +47,47 @@ class OutputReduce(Protocol):
         """The rows of a product's ``[out, in]`` that belong to each of :meth:`start_transpose`'s pieces."""
         ...
 
-    def put_rows(self, whole: torch.Tensor, product: int, piece: int) -> Sequence[tuple[slice, torch.Tensor]]:
-        """Where a gradient of these rows goes: features of the piece, and the rows of ``whole`` ``[out, in]``."""
+    def places(self, whole: torch.Tensor, product: int) -> Sequence[Sequence[tuple[slice, torch.Tensor]]]:
+        """Where the gradients of these rows go, for each piece: some of its features, and their rows of ``whole``."""
         ...
+
+
+def multiply(x: Pieces, weights: Columns, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x Wᵀ.
+
+    Args:
+        x: pieces ``[..., I_i]``.
+        weights: for each piece the columns ``[O, I_i]`` of W.
+        out: contiguous ``[..., O]`` that takes the result; made if None.
+    """
+    if out is None:
+        out = x[0].new_empty((*x[0].shape[:-1], weights[0].shape[0]))
+    rows = out.view(-1, out.shape[-1])
+    torch.mm(x[0].reshape(-1, x[0].shape[-1]), weights[0].t(), out=rows)
+    for piece, weight in zip(x[1:], weights[1:], strict=True):
+        rows.addmm_(piece.reshape(-1, piece.shape[-1]), weight.t())
+    return out
+
+
+def multiply_positions(x: Pieces, weights: Columns, out: torch.Tensor, first: int) -> None:
+    """As :func:`multiply`, of some positions of each row.
+
+    Args:
+        x: pieces ``[B, S, I_i]``.
+        weights: as there.
+        out: contiguous ``[B, n, O]``, of the positions from ``first`` on.
+        first: position in 0 … S - n.
+    """
+    count, length, _ = out.shape
+    # A row's positions lie together, those of several rows don't, and making them would be a copy.
+    for number, (piece, weight) in enumerate(zip(x, weights, strict=True)):
+        own, by_in = piece.narrow(1, first, length), weight.t()
+        if count > 1 and (out.is_cuda or out.dtype not in _ONE_BY_ONE):
+            factors = own, by_in.expand(count, -1, -1)
+            out.baddbmm_(*factors) if number else torch.bmm(*factors, out=out)
+        else:
+            for each, target in zip(own.unbind(), out.unbind(), strict=True):
+                target.addmm_(each, by_in) if number else torch.mm(each, by_in, out=target)
 
 
 @dataclass(frozen=True)
@@ -54,53 +95,60 @@ class ScatterFeatures:
     """Reduce-scatter over one axis onto the features.
 
     Args:
-        mesh: of the ranks.
-        axis: over which they are.
+        along: the ranks of that axis.
         parts: for each product, of how many parts its features consist, each of which is cut separately.
     """
 
-    mesh: Mesh
-    axis: Axis
+    along: AxisGroup
     parts: tuple[int, ...] = (1,)
 
     def start(self, x: Pieces, weights: Iterable[Columns]) -> AsyncResult[Sequence[torch.Tensor]]:
         """See :class:`OutputReduce`."""
-        ranks = self.mesh.size(self.axis)
+        ranks = self.along.size
         if ranks == 1:
             return AsyncResult([multiply(x, columns) for columns in weights])
-        weights = list(weights)
-        shapes = [(*x[0].shape[:-1], columns[0].shape[0] // ranks) for columns in weights]
-        sizes = [math.prod(shape) for shape in shapes]
+        # For each product, the rows of its pieces' columns that belong to each rank, and the shape of its result there.
+        rows, shapes = [], []
+        for number, columns in enumerate(weights):
+            rows.append(list(map(self.rows, columns, repeat(number))))
+            shapes.append((*x[0].shape[:-1], columns[0].shape[0] // ranks))
+        sizes = list(map(math.prod, shapes))
         slots = x[0].new_empty((ranks, sum(sizes)))
-        for number, (columns, shape, slot) in enumerate(zip(weights, shapes, slots.split(sizes, 1), strict=True)):
-            by_rank = zip(*(self.rows(weight, number) for weight in columns), strict=True)
-            for own, out in zip(by_rank, slot, strict=True):
-                multiply(x, own, out.view(shape))
-        return start_scatter_parts(slots, shapes, self.mesh, (self.axis,))
+        for by_piece, shape, slot in zip(rows, shapes, slots.split(sizes, 1), strict=True):
+            for of_rank, out in zip(zip(*by_piece, strict=True), slot.unbind(), strict=True):
+                multiply(x, of_rank, out.view(shape))
+        return start_reduce_scatter_parts(slots, shapes, self.along)
 
     def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[Pieces]]:
         """See :class:`OutputReduce`."""
-        if self.mesh.size(self.axis) == 1:
+        if self.along.size == 1:
             return AsyncResult([(gradient,) for gradient in gradients])
-        sizes = [gradient.numel() for gradient in gradients]
-        shapes = [gradient.shape for gradient in gradients]
+        flat = list(map(torch.ravel, gradients))
 
         def cut(slots: torch.Tensor) -> Sequence[Pieces]:
-            parts = slots.split(sizes, 1)
-            return [[own.view(shape) for own in part] for part, shape in zip(parts, shapes, strict=True)]
+            pieces = []
+            for own, part in zip(gradients, slots.split(list(map(len, flat)), 1), strict=True):
+                pieces.append(part.view(-1, *own.shape).unbind())
+            return pieces
 
-        return start_all_gather(_end_to_end(gradients), self.mesh, (self.axis,)).then(cut)
+        return start_all_gather(flat[0] if len(flat) == 1 else torch.cat(flat), self.along, cut)
 
     def rows(self, weight: torch.Tensor, product: int) -> Sequence[torch.Tensor]:
         """See :class:`OutputReduce`. With several parts these are copies, which are small beside activations."""
-        by_part = weight.unflatten(0, (self.parts[product], self.mesh.size(self.axis), -1))
-        return [own.flatten(0, 1) for own in by_part.unbind(1)]
+        parts = self.parts[product]
+        if parts == 1:
+            return weight.chunk(self.along.size)
+        return weight.unflatten(0, (parts, self.along.size, -1)).transpose(0, 1).flatten(1, 2).unbind()
 
-    def put_rows(self, whole: torch.Tensor, product: int, piece: int) -> Sequence[tuple[slice, torch.Tensor]]:
+    def places(self, whole: torch.Tensor, product: int) -> Sequence[Sequence[tuple[slice, torch.Tensor]]]:
         """See :class:`OutputReduce`."""
-        own = whole.unflatten(0, (self.parts[product], self.mesh.size(self.axis), -1))[:, piece]
-        height = own.shape[1]
-        return [(slice(part * height, (part + 1) * height), own[part]) for part in range(self.parts[product])]
+        parts = self.parts[product]
+        by_part = whole.unflatten(0, (parts, self.along.size, -1))
+        height = by_part.shape[2]
+        if parts == 1:
+            return [((slice(height), own),) for own in by_part[0].unbind()]
+        features = [slice(part * height, (part + 1) * height) for part in range(parts)]
+        return [list(zip(features, own, strict=True)) for own in by_part.unbind(1)]
 
 
 class _InOnePiece:
@@ -110,34 +158,36 @@ class _InOnePiece:
         """See :class:`OutputReduce`."""
         return (weight,)
 
-    def put_rows(self, whole: torch.Tensor, product: int, piece: int) -> Sequence[tuple[slice, torch.Tensor]]:  # noqa: ARG002
+    def places(self, whole: torch.Tensor, product: int) -> Sequence[Sequence[tuple[slice, torch.Tensor]]]:  # noqa: ARG002
         """See :class:`OutputReduce`."""
-        return ((slice(None), whole),)
+        return (((slice(None), whole),),)
 
 
 @dataclass(frozen=True)
 class ScatterSequence(_InOnePiece):
     """Reduce-scatter of one product over one axis onto the sequence."""
 
-    mesh: Mesh
-    axis: Axis
+    along: AxisGroup
 
     def start(self, x: Pieces, weights: Iterable[Columns]) -> AsyncResult[Sequence[torch.Tensor]]:
         """See :class:`OutputReduce`."""
         (columns,) = weights
-        ranks, (batch, length) = self.mesh.size(self.axis), x[0].shape[:2]
+        ranks, (batch, length) = self.along.size, x[0].shape[:2]
         if ranks == 1:
-            return AsyncResult([multiply(x, columns)])
+            return AsyncResult((multiply(x, columns),))
         own = length // ranks
         slots = x[0].new_empty((ranks, batch, own, columns[0].shape[0]))
-        for rank, slot in enumerate(slots):
-            multiply_by_position(x, columns, slot, rank * own, (rank + 1) * own)
-        return start_scatter(slots, self.mesh, (self.axis,)).then(lambda sum_: [sum_])
+        for rank, slot in enumerate(slots.unbind()):
+            multiply_positions(x, columns, slot, rank * own)
+        return start_reduce_scatter_parts(slots, (slots.shape[1:],), self.along)
 
     def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[Pieces]]:
         """See :class:`OutputReduce`."""
         (gradient,) = gradients
-        return start_gather_dim(gradient, SEQUENCE_DIM, self.mesh, (self.axis,)).then(lambda whole: [(whole,)])
+        if self.along.size == 1:
+            return AsyncResult((gradients,))
+        shape = (gradient.shape[0], self.along.size * gradient.shape[1], gradient.shape[2])
+        return start_all_gather(gradient, self.along, lambda stacked: ((stacked.movedim(0, 1).reshape(shape),),))
 
 
 @dataclass(frozen=True)
@@ -148,7 +198,7 @@ class SelectHeads(_InOnePiece):
     same head. All ranks get the sum of ``heads`` heads and keep those in ``keep`` (which may repeat).
     """
 
-    mesh: Mesh
+    along: AxisGroup
     head_dim: int
     heads: int
     keep: tuple[int, ...]
@@ -160,7 +210,7 @@ class SelectHeads(_InOnePiece):
         wholes = x[0].new_empty((len(weights), *shape))
         for columns, whole in zip(weights, wholes, strict=True):
             multiply(x, columns, whole)
-        return start_all_reduce(wholes, self.mesh, ("hidden",)).then(self._select)
+        return start_all_reduce(wholes, self.along, self._select)
 
     def _select(self, wholes: torch.Tensor) -> Sequence[torch.Tensor]:
         by_head = wholes.unflatten(-1, (self.heads, self.head_dim))
@@ -171,8 +221,7 @@ class SelectHeads(_InOnePiece):
         kept = torch.stack(list(gradients)).unflatten(-1, (len(self.keep), self.head_dim))
         wholes = kept.new_zeros((*kept.shape[:-2], self.heads, self.head_dim))
         wholes.index_add_(-2, torch.tensor(self.keep, device=kept.device), kept)
-        summed = start_all_reduce(wholes.flatten(-2), self.mesh, ("hidden",))
-        return summed.then(lambda gradients: [(gradient,) for gradient in gradients])
+        return start_all_reduce(wholes.flatten(-2), self.along, lambda summed: list(zip(summed, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -201,8 +250,3 @@ def _with_parts(key: OutputReduce, members: Sequence[OutputReduce]) -> OutputRed
     if not isinstance(key, ScatterFeatures):
         return key
     return replace(key, parts=tuple(part for m in members if isinstance(m, ScatterFeatures) for part in m.parts))
-
-
-def _end_to_end(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All elements in a row; without a copy where there is one contiguous tensor."""
-    return tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])

@@ -30,10 +30,10 @@ class _TokenLosses(torch.autograd.Function):
     ) -> torch.Tensor:
         local, elsewhere, beyond = _locate(labels, logits.shape[-1], vocabulary, mesh)
         wide = _masked(logits, beyond)
-        maximum = all_reduce(wide.amax(-1), mesh, ("sequence",), dist.ReduceOp.MAX)
+        maximum = all_reduce(wide.amax(-1), mesh.along("sequence"), dist.ReduceOp.MAX)
         target = wide.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
         total = wide.sub_(maximum.unsqueeze(-1)).exp_().sum(-1)
-        total, target = all_reduce(torch.stack([total, target]), mesh, ("sequence",))
+        total, target = all_reduce(torch.stack([total, target]), mesh.along("sequence"))
         log_total = maximum + total.log()
         ignored = labels == ignore_index
         ctx.save_for_backward(logits, local.masked_fill(elsewhere, -1), log_total, ignored)
@@ -71,7 +71,7 @@ class _SumOverMesh(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        return all_reduce(part.clone(), mesh, ("batch", "hidden"))
+        return all_reduce(part.clone(), mesh.along("batch", "hidden"))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -89,7 +89,7 @@ def token_sum(
         vocabulary: V, without padding.
         ignore_index: label of tokens without a loss.
     """
-    own = own_slice(labels, 1, mesh, ("hidden",)).to(logits.device)
+    own = own_slice(labels, 1, mesh.along("hidden")).to(logits.device)
     return _TokenLosses.apply(logits, own, ignore_index, vocabulary, mesh).sum()
 
 
@@ -107,7 +107,7 @@ def divisor(
     """
     if items is None:
         count = (labels != ignore_index).sum()
-        return all_reduce(count.to(like.device, like.dtype), mesh, ("batch",))
+        return all_reduce(count.to(like.device, like.dtype), mesh.along("batch"))
     return torch.as_tensor(items, dtype=like.dtype, device=like.device)
 
 
@@ -136,14 +136,14 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, mesh: Mesh, cuts: Sequence[tuple[int, Axis]]) -> torch.Tensor:
         ctx.mesh, ctx.cuts = mesh, cuts
         for dim, axis in cuts:
-            x = gather_dim(x, dim, mesh, (axis,))
+            x = gather_dim(x, dim, mesh.along(axis))
         return x
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         # Every rank computes the same thing from the same whole tensor, so each takes its own part of the gradient.
         for dim, axis in reversed(ctx.cuts):
-            gradient = own_slice(gradient, dim, ctx.mesh, (axis,))
+            gradient = own_slice(gradient, dim, ctx.mesh.along(axis))
         return gradient.contiguous(), None, None
 
 

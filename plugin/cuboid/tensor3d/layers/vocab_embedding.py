@@ -24,25 +24,25 @@ class _LookUp(torch.autograd.Function):
     def forward(
         ctx: Any, ids: torch.Tensor, weight: torch.Tensor, param: ShardedParam, padding_idx: int | None
     ) -> torch.Tensor:
-        mesh = param.mesh
+        along = param.mesh.along("sequence")
         with param.unshard(weight) as block:
             rows = block.shape[0]
-            local = ids - mesh.index("sequence") * rows
+            local = ids - along.index * rows
             elsewhere = (local < 0) | (local >= rows)
             found = nn.functional.embedding(local.masked_fill(elsewhere, 0), block)
         # Row `rows` collects the gradients that nobody here wants.
         nobody = elsewhere if padding_idx is None else elsewhere | (ids == padding_idx)
         ctx.save_for_backward(local.masked_fill(nobody, rows))
         ctx.param, ctx.rows = param, rows
-        if mesh.size("sequence") > 1:
+        if along.size > 1:
             found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
-        return scatter_dim(found, SEQUENCE_DIM, mesh, ("sequence",))
+        return scatter_dim(found, SEQUENCE_DIM, along)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (local,) = ctx.saved_tensors
         param: ShardedParam = ctx.param
-        gradient = gather_dim(gradient, SEQUENCE_DIM, param.mesh, ("sequence",))
+        gradient = gather_dim(gradient, SEQUENCE_DIM, param.mesh.along("sequence"))
         table = torch.ops.aten.embedding_dense_backward(gradient.contiguous(), local, ctx.rows + 1, -1, False)
         return None, param.reduce_scatter(table[: ctx.rows]), None, None
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from cuboid.distributed.async_result import AsyncResult
-from cuboid.distributed.axis_collectives import start_all_gather, start_scatter_parts
+from cuboid.distributed.axis_collectives import start_all_gather, start_reduce_scatter_parts
 from cuboid.tensor3d.sharding.sharded_param import ShardedParam
 
 #: Of shards that share a collective, together. A network needs longer for it than for starting it.
@@ -30,21 +30,21 @@ def start_unshards(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor
 def _start_bucket(members: Sequence[tuple[ShardedParam, torch.Tensor]]) -> None:
     first = members[0][0]
     row = torch.cat([shard.detach().flatten() for _, shard in members])
-    rows = start_all_gather(row, first.mesh, first.layout.fsdp_axes)
+    rows = start_all_gather(row, first.along)
     start = 0
     for param, shard in members:
-        param.expect_unshard(shard, rows.then(_Part(start, shard)))
+        param.expect_unshard(shard, AsyncResult(shard, change=_Part(rows, start)))
         start += shard.numel()
 
 
 class _Part:
     """Takes one parameter out of the ranks' rows."""
 
-    def __init__(self, start: int, shard: torch.Tensor) -> None:
-        self._own, self._shape = slice(start, start + shard.numel()), shard.shape
+    def __init__(self, rows: AsyncResult[torch.Tensor], start: int) -> None:
+        self._rows, self._start = rows, start
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows[:, self._own].unflatten(1, self._shape)
+    def __call__(self, shard: torch.Tensor) -> torch.Tensor:
+        return self._rows.wait().narrow(1, self._start, shard.numel()).unflatten(1, shard.shape)
 
 
 def start_reduce_scatters(
@@ -59,8 +59,8 @@ def start_reduce_scatters(
             continue
         stacked = [param.stacked(gradient) for param, gradient in members]
         rows = torch.cat([each.flatten(1) for each in stacked], 1)
-        reducing = start_scatter_parts(rows, [each.shape[1:] for each in stacked], first.mesh, first.layout.fsdp_axes)
-        found += [reducing.giving(own) for own in reducing.incomplete()]
+        reducing = start_reduce_scatter_parts(rows, [each.shape[1:] for each in stacked], first.along)
+        found += [AsyncResult(own, finish=reducing.wait) for own in reducing.incomplete()]
     return found
 
 

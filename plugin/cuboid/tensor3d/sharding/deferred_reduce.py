@@ -38,7 +38,7 @@ class _Shards(torch.autograd.Function):
     def forward(ctx: Any, deferred: DeferredReduce, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.deferred = deferred
         ctx.set_materialize_grads(False)
-        return tuple(shard.view_as(shard) for shard in shards)
+        return tuple(map(torch.Tensor.view_as, shards, shards))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

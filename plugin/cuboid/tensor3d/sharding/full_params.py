@@ -19,7 +19,7 @@ class _Whole(torch.autograd.Function):
     def forward(ctx: Any, shard: torch.Tensor, layout: ShardingSpec, mesh: Mesh) -> torch.Tensor:
         ctx.layout, ctx.mesh = layout, mesh
         whole = shard.new_empty(layout.shape)
-        for rank, piece in zip(mesh.mesh_ranks, all_gather(shard, mesh, AXES), strict=True):
+        for rank, piece in zip(mesh.mesh_ranks, all_gather(shard, mesh.along(*AXES)), strict=True):
             put_shard(whole, piece, layout, mesh.shape, mesh.topology.coordinate(rank))
         return whole
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
+from operator import is_
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from cuboid.distributed.async_result import AsyncResult
-from cuboid.distributed.axis_collectives import start_all_gather, start_scatter
+from cuboid.distributed.axis_collectives import start_all_gather, start_reduce_scatter
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce, deferred_shards
-from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam
+from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 
 
 class Member(Protocol):
@@ -38,10 +40,14 @@ class ParamGroup:
 
     Args:
         members: at least one, each of one dim.
+
+    Attributes:
+        params: of the members, in order.
     """
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = list(members)
+        self.params = [member.module.sharded_params[member.name] for member in members]
 
     def start(self) -> ParamGroupUnshard:
         """Start the all-gather of all of them."""
@@ -49,10 +55,6 @@ class ParamGroup:
         if torch.is_grad_enabled() and any(shard.requires_grad for shard in shards):
             return ParamGroupUnshard(self, *deferred_shards(shards))
         return ParamGroupUnshard(self, shards, None)
-
-    def params(self) -> list[ShardedParam]:
-        """Of the members, in order."""
-        return [member.module.sharded_params[member.name] for member in self._members]
 
     def put(self, blocks: Sequence[torch.Tensor]) -> None:
         """Give the modules the unsharded parameters."""
@@ -70,11 +72,11 @@ class ParamGroupUnshard:
 
     def __init__(self, group: ParamGroup, shards: Sequence[torch.Tensor], deferred: DeferredReduce | None) -> None:
         self._group, self._shards, self.deferred = group, shards, deferred
-        self.params = group.params()
+        self.params = group.params
         first = self.params[0]
-        self.mesh, self.axes = first.mesh, first.layout.fsdp_axes
-        row = torch.cat([shard.detach() for shard in shards])
-        self._pending: AsyncResult[torch.Tensor] = start_all_gather(row, self.mesh, self.axes)
+        self._along = first.along
+        row = torch.cat(list(map(torch.Tensor.detach, shards)))
+        self._pending: AsyncResult[torch.Tensor] = start_all_gather(row, self._along)
 
     def finish(self) -> None:
         """Wait, and give the modules the blocks, differentiably."""
@@ -82,20 +84,21 @@ class ParamGroupUnshard:
 
     def blocks(self) -> tuple[torch.Tensor, ...]:
         """Each parameter's block."""
-        widths = [shard.shape[0] for shard in self._shards]
-        parts = self._pending.wait().split(widths, 1)
-        rows = [param.block_shape[0] for param in self.params]
-        return tuple(part.flatten()[:count] for part, count in zip(parts, rows, strict=True))
+        blocks = []
+        parts = self._pending.wait().split(list(map(len, self._shards)), 1)
+        for param, part in zip(self.params, parts, strict=True):
+            blocks.append(part.flatten()[: param.block_shape[0]])
+        return tuple(blocks)
 
     def start_reduce_scatter(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """The blocks' gradients to the shards'; complete once the deferred reduce was waited for."""
-        widths = [shard.shape[0] for shard in self._shards]
+        widths = list(map(len, self._shards))
         ranks = self.params[0].ranks
         slots = self._shards[0].new_zeros((ranks, sum(widths)))
         for param, gradient, slot in zip(self.params, gradients, slots.split(widths, 1), strict=True):
             if gradient is not None:
                 slot.copy_(param.stacked(gradient))
-        reducing = start_scatter(slots, self.mesh, self.axes)
+        reducing = start_reduce_scatter(slots, self._along)
         assert self.deferred is not None
         self.deferred.defer(reducing)
         return list(reducing.incomplete().split(widths))
@@ -110,7 +113,7 @@ class _Blocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if all(gradient is None for gradient in gradients):
+        if all(map(is_, gradients, repeat(None))):
             return None, *gradients
         reduced = ctx.unshard.start_reduce_scatter(gradients)
         needed = ctx.needs_input_grad[1:]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from cuboid.distributed.async_result import AsyncResult
-from cuboid.distributed.axis_collectives import start_all_gather, start_scatter
+from cuboid.distributed.axis_collectives import start_all_gather, start_reduce_scatter
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce
@@ -58,8 +58,10 @@ class ShardedParam:
     def __init__(self, layout: ShardingSpec, mesh: Mesh) -> None:
         self.layout = layout
         self.mesh = mesh
-        #: How many shards make a block.
-        self.ranks = mesh.size(*layout.fsdp_axes)
+        #: Over which the block is sharded.
+        self.along = mesh.along(*layout.fsdp_axes)
+        #: How many shards make a block. Where it is one, the shard is the block, and nothing is ever unsharded.
+        self.ranks = self.along.size
         self.block_shape = layout.block_shape(mesh.shape)
         self._shard_shape = layout.shard_shape(mesh.shape)
         self.state = ShardedState.SHARDED
@@ -73,10 +75,12 @@ class ShardedParam:
     def start_unshard(self, shard: torch.Tensor) -> None:
         """Start to unshard ``[rows/fsdp, ...]``, unless its block ``[rows, ...]`` is there or on its way."""
         if self.needs_unshard(shard):
-            self.expect_unshard(shard, start_all_gather(shard.detach(), self.mesh, self.layout.fsdp_axes))
+            self.expect_unshard(shard, start_all_gather(shard.detach(), self.along))
 
     def needs_unshard(self, shard: torch.Tensor) -> bool:
         """Whether somebody has to start. A block of another dtype is discarded, and one that was kept is taken up."""
+        if self.ranks == 1:
+            return False
         if self.state is not ShardedState.SHARDED and self._dtype != shard.dtype:
             # Started outside of autocast and needed inside, or the other way round.
             self.discard()
@@ -117,11 +121,11 @@ class ShardedParam:
         Returns:
             What keeps the block for the backward and for other forwards before it, where that is wanted.
         """
-        if is_recomputing():
+        if self.ranks == 1 or is_recomputing():
             return None
         whole = self.unsharded()
         self.reshard()
-        if not keep or self.ranks == 1 or self.keeps is None:
+        if not keep or self.keeps is None:
             return None
         kept = self._kept_block(shard)
         if kept is None:
@@ -142,6 +146,9 @@ class ShardedParam:
     @contextmanager
     def unshard(self, shard: torch.Tensor) -> Iterator[torch.Tensor]:
         """Unshard for the time of a ``with`` block."""
+        if self.ranks == 1:
+            yield shard.detach()
+            return
         self.start_unshard(shard)
         try:
             yield self.unsharded()
@@ -152,7 +159,7 @@ class ShardedParam:
         """Sum the ranks' gradients of the block and leave each rank its shard's."""
         if self.ranks == 1:
             return AsyncResult(block_gradient)
-        return start_scatter(self.stacked(block_gradient), self.mesh, self.layout.fsdp_axes)
+        return start_reduce_scatter(self.stacked(block_gradient), self.along)
 
     def stacked(self, block: torch.Tensor) -> torch.Tensor:
         """Cut a block into what the ranks keep, ``[fsdp, rows/fsdp, ...]``; rows that nobody has are zeros."""
@@ -224,10 +231,6 @@ class ShardedModule(nn.Module):
         if self.mesh.shape.size > 1:
             check_knows_of_shards(self)
         super()._save_to_state_dict(destination, prefix, keep_vars)
-
-    def deferred(self, name: str) -> tuple[torch.Tensor, DeferredReduce | None]:
-        """The shard of a large parameter, and who waits for its gradient where that may be on its way for longer."""
-        return self.prefetched_shards.pop(name, (getattr(self, name), None))
 
 
 #: Whether whoever asks for a state dict knows that shards are in it.

@@ -95,9 +95,9 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
     for _ in range(options.warmup):
         step()
     get_accelerator().reset_peak_memory_stats()
-    mesh.traffic.reset()
+    mesh.comm_counter.reset()
     times = [_timed(step) for _ in range(options.steps)]
-    figures = gather((times, mesh.traffic.snapshot(), memory.peak_bytes()), world)
+    figures = gather((times, mesh.comm_counter.snapshot(), memory.peak_bytes()), world)
     formula, kept = None, None
     if ours.pipeline is None:
         gathers = ours.tensor_parallel.weight_gather
