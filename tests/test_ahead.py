@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import weakref
 
 import pytest
 import torch
@@ -211,9 +212,9 @@ def gathers_and_ways_out(path, axes, wanted):
     seen = []
     start = input_gather.GatherSequence.start
 
-    def noted(self, x):
+    def noted(self, x, **how):
         seen.append("gather")
-        return start(self, x)
+        return start(self, x, **how)
 
     model = sharded(path, axes).train()
     for layer in model.model.layers:
@@ -334,3 +335,40 @@ def test_what_was_gathered_for_a_forward_that_broke_off_is_forgotten(pool, path)
     gradients = pool.run(6, early_end, path, (3, 2, 1))[0]
     for name, gradient in wanted.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-9, atol=1e-13)
+
+
+# --- what backward holds ------------------------------------------------------------------------------------------
+
+
+def inputs_alive_in_backward(path, axes, keep_graph):
+    """For each way out, whether the rank's own part of its input is alive when its gradient is multiplied."""
+    model = sharded(path, axes).train()
+    storages, alive = {}, []
+    for layer in model.model.layers:
+        for way_out in (layer.self_attn.o_proj, layer.mlp.down_proj):
+
+            def note(module, args):
+                storages[module.product] = weakref.ref(args[0].untyped_storage())
+
+            way_out.register_forward_pre_hook(note)
+    input_gradient = linear_op.LinearOp.input_gradient
+
+    def noted(self, *args):
+        if self.products[0] in storages:
+            alive.append(storages[self.products[0]]() is not None)
+        return input_gradient(self, *args)
+
+    linear_op.LinearOp.input_gradient = noted
+    try:
+        model(input_ids=tokens(), labels=tokens()).loss.backward(retain_graph=keep_graph)
+    finally:
+        linear_op.LinearOp.input_gradient = input_gradient
+    return alive
+
+
+@pytest.mark.parametrize("axes", [(1, 2, 3), (2, 1, 3)], ids=str)
+def test_backward_frees_an_input_once_the_whole_is_on_its_way(pool, path, axes):
+    for kept in (False, True):
+        for alive in pool.run(6, inputs_alive_in_backward, path, axes, kept):
+            # The attention's kernel has saved its own output, which the way out of attention was given.
+            assert alive[::2] == [kept] * 3

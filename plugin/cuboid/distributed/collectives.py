@@ -83,52 +83,42 @@ def start_reduce_scatter_into(
         return _own_reduce_scatter(outs, x, group)
     # gloo's own reduce-scatter is an all-reduce in disguise and sends twice the bytes. Exchanging the slices and
     # adding them here sends what is needed, and adds in the accumulation dtype of `sum` rather than in bfloat16.
-    slices = x.view(group.size(), -1)
-    direct = direct and slices[0].nbytes >= _DIRECT_BYTES
-    if group.size() == 2:
-        return _start_exchange_of_two(outs, slices, group, direct=direct)
+    ranks, rank = group.size(), group.rank()
+    slices = x.view(ranks, -1)
+    own = slices[rank]
+    direct = direct and own.nbytes >= _DIRECT_BYTES
+    finish: Callable[[], object]
+    if ranks == 2:
+        # The other's slice comes straight into a single result, to which the own one is added.
+        is_single, sent = len(outs) == 1, slices[1 - rank]
+        received = outs[0].view(-1) if is_single else torch.empty_like(own)
+        finish = partial(received.add_, own) if is_single else partial(_add_up, outs, received, own)
+        if direct:
+            return AsyncResult(outs, _exchange((received, received), (sent, sent), group), finish, holds=x)
+        counts = [0, sent.numel()] if rank == 0 else [sent.numel(), 0]
+        work = dist.all_to_all_single(received, sent, counts, counts, group=group, async_op=True)
+        return AsyncResult(outs, (work,), finish, holds=x)
     pieces = torch.empty_like(slices)
+    finish = partial(_add_up, outs, pieces)
     if len(outs) == 1:
-        add_up: Callable[[], object] = partial(torch.sum, pieces, 0, out=outs[0].view(-1))
-    else:
-        add_up = partial(_add_up, outs, pieces)
+        finish = partial(torch.sum, pieces, 0, out=outs[0].view(-1))
     if direct:
-        pieces[group.rank()].copy_(slices[group.rank()])
-        return AsyncResult(outs, _exchange(pieces, slices, group), add_up, holds=x)
+        pieces[rank].copy_(own)
+        return AsyncResult(outs, _exchange(pieces, slices, group), finish, holds=x)
     work = dist.all_to_all_single(pieces.view(-1), x.view(-1), group=group, async_op=True)
-    return AsyncResult(outs, [work], add_up, holds=x)
+    return AsyncResult(outs, (work,), finish, holds=x)
 
 
-def _start_exchange_of_two(
-    outs: Sequence[torch.Tensor], slices: torch.Tensor, group: dist.ProcessGroup, *, direct: bool
-) -> AsyncResult[Sequence[torch.Tensor]]:
-    """A reduce-scatter of two ranks, where the other's slice comes straight into the result, and the own is added."""
-    rank = group.rank()
-    own, sent = slices[rank], slices[1 - rank]
-    received = outs[0].view(-1) if len(outs) == 1 else torch.empty_like(own)
-    works: list[dist.Work | None]
-    if direct:
-        works = _exchange(received.expand(2, -1), sent.expand(2, -1), group)
-    else:
-        counts = [0, 0]
-        counts[1 - rank] = sent.numel()
-        works = [dist.all_to_all_single(received, sent, counts, counts, group=group, async_op=True)]
-    return AsyncResult(outs, works, partial(_add_own, outs, received, own), holds=slices)
-
-
-def _add_own(outs: Sequence[torch.Tensor], received: torch.Tensor, own: torch.Tensor) -> None:
+def _add_up(outs: Sequence[torch.Tensor], pieces: torch.Tensor, own: torch.Tensor | None = None) -> None:
+    """What several results are the sums of, one after the other: rows of ``pieces``, or ``pieces`` and ``own``."""
     start = 0
     for out in outs:
         place = slice(start, start + out.numel())
-        torch.add(received[place], own[place], out=out.view(-1))
-        start += out.numel()
-
-
-def _add_up(outs: Sequence[torch.Tensor], pieces: torch.Tensor) -> None:
-    start = 0
-    for out in outs:
-        torch.sum(pieces[:, start : start + out.numel()], 0, out=out.view(-1))
-        start += out.numel()
+        if own is None:
+            torch.sum(pieces[:, place], 0, out=out.view(-1))
+        else:
+            torch.add(pieces[place], own[place], out=out.view(-1))
+        start = place.stop
 
 
 def _own_reduce_scatter(
@@ -152,7 +142,9 @@ def reduce_scatter_into(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessG
 
 
 def _exchange(
-    received: torch.Tensor, sent: Sequence[torch.Tensor] | torch.Tensor, group: dist.ProcessGroup
+    received: Sequence[torch.Tensor] | torch.Tensor,
+    sent: Sequence[torch.Tensor] | torch.Tensor,
+    group: dist.ProcessGroup,
 ) -> list[dist.Work | None]:
     """Send ``sent[r]`` to every other rank r, and receive ``received[r]`` from it, both ways at once.
 
