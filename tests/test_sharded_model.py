@@ -144,7 +144,7 @@ def collectives_over_sequence(small, mesh):
 
 
 def test_one_gather_of_the_sequence_for_all_projections_of_a_block(pool):
-    # The gather at the entrance, and the scatter of the output projection.
+    # The gather of the input, and the scatter of the output projection.
     assert pool.run(2, collectives_over_sequence, WIDE, "1x2x1") == [2, 2]
 
 
