@@ -273,7 +273,7 @@ def current_world_size() -> int:
 def group_timeout() -> timedelta | None:
     """How long the ranks of the default process group wait for one another; None if its backend doesn't say.
 
-    Groups that are made of its ranks would have the backend's default (30 minutes with gloo) unless told.
+    Groups that are made of its ranks would have the backend's default (30 minutes with gloo) otherwise.
     """
     group = dist.group.WORLD
     assert group is not None

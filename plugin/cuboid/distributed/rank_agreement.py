@@ -87,7 +87,7 @@ def gather_objects(item: T, mesh: Mesh, *, what: str = "exchange of objects") ->
 
 
 class StepGuard:
-    """Entered around a part of a training step, of which no rank waits for the others: its failures are told too.
+    """Entered around a part of a training step in which no rank waits for the others: they hear of its failures too.
 
     It costs nothing as long as all goes well. A rank that fails tells the store why before it raises, and those that
     then lose the connection to it (gloo's end with the process; a backend's timeout bounds the wait in any case) raise

@@ -65,7 +65,7 @@ class Failure:
         kind: name of the exception's class.
         text: what the error says.
         alike: whether all ranks failed by themselves, with the same words.
-        everywhere: whether all ranks raise it without being told.
+        everywhere: whether all ranks raise it by themselves.
     """
 
     rank: int

@@ -50,7 +50,7 @@ class CuboidTrainer(Trainer):
         self._runs_pipeline = config is not None and config.pipeline is not None
         self._micro_batches: list[Any] = []
         if config is not None and self._runs_pipeline:
-            self._refuse_what_has_no_rule(config)
+            self._reject_what_has_no_rule(config)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As ``Trainer.train``."""
@@ -131,7 +131,7 @@ class CuboidTrainer(Trainer):
         super()._track_num_input_tokens(inputs)
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.get_tp_size()
 
-    def _refuse_what_has_no_rule(self, config: CuboidConfig) -> None:
+    def _reject_what_has_no_rule(self, config: CuboidConfig) -> None:
         args: TrainingArguments = self.args
         for name, reason in _REFUSED.items():
             if getattr(args, name, None):

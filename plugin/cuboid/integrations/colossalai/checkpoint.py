@@ -57,7 +57,7 @@ class CuboidCheckpointIO(CheckpointIO):
             gather_dtensor, prefix, use_async: only their defaults are possible; ``checkpoint.asynchronous`` in the
                 config writes behind training's back.
         """
-        _refuse(gather_dtensor=not gather_dtensor, prefix=prefix, use_async=use_async)
+        _reject(gather_dtensor=not gather_dtensor, prefix=prefix, use_async=use_async)
         self._save(self._boosted(model), checkpoint, Part())
 
     def save_optimizer(
@@ -74,7 +74,7 @@ class CuboidCheckpointIO(CheckpointIO):
 
         With masters in float32 they are part of it.
         """
-        _refuse(gather_dtensor=not gather_dtensor, prefix=prefix, use_async=use_async)
+        _reject(gather_dtensor=not gather_dtensor, prefix=prefix, use_async=use_async)
         model = self._boosted(optimizer)
         self._save(model, checkpoint, Part(weights=False, optimizer=_adapter(model)))
 
@@ -98,7 +98,7 @@ class CuboidCheckpointIO(CheckpointIO):
             strict: only the default is possible.
             low_cpu_mem_mode, num_threads: as ColossalAI has them; a rank always reads only its own slices.
         """
-        _refuse(strict=not strict)
+        _reject(strict=not strict)
         boosted = self._boosted(model)
         if boosted.restored:
             raise CheckpointError(
@@ -119,7 +119,7 @@ class CuboidCheckpointIO(CheckpointIO):
         num_threads: int = 1,  # noqa: ARG002
     ) -> None:
         """Give the optimizer its state back, and this rank its random states; after :meth:`load_model`."""
-        _refuse(prefix=prefix)
+        _reject(prefix=prefix)
         model = self._boosted(optimizer)
         adapter = _adapter(model)
         opened = self._open(model, Path(checkpoint))
@@ -175,7 +175,7 @@ def _adapter(model: CuboidModel) -> OptimizerAdapter:
     return adapter
 
 
-def _refuse(**asked: Any) -> None:
+def _reject(**asked: Any) -> None:
     for name, value in asked.items():
         if value:
             raise CheckpointError(f"{name} has no meaning for these checkpoints; leave it at its default")

@@ -12,7 +12,7 @@ from cuboid.config.config_file import ConfigSource, load_config
 from cuboid.config.schema import CuboidConfig, Section, require_config, suggestion
 from cuboid.errors import ConfigError
 
-#: Sections of a DeepSpeed config that a Booster is told in another way.
+#: Sections of a DeepSpeed config that a Booster gets in another way.
 _ELSEWHERE = {
     "optimizer": "give the optimizer to booster.boost",
     "scheduler": "give the schedule to booster.boost, as lr_scheduler",

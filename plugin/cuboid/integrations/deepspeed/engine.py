@@ -70,7 +70,7 @@ class CuboidEngine(CheckpointedEngine):
     """A DeepSpeedEngine whose exports hold whole tensors, and which tells the gradient norm without ZeRO too."""
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``DeepSpeedEngine.backward``; what fails on a rank, or a rank that is gone, is told to the others."""
+        """As ``DeepSpeedEngine.backward``; what fails on a rank, or a rank that is gone, is reported to the others."""
         mesh = mesh_of(self.module)
         if self.is_gradient_accumulation_boundary():
             begin_update(mesh, self.global_steps + 1)

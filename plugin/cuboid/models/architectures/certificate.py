@@ -25,7 +25,7 @@ class Verdict:
         refused: for each mode the kinds of micro-batches that are not right, and why. A mode whose whole rows aren't
             right can't be used at all.
         error: the largest relative error of what was found right.
-        gives_start: whether layers are right with segments only if they are told where their segment begins.
+        gives_start: whether layers are right with segments only if they get the position where their segment begins.
     """
 
     refused: dict[Mode, dict[Kind, str]] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class Certificate:
 
     @property
     def gives_start(self) -> bool:
-        """Whether layers must be told where their segment begins."""
+        """Whether layers must get the position where their segment begins."""
         return self.verdict is not None and self.verdict.gives_start
 
 

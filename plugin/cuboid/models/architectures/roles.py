@@ -57,7 +57,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 #: Architectures whose plan is known to be all there is to say. Others may compute between the projections what
-#: isn't local to a head or a feature; they are refused until somebody has looked.
+#: isn't local to a head or a feature; they are rejected until somebody has looked.
 PLANNED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 _STYLES: dict[str, Kind] = {"colwise": "up", "rowwise": "down", "replicated_with_grad_allreduce": "gathered"}

@@ -1,4 +1,4 @@
-"""Which models there are rules for: causal language models of transformers. Others are refused by name and task."""
+"""Which models there are rules for: causal language models of transformers. An error names the task of any other."""
 
 from __future__ import annotations
 

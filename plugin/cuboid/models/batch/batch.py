@@ -21,7 +21,7 @@ TENSORS = ("input_ids", "labels", "attention_mask", "position_ids", "shift_label
 LABELS = ("labels", "shift_labels")
 _INDICES = (torch.int64, torch.int32)
 #: Arguments that mean "nothing special" with these values and have no rule with others.
-_REFUSED: dict[str, tuple[Any, ...]] = {
+_REJECTED: dict[str, tuple[Any, ...]] = {
     "use_cache": (None, False),
     "past_key_values": (None,),
     "inputs_embeds": (None,),
@@ -73,9 +73,9 @@ def take_local_batch(
         UnsupportedModelError: an argument that a sharded model has no rule for.
         CuboidError: shapes that contradict each other.
     """
-    _refuse(arguments)
+    _reject(arguments)
     whole = given_tensors(arguments)
-    options = {name: value for name, value in arguments.items() if name not in (*TENSORS, *_REFUSED)}
+    options = {name: value for name, value in arguments.items() if name not in (*TENSORS, *_REJECTED)}
     check_tensors(whole)
     rows, length = whole["input_ids"].shape
     if "position_ids" not in whole:
@@ -95,8 +95,8 @@ def given_tensors(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: arguments[name] for name in TENSORS if arguments.get(name) is not None}
 
 
-def _refuse(arguments: dict[str, Any]) -> None:
-    for name, harmless in _REFUSED.items():
+def _reject(arguments: dict[str, Any]) -> None:
+    for name, harmless in _REJECTED.items():
         value = arguments.get(name)
         # A tensor, which compares element by element, is none of them.
         if value is not None and (isinstance(value, torch.Tensor) or value not in harmless):

@@ -210,11 +210,11 @@ class ReplicasInStep:
         reader = self._mesh.copy_ranks[0]
         own = None if error is None else Failure.of(error, reader, _READING)
         text = None if own is None else own.encode()
-        told = [text] * self._mesh.topology.data
-        if len(told) > 1:
-            dist.all_gather_object(told, text, group=self._mesh.data_parallel_group)
-        failures = [failure for text in told if text is not None and (failure := Failure.decode(text.encode()))]
-        first, alike = failures[0], len(failures) == len(told) and len({failure.text for failure in failures}) == 1
+        texts = [text] * self._mesh.topology.data
+        if len(texts) > 1:
+            dist.all_gather_object(texts, text, group=self._mesh.data_parallel_group)
+        failures = [failure for text in texts if text is not None and (failure := Failure.decode(text.encode()))]
+        first, alike = failures[0], len(failures) == len(texts) and len({failure.text for failure in failures}) == 1
         if isinstance(error, CuboidError) and (alike or first == own):
             return
         if error is not None and not isinstance(error, Exception):

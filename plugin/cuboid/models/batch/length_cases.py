@@ -76,7 +76,7 @@ class Case:
         name: what it is for, in words.
         length: tokens of a row.
         padding: where rows are padded, a quarter of them each.
-        packed: lengths of the sequences that share a row, told apart by position ids that restart; their sum is
+        packed: lengths of the sequences that share a row, which position ids that restart tell apart; their sum is
             ``length``. Rows begin with different ones of them.
         first_position: what position ids count from, where that isn't 0.
     """

@@ -122,14 +122,14 @@ def _random_model(
 
 
 def _best(model: PreTrainedModel, outline: Outline, attempt: _Attempt) -> Verdict:
-    """With layers that aren't told where their segment begins, if that is right: few models' code asks."""
+    """With layers that don't know where their segment begins, if that is right: few models' code asks for it."""
     verdict = _compare(model, outline, attempt, MODES, gives_start=False)
     if verdict.reason_against("segments") is None:
         return verdict
-    told = _compare(model, outline, attempt, ("segments",), gives_start=True)
-    if told.reason_against("segments") is not None:
+    given = _compare(model, outline, attempt, ("segments",), gives_start=True)
+    if given.reason_against("segments") is not None:
         return verdict
-    return Verdict({**verdict.refused, **told.refused}, max(verdict.error, told.error), gives_start=True)
+    return Verdict({**verdict.refused, **given.refused}, max(verdict.error, given.error), gives_start=True)
 
 
 def _compare(

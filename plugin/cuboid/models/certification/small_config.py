@@ -118,7 +118,7 @@ def _shrunk_fields(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _kept_layers(fields: Mapping[str, Any], count: int) -> list[int]:
-    """One or two layers of each kind, and as many as it takes for the kinds that are told by their number."""
+    """One or two layers of each kind, and as many as it takes for the kinds that are known by their number."""
     lists = [value for value in fields.values() if isinstance(value, list) and len(value) == count]
     kinds: dict[tuple[str, ...], list[int]] = {}
     for index in range(count):

@@ -36,7 +36,7 @@ class BasePlace(Protocol):
 
 
 class _Answer(nn.Module):
-    """Stands where the base model was, hooks and all, and returns what it is told; all else is the base model's."""
+    """Stands where the base model was, hooks and all, and returns a given output; all else is the base model's."""
 
     def __init__(self, base: nn.Module, output: Any) -> None:
         super().__init__()

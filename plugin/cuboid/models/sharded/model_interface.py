@@ -37,7 +37,7 @@ class WholeInterface:
         """The embedding as it is, if it has enough rows.
 
         Scripts compare the tokenizer's length with ``weight.shape[0]``, which is a shard's here, and come here though
-        there is nothing to do. So asking for fewer rows is told in the log and changes nothing.
+        there is nothing to do. So asking for fewer rows is logged and changes nothing.
 
         Raises:
             CuboidError: more rows are asked for.

@@ -34,7 +34,7 @@ def parallelize_modules(model: PreTrainedModel, parallel_plan: ParallelPlan, mes
 
     Tied parameters stay one parameter. The whole tensors are freed one by one as their modules are swapped.
     """
-    # First, for it can refuse a norm, and the model must then be as it was.
+    # First, for it can reject a norm, and the model must then be as it was.
     rms_settings = {name: _settings(model.get_submodule(name), role) for name, role in parallel_plan.roles.items()}
     _split_attributes(model, mesh)
     shards = _Shards(model, shard_of)

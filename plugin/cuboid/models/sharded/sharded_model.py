@@ -226,7 +226,7 @@ def _sharded_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     # Trainers read this signature to learn which columns and loss arguments the model takes.
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse_compiling(self, torch.compiler.is_compiling())
+        _reject_compiling(self, torch.compiler.is_compiling())
         with StepGuard(self.cuboid.mesh, "forward"):
             return _forward(self, functools.partial(base.forward, self), _arguments(signature, self, args, kwargs))
 
@@ -259,7 +259,7 @@ def _arguments(signature: inspect.Signature, model: Any, args: tuple, kwargs: di
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _refuse_compiling(model: Any, is_compiling: bool) -> None:
+def _reject_compiling(model: Any, is_compiling: bool) -> None:
     # What torch.compile takes for constant it runs as it is, so that this is what its error says.
     if is_compiling:
         raise compiling_refused(model)

@@ -2,7 +2,7 @@
 list of layers, and what passes from layer to layer.
 
 Nothing is known by architecture. The model is built on the meta device and its forward is followed once; a model in
-which more than one tensor flows from layer to layer, or whose layers aren't a plain list, is refused.
+which more than one tensor flows from layer to layer, or whose layers aren't a plain list, is rejected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.models.stages.module_flow import ForwardLog
 
 _TRACED_LENGTH = 8
-#: Not the default dtype, so that a hidden state kept in float32 on purpose is told from one in the weights' dtype.
+#: Not the default dtype, so that a hidden state kept in float32 on purpose can be told from one in the weights' dtype.
 _TRACED_DTYPE = torch.bfloat16
 
 

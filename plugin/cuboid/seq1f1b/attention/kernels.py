@@ -120,7 +120,7 @@ class CudaFlash:
 
 
 class CudaEfficient:
-    """torch's memory-efficient kernel, for float32 and head dims that flash refuses."""
+    """torch's memory-efficient kernel, for float32 and head dims that flash rejects."""
 
     #: The kernel's log-sum-exp has room for a multiple of so many queries, infinity in the rest.
     _ALIGNMENT = 32

@@ -22,7 +22,7 @@ class KVCachePool:
     """Buffers that are free to be used again.
 
     There are never more of one kind (heads, head dim, dtype, device) than were once in use at the same time: a free
-    buffer of another length is let go before a new one is allocated.
+    buffer of another length is freed before a new one is allocated.
     """
 
     def __init__(self) -> None:

@@ -43,7 +43,7 @@ class _Saved:
     """What a graph holds in place of a tensor that it saved. The storage counts until the last of these is gone."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # Without its history: a graph that holds one of its own outputs would never be let go.
+        # Without its history: a graph that holds one of its own outputs would never be freed.
         self.tensor = tensor.detach()
 
 
