@@ -16,7 +16,7 @@ import torch
 
 import cuboid
 from converting import layout_section, run
-from cuboid.checkpoint.format.manifest import MANIFEST, Manifest, record_of, signed
+from cuboid.checkpoint.format.manifest import MANIFEST, Manifest, record_of, with_checksum
 from cuboid.config.schema import parse_config
 from cuboid.convert.inspection import inspect_checkpoint
 from cuboid.convert.sources import find_checkpoint
@@ -195,7 +195,7 @@ def forged(change):
         content = json.loads(path.read_bytes())
         del content["sha256"]
         change(content)
-        path.write_bytes(signed(content))
+        path.write_bytes(with_checksum(content))
 
     return apply
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from cuboid.checkpoint.format.tensor_file import TensorFile, TensorFileWriter
 from cuboid.checkpoint.format.tensor_header import TensorSpec, row_blocks
-from cuboid.checkpoint.optimizer_state import Holding, OptimizerAdapter, Slot, merged
+from cuboid.checkpoint.optimizer_state import Holding, OptimizerAdapter, Slot, merge_stages
 from cuboid.checkpoint.reader import TensorFolder
 from cuboid.checkpoint.save_planner import assign, find_parts
 from cuboid.distributed.mesh import Mesh
@@ -265,7 +265,7 @@ def test_a_fresh_optimizer_takes_over_from_another(kind, options):
     parameters, optimizer = stepped(kind, **options)
     adapter = OptimizerAdapter.direct(optimizer, {id(p): name for name, p in parameters.items()})
     state = adapter.state()
-    numbers, groups = merged([state])
+    numbers, groups = merge_stages([state])
 
     others = {name: torch.nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
     # In one group for each, with settings that give way.
@@ -312,7 +312,7 @@ def test_flat_copies_are_told_apart():
 def test_parameters_that_were_apart_cannot_share_a_group():
     parameters, optimizer = stepped(torch.optim.AdamW)
     names = {id(p): name for name, p in parameters.items()}
-    numbers, groups = merged([OptimizerAdapter.direct(optimizer, names).state()])
+    numbers, groups = merge_stages([OptimizerAdapter.direct(optimizer, names).state()])
     together = OptimizerAdapter.direct(torch.optim.AdamW(parameters.values()), names)
     with pytest.raises(CheckpointError, match="a and b are in one parameter group here"):
         together.restore(numbers, groups)

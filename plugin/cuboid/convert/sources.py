@@ -12,7 +12,7 @@ import torch
 
 from cuboid.checkpoint.format.folder import INCOMPLETE, resolve
 from cuboid.checkpoint.format.manifest import MANIFEST, Manifest, check_contents, check_sizes
-from cuboid.checkpoint.format.state_file import refuse_lost_manifest
+from cuboid.checkpoint.format.state_file import reject_lost_manifest
 from cuboid.convert.deepspeed.checkpoint import open_deepspeed, tag_folder
 from cuboid.convert.formats.block_tensors import Tensors
 from cuboid.convert.formats.hugging_face import open_weights, weights_in
@@ -66,7 +66,7 @@ def find_checkpoint(path: Path) -> Found:
         return Found(Kind.RANKS, path)
     if (path / MANIFEST).is_file():
         return Found(Kind.CUBOID, path)
-    refuse_lost_manifest(path)
+    reject_lost_manifest(path)
     if path.name.endswith(INCOMPLETE):
         raise CheckpointError(f"{path}: is what is left of a checkpoint that was never finished")
     if weights_in(path) is not None:

@@ -13,7 +13,7 @@ from cuboid.checkpoint.format.bounded_files import is_plain_name
 from cuboid.checkpoint.format.folder import complete, is_intact, others_beside, resolve
 from cuboid.checkpoint.format.manifest import Manifest, check_sizes
 from cuboid.checkpoint.format.state_file import read_state
-from cuboid.checkpoint.loader import told_whole
+from cuboid.checkpoint.loader import suggest_intact
 from cuboid.errors import DamagedCheckpointError
 from cuboid.train.reporting.report import CHECKPOINTS, HeldoutPoint
 
@@ -118,8 +118,8 @@ def find_run(out: Path, name: str | None = None) -> Resumed:
         check_sizes(path, manifest)
         client = read_state(path, manifest).get("client")
     except CheckpointError as error:
-        whole = next((other for other in others_beside(path) if is_intact(other, lambda found: found.files)), None)
-        damaged = DamagedCheckpointError(*told_whole(str(error), whole))
+        intact = next((other for other in others_beside(path) if is_intact(other, lambda found: found.files)), None)
+        damaged = DamagedCheckpointError(suggest_intact(str(error), intact), intact)
         raise CheckpointError(f"--resume can't resume from a damaged checkpoint: {with_remedy(damaged)}") from error
     try:
         return Resumed(path, RunState.model_validate(client))

@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from cuboid.checkpoint.contents import OPTIMIZER
 from cuboid.checkpoint.format.bounded_files import open_regular, read_object
 from cuboid.checkpoint.format.manifest import MANIFEST, Manifest, check_contents, check_sizes
-from cuboid.checkpoint.format.state_file import STATE, TENSORS, refuse_lost_manifest
+from cuboid.checkpoint.format.state_file import STATE, TENSORS, reject_lost_manifest
 from cuboid.checkpoint.format.tensor_file import TensorFile
 from cuboid.checkpoint.format.tensor_header import TensorSpec
 from cuboid.checkpoint.format.weight_index import INDEX_SUFFIX, SINGLE, read_index
@@ -221,7 +221,7 @@ def verify_model_folder(folder: Path, *, weights: bool = True) -> None:
     Raises:
         CheckpointError: on a rank that finds a file missing, damaged or edited; names it.
     """
-    refuse_lost_manifest(folder)
+    reject_lost_manifest(folder)
     if not os.path.lexists(folder / MANIFEST):
         return
     manifest = Manifest.read(folder)

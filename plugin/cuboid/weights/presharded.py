@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from cuboid.checkpoint.format.manifest import FileRecord, differing, record_of, size_fault
+from cuboid.checkpoint.format.manifest import FileRecord, content_fault, record_of, size_fault
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CheckpointError
@@ -101,7 +101,7 @@ def _check_content(path: Path, record: FileRecord) -> None:
     except OSError as error:
         raise CheckpointError(f"{path}: can't be read: {error.strerror}") from None
     if not same:
-        raise CheckpointError(differing(path, SHARDS))
+        raise CheckpointError(content_fault(path, SHARDS))
 
 
 def _take_settings(cls: type[PreTrainedModel], folder: Path, kwargs: dict[str, Any]) -> PretrainedConfig:

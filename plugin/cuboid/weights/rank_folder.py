@@ -16,7 +16,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from cuboid.checkpoint.format.bounded_files import read_bytes
-from cuboid.checkpoint.format.manifest import FileRecord, check_names, not_understood, signed, unsigned
+from cuboid.checkpoint.format.manifest import FileRecord, check_names, not_understood, with_checksum, without_checksum
 from cuboid.checkpoint.format.tensor_header import TensorSpec, check_sizes
 from cuboid.config.schema import MeshConfig
 from cuboid.distributed.topology import Axis, Coordinate, MeshShape, Topology
@@ -134,7 +134,7 @@ class RankFolder(_Record):
 
     def write(self, folder: Path) -> None:
         """Write it into a folder."""
-        (folder / SHARDS).write_bytes(signed(self.model_dump(mode="json")))
+        (folder / SHARDS).write_bytes(with_checksum(self.model_dump(mode="json")))
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -144,7 +144,7 @@ class RankFolder(_Record):
             CheckpointError: it can't be understood, or it was damaged or edited.
         """
         path = folder / SHARDS
-        content = unsigned(read_bytes(path), path)
+        content = without_checksum(read_bytes(path), path)
         try:
             return cls.model_validate_json(json.dumps(content))
         except ValidationError as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from cuboid.checkpoint.format.folder import named_in
+from cuboid.checkpoint.format.folder import read_pointer
 from cuboid.convert.deepspeed.model_states import Files, ModelStates, files_in, read_states
 from cuboid.convert.deepspeed.pipeline_module import is_pipeline, model_names, read_layers
 from cuboid.convert.deepspeed.plain_fp32 import plain_masters
@@ -26,7 +26,7 @@ LATEST = ("latest", "latest_universal")
 
 def tag_folder(folder: Path) -> Path | None:
     """The folder of DeepSpeed's files: this one, or the one that ``latest`` beside it names; None for neither."""
-    named = [named_in(path) for name in LATEST if (path := folder / name).is_file()]
+    named = [read_pointer(path) for name in LATEST if (path := folder / name).is_file()]
     candidates = [folder, *(folder / name for name in named if name)]
     return next((path for path in candidates if files_in(path)), None)
 

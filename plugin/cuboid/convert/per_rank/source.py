@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cuboid.checkpoint.format.manifest import differing, record_of, size_fault
+from cuboid.checkpoint.format.manifest import content_fault, record_of, size_fault
 from cuboid.checkpoint.format.tensor_file import TensorFile
 from cuboid.convert.formats.block_tensors import Tensors, row_ranges
 from cuboid.distributed.topology import Coordinate
@@ -64,7 +64,7 @@ def rank_file_faults(folder: Path, document: RankFolder, advance: Callable[[int]
             yield fault
         elif advance is not None:
             if record_of(path) != record:
-                yield differing(path, SHARDS)
+                yield content_fault(path, SHARDS)
             advance(record.bytes)
 
 
