@@ -26,7 +26,7 @@ from cuboid.train.job import TrainOptions, plan
 from cuboid.train.loop import Goal, History
 from cuboid.train.prepare import prepare
 from cuboid.train.reporting.report import HeldoutPoint
-from cuboid.train.resume import RunState, find_run, refuse_other_run
+from cuboid.train.resume import RunState, find_run, reject_other_run
 from launching import ROOT, finish, start
 
 TEXTS = [f"def function_{n}(x):\n    return x * {n}\n" * 20 for n in range(30)]
@@ -135,9 +135,9 @@ def test_a_run_does_not_go_on_as_another_one(options, interrupted, job, tmp_path
     for part in ("--seed 3, not 0", "--sequence-length 16, not 32", "another model", "other data"):
         assert part in message
     resumed = find_run(tmp_path)
-    resumed.refuse_differences(global_batch=4)
+    resumed.reject_differences(global_batch=4)
     with pytest.raises(CuboidError, match="4 sequences of all ranks in a step, not 6"):
-        resumed.refuse_differences(global_batch=6)
+        resumed.reject_differences(global_batch=6)
 
 
 def test_what_is_no_run_of_ours_is_not_gone_on_with(options, interrupted, tmp_path):
@@ -149,7 +149,7 @@ def test_what_is_no_run_of_ours_is_not_gone_on_with(options, interrupted, tmp_pa
 
 
 def test_a_new_run_leaves_another_ones_checkpoints_alone(options, interrupted, job, tmp_path):
-    refuse_other_run(tmp_path)
+    reject_other_run(tmp_path)
     interrupted()
     with pytest.raises(CuboidError, match=r"the newest is global_step7\)\. Go on with it: --resume \(make train RES"):
         plan(options())
