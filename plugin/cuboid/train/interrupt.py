@@ -23,9 +23,9 @@ _SHOW_CURSOR = b"\x1b[?25h\n"
 class Interrupts:
     """The signals of this rank, and what all ranks agreed on. Use it as a context manager, in the main thread.
 
-    Until :meth:`defer` is called, a signal ends the process at once, since there is nothing to save yet. After that, the
-    first signal is only recorded, and so is every SIGTERM, because launchers send one after the Ctrl-C that all ranks
-    have received. A second Ctrl-C ends the process at once.
+    Until :meth:`defer` is called, a signal ends the process at once, since there is nothing to save yet. After that,
+    the first signal is only recorded, and so is every SIGTERM, because launchers send one after the Ctrl-C that all
+    ranks have received. A second Ctrl-C ends the process at once.
 
     Signals are read by a thread. Python's own handlers would run at the main thread's next instruction, which may be
     after a collective that never ends.
