@@ -190,7 +190,7 @@ def test_pickles_that_cannot_be_streamed_are_rejected_with_the_reason(checkpoint
     whole = file.read_bytes()
     for damaged in (whole[:-40], whole.replace(torch.ones(6).numpy().tobytes(), torch.zeros(6).numpy().tobytes())):
         file.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: is no whole file"):
+        with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: is not a complete file"):
             run(tmp_path / "old", tmp_path / "new", trust_pickle=True)
 
 

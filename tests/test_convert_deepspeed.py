@@ -364,7 +364,7 @@ def test_a_truncated_file_is_named(written, copied, tmp_path):
     folder = copied("zero3-bf16")
     file = next(folder.glob("*_rank_1_*optim_states.pt"))
     os.truncate(file, file.stat().st_size // 2)
-    assert_rejected(folder, tmp_path / "new", f"{re.escape(file.name)}: is no whole file", model=written / "tied")
+    assert_rejected(folder, tmp_path / "new", f"{re.escape(file.name)}: is not a complete file", model=written / "tied")
 
 
 def test_tensor_parallel_checkpoints_are_rejected_with_an_alternative(written, copied, tmp_path):

@@ -181,7 +181,7 @@ def test_for_a_damaged_checkpoint_the_error_names_an_intact_one_and_the_option_t
         with pytest.raises(CheckpointError, match=expected):
             plan(options(resume=True, resume_from=name))
     (root / "global_step3" / STATE).unlink()
-    with pytest.raises(CheckpointError, match="no other one beside it is whole"):
+    with pytest.raises(CheckpointError, match="no other checkpoint beside it is intact"):
         plan(options(resume=True))
 
 

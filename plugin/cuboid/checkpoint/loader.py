@@ -95,8 +95,8 @@ def open_checkpoint(root: Path, tag: str | None, mesh: Mesh, *, verify: bool) ->
 def suggest_intact(message: str, intact: Path | None) -> str:
     """A message about a damaged checkpoint, extended by the intact one to load instead."""
     if intact is None:
-        return f"{message}; no other one beside it is whole"
-    return f"{message}; the newest whole one beside it is {intact.name}, of step {Manifest.read(intact).step}"
+        return f"{message}; no other checkpoint beside it is intact"
+    return f"{message}; the newest intact one beside it is {intact.name}, of step {Manifest.read(intact).step}"
 
 
 def _newest_intact(damaged: Path, mesh: Mesh) -> Path | None:

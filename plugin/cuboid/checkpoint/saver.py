@@ -101,7 +101,7 @@ class Saver:
         if self._settings.on_failure == "raise":
             raise failure
         if self._mesh.rank == 0:
-            logger.warning("no checkpoint was written, and training goes on: %s", failure)
+            logger.warning("no checkpoint was written, and training continues: %s", failure)
         return False
 
     def _attempt(self, root: Path, tag: str, contents: Contents, latest: bool) -> CheckpointError | None:

@@ -58,7 +58,9 @@ def _print(console: Console, inspection: Inspection, *, parameters: bool, verifi
         console.print(f"wrong: {fault}", style="red", highlight=False, soft_wrap=True)
     recorded = sum(file.sha256 is not None for file in inspection.files)
     if not recorded:
-        console.print("no checksums are recorded: values that were damaged or exchanged can't be told", soft_wrap=True)
+        console.print(
+            "no checksums are recorded: values that were damaged or exchanged can't be detected", soft_wrap=True
+        )
     elif not verified:
         console.print(f"{recorded} checksums are recorded; --verify compares them", soft_wrap=True)
     elif not inspection.faults:

@@ -345,7 +345,7 @@ class _OptimizerParameters(BaseModel):
 
     @field_validator("betas", mode="before")
     @classmethod
-    def _tuples_are_lists(cls, value: Any) -> Any:
+    def _tuple_to_list(cls, value: Any) -> Any:
         return list(value) if isinstance(value, tuple) else value
 
 

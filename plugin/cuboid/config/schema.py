@@ -74,7 +74,7 @@ class TensorParallelConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _sizes_agree(self) -> TensorParallelConfig:
+    def _check_size(self) -> TensorParallelConfig:
         if self.mesh == "auto":
             if self.size is None:
                 raise ValueError('"mesh": "auto" needs "size", the number of ranks of the mesh')
@@ -143,11 +143,11 @@ class PipelineConfig(Section):
 
     @field_validator("partition", "stage_balance", mode="before")
     @classmethod
-    def _lists_are_tuples(cls, value: Any) -> Any:
+    def _list_to_tuple(cls, value: Any) -> Any:
         return tuple(value) if isinstance(value, list) else value
 
     @model_validator(mode="after")
-    def _numbers_agree(self) -> PipelineConfig:
+    def _check_counts(self) -> PipelineConfig:
         if isinstance(self.stage_balance, tuple) and len(self.stage_balance) != self.stages:
             raise ValueError(
                 f'"stage_balance" has {len(self.stage_balance)} numbers for {self.stages} stages; give one for each'
@@ -203,7 +203,7 @@ class CuboidConfig(Section):
     micro_batch: SkipJsonSchema[int | None] = None
 
     @model_validator(mode="after")
-    def _ranks_agree(self) -> CuboidConfig:
+    def _check_autotp_size(self) -> CuboidConfig:
         given = self.tensor_parallel.autotp_size
         if given not in (None, 0, self.ranks):
             raise ValueError(

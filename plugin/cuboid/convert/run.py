@@ -113,7 +113,7 @@ def _write(
         if plan is not None:
             write_document(folder, document)
     for name in plan.unused if plan is not None else ():
-        say(f"left out: tensor {name}, which the model has no use for")
+        say(f"left out: tensor {name}, which the model doesn't use")
     # The Trainer's folder has config.json beside DeepSpeed's folder, which is the source and so wasn't left out.
     skipped = [name for name in skipped if name != f"{source.found.folder.name}/"]
     if skipped:

@@ -61,7 +61,7 @@ def find_checkpoint(path: Path) -> Found:
         CheckpointError: it is of no known kind; the message lists those.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path}: is no folder" if path.exists() else f"{path}: does not exist")
+        raise CheckpointError(f"{path}: is not a folder" if path.exists() else f"{path}: does not exist")
     if (path / SHARDS).is_file():
         return Found(Kind.RANKS, path)
     if (path / MANIFEST).is_file():
@@ -75,7 +75,7 @@ def find_checkpoint(path: Path) -> Found:
         return Found(Kind.CUBOID, resolve(path))
     tag = tag_folder(path)
     if tag is None:
-        raise CheckpointError(f"{path}: is none of the checkpoints that are known: {_KNOWN}")
+        raise CheckpointError(f"{path}: is not a known kind of checkpoint: {_KNOWN}")
     return Found(Kind.DEEPSPEED, tag)
 
 
@@ -139,7 +139,7 @@ def open_source(
         checked.insert(
             0,
             "a Hugging Face checkpoint records no checksums: names, shapes and sizes fit one another, but values that "
-            "were damaged or exchanged can't be told",
+            "were damaged or exchanged can't be detected",
         )
     tensors = _with_masters(found.folder, tensors, stack) if master else tensors
     return Source(found, tensors, auxiliary_files, "; ".join(filter(None, checked)))

@@ -155,7 +155,7 @@ def _check_kind(optimizer: torch.optim.Optimizer, owned: OwnedShards) -> None:
     step = vars(optimizer).get("step")
     if step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step:
         raise OptimizerError(
-            f"the step of this {kind} was replaced on the object, so that nobody can tell whether it is right on "
+            f"the step of this {kind} was replaced on the object, so that it isn't known whether it is right on "
             f"pieces, which it would be given: {owned.reason}; override it in a class of its own, which is tried out"
         )
 
@@ -219,7 +219,7 @@ def _try(optimizer: torch.optim.Optimizer, owned: OwnedShards, parameters: Seque
 def _untried(optimizer: torch.optim.Optimizer, why: str, owned: OwnedShards) -> OptimizerError:
     return OptimizerError(
         f"{type(optimizer).__name__} isn't known, and a trial of its steps on small tensors failed ({why}), so that "
-        f"nobody can tell whether it is right on the pieces that it would be given: {owned.reason}. Take one that is "
+        f"it isn't known whether it is right on the pieces that it would be given: {owned.reason}. Take one that is "
         f"known, such as {_WORKING}"
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -91,7 +90,7 @@ class SmallModel:
             raise MeshError(f"kv_heads is {self.kv_heads}, which doesn't divide heads = {self.heads}")
         if self.rope is not None and self.architecture not in _ROPE_ARCHITECTURES:
             raise CuboidError(f"rope goes with arch {', '.join(_ROPE_ARCHITECTURES)}, not with {self.architecture}")
-        return _CONFIGS[self.architecture](self)
+        return _config(self)
 
     def common(self, *, tied_by_default: bool = False) -> dict[str, Any]:
         """Options that all configs have."""
@@ -154,37 +153,41 @@ class SmallModel:
         return {"rope_parameters": rope}
 
 
-def _llama(small: SmallModel) -> PretrainedConfig:
-    return transformers.LlamaConfig(attention_bias=small.bias, mlp_bias=small.bias, **small.sizes())
-
-
-def _qwen2(small: SmallModel) -> PretrainedConfig:
-    return transformers.Qwen2Config(**small.sizes())
-
-
-def _qwen3(small: SmallModel) -> PretrainedConfig:
-    sizes = small.sizes(tied_by_default=True)
-    return transformers.Qwen3Config(attention_bias=small.bias, head_dim=small.head_dim, **sizes)
-
-
-def _mistral(small: SmallModel) -> PretrainedConfig:
-    return transformers.MistralConfig(sliding_window=small.sliding_window, **small.sizes())
-
-
-def _mixtral(small: SmallModel) -> PretrainedConfig:
-    return transformers.MixtralConfig(
-        sliding_window=small.sliding_window, num_local_experts=4, num_experts_per_tok=2, **small.sizes()
-    )
-
-
-def _gemma2(small: SmallModel) -> PretrainedConfig:
-    # Caps so low that they affect most scores and logits.
-    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
-    return transformers.Gemma2Config(**caps, **_gemma_sizes(small))
-
-
-def _gemma3(small: SmallModel) -> PretrainedConfig:
-    return transformers.Gemma3TextConfig(**_gemma_sizes(small))
+def _config(small: SmallModel) -> PretrainedConfig:
+    sizes = small.sizes
+    match small.architecture:
+        case "llama":
+            return transformers.LlamaConfig(attention_bias=small.bias, mlp_bias=small.bias, **sizes())
+        case "qwen2":
+            return transformers.Qwen2Config(**sizes())
+        case "qwen3":
+            return transformers.Qwen3Config(
+                attention_bias=small.bias, head_dim=small.head_dim, **sizes(tied_by_default=True)
+            )
+        case "mistral":
+            return transformers.MistralConfig(sliding_window=small.sliding_window, **sizes())
+        case "mixtral":
+            return transformers.MixtralConfig(
+                sliding_window=small.sliding_window, num_local_experts=4, num_experts_per_tok=2, **sizes()
+            )
+        case "gemma2":
+            # Caps so low that they affect most scores and logits.
+            caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+            return transformers.Gemma2Config(**caps, **_gemma_sizes(small))
+        case "gemma3":
+            return transformers.Gemma3TextConfig(**_gemma_sizes(small))
+        case "gpt2":
+            return transformers.GPT2Config(
+                n_embd=small.hidden,
+                n_layer=small.layers,
+                n_head=small.heads,
+                n_positions=small.positions,
+                **small.common(tied_by_default=True),
+            )
+        case "gpt_neox":
+            own = sizes()
+            del own["num_key_value_heads"]
+            return transformers.GPTNeoXConfig(**own)
 
 
 def _gemma_sizes(small: SmallModel) -> dict[str, Any]:
@@ -196,32 +199,3 @@ def _gemma_sizes(small: SmallModel) -> dict[str, Any]:
         "attention_bias": small.bias,
         **small.sizes(tied_by_default=True),
     }
-
-
-def _gpt2(small: SmallModel) -> PretrainedConfig:
-    return transformers.GPT2Config(
-        n_embd=small.hidden,
-        n_layer=small.layers,
-        n_head=small.heads,
-        n_positions=small.positions,
-        **small.common(tied_by_default=True),
-    )
-
-
-def _gpt_neox(small: SmallModel) -> PretrainedConfig:
-    sizes = small.sizes()
-    del sizes["num_key_value_heads"]
-    return transformers.GPTNeoXConfig(**sizes)
-
-
-_CONFIGS: dict[str, Callable[[SmallModel], PretrainedConfig]] = {
-    "llama": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "mistral": _mistral,
-    "mixtral": _mixtral,
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
-    "gpt2": _gpt2,
-    "gpt_neox": _gpt_neox,
-}

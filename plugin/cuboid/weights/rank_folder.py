@@ -64,14 +64,14 @@ class RankTensor(_Record):
 
     @field_validator("dtype")
     @classmethod
-    def _is_dtype(cls, name: str) -> str:
+    def _check_dtype(cls, name: str) -> str:
         if not isinstance(getattr(torch, name, None), torch.dtype):
             raise ValueError(f"{name} is no dtype of torch")
         return name
 
     @field_validator("shape")
     @classmethod
-    def _is_shape(cls, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _check_shape(cls, shape: tuple[int, ...]) -> tuple[int, ...]:
         return check_sizes(shape)
 
     @model_validator(mode="after")
@@ -120,7 +120,7 @@ class RankFolder(_Record):
 
     @field_validator("beside")
     @classmethod
-    def _lie_inside(cls, files: dict[str, FileRecord]) -> dict[str, FileRecord]:
+    def _check_names(cls, files: dict[str, FileRecord]) -> dict[str, FileRecord]:
         check_names(files)
         return files
 

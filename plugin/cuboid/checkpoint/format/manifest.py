@@ -50,7 +50,7 @@ class Manifest(BaseModel):
 
     @field_validator("files")
     @classmethod
-    def _lie_inside(cls, files: dict[str, FileRecord]) -> dict[str, FileRecord]:
+    def _check_names(cls, files: dict[str, FileRecord]) -> dict[str, FileRecord]:
         check_names(files)
         return dict(sorted(files.items()))
 

@@ -45,7 +45,7 @@ def begin_export(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     scratch = folder / SCRATCH
     if scratch.is_symlink() or (scratch.exists() and not scratch.is_dir()):
-        raise CheckpointError(f"{scratch}: is where a save is written until it is whole; move it away")
+        raise CheckpointError(f"{scratch}: is where saves are written until they are complete; move it away")
     if scratch.exists():
         _remove_noted(folder)
         shutil.rmtree(scratch)

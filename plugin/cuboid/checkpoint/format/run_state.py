@@ -37,7 +37,7 @@ class _Optimizer(_Part):
 
     @field_validator("quantities")
     @classmethod
-    def _name_folders(cls, names: list[str]) -> list[str]:
+    def _check_quantities(cls, names: list[str]) -> list[str]:
         for name in names:
             if not is_plain_name(name):
                 raise ValueError(f"{name!r} isn't the name of a quantity's folder")
@@ -45,7 +45,7 @@ class _Optimizer(_Part):
 
     @field_validator("numbers")
     @classmethod
-    def _are_numbers(cls, numbers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    def _check_numbers(cls, numbers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         for own in numbers.values():
             for key, value in own.items():
                 single = isinstance(value, torch.Tensor) and value.dim() == 0
@@ -55,7 +55,7 @@ class _Optimizer(_Part):
 
     @field_validator("groups")
     @classmethod
-    def _name_parameters(cls, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _check_groups(cls, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for group in groups:
             names = group.get("parameters")
             if "params" in group or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -70,7 +70,7 @@ class _States(_Part):
 
     @field_validator("python")
     @classmethod
-    def _is_pythons(cls, state: tuple[int, Any, float | None]) -> tuple[int, Any, float | None]:
+    def _check_python_state(cls, state: tuple[int, Any, float | None]) -> tuple[int, Any, float | None]:
         _check_words(state[1], _WORDS + 1)
         if not 1 <= int(state[1][-1]) <= _WORDS:
             raise ValueError("its position is outside of its words")
@@ -78,7 +78,7 @@ class _States(_Part):
 
     @field_validator("numpy")
     @classmethod
-    def _is_numpys(cls, state: tuple[str, Any, int, int, float]) -> tuple[str, Any, int, int, float]:
+    def _check_numpy_state(cls, state: tuple[str, Any, int, int, float]) -> tuple[str, Any, int, int, float]:
         # ``np.random.set_state`` doesn't check the position, and would then read outside of the words.
         _check_words(state[1], _WORDS)
         if state[0] != "MT19937" or not 0 <= state[2] <= _WORDS or state[3] not in (0, 1):
@@ -87,7 +87,7 @@ class _States(_Part):
 
     @field_validator("torch")
     @classmethod
-    def _is_torchs(cls, state: Any) -> Any:
+    def _check_torch_state(cls, state: Any) -> Any:
         own = torch.get_rng_state()
         if not isinstance(state, torch.Tensor) or state.dtype != own.dtype or state.shape != own.shape:
             raise ValueError("it isn't of torch's generator")

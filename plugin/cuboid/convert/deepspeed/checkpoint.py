@@ -14,9 +14,9 @@ from cuboid.convert.deepspeed.pipeline_module import is_pipeline, model_names, r
 from cuboid.convert.deepspeed.plain_fp32 import plain_masters
 from cuboid.convert.deepspeed.zero import universal_masters, zero_masters
 from cuboid.convert.formats.block_tensors import Tensors, differ
-from cuboid.convert.formats.hugging_face import scattered_tensors
+from cuboid.convert.formats.hugging_face import pickled_tensors
 from cuboid.convert.formats.parameter_names import as_stored, blank_model, state_specs
-from cuboid.convert.formats.pickles import Scattered
+from cuboid.convert.formats.pickles import PickledTensor
 from cuboid.errors import CheckpointError, CuboidError
 
 #: What the code below raises when a pickle has values of other types than DeepSpeed writes.
@@ -65,7 +65,7 @@ def _open(folder: Path, config: Path, stack: ExitStack, dtype: torch.dtype | Non
         tensors |= read_layers(files, trusted=trusted)
     masters = _masters(files, states, dtype, trusted)
     model = blank_model(config)
-    found = scattered_tensors(_merge(tensors, masters), stack)
+    found = pickled_tensors(_merge(tensors, masters), stack)
     if is_pipeline(found.specs):
         found = found.renamed(model_names(model, found.specs, folder))
     shared = {name for each in states for name in each.shared}
@@ -73,10 +73,12 @@ def _open(folder: Path, config: Path, stack: ExitStack, dtype: torch.dtype | Non
     return as_stored(model, checked.cast(torch.float32) if masters else checked)
 
 
-def _masters(files: Files, states: list[ModelStates], dtype: torch.dtype | None, trusted: bool) -> dict[str, Scattered]:
+def _masters(
+    files: Files, states: list[ModelStates], dtype: torch.dtype | None, trusted: bool
+) -> dict[str, PickledTensor]:
     if files.universal:
         return universal_masters(files.folder, states, trusted=trusted)
-    masters: dict[str, Scattered] = {}
+    masters: dict[str, PickledTensor] = {}
     for rank, each in zip(files.models, states, strict=True):
         if rank in files.optimizers:
             # Parameters that several stages share are the same on all; the first one's is taken.
@@ -88,7 +90,7 @@ def _masters(files: Files, states: list[ModelStates], dtype: torch.dtype | None,
     return masters
 
 
-def _merge(tensors: dict[str, Scattered], masters: dict[str, Scattered]) -> dict[str, Scattered]:
+def _merge(tensors: dict[str, PickledTensor], masters: dict[str, PickledTensor]) -> dict[str, PickledTensor]:
     """All tensors, with master weights in place of the model's weights of the same names."""
     if is_pipeline(masters) and any(name.startswith("tied_modules.") for name in masters):
         # The layers' files have tied weights a second time, under the number of each layer that uses them.

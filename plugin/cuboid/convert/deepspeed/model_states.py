@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cuboid.checkpoint.format.tensor_header import TensorSpec, check_sizes
-from cuboid.convert.formats.pickles import Extent, Scattered, cut, extent_of, load_pickle, whole
+from cuboid.convert.formats.pickles import Extent, PickledTensor, cut, extent_of, load_pickle, pickled_tensor
 from cuboid.errors import CheckpointError
 
 _NAME = re.compile(
@@ -99,7 +99,7 @@ class ModelStates:
     """
 
     groups: list[dict[str, tuple[int, ...]]] = field(default_factory=list)
-    tensors: dict[str, Scattered] = field(default_factory=dict)
+    tensors: dict[str, PickledTensor] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
     ranks: list[Mapping[str, Any]] = field(default_factory=list)
 
@@ -127,7 +127,7 @@ def read_states(files: Files, model_rank: int, *, trusted: bool) -> ModelStates:
     for name, value in (first["module"] or {}).items():
         # Optimized parameters come from the optimizer's states. ZeRO 3 leaves an empty tensor in their place.
         if isinstance(value, torch.Tensor) and value.numel() and name not in optimized:
-            states.tensors[name] = whole(path, name, value)
+            states.tensors[name] = pickled_tensor(path, name, value)
     for name, shape in (first.get("frozen_param_shapes") or {}).items():
         chain = [_fragment(path, name, rank) for path, rank in zip(paths, states.ranks, strict=True)]
         states.tensors[name] = assembled(name, check_sizes(tuple(shape)), chain)
@@ -148,7 +148,7 @@ def _fragment(path: Path, name: str, loaded: Mapping[str, Any]) -> Extent:
     return extent_of(path, name, fragments[name])
 
 
-def assembled(name: str, shape: tuple[int, ...], chain: Iterable[Extent]) -> Scattered:
+def assembled(name: str, shape: tuple[int, ...], chain: Iterable[Extent]) -> PickledTensor:
     """A tensor made of the first elements of a chain of extents; the rest is padding.
 
     Raises:
@@ -158,4 +158,4 @@ def assembled(name: str, shape: tuple[int, ...], chain: Iterable[Extent]) -> Sca
     count = math.prod(shape)
     if sum(part.count for part in parts) < count:
         raise CheckpointError(f"{parts[0].path if parts else name}: the parts of {name} have too few elements")
-    return Scattered(TensorSpec(parts[0].dtype, shape), cut(parts, 0, count))
+    return PickledTensor(TensorSpec(parts[0].dtype, shape), cut(parts, 0, count))

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from cuboid.checkpoint.format.tensor_header import TensorSpec
 from cuboid.convert.deepspeed.model_states import Files
 from cuboid.convert.formats.parameter_names import state_specs
-from cuboid.convert.formats.pickles import Scattered, load_pickle, whole
+from cuboid.convert.formats.pickles import PickledTensor, load_pickle, pickled_tensor
 from cuboid.errors import CheckpointError
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.stages import draw_outline
@@ -32,7 +32,7 @@ def is_pipeline(names: Iterable[str]) -> bool:
     return bool(known) and all(_NUMBERED.fullmatch(name) or _TIED.fullmatch(name) for name in known)
 
 
-def read_layers(files: Files, *, trusted: bool) -> dict[str, Scattered]:
+def read_layers(files: Files, *, trusted: bool) -> dict[str, PickledTensor]:
     """The tensors of all ``layer_XX-model_states.pt``, with the layer's number as prefix.
 
     Raises:
@@ -43,7 +43,7 @@ def read_layers(files: Files, *, trusted: bool) -> dict[str, Scattered]:
         for name, value in load_pickle(path, trusted=trusted).items():
             if not isinstance(value, torch.Tensor):
                 raise CheckpointError(f"{path}: holds a {type(value).__name__} as {name}, not a tensor")
-            tensors[f"{number}.{name}"] = whole(path, name, value)
+            tensors[f"{number}.{name}"] = pickled_tensor(path, name, value)
     return tensors
 
 

@@ -17,7 +17,7 @@ import torch
 from cuboid.checkpoint.format.tensor_header import TensorSpec
 from cuboid.convert.deepspeed.model_states import ModelStates
 from cuboid.convert.formats.block_tensors import BLOCK_BYTES
-from cuboid.convert.formats.pickles import Extent, ExtentReader, Scattered, cut, extent_of
+from cuboid.convert.formats.pickles import Extent, ExtentReader, PickledTensor, cut, extent_of
 from cuboid.errors import CheckpointError
 
 #: Keys of a list of tensors for each group, or of one flat tensor for each.
@@ -41,7 +41,7 @@ class _Group:
         return sum(extent.count for extent in self.chain) - self.start
 
 
-def plain_masters(states: ModelStates, path: Path) -> dict[str, Scattered]:
+def plain_masters(states: ModelStates, path: Path) -> dict[str, PickledTensor]:
     """The fp32 weights by name; none if the optimizer steps the model's own.
 
     Args:
@@ -53,7 +53,7 @@ def plain_masters(states: ModelStates, path: Path) -> dict[str, Scattered]:
     """
     groups = _groups(states.ranks[0].get("optimizer"), path)
     # Keyed by the place in the file, because tied parameters are several names of one tensor.
-    found: dict[tuple[Extent, ...], Scattered | None] = {}
+    found: dict[tuple[Extent, ...], PickledTensor | None] = {}
     with ExtentReader() as reader:
         for name, tensor in states.tensors.items():
             if tensor.extents not in found:
@@ -64,7 +64,9 @@ def plain_masters(states: ModelStates, path: Path) -> dict[str, Scattered]:
     return {name: master for name, master in named if master is not None}
 
 
-def _take(groups: list[_Group], tensor: Scattered, name: str, path: Path, reader: ExtentReader) -> Scattered | None:
+def _take(
+    groups: list[_Group], tensor: PickledTensor, name: str, path: Path, reader: ExtentReader
+) -> PickledTensor | None:
     """The master weights of a tensor, from the group in which they are next; None if the tensor is frozen."""
     fitting = [group for group in groups if _rounds_to(group, tensor, reader)]
     if len(fitting) > 1:
@@ -74,7 +76,7 @@ def _take(groups: list[_Group], tensor: Scattered, name: str, path: Path, reader
     count = math.prod(tensor.spec.shape)
     extents = fitting[0].next(count)
     fitting[0].start += count
-    return Scattered(TensorSpec(extents[0].dtype, tensor.spec.shape), extents)
+    return PickledTensor(TensorSpec(extents[0].dtype, tensor.spec.shape), extents)
 
 
 def _groups(optimizer: Any, path: Path) -> list[_Group]:
@@ -86,7 +88,7 @@ def _groups(optimizer: Any, path: Path) -> list[_Group]:
     return []
 
 
-def _rounds_to(group: _Group, tensor: Scattered, reader: ExtentReader) -> bool:
+def _rounds_to(group: _Group, tensor: PickledTensor, reader: ExtentReader) -> bool:
     count, dtype = math.prod(tensor.spec.shape), tensor.spec.dtype
     extents = group.next(count)
     if sum(extent.count for extent in extents) < count:

@@ -11,7 +11,7 @@ import torch
 
 from cuboid.checkpoint.format.tensor_header import TensorSpec, check_sizes
 from cuboid.convert.deepspeed.model_states import ModelStates, assembled
-from cuboid.convert.formats.pickles import Extent, Scattered, cut, extent_of, load_pickle
+from cuboid.convert.formats.pickles import Extent, PickledTensor, cut, extent_of, load_pickle
 from cuboid.errors import CheckpointError
 
 _OPTIMIZER, _COUNT, _PADDINGS = "optimizer_state_dict", "partition_count", "param_alignment_paddings"
@@ -21,7 +21,7 @@ _PARTITIONS = "single_partition_of_fp32_groups"
 _FRAGMENTS = "fp32_flat_groups"
 
 
-def zero_masters(paths: Sequence[Path], states: ModelStates, *, trusted: bool) -> dict[str, Scattered]:
+def zero_masters(paths: Sequence[Path], states: ModelStates, *, trusted: bool) -> dict[str, PickledTensor]:
     """The fp32 weights that the data-parallel ranks' files make up together.
 
     Args:
@@ -61,7 +61,7 @@ def _extents(path: Path, key: str, tensors: Any) -> list[Extent]:
 
 def _from_partitions(
     paths: Sequence[Path], saved: Sequence[Mapping[str, Any]], states: ModelStates
-) -> Iterator[tuple[str, Scattered]]:
+) -> Iterator[tuple[str, PickledTensor]]:
     ranks = [_extents(path, _PARTITIONS, rank[_PARTITIONS]) for path, rank in zip(paths, saved, strict=True)]
     paddings = saved[0].get(_PADDINGS) or [[0] * len(group) for group in states.groups]
     for number, (group, behind) in enumerate(zip(states.groups, paddings, strict=True)):
@@ -75,7 +75,7 @@ def _from_partitions(
 
 def _from_fragments(
     paths: Sequence[Path], saved: Sequence[Mapping[str, Any]], states: ModelStates
-) -> Iterator[tuple[str, Scattered]]:
+) -> Iterator[tuple[str, PickledTensor]]:
     chains = [_extents(path, _FRAGMENTS, rank[_FRAGMENTS]) for path, rank in zip(paths, saved, strict=True)]
     start = 0
     for group in states.groups:
@@ -98,7 +98,7 @@ def _check_used(paths: Sequence[Path], used: int, present: int) -> None:
         )
 
 
-def universal_masters(folder: Path, states: Sequence[ModelStates], *, trusted: bool) -> dict[str, Scattered]:
+def universal_masters(folder: Path, states: Sequence[ModelStates], *, trusted: bool) -> dict[str, PickledTensor]:
     """The fp32 weights of a universal checkpoint: one file for each parameter.
 
     Args:
@@ -120,7 +120,7 @@ def universal_masters(folder: Path, states: Sequence[ModelStates], *, trusted: b
         extent, shape = extent_of(path, name, tensor), tuple(tensor.shape)
         if len(shape) == 1 and math.prod(shapes.get(name, ())) == extent.count:
             shape = shapes.get(name, shape)
-        masters[name] = Scattered(TensorSpec(extent.dtype, shape), (extent,))
+        masters[name] = PickledTensor(TensorSpec(extent.dtype, shape), (extent,))
     if not masters:
         raise CheckpointError(f"{folder / 'zero'}: has no */fp32.pt, as a universal checkpoint has")
     return masters

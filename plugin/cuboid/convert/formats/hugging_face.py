@@ -12,7 +12,7 @@ import torch
 from cuboid.checkpoint.format.tensor_file import TensorFile
 from cuboid.checkpoint.format.weight_index import INDEX, INDEX_SUFFIX, SINGLE, read_index
 from cuboid.convert.formats.block_tensors import Tensors, row_ranges
-from cuboid.convert.formats.pickles import ExtentReader, Scattered, load_pickle, whole
+from cuboid.convert.formats.pickles import ExtentReader, PickledTensor, load_pickle, pickled_tensor
 from cuboid.errors import CheckpointError
 
 PICKLE = "pytorch_model.bin"
@@ -61,17 +61,17 @@ def _open_files(folder: Path, found: str, stack: ExitStack) -> Tensors:
 
 
 def _open_pickles(folder: Path, found: str, stack: ExitStack, trusted: bool) -> Tensors:
-    def tensors_of(name: str) -> Mapping[str, Scattered]:
+    def tensors_of(name: str) -> Mapping[str, PickledTensor]:
         path = folder / name
         state = load_pickle(path, trusted=trusted)
         if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
             raise CheckpointError(f"{path}: isn't a dict of tensors")
-        return {key: whole(path, key, value) for key, value in state.items()}
+        return {key: pickled_tensor(path, key, value) for key, value in state.items()}
 
-    return scattered_tensors(_collect(folder, found, tensors_of), stack)
+    return pickled_tensors(_collect(folder, found, tensors_of), stack)
 
 
-def scattered_tensors(tensors: Mapping[str, Scattered], stack: ExitStack) -> Tensors:
+def pickled_tensors(tensors: Mapping[str, PickledTensor], stack: ExitStack) -> Tensors:
     """Tensors in pickles, whose files the stack closes."""
     reader = stack.enter_context(ExtentReader())
     return Tensors({name: tensor.spec for name, tensor in tensors.items()}, lambda name: reader.blocks(tensors[name]))

@@ -71,7 +71,7 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class Scattered:
+class PickledTensor:
     """A tensor whose flattened elements are the concatenation of extents."""
 
     spec: TensorSpec
@@ -101,7 +101,7 @@ def load_pickle(path: Path, *, trusted: bool) -> Any:
         raise CheckpointError(f"{path}: holds more than tensors and plain values: {_reason(error)}") from None
     except Exception as error:
         # The instructions of a forged pickle can make the unpickler raise anything.
-        raise CheckpointError(f"{path}: is no whole file of torch.save: {_reason(error)}") from None
+        raise CheckpointError(f"{path}: is not a complete file of torch.save: {_reason(error)}") from None
     for tensor in _tensors_in(loaded):
         _check_place(path, tensor, members)
     return loaded
@@ -118,11 +118,11 @@ def _check_archive(path: Path) -> dict[int, int]:
             if file.read(4) != b"PK\3\4":
                 if _OLD_MAGIC in file.read(32):
                     raise CheckpointError(_old_format(path))
-                raise CheckpointError(f"{path}: is no whole file of torch.save: it isn't a zip archive")
+                raise CheckpointError(f"{path}: is not a complete file of torch.save: it isn't a zip archive")
             with zipfile.ZipFile(file) as archive:
                 return _check_members(path, archive, file.fileno())
     except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: is no whole file of torch.save: {_reason(error)}") from None
+        raise CheckpointError(f"{path}: is not a complete file of torch.save: {_reason(error)}") from None
 
 
 def _check_members(path: Path, archive: zipfile.ZipFile, descriptor: int) -> dict[int, int]:
@@ -132,9 +132,11 @@ def _check_members(path: Path, archive: zipfile.ZipFile, descriptor: int) -> dic
         any(member.compress_type != zipfile.ZIP_STORED for member in members)
         or sum(x.file_size for x in members) > size
     ):
-        raise CheckpointError(f"{path}: is no whole file of torch.save: it has parts that are compressed, or overlap")
+        raise CheckpointError(
+            f"{path}: is not a complete file of torch.save: it has members that are compressed, or overlap"
+        )
     if len({member.filename for member in members}) < len(members):
-        raise CheckpointError(f"{path}: is no whole file of torch.save: it has two parts of one name")
+        raise CheckpointError(f"{path}: is not a complete file of torch.save: it has two members of the same name")
     sizes = {}
     for member in members:
         # The data follows the member's local header: 30 bytes, then a name and an extra field, whose lengths at byte 26
@@ -207,9 +209,9 @@ def _old_format(path: Path) -> str:
     return f"{path}: is of the format before torch 1.6; load it with torch and save it again"
 
 
-def whole(path: Path, name: str, tensor: torch.Tensor) -> Scattered:
+def pickled_tensor(path: Path, name: str, tensor: torch.Tensor) -> PickledTensor:
     """A tensor that a file has in one piece."""
-    return Scattered(TensorSpec(tensor.dtype, tuple(tensor.shape)), (extent_of(path, name, tensor),))
+    return PickledTensor(TensorSpec(tensor.dtype, tuple(tensor.shape)), (extent_of(path, name, tensor),))
 
 
 def cut(chain: Sequence[Extent], start: int, count: int) -> tuple[Extent, ...]:
@@ -229,7 +231,7 @@ class ExtentReader:
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
 
-    def blocks(self, tensor: Scattered) -> Iterator[torch.Tensor]:
+    def blocks(self, tensor: PickledTensor) -> Iterator[torch.Tensor]:
         """Consecutive rows of a tensor; see :class:`~cuboid.convert.formats.block_tensors.Tensors`."""
         spec = tensor.spec
         row = spec.nbytes // spec.dtype.itemsize // max(spec.shape[0] if spec.shape else 1, 1)
