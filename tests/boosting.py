@@ -189,7 +189,7 @@ def deepspeed_step(engine, step):
 
 
 def assert_alike(found, wanted, tolerance):
-    """Everything that two runs have in common is the same but for rounding."""
+    """Check that everything that two runs have in common is equal except for rounding."""
     assert found["losses"] == pytest_approx(wanted["losses"], tolerance)
     assert found["norms"] == pytest_approx(wanted["norms"], tolerance)
     for kind in ("gradients", "weights"):

@@ -1,4 +1,4 @@
-"""What tests of parity and of checkpoints share: sections of a config, stored tensors, and what to say of a failure."""
+"""Helpers of the tests of parity and of checkpoints: config sections, stored tensors, and messages for failures."""
 
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ def mesh_section(mesh: str) -> dict[str, Any]:
 
 
 def describe(report: PassReport) -> str:
-    """What failed, for the test's output."""
+    """The failed checks, for the test's output."""
     failed = [f"{c.kind} {c.name}: {c.error:.1e}" for c in report.checks if not c.passed]
     return f"{report.first_difference}; {len(failed)} of {len(report.checks)} fail: {', '.join(failed[:12])}"
 
 
 def stored(folder: str | Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, in however many files."""
+    """All tensors of a checkpoint, from one or several files."""
     return {name: x for file in Path(folder).glob("*.safetensors") for name, x in load_file(file).items()}

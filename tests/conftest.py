@@ -1,4 +1,4 @@
-"""What several test modules share: a pool of processes, and small checkpoints."""
+"""Fixtures that several test modules share: a pool of processes, and small checkpoints."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,17 +8,17 @@ from hypothesis import settings
 
 from cuboid.verify import SmallModel, WorkerPool
 
-# Machines are shared and slow at times; how long an example takes says nothing about it.
+# No deadline per example: machines are shared and slow at times.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
-#: For one job of a pool. A job takes a second or two; the rest is for slow machines.
+#: Timeout of a job of the pool, which takes a second or two; generous for slow machines.
 TIMEOUT_S = 120.0
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave ``sample(n)`` cases of a test to every change, spread evenly over all; the others are slow ones."""
+    """Of a test marked ``sample(n)``, run n cases for every change, evenly spread; mark the others as slow."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
@@ -42,7 +42,7 @@ def pool() -> Iterator[WorkerPool]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[SmallModel], str]:
-    """Writes a small model's checkpoint once, and gives its path."""
+    """Writes a small model's checkpoint once; returns its path."""
     written: dict[SmallModel, Path] = {}
 
     def path_of(small: SmallModel) -> str:

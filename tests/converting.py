@@ -1,4 +1,4 @@
-"""What tests of conversions share."""
+"""Helpers of the tests of conversions."""
 
 from pathlib import Path
 
@@ -10,14 +10,14 @@ from cuboid.convert.run import ConvertOptions, convert
 
 
 def run(source, target, **options):
-    """Convert, and give the lines that were said."""
+    """Convert; returns the printed lines."""
     lines = []
     convert(ConvertOptions(Path(source), Path(target), quiet=True, **options), lines.append)
     return lines
 
 
 def layout_section(mesh="1x1x1", stages=None, balance="layers"):
-    """A config with a mesh, and a pipeline where stages are given."""
+    """A config with a mesh and, if stages are given, a pipeline."""
     config = {"tensor_parallel": mesh_section(mesh)}
     if stages is not None:
         config["pipeline"] = {"engine": "seq1f1b", "stages": stages, "segments": 2, "stage_balance": balance}
@@ -30,7 +30,7 @@ def layout(mesh="1x1x1", stages=None, balance="layers"):
 
 
 def same(one, other):
-    """Whether two folders hold the same tensors to the bit, under the same names."""
+    """Whether two folders have the same tensors, bit for bit, under the same names."""
     first, second = stored(one), stored(other)
     return first.keys() == second.keys() and all(
         torch.equal(first[name], second[name]) and first[name].dtype == second[name].dtype for name in first
@@ -38,5 +38,5 @@ def same(one, other):
 
 
 def nothing_left(target):
-    """Whether neither a folder nor the beginning of one is there."""
+    """Whether neither a folder nor an incomplete one exists."""
     return not target.exists() and not target.with_name(f"{target.name}.incomplete").exists()

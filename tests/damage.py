@@ -1,4 +1,4 @@
-"""Damages to checkpoints and models, and every reader's answer to them."""
+"""Damage checkpoints and models in many ways, and see how every reader reacts."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ import torch
 
 import cuboid
 from converting import layout_section, run
-from cuboid.checkpoint.format.manifest import MANIFEST, Manifest, record_of, signed
+from cuboid.checkpoint.format.manifest import MANIFEST, Manifest, record_of, with_checksum
 from cuboid.config.schema import parse_config
 from cuboid.convert.inspection import inspect_checkpoint
 from cuboid.convert.sources import find_checkpoint
@@ -25,7 +25,7 @@ from cuboid.train.data.initial_model import train_tokenizer
 from cuboid.train.job import load_tokenizer
 from training import make_engine, settings, train
 
-#: For a reader's answer; they take a fraction of a second on an idle machine.
+#: Time limit of a reader, which takes a fraction of a second on an idle machine.
 LIMIT_S = 60
 STATE, INDEX, CONFIG = "state.json", "model.safetensors.index.json", "config.json"
 
@@ -90,7 +90,7 @@ def document(change):
 
 
 def header(change):
-    """Change what a safetensors file says before its tensors."""
+    """Change the header of a safetensors file."""
 
     def apply(path):
         content = path.read_bytes()
@@ -189,13 +189,13 @@ CONFIGS = {
 
 
 def forged(change):
-    """Change a manifest, and its checksum of itself with it."""
+    """Change a manifest, and its checksum of itself accordingly."""
 
     def apply(path):
         content = json.loads(path.read_bytes())
         del content["sha256"]
         change(content)
-        path.write_bytes(signed(content))
+        path.write_bytes(with_checksum(content))
 
     return apply
 
@@ -229,7 +229,7 @@ INDICES = {
 
 
 def damages_of(folder, other, chance, *, flips, forged):
-    """Damages to every file of a folder; of another folder's files with other contents, exchanges."""
+    """Damages to every file of a folder, including its replacement by another folder's file with other contents."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     for name in names:
         for number in range(flips):
@@ -260,7 +260,7 @@ def forgeries(names):
 
 
 def seal(folder):
-    """Let the manifest say what is there, by a forger's hand."""
+    """Forge the manifest so that it matches the damaged files."""
     if not (folder / MANIFEST).is_file():
         return
     manifest = Manifest.read(folder)
@@ -272,7 +272,7 @@ def seal(folder):
 
 
 def contents(folder):
-    """Everything in a folder, but for where it lies."""
+    """Everything in a folder, with its path removed."""
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     return {name: path.read_bytes() for name, path in files.items()}
 
@@ -280,8 +280,8 @@ def contents(folder):
 def converted(folder, **options):
     with tempfile.TemporaryDirectory() as scratch:
         target = Path(scratch) / "target"
-        said = run(folder, target, **options)
-        assert any(line.startswith("checked: ") for line in said)
+        output = run(folder, target, **options)
+        assert any(line.startswith("checked: ") for line in output)
         return contents(target)
 
 
@@ -319,7 +319,7 @@ def same(one, other):
 
 @contextlib.contextmanager
 def limited():
-    """Ends what takes too long, so that it counts as a crash."""
+    """Ends readers that take too long, which counts as a crash."""
 
     def end(*_):
         raise TimeoutError(f"took more than {LIMIT_S} s")
@@ -333,18 +333,22 @@ def limited():
         signal.signal(signal.SIGALRM, before)
 
 
-def answer(read, folder, expected, tellable):
-    """What a reader makes of a folder: refused by a name; the same as before; nothing that can be told; or wrong."""
+def answer(read, folder, expected, detectable):
+    """How a reader reacts to a damaged folder.
+
+    "rejected" with an error that names the folder; "unused" if it reads the same as before; "undetectable" if it reads
+    other values, which only a checksum could reveal; anything else is wrong.
+    """
     try:
         with limited():
             found = read(folder)
     except CuboidError as error:
-        return "refused" if folder.name in str(error) else f"refused without a name: {error}"
+        return "rejected" if folder.name in str(error) else f"rejected without a name: {error}"
     except BaseException as error:
         return f"crashed: {type(error).__name__}: {str(error)[:300]}"
     if same(found, expected):
         return "unused"
-    return "accepted" if tellable else "can't be told"
+    return "accepted" if detectable else "undetectable"
 
 
 # --- the sweep -----------------------------------------------------------------------------------------------------
@@ -361,7 +365,7 @@ def write_checkpoints(path, root):
 
 
 def prepare(path, root):
-    """Folders of each form: checkpoints, a plain model in one file and in several, files of ranks."""
+    """Folders of each form: checkpoints, a plain model in one file and in several, per-rank files."""
     train_tokenizer(["def f(x): return x"] * 9, 131).save_pretrained(path)
     engine = write_checkpoints(path, root / "run")
     newest = root / "run" / "global_step2"
@@ -380,16 +384,16 @@ def prepare(path, root):
     ]
 
 
-def is_tellable(damage, reader, recorded):
-    """Whether a reader can know of a damage: values without checksums are what they are, and so are forged ones."""
+def is_detectable(damage, reader, recorded):
+    """Whether a reader can detect a damage: it can't for values without a checksum, or with a forged one."""
     if damage.sealed:
-        # Nobody makes a model of what is only copied or shown.
+        # These readers only copy or show the file, without building a model from it.
         return not (damage.name == CONFIG and damage.kind in CONFIGS and reader not in ("load", "resume"))
     return recorded or not damage.kind.startswith(("flip", "lengthened", "cut to 0.999", "missing"))
 
 
 def sweep(path, root, seed, flips, share):
-    """Counts of answers, by form, and every answer that is none of those that are wanted.
+    """Counts of answers by form of the folder, and all wrong answers.
 
     Args:
         path: of a model.
@@ -415,12 +419,12 @@ def sweep(path, root, seed, flips, share):
                 with contextlib.suppress(CuboidError, OSError):
                     seal(place)
             answers = {
-                name: answer(read, place, expected[name], is_tellable(damage, name, recorded))
+                name: answer(read, place, expected[name], is_detectable(damage, name, recorded))
                 for name, read in readers.items()
             }
             shutil.rmtree(place)
             counts.update((folder.name, result.partition(":")[0]) for result in answers.values())
-            fine = {"refused", "unused", "can't be told"}
+            fine = {"rejected", "unused", "undetectable"}
             bad = {name: result for name, result in answers.items() if result not in fine}
             if bad:
                 wrong.append((folder.name, damage.name, damage.kind, bad))

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own that nobody watches, without a launcher: what each ended with, and when."""
+"""Ranks in separate processes without a launcher, which would end the others: how and when each one ended."""
 
 import multiprocessing
 import os

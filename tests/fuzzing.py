@@ -1,4 +1,4 @@
-"""Configs with one mistake each, made from valid ones, and what becomes of them behind the doors that users have."""
+"""Make configs with one mistake each from valid ones, and try them through all public entry points."""
 
 import base64
 import copy
@@ -29,7 +29,7 @@ DEEPSPEED = {
 
 
 def bases(ranks):
-    """Valid configs for so many ranks, by name."""
+    """Valid configs for that many ranks, by name."""
     mesh = {"mode": "3d_tensor", "mesh": {**MESH, "hidden": ranks}}
     pipeline = {"engine": "seq1f1b", "stages": ranks, "segments": 2, "partition": "even"}
     batch = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
@@ -55,7 +55,7 @@ class Case:
     Attributes:
         name: what was done to which key.
         source: a dict; or the name of a file and its bytes; or a string.
-        wrong: whether it must be refused; of other cases some are valid.
+        wrong: whether it must be rejected; of other cases some are valid.
         key: that the error must name; None where there is none to name.
     """
 
@@ -66,7 +66,7 @@ class Case:
 
 
 def paths_of(value, path=()):
-    """Every key of a config, sections before what is in them."""
+    """Every key of a config; sections before their keys."""
     for key, item in value.items():
         yield (*path, key)
         if isinstance(item, dict):
@@ -79,7 +79,7 @@ def section_of(config, path):
     return config
 
 
-#: Numbers that no key takes.
+#: Numbers that are invalid for every key.
 IMPOSSIBLE = (float("nan"), float("inf"), float("-inf"), 10**30, -(10**30))
 OTHERS = (
     None,
@@ -158,7 +158,7 @@ def written(config, form, draw):
 
 
 def twice(config, draw):
-    """A file in which a key is there twice."""
+    """A file with a duplicate key."""
     path = draw.choice(list(paths_of(config)))
     section, key = section_of(config, path), path[-1]
     section["TWICE"] = section[key]
@@ -172,7 +172,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 
 
 def broken(config, draw):
-    """A file that can't be read, or that can but shouldn't."""
+    """A file that can't be read, or that must be rejected."""
     text = json.dumps(config).encode()
     place = draw.randrange(1, len(text) - 1)
     files = {
@@ -203,7 +203,7 @@ def broken(config, draw):
 
 
 def cases(count, seed, ranks):
-    """So many cases, always the same ones."""
+    """That many cases, always the same ones."""
     draw = random.Random(seed)
     for number in range(count):
         base, valid = draw.choice(list(bases(ranks).items()))
@@ -219,7 +219,7 @@ def cases(count, seed, ranks):
 
 
 def source_of(case, folder):
-    """What the user hands over, a file being written into the folder."""
+    """What the user passes; a file is written into the folder."""
     if not isinstance(case.source, tuple):
         return case.source
     name, content = case.source
@@ -230,7 +230,7 @@ def source_of(case, folder):
 
 
 def attempt(source, checkpoint):
-    """One optimizer step with a config: ("trained" | "refused" | "crashed", message)."""
+    """One optimizer step with a config: ("trained" | "rejected" | "crashed", message)."""
     try:
         model = cuboid.from_pretrained(checkpoint, source)
         engine, *_ = deepspeed.initialize(model=model, config=source)
@@ -243,18 +243,18 @@ def attempt(source, checkpoint):
             engine.step()
         return "trained", ""
     except cuboid.CuboidError as error:
-        return "refused", f"{type(error).__name__}: {error}"
+        return "rejected", f"{type(error).__name__}: {error}"
     except Exception:
         return "crashed", traceback.format_exc()
 
 
 def attempt_all(sources, checkpoint):
-    """What became of each on this rank."""
+    """The result of each case on this rank."""
     return [attempt(source, checkpoint) for source in sources]
 
 
 def faults(case, ranks):
-    """What is wrong with what became of a case on the ranks: nothing, or a line for a test to print."""
+    """A message if the ranks' results of a case are wrong; None if they are right."""
     first = ranks[0]
     if any(status == "crashed" for status, _ in ranks):
         return f"{case.name}: crashed: {next(text for status, text in ranks if status == 'crashed')}"
@@ -262,7 +262,7 @@ def faults(case, ranks):
         return f"{case.name}: ranks differ: {ranks}"
     status, message = first
     if case.wrong and status == "trained":
-        return f"{case.name}: nobody minded"
+        return f"{case.name}: it was accepted"
     if case.wrong and case.key is not None and case.key.rpartition(".")[2] not in message:
         return f"{case.name}: {case.key} isn't named: {message}"
     return None

@@ -1,4 +1,4 @@
-"""Start real processes as a user would, and end all that they started."""
+"""Start real processes as a user would, and end all of their children."""
 
 import contextlib
 import json
@@ -18,14 +18,14 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTE
 
 
 def free_port():
-    """A port that nobody listens on now."""
+    """A free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
 
 
 def start(*arguments, **variables):
-    """A process in a group of its own, without whatever launcher's variables this process may have."""
+    """A process in its own process group, without the launcher's variables that this process may have."""
     environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     environment.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", **variables)
     return subprocess.Popen(
@@ -40,7 +40,7 @@ def start(*arguments, **variables):
 
 
 def finish(process, timeout_s):
-    """The status and the output of a process; its whole group ends with it."""
+    """The exit status and output of a process; its process group is ended too."""
     try:
         output, _ = process.communicate(timeout=timeout_s)
     finally:
@@ -49,7 +49,7 @@ def finish(process, timeout_s):
 
 
 def end(process):
-    """Kill a process and all that it started; torchrun puts its ranks into process groups of their own."""
+    """Kill a process and all its descendants; torchrun puts its ranks into separate process groups."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -65,7 +65,7 @@ def run(*arguments, timeout_s=240, **variables):
 
 
 def torchrun(ranks, script, *arguments, timeout_s=240, **variables):
-    """Run a script on so many ranks."""
+    """Run a script on that many ranks."""
     launcher = (BIN / "torchrun", "--standalone", "--nproc-per-node", ranks)
     return run(*launcher, script, *arguments, timeout_s=timeout_s, **variables)
 
@@ -78,7 +78,7 @@ def reports_of(ranks, script, root):
     (root / "script.py").write_text(textwrap.dedent(script))
     status, output = torchrun(ranks, root / "script.py", root)
     assert status == 0, output
-    # Ranks may print at the same time, on one line.
+    # Ranks may print at the same time, so that their outputs are on one line.
     decoder, found = json.JSONDecoder(), output.split("RESULT")[1:]
     return [decoder.raw_decode(part)[0] for part in found]
 

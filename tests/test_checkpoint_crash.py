@@ -1,4 +1,4 @@
-"""What becomes of checkpoints when ranks die, files are damaged, disks are full, and something else is loaded."""
+"""Checkpoints when ranks are killed, files are damaged, disks are full, and when something else is loaded."""
 
 import itertools
 import os
@@ -25,10 +25,10 @@ from damage import sweep
 from training import make_engine, settings, train
 
 SMALL = SmallModel("llama", heads=4, kv_heads=2, layers=2)
-#: Its embedding has 2.6 MB.
+#: Its embedding is 2.6 MB.
 LARGE = SmallModel("llama", heads=4, kv_heads=2, layers=2, vocabulary=20_000)
 KILLS = 50
-#: Killing stops there, however slow the machine is; the kills so far are then all there are.
+#: Time limit of the kills, for slow machines; the test ends with the kills made by then.
 LIMIT_S = 240.0
 
 
@@ -36,7 +36,7 @@ LIMIT_S = 240.0
 
 
 def save_until_killed(path, config, root, asynchronous):
-    """Resume from the last checkpoint, if there is one, and save without end: everything has the step's value."""
+    """Resume from the last checkpoint, if there is one, and save forever; all tensors have the step as their value."""
     config = {**config, "checkpoint": {"keep_last": 3, "asynchronous": asynchronous}}
     engine = make_engine(path, config)
     train(engine, 1)
@@ -55,10 +55,10 @@ def save_until_killed(path, config, root, asynchronous):
             for tensor in (*engine.module.parameters(), *_moment_tensors(engine)):
                 tensor.fill_(step)
         engine.global_steps = step
-        # One tag is written again and again.
+        # One tag is overwritten all the time.
         engine.save_checkpoint(root, tag=None if step % 3 else "again", client_state={"value": step})
         if saves > 1:
-            # The one before this one is complete, even if this one is still being written.
+            # The previous checkpoint is complete, even if this one is still being written.
             Path(root, "began").touch()
 
 
@@ -71,13 +71,13 @@ def _moments(engine):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "behind"])
-def test_killed_ranks_leave_the_checkpoint_before_this_one(checkpoint, tmp_path, asynchronous):
+def test_killed_ranks_leave_the_previous_checkpoint_intact(checkpoint, tmp_path, asynchronous):
     kill_again_and_again(checkpoint, tmp_path, asynchronous, KILLS // 10)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "behind"])
-def test_many_killed_ranks_leave_the_checkpoint_before_this_one(checkpoint, tmp_path, asynchronous):
+def test_many_killed_ranks_leave_the_previous_checkpoint_intact(checkpoint, tmp_path, asynchronous):
     kill_again_and_again(checkpoint, tmp_path, asynchronous, KILLS)
 
 
@@ -94,7 +94,7 @@ def kill_again_and_again(checkpoint, tmp_path, asynchronous, times):
             job.start()
             while job.is_alive() and not (root / "began").exists():
                 time.sleep(0.01)
-            # Somewhere in the two saves that follow.
+            # At a random moment of the next two saves.
             time.sleep(chance.uniform(0.0, 0.4))
             victims = chance.choice([[0], [1], [0, 1]])
             for victim in victims:
@@ -116,13 +116,13 @@ def _run(pool, failure, *arguments):
 
 
 def _check_whole(root, last):
-    """The checkpoint that the next start would find is whole, and no older than the one before."""
+    """Check that the checkpoint that the next start would find is intact, and not older than the previous one."""
     found = resolve(root)
     manifest = Manifest.read(found)
     check_sizes(found, manifest)
     check_contents(found, manifest, manifest.files)
     assert manifest.step >= last
-    # Nothing piles up: what is kept, the one in the making, and one that is being replaced.
+    # Files don't accumulate: at most the ones to keep, one that is being written, and one that is being replaced.
     assert len([entry for entry in root.iterdir() if entry.is_dir()]) <= 6
     return manifest.step
 
@@ -137,9 +137,9 @@ def save_once(path, config, root):
 
 
 def refusals(path, config, root, damages):
-    """What loading says on this rank after each damage, which the first rank does and undoes."""
+    """This rank's error when loading after each damage, which rank 0 makes and undoes."""
     engine = make_engine(path, config)
-    rank, said = torch.distributed.get_rank(), []
+    rank, reported = torch.distributed.get_rank(), []
     before = cuboid.full_state_dict(engine)
     for name, kind in damages:
         file = Path(root) / "global_step1" / name
@@ -149,9 +149,9 @@ def refusals(path, config, root, damages):
         torch.distributed.barrier()
         try:
             engine.load_checkpoint(root)
-            said.append(None)
+            reported.append(None)
         except CheckpointError as error:
-            said.append(str(error))
+            reported.append(str(error))
         torch.distributed.barrier()
         if rank == 0:
             if kind == "foreign":
@@ -160,7 +160,7 @@ def refusals(path, config, root, damages):
         torch.distributed.barrier()
     untouched = all(torch.equal(x, before[name]) for name, x in cuboid.full_state_dict(engine).items())
     engine.load_checkpoint(root)
-    return said, untouched
+    return reported, untouched
 
 
 def _damage(file, content, kind):
@@ -175,7 +175,7 @@ def _damage(file, content, kind):
         file.with_name("model-00009-of-00009.safetensors").write_bytes(content)
 
 
-def test_damaged_files_are_refused_by_name_on_every_rank(pool, checkpoint, tmp_path):
+def test_damaged_files_are_named_in_errors_on_every_rank(pool, checkpoint, tmp_path):
     path, config = checkpoint(SMALL), settings("1x1x2", stages=2)
     pool.run(4, save_once, path, config, str(tmp_path))
     folder = tmp_path / "global_step1"
@@ -186,8 +186,8 @@ def test_damaged_files_are_refused_by_name_on_every_rank(pool, checkpoint, tmp_p
     damages = [*random.Random(1).sample(possible, 33), (tensors[0], "foreign")]
     results = pool.run(4, refusals, path, config, str(tmp_path), damages)
     words = {"flipped": "sha256", "truncated": "bytes long", "missing": "is missing", "foreign": "is foreign"}
-    for said, untouched in results:
-        for (name, kind), message in zip(damages, said, strict=True):
+    for reported, untouched in results:
+        for (name, kind), message in zip(damages, reported, strict=True):
             expected = "model-00009-of-00009.safetensors" if kind == "foreign" else name
             assert message is not None, f"{name}, {kind}, was loaded"
             assert expected in message
@@ -199,7 +199,7 @@ def test_damaged_files_are_refused_by_name_on_every_rank(pool, checkpoint, tmp_p
 
 
 def save_on_a_full_disk(path, config, root, settings_):
-    """What saving says when files can't get longer than so much, and that training goes on and saves again."""
+    """The error of a save when file sizes are limited; training then continues and saves again."""
     engine = make_engine(path, {**config, "checkpoint": settings_})
     train(engine, 1)
     engine.save_checkpoint(root)
@@ -207,26 +207,26 @@ def save_on_a_full_disk(path, config, root, settings_):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     if torch.distributed.get_rank() == 1:
-        # Enough for the file in which the pool's ranks meet, but not for the largest tensor.
+        # Enough for the file of the pool's rendezvous, but not for the largest tensor.
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, usual[1]))
     train(engine, 1)
     try:
-        said = engine.save_checkpoint(root)
+        reported = engine.save_checkpoint(root)
         if settings_.get("asynchronous"):
-            said = engine.wait_for_checkpoint()
+            reported = engine.wait_for_checkpoint()
     except CheckpointError as error:
-        said = (str(error), error.rank)
+        reported = (str(error), error.rank)
     resource.setrlimit(resource.RLIMIT_FSIZE, usual)
     torch.distributed.barrier()
     left = sorted(entry.name for entry in Path(root).iterdir())
     train(engine, 1)
     engine.save_checkpoint(root)
     engine.wait_for_checkpoint()
-    return said, left
+    return reported, left
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "behind"])
-def test_a_full_disk_fails_the_save_and_nothing_else(pool, checkpoint, tmp_path, asynchronous):
+def test_a_full_disk_fails_only_the_save(pool, checkpoint, tmp_path, asynchronous):
     config = settings("1x1x2")
     arguments = (checkpoint(LARGE), config, str(tmp_path), {"asynchronous": asynchronous})
     for (message, rank), left in pool.run(2, save_on_a_full_disk, *arguments):
@@ -237,10 +237,10 @@ def test_a_full_disk_fails_the_save_and_nothing_else(pool, checkpoint, tmp_path,
     assert (tmp_path / "latest").read_text() == "global_step3"
 
 
-def test_training_goes_on_without_a_checkpoint_if_so_configured(pool, checkpoint, tmp_path):
+def test_training_continues_after_a_failed_save_if_so_configured(pool, checkpoint, tmp_path):
     arguments = (checkpoint(LARGE), settings("1x1x2"), str(tmp_path), {"on_failure": "warn"})
-    for said, left in pool.run(2, save_on_a_full_disk, *arguments):
-        assert said is False
+    for reported, left in pool.run(2, save_on_a_full_disk, *arguments):
+        assert reported is False
         assert left == ["global_step1", "latest"]
     assert resolve(tmp_path).name == "global_step3"
 
@@ -249,7 +249,7 @@ def test_training_goes_on_without_a_checkpoint_if_so_configured(pool, checkpoint
 
 
 def misuses(path, root, deeper):
-    """What is said on this rank of each misuse, with training going on after all of them."""
+    """This rank's error for each misuse; training continues after all of them."""
     engine = make_engine(path, settings("1x1x2"))
     train(engine, 1)
     engine.save_checkpoint(root)
@@ -264,41 +264,41 @@ def misuses(path, root, deeper):
         "client state": lambda: engine.save_checkpoint(root, tag="x", client_state={"a": [{"b": object()}]}),
         "another model": lambda: engine.load_checkpoint(deeper, load_module_only=True),
     }
-    said = {}
+    reported = {}
     for name, attempt in attempts.items():
         try:
             attempt()
-            said[name] = "nothing"
+            reported[name] = "nothing"
         except cuboid.CuboidError as error:
-            said[name] = str(error)
+            reported[name] = str(error)
     optimizer = {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}
     other = make_engine(path, {**settings("1x1x2", zero=0), "optimizer": optimizer})
     try:
         other.load_checkpoint(root)
     except CheckpointError as error:
-        said["another optimizer"] = str(error)
+        reported["another optimizer"] = str(error)
     other.load_checkpoint(root, load_optimizer_states=False)
     train(engine, 1)
     left = sorted(entry.name for entry in Path(root).iterdir())
-    return said, left
+    return reported, left
 
 
-def test_misuse_is_told_on_every_rank(pool, checkpoint, tmp_path):
+def test_misuse_raises_on_every_rank(pool, checkpoint, tmp_path):
     deeper = checkpoint(SmallModel("llama", heads=8, kv_heads=2, layers=2))
-    for said, left in pool.run(2, misuses, checkpoint(SMALL), str(tmp_path), deeper):
-        assert "elsewhere: is not a folder" in said["nothing there"]
-        assert "global_step1" in said["unknown tag"]
-        assert "load_module_strict" in said["strict"]
-        assert "exclude_frozen_parameters" in said["frozen"]
-        assert "'a/b'" in said["tag"]
-        assert "rank1" in said["tags"]
-        assert "client.a.0.b is a builtins.object" in said["client state"]
-        assert "is it of another model?" in said["another model"] or "shape" in said["another model"]
-        assert "AdamW, but the optimizer is SGD" in said["another optimizer"]
+    for reported, left in pool.run(2, misuses, checkpoint(SMALL), str(tmp_path), deeper):
+        assert "elsewhere: is not a folder" in reported["nothing there"]
+        assert "global_step1" in reported["unknown tag"]
+        assert "load_module_strict" in reported["strict"]
+        assert "exclude_frozen_parameters" in reported["frozen"]
+        assert "'a/b'" in reported["tag"]
+        assert "rank1" in reported["tags"]
+        assert "client.a.0.b is a builtins.object" in reported["client state"]
+        assert "is it of another model?" in reported["another model"] or "shape" in reported["another model"]
+        assert "AdamW, but the optimizer is SGD" in reported["another optimizer"]
         assert left == ["global_step1", "latest"]
 
 
-def test_checkpoints_of_deepspeed_itself_are_sent_to_convert(pool, checkpoint, tmp_path):
+def test_for_deepspeeds_own_checkpoints_the_error_suggests_convert(pool, checkpoint, tmp_path):
     (tmp_path / "global_step9").mkdir()
     (tmp_path / "global_step9" / "mp_rank_00_model_states.pt").write_bytes(b"")
     (tmp_path / "latest").write_text("global_step9")
@@ -318,7 +318,7 @@ def export(path, out, mesh):
     cuboid.save_pretrained(model, out, max_shard_size="9KB")
 
 
-def test_an_export_replaces_the_files_of_another(pool, checkpoint, tmp_path):
+def test_an_export_replaces_the_files_of_an_earlier_one(pool, checkpoint, tmp_path):
     pool.run(4, export, checkpoint(SMALL), str(tmp_path), "1x2x2")
     assert len(list(tmp_path.glob("*.safetensors"))) > 4
     other = checkpoint(SmallModel("llama", heads=4, kv_heads=2, layers=2, seed=3))
@@ -336,7 +336,7 @@ def export_as_deepspeed(path, out):
     return engine.save_16bit_model(out)
 
 
-def test_deepspeeds_own_export_is_whole_and_no_pickle(pool, checkpoint, tmp_path):
+def test_deepspeeds_own_export_is_complete_and_in_safetensors(pool, checkpoint, tmp_path):
     assert pool.run(2, export_as_deepspeed, checkpoint(SMALL), str(tmp_path)) == [True, True]
     read, expected = stored(tmp_path), stored(checkpoint(SMALL))
     assert read.keys() == expected.keys()
@@ -344,13 +344,13 @@ def test_deepspeeds_own_export_is_whole_and_no_pickle(pool, checkpoint, tmp_path
     assert not list(tmp_path.glob("*.bin"))
 
 
-#: Names that look like weights, one of them like a shard, which no index names.
+#: Files of the user's with names like weights, one of them like a shard, that no index names.
 OWN = ["model-best.safetensors", "model_backup.safetensors", "model-00001-of-00009.safetensors"]
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def save_through_every_door(path, out):
-    """The names that are there after each call of a kind, on the first rank."""
+    """The file names after each kind of call, on rank 0."""
     engine = make_engine(path, settings("1x1x2"))
     model, rank = engine.module, torch.distributed.get_rank()
     state = cuboid.full_state_dict(model)
@@ -371,7 +371,7 @@ def save_through_every_door(path, out):
     return found
 
 
-def test_every_door_leaves_the_users_files(pool, checkpoint, tmp_path):
+def test_every_way_to_save_keeps_the_users_files(pool, checkpoint, tmp_path):
     for name in OWN:
         (tmp_path / name).write_text(f"mine: {name}")
     (tmp_path / "tokenizer.json").write_text('{"mine": 1}')
@@ -386,7 +386,7 @@ def test_every_door_leaves_the_users_files(pool, checkpoint, tmp_path):
     assert SINGLE not in found["cuboid"]
     assert SINGLE in found["handed over"]
     assert INDEX not in found["handed over"]
-    # Another variant's weights are weights of their own.
+    # Another variant's weights aren't replaced.
     assert INDEX in found["gathered"]
     assert "model.safetensors.index.fp16.json" in found["gathered"]
     assert "model.fp16.safetensors" not in found["gathered"]
@@ -400,7 +400,7 @@ def test_every_door_leaves_the_users_files(pool, checkpoint, tmp_path):
 
 
 def check_sweep(checkpoint, tmp_path, least, **chosen):
-    # In a process of its own, which dies alone of what crashes a reader; DeepSpeed wants a fresh one for another world.
+    # In a separate process, because a damage may crash a reader, and DeepSpeed can't change its world size.
     with WorkerPool(1) as pool:
         ((counts, wrong),) = pool.run(1, sweep, checkpoint(SMALL), str(tmp_path), *chosen.values(), timeout_s=3000)
     damages = sum(count for (_, kind), count in counts.items() if kind == "damages")
@@ -409,10 +409,10 @@ def check_sweep(checkpoint, tmp_path, least, **chosen):
     assert damages >= least
 
 
-def test_no_reader_takes_a_sample_of_damages(checkpoint, tmp_path):
+def test_readers_reject_a_sample_of_damages(checkpoint, tmp_path):
     check_sweep(checkpoint, tmp_path, 20, seed=1, flips=1, share=0.12)
 
 
 @pytest.mark.slow
-def test_no_reader_takes_any_damage(checkpoint, tmp_path):
+def test_readers_reject_all_damages(checkpoint, tmp_path):
     check_sweep(checkpoint, tmp_path, 400, seed=2, flips=4, share=1.0)

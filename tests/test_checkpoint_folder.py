@@ -1,4 +1,4 @@
-"""The folder of a checkpoint: what crashes leave of it, what is found afterwards, and what is refused."""
+"""The folder of a checkpoint: crashes at every point of its life, recovery, and what is rejected."""
 
 import contextlib
 import itertools
@@ -37,14 +37,14 @@ from cuboid.checkpoint.shards import Bundle, Family, Run, SplitTensor
 from cuboid.config.schema import CheckpointConfig
 
 KEPT, TAGS = 2, 4
-#: A child that was told to crash ends with it.
+#: Exit status of a child that crashes on purpose.
 CRASHED = 77
-#: What changes a folder, as Python announces it before it does it.
+#: Python's audit events for changes of a folder, which are raised before the change.
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 
 
 def write(folder, step):
-    """The files of a checkpoint, and its manifest."""
+    """Write the files of a checkpoint; returns its manifest."""
     specs = {"x": TensorSpec(torch.float32, (4, 3))}
     with TensorFileWriter(folder / "model.safetensors", specs) as file:
         file.write("x", torch.full((4, 3), float(step)))
@@ -55,7 +55,7 @@ def write(folder, step):
 
 
 def save(root, step, tag=None):
-    """One checkpoint, as a saver writes it. Tags come back, so that old checkpoints are replaced too."""
+    """Write one checkpoint, as a saver does. Tags are reused, so that old checkpoints are replaced too."""
     tag = tag or f"turn{step % TAGS}"
     sweep(root)
     path = commit(root, tag, write(begin(root, tag), step))
@@ -64,7 +64,7 @@ def save(root, step, tag=None):
 
 
 def check(root):
-    """The step of the checkpoint that is found, which is whole."""
+    """The step of the checkpoint that is found, after checking that it is intact."""
     path = resolve(root)
     manifest = Manifest.read(path)
     check_sizes(path, manifest)
@@ -76,12 +76,12 @@ def check(root):
 
 
 def check_swept(root):
-    """After a sweep there is nothing but complete checkpoints, of no more tags than are used."""
+    """Check that after a sweep there are only complete checkpoints, of the tags that are used."""
     sweep(root)
     assert not list(root.glob(f"*{INCOMPLETE}"))
     names = {path.name for path in root.iterdir()} - {LATEST}
     assert names == {path.name for path in complete(root)}
-    # A writer may be killed again and again before it prunes.
+    # A writer may be killed several times before it prunes.
     assert len(names) <= TAGS
 
 
@@ -93,7 +93,7 @@ def save_forever(root, saved):
 
 
 def crash_at(root, step, change):
-    """Save, and die before the change of that number."""
+    """Save, and die before the change with that number."""
     seen = itertools.count(1)
 
     def hook(event, arguments):
@@ -108,7 +108,7 @@ def crash_at(root, step, change):
 
 @pytest.fixture
 def forked():
-    """Starts children that are copies of this process, which costs them no imports; none outlives the test."""
+    """Forks children, which saves their imports, and ends those that are left after the test."""
     context, children = multiprocessing.get_context("fork"), []
 
     def start(target, *arguments):
@@ -122,7 +122,7 @@ def forked():
         child.join(10)
 
 
-def test_a_crash_before_any_change_of_the_folder_leaves_the_last_checkpoint(forked, tmp_path):
+def test_a_crash_before_any_change_of_the_folder_keeps_the_last_checkpoint(forked, tmp_path):
     for step in range(1, TAGS + 1):
         save(tmp_path, step)
         prune(tmp_path, KEPT)
@@ -137,7 +137,7 @@ def test_a_crash_before_any_change_of_the_folder_leaves_the_last_checkpoint(fork
             break
         crashes += 1
         if found[-1] == step:
-            # The next child is to crash at a later change of a save of its own.
+            # The next child crashes at a later change of its save.
             check_swept(tmp_path)
             step += 1
     assert crashes > 20
@@ -145,7 +145,7 @@ def test_a_crash_before_any_change_of_the_folder_leaves_the_last_checkpoint(fork
     check_swept(tmp_path)
 
 
-def test_a_writer_killed_at_any_moment_leaves_the_last_checkpoint(forked, tmp_path):
+def test_a_writer_killed_at_any_moment_keeps_the_last_checkpoint(forked, tmp_path):
     moments = random.Random(0)
     saved = multiprocessing.RawValue("i", 0)
     for _ in range(60):
@@ -176,7 +176,7 @@ def test_between_two_renames_the_replaced_checkpoint_is_found(tmp_path, caplog):
     assert not (tmp_path / f"a{REPLACED}").exists()
 
 
-def test_the_newest_is_found_where_latest_names_nothing(tmp_path, caplog):
+def test_the_newest_is_found_if_latest_names_no_checkpoint(tmp_path, caplog):
     for step, tag in ((3, "three"), (12, "twelve"), (4, "four")):
         save(tmp_path, step, tag)
     assert resolve(tmp_path) == tmp_path / "four"
@@ -197,7 +197,7 @@ def test_pruning_keeps_the_newest_and_the_latest(tmp_path):
     assert [path.name for path in complete(tmp_path)] == ["step2", "step4", "step5"]
 
 
-def test_a_folder_that_is_no_checkpoint_is_never_replaced_or_swept(tmp_path):
+def test_a_folder_that_is_not_a_checkpoint_is_never_replaced_or_removed(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").touch()
     (tmp_path / f"a{REPLACED}").mkdir()
@@ -207,7 +207,7 @@ def test_a_folder_that_is_no_checkpoint_is_never_replaced_or_swept(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"mine", f"a{REPLACED}"}
 
 
-def test_an_abandoned_checkpoint_is_gone_and_abandoning_it_again_does_nothing(tmp_path):
+def test_abandoning_a_checkpoint_removes_it_and_can_be_repeated(tmp_path):
     write(begin(tmp_path / "new", "a"), 1)
     abandon(tmp_path / "new", "a")
     abandon(tmp_path / "new", "a")
@@ -215,37 +215,37 @@ def test_an_abandoned_checkpoint_is_gone_and_abandoning_it_again_does_nothing(tm
 
 
 @pytest.mark.parametrize("tag", ["", ".", "..", "a/b", "../a", LATEST, "a.incomplete", "a.replaced", " a", "a\0"])
-def test_a_tag_that_is_no_plain_name_is_refused(tmp_path, tag):
+def test_a_tag_that_is_not_a_plain_name_is_rejected(tmp_path, tag):
     with pytest.raises(ConfigError, match="can't be the name of a checkpoint"):
         begin(tmp_path / "root", tag)
     assert not (tmp_path / "root").exists()
 
 
-def test_what_is_no_checkpoint_is_told_with_what_is_there(tmp_path):
-    def refused(*arguments):
+def test_the_error_for_a_missing_checkpoint_lists_what_the_folder_has(tmp_path):
+    def error_of(*arguments):
         with pytest.raises(CheckpointError) as caught:
             resolve(*arguments)
         return str(caught.value)
 
-    assert "is not a folder" in refused(tmp_path / "nowhere")
-    assert "the folder has none" in refused(tmp_path)
+    assert "is not a folder" in error_of(tmp_path / "nowhere")
+    assert "the folder has none" in error_of(tmp_path)
     begin(tmp_path, "b")
-    assert f"begun but never finished: b{INCOMPLETE}" in refused(tmp_path)
-    assert "is not a checkpoint" in refused(tmp_path / f"b{INCOMPLETE}")
+    assert f"begun but never finished: b{INCOMPLETE}" in error_of(tmp_path)
+    assert "is not a checkpoint" in error_of(tmp_path / f"b{INCOMPLETE}")
     save(tmp_path, 1, "a")
-    assert "complete ones there: a" in refused(tmp_path, "c")
+    assert "complete ones there: a" in error_of(tmp_path, "c")
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub" / "config.json").touch()
-    assert "load_module_only=True" in refused(tmp_path, "hub")
+    assert "load_module_only=True" in error_of(tmp_path, "hub")
     pickled = tmp_path / "theirs" / "global_step3"
     pickled.mkdir(parents=True)
     (pickled / "mp_rank_00_model_states.pt").touch()
-    assert "cuboid convert" in refused(tmp_path / "theirs")
+    assert "cuboid convert" in error_of(tmp_path / "theirs")
     (tmp_path / "theirs" / LATEST).write_text("global_step3")
-    assert "cuboid convert" in refused(tmp_path / "theirs")
+    assert "cuboid convert" in error_of(tmp_path / "theirs")
 
 
-def test_a_damaged_manifest_is_not_passed_over_for_an_older_checkpoint(tmp_path):
+def test_a_damaged_manifest_is_an_error_and_not_skipped_for_an_older_checkpoint(tmp_path):
     save(tmp_path, 1, "a")
     (save(tmp_path, 2, "b") / MANIFEST).write_text("{")
     with pytest.raises(CheckpointError, match="isn't JSON"):
@@ -263,7 +263,7 @@ def test_a_damaged_manifest_is_not_passed_over_for_an_older_checkpoint(tmp_path)
         ('{"format": 1, "step": 1, "files": {"../a": {"bytes": 1, "sha256": ""}}}', "inside of the checkpoint"),
     ],
 )
-def test_a_manifest_that_is_not_understood_is_refused(tmp_path, content, message):
+def test_a_malformed_manifest_is_rejected(tmp_path, content, message):
     (tmp_path / MANIFEST).write_text(content)
     with pytest.raises(CheckpointError, match=message):
         Manifest.read(tmp_path)
@@ -280,7 +280,7 @@ def test_missing_truncated_foreign_and_edited_files_are_named(tmp_path):
     assert list(manifest.files) == ["model.safetensors", "optimizer/numbers.json"]
     check_sizes(path, manifest)
     check_contents(path, manifest, manifest.files)
-    (path / "notes.txt").touch()  # harmless
+    (path / "notes.txt").touch()  # files of other kinds are allowed
     (path / "optimizer" / "numbers.json").write_text("8")
     check_sizes(path, manifest)
     with pytest.raises(CheckpointError, match=r"optimizer/numbers\.json: its sha256 isn't the one"):
@@ -298,20 +298,20 @@ def test_missing_truncated_foreign_and_edited_files_are_named(tmp_path):
         check_contents(path, manifest, ["optimizer/numbers.json"])
 
 
-def test_of_many_faults_the_first_are_shown(tmp_path):
+def test_only_the_first_of_many_faults_are_shown(tmp_path):
     files = {f"{number}.bin": FileRecord(bytes=1, sha256="") for number in range(9)}
     with pytest.raises(CheckpointError, match=r"^\S*0\.bin: is missing; .*3\.bin: is missing \(and 5 more\)$"):
         check_sizes(tmp_path, Manifest(step=0, files=files))
 
 
-def test_a_file_is_read_from_the_disk_where_that_is_asked_for(tmp_path):
+def test_a_file_read_from_the_disk_has_the_same_record(tmp_path):
     (tmp_path / "a").write_bytes(b"abc" * 10_000)
     assert record_of(tmp_path / "a", from_disk=True) == record_of(tmp_path / "a")
 
 
 @contextlib.contextmanager
 def small_disk(folder):
-    """A file system of four MiB there."""
+    """Mount a file system of 4 MiB at the folder."""
     mount = ("mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder)
     if os.getuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("file systems can't be mounted here")
@@ -323,7 +323,7 @@ def small_disk(folder):
 
 @contextlib.contextmanager
 def short_files(folder):
-    """Files of three MiB at most; the signal that would tell of longer ones is ignored by Python."""
+    """Limit files to 3 MiB. Python ignores the signal for longer ones, so that writing raises an error."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20, hard))
     try:
@@ -333,7 +333,7 @@ def short_files(folder):
 
 
 def contents(step, rows):
-    """A tensor of so many KiB."""
+    """A tensor of that many KiB."""
     values = torch.full((rows, 256), float(step))
     tensor = SplitTensor("x", TensorSpec(values.dtype, tuple(values.shape)), None, Run.whole(values))
     families = (Family("", (Bundle.plain(tensor),)),)
@@ -343,7 +343,7 @@ def contents(step, rows):
 @pytest.mark.parametrize(
     ("narrow", "reason"), [(small_disk, "No space left on device"), (short_files, "File too large")]
 )
-def test_a_full_disk_is_told_and_leaves_older_checkpoints_as_they_were(tmp_path, narrow, reason):
+def test_a_full_disk_is_reported_and_keeps_older_checkpoints(tmp_path, narrow, reason):
     saver = Saver(Mesh(MeshShape(1, 1, 1), rank=0, world_size=1), CheckpointConfig())
     with narrow(tmp_path):
         assert saver.save(tmp_path, "first", contents(1, rows=1024))
@@ -355,6 +355,6 @@ def test_a_full_disk_is_told_and_leaves_older_checkpoints_as_they_were(tmp_path,
         assert manifest.step == 1
         check_sizes(path, manifest)
         check_contents(path, manifest, manifest.files)
-        # And what fits is written as before.
+        # A smaller checkpoint can be written afterwards.
         assert saver.save(tmp_path, "third", contents(3, rows=1024))
         assert Manifest.read(resolve(tmp_path)).step == 3

@@ -1,4 +1,4 @@
-"""Files of tensors beside the safetensors library, who writes what, and reading what a rank owns."""
+"""Tensor files compared with the safetensors library, the plan of a save, reading shards, and optimizer states."""
 
 import json
 import struct
@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from cuboid.checkpoint.format.tensor_file import TensorFile, TensorFileWriter
 from cuboid.checkpoint.format.tensor_header import TensorSpec, row_blocks
-from cuboid.checkpoint.optimizer_state import Holding, OptimizerAdapter, Slot, merged
+from cuboid.checkpoint.optimizer_state import Holding, OptimizerAdapter, Slot, merge_stages
 from cuboid.checkpoint.reader import TensorFolder
 from cuboid.checkpoint.save_planner import assign, find_parts
 from cuboid.distributed.mesh import Mesh
@@ -51,7 +51,7 @@ def same(one, other):
 
 
 @given(TENSORS)
-def test_the_library_reads_what_is_written_here(tmp_path_factory, described):
+def test_safetensors_reads_our_files(tmp_path_factory, described):
     tensors = {name: filled(*one) for name, one in described.items()}
     path = tmp_path_factory.mktemp("file") / "x.safetensors"
     record = write(path, tensors)
@@ -62,7 +62,7 @@ def test_the_library_reads_what_is_written_here(tmp_path_factory, described):
 
 
 @given(TENSORS)
-def test_what_the_library_writes_is_read_here(tmp_path_factory, described):
+def test_we_read_the_files_of_safetensors(tmp_path_factory, described):
     tensors = {name: filled(*one) for name, one in described.items()}
     path = tmp_path_factory.mktemp("file") / "x.safetensors"
     save_file(tensors, path, metadata={"who": "them"})
@@ -87,7 +87,7 @@ def test_any_box_can_be_read(tmp_path_factory, data, dtype, shape):
         assert same(rows, whole)
 
 
-def test_rows_make_up_a_tensor(tmp_path):
+def test_a_tensor_can_be_written_in_blocks_of_rows(tmp_path):
     whole = filled(torch.float32, (7, 3))
     with TensorFileWriter(tmp_path / "x", {"x": TensorSpec(torch.float32, (7, 3))}) as file:
         for rows in whole.split(2):
@@ -95,7 +95,7 @@ def test_rows_make_up_a_tensor(tmp_path):
     assert same(load_file(tmp_path / "x")["x"], whole)
 
 
-def test_a_file_that_fails_is_gone(tmp_path):
+def test_a_file_is_removed_if_writing_fails(tmp_path):
     specs = {"x": TensorSpec(torch.float32, (2,)), "y": TensorSpec(torch.float32, (2,))}
     with pytest.raises(AssertionError, match="never written"), TensorFileWriter(tmp_path / "x", specs) as file:
         file.write("x", torch.zeros(2))
@@ -127,14 +127,14 @@ def _with_header(header, data=b"\0" * 8):
         (_with_header({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}), "truncated"),
     ],
 )
-def test_malformed_files_are_refused_by_name(tmp_path, content, message):
+def test_malformed_files_are_rejected_with_their_names(tmp_path, content, message):
     (tmp_path / "bad.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=message) as error:
         TensorFile(tmp_path / "bad.safetensors")
     assert "bad.safetensors" in str(error.value)
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_told(tmp_path):
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
     path = tmp_path / "x.safetensors"
     write(path, {"x": filled(torch.float32, (100,))})
     with TensorFile(path) as file:
@@ -144,23 +144,23 @@ def test_a_file_that_shrinks_while_it_is_read_is_told(tmp_path):
             file.read("x")
 
 
-# --- who writes, and who gives -------------------------------------------------------------------------------------
+# --- the plan of a save --------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 9))
-def test_writers_get_about_as_much(sizes, writers):
+def test_writers_get_about_the_same_number_of_bytes(sizes, writers):
     ranks = [10 + number for number in range(writers)]
     chosen = assign(sizes, ranks)
     assert len(chosen) == len(sizes)
     assert set(chosen) <= set(ranks)
     loads = [sum(size for size, rank in zip(sizes, chosen, strict=True) if rank == own) for own in ranks]
-    # No one's load can be lowered by giving the last thing that it got to another one.
+    # No writer's load gets smaller by moving its last item to another writer.
     assert max(loads) - min(loads) <= max(sizes, default=0)
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.data())
-def test_parts_make_up_every_shard_once(numel, cells, replicas, data):
-    """Whether a replica holds all of a shard, nothing, or its share of it."""
+def test_parts_cover_every_shard_exactly_once(numel, cells, replicas, data):
+    """Whether a replica has all of a shard, none of it, or its share."""
     places = [[replica * cells + cell for replica in range(replicas)] for cell in range(cells)]
     whole = data.draw(st.booleans())
     cuts = sorted(data.draw(st.lists(st.integers(0, numel), min_size=replicas - 1, max_size=replicas - 1)))
@@ -179,14 +179,14 @@ def test_parts_make_up_every_shard_once(numel, cells, replicas, data):
             assert own[0].source == (writer if writer in ranks else ranks[writer // cells])
 
 
-def test_elements_that_nobody_has_are_told():
+def test_elements_that_no_rank_has_are_an_error():
     with pytest.raises(CheckpointError, match="elements 3 to 5 of shard 0 of x"):
         find_parts("x", 0, 8, [[0, 1]], {0: {0: (0, 3)}, 1: {0: (5, 8)}}, 0)
     with pytest.raises(CheckpointError, match="elements 5 to 8 of shard 0 of x"):
         find_parts("x", 0, 8, [[0, 1]], {0: {0: (0, 3)}, 1: {0: (3, 5)}}, 0)
 
 
-# --- reading what a rank owns --------------------------------------------------------------------------------------
+# --- reading shards ------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
     "up": ShardingSpec((12, 8), (("sequence",), ("hidden",))),
@@ -198,7 +198,7 @@ LAYOUTS = {
 
 
 @given(st.data(), st.sampled_from(sorted(LAYOUTS)), st.sampled_from(["1x2x2", "2x2x1", "3x1x2", "1x1x1", "2x1x4"]))
-def test_a_run_of_a_shard_is_read_as_it_is_taken_in_memory(tmp_path_factory, data, name, mesh):
+def test_reading_a_run_equals_slicing_the_shard_in_memory(tmp_path_factory, data, name, mesh):
     layout, shape = LAYOUTS[name], MeshShape.parse(mesh)
     if layout.indivisible(shape):
         return
@@ -214,7 +214,7 @@ def test_a_run_of_a_shard_is_read_as_it_is_taken_in_memory(tmp_path_factory, dat
         assert same(files.read_run(name, layout.shape, layout, here, start, stop), shard[start:stop])
 
 
-def test_folders_without_what_they_should_hold_are_refused(tmp_path):
+def test_folders_without_weights_or_tensors_are_rejected(tmp_path):
     with pytest.raises(CheckpointError, match="neither"):
         TensorFolder(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
@@ -261,14 +261,14 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=[f"{kind.__name__}{options}" for kind, options in KINDS])
-def test_a_fresh_optimizer_takes_over_from_another(kind, options):
+def test_a_fresh_optimizer_restores_the_state_of_another(kind, options):
     parameters, optimizer = stepped(kind, **options)
     adapter = OptimizerAdapter.direct(optimizer, {id(p): name for name, p in parameters.items()})
     state = adapter.state()
-    numbers, groups = merged([state])
+    numbers, groups = merge_stages([state])
 
     others = {name: torch.nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
-    # In one group for each, with settings that give way.
+    # One group for each parameter, with settings that are overwritten.
     fresh = kind([{"params": [p], "lr": 9.0} for p in reversed(others.values())], **options)
     taking = OptimizerAdapter.direct(fresh, {id(p): name for name, p in others.items()})
     taking.allocate(state.quantities)
@@ -285,15 +285,15 @@ def test_a_fresh_optimizer_takes_over_from_another(kind, options):
     assert all(torch.equal(parameters[name], others[name]) for name in parameters)
 
 
-def test_what_has_no_meaning_on_another_layout_is_refused():
+def test_state_that_no_other_layout_could_load_is_rejected():
     parameters, optimizer = stepped(torch.optim.Adafactor)
     adapter = OptimizerAdapter.direct(optimizer, {id(p): name for name, p in parameters.items()})
     with pytest.raises(CheckpointError, match="'row_var' of a"):
         adapter.state()
 
 
-def test_flat_copies_are_told_apart():
-    """Two parameters end to end, of which this rank has the end of one and the beginning of the other."""
+def test_a_flat_copy_is_split_by_parameter():
+    """A flat copy with the end of one parameter and the beginning of another."""
     flat = torch.nn.Parameter(torch.arange(5.0))
     optimizer = torch.optim.Adam([flat], lr=0.1)
     flat.grad = torch.ones(5)
@@ -304,15 +304,15 @@ def test_flat_copies_are_told_apart():
     runs = state.quantities["master"]
     assert (runs["a"].start, runs["a"].stop, runs["b"].start, runs["b"].stop) == (4, 6, 0, 3)
     assert torch.equal(torch.cat([runs["a"].values, runs["b"].values]), flat)
-    # Another replica has it.
+    # Another replica has the elements of "c".
     assert (runs["c"].start, runs["c"].stop) == (0, 0)
     assert state.numbers["c"]["step"] == state.numbers["a"]["step"] == 1
 
 
-def test_parameters_that_were_apart_cannot_share_a_group():
+def test_parameters_with_different_settings_cannot_share_a_group():
     parameters, optimizer = stepped(torch.optim.AdamW)
     names = {id(p): name for name, p in parameters.items()}
-    numbers, groups = merged([OptimizerAdapter.direct(optimizer, names).state()])
+    numbers, groups = merge_stages([OptimizerAdapter.direct(optimizer, names).state()])
     together = OptimizerAdapter.direct(torch.optim.AdamW(parameters.values()), names)
     with pytest.raises(CheckpointError, match="a and b are in one parameter group here"):
         together.restore(numbers, groups)

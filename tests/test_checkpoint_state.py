@@ -1,4 +1,4 @@
-"""What a checkpoint says beside its tensors: any state comes back exactly; random states and lineage."""
+"""``state.json``: exact round trips of any state, random states, and lineage."""
 
 import enum
 import json
@@ -24,7 +24,7 @@ from cuboid.checkpoint.rng_state import capture, restore
 
 
 def read_state(folder):
-    """Read a document as it is, with a manifest that says so."""
+    """Read a document with a manifest that matches the files."""
     return read_checked(folder, Manifest(step=0, files=records(folder)))
 
 
@@ -55,7 +55,7 @@ def tensors(draw):
     )
 
 
-#: Texts that look like marks and paths, and lone surrogates, as undecodable file names have them.
+#: Texts like our marks and paths, and lone surrogates, as in undecodable file names.
 texts = st.one_of(
     st.text(st.characters(exclude_categories=())),
     st.sampled_from(["$tensor", "$tuple", "$dict", "$", "a.b", "__metadata__", ""]),
@@ -94,7 +94,7 @@ values = st.recursive(
 
 
 def same(one, other):
-    """Equal in type, and to the last bit."""
+    """Whether two values are equal in type and bit for bit."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
@@ -110,18 +110,18 @@ def same(one, other):
     if isinstance(one, np.ndarray | np.generic):
         return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
     if isinstance(one, float):
-        return one.hex() == other.hex()  # tells -0.0, and calls every NaN the same
+        return one.hex() == other.hex()  # distinguishes -0.0 from 0.0, and treats all NaNs as equal
     return one == other
 
 
 @given(document=st.dictionaries(texts, values, max_size=4))
-def test_every_document_comes_back_as_it_was(tmp_path_factory, document):
+def test_every_document_round_trips(tmp_path_factory, document):
     folder = tmp_path_factory.mktemp("state")
     write_state(folder, document)
     assert same(read_state(folder), document)
 
 
-def test_keys_that_read_alike_keep_tensors_of_their_own(tmp_path):
+def test_keys_with_the_same_dotted_path_keep_separate_tensors(tmp_path):
     document = {
         "a": {"b": torch.tensor(1), 0: torch.tensor(2), "0": torch.tensor(3)},
         "a.b": torch.tensor(4),
@@ -133,7 +133,7 @@ def test_keys_that_read_alike_keep_tensors_of_their_own(tmp_path):
     assert same(read_state(tmp_path), document)
 
 
-def test_views_parameters_and_lazy_values_are_held_as_they_read(tmp_path):
+def test_views_parameters_and_lazy_conjugates_are_saved_by_value(tmp_path):
     whole = torch.arange(12.0).reshape(3, 4)
     tangled = torch.tensor([1 + 2j, 3 - 4j])
     document = {
@@ -155,11 +155,11 @@ def test_views_parameters_and_lazy_values_are_held_as_they_read(tmp_path):
     assert same(state["memmap"], np.zeros(3, np.int16))
 
 
-class Color(str, enum.Enum):  # noqa: UP042 (it tells of itself differently than enum.StrEnum)
+class Color(str, enum.Enum):  # noqa: UP042 (its __str__ differs from that of enum.StrEnum)
     RED = "red"
 
 
-def test_subclasses_come_back_as_what_they_are_based_on(tmp_path):
+def test_subclasses_are_read_back_as_their_base_types(tmp_path):
     number = enum.IntEnum("Number", "ONE TWO")
     document = {"path": Path("a/b"), "size": torch.Size([2]), "ordered": OrderedDict(x=1), "n": number.TWO}
     write_state(tmp_path, {**document, "color": Color.RED})
@@ -185,20 +185,20 @@ def test_subclasses_come_back_as_what_they_are_based_on(tmp_path):
     ],
     ids=lambda value: None if isinstance(value, str) else type(value).__name__,
 )
-def test_what_can_not_be_held_is_named_before_anything_is_written(tmp_path, value, message):
+def test_unsupported_values_are_named_before_anything_is_written(tmp_path, value, message):
     with pytest.raises(CheckpointError, match=message):
         write_state(tmp_path, {"fine": torch.zeros(1), "client": [value]})
     assert not list(tmp_path.iterdir())
 
 
-def test_a_document_that_holds_itself_is_refused(tmp_path):
+def test_a_document_that_contains_itself_is_rejected(tmp_path):
     document = {}
     document["again"] = [document]
     with pytest.raises(CheckpointError, match="nested too deeply"):
         write_state(tmp_path, document)
 
 
-def test_a_damaged_state_is_refused_by_name(tmp_path):
+def test_a_damaged_state_is_rejected_with_its_name(tmp_path):
     with pytest.raises(CheckpointError, match=r"state\.json: can't be read"):
         read_state(tmp_path)
     write_state(tmp_path, {"x": torch.zeros(3)})
@@ -218,7 +218,7 @@ def test_a_damaged_state_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("forged", ["|O", "O", "|V8", "O,i8", "(4)i8", "<i8\0", "i8", "<U", 8, None])
-def test_bytes_are_never_taken_for_anything_but_numbers_times_and_texts(tmp_path, forged):
+def test_bytes_are_only_decoded_as_numbers_times_and_texts(tmp_path, forged):
     write_state(tmp_path, {"x": np.arange(4)})
     document = json.loads((tmp_path / STATE).read_text())
     document["x"]["$array"]["dtype"] = forged
@@ -243,22 +243,22 @@ def draw():
 
 @pytest.fixture
 def kept_generators():
-    """This process's generators are afterwards as they were."""
+    """Restore this process's generators after the test."""
     states = capture(torch.device("cpu"))
     yield
     restore(states, torch.device("cpu"))
 
 
-def test_random_states_go_on_exactly_from_a_file(tmp_path, kept_generators):
+def test_restored_generators_continue_exactly(tmp_path, kept_generators):
     device = torch.device("cpu")
-    draw()  # Gaussian generators keep every second number back
+    draw()  # Gaussian generators cache every second number
     write_state(tmp_path, {"random": capture(device)})
     after = draw(), draw()
     restore(read_state(tmp_path)["random"], device)
     assert (draw(), draw()) == after
 
 
-def test_a_random_state_of_another_kind_of_machine_is_used_so_far_as_it_goes(kept_generators, caplog):
+def test_random_states_of_another_kind_of_device_are_restored_as_far_as_possible(kept_generators, caplog):
     states = capture(torch.device("cpu"))
     after = draw()
     restore(states, torch.device("cuda"))
@@ -267,7 +267,7 @@ def test_a_random_state_of_another_kind_of_machine_is_used_so_far_as_it_goes(kep
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_random_states_of_an_accelerator_go_on_exactly(tmp_path, kept_generators):
+def test_restored_generators_of_an_accelerator_continue_exactly(tmp_path, kept_generators):
     device = torch.device("cuda", torch.cuda.current_device())
     write_state(tmp_path, {"random": capture(device)})
     after = torch.rand(3, device=device).tolist()
@@ -308,7 +308,7 @@ def test_a_lineage_grows_by_one_checkpoint_at_a_time(tmp_path):
     assert chain[1].config_sha256 == chain[2].config_sha256
 
 
-def test_a_checkpoint_that_does_not_say_where_it_comes_from_is_refused(tmp_path):
+def test_a_checkpoint_without_valid_lineage_is_rejected(tmp_path):
     document = describe(1, [])
     for change in ({"lineage": [{"path": 1}]}, {"steps": 3}, {"id": None, "client": None}):
         with pytest.raises(CheckpointError, match=r"state\.json: doesn't say where the checkpoint comes from"):

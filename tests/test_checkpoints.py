@@ -1,4 +1,4 @@
-"""Checkpoints of real engines: what plain transformers opens of them, and how training goes on, on any layout."""
+"""Checkpoints of real engines: loading them with plain transformers, and resuming training on any layout."""
 
 import json
 import threading
@@ -16,7 +16,7 @@ from cuboid.checkpoint.format.state_file import read_state
 from cuboid.verify import SmallModel, WorkerPool
 from training import NO_DROPOUT, make_engine, ranks_of, settings, train
 
-#: Steps before the save, and after it; in the sweep as many as it takes to be sure.
+#: Steps before the save, and after it; in the sweep more, so that differences would show.
 BEFORE, AFTER, LONG_AFTER = 3, 5, 20
 LLAMA = SmallModel("llama", heads=8, kv_heads=4, layers=4)
 TIED = SmallModel("qwen3", heads=8, kv_heads=4, layers=4)
@@ -27,7 +27,7 @@ NAMES = {LLAMA: "llama", TIED: "qwen3, tied", FUSED: "gpt2, fused", EXPERTS: "mi
 
 @pytest.fixture
 def alone():
-    """One process that has had no engine: DeepSpeed remembers the groups of the first."""
+    """A process that has had no engine yet: DeepSpeed keeps the groups of the first one."""
     with WorkerPool(1) as workers:
         yield workers
 
@@ -37,7 +37,7 @@ def overrides_of(small):
 
 
 def train_and_save(path, config, out, overrides, after=AFTER):
-    """Losses after the save, and everything that was saved, whole."""
+    """Losses after the save, and everything that was saved as full tensors."""
     engine = make_engine(path, config, **overrides)
     train(engine, BEFORE)
     client = {"epoch": 2, "best": (1.5, [None, True]), "mask": torch.arange(3), "data_fingerprint": "abc"}
@@ -47,7 +47,7 @@ def train_and_save(path, config, out, overrides, after=AFTER):
 
 
 def resume(path, config, out, overrides, steps=AFTER):
-    """Losses after the resumption."""
+    """Losses after resuming."""
     engine = make_engine(path, config, **overrides)
     torch.manual_seed(99)
     where, client = engine.load_checkpoint(out)
@@ -61,7 +61,7 @@ def resume(path, config, out, overrides, steps=AFTER):
 
 @pytest.fixture(scope="module")
 def saved(pool, checkpoint, tmp_path_factory):
-    """A checkpoint of each model from eight ranks (four for the experts), written once."""
+    """A checkpoint of each model, written once by eight ranks (four for the experts)."""
     written = {}
 
     def of(small, after=AFTER):
@@ -81,7 +81,7 @@ def saved(pool, checkpoint, tmp_path_factory):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("small", NAMES, ids=NAMES.values())
-def test_plain_transformers_opens_a_checkpoint_bit_by_bit(saved, small, tmp_path):
+def test_plain_transformers_loads_a_checkpoint_bit_for_bit(saved, small, tmp_path):
     out, _, _, _, weights = saved(small)
     folder = out / f"global_step{BEFORE}"
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -90,7 +90,7 @@ def test_plain_transformers_opens_a_checkpoint_bit_by_bit(saved, small, tmp_path
     assert all(torch.equal(state[name], weights[name]) for name in weights)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     ours = stored(folder)
-    # The names are those of a checkpoint that transformers writes itself.
+    # The names are the same as in a checkpoint that transformers writes.
     model.save_pretrained(tmp_path)
     theirs = stored(tmp_path)
     assert theirs.keys() == ours.keys() == index["weight_map"].keys()
@@ -101,7 +101,7 @@ def test_plain_transformers_opens_a_checkpoint_bit_by_bit(saved, small, tmp_path
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("small", NAMES, ids=NAMES.values())
-def test_optimizer_state_is_whole_under_the_parameters_names(saved, small):
+def test_optimizer_state_is_complete_by_parameter_name(saved, small):
     out, _, _, _, _ = saved(small)
     folder = out / f"global_step{BEFORE}"
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -116,7 +116,7 @@ def test_optimizer_state_is_whole_under_the_parameters_names(saved, small):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("small", NAMES, ids=NAMES.values())
-def test_the_same_layout_goes_on_to_the_bit(pool, checkpoint, saved, small):
+def test_the_same_layout_resumes_bit_for_bit(pool, checkpoint, saved, small):
     out, config, ranks, losses, _ = saved(small)
     assert pool.run(ranks, resume, checkpoint(small), config, str(out), overrides_of(small))[0] == losses
 
@@ -143,20 +143,20 @@ def goes_on_alike(pool, checkpoint, saved, small, layout, after=AFTER):
     list(zip([LLAMA, TIED, FUSED, LLAMA], OTHERS, strict=True)),
     ids=["llama", "tied", "fused", "llama, replicas"],
 )
-def test_another_layout_goes_on_alike(pool, checkpoint, saved, small, layout):
+def test_another_layout_resumes_with_the_same_losses(pool, checkpoint, saved, small, layout):
     goes_on_alike(pool, checkpoint, saved, small, layout)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", OTHERS)
 @pytest.mark.parametrize("small", [LLAMA, TIED, FUSED], ids=["llama", "tied", "fused"])
-def test_every_model_goes_on_alike_on_every_layout(pool, checkpoint, saved, small, layout):
+def test_every_model_resumes_with_the_same_losses_on_every_layout(pool, checkpoint, saved, small, layout):
     goes_on_alike(pool, checkpoint, saved, small, layout, LONG_AFTER)
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("small", [LLAMA, TIED, FUSED, EXPERTS], ids=["llama", "tied", "fused", "experts"])
-def test_one_process_goes_on_alike(alone, checkpoint, saved, small):
+def test_one_process_resumes_with_the_same_losses(alone, checkpoint, saved, small):
     out, _, _, losses, _ = saved(small)
     config = settings(stages=1) if small is EXPERTS else settings()
     others = alone.run(1, resume, checkpoint(small), config, str(out), overrides_of(small))[0]
@@ -164,7 +164,7 @@ def test_one_process_goes_on_alike(alone, checkpoint, saved, small):
 
 
 @pytest.mark.parametrize(("stages", "zero"), [(3, 1), pytest.param(2, 0, marks=pytest.mark.slow)])
-def test_experts_go_on_in_other_stages(pool, checkpoint, saved, stages, zero):
+def test_experts_resume_in_other_stages(pool, checkpoint, saved, stages, zero):
     out, _, _, losses, _ = saved(EXPERTS)
     config = settings(stages=stages, zero=zero)
     assert pool.run(stages, resume, checkpoint(EXPERTS), config, str(out), {})[0] == pytest.approx(losses, rel=1e-6)
@@ -173,8 +173,8 @@ def test_experts_go_on_in_other_stages(pool, checkpoint, saved, stages, zero):
 # --- precision -----------------------------------------------------------------------------------------------------
 
 
-def test_bf16_keeps_its_masters(pool, alone, checkpoint, tmp_path):
-    """Four replicas share the masters; later one process has them, in bf16 again and as the weights of fp32."""
+def test_bf16_keeps_its_master_weights(pool, alone, checkpoint, tmp_path):
+    """Four replicas share the master weights; one process then resumes with them, in bf16 and in fp32."""
     path = checkpoint(LLAMA)
     config = settings("1x1x2", data=2, bf16=True)
     losses, weights = pool.run(4, train_and_save, path, config, str(tmp_path), {}, 4)[0]
@@ -196,7 +196,7 @@ def loaded_weights(path, config, out):
     return {name: x.clone() for name, x in cuboid.full_state_dict(engine).items()}
 
 
-def test_masters_of_bf16_come_from_fp32_weights(pool, checkpoint, tmp_path):
+def test_bf16_gets_its_master_weights_from_fp32_weights(pool, checkpoint, tmp_path):
     path = checkpoint(LLAMA)
     pool.run(2, train_and_save, path, settings("1x1x2"), str(tmp_path), {}, 0)
     found = pool.run(4, masters_after_loading, path, settings("1x1x2", data=2, bf16=True), str(tmp_path), str(tmp_path))
@@ -214,17 +214,17 @@ def masters_after_loading(path, config, out, _):
 # --- random numbers ------------------------------------------------------------------------------------------------
 
 
-def test_dropout_goes_on_to_the_bit(pool, checkpoint, tmp_path):
+def test_dropout_resumes_bit_for_bit(pool, checkpoint, tmp_path):
     path, config = checkpoint(FUSED), settings("1x1x2", data=2)
     losses, _ = pool.run(4, train_and_save, path, config, str(tmp_path), {}, 4)[0]
     assert pool.run(4, resume, path, config, str(tmp_path), {}, 4)[0] == losses
 
 
-# --- weights alone -------------------------------------------------------------------------------------------------
+# --- weights only --------------------------------------------------------------------------------------------------
 
 
 def fine_tune(path, config, folder):
-    """Where the engine stands after it took weights alone, and that they are the checkpoint's."""
+    """The engine's progress after it loaded only the weights, and whether these equal the checkpoint's."""
     engine = make_engine(path, config)
     _, client = engine.load_checkpoint(folder, load_module_only=True)
     read = stored(Path(folder) if (Path(folder) / "config.json").exists() else Path(folder) / f"global_step{BEFORE}")
@@ -233,13 +233,13 @@ def fine_tune(path, config, folder):
     return alike, engine.global_steps, engine.lr_scheduler.last_batch_iteration, client, train(engine, 2)
 
 
-def test_weights_alone_for_fine_tuning(pool, checkpoint, saved):
+def test_loading_only_the_weights_for_fine_tuning(pool, checkpoint, saved):
     out, *_ = saved(LLAMA)
-    # Before the first step, a schedule of DeepSpeed's stands at -1 or at 0.
+    # Before the first step, DeepSpeed's schedules are at step -1 or 0.
     alike, steps, iteration, client, losses = pool.run(2, fine_tune, checkpoint(LLAMA), settings("1x2x1"), str(out))[0]
     assert alike
     assert (steps, iteration <= 0, client["epoch"]) == (0, True, 2)
-    # Any Hugging Face checkpoint will do.
+    # Any Hugging Face checkpoint can be loaded.
     other = checkpoint(SmallModel("llama", heads=8, kv_heads=4, layers=4, seed=5))
     alike, steps, _, client, others = pool.run(2, fine_tune, checkpoint(LLAMA), settings("1x2x1"), other)[0]
     assert alike
@@ -257,7 +257,7 @@ def save_often(path, config, out):
         train(engine, 1)
         states.append({name: x.clone() for name, x in cuboid.full_state_dict(engine).items()})
         engine.save_checkpoint(out)
-        # Overwrites what the thread must have copied by now.
+        # Changes the weights, which the background save must have copied by now.
         train(engine, 1)
     assert engine.wait_for_checkpoint()
     return states
@@ -265,14 +265,14 @@ def save_often(path, config, out):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_last_ones_are_kept(pool, checkpoint, tmp_path, asynchronous):
+def test_keep_last_keeps_the_newest(pool, checkpoint, tmp_path, asynchronous):
     config = settings("1x1x2", stages=2, keep_last=2, asynchronous=asynchronous, max_file_bytes=60_000)
     states = pool.run(4, save_often, checkpoint(LLAMA), config, str(tmp_path))[0]
     assert {path.name for path in tmp_path.iterdir()} == {"global_step5", "global_step7", "latest"}
     for state, tag in zip(states[2:], ("global_step5", "global_step7"), strict=True):
         read = stored(tmp_path / tag)
         assert all(torch.equal(state[name], read[name]) for name in read)
-    # Files are cut at 60 kB, but for single tensors.
+    # Files are at most 60 kB, unless a single tensor is larger.
     files = list((tmp_path / "global_step7").glob("model-*.safetensors"))
     assert len(files) > 4
     index = json.loads((tmp_path / "global_step7" / "model.safetensors.index.json").read_text())
@@ -281,12 +281,12 @@ def test_the_last_ones_are_kept(pool, checkpoint, tmp_path, asynchronous):
 
 # --- memory --------------------------------------------------------------------------------------------------------
 
-#: Of the largest tensor.
+#: Size of the largest tensor.
 LARGEST_BYTES = 64 << 20
 
 
 def memory_of_saving(path, config, out):
-    """Bytes that this rank's resident set grows by while it saves, for the second time, and the model's size."""
+    """Growth of this rank's resident set during its second save, and the model's size, in bytes."""
     engine = make_engine(path, config)
     train(engine, 1)
     process, peak, done = psutil.Process(), [0], threading.Event()
@@ -305,7 +305,7 @@ def memory_of_saving(path, config, out):
     return peak[0] - before, sum(x.nbytes for x in cuboid.full_state_dict(engine).values())
 
 
-def test_a_rank_holds_two_whole_tensors_at_most(pool, tmp_path):
+def test_a_rank_has_at_most_two_full_tensors_in_memory(pool, tmp_path):
     config = LlamaConfig(
         vocab_size=LARGEST_BYTES // 4 // 1024,
         hidden_size=1024,
@@ -316,16 +316,16 @@ def test_a_rank_holds_two_whole_tensors_at_most(pool, tmp_path):
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "start")
     grown = pool.run(2, memory_of_saving, str(tmp_path / "start"), settings("1x1x2"), str(tmp_path))
-    # Weights and two moments; on the other rank, nothing is gathered for the comparison.
+    # Weights and two moments.
     assert 3 * grown[0][1] > 6 * LARGEST_BYTES
-    # The last tenth is for what isn't tensors.
+    # Ten percent more for anything but tensors.
     assert max(growth for growth, _ in grown) <= 2.1 * LARGEST_BYTES
 
 
 # --- lineage -------------------------------------------------------------------------------------------------------
 
 
-def test_lineage_tells_the_way_from_the_first_weights(pool, checkpoint, tmp_path):
+def test_lineage_goes_back_to_the_first_weights(pool, checkpoint, tmp_path):
     path, first, second = checkpoint(LLAMA), tmp_path / "first", tmp_path / "second"
     pool.run(2, train_and_save, path, settings("1x2x1"), str(first), {}, 0)
     pool.run(4, resume_and_save, path, settings("1x2x2"), str(first), str(second))
@@ -336,7 +336,7 @@ def test_lineage_tells_the_way_from_the_first_weights(pool, checkpoint, tmp_path
     assert (parent["id"], parent["step"], parent["data_fingerprint"]) == (documents[0]["id"], BEFORE, "abc")
     assert parent["layout"]["mesh"] == {"batch": 1, "sequence": 2, "hidden": 1}
     assert documents[1]["layout"]["mesh"] == {"batch": 1, "sequence": 2, "hidden": 2}
-    # A model that is loaded from a checkpoint descends from it too.
+    # The lineage of a model that is loaded from a checkpoint includes the checkpoint.
     pool.run(2, train_and_save, str(first / "global_step3"), settings("1x2x1"), str(tmp_path / "third"), {}, 0)
     last = tmp_path / "third" / "global_step3"
     third = read_state(last, Manifest.read(last))["lineage"]

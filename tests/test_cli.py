@@ -1,4 +1,4 @@
-"""What the commands say to values that can't be: one line, no traceback, and not 0."""
+"""The commands' errors for invalid values: one line, no traceback, and an exit status other than 0."""
 
 import json
 
@@ -17,8 +17,8 @@ SECTIONS = {
 
 
 @pytest.fixture
-def told(monkeypatch, capsys):
-    """Runs a command line and gives (exit status, what it wrote to stderr)."""
+def run_command(monkeypatch, capsys):
+    """Runs a command line; returns (exit status, stderr)."""
     monkeypatch.setattr("cuboid.library_warnings.quiet", lambda **_: None)  # it is for a process of its own
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -35,7 +35,7 @@ def told(monkeypatch, capsys):
 
 @pytest.fixture
 def files(tmp_path):
-    """Paths by name: a config, broken ones, a model's folder and a text."""
+    """Paths by name: a config, malformed ones, a model's folder and a text."""
     SmallModel("llama").config().save_pretrained(tmp_path / "model")
     contents = {
         "good.json": json.dumps(SECTIONS),
@@ -87,10 +87,10 @@ USAGE = [
 
 
 @pytest.mark.parametrize(("arguments", "word"), USAGE, ids=[" ".join(arguments) for arguments, _ in USAGE])
-def test_values_out_of_range_are_usage_errors(told, tmp_path, monkeypatch, arguments, word):
+def test_values_out_of_range_are_usage_errors(run_command, tmp_path, monkeypatch, arguments, word):
     monkeypatch.chdir(tmp_path)
     required = ["--model", "m", "--data", "d", "--config", "c", "--out", "o"] if arguments[0] == "train" else []
-    status, message = told(arguments[0], *required, *arguments[1:])
+    status, message = run_command(arguments[0], *required, *arguments[1:])
     assert (status, message.count("\n")) == (2, 1), message
     assert word in message
     assert not list(tmp_path.iterdir())
@@ -133,10 +133,10 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("arguments", "word"), MISTAKES, ids=[" ".join(arguments) for arguments, _ in MISTAKES])
-def test_mistakes_are_one_line_and_no_traceback(told, files, monkeypatch, arguments, word):
+def test_errors_are_one_line_without_a_traceback(run_command, files, monkeypatch, arguments, word):
     monkeypatch.chdir(files)
     required = ["--model", "model", "--data", "text.txt", "--out", "out"] if arguments[0] == "train" else []
-    status, message = told(arguments[0], *required, *arguments[1:])
+    status, message = run_command(arguments[0], *required, *arguments[1:])
     assert (status, message.count("\n")) == (1, 1), message
     assert word in message
     assert not (files / "out").exists()

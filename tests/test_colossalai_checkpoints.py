@@ -1,4 +1,4 @@
-"""What a Booster saves, in one folder by several calls, DeepSpeed resumes from, and the other way round."""
+"""Checkpoints of a Booster, which writes one in several calls, and of DeepSpeed: each resumes from the other's."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ pytest.importorskip("colossalai", reason="ColossalAI isn't installed: `make colo
 
 LLAMA = SmallModel("llama", heads=8, kv_heads=4, layers=2)
 BEFORE, AFTER = 2, 4
-#: Where it is written, and where a run goes on.
+#: The layouts that write a checkpoint, and that resume from it.
 LAYOUTS = {
     "2x2x1": settings("2x2x1", zero_optimization={"stage": 1}),
     "2 stages of 1x1x2": settings("1x1x2", 2, zero_optimization={"stage": 1}),
@@ -88,13 +88,13 @@ RUNS = {"booster": booster_run, "deepspeed": deepspeed_run}
 @pytest.mark.parametrize("layouts", [("2x2x1", "2 stages of 1x1x2"), ("2 stages of 1x1x2", "2x2x1")], ids=" to ".join)
 @pytest.mark.parametrize("frameworks", [("booster", "deepspeed"), ("deepspeed", "booster")], ids=" to ".join)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_one_framework_goes_on_from_the_others_checkpoint(pool, checkpoint, tmp_path, layouts, frameworks, precision):
+def test_one_framework_resumes_from_the_others_checkpoint(pool, checkpoint, tmp_path, layouts, frameworks, precision):
     path, folder = checkpoint(LLAMA), tmp_path / "runs" / "step"
     written, resumed = (with_bf16(LAYOUTS[name]) if precision == "bf16" else LAYOUTS[name] for name in layouts)
     first, second = (RUNS[name] for name in frameworks)
     pool.run(4, first, path, written, None, folder, range(BEFORE))
     found = pool.run(4, second, path, resumed, folder, None, range(BEFORE, AFTER))[0][0]
-    # The framework that wrote it goes on in the same way, and not as if there had been no step before.
+    # The framework that wrote it resumes with the same losses, which differ from those without the checkpoint.
     wanted = pool.run(4, first, path, resumed, folder, None, range(BEFORE, AFTER))[0][0]
     fresh = pool.run(4, second, path, resumed, None, None, range(BEFORE, AFTER))[0][0]
     tolerance = 3e-3 if precision == "bf16" else CLOSE
@@ -105,11 +105,11 @@ def test_one_framework_goes_on_from_the_others_checkpoint(pool, checkpoint, tmp_
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["2 x 1x2x1", "2 x 2 stages"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_same_layout_goes_on_bit_for_bit_and_plain_transformers_opens_it(
+def test_the_same_layout_resumes_bit_for_bit_and_plain_transformers_loads_it(
     pool, checkpoint, tmp_path, layout, precision
 ):
     path, folder = checkpoint(LLAMA), tmp_path / "step"
-    # A script may have made the folder.
+    # A script may have created the folder itself.
     folder.mkdir()
     config = with_bf16(LAYOUTS[layout]) if precision == "bf16" else LAYOUTS[layout]
     weights = pool.run(4, booster_run, path, config, None, folder, range(BEFORE))[0][1]
@@ -154,7 +154,7 @@ def save_parts(path, config, root):
     ):
         call()
         found.append(parts())
-    said = []
+    errors = []
     booster.save_optimizer(optimizer, root / "apart")
     for call in (
         lambda: booster.load_optimizer(optimizer, root / "mixed"),
@@ -166,32 +166,32 @@ def save_parts(path, config, root):
     ):
         try:
             call()
-            said.append("")
+            errors.append("")
         except CuboidError as error:
-            said.append(str(error))
-    return found, said
+            errors.append(str(error))
+    return found, errors
 
 
-def test_parts_of_one_state_come_together_and_parts_of_another_never_mix(pool, checkpoint, tmp_path):
-    for found, said in pool.run(4, save_parts, checkpoint(LLAMA), LAYOUTS["2 x 2 stages"], tmp_path):
+def test_parts_of_one_state_are_combined_and_parts_of_different_states_are_not(pool, checkpoint, tmp_path):
+    for found, errors in pool.run(4, save_parts, checkpoint(LLAMA), LAYOUTS["2 x 2 stages"], tmp_path):
         everything = {"weights", "moments", "state", "schedule"}
         assert found == [
             {"moments", "state"},
             {"weights", "moments", "state"},
             everything,
             everything,
-            # A step later, the moments of before would be another state's.
+            # After another step, the saved moments would be those of another state.
             {"weights", "state"},
         ]
-        assert "has no optimizer state" in said[0]
-        assert "has no schedule" in said[1]
-        assert said[2:4] == ["", ""]
-        assert "load_model before load_optimizer" in said[4]
-        assert said[5]
+        assert "has no optimizer state" in errors[0]
+        assert "has no schedule" in errors[1]
+        assert errors[2:4] == ["", ""]
+        assert "load_model before load_optimizer" in errors[4]
+        assert errors[5]
 
 
 def save_often(path, config, root):
-    """Save after each of three steps, behind training's back; the names that are left on rank 0."""
+    """Save in the background after each of three steps; the names that are left, on rank 0."""
     booster, model, optimizer, _ = boosted(path, config, torch.float32)
     for step in range(3):
         booster_backward(booster, model, optimizer, step)
@@ -207,7 +207,7 @@ def save_often(path, config, root):
     return alike, sorted(folder.name for folder in root.iterdir())
 
 
-def test_asynchronous_saves_come_one_after_the_other_and_older_ones_go(pool, checkpoint, tmp_path):
+def test_asynchronous_saves_are_sequential_and_older_ones_are_pruned(pool, checkpoint, tmp_path):
     config = {**LAYOUTS["2 x 2 stages"], "checkpoint": {"asynchronous": True, "keep_last": 2}}
     alike, names = pool.run(4, save_often, checkpoint(LLAMA), config, tmp_path)[0]
     assert alike
@@ -215,27 +215,27 @@ def test_asynchronous_saves_come_one_after_the_other_and_older_ones_go(pool, che
 
 
 def save_without_optimizer(path, config, root):
-    """What a booster without an optimizer writes, and what it says of one."""
+    """The files that a booster without an optimizer writes, and its error for saving one."""
     from colossalai.booster import Booster
 
     plugin = cuboid.CuboidPlugin(config)
     booster = Booster(plugin=plugin)
     model, optimizer, *_ = booster.boost(cuboid.from_pretrained(path, plugin.config))
     booster.save_model(model, root / "model")
-    said = []
+    errors = []
     for call in (booster.save_optimizer, booster.load_optimizer):
         try:
             call(optimizer, root / "model")
         except CuboidError as error:
-            said.append(str(error))
-    return optimizer, said
+            errors.append(str(error))
+    return optimizer, errors
 
 
 def test_a_model_is_saved_without_an_optimizer(pool, checkpoint, tmp_path):
-    optimizer, said = pool.run(2, save_without_optimizer, checkpoint(LLAMA), settings("1x2x1"), tmp_path)[0]
+    optimizer, errors = pool.run(2, save_without_optimizer, checkpoint(LLAMA), settings("1x2x1"), tmp_path)[0]
     assert optimizer is None
-    assert len(said) == 2
-    assert all("no optimizer was boosted" in message for message in said)
+    assert len(errors) == 2
+    assert all("no optimizer was boosted" in message for message in errors)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.num_hidden_layers == 2
 
 

@@ -1,4 +1,4 @@
-"""What users write: keys, types, near misses, and the framework's settings beside them."""
+"""Validation of configs: keys, types, misspelt keys, and the framework's settings beside them."""
 
 import base64
 import json
@@ -19,7 +19,7 @@ def deepspeed_config(**keys):
     return {"tensor_parallel": SECTION, "train_micro_batch_size_per_gpu": 4, **keys}
 
 
-def test_own_keys_are_taken_out_and_the_rest_is_untouched():
+def test_own_keys_are_removed_and_the_rest_is_unchanged():
     source = deepspeed_config(zero_optimization={"stage": 1})
     config, rest = split_config(source)
     assert str(config.tensor_parallel.mesh.shape) == "2×2×2"
@@ -28,7 +28,7 @@ def test_own_keys_are_taken_out_and_the_rest_is_untouched():
 
 
 @pytest.mark.parametrize("suffix", ["json", "yaml", "yml"])
-def test_json_and_yaml_say_the_same(tmp_path, suffix):
+def test_json_and_yaml_give_the_same_config(tmp_path, suffix):
     path = tmp_path / f"config.{suffix}"
     yaml_text = "tensor_parallel: {mode: 3d_tensor, mesh: {batch: 2, sequence: 2, hidden: 2}}\nbf16: {enabled: true}\n"
     json_text = json.dumps({"tensor_parallel": SECTION, "bf16": {"enabled": True}})
@@ -38,7 +38,7 @@ def test_json_and_yaml_say_the_same(tmp_path, suffix):
     assert rest == {"bf16": {"enabled": True}}
 
 
-def test_a_config_without_our_keys_is_not_ours():
+def test_a_config_without_our_keys_is_left_to_the_framework():
     source = {"tensor_parallel": {"autotp_size": 2}, "pipeline": {"stages": "auto"}}
     assert split_config(source) == (None, source)
     with pytest.raises(ConfigError, match="3d_tensor"):
@@ -61,7 +61,7 @@ def test_a_config_without_our_keys_is_not_ours():
         ({"mode": "3d_tensor", "mesh": {"batch": 2}, "autotp_size": 8}, "autotp_size is 8.*leave autotp_size out"),
     ],
 )
-def test_mistakes_are_named(section, message):
+def test_errors_name_the_key(section, message):
     with pytest.raises(ConfigError, match=message):
         split_config({"tensor_parallel": section})
 
@@ -76,12 +76,12 @@ def test_mistakes_are_named(section, message):
         ({"tensor_paralel": SECTION}, 'tensor_paralel is not a section of Cuboid.*did you mean "tensor_parallel"'),
     ],
 )
-def test_what_stands_where_a_section_should_is_refused(keys, message):
+def test_a_value_in_place_of_a_section_is_rejected(keys, message):
     with pytest.raises(ConfigError, match=message):
         split_config({"pipeline": PIPELINE, **keys})
 
 
-def test_what_was_meant_for_us_does_not_pass_for_anothers():
+def test_misspelt_sections_of_ours_are_not_passed_on():
     for source, message in (
         ({"pipline": PIPELINE}, 'pipline is not a section.*did you mean "pipeline"'),
         ({"pipeline": {"engin": "seq1f1b", "stages": 2}}, 'pipeline.engin is not a known key; did you mean "engine"'),
@@ -92,11 +92,11 @@ def test_what_was_meant_for_us_does_not_pass_for_anothers():
     ):
         with pytest.raises(ConfigError, match=message):
             own_config(source)
-    # A name that somebody gave is none of our business.
+    # A user's own name in another section doesn't count.
     assert own_config({"tensorboard": {"enabled": True, "job_name": "seq1f1b"}}) is None
 
 
-def test_what_deepspeed_reads_is_read_alike_and_what_is_its_alone_is_left_to_it(tmp_path):
+def test_configs_are_read_as_deepspeed_reads_them_and_its_own_are_left_to_it(tmp_path):
     ours, theirs = tmp_path / "ours.json", tmp_path / "theirs.json"
     text = '{\n  # HJSON\n  tensor_parallel: {mode: "3d_tensor", mesh: {batch: 2,},},\n  "bf16": {"enabled": true}, }'
     ours.write_text(text)
@@ -109,19 +109,19 @@ def test_what_deepspeed_reads_is_read_alike_and_what_is_its_alone_is_left_to_it(
     with pytest.raises(ConfigError, match=r"broken\.json' can't be read"):
         own_config(broken)
     theirs.write_text(text.replace("3d_tensor", "other").replace("mode", "a").replace("mesh", "b")[:-2])
-    # Unreadable, or not a config at all, but nothing of ours: DeepSpeed says so.
+    # Unreadable, or not a config at all, but without keys of ours: DeepSpeed reports it.
     for source in (theirs, tmp_path, tmp_path / "absent", b"x", None, 7, "x" * 10_000, {"fp16": float("nan")}):
         assert own_config(source) is None
 
 
 class Tripwire(dict):
-    """A config of somebody else's, which nobody may copy."""
+    """A config without keys of ours, which must not be copied."""
 
     def __deepcopy__(self, memo):
         raise AssertionError("it was copied")
 
 
-def test_a_config_of_others_reaches_deepspeed_as_the_same_object(monkeypatch):
+def test_a_config_without_our_keys_reaches_deepspeed_as_the_same_object(monkeypatch):
     from cuboid_patches import accelerate, deepspeed
 
     seen = []
@@ -154,7 +154,7 @@ def test_a_config_of_others_reaches_deepspeed_as_the_same_object(monkeypatch):
 PIPELINE = {"engine": "seq1f1b", "stages": 2, "segments": 4}
 
 
-def test_a_pipeline_section_of_ours_is_taken_out():
+def test_our_pipeline_section_is_removed():
     config, rest = split_config({"pipeline": PIPELINE, "bf16": {"enabled": True}})
     assert rest == {"bf16": {"enabled": True}}
     assert (config.pipeline.stages, config.pipeline.segments, config.ranks) == (2, 4, 2)
@@ -178,7 +178,7 @@ def test_a_pipeline_section_of_ours_is_taken_out():
         ({"trace_step": 0}, r"pipeline\.trace_step"),
     ],
 )
-def test_mistakes_in_the_pipeline_section_are_named(keys, message):
+def test_errors_in_the_pipeline_section_name_the_key(keys, message):
     with pytest.raises(ConfigError, match=message):
         split_config({"pipeline": {**PIPELINE, **keys}})
 
@@ -188,7 +188,7 @@ def test_a_pipeline_needs_its_stages_and_no_autotp():
         split_config({"pipeline": {"engine": "seq1f1b"}})
     with pytest.raises(ConfigError, match="not with the tensor_parallel section of AutoTP"):
         split_config({"pipeline": PIPELINE, "tensor_parallel": {"autotp_size": 2, "tp_grain_size": 8}})
-    # What the accelerate patch wrote into the config is read again.
+    # The key that the patch of accelerate writes into the config is accepted.
     assert split_config({"pipeline": PIPELINE, "tensor_parallel": {"autotp_size": 2}})[0].ranks == 2
     with pytest.raises(ConfigError, match="autotp_size is 4, but 2 ranks hold one copy"):
         split_config({"pipeline": PIPELINE, "tensor_parallel": {"autotp_size": 4}})
@@ -206,14 +206,14 @@ def test_a_pipeline_needs_its_stages_and_no_autotp():
         ({"pipeline": {**PIPELINE, "schedule": "1b1f"}}, 2, "schedule is '1b1f'; known: gpipe, 1f1b, seq1f1b"),
     ],
 )
-def test_settings_that_do_not_go_with_a_pipeline_are_refused(keys, world_size, message):
+def test_settings_that_are_incompatible_with_a_pipeline_are_rejected(keys, world_size, message):
     whole = {"pipeline": PIPELINE, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, **keys}
     config, rest = split_config(whole)
     with pytest.raises(ConfigError, match=message):
         check_framework_config(config, rest, world_size)
 
 
-def test_stages_that_do_not_divide_the_world_are_refused_with_those_that_do():
+def test_stages_that_do_not_divide_the_world_are_rejected_with_those_that_do():
     config, rest = split_config({"pipeline": {**PIPELINE, "stages": 4}})
     with pytest.raises(MeshError, match=r"pipeline.stages = 4, 4 in all.*numbers of stages that do.*1, 2, 3, 6"):
         check_framework_config(config, rest, 6)
@@ -244,7 +244,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         ({"train_batch_size": 12}, "4 × 1 × 2 = 8; leave train_batch_size out"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(keys, message):
+def test_incompatible_settings_are_rejected(keys, message):
     config, rest = split_config(deepspeed_config(**keys))
     with pytest.raises(ConfigError, match=message):
         check_framework_config(config, rest, world_size=16)
@@ -282,13 +282,13 @@ def test_settings_that_do_not_go_together_are_refused(keys, message):
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1.5}}}, "warmup_num_steps is 1.5.*int"),
     ],
 )
-def test_what_deepspeed_would_find_late_or_never_is_refused(keys, message):
+def test_errors_that_deepspeed_would_find_late_or_never_are_found(keys, message):
     with pytest.raises(ConfigError, match=message):
         check_framework_config(*split_config(deepspeed_config(**keys)), world_size=16)
 
 
 def test_every_key_that_deepspeed_knows_is_accepted():
-    """Those of its pages on the config, with the values that they have there."""
+    """The keys on DeepSpeed's documentation pages, with their values there."""
     with_auto = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto"}}}
     keys = {
         "steps_per_print": float("inf"),
@@ -331,7 +331,7 @@ def test_both_ways_to_count_a_batch_are_accepted(total):
     check_framework_config(config, rest, world_size=16)
 
 
-def test_disabled_sections_and_trainer_placeholders_pass():
+def test_disabled_sections_and_auto_values_are_accepted():
     config, rest = split_config(
         deepspeed_config(
             fp16={"enabled": "auto"},

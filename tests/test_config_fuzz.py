@@ -1,4 +1,4 @@
-"""Configs with mistakes are refused by one error that names the key, on all ranks alike, or they train."""
+"""Random mistakes in configs: each is rejected by the same error on all ranks, which names the key, or trains."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +12,10 @@ SMALL = SmallModel("llama", heads=4, kv_heads=2, layers=2)
 
 
 def run(checkpoint: Callable[[SmallModel], str], folder: Path, ranks: int, count: int, seed: int):
-    """Try cases on so many ranks, and give how many trained; asserts that the others were refused."""
+    """Try cases on that many ranks and assert that those that don't train are rejected; returns how many train."""
     cases = list(fuzzing.cases(count, seed, ranks))
     sources = [fuzzing.source_of(case, folder) for case in cases]
-    # DeepSpeed keeps its world's size in module variables, so that a process is of one world only.
+    # DeepSpeed keeps its world size in module variables, so that a process can only be used for one.
     with WorkerPool(ranks) as pool:
         found = pool.run(ranks, fuzzing.attempt_all, sources, checkpoint(SMALL), timeout_s=120 + 3 * count)
     wrong = [fault for case, *each in zip(cases, *found, strict=True) if (fault := fuzzing.faults(case, each))]
@@ -24,13 +24,13 @@ def run(checkpoint: Callable[[SmallModel], str], folder: Path, ranks: int, count
 
 
 @pytest.mark.parametrize(("ranks", "count"), [pytest.param(1, 40, marks=pytest.mark.slow), (2, 20)])
-def test_a_sample_of_mistakes(checkpoint, tmp_path, ranks, count):
+def test_a_sample_of_invalid_configs(checkpoint, tmp_path, ranks, count):
     run(checkpoint, tmp_path, ranks, count, seed=ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "count"), [(1, 400), (2, 120)])
-def test_many_mistakes(checkpoint, tmp_path, ranks, count):
+def test_many_invalid_configs(checkpoint, tmp_path, ranks, count):
     trained = run(checkpoint, tmp_path, ranks, count, seed=100 + ranks)
-    # Where none were, it would be the same error for all.
+    # If none trained, one and the same error might have rejected all.
     assert trained > count // 20

@@ -1,4 +1,4 @@
-"""Checkpoints converted: nothing is lost or rounded unasked, memory stays small, and what is damaged is refused."""
+"""`cuboid convert`: values are exact, memory stays small, and damaged checkpoints are rejected."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def invoke(*arguments):
 # --- Hugging Face folders ----------------------------------------------------------------------------------------
 
 
-def test_a_copy_in_several_files_is_what_transformers_itself_would_write(checkpoint, tmp_path):
+def test_a_copy_in_several_files_equals_what_transformers_writes(checkpoint, tmp_path):
     path = checkpoint(LLAMA)
     run(path, tmp_path / "ours", max_shard_bytes=200_000)
     model = AutoModelForCausalLM.from_pretrained(path)
@@ -62,7 +62,7 @@ def test_a_copy_in_several_files_is_what_transformers_itself_would_write(checkpo
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_a_cast_is_torchs_own_and_the_config_says_so(checkpoint, tmp_path, dtype):
+def test_a_cast_equals_torchs_and_sets_the_dtype_in_the_config(checkpoint, tmp_path, dtype):
     path = checkpoint(FUSED)
     run(path, tmp_path / "cast", dtype=dtype)
     before, after = stored(path), stored(tmp_path / "cast")
@@ -83,7 +83,7 @@ def test_tensors_of_integers_are_never_cast(checkpoint, tmp_path):
     assert after["number"] == torch.tensor(1.5, dtype=torch.bfloat16)
 
 
-def test_a_number_too_large_for_float16_is_refused_with_the_tensors_name(checkpoint, tmp_path):
+def test_a_value_out_of_float16s_range_is_rejected_with_the_tensors_name(checkpoint, tmp_path):
     shutil.copytree(checkpoint(LLAMA), tmp_path / "source")
     whole = stored(tmp_path / "source")
     whole["model.norm.weight"][3] = 70_000.0
@@ -101,7 +101,7 @@ def test_a_number_too_large_for_float16_is_refused_with_the_tensors_name(checkpo
 
 @settings(max_examples=50)
 @given(st.lists(st.floats(width=32), min_size=1, max_size=8), st.sampled_from([torch.float16, torch.bfloat16]))
-def test_a_cast_is_refused_exactly_where_a_finite_number_becomes_infinite(values, dtype):
+def test_a_cast_is_rejected_exactly_if_a_finite_number_becomes_infinite(values, dtype):
     block = torch.tensor(values, dtype=torch.float32)
     tensors = Tensors({"x": TensorSpec(block.dtype, tuple(block.shape))}, lambda _: iter([block])).cast(dtype)
     if (block.to(dtype).isinf() & block.isfinite()).any():
@@ -111,7 +111,7 @@ def test_a_cast_is_refused_exactly_where_a_finite_number_becomes_infinite(values
         assert torch.equal(next(tensors.blocks("x")).nan_to_num(7.0), block.to(dtype).nan_to_num(7.0))
 
 
-def test_everything_beside_the_weights_goes_along_and_the_rest_is_named(checkpoint, tmp_path):
+def test_files_beside_the_weights_are_copied_and_skipped_ones_are_named(checkpoint, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(checkpoint(LLAMA), source)
     kept = [
@@ -130,14 +130,14 @@ def test_everything_beside_the_weights_goes_along_and_the_rest_is_named(checkpoi
     (source / "optimizer.pt").write_bytes(b"x")
     (source / "runs").mkdir()
     (source / "runs" / "events").write_text("x")
-    said = run(source, tmp_path / "copy", dtype=torch.bfloat16)
+    output = run(source, tmp_path / "copy", dtype=torch.bfloat16)
     assert all((tmp_path / "copy" / name).read_text() == f'{{"text": "of {name}"}}' for name in kept)
     assert (tmp_path / "copy" / "additional_chat_templates" / "tools.jinja").read_text() == "{{ tools }}"
     assert json.loads((tmp_path / "copy" / "generation_config.json").read_text())
-    assert "left out: optimizer.pt, runs/" in said
+    assert "left out: optimizer.pt, runs/" in output
 
 
-def test_pickled_weights_need_trust_and_then_are_the_same(checkpoint, tmp_path):
+def test_pickled_weights_need_trust_and_then_convert_to_the_same(checkpoint, tmp_path):
     path = Path(checkpoint(LLAMA))
     whole = stored(path)
     (tmp_path / "old").mkdir()
@@ -146,7 +146,7 @@ def test_pickled_weights_need_trust_and_then_are_the_same(checkpoint, tmp_path):
     weight_map = {}
     for number, half in enumerate(halves, 1):
         file = f"pytorch_model-0000{number}-of-00002.bin"
-        # A view that starts in the middle of its storage, too.
+        # Including a view that starts in the middle of its storage.
         torch.save({name: torch.cat([x, x])[len(x) :] for name, x in half.items()}, tmp_path / "old" / file)
         weight_map |= dict.fromkeys(half, file)
     (tmp_path / "old" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
@@ -158,7 +158,7 @@ def test_pickled_weights_need_trust_and_then_are_the_same(checkpoint, tmp_path):
 
 
 class Harm:
-    """A pickle of this makes a file when it is loaded carelessly."""
+    """Unpickling this without ``weights_only`` creates a file."""
 
     def __init__(self, path):
         self.path = path
@@ -167,7 +167,7 @@ class Harm:
         return Path.touch, (self.path,)
 
 
-def test_a_pickle_that_would_run_code_is_refused_even_with_trust(checkpoint, tmp_path):
+def test_a_pickle_that_would_run_code_is_rejected_even_with_trust(checkpoint, tmp_path):
     (tmp_path / "old").mkdir()
     shutil.copy(Path(checkpoint(LLAMA)) / "config.json", tmp_path / "old")
     torch.save({"a": torch.ones(2), "b": Harm(tmp_path / "harm")}, tmp_path / "old" / "pytorch_model.bin")
@@ -176,7 +176,7 @@ def test_a_pickle_that_would_run_code_is_refused_even_with_trust(checkpoint, tmp
     assert not (tmp_path / "harm").exists()
 
 
-def test_pickles_that_cannot_be_streamed_are_refused_with_the_reason(checkpoint, tmp_path):
+def test_pickles_that_cannot_be_streamed_are_rejected_with_the_reason(checkpoint, tmp_path):
     (tmp_path / "old").mkdir()
     file = tmp_path / "old" / "pytorch_model.bin"
     shutil.copy(Path(checkpoint(LLAMA)) / "config.json", tmp_path / "old")
@@ -190,11 +190,11 @@ def test_pickles_that_cannot_be_streamed_are_refused_with_the_reason(checkpoint,
     whole = file.read_bytes()
     for damaged in (whole[:-40], whole.replace(torch.ones(6).numpy().tobytes(), torch.zeros(6).numpy().tobytes())):
         file.write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: is no whole file"):
+        with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: is not a complete file"):
             run(tmp_path / "old", tmp_path / "new", trust_pickle=True)
 
 
-# --- what is damaged or unknown ----------------------------------------------------------------------------------
+# --- damaged and unknown checkpoints -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def leave_the_folder(folder):
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "expected"),
     [
         (truncate, r"model-00002-of-00003\.safetensors: is \d+ bytes long"),
         (remove, r"model-00002-of-00003\.safetensors: can't be opened"),
@@ -240,14 +240,14 @@ def leave_the_folder(folder):
         (leave_the_folder, r"names \.\./model-00002-of-00003\.safetensors, which isn't a file beside it"),
     ],
 )
-def test_a_damaged_checkpoint_is_refused_by_the_files_name(several_files, tmp_path, damage, told):
+def test_a_damaged_checkpoint_is_rejected_with_the_files_name(several_files, tmp_path, damage, expected):
     damage(several_files)
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=expected):
         run(several_files, tmp_path / "new")
     assert nothing_left(tmp_path / "new")
 
 
-def test_a_folder_that_is_no_checkpoint_is_told_what_would_be_one(tmp_path):
+def test_the_error_for_an_unknown_folder_lists_the_known_kinds(tmp_path):
     (tmp_path / "some").mkdir()
     with pytest.raises(CheckpointError, match=r"Hugging Face.*cuboid.*per-rank.*DeepSpeed"):
         run(tmp_path / "some", tmp_path / "new")
@@ -258,7 +258,7 @@ def test_a_folder_that_is_no_checkpoint_is_told_what_would_be_one(tmp_path):
         run(tmp_path / "global_step1.incomplete", tmp_path / "new")
 
 
-def test_a_target_that_holds_something_is_left_alone(checkpoint, tmp_path):
+def test_a_target_with_files_is_never_overwritten(checkpoint, tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").write_text("mine")
     with pytest.raises(CheckpointError, match="exists already"):
@@ -269,7 +269,7 @@ def test_a_target_that_holds_something_is_left_alone(checkpoint, tmp_path):
     assert same(tmp_path / "there", checkpoint(LLAMA))
 
 
-def test_weights_that_are_quantized_are_not_cast(checkpoint, tmp_path):
+def test_quantized_weights_are_not_cast(checkpoint, tmp_path):
     shutil.copytree(checkpoint(LLAMA), tmp_path / "source")
     config = json.loads((tmp_path / "source" / "config.json").read_text())
     (tmp_path / "source" / "config.json").write_text(json.dumps(config | {"quantization_config": {"bits": 4}}))
@@ -280,7 +280,7 @@ def test_weights_that_are_quantized_are_not_cast(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("small", [LLAMA, TIED, FUSED, EXPERTS])
-def test_tensors_in_memory_are_stored_as_transformers_stores_them(checkpoint, small):
+def test_as_stored_equals_what_transformers_saves(checkpoint, small):
     path = checkpoint(small)
     model, before = blank_model(Path(path)), stored(path)
     ties = model.all_tied_weights_keys
@@ -295,7 +295,7 @@ def test_tensors_in_memory_are_stored_as_transformers_stores_them(checkpoint, sm
 
 
 def save_some(path, config, out):
-    """Whole fp32 weights of an engine that saved two checkpoints."""
+    """The full fp32 weights of an engine that saved two checkpoints."""
     engine = make_engine(path, config)
     train(engine, 1)
     engine.save_checkpoint(out)
@@ -311,10 +311,10 @@ def trained(pool, checkpoint, tmp_path_factory):
     return out
 
 
-def test_the_latest_checkpoint_of_cuboid_becomes_weights_alone(trained, tmp_path):
-    said = run(trained, tmp_path / "weights", max_shard_bytes=100_000)
+def test_the_latest_checkpoint_of_cuboid_is_converted_to_its_weights(trained, tmp_path):
+    output = run(trained, tmp_path / "weights", max_shard_bytes=100_000)
     assert same(tmp_path / "weights", trained / "global_step3")
-    left = next(line for line in said if line.startswith("left out: "))
+    left = next(line for line in output if line.startswith("left out: "))
     assert {"optimizer/", "state.json"} <= set(left.removeprefix("left out: ").split(", "))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "weights").dtype == torch.bfloat16
     run(trained / "global_step1", tmp_path / "first")
@@ -322,7 +322,7 @@ def test_the_latest_checkpoint_of_cuboid_becomes_weights_alone(trained, tmp_path
     assert not same(tmp_path / "first", tmp_path / "weights")
 
 
-def test_the_fp32_weights_of_a_checkpoint_of_cuboid(trained, tmp_path):
+def test_master_takes_the_fp32_weights_of_a_checkpoint_of_cuboid(trained, tmp_path):
     run(trained, tmp_path / "masters", master=True)
     masters, rounded = stored(tmp_path / "masters"), stored(trained / "global_step3")
     assert masters.keys() == rounded.keys()
@@ -331,7 +331,7 @@ def test_the_fp32_weights_of_a_checkpoint_of_cuboid(trained, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "masters").dtype == torch.float32
 
 
-def test_a_truncated_checkpoint_of_cuboid_is_refused(trained, tmp_path):
+def test_a_truncated_checkpoint_of_cuboid_is_rejected(trained, tmp_path):
     shutil.copytree(trained, tmp_path / "copy")
     file = next((tmp_path / "copy" / "global_step3").glob("*.safetensors"))
     os.truncate(file, file.stat().st_size - 1)
@@ -344,7 +344,7 @@ def test_a_truncated_checkpoint_of_cuboid_is_refused(trained, tmp_path):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """A checkpoint of more than 2 GiB with two tensors of 1 GiB, whose zeros take no room on the disk."""
+    """A checkpoint of more than 2 GiB with two tensors of 1 GiB, in sparse files."""
     folder = tmp_path_factory.mktemp("large")
     config = LlamaConfig(
         vocab_size=131072,
@@ -399,7 +399,7 @@ MEASURED = """
 
 
 def grown_mib(tmp_path, source, target, dtype="", mesh=""):
-    """By how much memory a process grows that converts, beyond what its imports take."""
+    """Memory that a conversion takes in its own process, in addition to that of its imports."""
     (tmp_path / "measured.py").write_text(textwrap.dedent(MEASURED))
     status, output = launching.run(sys.executable, tmp_path / "measured.py", source, target, dtype, mesh)
     assert status == 0, output
@@ -414,14 +414,14 @@ def test_two_gigabytes_are_converted_in_600_mib(large, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_gigabytes_go_to_ranks_and_back_in_600_mib(large, tmp_path):
+def test_two_gigabytes_are_converted_to_per_rank_files_and_back_in_600_mib(large, tmp_path):
     assert grown_mib(tmp_path, large, tmp_path / "ranks", mesh="1x2x2") <= 600
     assert grown_mib(tmp_path, tmp_path / "ranks", tmp_path / "back") <= 600
     shutil.rmtree(tmp_path / "ranks")
     shutil.rmtree(tmp_path / "back")
 
 
-def test_a_conversion_that_is_killed_leaves_nothing_that_looks_done(large, checkpoint, tmp_path):
+def test_a_killed_conversion_leaves_no_target(large, checkpoint, tmp_path):
     target = tmp_path / "target"
     begun = target.with_name("target.incomplete")
     process = launching.start(launching.BIN / "cuboid", "convert", large, target, "--quiet")
@@ -439,7 +439,7 @@ def test_a_conversion_that_is_killed_leaves_nothing_that_looks_done(large, check
     assert not begun.exists()
 
 
-def test_the_command_takes_deepspeeds_names_of_its_options(checkpoint, tmp_path):
+def test_the_command_accepts_deepspeeds_option_names(checkpoint, tmp_path):
     result = invoke(
         "convert", "--input_folder", checkpoint(LLAMA), "--output_folder", tmp_path / "new", "--dtype", "float16"
     )
@@ -453,7 +453,7 @@ def test_the_command_takes_deepspeeds_names_of_its_options(checkpoint, tmp_path)
     assert len(list((tmp_path / "quiet").glob("*.safetensors"))) > 2
 
 
-def test_the_command_writes_files_for_ranks(checkpoint, tmp_path):
+def test_the_command_writes_per_rank_files(checkpoint, tmp_path):
     config = {"tensor_parallel": {"mode": "3d_tensor", "mesh": {"sequence": 2}}, "train_batch_size": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     arguments = ("convert", checkpoint(LLAMA), tmp_path / "ranks", "--config", tmp_path / "config.json")
@@ -464,7 +464,7 @@ def test_the_command_writes_files_for_ranks(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
         (("SRC",), "give DST"),
         (("SRC", "DST", "--input_folder", "SRC"), "give SRC once"),
@@ -473,9 +473,9 @@ def test_the_command_writes_files_for_ranks(checkpoint, tmp_path):
         (("SRC", "DST", "--dtype", "int8"), "int8"),
     ],
 )
-def test_a_wrong_command_is_explained(checkpoint, tmp_path, arguments, told):
+def test_wrong_arguments_are_explained(checkpoint, tmp_path, arguments, expected):
     paths = {"SRC": checkpoint(LLAMA), "DST": tmp_path / "new"}
     result = invoke("convert", *(paths.get(argument, argument) for argument in arguments))
     assert result.exit_code != 0
-    assert told in str(result.exception)
+    assert expected in str(result.exception)
     assert nothing_left(tmp_path / "new")

@@ -1,4 +1,4 @@
-"""Checkpoints that plain DeepSpeed wrote become Hugging Face checkpoints with the weights that its engines had."""
+"""Conversion of plain DeepSpeed's checkpoints: the result has the same weights as DeepSpeed's engines."""
 
 import argparse
 import contextlib
@@ -22,7 +22,7 @@ from cuboid.convert.sources import Kind, find_checkpoint
 from cuboid.errors import CheckpointError
 from cuboid.verify import SmallModel
 
-#: With shapes that two ranks have to pad.
+#: A model with shapes that two ranks have to pad.
 TIED = SmallModel("qwen3", heads=2, kv_heads=1, layers=2, vocabulary=37, head_dim=6)
 UNTIED = SmallModel("llama", heads=2, kv_heads=1, layers=3, vocabulary=37, head_dim=6)
 FUSED = SmallModel("gpt2", heads=2, kv_heads=2, layers=2, vocabulary=37)
@@ -152,7 +152,7 @@ TRAINED = """
     train_pipeline("pipeline", root / "untied", 1, tied=False)
     train_pipeline("pipeline-tied", root / "tied", 1, tied=True)
 """
-#: The model of each checkpoint, and whether it can be made universal.
+#: The model of each checkpoint, and whether DeepSpeed can convert it to a universal one.
 CASES = {
     "zero0": "tied",
     "zero0-bf16": "untied",
@@ -169,7 +169,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A folder with the models, and for each case DeepSpeed's checkpoint and the weights that its ranks had."""
+    """A folder with the models and, for each case, DeepSpeed's checkpoint and its ranks' weights."""
     root = tmp_path_factory.mktemp("deepspeed")
     for name, small in MODELS.items():
         small.write(root / name)
@@ -180,7 +180,7 @@ def written(tmp_path_factory):
 
 
 def weights_of(root, case):
-    """What the engine's ranks said their weights were, by name."""
+    """The weights of the engine's ranks, by name."""
     found = {}
     for file in sorted(root.glob(f"{case}.*.weights")):
         found |= load_file(file)
@@ -188,7 +188,7 @@ def weights_of(root, case):
 
 
 def assert_trained(root, case, folder):
-    """The folder holds the weights of the engine, in a checkpoint of the model's own form."""
+    """Check that the folder has the engine's weights, in the form of the model's own checkpoints."""
     before, wanted = stored(root / CASES[case]), weights_of(root, case)
     found = stored(folder)
     assert found.keys() == before.keys()
@@ -204,13 +204,13 @@ def assert_trained(root, case, folder):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_weights_are_the_engines(written, tmp_path, case):
+def test_converted_weights_equal_the_engines(written, tmp_path, case):
     run(written / case, tmp_path / "new", model=written / CASES[case], trust_pickle=True)
     assert_trained(written, case, tmp_path / "new")
 
 
 def make_universal(source, target):
-    """What ``python -m deepspeed.checkpoint.ds_to_universal`` makes, in this process."""
+    """Run ``python -m deepspeed.checkpoint.ds_to_universal`` in this process."""
     from deepspeed.checkpoint.ds_to_universal import main
 
     options = argparse.Namespace(
@@ -233,7 +233,7 @@ def test_a_universal_checkpoint_has_the_same_weights(written, tmp_path, case):
     assert_trained(written, case, tmp_path / "new")
 
 
-def test_a_cast_to_the_models_dtype_gives_what_the_model_computes_with(written, tmp_path):
+def test_a_cast_to_the_models_dtype_gives_the_models_own_weights(written, tmp_path):
     for case in ("zero0-bf16", "zero1-bf16", "pipeline"):
         target = tmp_path / case
         run(written / case, target, model=written / CASES[case], trust_pickle=True, dtype=torch.bfloat16)
@@ -242,14 +242,14 @@ def test_a_cast_to_the_models_dtype_gives_what_the_model_computes_with(written, 
         assert all(torch.equal(found[name], x.bfloat16()) for name, x in weights_of(written, case).items())
 
 
-def test_straight_to_files_for_ranks(written, tmp_path):
+def test_direct_conversion_to_per_rank_files(written, tmp_path):
     arguments = {"model": written / "untied", "trust_pickle": True}
     run(written / "zero3-frozen", tmp_path / "ranks", config=layout("1x2x1", 3), **arguments)
     run(tmp_path / "ranks", tmp_path / "back")
     assert_trained(written, "zero3-frozen", tmp_path / "back")
 
 
-def test_a_trainers_folder_brings_the_config_itself(written, tmp_path):
+def test_a_trainers_folder_has_the_config_itself(written, tmp_path):
     folder = tmp_path / "checkpoint-2"
     shutil.copytree(written / "zero2", folder)
     for name in ("config.json", "generation_config.json"):
@@ -260,13 +260,13 @@ def test_a_trainers_folder_brings_the_config_itself(written, tmp_path):
         assert_trained(written, "zero2", tmp_path / f"new {place.name}")
 
 
-def test_a_config_alone_is_enough_of_a_model(written, tmp_path):
+def test_a_config_json_is_enough_as_the_model(written, tmp_path):
     run(written / "zero2", tmp_path / "new", model=written / "fused" / "config.json", trust_pickle=True)
     assert_trained(written, "zero2", tmp_path / "new")
 
 
-def test_masters_in_one_flat_tensor_for_each_group(written, tmp_path):
-    """As DeepSpeed's optimizer for 16 bits saves them where it works on flat groups, on GPUs."""
+def test_master_weights_in_one_flat_tensor_per_group(written, tmp_path):
+    """DeepSpeed's 16-bit optimizer saves them so on GPUs, where it works on flat groups."""
     shutil.copytree(written / "zero0-bf16", tmp_path / "flat")
     file = tmp_path / "flat" / TAG / "mp_rank_00_model_states.pt"
     content = torch.load(file, weights_only=False)
@@ -277,18 +277,18 @@ def test_masters_in_one_flat_tensor_for_each_group(written, tmp_path):
     assert_trained(written, "zero0-bf16", tmp_path / "new")
 
 
-# --- refusals ----------------------------------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------------------------------
 
 
-def refused(source, target, told, **options):
-    with pytest.raises(CheckpointError, match=told):
+def assert_rejected(source, target, expected, **options):
+    with pytest.raises(CheckpointError, match=expected):
         run(source, target, **{"trust_pickle": True, **options})
     assert nothing_left(target)
 
 
 @pytest.fixture
 def copied(written, tmp_path):
-    """Copies a case, to be damaged; gives the folder of its files."""
+    """Copies a case for a test to damage; returns the folder of its files."""
 
     def copy(case):
         shutil.copytree(written / case, tmp_path / case)
@@ -297,13 +297,13 @@ def copied(written, tmp_path):
     return copy
 
 
-def test_pickles_are_not_loaded_unasked(written, tmp_path):
-    told = r"mp_rank_00_model_states\.pt: is a pickle.*--trust-pickle"
-    refused(written / "zero0", tmp_path / "new", told, model=written / "tied", trust_pickle=False)
+def test_pickles_are_not_loaded_by_default(written, tmp_path):
+    expected = r"mp_rank_00_model_states\.pt: is a pickle.*--trust-pickle"
+    assert_rejected(written / "zero0", tmp_path / "new", expected, model=written / "tied", trust_pickle=False)
 
 
 class Harm:
-    """A pickle of this makes a file when it is loaded carelessly."""
+    """Unpickling this without ``weights_only`` creates a file."""
 
     def __init__(self, path):
         self.path = path
@@ -312,34 +312,34 @@ class Harm:
         return Path.touch, (self.path,)
 
 
-def test_no_object_but_deepspeeds_own_is_let_in(written, copied, tmp_path):
+def test_only_deepspeeds_own_classes_are_allowed_in_pickles(written, copied, tmp_path):
     folder = copied("zero1-bf16")
     file = next(folder.glob("*_rank_1_*optim_states.pt"))
     content = torch.load(file, weights_only=False)
     torch.save({**content, "more": Harm(tmp_path / "harm")}, file)
-    refused(folder, tmp_path / "new", f"{file.name}: holds more than tensors", model=written / "tied")
+    assert_rejected(folder, tmp_path / "new", f"{file.name}: holds more than tensors", model=written / "tied")
     assert not (tmp_path / "harm").exists()
 
 
-def test_a_model_is_needed_and_has_to_be_the_right_one(written, tmp_path):
-    refused(written / "zero0", tmp_path / "new", "has no config.json; give --model")
-    told = r"has a tensor model\.embed_tokens\.weight, which GPT2LMHeadModel doesn't know"
-    refused(written / "zero0", tmp_path / "new", told, model=written / "fused")
-    told = "0 layers of its pipeline are decoder layers of MixtralForCausalLM, but the model has 2"
-    refused(written / "pipeline", tmp_path / "new", told, model=written / "experts")
+def test_the_model_must_be_given_and_must_match(written, tmp_path):
+    assert_rejected(written / "zero0", tmp_path / "new", "has no config.json; give --model")
+    expected = r"has a tensor model\.embed_tokens\.weight, which GPT2LMHeadModel doesn't know"
+    assert_rejected(written / "zero0", tmp_path / "new", expected, model=written / "fused")
+    expected = "0 layers of its pipeline are decoder layers of MixtralForCausalLM, but the model has 2"
+    assert_rejected(written / "pipeline", tmp_path / "new", expected, model=written / "experts")
     (tmp_path / "other").mkdir()
     config = json.loads((written / "untied" / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
-    refused(written / "zero3-frozen", tmp_path / "new", r"layers\.2\.", model=tmp_path / "other")
-    told = "3 layers of its pipeline are decoder layers of LlamaForCausalLM, but the model has 2"
-    refused(written / "pipeline", tmp_path / "new", told, model=tmp_path / "other")
+    assert_rejected(written / "zero3-frozen", tmp_path / "new", r"layers\.2\.", model=tmp_path / "other")
+    expected = "3 layers of its pipeline are decoder layers of LlamaForCausalLM, but the model has 2"
+    assert_rejected(written / "pipeline", tmp_path / "new", expected, model=tmp_path / "other")
     (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
-    told = "3 layers of its pipeline are decoder layers of LlamaForCausalLM, but the model has 4"
-    refused(written / "pipeline", tmp_path / "new", told, model=tmp_path / "other")
+    expected = "3 layers of its pipeline are decoder layers of LlamaForCausalLM, but the model has 4"
+    assert_rejected(written / "pipeline", tmp_path / "new", expected, model=tmp_path / "other")
     (tmp_path / "tying").mkdir()
     (tmp_path / "tying" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    told = r"lm_head\.weight and model\.embed_tokens\.weight differ"
-    refused(written / "zero3-frozen", tmp_path / "new", told, model=tmp_path / "tying")
+    expected = r"lm_head\.weight and model\.embed_tokens\.weight differ"
+    assert_rejected(written / "zero3-frozen", tmp_path / "new", expected, model=tmp_path / "tying")
 
 
 @pytest.mark.parametrize("case", ["zero1-bf16", "zero3-bf16"])
@@ -347,45 +347,47 @@ def test_a_missing_file_of_a_rank_is_named(written, copied, tmp_path, case):
     folder = copied(case)
     first = next(folder.glob("*_rank_0_*optim_states.pt"))
     first.unlink()
-    refused(folder, tmp_path / "new", f"{re.escape(first.name)}: is missing", model=written / "tied")
+    assert_rejected(folder, tmp_path / "new", f"{re.escape(first.name)}: is missing", model=written / "tied")
 
 
-def test_the_last_ranks_missing_file_is_noticed_by_the_number_of_parts(written, copied, tmp_path):
+def test_a_missing_file_of_the_last_rank_is_found_by_the_number_of_partitions(written, copied, tmp_path):
     folder = copied("zero1-bf16")
     next(folder.glob("*_rank_1_*optim_states.pt")).unlink()
-    refused(folder, tmp_path / "new", r"cut into \[2, 2\] parts, but there are files of 1", model=written / "tied")
+    assert_rejected(
+        folder, tmp_path / "new", r"cut into \[2, 2\] parts, but there are files of 1", model=written / "tied"
+    )
     next(folder.glob("*_rank_0_*optim_states.pt")).unlink()
-    refused(folder, tmp_path / "new", "there are none", model=written / "tied")
+    assert_rejected(folder, tmp_path / "new", "there are none", model=written / "tied")
 
 
 def test_a_truncated_file_is_named(written, copied, tmp_path):
     folder = copied("zero3-bf16")
     file = next(folder.glob("*_rank_1_*optim_states.pt"))
     os.truncate(file, file.stat().st_size // 2)
-    refused(folder, tmp_path / "new", f"{re.escape(file.name)}: is no whole file", model=written / "tied")
+    assert_rejected(folder, tmp_path / "new", f"{re.escape(file.name)}: is not a complete file", model=written / "tied")
 
 
-def test_parts_of_tensors_on_several_model_parallel_ranks_are_refused_with_a_way_out(written, copied, tmp_path):
+def test_tensor_parallel_checkpoints_are_rejected_with_an_alternative(written, copied, tmp_path):
     folder = copied("zero0")
     shutil.copy(folder / "mp_rank_00_model_states.pt", folder / "mp_rank_01_model_states.pt")
-    refused(folder, tmp_path / "new", "tensor parallelism.*ds_to_universal", model=written / "tied")
+    assert_rejected(folder, tmp_path / "new", "tensor parallelism.*ds_to_universal", model=written / "tied")
     layers = copied("pipeline")
     shutil.copy(layers / "layer_01-model_states.pt", layers / "layer_01-model_01-model_states.pt")
-    refused(layers, tmp_path / "new", "tensor parallelism.*ds_to_universal", model=written / "untied")
+    assert_rejected(layers, tmp_path / "new", "tensor parallelism.*ds_to_universal", model=written / "untied")
 
 
-def test_masters_without_names_that_could_be_several_are_not_guessed(written, copied, tmp_path):
+def test_ambiguous_master_weights_without_names_are_rejected(written, copied, tmp_path):
     folder = copied("zero0-bf16")
     file = folder / "mp_rank_00_model_states.pt"
     content = torch.load(file, weights_only=False)
     first, second = content["optimizer"]["fp32_groups"]
-    # A second group that starts as the first does.
+    # A second group whose first weights equal the first group's.
     content["optimizer"]["fp32_groups"] = [first, [first[0], *second]]
     torch.save(content, file)
-    told = r"more than one of them could be model\.embed_tokens\.weight.*--dtype"
-    refused(folder, tmp_path / "new", told, model=written / "untied")
+    expected = r"more than one of them could be model\.embed_tokens\.weight.*--dtype"
+    assert_rejected(folder, tmp_path / "new", expected, model=written / "untied")
     content["optimizer"]["fp32_groups"] = [first[::-1], second]
     torch.save(content, file)
-    refused(folder, tmp_path / "new", "some are none of the model's weights", model=written / "untied")
+    assert_rejected(folder, tmp_path / "new", "some are none of the model's weights", model=written / "untied")
     run(folder, tmp_path / "new", model=written / "untied", trust_pickle=True, dtype=torch.bfloat16)
     assert torch.equal(stored(tmp_path / "new")["lm_head.weight"], content["module"]["lm_head.weight"])

@@ -1,4 +1,4 @@
-"""``cuboid inspect``: what a checkpoint holds is told, and what is wrong with it is named."""
+"""``cuboid inspect``: it shows what a checkpoint contains, and names what is wrong with it."""
 
 import json
 import os
@@ -19,7 +19,7 @@ LLAMA = SmallModel("llama", heads=8, kv_heads=4, layers=2)
 
 
 def inspect(*arguments):
-    """Exit status and output; tables as wide as they like."""
+    """Exit status and output, with tables at full width."""
     words = ["inspect", *(str(argument) for argument in arguments)]
     result = CliRunner(env={"COLUMNS": "300"}).invoke(commands, words)
     if result.exit_code > 1 or (result.exception and not isinstance(result.exception, SystemExit)):
@@ -50,7 +50,7 @@ def trained(pool, checkpoint, tmp_path_factory):
     return out
 
 
-def test_a_checkpoint_of_cuboid_tells_its_step_layout_versions_and_lineage(trained, checkpoint):
+def test_step_layout_versions_and_lineage_of_a_checkpoint_are_shown(trained, checkpoint):
     status, found = as_json(trained)
     assert status == 0
     assert found["kind"] == "checkpoint of cuboid"
@@ -100,7 +100,7 @@ def flip(path):
     path.write_bytes(content)
 
 
-def test_verifying_finds_a_single_flipped_bit_and_names_the_file(trained, tmp_path):
+def test_verify_finds_a_single_flipped_bit_and_names_the_file(trained, tmp_path):
     shutil.copytree(trained, tmp_path / "copy")
     status, text = inspect(tmp_path / "copy", "--verify")
     assert status == 0
@@ -118,7 +118,7 @@ def test_verifying_finds_a_single_flipped_bit_and_names_the_file(trained, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "expected"),
     [
         (lambda folder: next((folder / "optimizer" / "master").glob("*.safetensors")).unlink(), "is missing"),
         (lambda folder: os.truncate(next(folder.glob("*.safetensors")), 3000), "3000 bytes"),
@@ -127,15 +127,15 @@ def test_verifying_finds_a_single_flipped_bit_and_names_the_file(trained, tmp_pa
         (lambda folder: (folder / "state.json").write_text("["), "state.json: is 1 bytes long"),
     ],
 )
-def test_what_is_missing_truncated_or_foreign_is_told_without_verifying(trained, tmp_path, damage, told):
+def test_missing_truncated_and_foreign_files_are_reported_without_verify(trained, tmp_path, damage, expected):
     shutil.copytree(trained / "global_step2", tmp_path / "copy")
     damage(tmp_path / "copy")
     status, text = inspect(tmp_path / "copy")
     assert status == 1
-    assert told in text
+    assert expected in text
 
 
-def test_a_hugging_face_folder_is_told_apart_and_its_index_is_checked(checkpoint, tmp_path):
+def test_a_hugging_face_folder_is_recognized_and_its_index_is_checked(checkpoint, tmp_path):
     status, found = as_json(checkpoint(LLAMA))
     assert (status, found["kind"], found["step"]) == (0, "Hugging Face checkpoint", None)
     assert {x["name"] for x in found["tensors"]} == set(stored(checkpoint(LLAMA)))
@@ -151,7 +151,7 @@ def test_a_hugging_face_folder_is_told_apart_and_its_index_is_checked(checkpoint
     assert f"{file.name}: can't be opened" in text
 
 
-def test_files_of_ranks_tell_their_layout_and_are_verified(checkpoint, tmp_path):
+def test_per_rank_files_show_their_layout_and_are_verified(checkpoint, tmp_path):
     run(checkpoint(LLAMA), tmp_path / "ranks", config=layout("1x2x1", 2))
     status, found = as_json(tmp_path / "ranks", "--verify")
     assert (status, found["kind"]) == (0, "per-rank files")
@@ -166,7 +166,7 @@ def test_files_of_ranks_tell_their_layout_and_are_verified(checkpoint, tmp_path)
 
 
 class Harm:
-    """A pickle of this makes a file when it is loaded."""
+    """Unpickling this creates a file."""
 
     def __init__(self, path):
         self.path = path

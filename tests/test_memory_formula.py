@@ -1,4 +1,4 @@
-"""The closed counts of memory, against what running models hold and save on real ranks."""
+"""The closed formulas of memory and communication, compared with running models on real ranks."""
 
 import dataclasses
 import weakref
@@ -56,7 +56,7 @@ def sharded(small, mesh, dtype=torch.float32):
 
 
 class Box:
-    """What autograd holds in a tensor's place, for as long as it holds it."""
+    """Stands for a saved tensor in autograd's graph, and records how long it is kept."""
 
     def __init__(self, x, account):
         self.x, self.account = x, account
@@ -101,11 +101,11 @@ class Keepers:
         return box
 
     def bytes(self):
-        """While the graph is there."""
+        """Whether the graph still exists."""
         inputs = {address(x) for x in self._inputs}
         storages = {}
         alive = [box for box in (reference() for reference in self._boxes) if box is not None]
-        # Linear layers first, then who kept it first.
+        # Attributed to a linear layer if there is one, else to the first module that saved it.
         for box in sorted(alive, key=lambda box: box.account[1] != "linear_inputs"):
             layer, kind = box.account
             kind = "linear_inputs" if address(box.x) in inputs else kind
@@ -150,7 +150,7 @@ def kept_by_autograd(small, mesh, dtype):
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("small", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_ranks_keep_what_the_formula_says(pool, small, mesh, dtype):
+def test_kept_activations_match_the_formula(pool, small, mesh, dtype):
     shape, whole, size = MeshShape.parse(mesh), built(small), dtype.itemsize
     ends = end_kept_bytes(end_sizes(whole), shape, BATCH, LENGTH, element_bytes=size)
     for at, layer, model in pool.run(shape.size, kept_by_autograd, small, mesh, dtype):
@@ -177,12 +177,12 @@ def bytes_of_ends(small, mesh):
 @pytest.mark.sample(6)
 @pytest.mark.parametrize("mesh", [*MESHES, "2x2x2"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_ends_send_what_the_formula_says(pool, name, mesh):
+def test_communication_of_embedding_and_head_matches_the_formula(pool, name, mesh):
     small = MODELS[name]
     shape = MeshShape.parse(mesh)
     expected = end_sent_bytes(end_sizes(built(small)), shape, BATCH, LENGTH, element_bytes=4)
     for counted in pool.run(shape.size, bytes_of_ends, small, mesh):
-        # To the byte: the layers' own rounded bytes cancel.
+        # Exact, because the layers' own rounded bytes cancel.
         assert {axes: count for axes, count in counted.items() if count} == expected
 
 
@@ -201,7 +201,7 @@ def held_after_a_step(small, mesh):
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("mesh", MESHES)
-def test_parameters_gradients_and_optimizer_states_are_the_mesh_sizes_fraction(pool, mesh):
+def test_parameters_gradients_and_optimizer_states_are_divided_by_the_mesh(pool, mesh):
     small = dataclasses.replace(MODELS["llama"], vocabulary=144)
     whole = sum(p.numel() for p in built(small).parameters())
     shape = MeshShape.parse(mesh)
@@ -211,7 +211,7 @@ def test_parameters_gradients_and_optimizer_states_are_the_mesh_sizes_fraction(p
 
 
 def gathered_blocks(small, mesh):
-    """Bytes of the storage that each product's weight is gathered to."""
+    """Size of each weight's unsharded block."""
     model = sharded(small, mesh)
     cuboid.mesh_of(model).connect()
     found = {}
@@ -224,7 +224,7 @@ def gathered_blocks(small, mesh):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("mesh", ["1x1x1", "2x1x1", "3x1x2", "2x2x2", "1x2x3"])
-def test_weights_are_gathered_to_blocks_of_the_formulas_size(pool, mesh):
+def test_unsharded_weights_have_the_formulas_size(pool, mesh):
     small = MODELS["llama"]
     shape, whole = MeshShape.parse(mesh), built(small)
     expected = {
@@ -250,7 +250,7 @@ def test_activations_shrink_as_the_mesh_grows(mesh, gated, nonlinearity):
     assert alone["norms"] <= own["norms"] * shape.size
 
 
-def test_what_has_no_count_is_refused():
+def test_models_without_a_formula_are_rejected():
     eager = built(MODELS["llama"])
     eager.set_attn_implementation("eager")
     with pytest.raises(UnsupportedModelError, match="eager"):
@@ -262,7 +262,7 @@ def test_what_has_no_count_is_refused():
 
 
 @pytest.mark.parametrize(("name", "kept"), [("silu", 3), ("gelu", 3), ("relu", 2), ("gelu_new", 6)])
-def test_the_nonlinearity_is_asked_what_it_keeps(name, kept):
+def test_tensors_kept_by_the_nonlinearity_are_counted(name, kept):
     config = MODELS["llama"].config()
     config.hidden_act = name
     model = AutoModelForCausalLM.from_config(config)

@@ -1,4 +1,4 @@
-"""Optimizers on shards, stages and replicas: equal to one process, or refused when the engine is made."""
+"""Optimizers on shards, stages and replicas: equal to one process, or rejected when the engine is made."""
 
 import copy
 import functools
@@ -25,7 +25,7 @@ WHOLE = OwnedShards()
 
 
 class Lion(torch.optim.Optimizer):
-    """One that nobody knows, and that treats each element by itself."""
+    """An unknown optimizer that treats each element by itself."""
 
     def __init__(self, params, lr=1e-3, weight_decay=0.1):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -43,7 +43,7 @@ class Lion(torch.optim.Optimizer):
 
 
 class Lamb(torch.optim.Optimizer):
-    """Scales the step of each tensor by norms of the whole tensor."""
+    """Scales the step of each tensor by norms of the full tensor."""
 
     def __init__(self, params, lr=1e-2):
         super().__init__(params, {"lr": lr})
@@ -68,7 +68,7 @@ class Quiet(torch.optim.AdamW):
 
 
 class Clipping(torch.optim.AdamW):
-    """A subclass that clips by the norm of all that it has."""
+    """A subclass that clips by the norm of all its parameters."""
 
     def step(self, closure=None):
         nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
@@ -76,7 +76,7 @@ class Clipping(torch.optim.AdamW):
 
 
 class OnlyMatrices(torch.optim.SGD):
-    """Decays matrices alone, so that it must not be given them flattened."""
+    """Applies weight decay to matrices only, so that they must not be flattened."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -88,7 +88,7 @@ class OnlyMatrices(torch.optim.SGD):
 
 
 class Estimating(torch.optim.SGD):
-    """Finds one number for all parameters, and uses it."""
+    """Computes one number over all parameters, and uses it."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -98,7 +98,7 @@ class Estimating(torch.optim.SGD):
 
 
 class Forgetful(torch.optim.SGD):
-    """Keeps a state under a name."""
+    """Has a state under a name instead of a parameter."""
 
     def step(self, closure=None):
         self.state["all"]["steps"] = 1
@@ -106,7 +106,7 @@ class Forgetful(torch.optim.SGD):
 
 
 class Collective(torch.optim.SGD):
-    """Sends something."""
+    """Communicates."""
 
     def step(self, closure=None):
         torch.distributed.all_reduce(torch.ones(1))
@@ -114,7 +114,7 @@ class Collective(torch.optim.SGD):
 
 
 class LookAhead(torch.optim.Optimizer):
-    """Around another one."""
+    """Wraps another optimizer."""
 
     def __init__(self, optimizer):
         self.inner = optimizer
@@ -137,11 +137,11 @@ ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam"
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 @pytest.mark.parametrize("pieces", [CUT, FLAT, SPREAD], ids=["cut", "flat", "spread"])
-def test_a_trial_finds_what_is_known_of_torchs_own(monkeypatch, name, pieces):
+def test_a_trial_agrees_with_what_is_known_of_torchs_optimizers(monkeypatch, name, pieces):
     monkeypatch.setattr(elementwise, "_ELEMENTWISE", frozenset())
     kind = getattr(torch.optim, name)
     if name == "Adagrad":
-        # It has its state from the start, which no copy of it on other parameters has.
+        # Its constructor makes its state, which a copy for other parameters doesn't get.
         kind = type("Lazy", (kind,), {"step": lambda self, closure=None: adagrad_step(self)})
     given = kind(parameters(), lr=1e-3)
     before = copy.deepcopy(given.state_dict())
@@ -179,7 +179,7 @@ def adagrad_step(self):
     ],
     ids=lambda value: None,
 )
-def test_a_trial_tells_on_which_pieces_an_optimizer_is_right(make, accepted):
+def test_a_trial_finds_on_which_pieces_an_optimizer_is_correct(make, accepted):
     for pieces in (CUT, FLAT, SPREAD, WHOLE):
         optimizer = make()
         values = [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
@@ -194,7 +194,7 @@ def test_a_trial_tells_on_which_pieces_an_optimizer_is_right(make, accepted):
         assert torch.equal(state, torch.get_rng_state())
 
 
-def test_a_trial_is_the_same_whatever_a_script_has_for_its_default_dtype():
+def test_a_trial_does_not_depend_on_the_default_dtype():
     usual = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.bfloat16)
@@ -223,7 +223,7 @@ def test_groups_are_tried_with_their_own_settings():
         check_optimizer(PerGroup(mixed, lr=0.1), CUT)
 
 
-def test_hooks_and_replaced_steps_are_refused_where_they_would_see_pieces():
+def test_hooks_and_replaced_steps_are_rejected_if_they_would_see_pieces():
     hooked = torch.optim.AdamW(parameters())
     hooked.register_step_pre_hook(lambda *_: None)
     replaced = torch.optim.AdamW(parameters())
@@ -241,7 +241,7 @@ def test_hooks_and_replaced_steps_are_refused_where_they_would_see_pieces():
 
 SIZES = {"vocab_size": 48, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 STEPS = 3
-#: How far weights may be off, in parts of how far they moved: roundings turn the sign of the smallest gradients.
+#: Tolerance on weights, relative to how far they moved: rounding can flip the sign of the smallest gradients.
 CLOSE = 2e-3
 
 
@@ -299,7 +299,7 @@ def alone(kind, options):
 
 
 def difference(model, kind, options):
-    """How far the weights are off, in parts of how far they moved; on the first rank."""
+    """The error of the weights, relative to how far they moved; on rank 0."""
     found = cuboid.full_state_dict(model)
     if not found:
         return 0.0
@@ -357,7 +357,7 @@ def with_booster(kind, options, config, *, early):
 
 
 def job(framework, cases, config, early=True):
-    """How far each case is off one process, or what it is told."""
+    """The error of each case relative to one process, or its error message."""
     found = {}
     run = with_booster if framework == "booster" else with_deepspeed
     for name, kind, kwargs in cases:
@@ -377,7 +377,7 @@ ACCEPTED = [
     ("a subclass", Quiet, {}),
 ]
 REFUSED = [("Lamb", Lamb, {}), ("a clipping subclass", Clipping, {}), ("Adafactor", torch.optim.Adafactor, {})]
-#: DeepSpeed's ZeRO puts another in the place of torch's Adagrad, of its defaults.
+#: DeepSpeed's ZeRO replaces torch's Adagrad by its own, which has other defaults.
 REMADE = {"Adagrad"}
 
 
@@ -392,7 +392,7 @@ REMADE = {"Adagrad"}
     ],
     ids=["mesh", "mesh, ZeRO 1", "replicas, ZeRO 1", "Booster, mesh", "Booster, replicas, ZeRO 1"],
 )
-def test_optimizers_give_what_they_give_alone_or_are_refused(pool, framework, config, early, every):
+def test_optimizers_give_the_same_as_in_one_process_or_are_rejected(pool, framework, config, early, every):
     if framework == "booster":
         pytest.importorskip("colossalai.booster", exc_type=ImportError)
     remade = REMADE if framework == "deepspeed" and config["zero_optimization"]["stage"] else set()
@@ -410,7 +410,7 @@ def test_optimizers_give_what_they_give_alone_or_are_refused(pool, framework, co
 
 
 @pytest.mark.parametrize("framework", ["deepspeed", "booster"])
-def test_optimizers_of_whole_tensors_are_right_where_tensors_are_whole(pool, framework):
+def test_optimizers_that_need_full_tensors_work_where_tensors_are_full(pool, framework):
     if framework == "booster":
         pytest.importorskip("colossalai.booster", exc_type=ImportError)
     cases = [("Lamb", Lamb, {}), ("a clipping subclass", Clipping, {}), ("AdamW", torch.optim.AdamW, {})]
@@ -423,10 +423,10 @@ def test_optimizers_of_whole_tensors_are_right_where_tensors_are_whole(pool, fra
         assert all(off < CLOSE for off in replicated.values())
 
 
-# --- whose parameters ------------------------------------------------------------------------------------------
+# --- parameters of the optimizer -------------------------------------------------------------------------------
 
 
-def said_by(call):
+def error_of(call):
     try:
         call()
     except CuboidError as error:
@@ -439,8 +439,8 @@ def initialized(model, config, **options):
     return engine
 
 
-def strangers(config):
-    """What ``initialize`` and ``boost`` say to optimizers and schedules of something else."""
+def foreign_parameters(config):
+    """The errors of ``initialize`` and ``boost`` for optimizers and schedules of other parameters."""
     from colossalai.booster import Booster
 
     sgd, own = torch.optim.SGD, fresh_model
@@ -465,29 +465,29 @@ def strangers(config):
         optimizer.step()
         return optimizer
 
-    said = {}
+    errors = {}
     for name, make in {"another": lambda _: of_another(), "partly": partly, "twice": twice, "stepped": stepped}.items():
         one, other = own(), own()
-        said[name] = said_by(lambda make=make, one=one: initialized(one, config, optimizer=make(one)))
-        said[f"{name}, boosted"] = said_by(lambda make=make, other=other: boost(other, make(other)))
+        errors[name] = error_of(lambda make=make, one=one: initialized(one, config, optimizer=make(one)))
+        errors[f"{name}, boosted"] = error_of(lambda make=make, other=other: boost(other, make(other)))
     model = own()
-    said["parameters"] = said_by(lambda: initialized(model, config, model_parameters=[nn.Parameter(torch.ones(3))]))
+    errors["parameters"] = error_of(lambda: initialized(model, config, model_parameters=[nn.Parameter(torch.ones(3))]))
     model = own()
     optimizer, schedule = sgd(model.parameters(), lr=0.1), halving(of_another())
-    said["schedule"] = said_by(lambda: initialized(model, config, optimizer=optimizer, lr_scheduler=schedule))
+    errors["schedule"] = error_of(lambda: initialized(model, config, optimizer=optimizer, lr_scheduler=schedule))
     model = own()
     optimizer = sgd(model.parameters(), lr=0.1)
-    said["schedule, boosted"] = said_by(lambda: boost(model, optimizer, schedule))
+    errors["schedule, boosted"] = error_of(lambda: boost(model, optimizer, schedule))
     model = own()
-    said["made"] = said_by(lambda: initialized(model, config, optimizer=lambda parameters: Lamb(parameters)))
+    errors["made"] = error_of(lambda: initialized(model, config, optimizer=lambda parameters: Lamb(parameters)))
     model = own()
-    said["no optimizer"] = said_by(lambda: initialized(model, config, optimizer=lambda parameters: list(parameters)))
+    errors["no optimizer"] = error_of(lambda: initialized(model, config, optimizer=lambda parameters: list(parameters)))
     lamb = {**config, "optimizer": {"type": "Lamb", "params": {"lr": 0.1}}}
-    said["section"] = said_by(lambda: initialized(own(), lamb))
-    return said
+    errors["section"] = error_of(lambda: initialized(own(), lamb))
+    return errors
 
 
-STRANGERS = {
+FOREIGN_PARAMETERS = {
     "another": "isn't the model's, and would train without effect",
     "partly": "isn't the model's, and would train without effect",
     "twice": "twice",
@@ -500,15 +500,15 @@ STRANGERS = {
 }
 
 
-def test_what_would_train_without_effect_is_refused(pool):
+def test_optimizers_of_other_parameters_are_rejected(pool):
     pytest.importorskip("colossalai.booster", exc_type=ImportError)
-    for said in pool.run(2, strangers, settings((1, 1, 2))):
-        for name, message in said.items():
-            assert STRANGERS[name.partition(", boosted")[0]] in message, name
+    for errors in pool.run(2, foreign_parameters, settings((1, 1, 2))):
+        for name, message in errors.items():
+            assert FOREIGN_PARAMETERS[name.partition(", boosted")[0]] in message, name
 
 
 def remapped(config):
-    """Whether parameters reach the optimizer that were named before the model was sharded by hand, in several ways."""
+    """Whether the sharded parameters reach the optimizer if ``model_parameters`` was taken before sharding."""
     ways = {
         "generator": lambda model: model.parameters(),
         "names": lambda model: list(model.named_parameters()),
@@ -531,7 +531,7 @@ def remapped(config):
 
 
 def moves(engine, optimizer_of):
-    """Whether a step moves every parameter of this rank."""
+    """Whether a step changes all parameters of this rank."""
     before = [p.detach().clone() for p in engine.module.parameters()]
     batch = batch_of(0)
     if hasattr(engine, "train_batch"):
@@ -545,6 +545,6 @@ def moves(engine, optimizer_of):
 
 
 @pytest.mark.parametrize("config", [settings((1, 1, 2)), settings(stages=2)], ids=["mesh", "stages"])
-def test_parameters_that_were_named_before_the_model_was_sharded_are_found_again(pool, config):
+def test_parameters_from_before_sharding_are_mapped_to_the_sharded_ones(pool, config):
     for found in pool.run(2, remapped, config):
         assert all(found.values()), found

@@ -61,12 +61,12 @@ def parity(pool: WorkerPool, checkpoint: Callable[[SmallModel], str]) -> Compare
 
 
 def section(mesh: str | dict[str, Any]) -> dict[str, Any]:
-    """The tensor_parallel section, of a mesh or of the section's own other keys."""
+    """The tensor_parallel section of a mesh, or with other keys of the section."""
     return {"mode": "3d_tensor", **mesh} if isinstance(mesh, dict) else mesh_section(mesh)
 
 
 def rows(mesh: str | dict[str, Any]) -> int | None:
-    """Size of the batch axis, where it's known."""
+    """Size of the batch axis, if it is known."""
     return MeshShape.parse(mesh).batch if isinstance(mesh, str) else None
 
 
@@ -75,7 +75,7 @@ def rows(mesh: str | dict[str, Any]) -> int | None:
 def test_every_mesh_and_architecture(parity: Compare, mesh: str, architecture: Architecture) -> None:
     report = parity(mesh, architecture, accumulate=2)
     assert report.tolerance == 1e-9
-    # Nothing was left out for want of a counterpart.
+    # No parameter was skipped because the other side lacked it.
     names = {check.name for check in report.checks if check.kind == "activation"}
     layer = "transformer.h.1" if architecture == "gpt2" else "model.layers.1"
     assert {layer, layer.replace("1", "0")} <= names
@@ -135,7 +135,7 @@ def test_sequences_that_do_not_divide(parity: Compare, mesh: str, architecture: 
     parity(mesh, architecture, sequence_length=29)
 
 
-def test_a_sequence_as_long_as_the_model_goes(parity: Compare) -> None:
+def test_a_sequence_of_the_maximum_length(parity: Compare) -> None:
     small = SmallModel("gpt2", positions=29)
     parity("2x2x2", small, sequence_length=29)
 
@@ -146,14 +146,14 @@ def test_without_a_mask_and_with_positions(parity: Compare, options: dict[str, b
     parity("2x1x2", "gpt2", **options)
 
 
-def test_parts_of_a_micro_batch_and_whole_ones_without_labels(parity: Compare) -> None:
+def test_micro_batches_with_some_or_all_rows_without_labels(parity: Compare) -> None:
     # Row kinds rotate: with one row a rank, some rank's part has no label; with one row, some micro-batch has none.
     parity("2x2x1", "llama", batch=2, accumulate=4)
     parity("1x2x2", "llama", batch=1, accumulate=4)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_the_mean_of_each_micro_batch(parity: Compare, architecture: Architecture) -> None:
+def test_the_mean_over_micro_batches(parity: Compare, architecture: Architecture) -> None:
     parity("2x2x2", architecture, mean_over="micro_batches", accumulate=2)
 
 
@@ -180,7 +180,7 @@ def test_sharding_in_memory(parity: Compare, architecture: Architecture) -> None
     parity("2x2x2", architecture, shard_in_memory=True)
 
 
-def test_a_mesh_that_is_chosen(parity: Compare) -> None:
+def test_an_auto_mesh(parity: Compare) -> None:
     report = parity({"mesh": "auto", "size": 8}, "llama")
     assert report.mesh.size == 8
 
@@ -198,9 +198,7 @@ def test_bfloat16(parity: Compare, architecture: Architecture) -> None:
     parity("2x2x2", architecture, dtype="bfloat16", keep_float64=False)
 
 
-def test_a_wrong_weight_is_found_where_it_is(
-    pool: WorkerPool, checkpoint: Callable[[SmallModel], str], tmp_path: Path
-) -> None:
+def test_a_wrong_weight_is_located(pool: WorkerPool, checkpoint: Callable[[SmallModel], str], tmp_path: Path) -> None:
     path = checkpoint(SmallModel("llama"))
     wrong = AutoModelForCausalLM.from_pretrained(path)
     wrong.get_parameter("model.layers.1.mlp.down_proj.weight").data[3, 5] += 1e-6
@@ -215,7 +213,7 @@ def test_a_wrong_weight_is_found_where_it_is(
     assert report.first_difference == ("forward: the first output that differs is that of model.layers.1.mlp.down_proj")
 
 
-def test_a_mistake_of_the_user_comes_back_as_itself(pool: WorkerPool, checkpoint: Callable[[SmallModel], str]) -> None:
+def test_a_users_error_is_raised_unchanged(pool: WorkerPool, checkpoint: Callable[[SmallModel], str]) -> None:
     path = checkpoint(SmallModel("llama", heads=8))
     config = {"tensor_parallel": section("1x1x3")}
     with pytest.raises(CuboidError, match="3") as caught:
@@ -224,7 +222,7 @@ def test_a_mistake_of_the_user_comes_back_as_itself(pool: WorkerPool, checkpoint
 
 
 @pytest.mark.parametrize(("tolerance", "status"), [([], 0), (["--tolerance", "1e-30"], 1)])
-def test_the_command_exits_with_one_over_tolerance(
+def test_the_command_exits_with_1_above_the_tolerance(
     tolerance: list[str],
     status: int,
     tmp_path: Path,
@@ -241,6 +239,6 @@ def test_the_command_exits_with_one_over_tolerance(
 
 
 @pytest.mark.parametrize("arguments", [[], ["--model", ".", "--arch", "llama"], ["--arch", "llama"]])
-def test_the_command_says_what_it_needs(arguments: list[str]) -> None:
+def test_the_command_names_missing_arguments(arguments: list[str]) -> None:
     with pytest.raises(typer.BadParameter, match="give "):
         commands(["verify", *arguments], standalone_mode=False)

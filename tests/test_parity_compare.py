@@ -1,4 +1,4 @@
-"""The judge itself: relative errors, what counts as wrong, and where a difference is said to begin."""
+"""The comparison itself: relative errors, what fails, and the location of the first difference."""
 
 import json
 import math
@@ -24,7 +24,7 @@ from cuboid.verify.training import Outcome
 
 
 def outcome(**changes: torch.Tensor | float) -> Outcome:
-    """A made-up outcome, with single tensors or numbers replaced."""
+    """An invented outcome, with single tensors or numbers replaced."""
 
     def value(name: str, default: torch.Tensor) -> torch.Tensor:
         changed = changes.get(name, default)
@@ -47,7 +47,7 @@ def wrong(**changes: torch.Tensor | float) -> list[tuple[str, str]]:
     return [(check.kind, check.name) for check in checks if not check.passed]
 
 
-def test_relative_error_is_of_the_largest_value() -> None:
+def test_relative_error_is_relative_to_the_largest_value() -> None:
     reference = torch.tensor([4.0, 0.5], dtype=torch.float64)
     assert relative_error(reference, reference) == 0
     assert relative_error(reference, reference + torch.tensor([0.0, 0.1])) == pytest.approx(0.025)
@@ -56,11 +56,11 @@ def test_relative_error_is_of_the_largest_value() -> None:
 @pytest.mark.parametrize(
     "other", [torch.tensor([math.nan, 1.0]), torch.tensor([math.inf, 1.0]), torch.ones(3), torch.ones(2, 1)]
 )
-def test_what_is_no_number_or_has_another_shape_is_infinitely_wrong(other: torch.Tensor) -> None:
+def test_nan_and_other_shapes_have_infinite_error(other: torch.Tensor) -> None:
     assert relative_error(torch.ones(2), other) == math.inf
 
 
-def test_not_a_number_on_both_sides_is_wrong_too() -> None:
+def test_nan_on_both_sides_fails() -> None:
     assert relative_error(torch.tensor([math.nan]), torch.tensor([math.nan])) == math.inf
 
 
@@ -91,27 +91,27 @@ def test_each_kind_is_compared(changes: dict[str, torch.Tensor | float], found: 
     assert wrong(**changes) == found
 
 
-def test_missing_and_surplus_tensors_are_wrong() -> None:
+def test_missing_and_surplus_tensors_fail() -> None:
     other = outcome()
     other.gradients[0]["surplus"] = other.gradients[0].pop("second")
     failed = [check for check in compare(outcome(), other, 1e-9) if not check.passed]
     assert [(check.name, check.error) for check in failed] == [("second", math.inf), ("surplus", math.inf)]
 
 
-def test_a_side_that_lost_its_gradients_is_wrong() -> None:
+def test_a_side_without_gradients_fails() -> None:
     other = outcome()
     other.gradients = []
     assert not all(check.passed for check in compare(outcome(), other, 1e-9))
 
 
-def test_what_is_computed_for_padding_does_not_count() -> None:
+def test_outputs_at_padding_are_ignored() -> None:
     other = outcome(first_output=torch.tensor([[[7.0, 7.0], [1, 1], [1, 1], [1, 1]]]))
     padding = torch.tensor([[True, False, False, False]])
     assert all(check.passed for check in compare(outcome(), other, 1e-9, padding=padding))
     assert not all(check.passed for check in compare(outcome(), other, 1e-9, padding=~padding))
 
 
-def test_only_the_kinds_asked_for_are_compared() -> None:
+def test_only_the_given_kinds_are_compared() -> None:
     other = Outcome(losses=[2.0], norms=[3.0], weights=outcome().weights)
     checks = compare(outcome(), other, 1e-9, kinds=("weight", "loss", "norm"))
     assert [check.kind for check in checks] == ["loss", "norm", "weight", "weight", "weight"]
@@ -130,7 +130,7 @@ def test_only_the_kinds_asked_for_are_compared() -> None:
         ([("weight", "second")], "weight: second is the first that differs"),
     ],
 )
-def test_the_difference_is_traced_to_where_it_begins(failing: list, sentence: str | None) -> None:
+def test_the_first_difference_is_located(failing: list, sentence: str | None) -> None:
     names = [("activation", "first"), ("activation", "second"), ("logits", "logits")]
     names += [("loss", "step 1"), ("loss", "step 2"), ("gradient", "first"), ("gradient", "second")]
     names += [("weight", "first"), ("weight", "second")]
@@ -138,7 +138,7 @@ def test_the_difference_is_traced_to_where_it_begins(failing: list, sentence: st
     assert found is None if sentence is None else sentence in (found or "")
 
 
-def test_a_report_prints_and_writes_what_it_found(tmp_path: Path) -> None:
+def test_a_report_is_printed_and_written(tmp_path: Path) -> None:
     checks = compare(outcome(), outcome(second_gradient=torch.zeros(2)), 1e-9)
     plan = Plan("nowhere")
     report = Report([PassReport("core", plan, MeshShape(2, 2, 2), 1e-9, ([2.0], [2.0]), ([3.0], [3.0]), checks)])
@@ -184,7 +184,7 @@ def test_gradients_are_float64_under_the_mode() -> None:
     assert x.grad.item() == 2 / 3
 
 
-def test_parts_of_the_residual_stream_are_put_together() -> None:
+def test_parts_of_the_residual_stream_are_assembled() -> None:
     topology = Topology(MeshShape(2, 3, 2), 12)
     whole = torch.arange(2 * 7 * 4).view(2, 7, 4)
     padded = functional.pad(whole, (0, 0, 0, 2))
@@ -193,7 +193,7 @@ def test_parts_of_the_residual_stream_are_put_together() -> None:
     assert torch.equal(assemble(parts, at, topology.shape)[:, :7], whole)
 
 
-def test_every_kind_of_row_comes_up() -> None:
+def test_every_kind_of_row_occurs() -> None:
     batch = Plan("nowhere", batch=4, sequence_length=16).micro_batches(0, 0, 50)[0]
     mask, labels = batch["attention_mask"], batch["labels"]
     assert mask.sum(1).tolist() == [12, 12, 16, 16]
@@ -205,13 +205,13 @@ def test_every_kind_of_row_comes_up() -> None:
     assert (labels[2] != -100).any()
 
 
-def test_padding_stays_on_the_right_where_it_must() -> None:
+def test_padding_is_on_the_right_only_if_left_padding_is_off() -> None:
     mask = Plan("nowhere", batch=4, sequence_length=16, left_padding=False).micro_batches(0, 0, 50)[0]["attention_mask"]
     assert mask.sum(1).tolist() == [12, 16, 16, 12]
     assert mask[:, 0].all()
 
 
-def test_packed_rows_begin_anew_and_have_no_padding() -> None:
+def test_packed_rows_restart_positions_and_have_no_padding() -> None:
     batch = Plan("nowhere", batch=4, sequence_length=48, packed=True).micro_batches(0, 0, 50)[0]
     positions = batch["position_ids"]
     assert "attention_mask" not in batch
@@ -240,12 +240,12 @@ def test_replicas_and_steps_see_different_data_and_both_sides_the_same() -> None
 
 
 @pytest.mark.parametrize("change", [{"batch": 0}, {"steps": 0}, {"data_parallel": 0}, {"sequence_length": 1}])
-def test_impossible_plans_are_refused(change: dict[str, int]) -> None:
+def test_invalid_plans_are_rejected(change: dict[str, int]) -> None:
     with pytest.raises(CuboidError, match=next(iter(change))):
         Plan("nowhere", **change)
 
 
-def test_the_engine_takes_from_a_config_what_changes_its_results() -> None:
+def test_the_engine_config_has_the_sections_that_affect_results() -> None:
     config = {
         "tensor_parallel": {"mode": "3d_tensor", "mesh": {"hidden": 2}},
         "zero_optimization": {"stage": 2},
@@ -272,13 +272,13 @@ def test_the_mean_of_a_pipeline_is_over_tokens() -> None:
     assert engine_config_of(plan, config)["pipeline"] == config["pipeline"]
 
 
-def test_deepspeeds_own_clipping_is_known() -> None:
-    # DeepSpeed clips at 1 where a config doesn't say.
+def test_deepspeeds_default_clipping_is_used() -> None:
+    # DeepSpeed clips at 1 by default.
     assert engine_plan_of(Plan("nowhere"), {}).clipping == 1.0
     assert engine_plan_of(Plan("nowhere"), {"gradient_clipping": 0}).clipping == 0
 
 
-def test_numbers_left_to_the_trainer_are_the_plans() -> None:
+def test_auto_values_are_taken_from_the_plan() -> None:
     config = {"optimizer": {"params": {"lr": "auto", "betas": "auto"}}, "gradient_clipping": "auto"}
     given, plan = engine_plan_of(Plan("nowhere"), config), Plan("nowhere")
     assert (given.learning_rate, given.betas, given.clipping) == (plan.learning_rate, plan.betas, plan.clipping)
@@ -294,7 +294,7 @@ def test_tolerances_follow_the_precision() -> None:
 
 
 def noisy(seed: int, noise: float = 0.01, factor: float = 1.0, changed: tuple[str, ...] = ("a", "b", "c")) -> Outcome:
-    """Gradients of three parameters with rounding's noise, some of them too long."""
+    """Gradients of three parameters with rounding noise, some of them scaled by a factor."""
     exact = torch.Generator().manual_seed(0)
     chance = torch.Generator().manual_seed(seed)
     gradients = {}
@@ -311,14 +311,14 @@ def failing(other: Outcome, plain: Outcome | None = None) -> set[tuple[str, str]
 
 
 @pytest.mark.parametrize("seed", range(2, 12))
-def test_rounding_is_as_far_away_as_other_rounding(seed: int) -> None:
+def test_rounding_noise_passes(seed: int) -> None:
     assert failing(noisy(seed)) == set()
 
 
 @pytest.mark.parametrize("factor", [1.02, 0.98])
-def test_a_factor_smaller_than_the_noise_is_found(factor: float) -> None:
+def test_a_scale_error_smaller_than_the_noise_is_found(factor: float) -> None:
     assert {("scale", ALL), ("scale", "a"), ("scale", "b")} <= failing(noisy(2, 0.02, factor), noisy(1, 0.02))
-    # In one tensor alone it is that tensor's, and no other's.
+    # An error in one tensor is reported for that tensor only.
     assert ("scale", "b") in failing(noisy(2, 0.01, factor, ("b",)))
     assert not {name for _, name in failing(noisy(2, 0.01, factor, ("b",)))} & {"a", "c"}
 
@@ -337,7 +337,7 @@ def test_losses_and_norms_in_half_precision() -> None:
 
 @pytest.mark.parametrize("broken", ["ours", "plain"])
 @pytest.mark.parametrize("value", [None, torch.full((64,), math.nan), torch.ones(3)])
-def test_without_numbers_there_is_nothing_to_pass_by(value: torch.Tensor | None, broken: str) -> None:
+def test_missing_and_nonfinite_tensors_fail_in_half_precision(value: torch.Tensor | None, broken: str) -> None:
     ours, plain = noisy(2), noisy(1)
     gradients = (ours if broken == "ours" else plain).gradients[0]
     gradients.pop("b")
@@ -346,7 +346,7 @@ def test_without_numbers_there_is_nothing_to_pass_by(value: torch.Tensor | None,
     assert ("gradient", "b") in failing(ours, plain)
 
 
-def test_surplus_tensors_are_wrong_in_half_precision_too() -> None:
+def test_surplus_tensors_fail_in_half_precision_too() -> None:
     other = noisy(2)
     other.gradients[0]["more"] = torch.ones(2)
     assert ("gradient", "more") in failing(other)
@@ -355,7 +355,7 @@ def test_surplus_tensors_are_wrong_in_half_precision_too() -> None:
 # --- what a plan is by default -----------------------------------------------------------------------------------
 
 
-def test_by_default_micro_batches_cross_what_the_model_has(tmp_path: Path) -> None:
+def test_by_default_micro_batches_cross_the_models_thresholds(tmp_path: Path) -> None:
     SmallModel("mistral", sliding_window=64, rope="dynamic").write(tmp_path)
     plan = complete(Plan(str(tmp_path), batch=4, accumulate=2), None)
     config = plan.model_config()
@@ -369,7 +369,7 @@ def test_by_default_micro_batches_cross_what_the_model_has(tmp_path: Path) -> No
     assert (given.cases, given.model_config().sliding_window) == (None, 64)
 
 
-def test_positions_go_to_the_end_of_a_table_and_no_further(tmp_path: Path) -> None:
+def test_positions_reach_the_end_of_the_table_and_stop_there(tmp_path: Path) -> None:
     SmallModel("gpt2", positions=40).write(tmp_path)
     plan = complete(Plan(str(tmp_path), accumulate=2), None)
     positions = [batch["position_ids"] for batch in plan.micro_batches(0, 0, 50) if "position_ids" in batch]

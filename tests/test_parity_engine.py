@@ -1,4 +1,4 @@
-"""The whole DeepSpeed engine on a mesh computes what plain transformers and torch's AdamW compute."""
+"""The DeepSpeed engine on a mesh computes the same as plain transformers with torch's AdamW."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +30,7 @@ def parity(pool: WorkerPool, checkpoint: Callable[[SmallModel], str]) -> Compare
 
 
 def zero(stage: int, clipping: float = 0.25) -> dict[str, Any]:
-    """A config with that stage, and a clipping that bites."""
+    """A config with that ZeRO stage, and clipping that takes effect."""
     return {"zero_optimization": {"stage": stage}, "gradient_clipping": clipping}
 
 

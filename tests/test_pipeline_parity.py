@@ -209,7 +209,7 @@ def test_sequences_shorter_than_the_segments_together(parity: Compare) -> None:
     parity({"segments": 5}, "gpt2", mesh="1x2x1", sequence_length=7)
 
 
-def test_a_sequence_as_long_as_the_model_goes(parity: Compare) -> None:
+def test_a_sequence_of_the_maximum_length(parity: Compare) -> None:
     parity({}, SmallModel("gpt2", positions=29), mesh="1x2x1", sequence_length=29)
 
 

@@ -1,4 +1,4 @@
-"""Weights saved into a folder that holds others: nothing of the user's goes, and a crash leaves one of the two."""
+"""Saving weights over others: the user's files are kept, and a crash leaves either the old or the new weights."""
 
 import itertools
 import json
@@ -17,12 +17,12 @@ from cuboid import CheckpointError
 from cuboid.checkpoint.format.publish import SCRATCH, abandon_export, begin_export, publish
 
 CRASHED = 77
-#: What changes a folder, as Python announces it before it does it.
+#: Python's audit events for changes of a folder, which are raised before the change.
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "shutil.rmtree"}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-#: Bytes of a file, which makes so many of the small model.
+#: Maximum size of a file, by which the small model is saved in several.
 FORMS = {"single": "1GB", "two": "18KB", "three": "12KB"}
-#: Names that look like weights, some of them like shards, which no index names.
+#: Files of the user's with names like weights, some of them like shards, that no index names.
 OWN = [
     "model-best.safetensors",
     "model_backup.safetensors",
@@ -33,7 +33,7 @@ OWN = [
 
 @pytest.fixture(scope="module")
 def saves(tmp_path_factory):
-    """Folders of a model in each form, with the same value everywhere: 1, 2 or 3."""
+    """Folders of a model in each form, whose weights all have the same value: 1, 2 or 3."""
     config = LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
     )
@@ -50,7 +50,7 @@ def saves(tmp_path_factory):
 
 
 def value_of(folder):
-    """The value that plain transformers finds everywhere."""
+    """The value of all weights that plain transformers loads."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     values = {float(x) for p in model.parameters() for x in (p.min(), p.max())}
     assert len(values) == 1, values
@@ -65,7 +65,7 @@ def save(source, folder):
 
 
 def crash_at(source, folder, change):
-    """Save, and die before the change of that number."""
+    """Save, and die before the change with that number."""
     seen = itertools.count(1)
 
     def hook(event, arguments):
@@ -97,7 +97,7 @@ def check_own(folder):
 
 
 def crash_everywhere(saves, folder, before, after, every=1):
-    """A crash before any change leaves what was there or what came, and the next save leaves nothing else."""
+    """Crash before every change: the old or the new weights are intact, and the next save removes other files."""
     found = []
     for change in itertools.count(1, every):
         shutil.rmtree(folder, ignore_errors=True)
@@ -122,13 +122,13 @@ def crash_everywhere(saves, folder, before, after, every=1):
 
 
 @pytest.mark.parametrize(("before", "after"), [("single", "two"), ("two", "single"), ("three", "two")])
-def test_a_crash_before_a_change_leaves_the_old_weights_or_the_new(saves, tmp_path, before, after):
+def test_a_crash_before_any_change_leaves_the_old_or_the_new_weights(saves, tmp_path, before, after):
     assert crash_everywhere(saves, tmp_path / "out", before, after, every=5) > 5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(FORMS, FORMS)))
-def test_a_crash_between_any_two_forms_leaves_the_old_weights_or_the_new(saves, tmp_path, before, after):
+def test_a_crash_between_any_two_forms_leaves_the_old_or_the_new_weights(saves, tmp_path, before, after):
     assert crash_everywhere(saves, tmp_path / "out", before, after) > 25
 
 
@@ -140,7 +140,7 @@ def save_forever(saves, folder, turn):
 
 
 @pytest.mark.parametrize("kills", [12, pytest.param(150, marks=pytest.mark.slow)])
-def test_a_saver_killed_at_any_moment_leaves_whole_weights(saves, tmp_path, kills):
+def test_a_save_killed_at_any_moment_leaves_complete_weights(saves, tmp_path, kills):
     chance, turn, folder = random.Random(kills), multiprocessing.RawValue("i", 0), tmp_path / "out"
     save(saves / "two1", folder)
     own_files(folder)
@@ -151,14 +151,14 @@ def test_a_saver_killed_at_any_moment_leaves_whole_weights(saves, tmp_path, kill
         time.sleep(chance.uniform(0, 0.03))
         child.kill()
         child.join(10)
-        # Of the save that was under way, or of the one before.
+        # The weights of the killed save, or of the previous one.
         assert value_of(folder) in {turn.value % 3 + 1.0, (turn.value - 1) % 3 + 1.0}
         check_own(folder)
     save(saves / "three1", folder)
     assert set(weights(folder)) == {*weights(saves / "three1"), *OWN}
 
 
-def test_a_users_file_with_the_name_of_a_shard_is_never_written_over(saves, tmp_path):
+def test_a_users_file_with_the_name_of_a_shard_is_never_overwritten(saves, tmp_path):
     (tmp_path / "model-00001-of-00002.safetensors").write_text("mine")
     for value in (1, 2):
         save(saves / f"two{value}", tmp_path)
@@ -169,7 +169,7 @@ def test_a_users_file_with_the_name_of_a_shard_is_never_written_over(saves, tmp_
     assert weights(tmp_path) == ["model-00001-of-00002.safetensors", SINGLE]
 
 
-def test_what_a_strange_index_names_stays(saves, tmp_path):
+def test_files_that_a_foreign_index_names_are_kept(saves, tmp_path):
     shutil.copytree(saves / "two1", tmp_path / "out")
     index = tmp_path / "out" / INDEX
     content = json.loads(index.read_text())
@@ -188,7 +188,7 @@ def test_what_a_strange_index_names_stays(saves, tmp_path):
         assert (tmp_path / "b").exists()
 
 
-def test_where_files_have_no_second_names_they_keep_the_first(saves, tmp_path, monkeypatch):
+def test_without_hard_links_shards_keep_their_temporary_names(saves, tmp_path, monkeypatch):
     shutil.copytree(saves / "two1", tmp_path / "out")
 
     def refuse(*_):
@@ -203,7 +203,7 @@ def test_where_files_have_no_second_names_they_keep_the_first(saves, tmp_path, m
     assert weights(tmp_path / "out") == weights(saves / "two3")
 
 
-def test_a_save_that_fails_leaves_what_was_there(saves, tmp_path, monkeypatch):
+def test_a_failed_save_keeps_the_old_weights(saves, tmp_path, monkeypatch):
     shutil.copytree(saves / "two1", tmp_path / "out")
     own_files(tmp_path / "out")
     before = weights(tmp_path / "out")

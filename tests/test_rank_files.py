@@ -1,4 +1,4 @@
-"""Per-rank files: written, put together again, loaded by the ranks, and refused where they don't fit."""
+"""Per-rank files: writing them, assembling them again, loading them on ranks, and rejecting mismatches."""
 
 import contextlib
 import json
@@ -42,7 +42,7 @@ SHAPES = st.builds(MeshShape, *[st.integers(1, 3)] * 3)
 
 @st.composite
 def laid_out(draw):
-    """A mesh and a tensor with a layout on it: any axes on any dims, fused dims, ragged vocabularies."""
+    """A mesh and a layout on it: any axes on any dims, fused dims, ragged vocabularies."""
     mesh = draw(SHAPES)
     dims = draw(st.integers(1, 3))
     owner = {axis: draw(st.integers(-1, dims - 1)) for axis in AXES}
@@ -57,7 +57,7 @@ def laid_out(draw):
 
 @settings(max_examples=60)
 @given(laid_out(), st.data())
-def test_a_rank_has_just_what_it_owns_and_the_ranks_together_have_all(tmp_path_factory, drawn, data):
+def test_a_ranks_file_has_exactly_its_shards_and_all_files_together_everything(tmp_path_factory, drawn, data):
     mesh, cut = drawn
     whole = torch.arange(float(torch.Size(cut.shape).numel())).view(cut.shape)
     rows = data.draw(st.lists(st.integers(1, max(cut.shape[0], 1)), max_size=4))
@@ -94,7 +94,7 @@ def test_a_rank_has_just_what_it_owns_and_the_ranks_together_have_all(tmp_path_f
         (EXPERTS, "1x1x1", 2),
     ],
 )
-def test_there_and_back_is_the_same_to_the_bit(checkpoint, tmp_path, monkeypatch, small, mesh, stages):
+def test_a_round_trip_through_per_rank_files_is_bit_for_bit(checkpoint, tmp_path, monkeypatch, small, mesh, stages):
     path = checkpoint(small)
     monkeypatch.setattr(tensors_module, "BLOCK_BYTES", 3000)
     run(path, tmp_path / "ranks", config=layout(mesh, stages))
@@ -102,7 +102,7 @@ def test_there_and_back_is_the_same_to_the_bit(checkpoint, tmp_path, monkeypatch
     assert len(document.files) == MeshShape.parse(mesh).size * (stages or 1)
     for name in document.files:
         with safe_open(tmp_path / "ranks" / name, "pt") as file:
-            # Other programs can read them, too.
+            # The safetensors library reads them too.
             assert set(file.keys()) <= set(document.tensors)
     run(tmp_path / "ranks", tmp_path / "back")
     assert same(tmp_path / "back", path)
@@ -111,7 +111,7 @@ def test_there_and_back_is_the_same_to_the_bit(checkpoint, tmp_path, monkeypatch
     )
 
 
-def test_each_rank_has_its_share_and_no_more(checkpoint, tmp_path):
+def test_each_ranks_file_has_its_share_of_the_bytes(checkpoint, tmp_path):
     run(checkpoint(LLAMA), tmp_path / "ranks", config=layout("2x2x2"))
     document = RankFolder.read(tmp_path / "ranks")
     held = [sum(x.numel() for x in load_file(tmp_path / "ranks" / name).values()) for name in document.files]
@@ -119,7 +119,7 @@ def test_each_rank_has_its_share_and_no_more(checkpoint, tmp_path):
     assert max(held) - min(held) <= 0.02 * max(held)
 
 
-def test_files_for_one_layout_become_files_for_another(checkpoint, tmp_path):
+def test_per_rank_files_are_converted_to_another_layout(checkpoint, tmp_path):
     run(checkpoint(LLAMA), tmp_path / "one", config=layout("1x2x2", 2, (1, 2)))
     run(tmp_path / "one", tmp_path / "other", config=layout("4x1x1"), world_size=8, dtype=torch.bfloat16)
     run(tmp_path / "other", tmp_path / "back")
@@ -127,15 +127,15 @@ def test_files_for_one_layout_become_files_for_another(checkpoint, tmp_path):
     assert all(torch.equal(after[name], x.bfloat16()) for name, x in before.items())
 
 
-def test_names_of_before_are_kept(checkpoint, tmp_path):
-    """As the GPT-2 of 2019 was saved: without the base model's prefix, and with masks that nobody needs any more."""
+def test_tensor_names_of_old_checkpoints_are_kept(checkpoint, tmp_path):
+    """The GPT-2 of 2019 was saved without the base model's prefix, and with masks that are ignored now."""
     old = tmp_path / "old"
     shutil.copytree(checkpoint(FUSED), old)
     whole = {name.removeprefix("transformer."): x for name, x in stored(old).items()}
     masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 4, 4).tril() for layer in range(2)}
     save_file(whole | masks, old / "model.safetensors", metadata={"format": "pt"})
-    said = run(old, tmp_path / "ranks", config=layout("1x2x1", 2))
-    assert "left out: tensor h.0.attn.bias, which the model has no use for" in said
+    output = run(old, tmp_path / "ranks", config=layout("1x2x1", 2))
+    assert "left out: tensor h.0.attn.bias, which the model doesn't use" in output
     run(tmp_path / "ranks", tmp_path / "back")
     after = stored(tmp_path / "back")
     assert after.keys() == whole.keys()
@@ -149,7 +149,7 @@ def alter(file):
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "expected"),
     [
         (lambda folder: (folder / "rank-00001-of-00004.safetensors").unlink(), r"rank-00001-of-00004\S+ is missing"),
         (
@@ -166,35 +166,35 @@ def alter(file):
         (lambda folder: (folder / "shards.json").write_text("{}"), r"shards\.json: can't be understood"),
     ],
 )
-def test_damaged_files_of_ranks_are_refused_by_name(checkpoint, tmp_path, damage, told):
+def test_damaged_per_rank_files_are_rejected_with_their_names(checkpoint, tmp_path, damage, expected):
     run(checkpoint(LLAMA), tmp_path / "ranks", config=layout("1x2x2"))
     damage(tmp_path / "ranks")
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=expected):
         run(tmp_path / "ranks", tmp_path / "back")
     assert nothing_left(tmp_path / "back")
 
 
-def test_a_checkpoint_that_ranks_could_not_load_is_refused_by_the_tensors_name(checkpoint, tmp_path):
+def test_a_checkpoint_that_ranks_could_not_load_is_rejected_with_the_tensors_name(checkpoint, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(checkpoint(LLAMA), source)
     whole = stored(source)
 
-    def refused(tensors, told, **options):
+    def assert_rejected(tensors, expected, **options):
         save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(CuboidError, match=told):
+        with pytest.raises(CuboidError, match=expected):
             run(source, tmp_path / "ranks", **{"config": layout("1x2x2"), **options})
         assert nothing_left(tmp_path / "ranks")
 
     name = "model.layers.1.mlp.up_proj.weight"
-    refused({key: x for key, x in whole.items() if key != name}, f"no tensor for {name}")
-    refused(whole | {"model.extra.weight": torch.ones(2)}, r"a tensor model\.extra\.weight")
-    refused(whole | {name: torch.ones(3, 3)}, rf"{name} is of shape \[3, 3\]")
-    refused(whole, "world.* 6", world_size=6)
-    refused(whole, "divide", config=layout("1x3x1"))
-    refused(whole, "stages", config=layout("1x1x1", 4))
+    assert_rejected({key: x for key, x in whole.items() if key != name}, f"no tensor for {name}")
+    assert_rejected(whole | {"model.extra.weight": torch.ones(2)}, r"a tensor model\.extra\.weight")
+    assert_rejected(whole | {name: torch.ones(3, 3)}, rf"{name} is of shape \[3, 3\]")
+    assert_rejected(whole, "world.* 6", world_size=6)
+    assert_rejected(whole, "divide", config=layout("1x3x1"))
+    assert_rejected(whole, "stages", config=layout("1x1x1", 4))
 
 
-def test_experts_that_are_stored_one_by_one_are_not_cut_by_a_mesh(checkpoint, tmp_path):
+def test_experts_that_are_stored_separately_are_not_sharded_by_a_mesh(checkpoint, tmp_path):
     with pytest.raises(UnsupportedModelError, match="mixtral"):
         run(checkpoint(EXPERTS), tmp_path / "ranks", config=layout("1x2x1"))
 
@@ -221,7 +221,7 @@ def load(monkeypatch, folder, config, rank, ranks, **kwargs):
         (EXPERTS, "1x1x1", 2),
     ],
 )
-def test_a_rank_loads_of_its_own_file_what_it_would_cut_out_of_the_whole(
+def test_loading_a_ranks_file_equals_slicing_the_full_checkpoint(
     checkpoint, tmp_path, monkeypatch, small, mesh, stages
 ):
     path, config = checkpoint(small), layout_section(mesh, stages)
@@ -241,7 +241,7 @@ def test_a_rank_loads_of_its_own_file_what_it_would_cut_out_of_the_whole(
 
 
 def _machine_of(mesh, tmp_path):
-    """A folder as a rank's machine has it: with the rank's file, and what goes along."""
+    """A folder as on a rank's machine: with the rank's own file, and the files beside the weights."""
     document = RankFolder.read(tmp_path / "ranks")
     own = tmp_path / f"rank {mesh.rank}"
     own.mkdir()
@@ -251,7 +251,7 @@ def _machine_of(mesh, tmp_path):
     return own
 
 
-def test_options_of_from_pretrained_count_as_ever(checkpoint, tmp_path, monkeypatch):
+def test_options_of_from_pretrained_are_respected(checkpoint, tmp_path, monkeypatch):
     run(checkpoint(LLAMA), tmp_path / "ranks", config=layout("1x2x1"))
     config = layout_section("1x2x1")
     model = load(monkeypatch, tmp_path / "ranks", config, 1, 2, dtype=torch.bfloat16, attention_dropout=0.25)
@@ -267,28 +267,28 @@ def test_options_of_from_pretrained_count_as_ever(checkpoint, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("config", "ranks", "told"),
+    ("config", "ranks", "expected"),
     [
         (layout_section("1x4x1"), 4, r"mesh 1×2×2 .* asks for a mesh of 1×4×1 in 1 stage"),
         (layout_section("1x2x2", 2), 8, r"mesh 1×2×2 .* asks for a mesh of 1×2×2 in 2 stage"),
         (layout_section("1x2x2"), 6, r"1×2×2.* 6"),
     ],
 )
-def test_another_layout_than_the_files_are_for_is_refused_with_both(
-    checkpoint, tmp_path, monkeypatch, config, ranks, told
+def test_another_layout_than_the_files_is_rejected_with_both_named(
+    checkpoint, tmp_path, monkeypatch, config, ranks, expected
 ):
     run(checkpoint(LLAMA), tmp_path / "ranks", config=layout("1x2x2"))
-    with pytest.raises(CuboidError, match=told):
+    with pytest.raises(CuboidError, match=expected):
         load(monkeypatch, tmp_path / "ranks", config, 0, ranks)
 
 
-def test_other_layers_on_the_stages_are_refused_with_both(checkpoint, tmp_path, monkeypatch):
+def test_another_division_of_layers_is_rejected_with_both_named(checkpoint, tmp_path, monkeypatch):
     run(checkpoint(LLAMA), tmp_path / "ranks", config=layout("1x2x1", 2, (1, 2)))
     with pytest.raises(CheckpointError, match=r"2 stages of 1, 2 layers.*2 stages of 2, 1 layers"):
         load(monkeypatch, tmp_path / "ranks", layout_section("1x2x1", 2, (2, 1)), 0, 4)
 
 
-def test_a_mesh_of_its_own_choice_loads_where_it_is_the_same(checkpoint, tmp_path, monkeypatch):
+def test_an_auto_mesh_loads_files_for_the_same_mesh(checkpoint, tmp_path, monkeypatch):
     automatic = {"tensor_parallel": {"mode": "3d_tensor", "mesh": "auto", "size": 4}}
     run(checkpoint(LLAMA), tmp_path / "ranks", config=cuboid.parse_config(automatic))
     model = load(monkeypatch, tmp_path / "ranks", automatic, 3, 4)
@@ -296,7 +296,7 @@ def test_a_mesh_of_its_own_choice_loads_where_it_is_the_same(checkpoint, tmp_pat
     assert all(torch.equal(x, y) for x, y in zip(model.parameters(), cut.parameters(), strict=True))
 
 
-def test_a_missing_or_truncated_file_is_refused_by_its_rank_alone(checkpoint, tmp_path, monkeypatch):
+def test_a_missing_or_truncated_file_is_an_error_of_its_rank_only(checkpoint, tmp_path, monkeypatch):
     run(checkpoint(LLAMA), tmp_path / "ranks", config=layout("1x2x1"))
     file = tmp_path / "ranks" / "rank-00001-of-00002.safetensors"
     os.truncate(file, 5000)

@@ -1,4 +1,4 @@
-"""Gradients and optimizer states that replicas share: pure parts, and the arithmetic of several of them."""
+"""Flat parameters, gradient buffers, norms, and optimizers over several replicas."""
 
 import functools
 import math
@@ -41,7 +41,7 @@ def test_every_element_has_one_owner_among_the_replicas_and_keeps_its_value(give
         assert holding.names == tuple(names)
         for slot in holding.slots:
             original = originals[names.index(slot.name)].detach().reshape(-1)[slot.start : slot.start + slot.numel]
-            # Masters are of the precision that the weights came with.
+            # Master weights keep the precision that the weights were loaded with.
             assert torch.equal(holding.tensor[slot.offset : slot.offset + slot.numel], original)
             seen[slot.name][slot.start : slot.start + slot.numel] += 1
         for parameter, original in zip(parameters, originals, strict=True):
@@ -51,7 +51,7 @@ def test_every_element_has_one_owner_among_the_replicas_and_keeps_its_value(give
 
 
 @given(shapes)
-def test_parameters_begin_at_aligned_places_and_never_overlap(given_shapes):
+def test_parameters_are_aligned_and_never_overlap(given_shapes):
     parameters = parameters_of(given_shapes)
     starts = starts_of(parameters)
     assert len(starts) == len(parameters) + 1
@@ -61,7 +61,7 @@ def test_parameters_begin_at_aligned_places_and_never_overlap(given_shapes):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_buffer_adds_up_and_takes_in_gradients_that_somebody_replaced(dtype):
+def test_a_buffer_accumulates_and_collects_replaced_gradients(dtype):
     parameters = parameters_of([(3, 2), (5,)], dtype)
     buffer = GradientBuffer(parameters, torch.float32)
     for _ in range(2):
@@ -78,7 +78,7 @@ def test_a_buffer_adds_up_and_takes_in_gradients_that_somebody_replaced(dtype):
     assert float(buffer.collect().sum()) == 10
 
 
-def test_sums_in_float32_keep_what_bfloat16_would_lose():
+def test_accumulation_in_float32_keeps_what_bfloat16_would_lose():
     weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     GradientBuffer([weight], torch.float32)
     for share in (256.0, 1.0, 1.0, 1.0):
@@ -111,7 +111,7 @@ def pool():
 
 
 def steps_on(shapes_given, dtype, split, frozen):
-    """Parameters after some steps on gradients that differ from replica to replica, and the sum that was stepped on."""
+    """Parameters after some steps on different gradients per replica, and the sum of these."""
     mesh = Mesh(MeshShape())
     mesh.connect()
     parameters = parameters_of(shapes_given, torch.float64 if dtype is None else torch.float32)
@@ -125,7 +125,7 @@ def steps_on(shapes_given, dtype, split, frozen):
             (total + (parameters[0] ** 2).sum() / mesh.topology.data).backward()
         replicated.reduce()
         if step == 1:
-            # One more pass after the sum was there.
+            # One more backward after the gradients were reduced.
             replicated.reopen()
             replicated.reduce()
         replicated.step()
@@ -137,7 +137,7 @@ def steps_on(shapes_given, dtype, split, frozen):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_replicas_step_as_one(pool, replicas, split):
+def test_replicas_step_like_one_process(pool, replicas, split):
     given_shapes, frozen = [(3, 5), (70,), (), (4, 4, 2)], 1
     found = pool.run(replicas, functools.partial(steps_on, given_shapes, None, split, frozen))
     alone = parameters_of(given_shapes, torch.float64)
@@ -159,7 +159,7 @@ def test_replicas_step_as_one(pool, replicas, split):
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_replicas_in_bfloat16_stay_alike_and_near_float32(pool, split):
+def test_replicas_in_bfloat16_stay_equal_and_near_float32(pool, split):
     given_shapes = [(3, 5), (70,), (), (4, 4, 2)]
     found = pool.run(3, functools.partial(steps_on, given_shapes, torch.bfloat16, split, 1))
     exact = pool.run(3, functools.partial(steps_on, given_shapes, None, False, 1))[0][0]

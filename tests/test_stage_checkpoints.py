@@ -1,4 +1,4 @@
-"""Stages of a pipeline read only what is theirs, and write one ordinary checkpoint together."""
+"""Pipeline stages read only their own tensors, and write one ordinary checkpoint together."""
 
 import json
 import logging
@@ -39,7 +39,7 @@ def pipeline(stages, mesh="1x1x1", balance="layers"):
 
 
 class CountedBytes:
-    """Counts the bytes of tensors that transformers' loader takes out of files."""
+    """Counts the bytes of tensors that transformers' loader reads."""
 
     def __init__(self, monkeypatch):
         self.count = 0
@@ -71,7 +71,7 @@ def load_stage(monkeypatch, path, stage, stages, **options):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("small", [TIED, UNTIED], ids=["tied", "untied"])
 @pytest.mark.parametrize("counts", [(4,), (1, 3), (1, 2, 1)])
-def test_a_stage_reads_its_own_tensors_only(monkeypatch, checkpoint, caplog, small, counts):
+def test_a_stage_reads_only_its_own_tensors(monkeypatch, checkpoint, caplog, small, counts):
     path = checkpoint(small)
     whole = stored(path)
     counted = CountedBytes(monkeypatch)
@@ -93,7 +93,7 @@ def test_a_stage_reads_its_own_tensors_only(monkeypatch, checkpoint, caplog, sma
     assert seen == set(whole)
 
 
-def test_architectures_without_rules_for_a_mesh_load_too(monkeypatch, tmp_path):
+def test_architectures_without_a_parallel_plan_load_in_stages(monkeypatch, tmp_path):
     config = AutoConfig.for_model(
         "mixtral",
         vocab_size=67,
@@ -107,7 +107,7 @@ def test_architectures_without_rules_for_a_mesh_load_too(monkeypatch, tmp_path):
         eos_token_id=None,
     )
     model = AutoModelForCausalLM.from_config(config)
-    # Several files, and experts that are merged when they are read.
+    # Several files, and experts that are merged while loading.
     model.save_pretrained(tmp_path, max_shard_size="50KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     whole = model.state_dict()
@@ -121,7 +121,7 @@ def test_architectures_without_rules_for_a_mesh_load_too(monkeypatch, tmp_path):
 
 
 def test_a_checkpoint_of_the_base_model_without_its_prefix(monkeypatch, checkpoint, tmp_path, caplog):
-    """As the GPT-2 of 2019 was saved."""
+    """Save a model as the GPT-2 of 2019 was saved, without the base model's prefix."""
     whole = stored(checkpoint(TIED))
     save_file(
         {name.removeprefix("transformer."): x for name, x in whole.items()},
@@ -136,7 +136,7 @@ def test_a_checkpoint_of_the_base_model_without_its_prefix(monkeypatch, checkpoi
     assert "UNEXPECTED" not in caplog.text
 
 
-def test_a_missing_tensor_is_refused_by_its_stage_only(monkeypatch, checkpoint, tmp_path):
+def test_a_missing_tensor_is_an_error_of_its_stage_only(monkeypatch, checkpoint, tmp_path):
     path = Path(checkpoint(UNTIED))
     whole = stored(path)
     del whole["model.layers.3.mlp.up_proj.weight"]
@@ -181,7 +181,7 @@ def reloaded(path, config, out):
 @pytest.mark.parametrize(
     ("stages", "mesh", "ranks"), [(2, "1x1x1", 2), (4, "1x1x1", 4), (2, "1x2x2", 8), (3, "1x1x1", 6)]
 )
-def test_stages_write_the_checkpoint_that_they_read(pool, checkpoint, tmp_path, small, stages, mesh, ranks):
+def test_stages_write_back_the_checkpoint_that_they_read(pool, checkpoint, tmp_path, small, stages, mesh, ranks):
     path = checkpoint(small)
     first, *others = pool.run(ranks, reloaded, path, pipeline(stages, mesh), str(tmp_path))
     before, after = stored(path), stored(tmp_path)
@@ -192,7 +192,7 @@ def test_stages_write_the_checkpoint_that_they_read(pool, checkpoint, tmp_path, 
     shapes = {name: tuple(x.shape) for name, x in model.named_parameters(remove_duplicate=False)}
     assert first == ({name: tuple(x.shape) for name, x in model.state_dict().items()}, shapes)
     replicas = [other for other in others if other != ({}, {})]
-    # Each replica's first rank has the whole.
+    # The first rank of each replica gets the full tensors.
     assert len(replicas) == ranks // (stages * MeshShape.parse(mesh).size) - 1
 
 
@@ -200,7 +200,7 @@ def test_stages_write_the_checkpoint_that_they_read(pool, checkpoint, tmp_path, 
 
 
 def loss_of_final_states(path, mesh, chunk_bytes):
-    """Loss in chunks, the gradient of the hidden states and the head's own, whole."""
+    """The chunked loss, and the full gradients of hidden states and head."""
     outline = draw_outline(*_class_and_config(path))
     if mesh is None:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
@@ -243,7 +243,7 @@ def _class_and_config(path):
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("mesh", ["1x2x1", "1x1x2", "2x1x1", "1x2x4", "1x4x2", "2x2x2"])
 @pytest.mark.parametrize("chunk_bytes", [1, 20_000, 10**9])
-def test_the_loss_in_chunks_on_a_mesh(pool, checkpoint, mesh, chunk_bytes):
+def test_the_chunked_loss_on_a_mesh(pool, checkpoint, mesh, chunk_bytes):
     path = checkpoint(UNTIED)
     ((loss, norm, own),) = pool.run(1, loss_of_final_states, path, None, 10**9)
     ranks = pool.run(MeshShape.parse(mesh).size, loss_of_final_states, path, mesh, chunk_bytes)

@@ -1,4 +1,4 @@
-"""Timelines as pictures, as traces, and on the command line."""
+"""Timelines as pictures, as Perfetto traces, and on the command line."""
 
 import json
 import runpy
@@ -136,7 +136,7 @@ def test_other_files_are_no_traces(tmp_path, text):
 
 @pytest.fixture
 def cli(tmp_path, capsys):
-    """Runs ``cuboid timeline`` with a picture in the test's folder, and gives what it printed."""
+    """Runs ``cuboid timeline`` with a picture in the test's folder; returns its output."""
 
     def run(*arguments):
         commands(["timeline", "--output", str(tmp_path / "a.png"), *map(str, arguments)], standalone_mode=False)
@@ -160,7 +160,7 @@ def test_the_command_prints_the_bubble_of_equal_units(cli, tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_command_knows_what_a_model_costs(cli, model):
+def test_the_command_uses_a_models_costs(cli, model):
     flops = cli("--stages", 2, "--micro-batches", 2, "--segments", 2, "--model", model, "--seq-len", 4096)
     even = cli(
         "--stages", 2, "--micro-batches", 2, "--segments", 2, "--model", model, "--seq-len", 4096, "--partition", "even"
@@ -194,11 +194,11 @@ def test_lengths_may_be_given_with_and_without_a_model(cli, model):
         (("--model", "EMPTY", "--seq-len", "64"), "no config.json in it"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_what_would(cli, model, tmp_path, arguments, problem):
+def test_invalid_arguments_are_rejected_with_an_alternative(cli, model, tmp_path, arguments, problem):
     places = {"MODEL": model, "EMPTY": tmp_path}
-    with pytest.raises((BadParameter, CuboidError)) as refused:
+    with pytest.raises((BadParameter, CuboidError)) as caught:
         cli(*(places.get(argument, argument) for argument in arguments))
-    assert problem in str(refused.value)
+    assert problem in str(caught.value)
     assert not (tmp_path / "a.png").exists()
 
 

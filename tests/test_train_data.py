@@ -1,4 +1,4 @@
-"""What `cuboid prepare` and `cuboid train` do before the ranks meet: text, tokens, shares, checks, report."""
+"""`cuboid prepare`, and `cuboid train` in one process: text, tokens, batches, checks of arguments, report."""
 
 import json
 import socket
@@ -77,7 +77,7 @@ def write_texts(folder, texts):
     return folder
 
 
-def test_a_folder_is_split_by_file_the_same_way_wherever_it_lies(tmp_path):
+def test_a_folder_is_split_by_file_independently_of_its_path(tmp_path):
     here, there = (read_corpus(write_texts(tmp_path / name / "texts", TEXTS)) for name in ("a", "b"))
     assert here.train == there.train
     assert here.heldout == there.heldout
@@ -86,7 +86,7 @@ def test_a_folder_is_split_by_file_the_same_way_wherever_it_lies(tmp_path):
 
 
 @given(count=st.integers(2, 200), share=st.floats(0, 1))
-def test_both_sides_of_a_split_hold_a_file(tmp_path_factory, count, share):
+def test_both_sides_of_a_split_have_at_least_one_file(tmp_path_factory, count, share):
     root = tmp_path_factory.getbasetemp()
     files = [root / f"{index}.txt" for index in range(count)]
     train, heldout = split_files(files, root, share)
@@ -124,7 +124,7 @@ def test_the_end_of_a_single_file_is_held_out(tmp_path):
     ("content", "message"),
     [({}, "0 text files"), ({"one.txt": b"text"}, "1 text files"), ({"a": b"\xff", "b": b""}, "0 text files")],
 )
-def test_a_folder_with_too_little_text_is_refused(tmp_path, content, message):
+def test_a_folder_with_too_little_text_is_rejected(tmp_path, content, message):
     for name, data in content.items():
         (tmp_path / name).write_bytes(data)
     with pytest.raises(CuboidError, match=message):
@@ -144,14 +144,14 @@ def test_tokens_decode_to_the_documents_each_with_its_end(tokenizer, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"train.npy", "heldout.npy", "tokens.json"}
 
 
-def test_a_long_document_is_tokenized_in_whole_lines(tokenizer, tmp_path, monkeypatch):
+def test_a_long_document_is_tokenized_in_full_lines(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(tokens_module, "_PIECE", 50)
     document = TEXTS[0] + "x" * 120
     tokens = tokenize(Corpus("test", (document,), (document,)), tokenizer, tmp_path)
     assert tokenizer.decode(tokens.stream("train")[:-1]) == document
 
 
-def test_tokens_are_told_apart_by_every_one_of_them(tokenizer, tmp_path):
+def test_the_fingerprint_depends_on_every_token(tokenizer, tmp_path):
     corpora = [Corpus("a", (TEXTS[0],), (TEXTS[1],)), Corpus("b", (TEXTS[0],), (TEXTS[1],))]
     corpora += [Corpus("a", (TEXTS[1],), (TEXTS[0],)), Corpus("a", (TEXTS[0],), (TEXTS[1] + "x",))]
     names = [
@@ -161,7 +161,7 @@ def test_tokens_are_told_apart_by_every_one_of_them(tokenizer, tmp_path):
     assert len(set(names)) == 3
 
 
-def test_tokens_that_will_not_do_leave_a_store_as_it_was(tokenizer, tmp_path):
+def test_rejected_tokens_leave_the_existing_ones_unchanged(tokenizer, tmp_path):
     def refuse(meta):
         raise CuboidError(f"{meta.source} won't do")
 
@@ -172,7 +172,7 @@ def test_tokens_that_will_not_do_leave_a_store_as_it_was(tokenizer, tmp_path):
     assert tokenizer.decode(kept.stream("train")) == "a" + tokenizer.eos_token
 
 
-def test_a_broken_store_is_refused(tokenizer, tmp_path):
+def test_malformed_tokens_are_rejected(tokenizer, tmp_path):
     tokenize(Corpus("test", ("a",), ("b",)), tokenizer, tmp_path)
     (tmp_path / "heldout.npy").unlink()
     with pytest.raises(CuboidError, match=r"heldout\.npy is missing"):
@@ -211,7 +211,7 @@ def test_the_order_depends_on_seed_and_epoch():
 
 
 @given(blocks=st.integers(1, 60), step=st.integers(0, 99), seed=st.integers(0, 9))
-def test_a_step_sees_the_same_blocks_however_they_are_shared_out(blocks, step, seed):
+def test_a_step_has_the_same_blocks_with_any_number_of_replicas(blocks, step, seed):
     def seen(replicas, micro_batch, accumulation):
         shares = [Share(replica, replicas, micro_batch) for replica in range(replicas)]
         steps = range(step * accumulation, (step + 1) * accumulation)
@@ -238,7 +238,7 @@ def test_every_heldout_block_counts_once(blocks, replicas, micro_batch):
     assert tokens == blocks * 4
 
 
-def test_heldout_blocks_are_spread_over_the_stream():
+def test_heldout_blocks_are_evenly_spaced():
     blocks = Blocks(np.arange(100, dtype=np.int32), 10)
     assert heldout_blocks(blocks, 4)[:, 0].tolist() == [0, 20, 50, 70]
     assert len(heldout_blocks(blocks, 32)) == 10
@@ -286,7 +286,7 @@ def test_the_dtype_is_the_configs(options, tmp_path, section, dtype):
         ({"config": "nowhere.json"}, ConfigError, "does not exist"),
     ],
 )
-def test_a_users_mistake_is_told_before_the_ranks_meet(options, tmp_path, changes, error, message):
+def test_errors_are_raised_before_the_process_group_exists(options, tmp_path, changes, error, message):
     changes = {key: tmp_path / value if isinstance(value, str) else value for key, value in changes.items()}
     with pytest.raises(error, match=message):
         plan(options(**changes))
@@ -306,14 +306,14 @@ def test_a_users_mistake_is_told_before_the_ranks_meet(options, tmp_path, change
         ({"scheduler": {"type": "WarmupLR", "params": {"total": 3}}}, "scheduler.params.total is not a parameter"),
     ],
 )
-def test_a_config_without_what_the_job_needs_is_refused(options, tmp_path, config, message):
+def test_a_config_without_the_keys_of_the_job_is_rejected(options, tmp_path, config, message):
     path = tmp_path / "bad.json"
     path.write_text(json.dumps({**OURS, **config}))
     with pytest.raises(ConfigError, match=message):
         plan(options(config=path))
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(options, checkpoint, tmp_path):
+def test_a_tokenizer_larger_than_the_model_is_rejected(options, checkpoint, tmp_path):
     LlamaForCausalLM(
         LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     ).save_pretrained(tmp_path / "small")
@@ -322,7 +322,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(options, checkpoint, tmp_p
         plan(options(model=tmp_path / "small"))
 
 
-def test_tokens_of_another_tokenizer_are_refused(options, tokenizer, tmp_path):
+def test_tokens_of_another_tokenizer_are_rejected(options, tokenizer, tmp_path):
     corpus = Corpus("test", tuple(TEXTS[:20]), tuple(TEXTS[20:]))
     assert plan(options(data=tokenize(corpus, tokenizer, tmp_path / "same").folder)).tokens is not None
     other = train_tokenizer(["something else entirely " * 50], 270)
@@ -331,7 +331,7 @@ def test_tokens_of_another_tokenizer_are_refused(options, tokenizer, tmp_path):
         plan(options(data=tokenize(corpus, other, tmp_path / "other").folder))
 
 
-def test_too_little_data_is_refused_with_the_tokens_that_would_do():
+def test_too_little_data_is_rejected_with_the_number_of_tokens_needed():
     meta = TokensMeta(source="test", tokenizer_sha256="", data_sha256="", largest_id=0, train=100, heldout=9)
     with pytest.raises(CuboidError, match="12 blocks of 10 tokens need 120"):
         check_size(meta, 10, global_batch=12)
@@ -339,7 +339,7 @@ def test_too_little_data_is_refused_with_the_tokens_that_would_do():
         check_size(meta, 10, global_batch=1)
 
 
-def test_the_command_tells_a_mistake_once(options, monkeypatch, capsys):
+def test_the_command_prints_an_error_once(options, monkeypatch, capsys):
     asked = options()
     arguments = [f"--{name}={getattr(asked, name)}" for name in ("model", "data", "config", "out")]
     monkeypatch.setattr("cuboid.library_warnings.quiet", lambda **_: None)  # it is for a process of its own
@@ -364,7 +364,7 @@ def test_without_a_launcher_the_world_is_one(monkeypatch):
         World.from_environment()
 
 
-def test_a_port_that_another_job_has_is_named(monkeypatch):
+def test_a_port_in_use_is_named(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -374,7 +374,7 @@ def test_a_port_that_another_job_has_is_named(monkeypatch):
             World(rank=0, size=2, local_rank=0).connect()
 
 
-def test_the_report_is_read_back_as_it_was_written_and_its_curve_is_a_picture(tmp_path):
+def test_the_report_round_trips_and_its_curve_is_a_picture(tmp_path):
     history = History(losses=[3.0, 2.0, 1.0], step_s=[9.0, 1.0, 2.0])
     assert history.mean_step_s == 1.5
     report = Report(

@@ -27,8 +27,8 @@ CONFIG = {
     "tensor_parallel": {"mode": "3d_tensor", "mesh": MESH},
 }
 PIPELINE = {"engine": "seq1f1b", "stages": 2, "segments": 3, "partition": [16, 10, 6], "trace": True}
-#: Two replicas each: of a mesh of two ranks, and of two stages of one rank. One rank alone has the same batch, or a
-#: step that takes a while.
+#: Two replicas each: of a mesh of two ranks, and of two stages of one rank. One rank with the same batch, and one with
+#: slow steps.
 CONFIGS = {
     "mesh": CONFIG,
     "pipeline": {**{key: CONFIG[key] for key in CONFIG if key != "tensor_parallel"}, "pipeline": PIPELINE},
@@ -42,7 +42,7 @@ LAUNCHERS = {
     "shielded": [*SHIELD, *DEEPSPEED, "--num_accelerators", RANKS, "--module"],
     "deepspeed": [*DEEPSPEED, "--num_accelerators", RANKS, "--module"],
     "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", RANKS, "-m"],
-    # accelerate's own way to several CPU processes needs MPI; --multi_gpu starts them without asking for GPUs.
+    # accelerate needs MPI for several CPU processes; --multi_gpu starts them too, without checking for GPUs.
     "accelerate": [
         BIN / "accelerate",
         "launch",
@@ -88,7 +88,7 @@ def train_arguments(job, out, config="mesh", *more):
 
 @pytest.fixture(scope="module")
 def finished(job, tmp_path_factory):
-    """The folder and the output of a run that nobody stopped, run once for each launcher and config."""
+    """The folder and the output of an uninterrupted run, made once for each launcher and config."""
 
     @functools.cache
     def run_of(launcher, config):
@@ -115,7 +115,7 @@ def report_of(out):
         pytest.param("accelerate", "mesh", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_leaves_a_report_and_a_checkpoint_that_plain_transformers_opens(job, finished, launcher, config):
+def test_a_run_writes_a_report_and_a_model_that_plain_transformers_loads(job, finished, launcher, config):
     out, output = finished(launcher, config)
     assert output.count(f"step {STEPS}/{STEPS}") == 1, output
     report = report_of(out)
@@ -158,7 +158,7 @@ def check_pipeline(report, job, out, output):
     # Each stage has a layer and the tied embedding, the last one a norm too.
     embedding = 300 * 32
     assert sum(rank.parameters for rank in report.ranks) == 2 * (report.parameters + embedding)
-    # In each direction, whole hidden states of both micro-batches pass once.
+    # In each direction, full hidden states of both micro-batches are sent once.
     assert {rank.sent_bytes_per_step["pipe"] for rank in report.ranks} == {2 * 2 * 32 * 32 * 4}
     trace = pipeline.trace
     assert trace.step == 3
@@ -188,7 +188,7 @@ def test_a_mesh_that_does_not_fit_ends_all_ranks_with_one_message(job, tmp_path)
 
 
 def interrupt(process, when, *numbers):
-    """Send signals to a process and those it started, the first when it says something, the others when it tells so."""
+    """Send signals to a process and its children: the first after some output, the others when that is confirmed."""
     try:
         for number in numbers:
             assert any(when in line for line in process.stdout), f"{process.args} never says {when!r}"
@@ -199,7 +199,7 @@ def interrupt(process, when, *numbers):
         end(process)
 
 
-#: How a run is started and stopped, and what its launcher then exits with.
+#: How a run is started and stopped, and its launcher's exit status.
 WAYS = {
     "shielded": ("mesh", signal.SIGINT, 130),
     "deepspeed": ("pipeline", signal.SIGINT, -signal.SIGINT),
@@ -209,7 +209,7 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def interrupted(job, tmp_path_factory):
-    """The folder, the last step and the output of a run that was stopped in its middle, run once for each way."""
+    """The folder, the last step and the output of a run that was stopped halfway, made once for each way."""
 
     @functools.cache
     def run_of(launcher):
@@ -219,10 +219,10 @@ def interrupted(job, tmp_path_factory):
         process = start(*LAUNCHERS[launcher], *train_arguments(job, out, config, *options))
         status, output = interrupt(process, f"step 6/{STEPS}", number)
         assert status == expected, output
-        told = re.search(rf"stopped by {number.name} after step (\d+) of {STEPS}; --resume .* from (\S+)", output)
-        assert told, output
-        assert Path(told[2]) == out / "checkpoints" / f"global_step{told[1]}"
-        return out, int(told[1]), output
+        stopped = re.search(rf"stopped by {number.name} after step (\d+) of {STEPS}; --resume .* from (\S+)", output)
+        assert stopped, output
+        assert Path(stopped[2]) == out / "checkpoints" / f"global_step{stopped[1]}"
+        return out, int(stopped[1]), output
 
     return run_of
 
@@ -232,12 +232,12 @@ def interrupted(job, tmp_path_factory):
     "launcher",
     ["shielded", pytest.param("deepspeed", marks=pytest.mark.slow), pytest.param("torchrun", marks=pytest.mark.slow)],
 )
-def test_an_interrupted_run_goes_on_to_the_same_losses(job, finished, interrupted, launcher):
+def test_an_interrupted_run_resumes_to_the_same_losses(job, finished, interrupted, launcher):
     config, _, _ = WAYS[launcher]
     out, step, output = interrupted(launcher)
     assert 6 <= step < STEPS
     assert not (out / "report.json").exists()
-    # The one before is a regular one, every third step; what was older is gone.
+    # Besides the last one, a regular one of every third step is kept; older ones are removed.
     regular = (step - 1) // 3 * 3
     names = {path.name for path in (out / "checkpoints").iterdir()}
     assert names == {"latest", f"global_step{regular}", f"global_step{step}"}
@@ -255,7 +255,7 @@ def test_an_interrupted_run_goes_on_to_the_same_losses(job, finished, interrupte
     assert (out / "loss.png").is_file()
 
 
-def test_an_interrupted_run_goes_on_alike_on_one_rank(job, finished, interrupted):
+def test_an_interrupted_run_resumes_on_one_rank(job, finished, interrupted):
     out, step, _ = interrupted("shielded")
     status, output = run(*LAUNCHERS["none"], *train_arguments(job, out, "alone", "--resume", f"--steps={STEPS}"))
     assert status == 0, output
@@ -266,12 +266,12 @@ def test_an_interrupted_run_goes_on_alike_on_one_rank(job, finished, interrupted
     assert report.losses.heldout_last == pytest.approx(whole.losses.heldout_last, rel=1e-5)
 
 
-def test_a_run_does_not_go_on_with_another_batch(job, interrupted):
+def test_a_run_does_not_resume_with_another_batch_size(job, interrupted):
     out, step, _ = interrupted("shielded")
     status, output = run(*LAUNCHERS["none"], *train_arguments(job, out, "long", "--resume"))
     assert status == 1
-    told = f"global_step{step} had 8 sequences of all ranks in a step, not 500. Give the same again"
-    assert told in output, output
+    expected = f"global_step{step} had 8 sequences of all ranks in a step, not 500. Give the same again"
+    assert expected in output, output
 
 
 def test_a_second_ctrl_c_ends_a_run_at_once(job, tmp_path):
@@ -282,7 +282,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once(job, tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_sigterm_leaves_a_checkpoint_and_ends_with_its_status(job, tmp_path):
+def test_sigterm_saves_a_checkpoint_and_sets_the_exit_status(job, tmp_path):
     process = start(*LAUNCHERS["none"], *train_arguments(job, tmp_path, "alone", "--steps=1000"))
     status, output = interrupt(process, "step 100/1000", signal.SIGTERM)
     assert status == 143, output
@@ -303,7 +303,7 @@ def test_the_example_scripts_train(job, tmp_path, script):
 
 
 @pytest.mark.slow
-def test_the_example_that_resumes_goes_on(job, tmp_path):
+def test_the_example_that_resumes_continues(job, tmp_path):
     text, out = tmp_path / "text", tmp_path / "out"
     text.write_text("def f(x):\n    return x\n" * 1000)
     arguments = (ROOT / "docs/examples/resume.py", job / "model", text, out, ROOT / "configs/llama_2x2x2.json")

@@ -1,4 +1,4 @@
-"""Which run `cuboid train` goes on with, what asks it to stop, and who is told so."""
+"""`cuboid train`: which run it resumes, when it ends, and how it handles signals."""
 
 import errno
 import itertools
@@ -26,14 +26,14 @@ from cuboid.train.job import TrainOptions, plan
 from cuboid.train.loop import Goal, History
 from cuboid.train.prepare import prepare
 from cuboid.train.reporting.report import HeldoutPoint
-from cuboid.train.resume import RunState, find_run, refuse_other_run
+from cuboid.train.resume import RunState, find_run, reject_other_run
 from launching import ROOT, finish, start
 
 TEXTS = [f"def function_{n}(x):\n    return x * {n}\n" * 20 for n in range(30)]
 SHIELD = (sys.executable, "-P", ROOT / "plugin" / "cuboid" / "train" / "launch.py")
 
 
-# --- the run to go on with -----------------------------------------------------------------------------------------
+# --- the run to resume ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def job(tmp_path_factory):
 
 @pytest.fixture
 def options(job, tmp_path, monkeypatch):
-    # Of the pipeline's stages, as a launcher would have it.
+    # One rank per pipeline stage, as a launcher would set it.
     monkeypatch.setenv("WORLD_SIZE", "2")
 
     def make(**changes):
@@ -73,7 +73,7 @@ def options(job, tmp_path, monkeypatch):
 
 
 def save(out, step, client):
-    """A checkpoint with nothing but a client state."""
+    """A checkpoint that has only a client state."""
     root, tag = out / "checkpoints", f"global_step{step}"
     folder = begin(root, tag)
     write_state(folder, {"client": client})
@@ -84,7 +84,7 @@ def save(out, step, client):
 
 @pytest.fixture
 def interrupted(options, tmp_path):
-    """Leaves the checkpoint of a run that was interrupted after 7 steps of 40, and gives its state."""
+    """Writes the checkpoint of a run that was interrupted after 7 of 40 steps; returns its state."""
 
     def leave(**changes):
         job = plan(options(steps=40))
@@ -109,7 +109,7 @@ def interrupted(options, tmp_path):
     return leave
 
 
-def test_a_run_goes_on_as_long_as_before_unless_told_otherwise(options, interrupted, tmp_path):
+def test_a_resumed_run_keeps_its_length_unless_steps_is_given(options, interrupted, tmp_path):
     state = interrupted()
     job = plan(options(resume=True))
     assert job.resumed.state == state
@@ -121,13 +121,13 @@ def test_a_run_goes_on_as_long_as_before_unless_told_otherwise(options, interrup
         plan(options(resume=True, steps=6))
 
 
-def test_what_is_left_of_a_run_is_traced(options, interrupted):
+def test_the_trace_step_is_within_the_remaining_steps(options, interrupted):
     interrupted(steps=9)
     assert plan(options(resume=True)).config["pipeline"]["trace_step"] == 2
     assert plan(options(resume=True, steps=70)).config["pipeline"]["trace_step"] == 3
 
 
-def test_a_run_does_not_go_on_as_another_one(options, interrupted, job, tmp_path):
+def test_a_run_does_not_resume_with_other_settings(options, interrupted, job, tmp_path):
     interrupted(seed=3, sequence_length=16, data_fingerprint="other", model_sha256="other")
     with pytest.raises(CuboidError) as caught:
         plan(options(resume=True))
@@ -135,12 +135,12 @@ def test_a_run_does_not_go_on_as_another_one(options, interrupted, job, tmp_path
     for part in ("--seed 3, not 0", "--sequence-length 16, not 32", "another model", "other data"):
         assert part in message
     resumed = find_run(tmp_path)
-    resumed.refuse_differences(global_batch=4)
+    resumed.reject_differences(global_batch=4)
     with pytest.raises(CuboidError, match="4 sequences of all ranks in a step, not 6"):
-        resumed.refuse_differences(global_batch=6)
+        resumed.reject_differences(global_batch=6)
 
 
-def test_what_is_no_run_of_ours_is_not_gone_on_with(options, interrupted, tmp_path):
+def test_a_checkpoint_of_another_program_is_not_resumed(options, interrupted, tmp_path):
     with pytest.raises(CheckpointError, match=r"--resume has nothing to resume from: .*is not a folder"):
         plan(options(resume=True))
     save(tmp_path, 3, {"epoch": 2})
@@ -148,8 +148,8 @@ def test_what_is_no_run_of_ours_is_not_gone_on_with(options, interrupted, tmp_pa
         plan(options(resume=True))
 
 
-def test_a_new_run_leaves_another_ones_checkpoints_alone(options, interrupted, job, tmp_path):
-    refuse_other_run(tmp_path)
+def test_a_new_run_does_not_overwrite_another_ones_checkpoints(options, interrupted, job, tmp_path):
+    reject_other_run(tmp_path)
     interrupted()
     with pytest.raises(CuboidError, match=r"the newest is global_step7\)\. Go on with it: --resume \(make train RES"):
         plan(options())
@@ -158,7 +158,9 @@ def test_a_new_run_leaves_another_ones_checkpoints_alone(options, interrupted, j
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
-def test_a_damaged_newest_checkpoint_names_the_newest_whole_one_and_an_option_takes_it(options, interrupted, tmp_path):
+def test_for_a_damaged_checkpoint_the_error_names_an_intact_one_and_the_option_to_resume_it(
+    options, interrupted, tmp_path
+):
     root = tmp_path / "checkpoints"
     state = interrupted(step=3, train_losses=[1.0] * 3)
     for step in (5, 7):
@@ -175,15 +177,15 @@ def test_a_damaged_newest_checkpoint_names_the_newest_whole_one_and_an_option_ta
     job = plan(options(resume=True, resume_from="global_step3"))
     assert job.resumed.path == root / "global_step3"
     assert job.resumed.state == state
-    for name, told in (("global_step4", "complete ones there"), ("../x", "isn't the name of a checkpoint")):
-        with pytest.raises(CheckpointError, match=told):
+    for name, expected in (("global_step4", "complete ones there"), ("../x", "isn't the name of a checkpoint")):
+        with pytest.raises(CheckpointError, match=expected):
             plan(options(resume=True, resume_from=name))
     (root / "global_step3" / STATE).unlink()
-    with pytest.raises(CheckpointError, match="no other one beside it is whole"):
+    with pytest.raises(CheckpointError, match="no other checkpoint beside it is intact"):
         plan(options(resume=True))
 
 
-def test_an_output_that_can_not_be_written_is_refused_before_anything_is_read(options, job, tmp_path, monkeypatch):
+def test_an_output_that_cannot_be_written_is_rejected_before_anything_is_read(options, job, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("mine")
     for out in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(CheckpointError, match="file is a file, not a folder"):
@@ -205,7 +207,7 @@ def test_an_output_that_can_not_be_written_is_refused_before_anything_is_read(op
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_how_many_checkpoints_are_kept_goes_into_the_config(options, job, tmp_path):
+def test_keep_last_is_set_in_the_config(options, job, tmp_path):
     assert "checkpoint" not in plan(options()).config
     assert plan(options(keep_last=2)).config["checkpoint"] == {"keep_last": 2}
     settings = json.loads((job / "config.json").read_text())
@@ -218,7 +220,7 @@ def test_how_many_checkpoints_are_kept_goes_into_the_config(options, job, tmp_pa
         plan(options(save_every=-1))
 
 
-# --- how far it goes -----------------------------------------------------------------------------------------------
+# --- the length of a run -------------------------------------------------------------------------------------------
 
 
 @given(steps=st.integers(1, 60), evaluations=st.integers(1, 70), save_every=st.integers(0, 70))
@@ -232,7 +234,7 @@ def test_the_last_step_is_evaluated_and_saved(steps, evaluations, save_every):
     assert saved == (sorted({*range(save_every, steps + 1, save_every), steps}) if save_every else [])
 
 
-def test_a_run_is_over_when_its_last_step_is_evaluated():
+def test_a_run_is_finished_when_its_last_step_is_evaluated():
     goal = Goal(2, 1, 0, lambda _: None)
     first, last = (HeldoutPoint(step=step, loss=1.0) for step in (0, 2))
     assert not goal.is_reached(History([1.0], [first]))
@@ -240,7 +242,7 @@ def test_a_run_is_over_when_its_last_step_is_evaluated():
     assert goal.is_reached(History([1.0, 1.0], [first, last]))
 
 
-def test_a_step_takes_as_long_as_since_the_run_was_resumed():
+def test_the_mean_step_time_is_that_since_the_run_was_resumed():
     assert History([1.0] * 5, [], [9.0, 1.0, 2.0], earlier_step_s=7.0).mean_step_s == 1.5
     assert History([1.0] * 5, [], [9.0], earlier_step_s=7.0).mean_step_s == 9.0
     assert History([1.0] * 5, [], [], earlier_step_s=7.0).mean_step_s == 7.0
@@ -250,20 +252,20 @@ def test_a_step_takes_as_long_as_since_the_run_was_resumed():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_told_and_noted_and_sigterm_ends_nothing(number):
+def test_the_first_signal_is_reported_and_sigterm_never_ends_the_process(number):
     handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
-    told = threading.Semaphore(0)
+    reported = threading.Semaphore(0)
     with Interrupts() as interrupts:
-        interrupts.defer(told.release)
+        interrupts.defer(reported.release)
         assert interrupts.own() == [0, 0]
         for later in (number, signal.SIGTERM, signal.SIGTERM):
             os.kill(os.getpid(), later)
-        assert told.acquire(timeout=20)
+        assert reported.acquire(timeout=20)
         deadline = time.monotonic() + 20
         while not interrupts.own()[1] and time.monotonic() < deadline:
             time.sleep(0.001)
         assert interrupts.own() == [float(number is signal.SIGINT), 1]
-        assert not told.acquire(blocking=False)
+        assert not reported.acquire(blocking=False)
         assert interrupts.stop is None
         interrupts.agree([0, 0])
         assert interrupts.stop is None
@@ -273,25 +275,25 @@ def test_the_first_signal_is_told_and_noted_and_sigterm_ends_nothing(number):
     assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
-#: Lines are written whole, since several processes write to one pipe.
+#: Lines are written with one call each, since several processes write to one pipe.
 RANK = """
 import os, signal, subprocess, sys, time
 kind, own = sys.argv[1], [sys.executable, "-c", open(sys.argv[2]).read()]
 children = [subprocess.Popen([*own, "child", sys.argv[2]])] if kind == "rank" else []
-def told(number, _):
-    os.write(1, f"{kind} told {number}\\n".encode())
+def on_signal(number, _):
+    os.write(1, f"{kind} got {number}\\n".encode())
     for child in children:
         child.kill()
     if kind != "stubborn":
         sys.exit(128 + number)
 for number in (2, 15):
-    signal.signal(number, told)
+    signal.signal(number, on_signal)
 os.write(1, f"{kind} ready\\n".encode())
 time.sleep(30)
 """
 LAUNCHER = """
 import os, signal, subprocess, sys, time
-signal.signal(2, lambda *_: os.write(1, b"launcher told 2\\n"))
+signal.signal(2, lambda *_: os.write(1, b"launcher got 2\\n"))
 kind, count, script = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 command = [sys.executable, "-c", open(script).read(), kind, script]
 ranks = [subprocess.Popen(command, env={**os.environ, "LOCAL_RANK": str(rank)}) for rank in range(count)]
@@ -304,7 +306,7 @@ sys.exit(max(rank.wait() for rank in ranks))
 
 @pytest.fixture
 def shielded(tmp_path):
-    """Starts a launcher behind the shield, and gives it when so many processes have said that they are ready."""
+    """Starts a launcher under ``launch.py``, and returns it when that many processes have reported to be ready."""
 
     def launch(kind, ranks, ready):
         (tmp_path / "rank.py").write_text(RANK)
@@ -317,33 +319,33 @@ def shielded(tmp_path):
     return launch
 
 
-def test_a_shielded_launchers_ranks_are_told_alone_and_it_ends_as_they_do(shielded):
+def test_only_the_ranks_are_signalled_and_the_launcher_exits_with_their_status(shielded):
     process = shielded("rank", 2, ready=5)
     os.killpg(process.pid, signal.SIGINT)
     status, output = finish(process, timeout_s=30)
     assert status == 130
-    assert output.count("rank told 2\n") == 2
-    assert "launcher told" not in output
-    assert "child told" not in output
+    assert output.count("rank got 2\n") == 2
+    assert "launcher got" not in output
+    assert "child got" not in output
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 143)])
-def test_a_shield_passes_on_what_asks_to_end(shielded, number, status):
+def test_signals_that_ask_to_stop_are_passed_on(shielded, number, status):
     process = shielded("rank", 1, ready=3)
     os.kill(process.pid, number)
-    assert finish(process, timeout_s=30) == (status, "rank told 15\n")
+    assert finish(process, timeout_s=30) == (status, "rank got 15\n")
 
 
-def test_a_shielded_launcher_without_ranks_is_ended(shielded):
+def test_a_launcher_without_ranks_is_terminated(shielded):
     process = shielded("rank", 0, ready=1)
     os.killpg(process.pid, signal.SIGINT)
     assert finish(process, timeout_s=30) == (143, "")
 
 
-def test_the_third_ctrl_c_kills_what_does_not_end(shielded):
+def test_the_third_ctrl_c_kills_all_processes(shielded):
     process = shielded("stubborn", 1, ready=2)
     for _ in range(2):
         os.killpg(process.pid, signal.SIGINT)
-        assert process.stdout.readline() == "stubborn told 2\n"
+        assert process.stdout.readline() == "stubborn got 2\n"
     os.killpg(process.pid, signal.SIGINT)
     assert finish(process, timeout_s=30) == (128 + signal.SIGKILL, "")

@@ -1,4 +1,4 @@
-"""The pool of local processes: results by rank, fresh worlds, and failures that leave nothing hanging."""
+"""The pool of local processes: results by rank, new worlds, and failures, after which no process hangs."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def threads() -> int:
 
 
 def store_of_environment() -> str:
-    # As a library does that rendezvouses by the launcher's variables.
+    # As a library does that uses the launcher's variables for its own rendezvous.
     store, rank, size = next(iter(dist.rendezvous("env://")))
     store.set(f"key-{rank}", str(rank))
     return ",".join(store.get(f"key-{other}").decode() for other in range(size))
@@ -50,7 +50,7 @@ def fail_on(rank: int) -> None:
     dist.barrier()
 
 
-def refuse() -> None:
+def reject() -> None:
     raise ConfigError("the key is wrong")
 
 
@@ -69,7 +69,7 @@ def not_sendable() -> object:
     return lambda: None
 
 
-def test_results_come_by_rank(pool: WorkerPool) -> None:
+def test_results_are_in_rank_order(pool: WorkerPool) -> None:
     results = pool.run(3, describe, 10, timeout_s=TIMEOUT_S)
     assert [result[0] for result in results] == [0, 10, 20]
     assert {result[1] for result in results} == {3}
@@ -77,7 +77,7 @@ def test_results_come_by_rank(pool: WorkerPool) -> None:
     assert len({result[2] for result in results}) == 3
 
 
-def test_processes_are_kept_for_worlds_of_other_sizes(pool: WorkerPool) -> None:
+def test_processes_are_reused_for_worlds_of_other_sizes(pool: WorkerPool) -> None:
     pids = {size: [result[2] for result in pool.run(size, describe, 1, timeout_s=TIMEOUT_S)] for size in (2, 8, 1, 5)}
     for size in (2, 1, 5):
         assert pids[size] == pids[8][:size]
@@ -105,9 +105,9 @@ def test_the_rank_that_failed_is_named_first(pool: WorkerPool) -> None:
     assert len(pool.run(4, describe, 1, timeout_s=TIMEOUT_S)) == 4
 
 
-def test_a_users_mistake_is_marked_as_one(pool: WorkerPool) -> None:
+def test_a_users_error_has_an_explanation(pool: WorkerPool) -> None:
     with pytest.raises(WorkerError) as caught:
-        pool.run(2, refuse, timeout_s=TIMEOUT_S)
+        pool.run(2, reject, timeout_s=TIMEOUT_S)
     assert (caught.value.kind, caught.value.explanation) == ("ConfigError", "the key is wrong")
 
 
@@ -128,12 +128,12 @@ def test_a_rank_that_hangs_is_killed(pool: WorkerPool) -> None:
     assert before.isdisjoint(result[2] for result in pool.run(3, describe, 1, timeout_s=TIMEOUT_S))
 
 
-def test_a_result_that_cannot_be_sent_is_an_error(pool: WorkerPool) -> None:
+def test_a_result_that_cannot_be_pickled_is_an_error(pool: WorkerPool) -> None:
     with pytest.raises(WorkerError, match="not_sendable"):
         pool.run(1, not_sendable, timeout_s=TIMEOUT_S)
 
 
-def test_a_world_larger_than_the_pool_is_refused(pool: WorkerPool) -> None:
+def test_a_world_larger_than_the_pool_is_rejected(pool: WorkerPool) -> None:
     with pytest.raises(CuboidError, match="1 to 8 workers"):
         pool.run(9, describe, 1)
 
@@ -163,7 +163,7 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_leave_with_the_process_that_started_them(tmp_path: Path) -> None:
+def test_workers_exit_when_their_parent_dies(tmp_path: Path) -> None:
     script, pids = tmp_path / "owner.py", tmp_path / "pids"
     script.write_text(OWNER)
     pids.mkdir()

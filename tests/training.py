@@ -1,4 +1,4 @@
-"""A small training job for the workers of a pool: an engine, a stream of batches, and what came of them."""
+"""A small training job for the workers of a pool: an engine, a stream of batches, and the losses."""
 
 import deepspeed
 import torch
@@ -7,7 +7,7 @@ import torch.distributed as dist
 import cuboid
 
 ROWS, LENGTH, VOCABULARY = 4, 12, 131
-#: Models draw no random numbers with these, whatever the layout.
+#: Without dropout, so that no random numbers are drawn and all layouts give the same.
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
@@ -39,7 +39,7 @@ def settings(mesh="1x1x1", stages=None, *, zero=1, data=1, bf16=False, learning_
 
 
 def ranks_of(config, data=1):
-    """Ranks that a config of so many replicas takes."""
+    """Number of ranks for a config with that many replicas."""
     mesh = config["tensor_parallel"]["mesh"]
     return data * mesh["batch"] * mesh["sequence"] * mesh["hidden"] * config.get("pipeline", {}).get("stages", 1)
 
@@ -53,7 +53,7 @@ def make_engine(path, config, **overrides):
 
 
 def train(engine, steps, skip=0):
-    """Losses of so many steps, each the mean over the whole batch, after as many steps' batches were skipped."""
+    """Losses of some steps, each the mean over the global batch, after skipping the batches of ``skip`` steps."""
     mesh, accumulation = cuboid.mesh_of(engine), engine.gradient_accumulation_steps()
     batches = _batches(mesh.coordinate.data, mesh.topology.data)
     for _ in range(skip * accumulation):

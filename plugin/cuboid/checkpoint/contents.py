@@ -1,4 +1,4 @@
-"""What one rank gives to a checkpoint."""
+"""What one rank contributes to a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from cuboid.checkpoint.optimizer_state import OptimizerState
-from cuboid.checkpoint.shards import Bundle, Family, SplitTensor
+from cuboid.checkpoint.shards import Family, SplitTensor
 
-#: The folder of the optimizer's quantities, each of which has one of its own.
+#: Folder of the optimizer's per-element state, with one subfolder for each quantity (``optimizer/exp_avg``).
 OPTIMIZER = "optimizer"
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What goes into a checkpoint, of one rank.
+    """One rank's part of a checkpoint.
 
     Attributes:
         step: optimizer steps so far.
-        families: of tensors.
-        optimizer: its numbers and groups; its quantities are in ``families``. None without one.
-        random: this rank's random states.
-        document: what ``state.json`` says; the first rank's counts.
-        auxiliary_files: writes further files into a folder; called on the first rank.
+        families: the tensors: weights, and each per-element quantity of the optimizer.
+        optimizer: per-parameter numbers and parameter groups; per-element state is in ``families``. None to save no
+            optimizer.
+        random: this rank's random number generator states.
+        document: contents of ``state.json``; rank 0's is written.
+        auxiliary_files: writes the other files (config, tokenizer) into a folder; called on rank 0.
     """
 
     step: int
@@ -35,21 +36,21 @@ class Contents:
     document: Mapping[str, Any]
     auxiliary_files: Callable[[Path], None]
 
-    def copied(self) -> Contents:
-        """The same with copies of everything that training goes on to change."""
-        return dataclasses.replace(self, families=tuple(_copied(family) for family in self.families))
+    def snapshot(self) -> Contents:
+        """The same contents with tensors copied to the CPU, so that training can continue while they are written."""
+        families = []
+        for family in self.families:
+            bundles = [
+                dataclasses.replace(bundle, tensors=tuple(map(_copy_to_cpu, bundle.tensors)))
+                for bundle in family.bundles
+            ]
+            families.append(dataclasses.replace(family, bundles=tuple(bundles)))
+        return dataclasses.replace(self, families=tuple(families))
 
 
-def _copied(family: Family) -> Family:
-    return dataclasses.replace(family, bundles=tuple(_copied_bundle(bundle) for bundle in family.bundles))
-
-
-def _copied_bundle(bundle: Bundle) -> Bundle:
-    return dataclasses.replace(bundle, tensors=tuple(map(_copied_tensor, bundle.tensors)))
-
-
-def _copied_tensor(tensor: SplitTensor) -> SplitTensor:
+def _copy_to_cpu(tensor: SplitTensor) -> SplitTensor:
     if tensor.run is None:
         return tensor
+    # ``copy=True``: a tensor that is on the CPU already would otherwise be shared with training.
     values = tensor.run.values.detach().to("cpu", copy=True)
     return dataclasses.replace(tensor, run=dataclasses.replace(tensor.run, values=values))

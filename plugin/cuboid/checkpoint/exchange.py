@@ -1,7 +1,7 @@
-"""Bring the parts of tensors together, each whole tensor on the rank that writes it.
+"""Gather the shards of each tensor on the rank that writes it.
 
-In each round every writer gets the tensors of one bundle. It holds their parts and, while these are put together, the
-whole: two full tensors at most, whatever the model's size.
+The exchange runs in rounds; in each, every writer receives the tensors of one bundle. A writer holds the received
+shards and, while it assembles them, the full tensor: at most two full tensors, regardless of the model's size.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from cuboid.tensor3d.sharding.sharding_spec import put_shard
 
 @dataclass(frozen=True)
 class Task:
-    """A bundle, the folder that it goes to, and the rank that writes it."""
+    """A bundle, the folder that it is written to, and the rank that writes it."""
 
     folder: str
     bundle: Bundle
     writer: int
-    #: Position of the bundle's first tensor in the holdings.
+    #: Index of the bundle's first tensor in the holdings.
     first_item: int
 
 
 class Exchange:
-    """Runs the rounds of one stage.
+    """Runs the rounds of one pipeline stage.
 
     Args:
-        mesh: of this rank, with its host groups.
+        mesh: of this rank, with its host (gloo) groups.
         holdings: of all ranks of the stage.
     """
 
@@ -45,14 +45,14 @@ class Exchange:
         self._places = {rank: cell for cell, ranks in enumerate(mesh.stage_ranks) for rank in ranks}
 
     def rounds(self, tasks: Sequence[Task]) -> Iterator[tuple[list[Task], Task | None, dict[str, torch.Tensor]]]:
-        """All tasks of the stage, a task for each writer at a time. Collective over the stage.
+        """Run all tasks of the stage, one per writer in each round. Collective over the stage.
 
         Args:
-            tasks: alike on all ranks, in the order in which each writer is to have its own.
+            tasks: the same on all ranks, in the order in which each writer writes its own.
 
         Yields:
-            The tasks of the round, this rank's own if it has one, and the whole tensors for it, on the CPU. They are
-            to be let go of before the next round.
+            The tasks of the round, this rank's own task if it has one, and the full tensors for it on the CPU. The
+            caller frees them before it asks for the next round.
         """
         by_writer: dict[int, list[Task]] = {}
         for task in tasks:
@@ -62,6 +62,7 @@ class Exchange:
             own = next((task for task in current if task.writer == self._mesh.rank), None)
             wholes = self._round(current, number)
             yield current, own, wholes
+            # Otherwise this frame keeps the last round's tensors alive while the next ones are received.
             del wholes
 
     def _round(self, tasks: list[Task], number: int) -> dict[str, torch.Tensor]:
@@ -83,11 +84,15 @@ class Exchange:
         return {tensor.name: self._assemble(tensor, parts, runs) for tensor, parts, runs in received}
 
     def _parts(self, task: Task, offset: int, tensor: SplitTensor) -> list[Part]:
-        item, cells, numel = task.first_item + offset, self._mesh.stage_ranks, _shard_numel(tensor, self._mesh)
+        cells = self._mesh.stage_ranks
+        shape = tensor.spec.shape
         if tensor.layout is None:
-            # Every rank of the stage holds the same shard: all of it, or a run that its replica was given.
-            own_place = cells[self._places[task.writer]]
-            cells = [own_place]
+            # The mesh doesn't shard it, so the ranks at the writer's own position have every element: each of them
+            # all, or (ZeRO-1) each replica a range.
+            cells = [cells[self._places[task.writer]]]
+        else:
+            shape = tensor.layout.shard_shape(self._mesh.shape)
+        item, numel = task.first_item + offset, torch.Size(shape).numel()
         return find_parts(tensor.name, item, numel, cells, self._holdings, task.writer)
 
     def _receive(self, part: Part, tensor: SplitTensor, number: int, transfers: list[dist.Work | None]) -> torch.Tensor:
@@ -108,7 +113,7 @@ class Exchange:
     ) -> None:
         for part in parts:
             if part.source == self._mesh.rank:
-                # Kept until it has gone.
+                # ``sent`` keeps the buffer alive until the transfer is done.
                 sent.append(_own_part(tensor, part).cpu())
                 transfers.append(dist.isend(sent[-1].view(torch.uint8), writer, self._group, tag=number))
 
@@ -118,6 +123,7 @@ class Exchange:
         by_cell: dict[int, list[torch.Tensor]] = {}
         for part, values in zip(parts, received, strict=True):
             by_cell.setdefault(part.cell, []).append(values.cpu())
+        # From here on ``by_cell`` has the only references, so that each shard is freed as soon as it is copied.
         received.clear()
         if tensor.layout is None:
             return torch.cat(by_cell[0]).view(tensor.spec.shape)
@@ -131,10 +137,5 @@ class Exchange:
 
 
 def _own_part(tensor: SplitTensor, part: Part) -> torch.Tensor:
-    assert tensor.run is not None, "named as a source without having anything"
+    assert tensor.run is not None, "a rank without elements is never a source"
     return tensor.run.values[part.start - tensor.run.start : part.stop - tensor.run.start]
-
-
-def _shard_numel(tensor: SplitTensor, mesh: Mesh) -> int:
-    shape = tensor.spec.shape if tensor.layout is None else tensor.layout.shard_shape(mesh.shape)
-    return torch.Size(shape).numel()

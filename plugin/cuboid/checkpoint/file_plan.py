@@ -1,9 +1,9 @@
-"""Which rank writes what, in which order, and into which files."""
+"""Which rank writes which tensors, in which order, and into which files."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -13,22 +13,23 @@ import torch.distributed as dist
 from cuboid.checkpoint.exchange import Task
 from cuboid.checkpoint.format.weight_index import SINGLE
 from cuboid.checkpoint.save_planner import Holdings, assign
-from cuboid.checkpoint.shards import Bundle, Family
+from cuboid.checkpoint.shards import Family
 from cuboid.distributed.mesh import Mesh
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One file of one rank: where it goes, and what it is made up of."""
+    """One file of one rank: its folder and the tasks whose tensors it holds."""
 
     folder: str
     tasks: tuple[Task, ...]
 
 
 def plan_tasks(families: Sequence[Family], mesh: Mesh) -> list[Task]:
-    """What the ranks of a stage write, alike on all of them.
+    """What the ranks of a stage write; the same list on all of them.
 
-    Each writer's tasks are in the order of its files: family by family, wider dtypes first.
+    Each writer's tasks are in the order of its files: family by family, and within one by descending width of the
+    dtype, because the file writer aligns tensors by writing wide dtypes first.
     """
     bundles = [(family.folder, bundle) for family in families for bundle in family.bundles]
     writers = sorted(rank for ranks in mesh.stage_ranks for rank in ranks)
@@ -37,12 +38,17 @@ def plan_tasks(families: Sequence[Family], mesh: Mesh) -> list[Task]:
     for (folder, bundle), writer in zip(bundles, chosen, strict=True):
         tasks.append(Task(folder, bundle, writer, item))
         item += len(bundle.tensors)
-    places = {family.folder: place for place, family in enumerate(families)}
-    return sorted(tasks, key=lambda task: (places[task.folder], -_width(task.bundle)))
+    order = {family.folder: place for place, family in enumerate(families)}
+
+    def key(task: Task) -> tuple[int, int]:
+        widest = max(spec.dtype.itemsize for spec in task.bundle.outputs.values())
+        return order[task.folder], -widest
+
+    return sorted(tasks, key=key)
 
 
 def gather_holdings(families: Sequence[Family], mesh: Mesh) -> Holdings:
-    """Who has what of the families' tensors, by their position; collective over the stage."""
+    """Which rank has which elements of the families' tensors. Collective over the stage."""
     tensors = [tensor for family in families for bundle in family.bundles for tensor in bundle.tensors]
     own = {item: (x.run.start, x.run.stop) for item, x in enumerate(tensors) if x.run is not None}
     if mesh.stage_host_group is None:
@@ -53,16 +59,28 @@ def gather_holdings(families: Sequence[Family], mesh: Mesh) -> Holdings:
 
 
 def cut_files(tasks: Sequence[Task], max_bytes: int) -> list[FilePlan]:
-    """One rank's tasks, in order, as files of at most so many bytes, unless one bundle alone is longer."""
-    return [
-        FilePlan(folder, tuple(chunk))
-        for folder, own in groupby(tasks, key=lambda task: task.folder)
-        for chunk in _chunks(own, max_bytes)
-    ]
+    """Split one rank's tasks, in order, into files of at most ``max_bytes``, unless a single bundle is larger."""
+    files = []
+    for folder, own in groupby(tasks, key=lambda task: task.folder):
+        chunk: list[Task] = []
+        size = 0
+        for task in own:
+            if chunk and size + task.bundle.nbytes > max_bytes:
+                files.append(FilePlan(folder, tuple(chunk)))
+                chunk, size = [], 0
+            chunk.append(task)
+            size += task.bundle.nbytes
+        files.append(FilePlan(folder, tuple(chunk)))
+    return files
 
 
 def name_files(folders: Sequence[Sequence[str]], rank: int) -> list[str]:
-    """Paths of a rank's files, by the folders of every rank's files."""
+    """Paths of a rank's files, numbered across all ranks.
+
+    Args:
+        folders: for each rank, the folder of each of its files.
+        rank: whose files to name.
+    """
     totals = Counter(folder for own in folders for folder in own)
     numbers = Counter(folder for own in folders[:rank] for folder in own)
     names = []
@@ -72,20 +90,3 @@ def name_files(folders: Sequence[Sequence[str]], rank: int) -> list[str]:
         name = SINGLE if total == 1 else f"model-{numbers[folder]:05d}-of-{total:05d}.safetensors"
         names.append(f"{folder}/{name}" if folder else name)
     return names
-
-
-def _width(bundle: Bundle) -> int:
-    return max(spec.dtype.itemsize for spec in bundle.outputs.values())
-
-
-def _chunks(tasks: Iterator[Task], max_bytes: int) -> Iterator[list[Task]]:
-    chunk: list[Task] = []
-    size = 0
-    for task in tasks:
-        if chunk and size + task.bundle.nbytes > max_bytes:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(task)
-        size += task.bundle.nbytes
-    if chunk:
-        yield chunk

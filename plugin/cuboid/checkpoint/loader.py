@@ -1,4 +1,4 @@
-"""Open a checkpoint on all ranks, and give an optimizer back what it holds, whatever layout wrote it."""
+"""Open a checkpoint on all ranks, and restore an optimizer's state from it, whichever layout it was written with."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint that is whole, as far as was asked.
+    """A verified checkpoint: sizes always, checksums of all files if that was asked for.
 
     Attributes:
         path: of its folder.
-        step: optimizer steps that it was written after.
-        document: what its ``state.json`` says.
+        step: optimizer steps at the time it was written.
+        document: contents of its ``state.json``.
     """
 
     path: Path
@@ -41,20 +41,20 @@ class Opened:
 
 @dataclass(frozen=True)
 class Placed:
-    """A parameter's whole shape, and how the mesh cuts it, if it does."""
+    """A parameter's full shape, and how the mesh shards it (None if it doesn't)."""
 
     shape: tuple[int, ...]
     layout: ShardingSpec | None
 
 
 def open_checkpoint(root: Path, tag: str | None, mesh: Mesh, *, verify: bool) -> Opened:
-    """Find a checkpoint and make sure that it is whole. Collective over the world.
+    """Find a checkpoint and verify that it is complete. Collective over the world.
 
     Args:
         root: folder of checkpoints, or one checkpoint.
         tag: which one; None for the latest.
         mesh: of this rank.
-        verify: whether to compare checksums too, of which each rank takes a share of the files.
+        verify: whether to compare checksums too; the files are divided among the ranks.
 
     Raises:
         CheckpointError: on every rank, naming what is missing or wrong.
@@ -62,6 +62,7 @@ def open_checkpoint(root: Path, tag: str | None, mesh: Mesh, *, verify: bool) ->
     mesh.connect_host()
 
     def find() -> Path | None:
+        # On one rank, for a save that ends meanwhile could make two ranks find different checkpoints.
         return resolve(root, tag) if mesh.rank == 0 else None
 
     path = gather_objects(run_on_all_ranks(find, mesh), mesh)[0]
@@ -72,7 +73,7 @@ def open_checkpoint(root: Path, tag: str | None, mesh: Mesh, *, verify: bool) ->
         if mesh.rank == 0:
             check_sizes(path, manifest)
         if verify:
-            check_contents(path, manifest, _share(manifest, mesh))
+            check_contents(path, manifest, _own_share(manifest, mesh))
         return manifest
 
     def read() -> dict[str, Any]:
@@ -84,43 +85,41 @@ def open_checkpoint(root: Path, tag: str | None, mesh: Mesh, *, verify: bool) ->
         manifest = run_on_all_ranks(check, mesh)
         document = run_on_all_ranks(read, mesh)
     except CheckpointError as error:
-        damaged = DamagedCheckpointError(*told_whole(str(error), _newest_whole(path, mesh)))
+        intact = _newest_intact(path, mesh)
+        damaged = DamagedCheckpointError(suggest_intact(str(error), intact), intact)
         damaged.rank = error.rank
         raise damaged from error
     return Opened(path, manifest.step, document)
 
 
-def told_whole(message: str, whole: Path | None) -> tuple[str, Path | None]:
-    """What is wrong with a checkpoint, with the one to take instead, which is given back too."""
-    if whole is None:
-        return f"{message}; no other one beside it is whole", None
-    return f"{message}; the newest whole one beside it is {whole.name}, of step {Manifest.read(whole).step}", whole
+def suggest_intact(message: str, intact: Path | None) -> str:
+    """A message about a damaged checkpoint, extended by the intact one to load instead."""
+    if intact is None:
+        return f"{message}; no other checkpoint beside it is intact"
+    return f"{message}; the newest intact one beside it is {intact.name}, of step {Manifest.read(intact).step}"
 
 
-def _newest_whole(besides: Path, mesh: Mesh) -> Path | None:
-    """The newest checkpoint beside a damaged one of which every file is what was written. Collective over the world."""
-    others = gather_objects(others_beside(besides) if mesh.rank == 0 else [], mesh)[0]
-    for path in others:
-
-        def is_whole(path: Path = path) -> bool:
-            return is_intact(path, lambda manifest: _share(manifest, mesh))
-
-        if all(gather_objects(is_whole(), mesh)):
+def _newest_intact(damaged: Path, mesh: Mesh) -> Path | None:
+    """The newest checkpoint beside a damaged one whose files all match their checksums. Collective over the world."""
+    siblings = gather_objects(others_beside(damaged) if mesh.rank == 0 else [], mesh)[0]
+    for path in siblings:
+        own_files_match = is_intact(path, lambda manifest: _own_share(manifest, mesh))
+        if all(gather_objects(own_files_match, mesh)):
             return path
     return None
 
 
 def load_optimizer(opened: Opened, adapter: OptimizerAdapter, placed: Mapping[str, Placed], mesh: Mesh) -> None:
-    """Give an optimizer its state back: of each quantity the elements that this rank has to have.
+    """Restore an optimizer's state: of each quantity, the elements that this rank owns.
 
     Args:
         opened: the checkpoint.
         adapter: of the optimizer.
-        placed: the model's parameters.
+        placed: shape and layout of the model's parameters.
         mesh: of this rank.
 
     Raises:
-        CheckpointError: the checkpoint has none, or one of another kind, or lacks something.
+        CheckpointError: the checkpoint has no optimizer state, or that of another class, or lacks a tensor of it.
     """
     saved = opened.document.get("optimizer")
     if saved is None:
@@ -137,7 +136,7 @@ def load_optimizer(opened: Opened, adapter: OptimizerAdapter, placed: Mapping[st
         if quantity in saved["quantities"]:
             _fill(runs, opened.path / OPTIMIZER / quantity, placed, mesh, needed=saved["numbers"])
         elif quantity == MASTER:
-            # The model was in the masters' precision itself.
+            # The run that wrote it trained in the masters' precision, so its weights are the masters.
             _fill(runs, opened.path, placed, mesh, needed=())
     adapter.restore(saved["numbers"], saved["groups"])
 
@@ -145,7 +144,9 @@ def load_optimizer(opened: Opened, adapter: OptimizerAdapter, placed: Mapping[st
 def load_masters(
     opened: Opened, parameters: Mapping[str, torch.Tensor], placed: Mapping[str, Placed], mesh: Mesh
 ) -> None:
-    """Give a model in the masters' precision the masters for its weights, if the checkpoint has any.
+    """Load the master weights into a model that is in their precision itself, if the checkpoint has any.
+
+    The model's own weights in the checkpoint are rounded from them.
 
     Args:
         opened: the checkpoint.
@@ -162,7 +163,7 @@ def load_masters(
 def _fill(
     runs: Mapping[str, Run], path: Path, placed: Mapping[str, Placed], mesh: Mesh, *, needed: Collection[str]
 ) -> None:
-    """Read runs from a folder; of those that are ``needed``, none may be missing."""
+    """Read the runs that a folder has; those in ``needed`` must not be missing."""
     with TensorFolder(path) as folder:
         known = set(folder.names)
         for name, run in runs.items():
@@ -173,8 +174,8 @@ def _fill(
                 raise CheckpointError(f"{path}: lacks {name}")
 
 
-def _share(manifest: Manifest, mesh: Mesh) -> list[str]:
-    """The files whose checksums this rank compares."""
+def _own_share(manifest: Manifest, mesh: Mesh) -> list[str]:
+    """The files whose checksums this rank compares, of about the same total size on every rank."""
     names = list(manifest.files)
     readers = assign([manifest.files[name].bytes for name in names], range(mesh.topology.world_size))
     return [name for name, reader in zip(names, readers, strict=True) if reader == mesh.rank]

@@ -1,9 +1,10 @@
-"""An optimizer's state in words that fit any layout: by parameter name, and element by element."""
+"""An optimizer's state in a form that any layout can load: by parameter name, and per element."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,14 +18,14 @@ MASTER = "master"
 
 @dataclass
 class OptimizerState:
-    """What an optimizer keeps, or one rank's part of it.
+    """An optimizer's state, or one rank's part of it.
 
     Attributes:
         kind: name of the optimizer's class.
-        quantities: what there is for each element, such as ``exp_avg``: by parameter the run that is here, an empty one
-            where others have it all.
-        numbers: what there is for a parameter as a whole, such as ``step``; by each parameter that has a state, though
-            it may have no such number.
+        quantities: per-element state such as ``exp_avg``: for each parameter the run of its shard that this rank has,
+            empty where other ranks have all of it.
+        numbers: per-parameter state such as ``step``. Every parameter that has a state has an entry, if only an empty
+            one.
         groups: hyperparameters, each with the names of its parameters under ``parameters``.
     """
 
@@ -36,13 +37,13 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where an optimizer has elements of a parameter's shard.
+    """Maps a range of a parameter's shard to the tensor that an optimizer steps.
 
     Attributes:
         name: of the parameter.
-        start: of the elements in the flattened shard.
-        offset: of the elements in the tensor that the optimizer works on, flattened.
-        numel: how many they are.
+        start: first element, in the flattened shard.
+        offset: first element, in the optimizer's flattened tensor.
+        numel: number of elements.
     """
 
     name: str
@@ -53,12 +54,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Holding:
-    """A tensor that an optimizer works on: a parameter itself, a copy of one, or copies of many end to end.
+    """A tensor that an optimizer steps: a parameter itself, a copy of one, or a flat concatenation of many.
 
     Attributes:
-        tensor: as it is in the optimizer's ``param_groups``.
-        slots: what it has of which parameters.
-        names: of all parameters that its numbers speak for, also where another replica has their elements.
+        tensor: the entry of the optimizer's ``param_groups``.
+        slots: which elements of which parameters it has.
+        names: all parameters that its per-parameter numbers apply to, including those whose elements another replica
+            has.
     """
 
     tensor: torch.Tensor
@@ -67,18 +69,18 @@ class Holding:
 
     @classmethod
     def of(cls, parameter: torch.Tensor, name: str) -> Holding:
-        """A parameter, or a copy of it alone."""
+        """A parameter itself, or a copy of one."""
         return cls(parameter, (Slot(name, 0, 0, parameter.numel()),), (name,))
 
 
 class OptimizerAdapter:
-    """Reads and restores the state of an optimizer of torch's kind, however a framework has wrapped it.
+    """Reads and restores the state of a ``torch.optim.Optimizer``, also of one that a framework has wrapped.
 
     Args:
-        optimizer: whose ``param_groups`` and ``state`` count.
-        groups: for each of its ``param_groups``, what it works on.
-        has_master: whether these are copies in another precision than the model's.
-        refresh: takes the model's weights over into the copies.
+        optimizer: the innermost one, which has ``param_groups`` and ``state``.
+        groups: for each of its ``param_groups``, the tensors that it steps.
+        has_master: whether these are copies in another precision than the model's (master weights).
+        refresh: copies the model's weights into the master weights.
     """
 
     def __init__(
@@ -97,9 +99,11 @@ class OptimizerAdapter:
 
     @classmethod
     def direct(cls, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerAdapter:
-        """Of an optimizer that works on the model's own parameters, whose ``names`` are given by their ids.
+        """For an optimizer that steps the model's own parameters.
 
-        What has no name isn't in the checkpoint.
+        Args:
+            optimizer: the optimizer.
+            names: of the parameters by their ``id``. A parameter without a name is left out of checkpoints.
         """
         groups = [
             [Holding.of(p, names[id(p)]) for p in group["params"] if id(p) in names] for group in optimizer.param_groups
@@ -112,48 +116,52 @@ class OptimizerAdapter:
         return type(self._optimizer).__name__
 
     def state(self) -> OptimizerState:
-        """The state as it is; the runs are views of live memory.
+        """The current state; the runs are views of the optimizer's own tensors.
 
         Raises:
-            CheckpointError: the optimizer keeps something that isn't for each element, nor a number.
+            CheckpointError: the optimizer has state that is neither per element nor a number.
         """
         state = OptimizerState(self.kind)
         for group, holdings in zip(self._optimizer.param_groups, self._groups, strict=True):
             names: list[str] = []
             for holding in holdings:
                 names += holding.names
-                values, numbers = divide(self._optimizer.state.get(holding.tensor, {}), holding)
+                values, numbers = split_state(self._optimizer.state.get(holding.tensor, {}), holding)
                 if values or numbers:
                     state.numbers.update(dict.fromkeys(holding.names, numbers))
                 if self._has_master:
                     values[MASTER] = holding.tensor
                 for key, value in values.items():
+                    flat = value.detach().view(-1)
                     runs = state.quantities.setdefault(key, {})
-                    runs.update(dict.fromkeys(holding.names, Run(0, value.detach().view(-1)[:0])))
-                    runs.update({slot.name: _run(value, slot) for slot in holding.slots})
+                    # All ranks list the same names, as the exchange of shards needs it; those without elements here
+                    # get an empty run.
+                    runs.update(dict.fromkeys(holding.names, Run(0, flat[:0])))
+                    for slot in holding.slots:
+                        runs[slot.name] = Run(slot.start, flat.narrow(0, slot.offset, slot.numel))
             settings = {key: value for key, value in group.items() if key != "params"}
             state.groups.append({**settings, "parameters": names})
         return state
 
     def allocate(self, quantities: Collection[str]) -> None:
-        """Make room for quantities that a fresh optimizer doesn't have yet, so that :meth:`state` gives their runs."""
-        for holding in self._holdings():
+        """Allocate per-element state, which a fresh optimizer only gets in its first step, to be loaded into."""
+        for holding in self._all_holdings():
             own = self._optimizer.state[holding.tensor]
             for key in quantities:
                 if key != MASTER and key not in own:
                     own[key] = torch.zeros_like(holding.tensor, requires_grad=False)
 
     def restore(self, numbers: Mapping[str, dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what isn't for each element.
+        """Restore the state that isn't per element.
 
         Args:
-            numbers: by parameter; one without any is left without a state.
+            numbers: by parameter; a parameter without an entry is left without a state.
             groups: hyperparameters with the names of their ``parameters``.
 
         Raises:
-            CheckpointError: parameters that share a number here had different ones.
+            CheckpointError: parameters that share one number here had different ones in the checkpoint.
         """
-        for holding in self._holdings():
+        for holding in self._all_holdings():
             own = [numbers[name] for name in holding.names if name in numbers]
             if any(other != own[0] for other in own):
                 raise CheckpointError(
@@ -162,27 +170,22 @@ class OptimizerAdapter:
                     "without the optimizer's state"
                 )
             if own:
-                self._optimizer.state[holding.tensor].update(cloned(own[0]))
+                self._optimizer.state[holding.tensor].update(_clone(own[0]))
             else:
-                # There had been no step, or none that changed it; optimizers take an empty state for a fresh one.
+                # It had not been stepped. Undo ``allocate``, because optimizers take an empty state as "first step".
                 self._optimizer.state.pop(holding.tensor, None)
         for group, holdings in zip(self._optimizer.param_groups, self._groups, strict=True):
-            restore_group(group, [name for holding in holdings for name in holding.names], groups)
+            _restore_group(group, [name for holding in holdings for name in holding.names], groups)
 
-    def _holdings(self) -> Iterable[Holding]:
-        for holdings in self._groups:
-            yield from holdings
-
-
-def _run(value: torch.Tensor, slot: Slot) -> Run:
-    return Run(slot.start, value.detach().view(-1).narrow(0, slot.offset, slot.numel))
+    def _all_holdings(self) -> Iterable[Holding]:
+        return chain.from_iterable(self._groups)
 
 
-def divide(state: Mapping[str, Any], holding: Holding) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What a state has for each element of a holding, and what for all of it.
+def split_state(state: Mapping[str, Any], holding: Holding) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Split a tensor's optimizer state into per-element tensors and per-parameter numbers.
 
     Raises:
-        CheckpointError: something is neither, and wouldn't fit another layout.
+        CheckpointError: a value is neither, and so couldn't be loaded on another layout.
     """
     values: dict[str, torch.Tensor] = {}
     numbers: dict[str, Any] = {}
@@ -202,11 +205,11 @@ def divide(state: Mapping[str, Any], holding: Holding) -> tuple[dict[str, torch.
     return values, numbers
 
 
-def restore_group(group: dict[str, Any], names: Sequence[str], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Give a parameter group the hyperparameters that its parameters had.
+def _restore_group(group: dict[str, Any], names: Sequence[str], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Restore a parameter group's hyperparameters from the saved group that had its parameters.
 
     Raises:
-        CheckpointError: they had different ones, or some had none.
+        CheckpointError: they come from several saved groups.
     """
     sources = [index for index, other in enumerate(saved) if not set(names).isdisjoint(other["parameters"])]
     if not names or not sources:
@@ -217,31 +220,28 @@ def restore_group(group: dict[str, Any], names: Sequence[str], saved: Sequence[M
             f"{first} and {second} are in one parameter group here, but were in two with other settings when the "
             "checkpoint was written; group the parameters as they were, or load without the optimizer's state"
         )
-    group.update({key: cloned(value) for key, value in saved[sources[0]].items() if key != "parameters"})
+    group.update({key: _clone(value) for key, value in saved[sources[0]].items() if key != "parameters"})
 
 
-def merged(states: Sequence[OptimizerState]) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Numbers and groups of all stages as one; groups with the same hyperparameters and place become one."""
+def merge_stages(states: Sequence[OptimizerState]) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """Numbers and groups of all pipeline stages together; groups with the same hyperparameters become one."""
     numbers: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     for state in states:
+        # What several stages share (tied weights) is the same on all; the first stage's is taken.
         numbers = {**state.numbers, **numbers}
         for group in state.groups:
-            settings = _settings(group)
-            same = [other for other in groups if _settings(other) == settings]
-            if same:
-                same[0]["parameters"] = list(dict.fromkeys([*same[0]["parameters"], *group["parameters"]]))
-            else:
+            settings = {key: value for key, value in group.items() if key != "parameters"}
+            same = next((other for other in groups if other == {**settings, "parameters": other["parameters"]}), None)
+            if same is None:
                 groups.append({**settings, "parameters": list(group["parameters"])})
+            else:
+                same["parameters"] = list(dict.fromkeys([*same["parameters"], *group["parameters"]]))
     return numbers, groups
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "parameters"}
-
-
-def cloned(value: Any) -> Any:
+def _clone(value: Any) -> Any:
     """A copy of a number, a tensor or a dict of them that shares no memory."""
     if isinstance(value, dict):
-        return {key: cloned(part) for key, part in value.items()}
+        return {key: _clone(part) for key, part in value.items()}
     return value.clone() if isinstance(value, torch.Tensor) else value

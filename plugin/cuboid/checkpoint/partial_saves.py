@@ -1,7 +1,7 @@
-"""A checkpoint that is written by several calls: weights, optimizer and schedule of one and the same state.
+"""A checkpoint that is written by several calls, such as ColossalAI's ``save_model`` and ``save_optimizer``.
 
-A call whose document has the ``id`` of the checkpoint at its place adds to it: what the checkpoint has besides is taken
-over into the new one, which then replaces it like any other, at once.
+A call whose document has the same ``id`` as the existing checkpoint adds to it: the parts that the call doesn't write
+are carried over into the new checkpoint, which then replaces the old one atomically, as any other does.
 """
 
 from __future__ import annotations
@@ -18,29 +18,33 @@ from cuboid.checkpoint.format.manifest import FileRecord, Manifest
 from cuboid.checkpoint.format.state_file import STATE, TENSORS, read_state
 from cuboid.errors import CheckpointError
 
-#: Of an earlier call's document, where the new one doesn't have them itself.
-_KEPT = ("optimizer", "scheduler", "scheduler_class")
+#: Keys of ``state.json`` that only one of the calls knows.
+_CARRIED_KEYS = ("optimizer", "scheduler", "scheduler_class")
 
 
 @dataclass(frozen=True)
-class TakenOver:
-    """What a checkpoint had besides.
+class CarriedOver:
+    """What a new checkpoint has from the one that it replaces.
 
     Attributes:
-        records: of the files that the new one has too.
-        document: of what is known only to the calls that wrote these parts.
+        records: of the files.
+        document: keys of ``state.json``.
     """
 
     records: dict[str, FileRecord] = field(default_factory=dict)
     document: dict[str, Any] = field(default_factory=dict)
 
+    def added_to(self, document: Mapping[str, Any]) -> dict[str, Any]:
+        """A new document with the keys that it lacks itself."""
+        return {**document, **{key: value for key, value in self.document.items() if document.get(key) is None}}
 
-def take_over(old: Path, folder: Path, contents: Contents) -> TakenOver:
-    """Take the other parts of the same state into a checkpoint in the making.
+
+def carry_over(old: Path, folder: Path, contents: Contents) -> CarriedOver:
+    """Put the files of the same state that aren't written this time into the new checkpoint's folder.
 
     Args:
-        old: what the checkpoint is going to replace, if there is one.
-        folder: where it is in the making.
+        old: the checkpoint that is going to be replaced; it may not exist.
+        folder: of the new checkpoint.
         contents: that are going to be written.
 
     Raises:
@@ -50,34 +54,22 @@ def take_over(old: Path, folder: Path, contents: Contents) -> TakenOver:
         manifest = Manifest.read(old)
         document = read_state(old, manifest)
     except CheckpointError:
-        # None, or a damaged one, of which nobody knows what it was.
-        return TakenOver()
+        # There is none, or a damaged one, whose id can't be trusted.
+        return CarriedOver()
     if document.get("id") != contents.document.get("id"):
-        return TakenOver()
+        return CarriedOver()
+    # A part is the optimizer's folder or, with the empty name, the weights and what lies beside them.
     rewritten = {family.folder.partition("/")[0] for family in contents.families}
-    records = {
-        name: record
-        for name, record in manifest.files.items()
-        if name not in (STATE, TENSORS) and _part_of(name) not in rewritten
-    }
-    for name in records:
+    records = {}
+    for name, record in manifest.files.items():
+        part = OPTIMIZER if name.startswith(f"{OPTIMIZER}/") else ""
+        if part in rewritten or name in (STATE, TENSORS):
+            continue
+        records[name] = record
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        _link(old / name, folder / name)
-    return TakenOver(records, {key: document[key] for key in _KEPT if document.get(key) is not None})
-
-
-def add_kept(document: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
-    """A document with what an earlier call knew."""
-    return {**document, **{key: value for key, value in kept.items() if document.get(key) is None}}
-
-
-def _part_of(name: str) -> str:
-    return OPTIMIZER if name.startswith(f"{OPTIMIZER}/") else ""
-
-
-def _link(source: Path, target: Path) -> None:
-    # Files of a checkpoint are never written again, so that two names for one will do.
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+        try:
+            # A hard link is enough, because files of a checkpoint are never modified.
+            os.link(old / name, folder / name)
+        except OSError:
+            shutil.copyfile(old / name, folder / name)
+    return CarriedOver(records, {key: document[key] for key in _CARRIED_KEYS if document.get(key) is not None})

@@ -1,4 +1,4 @@
-"""Read of a family's files just the elements that a rank owns."""
+"""Read from a folder of safetensors files only the elements that a rank owns."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class TensorFolder:
     """The tensors of a folder of safetensors files. Use it as a context manager, or call :meth:`close`.
 
     Args:
-        folder: with an index, or one file.
+        folder: with ``model.safetensors.index.json`` or a single ``model.safetensors``.
 
     Raises:
-        CheckpointError: there is neither, or the index can't be understood.
+        CheckpointError: there is neither, or the index is malformed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,11 +40,11 @@ class TensorFolder:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         return list(self._map)
 
     def spec(self, name: str) -> TensorSpec:
-        """What the files say about a tensor.
+        """A tensor's dtype and shape in the file.
 
         Raises:
             CheckpointError: there is no such tensor.
@@ -58,7 +58,7 @@ class TensorFolder:
 
     def read(self, name: str, box: Sequence[slice] | None = None) -> torch.Tensor:
         """A tensor, or a box of it; see :meth:`TensorFile.read`."""
-        self.spec(name)
+        self.spec(name)  # raises if there is no such tensor
         return self._file(self._map[name]).read(name, box)
 
     def read_run(
@@ -68,8 +68,8 @@ class TensorFolder:
 
         Args:
             name: of the tensor.
-            shape: that the whole tensor has to have.
-            layout: how the mesh cuts it; None where each rank has the whole.
+            shape: the full tensor's expected shape.
+            layout: how the mesh shards it; None if it doesn't.
             mesh: of this rank.
             start, stop: of the run.
 
@@ -84,6 +84,7 @@ class TensorFolder:
         own = shape if layout is None else layout.shard_shape(mesh.shape)
         if not own:
             return self.read(name).view(-1)
+        # Files are read in whole rows of the shard: those that the run touches, trimmed at the end.
         row = max(torch.Size(own[1:]).numel(), 1)
         first, last = start // row, -(-stop // row)
         if layout is None:

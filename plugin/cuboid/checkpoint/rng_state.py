@@ -1,4 +1,4 @@
-"""All random states that a rank's training draws from."""
+"""Save and restore all random number generators that a rank's training draws from."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def capture(device: torch.device) -> dict[str, Any]:
     """
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
-        # 625 numbers of 32 bits, of which a document of many ranks shouldn't have to be full.
+        # As an array, which goes into the tensor file; 625 numbers per rank would bloat the JSON.
         "python": (version, np.array(words, dtype=np.uint32), gauss),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
     }
     if device.type != "cpu":
-        states[device.type] = torch.get_device_module(device).get_rng_state(*_of(device))
+        states[device.type] = torch.get_device_module(device).get_rng_state(*_device_args(device))
     return states
 
 
 def restore(states: Mapping[str, Any], device: torch.device) -> None:
-    """Bring the generators back to where they were; one that has no state here stays where it is.
+    """Restore the generators; one whose state wasn't saved is left as it is.
 
     Args:
-        states: as :func:`capture` gave them, perhaps on another kind of machine.
+        states: from :func:`capture`, perhaps on another kind of device.
         device: of the model.
     """
     version, words, gauss = states["python"]
@@ -46,11 +46,11 @@ def restore(states: Mapping[str, Any], device: torch.device) -> None:
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     if device.type in states:
-        torch.get_device_module(device).set_rng_state(states[device.type], *_of(device))
+        torch.get_device_module(device).set_rng_state(states[device.type], *_device_args(device))
     elif device.type != "cpu":
         logger.warning("the checkpoint has no random state of a %s; what is drawn on it will differ", device.type)
 
 
-def _of(device: torch.device) -> tuple[torch.device, ...]:
-    """What a device's module wants to be told: Apple's has one generator only."""
+def _device_args(device: torch.device) -> tuple[torch.device, ...]:
+    # ``torch.mps`` has a single generator and takes no device.
     return () if device.type == "mps" else (device,)

@@ -1,4 +1,7 @@
-"""Who writes which tensor, and who gives the writer which part of it. Pure functions, alike on all ranks of a stage."""
+"""Plan a save: which rank writes each tensor, and which ranks send it which parts.
+
+Pure functions of what all ranks of a stage know, so that every rank computes the same plan without communication.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,17 @@ from dataclasses import dataclass
 
 from cuboid.errors import CheckpointError
 
-#: For each rank: by the position of a tensor, the run [start, stop) of its shard that the rank holds.
+#: For each rank: by the index of a tensor, the run [start, stop) of its flattened shard that the rank has.
 Holdings = Mapping[int, Mapping[int, tuple[int, int]]]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A run of a shard that one rank gives.
+    """A run of a shard that one rank sends.
 
     Attributes:
         source: the rank.
-        cell: which shard, by the place of its holders in the mesh.
+        cell: which shard, by the index in the mesh of the ranks that have it; each replica has one such rank.
         start: of the run in the flattened shard.
         stop: its end.
     """
@@ -29,7 +32,7 @@ class Part:
 
 
 def assign(sizes_bytes: Sequence[int], writers: Sequence[int]) -> list[int]:
-    """A writer for each item, so that all write about as much: the largest first, each to whom has the least.
+    """Balance items over writers: in descending size, each goes to the writer with the least bytes so far.
 
     Returns:
         For each item its writer.
@@ -37,7 +40,7 @@ def assign(sizes_bytes: Sequence[int], writers: Sequence[int]) -> list[int]:
     load = dict.fromkeys(writers, 0)
     chosen = [writers[0]] * len(sizes_bytes)
     for item in sorted(range(len(sizes_bytes)), key=lambda item: (-sizes_bytes[item], item)):
-        # Of equal loads the first writer's, so that the choice is the same everywhere.
+        # ``min`` takes the first of equal loads, so that all ranks choose the same.
         writer = min(load, key=lambda rank: load[rank])
         chosen[item] = writer
         load[writer] += sizes_bytes[item]
@@ -47,20 +50,21 @@ def assign(sizes_bytes: Sequence[int], writers: Sequence[int]) -> list[int]:
 def find_parts(
     name: str, item: int, numel: int, cells: Sequence[Sequence[int]], holdings: Holdings, writer: int
 ) -> list[Part]:
-    """Parts that make up every shard of a tensor once.
+    """The parts that cover every shard of a tensor exactly once.
 
-    A shard that somebody has whole comes from one rank: the writer, else one of its replica, else the first.
+    A shard that some rank has completely comes from one rank: the writer, else one of the writer's replica, else the
+    first.
 
     Args:
         name: of the tensor, for messages.
-        item: its position in ``holdings``.
+        item: its index in ``holdings``.
         numel: elements of a shard.
-        cells: for each place in the mesh, the ranks there, by replica.
+        cells: for each shard, the ranks that have it, by replica.
         holdings: of all ranks in ``cells``.
-        writer: who is going to put the parts together.
+        writer: the rank that assembles the tensor.
 
     Raises:
-        CheckpointError: nobody holds some of the elements.
+        CheckpointError: no rank has some of the elements.
     """
     replica = next((ranks.index(writer) for ranks in cells if writer in ranks), 0)
     parts: list[Part] = []
@@ -71,17 +75,12 @@ def find_parts(
             near = [rank for rank in (writer, ranks[replica]) if rank in whole]
             parts.append(Part((near or whole)[0], cell, 0, numel))
             continue
-        parts += _chain(name, cell, numel, runs)
-    return parts
-
-
-def _chain(name: str, cell: int, numel: int, runs: Mapping[int, tuple[int, int]]) -> list[Part]:
-    """Runs of several ranks one behind the other."""
-    parts, end = [], 0
-    for rank, (start, stop) in [*sorted(runs.items(), key=lambda item: item[1]), (-1, (numel, numel))]:
-        if start > end:
-            raise CheckpointError(f"no rank holds elements {end} to {start} of shard {cell} of {name}")
-        if stop > end:
-            parts.append(Part(rank, cell, end, stop))
-            end = stop
+        # ZeRO-1: each replica has a range. The empty run behind the last one makes the check for gaps cover the end.
+        end = 0
+        for rank, (start, stop) in [*sorted(runs.items(), key=lambda run: run[1]), (-1, (numel, numel))]:
+            if start > end:
+                raise CheckpointError(f"no rank holds elements {end} to {start} of shard {cell} of {name}")
+            if stop > end:
+                parts.append(Part(rank, cell, end, stop))
+                end = stop
     return parts

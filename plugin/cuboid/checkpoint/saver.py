@@ -1,4 +1,4 @@
-"""Write a checkpoint: all ranks together, at once or behind training's back, complete or not at all."""
+"""Write a checkpoint on all ranks, synchronously or in the background, and publish it atomically."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cuboid.checkpoint.contents import Contents
 from cuboid.checkpoint.format.folder import INCOMPLETE, abandon, begin, commit, point_latest, prune, sweep
 from cuboid.checkpoint.format.manifest import FileRecord, Manifest, record_of
 from cuboid.checkpoint.format.state_file import write_state
-from cuboid.checkpoint.optimizer_state import merged
-from cuboid.checkpoint.partial_saves import TakenOver, add_kept, take_over
+from cuboid.checkpoint.optimizer_state import merge_stages
+from cuboid.checkpoint.partial_saves import CarriedOver, carry_over
 from cuboid.checkpoint.writer import Written, write_families, write_indices
 from cuboid.config.schema import CheckpointConfig
 from cuboid.distributed.mesh import Mesh
@@ -43,34 +43,36 @@ class Saver:
     def save(self, root: Path, tag: str, contents: Contents, *, latest: bool = True) -> bool:
         """Write ``root/tag``. Collective over the world.
 
-        A checkpoint of that name gives way; but if its document has the same ``id``, what it has besides stays.
+        An existing checkpoint of that name is replaced; if its document has the same ``id``, the parts of it that
+        ``contents`` doesn't have are carried over.
 
-        If asynchronous, this returns when the contents are copied; :meth:`wait`, which the next call does too, tells
-        how it went.
+        If asynchronous, this returns when the contents are copied; :meth:`wait`, which the next save calls too,
+        reports the outcome.
 
         Args:
             root: folder of checkpoints, the same on all ranks.
-            tag: name of this one.
+            tag: name of the checkpoint.
             contents: of this rank.
-            latest: whether ``root/latest`` is to name it.
+            latest: whether to make ``root/latest`` name it.
 
         Returns:
-            Whether it is there, or on its way.
+            Whether it was written, or is being written.
 
         Raises:
-            CheckpointError: on every rank, where any of them failed; unless ``on_failure`` is ``warn``.
+            CheckpointError: on every rank if any of them failed, unless ``on_failure`` is ``warn``.
         """
         self.wait()
         self._mesh.connect_host()
         if not self._settings.asynchronous:
-            return self._tell(self._attempt(root, tag, contents, latest))
-        copied = contents.copied()
+            return self._report(self._attempt(root, tag, contents, latest))
+        snapshot = contents.snapshot()
 
         def work() -> None:
+            # A lane of its own, so that the agreements of this thread don't mix with those of training.
             with agreement_lane("checkpoint"):
-                self._failure = self._attempt(root, tag, copied, latest)
+                self._failure = self._attempt(root, tag, snapshot, latest)
             if self._failure is not None:
-                # At once, in case that nobody waits.
+                # Log it at once: the next save, which raises it, may be hours away or never come.
                 logger.error("%s", self._failure)
 
         self._thread = threading.Thread(target=work, name=f"checkpoint {tag}")
@@ -78,10 +80,10 @@ class Saver:
         return True
 
     def wait(self) -> bool:
-        """Wait for a checkpoint that is on its way.
+        """Wait for a checkpoint that is being written in the background.
 
         Returns:
-            False where it could not be written and ``on_failure`` is ``warn``.
+            False if it could not be written and ``on_failure`` is ``warn``.
 
         Raises:
             CheckpointError: as :meth:`save`.
@@ -91,15 +93,15 @@ class Saver:
         self._thread.join()
         self._thread = None
         failure, self._failure = self._failure, None
-        return self._tell(failure)
+        return self._report(failure)
 
-    def _tell(self, failure: CheckpointError | None) -> bool:
+    def _report(self, failure: CheckpointError | None) -> bool:
         if failure is None:
             return True
         if self._settings.on_failure == "raise":
             raise failure
         if self._mesh.rank == 0:
-            logger.warning("no checkpoint was written, and training goes on: %s", failure)
+            logger.warning("no checkpoint was written, and training continues: %s", failure)
         return False
 
     def _attempt(self, root: Path, tag: str, contents: Contents, latest: bool) -> CheckpointError | None:
@@ -108,45 +110,50 @@ class Saver:
         except CheckpointError as error:
             return error
         except Exception as error:
-            # Such as a connection to a rank that is gone; in a thread nobody else would hear of it.
+            # Any error, such as a lost connection to another rank: raised in a thread, it would go unnoticed.
             failure = CheckpointError(f"{root / tag} can't be written: {error}")
             failure.__cause__ = error
             if isinstance(error, CuboidError):
-                # All ranks know of it.
+                # It was agreed on by all ranks already; keep who raised it.
                 failure.rank, failure.shared = error.rank, error.shared
                 return failure
             return failure.arising_on(self._mesh.rank)
         return None
 
     def _write(self, root: Path, tag: str, contents: Contents, latest: bool) -> None:
-        folder, taken = self._begin(root, tag, contents)
+        folder, carried = self._begin(root, tag, contents)
         longest = self._settings.max_file_bytes
+        # Rank 0 shows the progress of its own stage; the other stages write at the same time.
+        bar_format = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+        hidden = None if self._mesh.rank == 0 else True
         try:
-            with self._bar(tag) as bar:
+            with tqdm(
+                total=1.0, desc=f"checkpoint {tag}", disable=hidden, bar_format=bar_format, leave=False
+            ) as progress:
                 results = write_families(
-                    contents.families, folder, self._mesh, max_file_bytes=longest, advance=bar.update
+                    contents.families, folder, self._mesh, max_file_bytes=longest, advance=progress.update
                 )
             own = results[self._mesh.rank]
             raise_on_all_ranks(self._fault(folder, own), self._mesh)
-            document = add_kept(self._document(contents), taken.document)
-            self._on_first(lambda: self._finish(root, tag, folder, contents, document, results, taken, latest))
+            document = carried.added_to(self._document(contents))
+            self._on_first(lambda: self._finish(root, tag, folder, contents, document, results, carried, latest))
         except BaseException:
             if self._mesh.rank == 0:
                 abandon(root, tag)
             raise
 
-    def _begin(self, root: Path, tag: str, contents: Contents) -> tuple[Path, TakenOver]:
+    def _begin(self, root: Path, tag: str, contents: Contents) -> tuple[Path, CarriedOver]:
         asked = gather_objects((str(root), tag), self._mesh)
         if len(set(asked)) > 1:
             other = next(rank for rank, one in enumerate(asked) if one != asked[0])
             raise CheckpointError(f"rank 0 saves {asked[0]}, but rank {other} saves {asked[other]}; give all the same")
 
-        taken = TakenOver()
+        carried = CarriedOver()
 
         def prepare() -> None:
-            nonlocal taken
+            nonlocal carried
             sweep(root)
-            taken = take_over(root / tag, begin(root, tag), contents)
+            carried = carry_over(root / tag, begin(root, tag), contents)
 
         self._on_first(prepare)
         folder = root / f"{tag}{INCOMPLETE}"
@@ -157,13 +164,7 @@ class Saver:
                 "that all ranks share"
             )
         raise_on_all_ranks(missing, self._mesh)
-        return folder, taken
-
-    def _bar(self, tag: str) -> Any:
-        # Of the first rank's stage, whose files are all written at the same time as the others'.
-        hidden = None if self._mesh.rank == 0 else True
-        form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-        return tqdm(total=1.0, desc=f"checkpoint {tag}", disable=hidden, bar_format=form, leave=False)
+        return folder, carried
 
     def _fault(self, folder: Path, written: Written) -> CheckpointError | None:
         """What is wrong with this rank's files."""
@@ -172,7 +173,9 @@ class Saver:
         if not self._settings.verify:
             return None
         try:
-            differing = [name for name, record in written.records.items() if _read_back(folder / name) != record]
+            differing = [
+                name for name, record in written.records.items() if record_of(folder / name, from_disk=True) != record
+            ]
         except OSError as error:
             return CheckpointError(f"{error.filename}: can't be read back: {error.strerror}")
         if differing:
@@ -180,20 +183,20 @@ class Saver:
         return None
 
     def _document(self, contents: Contents) -> dict[str, Any]:
-        """The first rank's document with what only the others know; whole on the first rank."""
+        """``state.json``'s contents: this rank's document, and what has to be collected from the other ranks."""
         at = self._mesh.coordinate
-        speaks = self._mesh.rank == self._mesh.stage_ranks[0][0]
         optimizer = contents.optimizer
-        told = None
-        if optimizer is not None and speaks:
-            # Their names alone; a stage that is frozen as a whole may have none.
-            told = dataclasses.replace(optimizer, quantities={name: {} for name in optimizer.quantities})
+        own_state = None
+        if optimizer is not None and self._mesh.rank == self._mesh.stage_ranks[0][0]:
+            # One rank speaks for its stage. Of the quantities only the names: their tensors are in the files.
+            own_state = dataclasses.replace(optimizer, quantities={name: {} for name in optimizer.quantities})
         place = {"pipe": at.pipe, "data": at.data, "mesh": self._mesh.mesh_ranks.index(self._mesh.rank)}
-        parts = gather_objects((told, {**place, "state": dict(contents.random)}), self._mesh)
+        parts = gather_objects((own_state, {**place, "state": dict(contents.random)}), self._mesh)
         document = {**contents.document, "random": [random for _, random in parts]}
         if optimizer is not None:
             states = [state for state, _ in parts if state is not None]
-            numbers, groups = merged(states)
+            numbers, groups = merge_stages(states)
+            # The union over all stages, because a stage whose parameters are all frozen has no quantities.
             names = sorted({name for state in states for name in state.quantities})
             document["optimizer"] = {
                 "class": optimizer.kind,
@@ -211,13 +214,14 @@ class Saver:
         contents: Contents,
         document: Mapping[str, Any],
         results: Sequence[Written],
-        taken: TakenOver,
+        carried: CarriedOver,
         latest: bool,
     ) -> None:
+        """Write everything but the tensors, and publish the checkpoint; rank 0 only."""
         write_indices(folder, results)
         contents.auxiliary_files(folder)
         write_state(folder, document)
-        records: dict[str, FileRecord] = dict(taken.records)
+        records: dict[str, FileRecord] = dict(carried.records)
         for written in results:
             records.update(written.records)
         for path in sorted(folder.rglob("*")):
@@ -231,9 +235,5 @@ class Saver:
             prune(root, self._settings.keep_last)
 
     def _on_first(self, action: Callable[[], object]) -> None:
-        """Do something on the first rank; raise on all if it fails."""
+        """Run something on rank 0; if it fails, raise on all ranks."""
         run_on_all_ranks(lambda: action() if self._mesh.rank == 0 else None, self._mesh, what="work of the first rank")
-
-
-def _read_back(path: Path) -> FileRecord:
-    return record_of(path, from_disk=True)

@@ -1,4 +1,4 @@
-"""What ranks hold of tensors, and what is to be written of them: values that the other modules share."""
+"""Value types that describe which elements of a tensor a rank has, and which tensors are written into which files."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the elements of a rank's shard: all of them, or what an optimizer gave this replica of them.
+    """A contiguous run of the elements of a rank's shard: all of them, or this replica's range under ZeRO-1.
 
     Attributes:
-        start: of the first element, in the flattened shard, padding counted.
-        values: ``[elements]``, a view of live memory.
+        start: index of the first element in the flattened shard, including padding.
+        values: ``[elements]``, a view of the parameter or optimizer state itself.
     """
 
     start: int
@@ -25,24 +25,24 @@ class Run:
 
     @classmethod
     def whole(cls, shard: torch.Tensor) -> Run:
-        """All of a shard, without a copy; the shard is contiguous."""
+        """All of a contiguous shard, without a copy."""
         return cls(0, shard.detach().view(-1))
 
     @property
     def stop(self) -> int:
-        """End of the run."""
+        """Index behind the last element."""
         return self.start + self.values.numel()
 
 
 @dataclass(frozen=True)
 class SplitTensor:
-    """A tensor whose parts the ranks of a pipeline stage hold.
+    """A tensor that is spread over the ranks of a pipeline stage.
 
     Attributes:
-        name: as the model calls it.
-        spec: of the whole.
-        layout: how the mesh cuts it; None where each rank has the whole.
-        run: what this rank has; None for nothing.
+        name: in the model's state dict.
+        spec: dtype and shape of the full tensor.
+        layout: how the mesh shards it; None if each rank has the full tensor.
+        run: the elements that this rank has; None for none.
     """
 
     name: str
@@ -56,12 +56,14 @@ Convert = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Bundle:
-    """Tensors that are written together, because the file may have them in another form.
+    """Tensors that one rank writes together, because the file may store them in another form.
+
+    An example are experts, which transformers merges into one parameter when it loads a checkpoint.
 
     Attributes:
         tensors: at least one.
-        outputs: what the file is to have of them.
-        convert: makes it of the whole tensors.
+        outputs: dtype and shape of the tensors in the file.
+        convert: computes these from the full ``tensors``.
     """
 
     tensors: tuple[SplitTensor, ...]
@@ -70,22 +72,22 @@ class Bundle:
 
     @classmethod
     def plain(cls, tensor: SplitTensor) -> Bundle:
-        """One tensor that is written as it is."""
+        """One tensor that is written unchanged."""
         return cls((tensor,), {tensor.name: tensor.spec}, lambda whole: whole)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes in the file."""
+        """Size in the file."""
         return sum(spec.nbytes for spec in self.outputs.values())
 
 
 @dataclass(frozen=True)
 class Family:
-    """What makes up one set of files with an index.
+    """The tensors of one set of files with a common index: the weights, or one quantity of the optimizer.
 
     Attributes:
-        folder: where the files go, relative to the checkpoint; empty for the checkpoint itself.
-        bundles: alike on all ranks of a stage but for the runs.
+        folder: of the files, relative to the checkpoint; empty for the checkpoint's own folder.
+        bundles: the same on all ranks of a stage except for the runs.
     """
 
     folder: str

@@ -1,11 +1,11 @@
-"""Write families of tensors in parallel: every rank its share of whole tensors, into files of its own."""
+"""Write families of tensors in parallel: every rank writes a share of the full tensors into its own files."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,9 +30,9 @@ class Written:
     Attributes:
         records: size and checksum of each file, by its path relative to the checkpoint.
         weight_maps: for each family's folder, the file of each tensor.
-        sizes_bytes: for each family's folder, the size of its tensors.
-        elements: for each family's folder, how many elements they have.
-        failure: what stopped it; the files are then gone or incomplete.
+        sizes_bytes: for each family's folder, the total size of its tensors.
+        elements: for each family's folder, the total number of elements.
+        failure: what stopped it; its files are then removed or incomplete.
     """
 
     records: dict[str, FileRecord] = field(default_factory=dict)
@@ -56,14 +56,15 @@ def write_families(
     there is only one.
 
     Args:
-        families: alike on all ranks of a stage but for what they hold; the same folders on all stages.
+        families: the same on all ranks of a stage except for the runs; the same folders on all stages.
         folder: an existing folder that all ranks see.
         mesh: of this rank, with its host groups.
-        max_file_bytes: of a file, unless one bundle alone is longer.
-        advance: is told the share of this stage's bytes that was written, again and again.
+        max_file_bytes: of a file, unless a single bundle is larger.
+        advance: called after each round with the share of this stage's bytes that the round wrote.
 
     Returns:
-        What each rank wrote, by rank. A rank that fails goes on giving the others their parts.
+        What each rank wrote, by rank. A rank whose write fails still sends the others their parts, so that the
+        exchange doesn't hang.
     """
     tasks = plan_tasks(families, mesh)
     files = cut_files([task for task in tasks if task.writer == mesh.rank], max_file_bytes)
@@ -97,13 +98,21 @@ class _RankWriter:
         try:
             if self._remaining == 0:
                 self._open()
-            self._put(task.bundle.convert(wholes))
+            assert self._file is not None
+            outputs = task.bundle.convert(wholes)
+            for name in [name for name in self._file.specs if name in outputs]:
+                self._file.write(name, outputs[name])
             self._remaining -= 1
             if self._remaining == 0:
-                self._close()
+                self.written.records[self._name] = self._file.close()
+                self._file = None
         except Exception as error:
-            # Whatever it is, such as too little memory: the others still need what this rank has.
-            self._fail(error)
+            # Any error, such as too little memory, is reported after the last round: the other writers still need
+            # the elements that this rank has.
+            if self._file is not None:
+                self._file.discard()
+            reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+            self.written.failure = f"{self._folder / self._name} can't be written: {reason}"
 
     def _open(self) -> None:
         self._name, plan = next(self._plans)
@@ -119,26 +128,9 @@ class _RankWriter:
         self.written.sizes_bytes[plan.folder] += sum(spec.nbytes for spec in specs.values())
         self.written.elements[plan.folder] += sum(math.prod(spec.shape) for spec in specs.values())
 
-    def _put(self, outputs: Mapping[str, torch.Tensor]) -> None:
-        assert self._file is not None
-        for name in [name for name in self._file.specs if name in outputs]:
-            self._file.write(name, outputs[name])
-
-    def _close(self) -> None:
-        assert self._file is not None
-        record = self._file.close()
-        self.written.records[self._name] = record
-        self._file = None
-
-    def _fail(self, error: Exception) -> None:
-        if self._file is not None:
-            self._file.discard()
-        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        self.written.failure = f"{self._folder / self._name} can't be written: {reason}"
-
 
 def write_indices(folder: Path, results: Sequence[Written]) -> None:
-    """Write for each family the list of which file has which tensor, as Hugging Face does.
+    """Write each family's ``model.safetensors.index.json``, which says which file has which tensor.
 
     Args:
         folder: of the checkpoint.

@@ -39,14 +39,14 @@ def _root(
         int, typer.Option("--local_rank", "--local-rank", hidden=True, help="Appended by some launchers.")
     ] = 0,
 ) -> None:
-    # The launcher says the same in LOCAL_RANK, and that is what is read.
+    # Not used: the launcher sets LOCAL_RANK too, which is read instead.
     del local_rank
 
 
 def app() -> None:
     """Run the command line, and exit.
 
-    Under a launcher every rank comes here; a user's mistake is reported once, by the first, and all exit alike.
+    Under a launcher every rank runs it; a user's error is printed by rank 0 only, and all ranks exit with its status.
     """
     try:
         status = commands(standalone_mode=False)

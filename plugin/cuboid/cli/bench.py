@@ -31,7 +31,7 @@ def bench(
     from cuboid.train.bench.measure import BenchOptions, run
     from cuboid.train.process import World
 
-    del local_rank  # some launchers append it; LOCAL_RANK says the same
+    del local_rank  # some launchers append it; LOCAL_RANK is read instead
     world = World.from_environment()
     quiet(speaks=world.is_first)
     report = run(BenchOptions(model, config, sequence_length, steps, warmup, json), world)

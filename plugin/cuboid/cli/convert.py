@@ -1,4 +1,4 @@
-"""``cuboid convert``: one kind of checkpoint into another, on the CPU, whatever the model's size."""
+"""``cuboid convert``: convert between kinds of checkpoints, on the CPU, for models of any size."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def convert(
 
 
 def _one(argument: Path | None, option: Path | None, name: str, option_name: str) -> Path:
-    """A folder that can be given in two ways, in one of them."""
+    """A folder that is given either as an argument or as an option, not as both."""
     given = [path for path in (argument, option) if path is not None]
     if len(given) != 1:
         raise typer.BadParameter(f"give {name}{' once' if given else ''}, as an argument or as {option_name}")
@@ -81,7 +81,7 @@ def _one(argument: Path | None, option: Path | None, name: str, option_name: str
 
 
 def _bytes(size: str) -> int:
-    """``5GB`` in bytes, as Hugging Face counts them: by powers of ten."""
+    """Parse a size such as ``5GB``, in decimal units as Hugging Face does."""
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     number, unit = size.strip()[:-2], size.strip()[-2:].upper()
     try:

@@ -1,4 +1,4 @@
-"""``cuboid inspect``: what a checkpoint holds, and whether it is what was written."""
+"""``cuboid inspect``: show what a checkpoint contains, and whether it is intact."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _print(console: Console, inspection: Inspection, *, parameters: bool, verifi
     rows = ([file.name, f"{file.bytes:,}", (file.sha256 or "")[:12]] for file in inspection.files)
     _table(console, "files", ("name", "bytes", "sha256"), rows)
     if parameters:
-        tensors = ([x.name, _shape(x), x.dtype, x.file] for x in inspection.tensors)
+        tensors = ([x.name, " × ".join(map(str, x.shape)) or "()", x.dtype, x.file] for x in inspection.tensors)
         _table(console, "tensors", ("name", "shape", "dtype", "file"), tensors)
     else:
         _table(console, "tensors", ("of", "tensors", "parameters", "bytes", "dtype"), _totals(inspection))
@@ -58,7 +58,9 @@ def _print(console: Console, inspection: Inspection, *, parameters: bool, verifi
         console.print(f"wrong: {fault}", style="red", highlight=False, soft_wrap=True)
     recorded = sum(file.sha256 is not None for file in inspection.files)
     if not recorded:
-        console.print("no checksums are recorded: values that were damaged or exchanged can't be told", soft_wrap=True)
+        console.print(
+            "no checksums are recorded: values that were damaged or exchanged can't be detected", soft_wrap=True
+        )
     elif not verified:
         console.print(f"{recorded} checksums are recorded; --verify compares them", soft_wrap=True)
     elif not inspection.faults:
@@ -122,12 +124,8 @@ def _lineage(inspection: Inspection) -> Iterator[list[str]]:
         ]
 
 
-def _shape(tensor: TensorEntry) -> str:
-    return " × ".join(map(str, tensor.shape)) or "()"
-
-
 def _totals(inspection: Inspection) -> Iterator[list[str]]:
-    """One row for each folder of tensors, and for a file that is no model's."""
+    """One row for the weights, for each subfolder with tensors, and for each other file."""
     groups: dict[str, list[TensorEntry]] = {}
     for tensor in inspection.tensors:
         folder, _, file = tensor.file.rpartition("/")

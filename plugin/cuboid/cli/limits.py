@@ -1,4 +1,4 @@
-"""Bounds of numbers on the command line, and what else can be said of them before anything is imported."""
+"""Limits of numbers on the command line, which are checked before the slow imports."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import math
 
 import typer
 
-#: What every generator of random numbers takes, with some added to it for each replica.
+#: All random number generators accept it, also with the offset that is added for each replica.
 LARGEST_SEED = 2**32 - 1
-#: Sizes of small models, far above what is of any use.
+#: Sizes of small models, far above any useful ones.
 LARGEST_VOCABULARY = 2**20
 MOST_LAYERS = 1024
 MOST_HEADS = 1024
 #: Processes that are started on this machine alone.
 MOST_PROCESSES = 256
-#: Units of a schedule that can be drawn; more would take hours to simulate.
+#: Maximum number of units of a schedule to draw; more would take hours to simulate.
 MOST_UNITS = 100_000
 
 
 def finite(value: float | None) -> float | None:
-    """A number that can be compared with others, for an option's ``callback``.
+    """An option's ``callback`` that rejects numbers that aren't finite.
 
     Raises:
-        BadParameter: it is infinite, or no number.
+        BadParameter: it is infinite or NaN.
     """
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number")

@@ -1,4 +1,4 @@
-"""``cuboid prepare``: data and, if need be, a small model for ``cuboid train``."""
+"""``cuboid prepare``: prepare data and, if needed, a small model for ``cuboid train``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``cuboid timeline``: what a pipeline's step will look like, simulated before anything is trained."""
+"""``cuboid timeline``: simulate and draw a pipeline's step without training."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Costs:
-    """What units take, and how the picture's caption puts it."""
+    """The costs of units, and a description of them for the picture's caption."""
 
     duration: Callable[[Action], float]
     kept_bytes: Callable[[Action], int] | None

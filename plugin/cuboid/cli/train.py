@@ -59,8 +59,8 @@ def train(
     """
     from cuboid.train.interrupt import Interrupts
 
-    del local_rank  # some launchers append it; LOCAL_RANK says the same
-    # Before the imports that take seconds, so that Ctrl-C ends those too.
+    del local_rank  # some launchers append it; LOCAL_RANK is read instead
+    # Entered before the imports, which take seconds, so that Ctrl-C ends those too.
     with Interrupts() as interrupts:
         from cuboid.library_warnings import quiet
         from cuboid.train.job import TrainOptions

@@ -1,4 +1,4 @@
-"""``cuboid verify``: is a model on a mesh or in a pipeline the same model? Starts its own processes; no launcher."""
+"""``cuboid verify``: compare a sharded model with plain transformers. Starts its own processes; needs no launcher."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def verify(
             f"that takes {parsed.ranks * data_parallel} processes, which all start here; {MOST_PROCESSES} at most"
         )
     section = parsed.tensor_parallel
-    # Which axes "auto" has is known once the model is; all ranks divide by it, whatever it is.
+    # The axes of an "auto" mesh aren't known yet, but its batch axis divides the number of ranks.
     rows = section.mesh_size if section.mesh == "auto" else section.mesh.batch
     options: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "layers": layers or max(2, parsed.stages)}
     options |= {"vocabulary": vocabulary, "tied": tied, "bias": bias, "sliding_window": sliding_window, "rope": rope}
@@ -145,7 +145,7 @@ def verify(
 
 
 def _settings(config: Path | None, mesh: str | None, pipeline: dict[str, Any]) -> dict[str, Any]:
-    """The config, with the mesh and the pipeline of the command line if there are any."""
+    """The config, with the mesh and pipeline of the command line, if any."""
     from cuboid.config.config_file import load_config
     from cuboid.distributed.topology import MeshShape
 
@@ -162,7 +162,7 @@ def _settings(config: Path | None, mesh: str | None, pipeline: dict[str, Any]) -
 
 
 def _pipeline(stages: int | None, segments: int | None, partition: str | None) -> dict[str, Any]:
-    """Keys of the pipeline section that the command line gives."""
+    """The keys of the pipeline section that are given on the command line."""
     given: dict[str, Any] = {"stages": stages, "segments": segments, "partition": partition}
     if partition is not None and partition[:1].isdigit():
         lengths = partition.split(",")

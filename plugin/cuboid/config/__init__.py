@@ -1,1 +1,1 @@
-"""The user's config: Cuboid's own sections, the framework's part of it, and whether the two go together."""
+"""The user's config: Cuboid's own sections, the framework's part, and whether the two are compatible."""

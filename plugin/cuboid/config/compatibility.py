@@ -1,4 +1,4 @@
-"""Which of DeepSpeed's own settings go together with Cuboid's; checked before anything is allocated."""
+"""Check that DeepSpeed's own settings are compatible with Cuboid's, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from cuboid.distributed.topology import MeshShape, divisors
 from cuboid.errors import ConfigError, MeshError
 from cuboid.seq1f1b.schedule.schedules import SCHEDULES
 
-#: Sections that change how the model runs in ways that nobody has fitted to a sharded model.
-_REFUSED_SECTIONS = {
+#: Keys of features that haven't been adapted to sharded models, with the reason or the alternative.
+_INCOMPATIBLE = {
     "hybrid_engine": "it runs inference on unsplit layers",
     "sequence_parallel_size": "use mesh.sequence",
     "data_parallel_size": "it follows from the world and the mesh",
@@ -28,22 +28,25 @@ _REFUSED_SECTIONS = {
 def check_framework_config(
     config: CuboidConfig, rest: dict[str, Any], world_size: int, *, is_complete: bool = False
 ) -> None:
-    """Refuse what doesn't fit the mode, and what DeepSpeed can't read.
+    """Reject settings that are incompatible with Cuboid's, or that DeepSpeed can't read.
 
     Args:
         config: Cuboid's part.
         rest: DeepSpeed's part.
-        world_size: ranks of the world.
-        is_complete: whether DeepSpeed reads it next; if not, ``"auto"`` values, which the HF Trainer and accelerate
-            fill in, are let through.
+        world_size: number of ranks.
+        is_complete: whether DeepSpeed reads it next; if not, ``"auto"`` values are accepted, which the HF Trainer and
+            accelerate fill in.
 
     Raises:
         ConfigError: names the key, and what would work.
-        MeshError: the mesh doesn't divide the world.
+        MeshError: the mesh doesn't divide the world size.
     """
     _check_world(config, world_size)
-    for key, reason in _REFUSED_SECTIONS.items():
-        if _is_on(rest.get(key)):
+    for key, reason in _INCOMPATIBLE.items():
+        value = rest.get(key)
+        # A section counts unless it is disabled; a size of 1 is the same as none.
+        enabled = value.get("enabled", True) if isinstance(value, dict) else value and value != 1
+        if enabled:
             raise ConfigError(f"{key} can't be combined with {_mode(config)}: {reason}")
     part = DeepSpeedPart(rest, is_complete=is_complete)
     if is_complete and rest.get("train_batch_size") is None and rest.get("train_micro_batch_size_per_gpu") is None:
@@ -54,9 +57,9 @@ def check_framework_config(
 
 
 def check_layout(config: CuboidConfig, rest: dict[str, Any], world_size: int) -> None:
-    """Refuse what doesn't fit the world or the mesh, in any framework; as :func:`check_framework_config`.
+    """Check world size, schedule and batch sizes, for any framework; raises as :func:`check_framework_config`.
 
-    The values of ``rest`` are of the types that they have to be.
+    The types of the values in ``rest`` must have been checked.
     """
     _check_world(config, world_size)
     if config.pipeline is not None and config.pipeline.schedule not in SCHEDULES:
@@ -90,10 +93,6 @@ def _nearest(wanted: MeshShape, world_size: int) -> list[MeshShape]:
         return apart, -mesh.size
 
     return sorted(meshes, key=difference)[:4]
-
-
-def _is_on(section: Any) -> bool:
-    return bool(section.get("enabled", True)) if isinstance(section, dict) else bool(section) and section != 1
 
 
 def _check_precision(config: CuboidConfig, part: DeepSpeedPart) -> None:
@@ -131,7 +130,7 @@ def _check_batch(config: CuboidConfig, rest: dict[str, Any], world_size: int) ->
     steps: Any = rest.get("gradient_accumulation_steps") or 1
     replicas = world_size // config.ranks
     if micro is None and isinstance(total, int) and isinstance(steps, int):
-        # As DeepSpeed counts, and then refuses what doesn't come out even.
+        # DeepSpeed derives it in the same way, and rejects a remainder.
         micro = total // (replicas * steps)
         if micro * replicas * steps != total:
             raise ConfigError(
@@ -147,7 +146,7 @@ def _check_batch(config: CuboidConfig, rest: dict[str, Any], world_size: int) ->
         )
     if not (isinstance(micro, int) and isinstance(steps, int) and isinstance(total, int)):
         return
-    # accelerate multiplies by all processes, as DeepSpeed's AutoTP does.
+    # The product with the world size is accepted too: accelerate computes that, since it doesn't know the mesh.
     if total not in (micro * steps * replicas, micro * steps * world_size):
         raise ConfigError(
             f"train_batch_size is {total}, but train_micro_batch_size_per_gpu × gradient_accumulation_steps × replicas "

@@ -1,8 +1,8 @@
-"""Reading a config as the framework reads it, without believing anything of it yet.
+"""Read a config in all forms that the frameworks accept, as untrusted input.
 
 DeepSpeed takes a dict, the path of an HJSON file (JSON with comments, trailing commas and the like), or the text of
-one in base64; accelerate takes JSON text too. All of these are read here, and YAML files. Nothing of a config that has
-no key of Cuboid's is judged or changed here: see :func:`cuboid.config.schema.own_config`.
+one in base64; accelerate takes JSON text too. All of these are read here, and YAML files. A config without a key of
+Cuboid's is neither validated nor changed: see :func:`cuboid.config.schema.own_config`.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from cuboid.errors import ConfigError
 
 ConfigSource = str | Path | Mapping[str, Any]
 
-#: What no config comes near to, and what would take long, or much memory, to look at.
+#: Limits far above any real config, to bound the time and memory for reading one.
 _MOST_BYTES = 4 * 2**20
 _MOST_VALUES = 100_000
 _MOST_LEVELS = 50
 
-#: As accelerate fills it in.
+#: The one infinite value that is accepted: accelerate fills it in.
 _NEVER_PRINTED = (("steps_per_print",), math.inf)
 
 
 def load_config(source: ConfigSource) -> dict[str, Any]:
-    """Read a config from a JSON, HJSON or YAML file, or from such JSON in base64, or copy it from a mapping.
+    """Read a config from a JSON, HJSON or YAML file, or from (H)JSON text or base64 of it; or copy it from a mapping.
 
     Raises:
-        ConfigError: no such file, or not a mapping, or something in it that no config can have.
+        ConfigError: there is no such file, it isn't a mapping, or it has a value that no config can have.
     """
     return checked_copy(read_config(source))
 
 
 def read_config(source: ConfigSource) -> Mapping[str, Any]:
-    """As :func:`load_config`, before a look at the values; a mapping is given back as it is.
+    """Like :func:`load_config`, but without checking the values; a mapping is returned as it is.
 
     Raises:
         ConfigError: it can't be read, or it isn't a mapping.
@@ -52,11 +52,12 @@ def read_config(source: ConfigSource) -> Mapping[str, Any]:
         return source
     name, text = config_text(source)
     try:
-        loaded = yaml.load(text, _Loader) if _is_yaml(source) else _load_hjson(text)
+        is_yaml = str(source).endswith((".yaml", ".yml"))
+        loaded = yaml.load(text, _Loader) if is_yaml else hjson.loads(text, object_pairs_hook=_reject_duplicates)
     except (yaml.YAMLError, hjson.HjsonDecodeError, _DuplicateError) as error:
         raise ConfigError(f"config {name} can't be read: {' '.join(str(error).split())}") from None
     except (ValueError, RecursionError, OverflowError) as error:
-        # A number of thousands of digits, a date that is none, brackets in brackets in brackets.
+        # Parsers raise these for a number of thousands of digits, an invalid date, or very deep nesting.
         reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
         raise ConfigError(f"config {name} can't be read: {reason}") from None
     if not isinstance(loaded, dict):
@@ -65,10 +66,10 @@ def read_config(source: ConfigSource) -> Mapping[str, Any]:
 
 
 def config_text(source: ConfigSource) -> tuple[str, str]:
-    """A name for messages, and the text that a file or a string has.
+    """A name for messages, and the config's text: a file's, or the string itself, or decoded from base64.
 
     Raises:
-        ConfigError: there is no such file, and the string is no config; or it isn't text.
+        ConfigError: there is no such file, and the string isn't a config itself; or it isn't text.
     """
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(f"a config is the path of a .json or .yaml file, or a dict, not {_kind(source)}")
@@ -89,22 +90,18 @@ def config_text(source: ConfigSource) -> tuple[str, str]:
 
 
 def checked_copy(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a config that is a tree of moderate size, of finite numbers, with keys that are strings.
+    """A deep copy, after checking that sizes are within the limits, numbers are finite and keys are strings.
 
     Raises:
-        ConfigError: it is something else; the key is named.
+        ConfigError: names the key that isn't.
     """
     _check_values(config)
     return copy.deepcopy(dict(config))
 
 
 def is_auto(value: object) -> bool:
-    """Whether the value is the placeholder that the HF Trainer and accelerate fill in."""
+    """Whether the value is ``"auto"``, the placeholder that the HF Trainer and accelerate fill in."""
     return isinstance(value, str) and value == "auto"
-
-
-def _is_yaml(source: ConfigSource) -> bool:
-    return str(source).endswith((".yaml", ".yml"))
 
 
 def _text_of_file(path: str) -> str:
@@ -130,10 +127,10 @@ def _kind(value: object) -> str:
 
 
 class _DuplicateError(ValueError):
-    """A key is there twice."""
+    """A key occurs twice in a section."""
 
 
-def _unique(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+def _reject_duplicates(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     pairs = list(pairs)
     twice = [str(key) for key, count in Counter(key for key, _ in pairs).items() if count > 1]
     if twice:
@@ -141,21 +138,18 @@ def _unique(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     return dict(pairs)
 
 
-def _load_hjson(text: str) -> Any:
-    return hjson.loads(text, object_pairs_hook=_unique)
-
-
 class _Loader(yaml.SafeLoader):
-    """YAML, without keys that are there twice, of which the last would win."""
+    """Safe YAML that rejects duplicate keys, of which PyYAML would take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         written = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        _unique((key, None) for key in written if key != "<<")
+        # "<<" merges another mapping, and may occur several times.
+        _reject_duplicates((key, None) for key in written if key != "<<")
         return super().construct_mapping(node, deep)
 
 
 def _check_values(config: Mapping[str, Any]) -> None:
-    """Look at every value, and through every alias of a YAML file as often as it is used."""
+    """Check every value. An alias in YAML counts as often as it is used, since it could expand exponentially."""
     seen = 0
     rest: list[tuple[tuple[str, ...], Any]] = [((), config)]
     while rest:
@@ -165,7 +159,10 @@ def _check_values(config: Mapping[str, Any]) -> None:
             what = f"{_MOST_VALUES:,} values" if seen > _MOST_VALUES else f"{_MOST_LEVELS} levels"
             raise ConfigError(f"the config has more than {what}, below {keys[0]}; is an alias or a section repeated?")
         if isinstance(value, Mapping):
-            _check_keys(keys, value)
+            for key in value:
+                if not isinstance(key, str):
+                    named = ".".join((*keys, str(key)))
+                    raise ConfigError(f"{named}: keys are strings, not {_kind(key)}; put it in quotes")
             rest += [((*keys, str(key)), item) for key, item in value.items()]
         elif isinstance(value, list | tuple):
             rest += [((*keys, str(index)), item) for index, item in enumerate(value)]
@@ -173,9 +170,3 @@ def _check_values(config: Mapping[str, Any]) -> None:
             raise ConfigError(f"{'.'.join(keys)} is {value}; no key takes a number that isn't finite")
         elif isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ConfigError(f"{'.'.join(keys)} is a number of {value.bit_length()} bits; no key takes more than 64")
-
-
-def _check_keys(keys: tuple[str, ...], section: Mapping[Any, Any]) -> None:
-    for key in section:
-        if not isinstance(key, str):
-            raise ConfigError(f"{'.'.join((*keys, str(key)))}: keys are strings, not {_kind(key)}; put it in quotes")

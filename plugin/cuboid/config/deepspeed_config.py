@@ -1,7 +1,7 @@
-"""DeepSpeed's part of a config, read by DeepSpeed's own parser before anything is loaded for it.
+"""Validate DeepSpeed's part of a config, with DeepSpeed's own parser, before anything is loaded.
 
-DeepSpeed itself finds a mistake late, on every rank, or never: it ignores keys that it doesn't know, and looks at many
-values only when they are used. What is said here holds for configs with a section of ours; others never come here.
+DeepSpeed itself reports a mistake late, on every rank, or never: it ignores unknown keys, and checks many values only
+when they are used. This applies to configs with a section of Cuboid's only; others are left to DeepSpeed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _Auto = Literal["auto"]
 _Count = Annotated[int, Field(ge=1, lt=2**31)] | _Auto | None
 _Flag = bool | _Auto
 
-#: Top-level keys that are read elsewhere than in DeepSpeed's parser of configs.
+#: Top-level keys that DeepSpeed reads outside of its config parser.
 _READ_ELSEWHERE = ("data_parallel_size", "sequence_parallel_size", "vocabulary_size")
-#: Sections of single values, which DeepSpeed looks up one by one, all of them, and without a look at others.
+#: Sections that DeepSpeed doesn't validate as models: it looks up all keys that it knows, and ignores others.
 _FLAT_SECTIONS = ("activation_checkpointing", "data_types", "aio")
 
 
 class _Scalars(BaseModel):
-    """Values that DeepSpeed takes as they are, until something is computed with them."""
+    """Values that DeepSpeed's parser accepts with any type."""
 
     model_config = ConfigDict(strict=True)
 
@@ -72,22 +72,22 @@ class _Named(BaseModel):
 
 
 class DeepSpeedPart:
-    """What DeepSpeed makes of its part of a config.
+    """DeepSpeed's part of a config, as DeepSpeed's parser understands it.
 
     Attributes:
         zero_stage: of ``zero_optimization``; 0 without.
         bf16: whether it trains in bfloat16.
         fp16: likewise.
-        offloads: keys of ``zero_optimization`` that keep something off the device.
-        optimizer: name of the optimizer that it will make; None for one that it is given.
+        offloads: keys of ``zero_optimization`` that enable offloading.
+        optimizer: name of the optimizer that DeepSpeed will make; None if the script passes one.
     """
 
     def __init__(self, rest: dict[str, Any], *, is_complete: bool) -> None:
-        """Read the config.
+        """Validate and read the config.
 
         Args:
             rest: DeepSpeed's part of a config.
-            is_complete: whether nobody will fill in values that are ``"auto"``.
+            is_complete: whether ``"auto"`` values have been filled in, so that remaining ones are errors.
 
         Raises:
             ConfigError: DeepSpeed can't read it, or would ignore a key of it.
@@ -98,14 +98,15 @@ class DeepSpeedPart:
         self.zero_stage = int(zero.stage)
         self.bf16 = bool(parsed.bfloat16_config.enabled)
         self.fp16 = bool(parsed.float16_config.enabled)
-        self.offloads = [name for name in ("offload_optimizer", "offload_param") if _is_offload(getattr(zero, name))]
+        self.offloads = []
+        for name in ("offload_optimizer", "offload_param"):
+            section = getattr(zero, name)
+            # The device is an enumeration or a text, depending on where DeepSpeed's config got it from.
+            if section is not None and str(getattr(section.device, "value", section.device)) != "none":
+                self.offloads.append(name)
         self.optimizer = None if is_auto(parsed.optimizer_name) else parsed.optimizer_name
         _check_optimizer(rest.get("optimizer"), self.optimizer, on_cpu="offload_optimizer" in self.offloads)
         _check_scheduler(rest.get("scheduler"))
-
-
-def _is_offload(section: Any) -> bool:
-    return section is not None and str(getattr(section.device, "value", section.device)) != "none"
 
 
 def _check_scalars(rest: dict[str, Any], *, is_complete: bool) -> None:
@@ -129,10 +130,10 @@ def _validate(model: type[BaseModel], given: Any, keys: tuple[str, ...]) -> None
 
 
 def _explain(errors: Iterable[Any], section: tuple[str, ...], known: list[str]) -> str:
-    """All that is wrong, a line for each key."""
+    """All errors, one line for each key."""
     found: dict[str, str] = {}
     for item in errors:
-        # pydantic names each tried member of a union; users know only their own keys.
+        # pydantic's location includes the tried member of a union, which isn't a key of the config.
         own = [str(part) for part in item["loc"] if str(part).isidentifier() and str(part) not in _UNION_MEMBERS]
         key = ".".join([*section, *own])
         if item["type"] == "extra_forbidden":
@@ -147,7 +148,7 @@ _UNION_MEMBERS = ("int", "float", "bool", "str", "none", "literal", "dict", "con
 
 
 class _Watched(dict[str, Any]):
-    """A section that remembers which of its keys somebody looked for."""
+    """A section that records which keys DeepSpeed looks up in it; others are unknown to DeepSpeed."""
 
     def __init__(self, section: dict[str, Any], keys: tuple[str, ...] = ()) -> None:
         super().__init__({key: _watch(value, (*keys, key)) for key, value in section.items()})
@@ -166,7 +167,7 @@ class _Watched(dict[str, Any]):
         return super().__contains__(key)
 
     def keys(self) -> Any:
-        """Keys are looked for among these too."""
+        """Returns itself, so that ``key in section.keys()`` is recorded too."""
         return self
 
     def __copy__(self) -> _Watched:
@@ -178,7 +179,7 @@ def _watch(value: Any, keys: tuple[str, ...]) -> Any:
 
 
 def _parse(rest: dict[str, Any]) -> Any:
-    """Let DeepSpeed read everything but the batch, which follows from the world that the ranks will have."""
+    """Parse with DeepSpeed's own parser, without the batch sizes, which it would check against the world size."""
     own = {key: value for key, value in rest.items() if key not in _BATCH_KEYS and not is_auto(value)}
     watched = _Watched({**own, "train_micro_batch_size_per_gpu": 1})
     with _silence():
@@ -187,22 +188,25 @@ def _parse(rest: dict[str, Any]) -> Any:
         except ValidationError as error:
             raise ConfigError(_explain(error.errors(), _section(watched, rest), _fields_of(error))) from None
         except Exception as error:
-            # The parser has no errors of its own for most mistakes: it trips over them.
+            # For most mistakes the parser has no error of its own, and fails somewhere with an arbitrary exception.
             key = ".".join(_section(watched, rest))
             raise ConfigError(f"{key}: DeepSpeed can't read it: {type(error).__name__}: {error}") from None
-    _refuse_unknown((), watched, [*watched.looked_for, *_READ_ELSEWHERE])
+    _reject_unknown((), watched, [*watched.looked_for, *_READ_ELSEWHERE])
     for name in _FLAT_SECTIONS:
         if isinstance(section := dict.get(watched, name), _Watched):
-            _refuse_unknown((name,), section, section.looked_for)
-    _refuse_unknown_auto(own)
+            _reject_unknown((name,), section, section.looked_for)
+    _reject_unknown_auto(own)
     return parsed
 
 
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def _refuse_unknown_auto(own: dict[str, Any]) -> None:
-    """DeepSpeed leaves out what is "auto" in a section before it looks at the names; put a value there, so it does."""
+def _reject_unknown_auto(own: dict[str, Any]) -> None:
+    """Reject unknown keys whose value is "auto".
+
+    DeepSpeed drops such keys before it validates a section, so the section is validated once more with None instead.
+    """
     for name, section in own.items():
         if name in ("optimizer", "scheduler") or not isinstance(section, dict) or "auto" not in section.values():
             continue
@@ -216,13 +220,13 @@ def _refuse_unknown_auto(own: dict[str, Any]) -> None:
                 if unknown:
                     raise ConfigError(_explain(unknown, (name,), _fields_of(error))) from None
             except Exception:
-                # The section is read in another way, and was.
+                # None isn't valid for a key; the section itself was parsed before.
                 continue
 
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """DeepSpeed warns when it reads a config, and will once more when it reads it to use it."""
+    """Suppress DeepSpeed's log while it parses: it logs the same again when it reads the config to use it."""
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
@@ -232,23 +236,20 @@ def _silence() -> Iterator[None]:
 
 
 def _section(watched: _Watched, rest: dict[str, Any]) -> tuple[str, ...]:
-    """What DeepSpeed was reading: the last key that it looked for, of those that are there."""
+    """The section that DeepSpeed was reading when it failed: the last key that it looked up and that exists."""
     return tuple(key for key in reversed(watched.looked_for) if key in rest)[:1] or ("config",)
 
 
 def _fields_of(error: ValidationError) -> list[str]:
-    """Keys of the section that the first error is in."""
+    """The known keys of the section that the first error is in."""
+    # A pydantic error has its model's name only.
     models = {model.__name__: model for model in _subclasses(BaseModel)}
     model: Any = models.get(error.title)
     for key in error.errors()[0]["loc"][:-1]:
         field = getattr(model, "model_fields", {}).get(key)
-        inner = [part for part in (field.annotation, *get_args(field.annotation)) if _is_model(part)] if field else []
-        model = inner[0] if inner else model
+        kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+        model = next((kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, BaseModel)), model)
     return sorted(getattr(model, "model_fields", ()))
-
-
-def _is_model(kind: Any) -> bool:
-    return inspect.isclass(kind) and issubclass(kind, BaseModel)
 
 
 def _subclasses(kind: type[T]) -> Iterator[type[T]]:
@@ -257,23 +258,23 @@ def _subclasses(kind: type[T]) -> Iterator[type[T]]:
         yield from _subclasses(inner)
 
 
-def _refuse_unknown(keys: tuple[str, ...], section: dict[str, Any], known: Iterable[str]) -> None:
+def _reject_unknown(keys: tuple[str, ...], section: dict[str, Any], known: Iterable[str]) -> None:
     names = sorted(set(known))
     for name in dict.keys(section):
-        # A name that begins so is how JSON files are commented.
+        # JSON has no comments, so people write them as keys with such prefixes.
         if name not in names and not name.startswith(("_", "#", "//")):
             raise ConfigError(f"{'.'.join([*keys, name])} is not a key that DeepSpeed reads; {_advice(name, names)}")
 
 
 def _advice(unknown: str, known: Sequence[str]) -> str:
-    """A near miss; of many keys that are none, no list."""
+    """What to write instead of an unknown key: a similar one, or one of the known keys unless these are many."""
     if len(known) > 20 and not difflib.get_close_matches(unknown, known, n=1):
         return "leave it out"
     return suggestion(unknown, known)
 
 
 def _check_optimizer(section: Any, name: str | None, *, on_cpu: bool) -> None:
-    """Refuse an optimizer that DeepSpeed won't be able to make.
+    """Reject an optimizer that DeepSpeed couldn't construct.
 
     Raises:
         ConfigError: names the key.
@@ -290,13 +291,13 @@ def _check_optimizer(section: Any, name: str | None, *, on_cpu: bool) -> None:
         raise ConfigError("optimizer.params.max_grad_norm: DeepSpeed clips by gradient_clipping, at the top level")
     made_by, own = _optimizer_class(name, given, on_cpu=on_cpu)
     known = [*own, *list(inspect.signature(made_by).parameters)[1:]]
-    _refuse_parameters("optimizer", name, given, known)
+    _reject_parameters("optimizer", name, given, known)
     if made_by.__module__.startswith("torch."):
         _try_out("optimizer", given, lambda: made_by(_one_weight(), **{k: v for k, v in given.items() if k not in own}))
 
 
 def _optimizer_class(name: str, given: dict[str, Any], *, on_cpu: bool) -> tuple[Any, tuple[str, ...]]:
-    """What DeepSpeed makes of a name, and parameters that it takes for itself."""
+    """The class that DeepSpeed constructs for a name, and the parameters that it doesn't pass on to it."""
     if name in (deepspeed_config.ADAM_OPTIMIZER, deepspeed_config.ADAMW_OPTIMIZER):
         own = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
         if given.get("torch_adam"):
@@ -310,7 +311,11 @@ def _optimizer_class(name: str, given: dict[str, Any], *, on_cpu: bool) -> tuple
         return (deepspeed.ops.lion.DeepSpeedCPULion if on_cpu else deepspeed.ops.lion.FusedLion), ()
     if name in deepspeed_config.DEEPSPEED_OPTIMIZERS:
         return _AnyParameters, tuple(given)
-    kinds = {kind.__name__: kind for kind in vars(torch.optim).values() if _is_optimizer(kind)}
+    kinds = {
+        kind.__name__: kind
+        for kind in vars(torch.optim).values()
+        if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    }
     if name not in kinds:
         near = suggestion(name, ["AdamW", *(kind for kind in kinds if kind != "AdamW")])
         raise ConfigError(f"optimizer.type is {name!r}, which neither DeepSpeed nor torch.optim has; {near}")
@@ -318,17 +323,13 @@ def _optimizer_class(name: str, given: dict[str, Any], *, on_cpu: bool) -> tuple
 
 
 class _AnyParameters:
-    """Optimizers that need packages of their own, or split their parameters themselves."""
+    """Stands for optimizers that need additional packages or process their parameters themselves; accepts any."""
 
     def __init__(self, parameters: Any) -> None: ...
 
 
-def _is_optimizer(kind: Any) -> bool:
-    return inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
-
-
 class _OptimizerParameters(BaseModel):
-    """Parameters that optimizers have in common."""
+    """Parameters that several optimizers have."""
 
     model_config = ConfigDict(strict=True)
 
@@ -344,12 +345,12 @@ class _OptimizerParameters(BaseModel):
 
     @field_validator("betas", mode="before")
     @classmethod
-    def _tuples_are_lists(cls, value: Any) -> Any:
+    def _tuple_to_list(cls, value: Any) -> Any:
         return list(value) if isinstance(value, tuple) else value
 
 
 def _check_scheduler(section: Any) -> None:
-    """Refuse a schedule that DeepSpeed won't be able to make, or to take a step with.
+    """Reject a learning-rate schedule that DeepSpeed couldn't construct or step.
 
     Raises:
         ConfigError: names the key.
@@ -363,8 +364,9 @@ def _check_scheduler(section: Any) -> None:
     if section.get("params") is None:
         raise ConfigError(f"scheduler.params is missing; {name} takes {', '.join(_parameters_of(kind))}")
     given = _without_auto(section["params"])
-    _refuse_parameters("scheduler", name, given, _parameters_of(kind))
+    _reject_parameters("scheduler", name, given, _parameters_of(kind))
     _check_types("scheduler", kind, given)
+    # Without the "auto" values, it could miss a parameter that it needs.
     if given == section["params"]:
         _try_out("scheduler", given, lambda: kind(torch.optim.SGD(_one_weight(), lr=1.0, momentum=0.5), **given).step())
 
@@ -390,14 +392,14 @@ def _one_weight() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.zeros(1, device="cpu"))]
 
 
-def _refuse_parameters(section: str, name: str, given: dict[str, Any], known: Sequence[str]) -> None:
+def _reject_parameters(section: str, name: str, given: dict[str, Any], known: Sequence[str]) -> None:
     for key in given:
         if key not in known:
             raise ConfigError(f"{section}.params.{key} is not a parameter of {name}; {suggestion(key, sorted(known))}")
 
 
 def _check_types(section: str, kind: Any, given: dict[str, Any]) -> None:
-    """Compare values with what the parameters are declared to be, where they are."""
+    """Compare values with the parameters' annotations, if there are any."""
     for key, value in given.items():
         declared = inspect.signature(kind).parameters[key].annotation
         wanted = {int: (int,), bool: (bool,), str: (str,), float: (int, float, list, tuple)}.get(declared)
@@ -406,7 +408,7 @@ def _check_types(section: str, kind: Any, given: dict[str, Any]) -> None:
 
 
 def _try_out(section: str, given: dict[str, Any], make: Callable[[], Any]) -> None:
-    """Make it for one weight, since whatever is made of a config's values may be wrong about them in its own way."""
+    """Construct it for a single weight: the constructors have checks of their own on the values."""
     with _silence(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -1,7 +1,7 @@
-"""The user's sections of the framework's config file, validated into one frozen object.
+"""Cuboid's sections of the framework's config, validated into one frozen object.
 
-Cuboid's keys live in DeepSpeed's own sections. :func:`split_config` takes them out, checks them, and hands
-the rest on untouched. Nothing here allocates or talks to another rank.
+Cuboid's keys are in DeepSpeed's own sections. :func:`split_config` takes them out, validates them, and returns the rest
+unchanged. Nothing here allocates memory or communicates.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from cuboid.errors import ConfigError
 
 
 class Section(BaseModel):
-    """A part of a config: nothing in it is ignored, converted or changed later."""
+    """A section of a config. Unknown keys are errors, types aren't converted, and values can't be changed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-#: More ranks, or units of a schedule, than anybody has; as typing errors they would take for ever.
+#: Limits far above any real job. Without them, a typing error would take forever to search or simulate.
 _MOST_RANKS = 2**20
 _MOST_PARTS = 2**16
 
 
 class MeshConfig(Section):
-    """Sizes of the mesh axes. Any sizes will do, not only cubes, so long as they divide the model."""
+    """Sizes of the mesh axes. They may be any sizes that divide the model; the mesh needn't be a cube."""
 
     batch: int = Field(1, ge=1, le=_MOST_RANKS, description="Ranks that share the batch dim of every activation.")
     sequence: int = Field(
@@ -74,7 +74,7 @@ class TensorParallelConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _sizes_agree(self) -> TensorParallelConfig:
+    def _check_size(self) -> TensorParallelConfig:
         if self.mesh == "auto":
             if self.size is None:
                 raise ValueError('"mesh": "auto" needs "size", the number of ranks of the mesh')
@@ -86,7 +86,7 @@ class TensorParallelConfig(Section):
 
     @property
     def mesh_size(self) -> int:
-        """Ranks of the mesh, known also where its shape is still ``"auto"``."""
+        """Number of ranks of the mesh, which is known even if its shape is ``"auto"``."""
         if self.mesh != "auto":
             return self.mesh.shape.size
         assert self.size is not None
@@ -143,11 +143,11 @@ class PipelineConfig(Section):
 
     @field_validator("partition", "stage_balance", mode="before")
     @classmethod
-    def _lists_are_tuples(cls, value: Any) -> Any:
+    def _list_to_tuple(cls, value: Any) -> Any:
         return tuple(value) if isinstance(value, list) else value
 
     @model_validator(mode="after")
-    def _numbers_agree(self) -> PipelineConfig:
+    def _check_counts(self) -> PipelineConfig:
         if isinstance(self.stage_balance, tuple) and len(self.stage_balance) != self.stages:
             raise ValueError(
                 f'"stage_balance" has {len(self.stage_balance)} numbers for {self.stages} stages; give one for each'
@@ -162,12 +162,12 @@ class PipelineConfig(Section):
         return self
 
 
-#: Files of weights are cut where they would get longer, as the Hugging Face hub likes them.
+#: Default maximum size of a weights file, as recommended for the Hugging Face hub.
 MAX_FILE_BYTES = 5_000_000_000
 
 
 class CheckpointConfig(Section):
-    """The ``checkpoint`` section: how ``save_checkpoint`` goes about it."""
+    """The ``checkpoint`` section: how checkpoints are written and read."""
 
     keep_last: int | None = Field(
         None,
@@ -194,16 +194,16 @@ _NO_MESH = {"mode": "3d_tensor", "mesh": {}}
 
 
 class CuboidConfig(Section):
-    """Everything Cuboid read from a config: one section for each thing that it adds to the framework."""
+    """All of Cuboid's settings in a config, with one section for each feature that it adds to the framework."""
 
     tensor_parallel: TensorParallelConfig = Field(default_factory=lambda: TensorParallelConfig.model_validate(_NO_MESH))
     pipeline: PipelineConfig | None = None
     checkpoint: CheckpointConfig = Field(default_factory=lambda: CheckpointConfig.model_validate({}))
-    #: Rows of a micro-batch, where the framework's own train_micro_batch_size_per_gpu says; not a key of ours.
+    #: Rows of a micro-batch, copied from the framework's train_micro_batch_size_per_gpu if it is a number; not a key.
     micro_batch: SkipJsonSchema[int | None] = None
 
     @model_validator(mode="after")
-    def _ranks_agree(self) -> CuboidConfig:
+    def _check_autotp_size(self) -> CuboidConfig:
         given = self.tensor_parallel.autotp_size
         if given not in (None, 0, self.ranks):
             raise ValueError(
@@ -218,11 +218,12 @@ class CuboidConfig(Section):
 
     @property
     def ranks(self) -> int:
-        """Ranks that hold one copy of the model: those of the mesh, for each stage."""
+        """Number of ranks of one replica of the model: mesh size × stages."""
         return self.stages * self.tensor_parallel.mesh_size
 
     def topology(self, world_size: int) -> Topology:
-        """Of stages and replicas only: a mesh's ranks are neighbours, whatever its shape, perhaps yet unknown."""
+        """The topology of stages and replicas. The mesh's shape may still be unknown, so it is one axis in it."""
+        # That is enough, because the ranks of a mesh are consecutive for every shape.
         return Topology(MeshShape(sequence=self.tensor_parallel.mesh_size), world_size, self.stages)
 
 
@@ -230,22 +231,22 @@ def split_config(source: ConfigSource) -> tuple[CuboidConfig | None, dict[str, A
     """Separate Cuboid's keys from the framework's.
 
     Returns:
-        The validated config (None where the file has no key of ours) and the rest, ready for the framework.
+        The validated config (None if there is no key of Cuboid's) and the rest, for the framework.
 
     Raises:
-        ConfigError: it can't be read; an unknown key, a wrong type, or sizes that contradict each other.
+        ConfigError: it can't be read, or has an unknown key, a wrong type or inconsistent sizes.
     """
     whole = read_config(source)
     return _split(whole) if _is_ours(whole) else (None, copy.deepcopy(dict(whole)))
 
 
 def own_config(source: Any) -> tuple[CuboidConfig, dict[str, Any]] | None:
-    """As :func:`split_config`; None for what is the framework's alone to read, and to find fault with.
+    """Like :func:`split_config`, but None for a config that is left to the framework to read and validate.
 
-    That is a config without a key of Cuboid's, and whatever can't be read and doesn't look as if it had one.
+    That is one without a key of Cuboid's, or one that can't be read and doesn't seem to have one.
 
     Raises:
-        ConfigError: as there.
+        ConfigError: as :func:`split_config`.
     """
     try:
         whole = read_config(source)
@@ -261,11 +262,12 @@ def _split(whole: Mapping[str, Any]) -> tuple[CuboidConfig, dict[str, Any]]:
     sections = {}
     if _is_mode(rest.get("tensor_parallel")):
         sections["tensor_parallel"] = rest.pop("tensor_parallel")
-    # Beside a mesh, the section has no use but ours, though its engine be forgotten.
+    # Beside a mesh, a pipeline section can only be meant for Cuboid, even if its "engine" was forgotten.
     if _is_engine(rest.get("pipeline")) or ("tensor_parallel" in sections and "pipeline" in rest):
         sections["pipeline"] = rest.pop("pipeline")
-    if "pipeline" in sections and _is_autotp_size(rest.get("tensor_parallel")):
-        # What Cuboid itself wrote for accelerate.
+    autotp = rest.get("tensor_parallel")
+    if "pipeline" in sections and isinstance(autotp, Mapping) and list(autotp) == ["autotp_size"]:
+        # Cuboid itself has written this section, for accelerate.
         sections["tensor_parallel"] = {**_NO_MESH, **rest.pop("tensor_parallel")}
     _check_sections(sections, rest)
     _take_checkpoint(rest, sections)
@@ -278,10 +280,10 @@ def _split(whole: Mapping[str, Any]) -> tuple[CuboidConfig, dict[str, Any]]:
 
 
 def _check_sections(sections: dict[str, Any], rest: dict[str, Any]) -> None:
-    """Refuse what stands where a section of ours should, or a section of ours that stands elsewhere.
+    """Reject values in place of Cuboid's sections, and Cuboid's sections under other names.
 
     Raises:
-        ConfigError: as said.
+        ConfigError: names the section.
     """
     for name, section in {**sections, **rest}.items():
         if name in ("tensor_parallel", "pipeline", "checkpoint"):
@@ -300,10 +302,10 @@ def _check_sections(sections: dict[str, Any], rest: dict[str, Any]) -> None:
 
 
 def _take_checkpoint(rest: dict[str, Any], sections: dict[str, Any]) -> None:
-    """Take our keys out of the framework's section of that name, which has keys of its own.
+    """Move Cuboid's keys out of the ``checkpoint`` section, in which DeepSpeed has keys of its own.
 
     Raises:
-        ConfigError: a key of its own means nothing for our checkpoints.
+        ConfigError: a key of DeepSpeed's doesn't apply to Cuboid's checkpoints.
     """
     section = rest.get("checkpoint")
     if section is None:
@@ -319,19 +321,19 @@ def _take_checkpoint(rest: dict[str, Any], sections: dict[str, Any]) -> None:
 
 
 def parse_config(source: ConfigSource | CuboidConfig) -> CuboidConfig:
-    """Cuboid's part alone of what :func:`require_config` reads; one that was read already as it is.
+    """Cuboid's part of :func:`require_config`; a config that has been parsed already is returned as it is.
 
     Raises:
-        ConfigError: as there.
+        ConfigError: as :func:`require_config`.
     """
     return source if isinstance(source, CuboidConfig) else require_config(source)[0]
 
 
 def require_config(source: ConfigSource) -> tuple[CuboidConfig, dict[str, Any]]:
-    """As :func:`split_config`, for callers that need the mode to be on.
+    """Like :func:`split_config`, for callers that need Cuboid to be enabled.
 
     Raises:
-        ConfigError: as there, and where the config doesn't switch Cuboid on.
+        ConfigError: as :func:`split_config`, and if the config doesn't enable Cuboid.
     """
     config, rest = split_config(source)
     if config is None:
@@ -343,12 +345,12 @@ def require_config(source: ConfigSource) -> tuple[CuboidConfig, dict[str, Any]]:
     return config, rest
 
 
-#: Values by which a config says that it means us.
+#: Values that identify a section as Cuboid's.
 _MARKS = ("3d_tensor", "seq1f1b")
-#: Keys that mark a section as Cuboid's. Any of them is enough, so that a section whose ``mode`` or ``engine`` was
+#: Keys that identify a section as Cuboid's. Any of them is enough, so that a section whose ``mode`` or ``engine`` was
 #: forgotten or misspelt is diagnosed instead of being passed on.
 _MODE_KEYS = ("mode", "mesh", "size", "gather_logits", "weight_gather")
-# DeepSpeed takes any key in the pipeline section without a word, so what was meant for us must not get through.
+# This matters for the pipeline section in particular, in which DeepSpeed silently ignores unknown keys.
 _ENGINE_KEYS = ("engine", "segments", "stage_balance", "schedule", "kv_gradients", "trace", "trace_step")
 
 
@@ -374,12 +376,8 @@ def _has_any(section: object, keys: Sequence[str]) -> bool:
     )
 
 
-def _is_autotp_size(section: object) -> bool:
-    return isinstance(section, Mapping) and list(section) == ["autotp_size"]
-
-
 def _is_meant_for_us(name: object, section: object) -> bool:
-    """Whether a key that isn't ours has our mode or engine, as where a section's name is misspelt."""
+    """Whether a section under another name has Cuboid's mode or engine, as when the section's name is misspelt."""
     if not isinstance(section, Mapping):
         return _is_mark(section)
     if name in ("tensor_parallel", "pipeline"):
@@ -393,7 +391,7 @@ def _is_mark(value: object) -> bool:
 
 
 def _names_us(source: Any) -> bool:
-    """Whether a text that can't be read as a config has one of our values in it."""
+    """Whether the text of an unreadable config contains one of Cuboid's values."""
     try:
         _, text = config_text(source)
     except ConfigError:
@@ -408,26 +406,26 @@ def _explain(error: ValidationError) -> str:
         path, text, value = _explain_one(item["loc"], what_is_wrong(item), item["type"], item.get("input"))
         found.setdefault(path, []).append(text)
         given[path] = value
-    # Of a union, each member has its own objection.
+    # A union has an error for each of its members, all at the same path.
     return "\n".join(f"{path}{', or '.join(texts)}{given[path]}" for path, texts in found.items())
 
 
 def what_is_wrong(item: Any) -> str:
-    """pydantic's words for one mistake, without the names of our classes."""
+    """pydantic's message for an error, without the names of internal classes."""
     if item["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return "it is a section of keys"
     return str(item["msg"]).removeprefix("Value error, ")
 
 
 def suggestion(unknown: str, known: Sequence[str]) -> str:
-    """What to write in place of an unknown key."""
+    """What to write instead of an unknown key."""
     near = difflib.get_close_matches(unknown, known, n=1)
     return f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(known)}"
 
 
 def _explain_one(location: tuple[int | str, ...], message: str, kind: str, given: object) -> tuple[str, str, str]:
-    """Which key, what is wrong with it, and what it is."""
-    # pydantic names the tried member of a union in the location; users know only their own keys.
+    """The key's path, the message, and the given value, as parts of a sentence."""
+    # pydantic's location includes the tried member of a union, which isn't a key of the config.
     keys = [str(part) for part in location if str(part) in _KNOWN_KEYS or isinstance(part, int)]
     if kind == "extra_forbidden":
         section = _SECTION_MODELS["mesh" if "mesh" in location[:-1] else str(location[0])]
@@ -440,7 +438,7 @@ def _explain_one(location: tuple[int | str, ...], message: str, kind: str, given
     return f"{path}: ", message, f" (given: {given!r})"
 
 
-#: Keys of DeepSpeed's checkpoint section that would change how its own checkpoints are written.
+#: Keys of DeepSpeed's checkpoint section that affect its own checkpoints only, with the reason to leave them out.
 _NO_CHECKPOINT_KEYS = {
     "load_universal": "every checkpoint loads on any layout",
     "use_node_local_storage": "all ranks write into one folder, which they all have to see",

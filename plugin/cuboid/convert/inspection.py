@@ -1,4 +1,4 @@
-"""What a checkpoint holds, for people and for machines, and whether it is what was written."""
+"""``cuboid inspect``: what a checkpoint contains, as a serializable report, and whether it matches its checksums."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cuboid.weights.rank_folder import RankFolder
 
 
 class FileEntry(BaseModel):
-    """A file, by its path in the checkpoint, with its checksum if there is a record of it."""
+    """A file by its path in the checkpoint, with its checksum if one is recorded."""
 
     name: str
     bytes: int
@@ -33,7 +33,7 @@ class FileEntry(BaseModel):
 
 
 class TensorEntry(BaseModel):
-    """A tensor as a file has it."""
+    """A tensor in a file."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,18 +43,18 @@ class TensorEntry(BaseModel):
 
 
 class Inspection(BaseModel):
-    """What there is.
+    """The report on a checkpoint.
 
     Attributes:
         kind, path: of the checkpoint.
         id, created, step: of a checkpoint of cuboid.
-        layout: how the ranks held the model, or are to hold it.
+        layout: mesh and stages that wrote it or, for per-rank files, that they are made for.
         versions: of the packages that wrote it.
-        optimizer: its class and the quantities that it keeps.
-        lineage: the checkpoints behind this one, oldest first.
+        optimizer: its class and the names of its per-element quantities.
+        lineage: the checkpoints that its run came from, oldest first.
         files: all of them.
         tensors: in safetensors files; pickles aren't opened.
-        faults: what is wrong, in words.
+        faults: a message for everything that is missing, truncated or altered.
     """
 
     kind: str
@@ -72,14 +72,11 @@ class Inspection(BaseModel):
 
 
 def inspect_checkpoint(found: Found, *, verify: bool) -> Inspection:
-    """Look at a checkpoint.
+    """Inspect a checkpoint; what is wrong with it is reported, not raised.
 
     Args:
         found: the checkpoint.
-        verify: whether to read every file that a checksum is recorded of, and compare; a bar goes to stderr.
-
-    Returns:
-        What there is. What is missing, truncated or altered is among the faults.
+        verify: whether to read all files that have a recorded checksum and compare them, with a bar on stderr.
     """
     inspection = Inspection(kind=found.kind.value, path=str(found.folder))
     files = sorted(path for path in found.folder.rglob("*") if path.is_file())
@@ -113,8 +110,8 @@ def _add_tensors(inspection: Inspection, folder: Path, name: str) -> None:
         inspection.tensors.append(TensorEntry(name=key, shape=spec.shape, dtype=dtype, bytes=spec.nbytes, file=name))
 
 
-class _Told(BaseModel):
-    """What ``state.json`` tells people."""
+class _StateSummary(BaseModel):
+    """The keys of ``state.json`` that are reported."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -127,19 +124,19 @@ class _Told(BaseModel):
 
 
 def _add_state(inspection: Inspection, folder: Path, manifest: Manifest) -> None:
-    """What ``state.json`` tells, if it is what was written."""
+    """Add the summary of ``state.json``, if that is intact."""
     try:
         document = read_state(folder, manifest)
         check_document(document, folder)
-        told = _Told.model_validate(document)
+        summary = _StateSummary.model_validate(document)
     except ValidationError as error:
         inspection.faults.append(str(not_understood(folder / STATE, error)))
         return
     except CheckpointError as error:
         inspection.faults.append(str(error))
         return
-    for key in _Told.model_fields:
-        setattr(inspection, key, getattr(told, key))
+    for key in _StateSummary.model_fields:
+        setattr(inspection, key, getattr(summary, key))
     if inspection.optimizer is not None:
         inspection.optimizer = {key: inspection.optimizer.get(key) for key in ("class", "quantities")}
 
@@ -158,7 +155,7 @@ def _check_manifest(inspection: Inspection, folder: Path, verify: bool) -> None:
         return
     with progress(sum(record.bytes for record in manifest.files.values()), "verifying", hidden=False) as advance:
         for name, record in manifest.files.items():
-            # What is missing, or has another length, is a fault already.
+            # A missing file, or one of another size, has been reported already.
             if (folder / name).is_file() and (folder / name).stat().st_size == record.bytes:
                 inspection.faults += _faults(functools.partial(check_contents, folder, manifest, [name]))
             advance(record.bytes)
@@ -188,7 +185,7 @@ def _check_ranks(inspection: Inspection, folder: Path, verify: bool) -> None:
 
 
 def _check_index(inspection: Inspection, folder: Path) -> None:
-    """Hugging Face records no checksums, but an index says which file has what."""
+    # Opening the weights compares the index with the tensors that the files have.
     found = weights_in(folder)
     if found is not None and found.startswith(SINGLE):
         with ExitStack() as stack:

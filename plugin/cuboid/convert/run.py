@@ -1,4 +1,4 @@
-"""``cuboid convert``: from any kind of checkpoint to another."""
+"""``cuboid convert``: from any kind of checkpoint to a Hugging Face folder or to per-rank files."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from cuboid.errors import CheckpointError
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """What is to become of a checkpoint.
+    """The arguments of a conversion.
 
     Args:
         source: the checkpoint.
         target: the new folder.
-        dtype: of all floating tensors; None for what they are.
-        max_shard_bytes: of a file of a Hugging Face folder.
-        config: makes per-rank files for its mesh and pipeline instead of a Hugging Face folder.
-        world_size: with ``config``: ranks of the job to come.
-        model: folder or ``config.json`` of the model, where the checkpoint has none.
-        master: take a checkpoint of cuboid's fp32 weights.
+        dtype: to cast all floating-point tensors to; None to keep theirs.
+        max_shard_bytes: maximum size of a file of a Hugging Face folder.
+        config: write per-rank files for its mesh and pipeline instead of a Hugging Face folder.
+        world_size: with ``config``: number of ranks of the job that will load the files.
+        model: folder or ``config.json`` of the model, if the checkpoint has none.
+        master: take the fp32 master weights from a checkpoint of cuboid.
         trust_pickle: whether pickles may be loaded.
         quiet: no progress bars.
     """
@@ -60,16 +60,16 @@ class ConvertOptions:
 
 
 def convert(options: ConvertOptions, say: Callable[[str], Any]) -> None:
-    """Convert, with a block of a tensor in memory at a time. The target appears when it is whole.
+    """Convert a checkpoint, with one block of a tensor in memory at a time. The target appears when it is complete.
 
     Args:
         options: what to do.
-        say: is given each line that the user should read.
+        say: called with each line of output.
 
     Raises:
-        CheckpointError: the source is damaged or unknown, the target exists or can't be written, or a number is too
-            large for the dtype.
-        ConfigError, MeshError, UnsupportedModelError: per-rank files for such a config aren't possible.
+        CheckpointError: the source is damaged or of an unknown kind, the target exists or can't be written, or a value
+            is out of the dtype's range.
+        ConfigError, MeshError, UnsupportedModelError: no per-rank files can be made for the config.
     """
     check_free(options.target)
     check_output_of(options.target)
@@ -85,7 +85,9 @@ def convert(options: ConvertOptions, say: Callable[[str], Any]) -> None:
         )
         _check_quantization(source, options)
         tensors = source.tensors.cast(options.dtype)
-        say(f"{source.found.folder}: {source.found.kind.value}, {_size(tensors)}")
+        dtypes = ", ".join(sorted({str(spec.dtype).removeprefix("torch.") for spec in tensors.specs.values()}))
+        size = f"{len(tensors.specs)} tensors in {dtypes}, {size_text(tensors.nbytes)}"
+        say(f"{source.found.folder}: {source.found.kind.value}, {size}")
         say(f"checked: {source.checked}")
         plan = None
         if options.config is not None:
@@ -107,21 +109,21 @@ def _write(
             else:
                 document = write_rank_files(folder, tensors, plan, advance)
                 files = len(document.files)
-        left = copy_auxiliary_files(source.auxiliary_files, folder, _dtype_told(source, tensors, options))
+        skipped = copy_auxiliary_files(source.auxiliary_files, folder, _config_dtype(source, tensors, options))
         if plan is not None:
             write_document(folder, document)
     for name in plan.unused if plan is not None else ():
-        say(f"left out: tensor {name}, which the model has no use for")
-    # A Trainer keeps DeepSpeed's folder beside config.json.
-    left = [name for name in left if name != f"{source.found.folder.name}/"]
-    if left:
-        say(f"left out: {', '.join(left)}")
+        say(f"left out: tensor {name}, which the model doesn't use")
+    # The Trainer's folder has config.json beside DeepSpeed's folder, which is the source and so wasn't left out.
+    skipped = [name for name in skipped if name != f"{source.found.folder.name}/"]
+    if skipped:
+        say(f"left out: {', '.join(skipped)}")
     kind = "Hugging Face checkpoint" if plan is None else f"per-rank files for {plan.describe()}"
     say(f"{options.target}: {kind}, {size_text(total_bytes)} in {files} file{'s' if files > 1 else ''}")
 
 
-def _dtype_told(source: Source, tensors: Tensors, options: ConvertOptions) -> torch.dtype | None:
-    """What ``config.json`` is to say: only where the weights aren't what it says already."""
+def _config_dtype(source: Source, tensors: Tensors, options: ConvertOptions) -> torch.dtype | None:
+    """The dtype to write into ``config.json``; None to keep the one in it, where the dtype doesn't change."""
     if options.dtype is None and not options.master and source.found.kind is not Kind.DEEPSPEED:
         return None
     floating = [spec for spec in tensors.specs.values() if spec.dtype.is_floating_point]
@@ -136,8 +138,3 @@ def _check_quantization(source: Source, options: ConvertOptions) -> None:
             f"{auxiliary_files}: the weights are quantized, and --dtype would cast their scales and not them; "
             "leave it out"
         )
-
-
-def _size(tensors: Tensors) -> str:
-    dtypes = sorted({str(spec.dtype).removeprefix("torch.") for spec in tensors.specs.values()})
-    return f"{len(tensors.specs)} tensors in {', '.join(dtypes)}, {size_text(tensors.nbytes)}"

@@ -1,4 +1,4 @@
-"""What there is to convert: find out what a folder is, and open its tensors."""
+"""Detect what kind of checkpoint a folder is, and open its tensors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 
 from cuboid.checkpoint.format.folder import INCOMPLETE, resolve
 from cuboid.checkpoint.format.manifest import MANIFEST, Manifest, check_contents, check_sizes
-from cuboid.checkpoint.format.state_file import refuse_lost_manifest
+from cuboid.checkpoint.format.state_file import reject_lost_manifest
 from cuboid.convert.deepspeed.checkpoint import open_deepspeed, tag_folder
 from cuboid.convert.formats.block_tensors import Tensors
 from cuboid.convert.formats.hugging_face import open_weights, weights_in
-from cuboid.convert.per_rank.source import Checking, open_rank_files
+from cuboid.convert.per_rank.source import ProgressBar, open_rank_files
 from cuboid.convert.target import CONFIG
 from cuboid.errors import CheckpointError
 from cuboid.weights.model_folder import check_model_folder, is_weights, model_files, read_config
@@ -24,7 +24,7 @@ from cuboid.weights.rank_folder import SHARDS
 
 
 class Kind(Enum):
-    """Kinds of checkpoints, in words."""
+    """Kinds of checkpoints; the values appear in messages."""
 
     CUBOID = "checkpoint of cuboid"
     HUGGING_FACE = "Hugging Face checkpoint"
@@ -37,17 +37,17 @@ _KNOWN = (
     f"folder of them (manifest.json, latest), per-rank files ({SHARDS}), a DeepSpeed checkpoint or a folder of them "
     "(mp_rank_00_model_states.pt, layer_00-model_states.pt, zero/, latest)"
 )
-#: Where a checkpoint of cuboid has the fp32 weights of a model of another dtype.
+#: Where a checkpoint of cuboid has the fp32 master weights of a model in another dtype.
 _MASTERS = Path("optimizer") / "master"
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint.
+    """A detected checkpoint.
 
     Attributes:
-        kind: of it.
-        folder: that holds it, where a folder of checkpoints was given.
+        kind: its kind.
+        folder: its own folder, also if a folder of checkpoints was given.
     """
 
     kind: Kind
@@ -55,18 +55,18 @@ class Found:
 
 
 def find_checkpoint(path: Path) -> Found:
-    """Find out what a folder is.
+    """Detect the kind of a checkpoint; in a folder of checkpoints, the latest one counts.
 
     Raises:
-        CheckpointError: it is none of what is known; says what that is.
+        CheckpointError: it is of no known kind; the message lists those.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path}: is no folder" if path.exists() else f"{path}: does not exist")
+        raise CheckpointError(f"{path}: is not a folder" if path.exists() else f"{path}: does not exist")
     if (path / SHARDS).is_file():
         return Found(Kind.RANKS, path)
     if (path / MANIFEST).is_file():
         return Found(Kind.CUBOID, path)
-    refuse_lost_manifest(path)
+    reject_lost_manifest(path)
     if path.name.endswith(INCOMPLETE):
         raise CheckpointError(f"{path}: is what is left of a checkpoint that was never finished")
     if weights_in(path) is not None:
@@ -75,7 +75,7 @@ def find_checkpoint(path: Path) -> Found:
         return Found(Kind.CUBOID, resolve(path))
     tag = tag_folder(path)
     if tag is None:
-        raise CheckpointError(f"{path}: is none of the checkpoints that are known: {_KNOWN}")
+        raise CheckpointError(f"{path}: is not a known kind of checkpoint: {_KNOWN}")
     return Found(Kind.DEEPSPEED, tag)
 
 
@@ -84,10 +84,10 @@ class Source:
     """An opened checkpoint.
 
     Attributes:
-        found: what it is.
-        tensors: of the model, by the names that Hugging Face stores.
-        auxiliary_files: where the files are that go along with weights: a folder, or ``config.json`` alone.
-        checked: what of it was compared with checksums, and what couldn't be, in words.
+        found: its kind and folder.
+        tensors: of the model, by their names in Hugging Face checkpoints.
+        auxiliary_files: folder of the config, tokenizer and other files beside the weights; or a ``config.json``.
+        checked: a sentence on what was compared with checksums, and what couldn't be.
     """
 
     found: Found
@@ -104,21 +104,21 @@ def open_source(
     dtype: torch.dtype | None = None,
     master: bool = False,
     trusted: bool = False,
-    checking: Checking,
+    checking: ProgressBar,
 ) -> Source:
-    """Open whatever checkpoint is there.
+    """Open a checkpoint of any kind, after comparing what will be read of it with its checksums.
 
     Args:
         path: of the checkpoint, or of a folder of checkpoints of which the latest counts.
         stack: closes its files.
-        model: folder or ``config.json`` of the model, where the checkpoint has none.
-        dtype: that the tensors are going to be cast to, if any.
-        master: whether the optimizer's fp32 weights are wanted of a checkpoint of cuboid.
+        model: folder or ``config.json`` of the model, if the checkpoint has none.
+        dtype: that the tensors will be cast to, if any.
+        master: whether to take the fp32 master weights from a checkpoint of cuboid.
         trusted: whether pickles may be loaded.
         checking: makes the bar for files that are read to compare checksums.
 
     Raises:
-        CheckpointError: there is none, or it is damaged, or it can't be opened so.
+        CheckpointError: there is none, or it is damaged, or the options don't apply to it.
     """
     found = find_checkpoint(path)
     auxiliary_files = _auxiliary_files(found, path, model)
@@ -139,14 +139,14 @@ def open_source(
         checked.insert(
             0,
             "a Hugging Face checkpoint records no checksums: names, shapes and sizes fit one another, but values that "
-            "were damaged or exchanged can't be told",
+            "were damaged or exchanged can't be detected",
         )
     tensors = _with_masters(found.folder, tensors, stack) if master else tensors
     return Source(found, tensors, auxiliary_files, "; ".join(filter(None, checked)))
 
 
-def _check_manifest(folder: Path, master: bool, checking: Checking) -> str:
-    """Compare what is going to be read of a checkpoint of cuboid with its checksums; told in words."""
+def _check_manifest(folder: Path, master: bool, checking: ProgressBar) -> str:
+    """Compare what will be read of a checkpoint of cuboid with its checksums; returns a sentence on it."""
     manifest = Manifest.read(folder)
     check_sizes(folder, manifest)
     names = model_files(manifest)
@@ -159,7 +159,7 @@ def _check_manifest(folder: Path, master: bool, checking: Checking) -> str:
 
 
 def _check_auxiliary_files(auxiliary_files: Path, found: Found) -> str:
-    """Make sure that the files beside the weights can be read; what of them couldn't be compared, in words."""
+    """Check that the files beside the weights can be read; returns a sentence on what couldn't be compared."""
     if auxiliary_files.is_file():
         read_config(auxiliary_files)
         return f"{auxiliary_files} has no checksum"
@@ -185,7 +185,7 @@ def _auxiliary_files(found: Found, path: Path, model: Path | None) -> Path:
 
 
 def _with_masters(folder: Path, tensors: Tensors, stack: ExitStack) -> Tensors:
-    """The same tensors, the optimizer's fp32 weights in the place of those that are rounded from them."""
+    """Replace the weights by the optimizer's fp32 master weights, from which they were rounded."""
     if weights_in(folder / _MASTERS) is None:
         raise CheckpointError(f"{folder}: has no {_MASTERS.as_posix()}: the model's own weights are all there are")
     masters = open_weights(folder / _MASTERS, stack, trusted=False)

@@ -1,4 +1,4 @@
-"""Write a folder that isn't there until it is whole, with what goes along with weights."""
+"""Write a Hugging Face folder that appears when it is complete: weights, and the files beside them."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ from cuboid.errors import CheckpointError
 
 CONFIG = "config.json"
 _PATTERN = "model{suffix}.safetensors"
-#: What lies beside weights and goes along: configs, tokenizers, templates, a model's own code, its card.
+#: Suffixes of files that are copied: configs, tokenizers, templates, a model's own code, its card.
 _AUXILIARY = (".json", ".txt", ".model", ".jinja", ".py", ".md", ".tiktoken", ".vocab")
-#: Of those the ones that tell of weights, or of a training run, which the new folder doesn't hold.
+#: Files with these suffixes that are about the training run or the old weights, so not copied.
 _NOT_AUXILIARY = ("trainer_state.json", "zero_to_fp32.py", "zero_to_torch.py", STATE)
-#: What is converted, and lists of it.
+#: Files that are converted, and their indices and manifests.
 _CONVERTED = re.compile(
     r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|rank-\d+-of-\d+\.safetensors"
     r"|.*_states\.pt|manifest\.json|shards\.json|latest|latest_universal"
 )
-#: Headers and JSON files; the tensors themselves are counted.
+#: Allowance for headers and JSON files when free space is checked; the tensors are counted exactly.
 _SPARE_BYTES = 64 << 20
 
 
 def check_free(target: Path) -> None:
-    """Make sure that nothing is where a new folder is to be, or an empty folder.
+    """Check that the target doesn't exist, or is an empty folder.
 
     Raises:
-        CheckpointError: something is.
+        CheckpointError: it exists.
     """
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(f"{target}: exists already; give a folder that doesn't, or an empty one")
 
 
 def check_output_of(target: Path) -> None:
-    """Make sure that a new folder can be made, before anything is read for it; nothing is left of the attempt.
+    """Check that a new folder could be created, before anything is read for it; nothing is created.
 
     Raises:
-        CheckpointError: it can't.
+        CheckpointError: it can't be created.
     """
     above = next(path for path in (target.parent, *target.absolute().parents) if path.exists())
     check_output(above)
@@ -60,18 +60,18 @@ def check_output_of(target: Path) -> None:
 
 @contextmanager
 def new_folder(target: Path, expected_bytes: int) -> Iterator[Path]:
-    """A folder to fill, which takes the target's name at the end, and is removed if anything goes wrong.
+    """A temporary folder to fill, which is renamed to the target at the end, or removed if there is an exception.
 
     Args:
         target: must not exist, or be an empty folder.
-        expected_bytes: that will go there.
+        expected_bytes: size of what will be written.
 
     Raises:
-        CheckpointError: the target holds something, or the disk can't hold so much.
+        CheckpointError: the target has files, or the disk has too little free space.
     """
     check_free(target)
     incomplete = target.with_name(f"{target.name}{INCOMPLETE}")
-    # Of a run that was killed; nobody else gives such names.
+    # Left by a conversion that was killed.
     shutil.rmtree(incomplete, ignore_errors=True)
     try:
         incomplete.mkdir(parents=True)
@@ -80,7 +80,9 @@ def new_folder(target: Path, expected_bytes: int) -> Iterator[Path]:
             needed, there = size_text(expected_bytes), size_text(free)
             raise CheckpointError(f"{target}: needs {needed}, but only {there} are free there")
         yield incomplete
-        _sync(incomplete)
+        # Everything is on disk before the rename, so that after a power cut the name doesn't stand for partial files.
+        for path in (incomplete, *incomplete.rglob("*")):
+            sync(path)
         incomplete.rename(target)
     except BaseException as error:
         shutil.rmtree(incomplete, ignore_errors=True)
@@ -89,32 +91,26 @@ def new_folder(target: Path, expected_bytes: int) -> Iterator[Path]:
         raise
 
 
-def _sync(folder: Path) -> None:
-    """Bring all of a folder to the disk, so that not even a power cut leaves its name without what is in it."""
-    for path in (folder, *folder.rglob("*")):
-        sync(path)
-
-
 def size_text(size_bytes: int) -> str:
-    """A size for people, by powers of ten."""
+    """A size in decimal units, such as ``1.23GB``."""
     return str(tqdm.format_sizeof(size_bytes, suffix="B"))
 
 
 @contextmanager
 def progress(total_bytes: int, what: str, *, hidden: bool) -> Iterator[Callable[[int], Any]]:
-    """A bar on a terminal; gives the function that moves it on by so many bytes."""
+    """A progress bar, shown on terminals only; gives the function that advances it by a number of bytes."""
     with tqdm(total=total_bytes, desc=what, unit="B", unit_scale=True, disable=True if hidden else None) as bar:
         yield bar.update
 
 
 def write_weights(folder: Path, tensors: Tensors, max_shard_bytes: int, advance: Callable[[int], Any]) -> list[str]:
-    """Write tensors into files by the names that Hugging Face gives, with an index where there are several.
+    """Write tensors into files named as Hugging Face does, with an index if there are several.
 
     Args:
         folder: an existing one.
-        tensors: what to write, one block in memory at a time.
-        max_shard_bytes: of a file's tensors, unless one alone is larger.
-        advance: is told of every block's bytes as they were written.
+        tensors: to write, with one block in memory at a time.
+        max_shard_bytes: maximum size of a file's tensors, unless a single one is larger.
+        advance: called with the size of each block after it was written.
 
     Returns:
         The files' names.
@@ -138,44 +134,41 @@ def write_weights(folder: Path, tensors: Tensors, max_shard_bytes: int, advance:
 
 
 def copy_auxiliary_files(source: Path, folder: Path, dtype: torch.dtype | None) -> list[str]:
-    """Copy what goes along with weights.
+    """Copy the files beside the weights.
 
     Args:
         source: folder of a checkpoint, or a ``config.json`` alone.
-        folder: where it goes.
-        dtype: what ``config.json`` is to say of the weights; None for what it says already.
+        folder: of the new checkpoint.
+        dtype: to write into ``config.json``; None to keep the one in it.
 
     Returns:
-        Names of the source's files and folders that neither go along nor hold weights that are converted.
+        Names of the source's files and folders that were neither copied nor are weights that are converted.
 
     Raises:
-        CheckpointError: ``config.json`` can't be understood.
+        CheckpointError: ``config.json`` is malformed.
     """
     if source.is_file():
         write_json(folder / CONFIG, _with_dtype(read_object(source, numbers_only=False), dtype))
         return []
-    left = []
+    skipped = []
     for path in sorted(source.iterdir()):
         if path.name == CONFIG:
             write_json(folder / CONFIG, _with_dtype(read_object(path, numbers_only=False), dtype))
         elif _CONVERTED.fullmatch(path.name):
             continue
         elif path.is_dir():
-            left += _copy_code(path, folder)
-        elif _goes_along(path):
+            skipped += _copy_code(path, folder)
+        elif path.name not in _NOT_AUXILIARY and (
+            path.suffix in _AUXILIARY or path.name.upper().startswith(("LICENSE", "NOTICE"))
+        ):
             shutil.copyfile(path, folder / path.name)
         else:
-            left.append(path.name)
-    return left
-
-
-def _goes_along(path: Path) -> bool:
-    named = path.suffix in _AUXILIARY or path.name.upper().startswith(("LICENSE", "NOTICE"))
-    return named and path.name not in _NOT_AUXILIARY
+            skipped.append(path.name)
+    return skipped
 
 
 def _copy_code(source: Path, folder: Path) -> list[str]:
-    """Copy the templates and the code in a folder; its name, where it has neither."""
+    """Copy the templates and the code in a subfolder; returns its name if it has neither, so was skipped."""
     found = [path for path in sorted(source.rglob("*")) if path.is_file() and path.suffix in (".jinja", ".py")]
     for path in found:
         copied = folder / path.relative_to(source.parent)
@@ -185,18 +178,18 @@ def _copy_code(source: Path, folder: Path) -> list[str]:
 
 
 def _with_dtype(config: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    """A model's config, and those of its parts, that say another dtype; the key was ``torch_dtype`` once."""
+    """Set the dtype in a model's config and those of its parts, such as ``text_config``."""
     if dtype is None:
         return config
-    changed = {key: _with_dtype(value, dtype) if _is_part(key, value) else value for key, value in config.items()}
+    changed = dict(config)
+    for key, value in config.items():
+        if key.endswith("_config") and key != "quantization_config" and isinstance(value, dict):
+            changed[key] = _with_dtype(value, dtype)
+    # Older versions of transformers call the key ``torch_dtype``.
     present = [key for key in ("dtype", "torch_dtype") if key in config]
     if present or "model_type" in config:
         changed.update(dict.fromkeys(present or ["dtype"], str(dtype).removeprefix("torch.")))
     return changed
-
-
-def _is_part(key: str, value: object) -> bool:
-    return key.endswith("_config") and key != "quantization_config" and isinstance(value, dict)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

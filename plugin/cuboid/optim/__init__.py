@@ -1,4 +1,4 @@
-"""What the replicas of a mesh do together: the sum of their gradients, its norm, and the optimizer's step.
+"""Data parallelism: gradient reduction over replicas, gradient norm, ZeRO-1 and the optimizer's step.
 
-For frameworks that leave it to Cuboid. DeepSpeed has all of it in its own optimizers.
+Used where the framework leaves these to Cuboid (ColossalAI). DeepSpeed does them in its own optimizers.
 """

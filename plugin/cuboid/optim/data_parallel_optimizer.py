@@ -1,4 +1,4 @@
-"""An optimizer of torch's kind on a model that has replicas: it steps on the sum of their gradients."""
+"""Let a ``torch.optim`` optimizer step on gradients that are summed over data-parallel replicas."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from cuboid.optim.grad_buffer import GradientBuffer
 
 
 class ReplicaOptimizer(Protocol):
-    """What steps on the replicas' gradients. All but :meth:`gradients` and :meth:`adapter` are collective."""
+    """An optimizer over replicas. All methods but :meth:`gradients` and :meth:`adapter` are collective."""
 
     def reduce(self) -> None:
-        """Add the gradients up over the replicas."""
+        """Sum the gradients over the replicas."""
 
     def reopen(self) -> None:
-        """Let more gradients be added to what :meth:`reduce` gave."""
+        """After :meth:`reduce`, allow further gradients to be accumulated and reduced once more."""
 
     def clear(self) -> None:
-        """Forget the gradients."""
+        """Zero the gradients."""
 
     def step(self) -> None:
-        """Let the optimizer step, and all replicas have the same weights after it."""
+        """Step, and give all replicas the new weights."""
 
     def gradients(self, counted: set[int]) -> list[torch.Tensor]:
-        """What the step is going to see of the parameters whose ids are ``counted``."""
+        """The reduced gradients that this rank's optimizer steps on, of parameters whose ``id`` is in ``counted``."""
 
     def adapter(self, names: Mapping[int, str]) -> OptimizerAdapter:
         """The optimizer's state for checkpoints."""
@@ -40,14 +40,14 @@ class ReplicaOptimizer(Protocol):
 def replica_optimizer(
     optimizer: torch.optim.Optimizer, mesh: Mesh, dtype: torch.dtype | None, *, split: bool
 ) -> ReplicaOptimizer:
-    """Prepare an optimizer, in place, and the parameters that it has.
+    """Prepare an optimizer and its parameters, in place.
 
     Args:
         optimizer: without a state.
         mesh: of this rank, connected.
-        dtype: that the parameters are to have; None to leave them as they are. In a lower precision than float32, the
-            optimizer steps on masters, and gradients add up, in float32.
-        split: whether each replica is to hold only its share of the optimizer's state, as with ZeRO 1.
+        dtype: to cast the parameters to; None to keep theirs. In a lower precision than float32, the optimizer steps on
+            master weights, and gradients are accumulated, in float32.
+        split: whether to shard the optimizer's state over the replicas (ZeRO-1).
     """
     replicas = mesh.topology.data
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -58,13 +58,13 @@ def replica_optimizer(
 
 
 def is_fresh(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has no state but one that it was made with, as Adagrad is."""
+    """Whether an optimizer hasn't been stepped: it has no state, or (Adagrad) only the one from its constructor."""
     made_with_state = type(optimizer) is torch.optim.Adagrad
     return not optimizer.state or (made_with_state and not any(state["step"] for state in optimizer.state.values()))
 
 
 def fill_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give a fresh optimizer that is made with a state the one of its present parameters."""
+    """Recreate the state that Adagrad's constructor makes, for the optimizer's present parameters."""
     if type(optimizer) is not torch.optim.Adagrad:
         return
     optimizer.state.clear()
@@ -79,13 +79,13 @@ def replicas_of(mesh: Mesh) -> dist.ProcessGroup | None:
 
 
 class _DirectOptimizer:
-    """On the model's own parameters."""
+    """Steps on the model's own parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
         self._optimizer = optimizer
         self._replicas, self._group = mesh.topology.data, replicas_of(mesh)
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        # Without replicas nothing is sent, and gradients may lie where they are.
+        # Without replicas nothing is communicated, so gradients needn't be in one buffer.
         by_dtype = {} if self._group is None else _by_dtype(self._parameters)
         self._buffers = [GradientBuffer(parameters, dtype) for dtype, parameters in by_dtype.items()]
 
@@ -114,7 +114,7 @@ class _DirectOptimizer:
 
 
 class _FlatOptimizer:
-    """On masters, of all parameters or of this replica's share."""
+    """Steps on flat master weights: of all parameters or, with ZeRO-1, of this replica's share."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, mesh: Mesh, dtype: torch.dtype | None, *, split: bool) -> None:
         self._optimizer = optimizer

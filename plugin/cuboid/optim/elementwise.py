@@ -1,4 +1,8 @@
-"""Whether an optimizer may step on pieces of a model as it would on the whole; where it isn't known, a trial tells."""
+"""Check that an optimizer gives the same result on shards as on full tensors.
+
+That holds for optimizers that treat each element by itself. Classes that aren't known to do so are tried on small
+tensors: stepped on full tensors and on pieces of them, and the results are compared.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cuboid.checkpoint.optimizer_state import Holding, divide
+from cuboid.checkpoint.optimizer_state import Holding, split_state
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CheckpointError, OptimizerError
 
-#: Classes that treat each element by itself, whatever their settings. Subclasses aren't known by their bases.
+#: Classes that treat each element by itself with any settings. Matched by their full names, so that subclasses, which
+#: may behave differently, aren't included.
 _ELEMENTWISE = frozenset(
     [f"torch.optim.{name.lower()}.{name}" for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD")]
     + [f"torch.optim.{name.lower()}.{name}" for name in ("NAdam", "RAdam", "RMSprop", "Rprop", "SGD")]
@@ -31,31 +36,31 @@ _ELEMENTWISE = frozenset(
     + [f"apex.optimizers.{name}" for name in ("fused_adam.FusedAdam", "fused_sgd.FusedSGD")]
     + ["apex.optimizers.fused_adagrad.FusedAdagrad"]
 )
-#: Classes that need whole tensors, and that can't be tried everywhere since they are compiled when they are made.
+#: Classes that need full tensors. They can't be tried everywhere, because their constructors compile kernels.
 _PER_TENSOR = frozenset(["deepspeed.ops.lamb.fused_lamb.FusedLamb", "colossalai.nn.optimizer.fused_lamb.FusedLAMB"])
 
-#: Those of DeepSpeed's config that do.
+#: Names in DeepSpeed's config of optimizers that need full tensors, and why.
 _NAMED = {"lamb": "takes norms of whole tensors", "muon": "works on whole matrices"}
 
 _WORKING = "AdamW, Adam, SGD, RMSprop, Adagrad or Lion"
 _STEPS = 24
-#: Of a trial's tensors by their dims. They are past usual thresholds, where their halves aren't: factored from 128 rows
-#: and columns on, in 8 bits from 4096 elements on, in blocks of 256.
+#: Shapes of a trial's tensors by their number of dims. They are above the usual thresholds of optimizers (Adafactor
+#: factors from 128 rows and columns, 8-bit states begin at 4096 elements in blocks of 256), while their halves aren't.
 _SHAPES = {0: (), 1: (8448,), 2: (144, 272), 3: (24, 40, 16), 4: (16, 12, 8, 8)}
-#: How far a step on a piece may be from the whole's: in parts of the step, and of the weight, for roundings.
+#: Allowed difference between steps on pieces and on full tensors, relative to the step, and to the weight for rounding.
 _STEP_TOLERANCE, _WEIGHT_TOLERANCE = 1e-3, 5e-6
-#: A trial tells nothing unless so many of the weights moved by so much of their size.
+#: A trial is only conclusive if at least this share of the weights changed by at least this relative amount.
 _LEAST_MOVED, _LEAST_MOTION = 0.1, 1e-4
 
 
 @dataclass(frozen=True)
 class OwnedShards:
-    """What of a model one rank's optimizer is given.
+    """In which ways the tensors of one rank's optimizer differ from the full model's.
 
     Attributes:
-        cut: why tensors are cut; empty if they aren't.
-        flat: why tensors are laid end to end; empty if they aren't.
-        spread: why others have further tensors of the model; empty if this rank has all.
+        cut: why tensors are sharded; empty if they aren't.
+        flat: why tensors are flattened into one; empty if they aren't.
+        spread: why other ranks have further tensors of the model; empty if this rank has all.
     """
 
     cut: str = ""
@@ -64,7 +69,7 @@ class OwnedShards:
 
     @classmethod
     def of(cls, mesh: Mesh, flat: str = "") -> OwnedShards:
-        """Those of a mesh, and of what its framework does besides."""
+        """For a mesh; ``flat`` says why its framework flattens tensors, if it does."""
         stages = mesh.topology.pipe
         return cls(
             cut=f"a mesh of {mesh.shape} cuts tensors" if mesh.shape.size > 1 else "",
@@ -74,22 +79,22 @@ class OwnedShards:
 
     @property
     def reason(self) -> str:
-        """What makes them pieces; empty if an optimizer sees what it would without parallelism."""
+        """All reasons as text; empty if the optimizer has the same tensors as without parallelism."""
         return " and ".join(filter(None, (self.cut, self.flat, self.spread)))
 
 
 def check_optimizer(
     optimizer: torch.optim.Optimizer, owned: OwnedShards, parameters: Sequence[nn.Parameter] | None = None
 ) -> None:
-    """Make sure that an optimizer's steps are those that it would make on the whole model, and that they can be saved.
+    """Check that an optimizer makes the same steps on shards as on the full model, and that its state can be saved.
 
-    An optimizer of an unknown class is tried on small tensors, with its own settings: whole, and in pieces of the kind
-    that it is to be given, each in an optimizer of its own. The optimizer itself isn't changed.
+    An optimizer of an unknown class is tried on small tensors, with its own settings: on full ones, and on pieces such
+    as it will get, with a copy of the optimizer for each. The optimizer itself isn't changed.
 
     Args:
-        optimizer: before or after the model was sharded; without a state, or with one that it was made with.
-        owned: what each rank is going to give it.
-        parameters: that it is of, if it has them laid end to end already.
+        optimizer: before or after the model was sharded; without a state, or with its constructor's.
+        owned: how its tensors differ from the full model's.
+        parameters: the original ones, if the optimizer has them flattened already.
 
     Raises:
         OptimizerError: names the class, what differs and what would work.
@@ -100,24 +105,24 @@ def check_optimizer(
         return
     if name in _PER_TENSOR:
         if owned.cut or owned.flat:
-            raise _refusal(type(optimizer).__name__, "takes norms of whole tensors", owned)
+            raise _needs_whole(type(optimizer).__name__, "takes norms of whole tensors", owned)
         return
     _try(optimizer, owned, parameters)
 
 
 def check_named(name: Any, owned: OwnedShards) -> None:
-    """Refuse those optimizers of DeepSpeed's config that need whole tensors, before anything is made.
+    """Reject optimizers in DeepSpeed's config that need full tensors, before they are constructed.
 
     Raises:
         OptimizerError: as :func:`check_optimizer`.
     """
     why = _NAMED.get(name.lower()) if isinstance(name, str) else None
     if why is not None and (owned.cut or owned.flat):
-        raise _refusal(name, why, owned)
+        raise _needs_whole(name, why, owned)
 
 
 def _check_kind(optimizer: torch.optim.Optimizer, owned: OwnedShards) -> None:
-    """Refuse what isn't a plain optimizer."""
+    """Reject wrappers, patched objects and optimizers whose ``step`` needs arguments."""
     kind = type(optimizer).__name__
     needed = [
         parameter.name
@@ -150,12 +155,12 @@ def _check_kind(optimizer: torch.optim.Optimizer, owned: OwnedShards) -> None:
     step = vars(optimizer).get("step")
     if step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step:
         raise OptimizerError(
-            f"the step of this {kind} was replaced on the object, so that nobody can tell whether it is right on "
+            f"the step of this {kind} was replaced on the object, so that it isn't known whether it is right on "
             f"pieces, which it would be given: {owned.reason}; override it in a class of its own, which is tried out"
         )
 
 
-def _refusal(name: str, what: str, owned: OwnedShards) -> OptimizerError:
+def _needs_whole(name: str, what: str, owned: OwnedShards) -> OptimizerError:
     return OptimizerError(
         f"{name} {what}, but would be given pieces: {owned.reason}. Take an optimizer that treats "
         f"each element by itself, such as {_WORKING}; or leave it all on each rank: a mesh of 1×1×1 without a pipeline "
@@ -165,7 +170,7 @@ def _refusal(name: str, what: str, owned: OwnedShards) -> OptimizerError:
 
 @dataclass(frozen=True)
 class _Take:
-    """Makes one tensor of a group's whole tensors, of those at ``places``."""
+    """Makes one piece from a group's full tensors: ``make`` gets those at ``places``."""
 
     places: tuple[int, ...]
     make: Callable[[Sequence[torch.Tensor]], torch.Tensor]
@@ -174,12 +179,14 @@ class _Take:
         return self.make([tensors[place] for place in self.places])
 
 
-#: For each group of one optimizer, the tensors that it is given.
+#: For each parameter group of one optimizer, the pieces that it gets.
 _Share = list[list[_Take]]
 
 
 def _try(optimizer: torch.optim.Optimizer, owned: OwnedShards, parameters: Sequence[nn.Parameter] | None) -> None:
+    """Compare steps on full tensors with steps on pieces."""
     if hasattr(type(optimizer), "__del__"):
+        # Copies would release the original's resources.
         if owned.reason:
             raise _untried(optimizer, "it releases something when it goes, which a copy would do as well", owned)
         return
@@ -189,16 +196,17 @@ def _try(optimizer: torch.optim.Optimizer, owned: OwnedShards, parameters: Seque
     ranks = [_ranks_of(group, flat=bool(owned.flat)) for group in groups]
     place = next((p.device for group in groups for p in group["params"]), torch.device("cpu"))
     devices = [place.index or 0] if place.type == "cuda" else []
+    # The script's random numbers must not depend on whether there was a trial.
     with torch.random.fork_rng(devices), _NoCommunication():
         trial = _Trial(optimizer, groups, [[_SHAPES[rank] for rank in own] for own in ranks], place)
         try:
-            whole = trial.run([[_one(place) for place in range(len(own))] for own in ranks])
+            whole = trial.run([[_full(place) for place in range(len(own))] for own in ranks])
             _check_moved(trial, whole)
             for how, shares in _shares(ranks, owned):
                 for share in shares:
                     trial.compare(whole, trial.run(share), share, how)
         except _DifferenceError as found:
-            raise _refusal(type(optimizer).__name__, str(found), owned) from None
+            raise _needs_whole(type(optimizer).__name__, str(found), owned) from None
         except OptimizerError:
             raise
         except Exception as error:
@@ -211,13 +219,13 @@ def _try(optimizer: torch.optim.Optimizer, owned: OwnedShards, parameters: Seque
 def _untried(optimizer: torch.optim.Optimizer, why: str, owned: OwnedShards) -> OptimizerError:
     return OptimizerError(
         f"{type(optimizer).__name__} isn't known, and a trial of its steps on small tensors failed ({why}), so that "
-        f"nobody can tell whether it is right on the pieces that it would be given: {owned.reason}. Take one that is "
+        f"it isn't known whether it is right on the pieces that it would be given: {owned.reason}. Take one that is "
         f"known, such as {_WORKING}"
     )
 
 
 def _distinct_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """One parameter group of each setting; with the dims of all that have it."""
+    """The parameter groups, with those of equal settings merged into one."""
     distinct: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -234,23 +242,23 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ranks_of(group: Mapping[str, Any], *, flat: bool) -> list[int]:
-    """The numbers of dims that a group's tensors have."""
+    """The numbers of dims of a group's tensors, each twice, so that a tensor can be flattened with another one."""
     found = {min(parameter.dim(), max(_SHAPES)) for parameter in group["params"]}
-    # Two of each, so that a tensor can be laid behind another.
     return sorted([*found, *found]) if found else ([1] if flat else [])
 
 
-def _one(place: int) -> _Take:
+def _full(place: int) -> _Take:
     return _Take((place,), lambda tensors: tensors[0])
 
 
-def _chunk(place: int, dim: int, half: int) -> _Take:
+def _half_along(place: int, dim: int, half: int) -> _Take:
     return _Take((place,), lambda tensors: tensors[0].chunk(2, dim)[half])
 
 
-def _end_to_end(count: int, half: int) -> _Take:
+def _half_of_flat(count: int, half: int) -> _Take:
     def make(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        # Not in the middle, which is a boundary between the tensors, two of each shape.
         middle = flat.numel() * 3 // 7
         return flat[middle:] if half else flat[:middle]
 
@@ -258,35 +266,35 @@ def _end_to_end(count: int, half: int) -> _Take:
 
 
 def _shares(ranks: Sequence[Sequence[int]], owned: OwnedShards) -> Iterator[tuple[str, list[_Share]]]:
-    """Ways to give the tensors out, to several optimizers each, with what to say of them."""
+    """The ways in which ranks may divide the tensors: a description, and the pieces of each of two optimizers."""
     halves = (0, 1)
     if owned.cut:
         for dim in range(max(itertools.chain.from_iterable(ranks), default=0)):
             yield (
                 f"tensors cut in two along dim {dim}",
                 [
-                    [[_chunk(at, min(dim, n - 1), half) for at, n in enumerate(own) if n] for own in ranks]
+                    [[_half_along(at, min(dim, n - 1), half) for at, n in enumerate(own) if n] for own in ranks]
                     for half in halves
                 ],
             )
     if owned.flat:
         yield (
             "tensors laid end to end",
-            [[[_end_to_end(len(own), half)] if own else [] for own in ranks] for half in halves],
+            [[[_half_of_flat(len(own), half)] if own else [] for own in ranks] for half in halves],
         )
     if owned.spread or owned.cut:
         yield (
             "tensors spread over two optimizers",
-            [[[_one(at) for at in range(len(own)) if at % 2 == half] for own in ranks] for half in halves],
+            [[[_full(at) for at in range(len(own)) if at % 2 == half] for own in ranks] for half in halves],
         )
 
 
 class _DifferenceError(Exception):
-    """Steps on pieces aren't those on the whole."""
+    """Steps on pieces differ from steps on full tensors."""
 
 
 class _Trial:
-    """Small tensors with gradients of very different sizes, and copies of an optimizer to step on them."""
+    """Small tensors with gradients of very different magnitudes, and copies of an optimizer that step on them."""
 
     def __init__(
         self,
@@ -302,7 +310,7 @@ class _Trial:
             return [[_uneven(shape, spread, generator).to(device) for shape in own] for own in shapes]
 
         self.start = draw(1.0)
-        # Of steps too, some are large and some small.
+        # The magnitude varies between steps, too.
         sizes = [10.0 ** (step % 5 - 2) for step in range(_STEPS)]
         drawn = [draw(2.0) for _ in range(4)]
         self._gradients = [
@@ -311,7 +319,7 @@ class _Trial:
         ]
 
     def run(self, share: _Share) -> torch.optim.Optimizer:
-        """A copy of the optimizer, after some steps on its share of the tensors."""
+        """Make some steps with a copy of the optimizer on its share of the tensors; returns the copy."""
         given = [
             [nn.Parameter(take(own).clone()) for take in takes] for takes, own in zip(share, self.start, strict=True)
         ]
@@ -324,10 +332,10 @@ class _Trial:
         return clone
 
     def compare(self, whole: torch.optim.Optimizer, found: torch.optim.Optimizer, share: _Share, how: str) -> None:
-        """Hold what became of a share against what became of the whole.
+        """Compare weights and states after steps on a share with those after steps on the full tensors.
 
         Raises:
-            _DifferenceError: they aren't the same.
+            _DifferenceError: they differ.
         """
         for group, other, takes, start in zip(whole.param_groups, found.param_groups, share, self.start, strict=True):
             if not _same_numbers(_settings(group), _settings(other)):
@@ -340,8 +348,8 @@ class _Trial:
 
 
 def _uneven(shape: tuple[int, ...], spread: float, generator: torch.Generator) -> torch.Tensor:
-    """Random numbers of sizes that go over several powers of ten, from row to row and from column to column."""
-    # Whatever a script has for its defaults.
+    """Random numbers whose magnitudes vary over several powers of ten between rows and between columns."""
+    # Explicit, because a script may have changed torch's defaults.
     options: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
     values = torch.randn(shape, **options)
     for dim, length in enumerate(shape):
@@ -373,7 +381,7 @@ def _check_moved(trial: _Trial, whole: torch.optim.Optimizer) -> None:
 
 
 def _numbers(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a state has beside tensors of several elements."""
+    """The values of a state that aren't per element."""
     return {key: value for key, value in state.items() if not isinstance(value, torch.Tensor) or value.numel() == 1}
 
 
@@ -387,12 +395,12 @@ def _same_numbers(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
 
 
 def _check_saved(optimizer: torch.optim.Optimizer, tried: torch.optim.Optimizer) -> None:
-    """Refuse what no checkpoint holds, rather than when the first one is to be written."""
+    """Reject an optimizer whose state can't be saved now, rather than when the first checkpoint is written."""
     parameters = {parameter for group in tried.param_groups for parameter in group["params"]}
     kind = type(optimizer).__name__
     try:
         for parameter in parameters:
-            divide(tried.state.get(parameter, {}), Holding.of(parameter, "a parameter"))
+            split_state(tried.state.get(parameter, {}), Holding.of(parameter, "a parameter"))
         others = [key for key in tried.state if key not in parameters]
         if others:
             raise CheckpointError(f"it keeps a state for {others[0]!r}, which is no parameter")
@@ -408,10 +416,11 @@ def _copy_of(
     optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], given: Sequence[list[nn.Parameter]]
 ) -> torch.optim.Optimizer:
     """An optimizer of the same class and settings on other parameters, without a state."""
+    # Without its constructor, whose arguments aren't known.
     clone = object.__new__(type(optimizer))
-    # Whoever has the parameters elsewhere too gets something without elements.
-    nothing = nn.Parameter(torch.empty(0))
-    memo: dict[int, Any] = {id(p): nothing for group in optimizer.param_groups for p in group["params"]}
+    # References to the model's parameters in other attributes become an empty one, so that these aren't copied.
+    empty = nn.Parameter(torch.empty(0))
+    memo: dict[int, Any] = {id(p): empty for group in optimizer.param_groups for p in group["params"]}
     memo[id(optimizer)] = clone
     own = {key: value for key, value in vars(optimizer).items() if key not in ("state", "param_groups", "step")}
     vars(clone).update(copy.deepcopy(own, memo))
@@ -421,7 +430,7 @@ def _copy_of(
         for group, parameters in zip(groups, given, strict=True)
     ]
     for group in clone.param_groups:
-        # Of a size that can be seen, also where a schedule starts from zero.
+        # At least 0.01, so that steps are visible even if a warm-up starts from a learning rate of zero.
         rate, usual = group.get("lr"), optimizer.defaults.get("lr") or 0.0
         if isinstance(rate, torch.Tensor):
             group["lr"] = rate.clamp(min=max(0.01, float(usual)))
@@ -431,7 +440,7 @@ def _copy_of(
 
 
 class _NoCommunication(TorchDispatchMode):
-    """Inside, no collective may run."""
+    """Context in which a collective raises: ranks may not all run the trial, which would then hang."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace in ("c10d", "_c10d_functional"):

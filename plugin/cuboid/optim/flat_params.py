@@ -1,4 +1,4 @@
-"""Parameters end to end in one tensor, with the share of them that this replica's optimizer steps on."""
+"""Flatten parameters into one tensor, of which this replica's optimizer steps all or a share (ZeRO-1)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from cuboid.optim.grad_buffer import GradientBuffer, starts_of, views_of
 
 
 class FlatParameters:
-    """Parameters of one dtype, laid end to end; their gradients; and the masters of this replica's share.
+    """A flat tensor of parameters of one dtype, their gradients, and the master weights of this replica's share.
 
-    Replica r of D steps on the r-th of D equal parts, wherever parameters begin, so that all hold the same: with ZeRO 1
-    (Rajbhandari et al., arXiv 1910.02054, section 5.1). With D = 1 that is the whole.
+    Replica r of D steps the r-th of D equal parts, regardless of where parameters begin, so that all have the same
+    amount (ZeRO-1; Rajbhandari et al., arXiv 1910.02054, section 5.1). With D = 1 that is all of it.
 
     Args:
-        parameters: alike in order on all replicas. Their data moves into the one tensor.
-        master_dtype: of the masters and gradients. Where the parameters have it, they are their own masters.
+        parameters: in the same order on all replicas. Their data is moved into the flat tensor.
+        master_dtype: of the master weights and gradients. If it is ``working_dtype``, parameters are their own masters.
         working_dtype: that the parameters get.
-        share: which part is this replica's, and how many parts there are.
+        share: index of this replica's part, and number of parts.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class FlatParameters:
         length = padded_length(self._starts[-1], parts) // parts
         self._own = range(index * length, (index + 1) * length)
         self._parts = parts
-        # Of the precision that they came with, before the parameters lose it.
+        # Before ``_move`` casts the parameters, so that the masters keep the precision that these were loaded with.
         masters = self._gathered_own(master_dtype) if working_dtype != master_dtype else None
         self._working = self._move(working_dtype)
         self.master = nn.Parameter(self._slice(self._working) if masters is None else masters)
@@ -50,7 +50,7 @@ class FlatParameters:
         self.master.grad = self._share
 
     def reduce(self, group: dist.ProcessGroup | None) -> None:
-        """Add the gradients up over the replicas: all of them, or with several parts this replica's."""
+        """Sum the gradients over the replicas: all of them or, with several parts, this replica's."""
         whole = self._gradients.collect()
         if group is not None and self._parts > 1:
             reduce_scatter_into(self._share, whole, group)
@@ -59,7 +59,7 @@ class FlatParameters:
         self.master.grad = self._share
 
     def reopen(self, replicas: int) -> None:
-        """Undo :meth:`reduce` in such a way that a later one gives the same, and what is added till then."""
+        """Make a later :meth:`reduce` return the present sum plus the gradients that are accumulated until then."""
         if self._parts > 1:
             self._gradients.flat.zero_()
             self._slice(self._gradients.flat).copy_(self._share)
@@ -67,13 +67,13 @@ class FlatParameters:
             self._gradients.flat.div_(replicas)
 
     def clear(self) -> None:
-        """Forget the gradients."""
+        """Zero the gradients."""
         self._gradients.clear()
         if self._parts > 1:
             self._share.zero_()
 
     def publish(self, group: dist.ProcessGroup | None) -> None:
-        """Give the parameters the values of the masters, of all replicas."""
+        """Copy the master weights of all replicas into the parameters."""
         own = self.master.detach()
         if self.master.dtype != self._working.dtype:
             own = own.to(self._working.dtype)
@@ -85,11 +85,11 @@ class FlatParameters:
             self._working.copy_(own)
 
     def weights_changed(self) -> None:
-        """Take the parameters' values over into the masters."""
+        """Copy the parameters into the master weights, after they were loaded."""
         self.master.data.copy_(self._slice(self._working))
 
     def gradients(self, counted: set[int]) -> list[torch.Tensor]:
-        """This replica's share of the gradients of those parameters whose ids are ``counted``; after :meth:`reduce`."""
+        """This replica's share of the reduced gradients of parameters whose ``id`` is in ``counted``."""
         return [
             self._share[offset : offset + numel]
             for parameter, _, offset, numel in self._own_pieces()
@@ -97,17 +97,17 @@ class FlatParameters:
         ]
 
     def holding(self, names: Mapping[int, str]) -> Holding:
-        """What of which parameters the master holds, for checkpoints."""
+        """Which elements of which parameters the master weights are, for checkpoints."""
         slots = tuple(Slot(names[id(parameter)], *place) for parameter, *place in self._own_pieces())
         return Holding(self.master, slots, tuple(names[id(parameter)] for parameter in self._parameters))
 
     @property
     def has_copies(self) -> bool:
-        """Whether the masters are copies in another precision."""
+        """Whether the master weights are copies in another precision."""
         return self.master.dtype != self._working.dtype
 
     def _own_pieces(self) -> Iterator[tuple[nn.Parameter, int, int, int]]:
-        """This replica's share by parameters: each with where its piece starts in it and in the share, and how long."""
+        """This replica's share: for each parameter in it, the piece's offset in parameter and share, and its length."""
         for parameter, (start, _) in zip(self._parameters, pairwise(self._starts), strict=True):
             first, stop = max(start, self._own.start), min(start + parameter.numel(), self._own.stop)
             if first < stop:
@@ -117,7 +117,7 @@ class FlatParameters:
         return flat[self._own.start : self._own.stop]
 
     def _gathered_own(self, dtype: torch.dtype) -> torch.Tensor:
-        """This replica's share of the parameters as they are, zeros between them."""
+        """This replica's share of the parameters' present values, with zeros in alignment gaps."""
         values = torch.zeros(len(self._own), dtype=dtype, device=self._parameters[0].device)
         for parameter, start, offset, numel in self._own_pieces():
             values[offset : offset + numel].copy_(parameter.detach().reshape(-1)[start : start + numel])

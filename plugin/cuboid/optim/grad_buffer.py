@@ -1,4 +1,4 @@
-"""Gradients of many parameters end to end in one tensor, which one message adds up over the replicas."""
+"""A flat buffer for the gradients of many parameters, so that one collective reduces all of them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import nn
 
 from cuboid.distributed.axis_collectives import padded_length
 
-#: Where parameters begin in a tensor of many: at multiples of so many elements, as kernels like their memory.
+#: Parameters begin at multiples of so many elements in a flat tensor, since kernels are faster on aligned memory.
 _ALIGNMENT = 64
 
 
 def starts_of(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """Where each parameter begins in a tensor of all of them; behind them, where the last one ends."""
+    """The offset of each parameter in a flat tensor of all of them; and, as a last item, the end of the last one."""
     starts = [0]
     for parameter in parameters:
         starts.append(starts[-1] + padded_length(parameter.numel(), _ALIGNMENT))
@@ -23,7 +23,7 @@ def starts_of(parameters: Sequence[nn.Parameter]) -> list[int]:
 
 
 def views_of(flat: torch.Tensor, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    """The parameters' places in such a tensor, each in its parameter's shape."""
+    """Views of a flat tensor, one for each parameter, in the parameter's shape."""
     return [
         flat[start : start + parameter.numel()].view(parameter.shape)
         for parameter, (start, _) in zip(parameters, pairwise(starts_of(parameters)), strict=True)
@@ -31,16 +31,15 @@ def views_of(flat: torch.Tensor, parameters: Sequence[nn.Parameter]) -> list[tor
 
 
 class GradientBuffer:
-    """The sum of some parameters' gradients since :meth:`clear`, allocated once.
+    """The accumulated gradients of some parameters since :meth:`clear`, in one tensor that is allocated once.
 
-    Where it has the parameters' dtype, their ``.grad`` lie in it. Where it has another one, each new gradient is added
-    to it as soon as it is there, and ``.grad`` is let go; :func:`gradient_of` gives the sum. A parameter that no loss
-    reaches has a gradient of zeros.
+    If it has the parameters' dtype, their ``.grad`` are views of it. If not, a hook adds each new gradient to it and
+    frees ``.grad``; :func:`gradient_of` gives the sum. A parameter that the loss doesn't depend on has a zero gradient.
 
     Args:
-        parameters: of one dtype, alike in order on all replicas.
+        parameters: of one dtype, in the same order on all replicas.
         dtype: of the sums.
-        numel: elements of the whole, if it is to be longer than what the parameters take.
+        numel: size of the tensor, if it is to be larger than the parameters need.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, numel: int | None = None) -> None:
@@ -52,42 +51,39 @@ class GradientBuffer:
         if not self._in_place:
             for parameter, view in zip(parameters, self._views, strict=True):
                 parameter.main_grad = view  # type: ignore[attr-defined]
-                parameter.register_post_accumulate_grad_hook(_add_to_sum)
+                parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
         self.clear()
 
     def clear(self) -> None:
-        """Start anew, from zero."""
+        """Zero the gradients."""
         self.flat.zero_()
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.grad = view if self._in_place else None
 
     def collect(self) -> torch.Tensor:
-        """All gradients in one tensor, also those whose ``.grad`` somebody has replaced."""
+        """The flat tensor, with the gradients of all parameters."""
         if self._in_place:
             for parameter, view in zip(self._parameters, self._views, strict=True):
-                _take_in(parameter, view)
+                # The user, or an engine, may have assigned another tensor to ``.grad``, or None.
+                if parameter.grad is None:
+                    view.zero_()
+                elif parameter.grad.data_ptr() != view.data_ptr():
+                    view.copy_(parameter.grad)
+                parameter.grad = view
         return self.flat
 
 
 def gradient_of(parameter: nn.Parameter) -> torch.Tensor | None:
-    """A parameter's gradient so far, also where it is summed up in float32 beside ``.grad``."""
-    # By us, and by DeepSpeed's bf16 optimizer.
+    """A parameter's accumulated gradient, also if it is accumulated in float32 outside of ``.grad``."""
+    # ``main_grad`` is ours (see :class:`GradientBuffer`), ``_hp_grad`` that of DeepSpeed's bf16 optimizer.
     for name in ("main_grad", "_hp_grad"):
-        kept: torch.Tensor | None = getattr(parameter, name, None)
-        if kept is not None:
-            return kept
+        accumulated: torch.Tensor | None = getattr(parameter, name, None)
+        if accumulated is not None:
+            return accumulated
     return parameter.grad
 
 
-def _add_to_sum(parameter: torch.Tensor) -> None:
+def _add_to_main_grad(parameter: torch.Tensor) -> None:
     assert parameter.grad is not None
     parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
     parameter.grad = None
-
-
-def _take_in(parameter: nn.Parameter, view: torch.Tensor) -> None:
-    if parameter.grad is None:
-        view.zero_()
-    elif parameter.grad.data_ptr() != view.data_ptr():
-        view.copy_(parameter.grad)
-    parameter.grad = view

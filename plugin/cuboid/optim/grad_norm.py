@@ -1,4 +1,4 @@
-"""The norm of a gradient that is spread over ranks, each element on one of them."""
+"""The norm of a gradient that is sharded over ranks, and clipping by it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def total_norm(
     """The norm of all ranks' gradients as one vector. Collective over the groups.
 
     Args:
-        gradients: this rank's, no element of which any other rank of the groups has.
-        groups: one after the other, the ranks over which the gradient is spread.
+        gradients: this rank's; no other rank of the groups may have the same elements.
+        groups: over which the gradient is sharded; reduced one after the other.
         norm_type: the p of the p-norm; infinity for the largest absolute value.
         like: a tensor of the model's dtype on its device.
 
     Returns:
-        A tensor of no dims, alike on all ranks; in float64 for a model in float64, else in float32.
+        A tensor without dims, the same on all ranks; in float64 for a model in float64, else in float32.
     """
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     norms = [torch.linalg.vector_norm(gradient, norm_type, dtype=dtype) for gradient in gradients if gradient.numel()]
@@ -37,8 +37,8 @@ def total_norm(
 
 
 def scale_to(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Make gradients of a norm shorter, if it is longer than ``max_norm``; as ``torch.nn.utils`` does it."""
-    # No look at the number, for which the host would have to wait.
+    """Scale gradients of a given norm to ``max_norm`` if it is larger, as ``torch.nn.utils.clip_grad_norm_`` does."""
+    # Computed on the device: an ``if`` on the norm would make the host wait for it.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.dtype))

@@ -1,1 +1,1 @@
-"""Closed formulas of bytes and memory, and the search for the mesh that moves the fewest bytes."""
+"""Closed formulas for communication and memory, and the search for the mesh with the least communication."""

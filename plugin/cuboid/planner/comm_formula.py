@@ -1,6 +1,6 @@
-"""How many bytes one transformer layer makes a rank send: the closed count behind ``"mesh": "auto"``.
+"""Bytes that one transformer layer makes a rank send, by a closed formula; ``"mesh": "auto"`` minimizes it.
 
-docs/traffic.md derives it; a test holds the counter of a real layer against it.
+docs/traffic.md derives it; a test compares it with the bytes that a real layer sends.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from cuboid.distributed.topology import Axis, MeshShape
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Feature counts of a layer, unsplit.
+    """Feature counts of a full (unsharded) layer.
 
     Args:
         hidden: H, the residual stream.
-        query: query heads × features of each.
-        key_value: key (or value) heads × features of each; ``summed`` where they can't be scattered.
+        query: query heads × head dim.
+        key_value: key (or value) heads × head dim.
         intermediate: F, the MLP's inner size.
         gated: whether the MLP has two "up" projections.
-        summed: key (or value) features that each rank multiplies where they are all-reduced over `hidden`.
+        summed: if there are too few key/value heads to scatter their product over `hidden`, it is all-reduced instead:
+            the key (or value) features that each rank computes then. Else None.
         whole_key_value: whether that product needs the key/value weights of all `sequence` ranks.
-        norm: which statistics are exchanged.
-        qkv_bias, out_bias, mlp_bias: biases of those projections.
+        norm: kind of norm, which determines the statistics that are communicated.
+        qkv_bias, out_bias, mlp_bias: whether these projections have biases.
     """
 
     hidden: int
@@ -43,7 +44,7 @@ class BlockSizes:
 
 
 class _Count:
-    """Adds up what collectives of given whole sizes send."""
+    """Sums up the bytes that collectives of given total sizes send."""
 
     def __init__(self, mesh: MeshShape) -> None:
         self._mesh = mesh
@@ -71,7 +72,7 @@ def layer_bytes(
     Args:
         sizes: the layer.
         mesh: b × s × h.
-        batch: rows of the micro-batch that the mesh is given.
+        batch: rows of the mesh's micro-batch.
         length: sequence length, a multiple of s.
         element_bytes: of an activation or weight.
         statistic_bytes: of a norm's statistics.
@@ -80,8 +81,8 @@ def layer_bytes(
     count = _Count(mesh)
     tokens = batch / mesh.batch * length
     residual = tokens * sizes.hidden / mesh.hidden * element_bytes
-    # Two blocks: gather at the entrance, again in backward, and scatter of its gradient; scatter at the exit, and
-    # gather of its gradient.
+    # For each of the two blocks: input gather in forward and again in backward, and reduce-scatter of its gradient;
+    # output reduce-scatter, and gather of its gradient. A reduce-scatter sends as much as an all-gather.
     count.add("all_gather", ("sequence",), residual, 2 * 5)
     _add_projections(count, sizes, mesh, tokens * element_bytes / mesh.sequence)
     _add_weights(count, sizes, mesh, element_bytes, times=3 if weight_gather == "layer" else 2)
@@ -91,20 +92,20 @@ def layer_bytes(
 
 
 def _add_projections(count: _Count, sizes: BlockSizes, mesh: MeshShape, per_feature: float) -> None:
-    """Exchanges of features over `hidden`; ``per_feature`` is the bytes of one feature in a `sequence` block."""
+    """Communication of activations over `hidden`; ``per_feature``: bytes of one feature in a `sequence` block."""
     scattered = sizes.query + (2 if sizes.gated else 1) * sizes.intermediate
     if sizes.summed is None:
         scattered += 2 * sizes.key_value
     else:
-        # Key and value, forward and backward.
+        # For key and value, in forward and backward.
         count.add("all_reduce", ("hidden",), per_feature * mesh.sequence * sizes.summed, 4)
     count.add("reduce_scatter", ("hidden",), per_feature * scattered, 2)
-    # Gather before "down", again in backward, and scatter of its gradient.
+    # Input of "down": gather in forward and again in backward, and reduce-scatter of its gradient.
     count.add("all_gather", ("hidden",), per_feature * (sizes.query + sizes.intermediate), 3)
 
 
 def _add_weights(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_bytes: int, times: int) -> None:
-    """Gather of each weight's block, perhaps again in backward, and scatter of its gradient."""
+    """Gather of each weight's block, unless kept again in backward, and reduce-scatter of its gradient."""
     projections = 2 * sizes.query + (3 if sizes.gated else 2) * sizes.intermediate
     key_value = 2 * sizes.key_value * sizes.hidden * element_bytes / mesh.hidden
     if sizes.whole_key_value:
@@ -123,13 +124,13 @@ def _add_norms(count: _Count, sizes: BlockSizes, mesh: MeshShape, statistics: fl
         parameters = 2
         count.add("all_gather", ("hidden",), 2 * statistics * mesh.hidden, 2)
         count.add("all_reduce", ("hidden",), 2 * statistics, 2)
-    # Two norms, gather in forward and scatter of the gradient.
+    # For each of the two norms, gather in forward and reduce-scatter of the gradient.
     vector = sizes.hidden * element_bytes / mesh.hidden
     count.add("all_gather", ("batch", "sequence"), vector, 2 * 2 * parameters)
 
 
 def _add_biases(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_bytes: int) -> None:
-    """Gather in forward and scatter of the gradient."""
+    """Gather in forward and reduce-scatter of the gradient, for each bias."""
     split = element_bytes / (mesh.sequence * mesh.hidden)
     if sizes.qkv_bias and sizes.summed is None:
         count.add("all_gather", ("batch",), (sizes.query + 2 * sizes.key_value) * split, 2)

@@ -1,6 +1,6 @@
-"""What a model sends and keeps on a rank besides its layers: embedding, last norm, head and loss, as closed counts.
+"""Communication and activation memory of embedding, last norm, head and loss, by closed formulas.
 
-docs/formulas.md has them as tables; tests/test_memory_formula.py holds running models against them.
+docs/formulas.md has them as tables; tests/test_memory_formula.py compares them with running models.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from cuboid.distributed.comm_counter import Operation, axes_label, sent_bytes
 from cuboid.distributed.topology import AXES, Axis, MeshShape
 from cuboid.planner.layer_memory import norm_kept_bytes, statistic_bytes, whole_shards
 
-#: Of ids and labels.
+#: Size of a token id or label.
 _INDEX_BYTES = 8
-#: Of a micro-batch, what its ranks compare: seven numbers; see cuboid.models.batch.batch_check.
+#: Seven numbers by which ranks check that they have the same micro-batch; see cuboid.models.batch.batch_check.
 _SUMMARY_BYTES = 56
 
-#: A collective over axes of a tensor of so many bytes, so many times.
+#: A collective, its axes, the bytes of its full tensor, and how often it runs.
 _Call = tuple[Operation, tuple[Axis, ...], int, int]
 
 
 @dataclass(frozen=True)
 class EndSizes:
-    """What is before the first layer and behind the last one.
+    """Sizes of the modules before the first layer and behind the last one.
 
     Args:
         hidden: H.
         vocabulary: V, of embedding and head.
-        positions: how many positions have an embedding of their own; 0 where they have none.
-        rotary: features of a head that rotary tables are made for; 0 where there are none.
-        norm: which statistics the last norm keeps and exchanges.
+        positions: number of learned position embeddings; 0 for none.
+        rotary: features of a head's rotary tables; 0 for none.
+        norm: kind of the last norm, which determines its statistics.
     """
 
     hidden: int
@@ -46,15 +46,15 @@ class EndSizes:
 def end_kept_bytes(
     ends: EndSizes, mesh: MeshShape, batch: int, length: int, *, element_bytes: int = 2
 ) -> dict[Literal["embedding", "norm", "head"], int]:
-    """Bytes that a rank keeps from forward to backward, by what keeps them.
+    """Bytes that a rank keeps from forward to backward, by module.
 
-    The loss has its gradient computed with it, chunk by chunk, so that no logits are kept: what waits for backward are
+    The loss computes its gradient in forward, chunk by chunk, so that no logits are kept: what is kept for backward are
     the gradients of the head's input and weight.
 
     Args:
-        ends: the model's ends.
+        ends: sizes of the modules.
         mesh: b × s × h.
-        batch: rows of the micro-batch that the mesh is given, a multiple of b.
+        batch: rows of the mesh's micro-batch, a multiple of b.
         length: sequence length, a multiple of s and of h.
         element_bytes: of an activation or weight.
     """
@@ -91,28 +91,28 @@ def _calls(ends: EndSizes, mesh: MeshShape, batch: int, length: int, element_byt
     statistic = statistic_bytes(element_bytes)
     row = own_hidden * element_bytes
     rows = _table_rows(ends.vocabulary, mesh)
-    # Embedding: the table, and its gradient; what was found, and its gradient.
+    # Embedding: the table and its gradient; the looked-up rows and their gradient.
     yield "all_gather", ("batch",), rows * row, 2
     yield "reduce_scatter", ("sequence",), tokens * row, 2
     if ends.positions:
         yield "all_gather", ("batch",), _table_rows(ends.positions, mesh) * row, 2
         yield "reduce_scatter", ("sequence",), length * row, 2
     yield from _norm_calls(ends, mesh, tokens // mesh.sequence * statistic, element_bytes)
-    # Head: the input, again for the weight's gradient, and its own gradient; the weight, and its gradient; logits, and
-    # their gradient.
+    # Head: the input, once more for the weight's gradient, and its own gradient; the weight and its gradient; the
+    # logits and their gradient.
     yield "all_gather", ("sequence",), tokens * row, 3
     yield "all_gather", ("batch",), rows * row, 2
     yield "reduce_scatter", ("hidden",), tokens * rows * element_bytes, 2
-    # Loss: the largest logit; sums of exponentials and the label's logit; the total, and how many labels count.
+    # Loss: the largest logit; sums of exponentials and the label's logit; the total, and the number of labels.
     yield "all_reduce", ("sequence",), tokens // mesh.hidden * statistic, 1
     yield "all_reduce", ("sequence",), 2 * (tokens // mesh.hidden) * statistic, 1
     yield "all_reduce", ("batch", "hidden"), statistic, 1
     yield "all_reduce", ("batch",), statistic, 1
-    # The model's own forward makes logits of the fewest positions that the head takes, which nobody needs.
+    # The model's own forward still computes logits, of the fewest positions that the head accepts; they aren't used.
     few = batch // mesh.batch * math.lcm(mesh.sequence, mesh.hidden)
     yield "all_gather", ("sequence",), few * row, 1
     yield "reduce_scatter", ("hidden",), few * rows * element_bytes, 1
-    # And before all that every rank makes sure that all were given the same batch.
+    # Before the forward, ranks check that they all have the same batch.
     yield "all_gather", AXES, _SUMMARY_BYTES * mesh.size, 1
 
 
@@ -129,5 +129,5 @@ def _norm_calls(ends: EndSizes, mesh: MeshShape, statistics: int, element_bytes:
 
 
 def _table_rows(rows: int, mesh: MeshShape) -> int:
-    """Rows of a table's block: whole shards, the last ones padded."""
+    """Rows of a table's block, with the padding of its shards."""
     return whole_shards(math.ceil(rows / mesh.sequence), mesh.batch)

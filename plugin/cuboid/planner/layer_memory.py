@@ -1,7 +1,7 @@
-"""How many bytes a layer keeps on a rank between forward and backward, and what a rank holds of the model itself.
+"""Activation memory of a layer, and memory of a rank's parameters and optimizer states, by closed formulas.
 
-docs/formulas.md has these closed counts as tables; tests/test_memory_formula.py holds them against what autograd saves
-in running models. They hold without dropout and activation checkpointing, for attention kernels that keep no scores.
+docs/formulas.md has them as tables; tests/test_memory_formula.py compares them with what autograd saves in running
+models. They hold without dropout and activation checkpointing, for attention kernels that don't keep the scores.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Literal
 from cuboid.distributed.topology import MeshShape
 from cuboid.planner.comm_formula import BlockSizes
 
-#: What keeps something: inputs of linear layers, attention between its projections, norms, and the MLP between its.
+#: What keeps activations: inputs of linear layers, attention between its projections, norms, the MLP's nonlinearity.
 Keeper = Literal["linear_inputs", "attention", "norms", "nonlinearity"]
 
 
 @dataclass(frozen=True)
 class KeptSizes:
-    """What a layer's memory depends on, besides :class:`~cuboid.planner.comm_formula.BlockSizes`.
+    """Sizes that determine a layer's memory, besides :class:`~cuboid.planner.comm_formula.BlockSizes`.
 
     Args:
-        query_heads: of the whole model.
-        key_value: key (or value) features that this rank's attention reads: heads × features of each.
-        nonlinearity: tensors of F features that the MLP keeps between its projections. 3 for silu(gate) · up: gate, up,
-            and silu(gate); 1 for a GELU that is one kernel; 4 for the one that GPT-2 composes.
+        query_heads: of the full model.
+        key_value: key (or value) features that this rank's attention reads: heads × head dim.
+        nonlinearity: number of tensors of F features that the MLP keeps between its projections. 3 for silu(gate) · up:
+            gate, up, and silu(gate); 1 for a GELU that is one kernel; 4 for GPT-2's, which is composed of several.
         head_norms: whether queries and keys have a norm for each head.
     """
 
@@ -38,14 +38,13 @@ class KeptSizes:
 def state_bytes(
     parameters: int, mesh: MeshShape, *, element_bytes: int = 2, optimizer_bytes: int = 12
 ) -> dict[Literal["parameters", "gradients", "optimizer"], int]:
-    """Bytes that a rank holds of the model itself, between steps; padding of what doesn't divide by the mesh not.
+    """Bytes of a rank's parameters, gradients and optimizer states between steps, without padding of uneven shards.
 
     Args:
-        parameters: how many numbers the whole model has.
-        mesh: b × s × h. Every number has one owner in it.
+        parameters: number of parameters of the full model.
+        mesh: b × s × h; each parameter has one owner in it.
         element_bytes: of a parameter, and of its gradient.
-        optimizer_bytes: for each parameter: 8 for Adam's two moments in float32, 12 with a float32 copy of weights that
-            are trained in 16 bits.
+        optimizer_bytes: per parameter: 8 for Adam's two moments in float32, 12 with float32 master weights.
     """
     own = parameters // mesh.size
     return {"parameters": own * element_bytes, "gradients": own * element_bytes, "optimizer": own * optimizer_bytes}
@@ -54,12 +53,12 @@ def state_bytes(
 def layer_kept_bytes(
     sizes: BlockSizes, kept: KeptSizes, mesh: MeshShape, batch: int, length: int, *, element_bytes: int = 2
 ) -> dict[Keeper, int]:
-    """Bytes that one layer keeps on a rank from its forward to its backward, by what keeps them; parameters not.
+    """Bytes of activations that one layer keeps on a rank from forward to backward.
 
     Args:
-        sizes, kept: the layer.
+        sizes, kept: of the layer.
         mesh: b × s × h.
-        batch: rows of the micro-batch that the mesh is given, a multiple of b.
+        batch: rows of the mesh's micro-batch, a multiple of b.
         length: sequence length, a multiple of s and of h.
         element_bytes: of an activation or weight.
     """
@@ -74,7 +73,7 @@ def layer_kept_bytes(
     if kept.head_norms:
         attention += _head_norms(sizes, kept, mesh, tokens, element_bytes)
     return {
-        # Of both blocks' "up" projections, which share theirs; of o, where it is attention's output too; of "down".
+        # The shared input of each block's "up" projections; that of o, which is attention's output; that of "down".
         "linear_inputs": 2 * residual + query + inner,
         "attention": attention,
         "norms": 2 * norm_kept_bytes(sizes.hidden, sizes.norm, mesh, tokens, element_bytes),
@@ -85,7 +84,10 @@ def layer_kept_bytes(
 def block_bytes(
     shape: tuple[int, int], kind: Literal["up", "down", "head"], mesh: MeshShape, element_bytes: int
 ) -> int:
-    """What a rank multiplies with: a weight ``[out, in]`` (head: ``[V, H]``) as gathered for one product."""
+    """Size of a weight's unsharded block, with which a rank multiplies.
+
+    ``shape`` is that of the full weight: ``[out, in]``; ``[V, H]`` for the head.
+    """
     rows, columns = shape
     if kind == "up":
         return rows // mesh.sequence * (columns // mesh.hidden) * element_bytes
@@ -95,17 +97,17 @@ def block_bytes(
 
 
 def whole_shards(length: int, ranks: int) -> int:
-    """So many elements gathered from shards of equal size, the last ones padded."""
+    """``length``, rounded up to shards of equal size."""
     return math.ceil(length / ranks) * ranks
 
 
 def statistic_bytes(element_bytes: int) -> int:
-    """Of a norm's, softmax's or loss's statistic: they are kept and exchanged in at least float32."""
+    """Size of a statistic of a norm, softmax or loss, which are kept and communicated in at least float32."""
     return max(element_bytes, 4)
 
 
 def norm_kept_bytes(hidden: int, norm: str, mesh: MeshShape, tokens: int, element_bytes: int) -> int:
-    """Its input, one or two statistics of each token, and its weight where that had to be gathered."""
+    """Activation memory of a norm: its input, one or two statistics per token, and its weight if it was gathered."""
     own_tokens, own_hidden = tokens // mesh.sequence, hidden // mesh.hidden
     statistics = (1 if norm == "rms" else 2) * own_tokens * statistic_bytes(element_bytes)
     others = mesh.of("batch", "sequence")
@@ -114,7 +116,7 @@ def norm_kept_bytes(hidden: int, norm: str, mesh: MeshShape, tokens: int, elemen
 
 
 def _head_norms(sizes: BlockSizes, kept: KeptSizes, mesh: MeshShape, tokens: int, element_bytes: int) -> int:
-    """Of queries and keys: the input in at least float32, the normed one, a statistic of each head, and the weights."""
+    """Of queries and keys: the input in at least float32, the normalized one, a statistic per head, and the weights."""
     head_dim = sizes.query // kept.query_heads
     features = sizes.query // (mesh.sequence * mesh.hidden) + kept.key_value
     wide = statistic_bytes(element_bytes)

@@ -1,4 +1,4 @@
-"""``"mesh": "auto"``: the mesh that moves the fewest bytes, by a closed count."""
+"""``"mesh": "auto"``: choose the mesh whose layers send the fewest bytes, by the closed formula."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from cuboid.models.architectures.roles import find_roles
 from cuboid.models.sharded.parallel_plan import fitting_meshes, out_features
 from cuboid.planner.comm_formula import BlockSizes, layer_bytes
 
-#: What the count assumes where the config doesn't say how many rows a micro-batch has, and for the sequence length,
-#: which nobody knows when weights are loaded. The choice depends on their product only weakly.
+#: Assumed rows of a micro-batch, if the config doesn't have them, and sequence length, which isn't known yet when
+#: weights are loaded. The choice depends on their product only weakly.
 _ASSUMED_BATCH, _ASSUMED_LENGTH = 8, 2048
-#: And where a pipeline is to find out by itself into how many segments it cuts them.
+#: Assumed number of segments of a pipeline that chooses it itself.
 _ASSUMED_SEGMENTS = 4
 
 
@@ -37,7 +37,11 @@ def choose_mesh(model: PreTrainedModel, config: CuboidConfig) -> MeshShape:
             f"no mesh of tensor_parallel.size = {settings.mesh_size} ranks fits {type(model).__name__} and "
             f"train_micro_batch_size_per_gpu = {rows}; a multiple of {settings.mesh_size} rows always does"
         )
-    length = _tokens_at_a_time(model, config)
+    # Weights are gathered, and their gradients reduced, once for each segment.
+    length: int = min(_ASSUMED_LENGTH, model.config.max_position_embeddings)
+    if config.pipeline is not None:
+        segments = config.pipeline.segments
+        length = max(1, length // (_ASSUMED_SEGMENTS if segments == "auto" else segments))
 
     def sent(mesh: MeshShape) -> int:
         sizes = block_sizes(model, mesh)
@@ -47,17 +51,8 @@ def choose_mesh(model: PreTrainedModel, config: CuboidConfig) -> MeshShape:
     return min(fitting, key=sent)
 
 
-def _tokens_at_a_time(model: PreTrainedModel, config: CuboidConfig) -> int:
-    """Of a row: those that share one gather of the weights and one reduction of their gradients."""
-    length: int = min(_ASSUMED_LENGTH, model.config.max_position_embeddings)
-    if config.pipeline is None:
-        return length
-    segments = config.pipeline.segments
-    return max(1, length // (_ASSUMED_SEGMENTS if segments == "auto" else segments))
-
-
 def block_sizes(model: PreTrainedModel, mesh: MeshShape) -> BlockSizes:
-    """The sizes that the count needs, read off the model's first layer."""
+    """The sizes of the model's first layer, which stand for all."""
     layer = [(model.get_submodule(name), role) for name, role in find_roles(model).items() if ".0." in name]
     counts = HeadCounts.of(model.config)
     plan = plan_key_value_heads(counts, mesh, Coordinate(0, 0, 0, 0, 0))

@@ -1,4 +1,4 @@
-"""What the closed counts of kept activations need to know of a model, read off it."""
+"""Apply the formulas for activation memory to a model."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from cuboid.planner.end_memory import EndSizes, end_kept_bytes
 from cuboid.planner.layer_memory import KeptSizes, layer_kept_bytes
 from cuboid.planner.mesh_search import block_sizes
 
-#: Under these names configs have the probabilities of dropout, and what their nonlinearity is called.
+#: Keys of models' configs for dropout probabilities, and for the name of the nonlinearity.
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")
 _NONLINEARITIES = ("hidden_act", "activation_function")
 
 
 def kept_sizes(model: PreTrainedModel, mesh: MeshShape, at: Coordinate) -> KeptSizes:
-    """Sizes of any layer of a model, whole and perhaps on the meta device.
+    """Sizes of a model's layers.
 
     Args:
-        model: of an architecture with rules for a mesh.
-        mesh, at: the mesh, and where in it the rank is: with few key/value heads some ranks keep more of them.
+        model: a full model of an architecture with a parallel plan; may be on the meta device.
+        mesh, at: the mesh, and the rank's coordinate: with few key/value heads, some ranks keep more of them.
 
     Raises:
-        UnsupportedModelError: what it keeps has no closed count: attention scores, or masks of dropout.
+        UnsupportedModelError: it keeps attention scores or dropout masks, for which there is no formula.
     """
     _check_countable(model)
     counts = HeadCounts.of(model.config)
@@ -43,7 +43,7 @@ def kept_sizes(model: PreTrainedModel, mesh: MeshShape, at: Coordinate) -> KeptS
 
 
 def end_sizes(model: PreTrainedModel) -> EndSizes:
-    """Sizes of what is before a whole model's first layer and behind its last one."""
+    """Sizes of a full model's modules before the first layer and behind the last one."""
     config = model.config
     roles = find_roles(model).values()
     learned = sum(role.kind == "embedding" for role in roles) > 1
@@ -59,7 +59,7 @@ def end_sizes(model: PreTrainedModel) -> EndSizes:
 def model_kept_bytes(
     model: PreTrainedModel, mesh: MeshShape, at: Coordinate, batch: int, length: int, *, element_bytes: int
 ) -> dict[str, int]:
-    """Bytes that a rank keeps between a whole model's forward and backward, by what keeps them.
+    """Bytes that a rank keeps from forward to backward of a full model, by what keeps them.
 
     Args:
         model, mesh, at: as of :func:`kept_sizes`.
@@ -91,7 +91,7 @@ def _check_countable(model: PreTrainedModel) -> None:
 
 
 def _kept_by_nonlinearity(model: PreTrainedModel, *, gated: bool) -> int:
-    """Tensors that the MLP keeps between its projections, found out by running it on a few numbers."""
+    """Number of tensors that the MLP keeps between its projections, found by running the nonlinearity."""
     name = next(getattr(model.config, name) for name in _NONLINEARITIES if hasattr(model.config, name))
     features, up = (torch.ones(8, device="cpu", requires_grad=True).clone() for _ in range(2))
     kept: set[int] = set()
@@ -99,7 +99,7 @@ def _kept_by_nonlinearity(model: PreTrainedModel, *, gated: bool) -> int:
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         if x.numel() == features.numel():
-            # As long as it is referred to, no other storage can come to its address.
+            # Kept alive, so that no other tensor is allocated at its address.
             alive.append(x.detach())
             kept.add(_address(x))
         return x
@@ -107,7 +107,7 @@ def _kept_by_nonlinearity(model: PreTrainedModel, *, gated: bool) -> int:
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         result: Any = ACT2FN[name](features)
         result = result * up if gated else result
-    # "Down" keeps the result itself, as its input.
+    # Without the result, which counts as the input of "down".
     return len(kept - {_address(result)})
 
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: written on the way, and resumed from."""
+"""Write a run's checkpoints, and resume from them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Keeper:
     Attributes:
         engine: what ``deepspeed.initialize`` returned.
         job: of the run.
-        data: what the run learns from.
+        data: description of the training data.
         global_batch: sequences of one optimizer step, over all ranks.
         started: when this process began, by ``time.perf_counter``.
-        progress: is told what happens.
+        progress: for messages.
     """
 
     engine: Any
@@ -39,7 +39,7 @@ class Keeper:
 
     @property
     def resumed_after(self) -> list[int]:
-        """Steps after which a process went on with the run."""
+        """The steps after which the run was resumed, by this process or earlier ones."""
         if self.job.resumed is None:
             return []
         state = self.job.resumed.state
@@ -47,15 +47,15 @@ class Keeper:
 
     @property
     def wall_s(self) -> float:
-        """Seconds of the run so far, earlier processes' included."""
+        """Seconds of the run so far, including earlier processes."""
         earlier = 0.0 if self.job.resumed is None else self.job.resumed.state.wall_s
         return earlier + time.perf_counter() - self.started
 
     def begin(self) -> History:
-        """The history of the run so far, with the engine as it was then; collective.
+        """Restore the engine from the checkpoint to resume from, if any, and return the run's history; collective.
 
         Raises:
-            CheckpointError: the checkpoint to resume from isn't whole, or of another model or optimizer.
+            CheckpointError: the checkpoint is damaged, or of another model or optimizer.
         """
         if self.job.resumed is None:
             return History()
@@ -68,10 +68,10 @@ class Keeper:
         return History(list(state.train_losses), list(state.heldout_losses), earlier_step_s=state.step_s)
 
     def save(self, history: History) -> Path | None:
-        """Write a checkpoint, or begin to; collective.
+        """Write a checkpoint, or start to if the config says asynchronously; collective.
 
         Returns:
-            Where it is or is going to be; None where it could not be written and the config says to train on.
+            Its path; None if it could not be written and the config says to continue then.
 
         Raises:
             CheckpointError: it could not be written.

@@ -1,8 +1,8 @@
-"""Two ways to drive an engine: micro-batch by micro-batch, or a whole optimizer step at once through a pipeline."""
+"""Two ways to drive an engine: micro-batch by micro-batch, or an optimizer step at a time through a pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -16,9 +16,9 @@ from cuboid.train.process import total
 
 
 class Driver(Protocol):
-    """What the loop asks of an engine. Both calls are collective and give the same number on every rank.
+    """The loop's interface to an engine. Both calls are collective and return the same number on every rank.
 
-    With the numbers, the ranks tell one another whether they were asked to stop.
+    In the same all-reduce as the loss, the ranks agree on whether to stop.
     """
 
     def train(self, micro_batches: Iterable[Tensor]) -> float:
@@ -33,7 +33,7 @@ class Driver(Protocol):
         ...
 
     def evaluate(self, batches: Iterable[HeldoutBatch]) -> float:
-        """Mean loss per predicted token over the batches of all replicas, each of which gives equally many."""
+        """Mean loss per predicted token over the batches of all replicas, which must all have the same number."""
         ...
 
 
@@ -96,32 +96,27 @@ class PipelineDriver:
     def train(self, micro_batches: Iterable[Tensor]) -> float:
         """See :class:`Driver`."""
         loss = float(self.engine.train_batch({"input_ids": ids, "labels": ids} for ids in micro_batches))
-        # The engine's loss is everyone's already, so that there is no sum of the loop's own to add this to.
+        # The engine's loss is the mean over all ranks already, so the agreement needs an all-reduce of its own.
         self.interrupts.agree(total(self.interrupts.own(), self.device))
         return loss
 
     def evaluate(self, batches: Iterable[HeldoutBatch]) -> float:
         """See :class:`Driver`."""
         loss_sum, tokens = 0.0, 0
-        for group in _groups(batches, self.accumulation):
+        rest = iter(batches)
+        while group := list(islice(rest, self.accumulation)):
             feed = ({"input_ids": batch.input_ids, "labels": batch.labels} for batch in group)
             loss = float(self.engine.eval_batch(feed, num_micro_batches=len(group)))
             own = sum(batch.tokens for batch in group)
-            # The loss is the mean over the tokens of all replicas; weighted by each one's own they add up to the same.
+            # The loss is the mean over all replicas' tokens, on each of them. Weighted with each replica's own tokens,
+            # the sum over replicas in ``mean`` gives the total.
             loss_sum += loss * own
             tokens += own
         return mean(loss_sum / max(tokens, 1), tokens, self.device, self.interrupts)
 
 
 def mean(value: float, weight: float, device: torch.device, interrupts: Interrupts) -> float:
-    """Weighted mean of one number per rank over all ranks, which agree by the way on whether to stop; collective."""
+    """Weighted mean of one number per rank, in one all-reduce with the agreement on whether to stop; collective."""
     weighted, weights, *asked = total([value * weight, weight, *interrupts.own()], device)
     interrupts.agree(asked)
     return weighted / weights
-
-
-def _groups(batches: Iterable[HeldoutBatch], size: int) -> Iterator[list[HeldoutBatch]]:
-    """The batches in lists of ``size``, the last one perhaps shorter."""
-    rest = iter(batches)
-    while group := list(islice(rest, size)):
-        yield group

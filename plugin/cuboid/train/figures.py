@@ -1,4 +1,4 @@
-"""The report of a run: figures of each rank, of the pipeline if there is one, and all of it together."""
+"""Collect the figures of a finished run into its report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cuboid.train.reporting.report import (
 
 
 def make_report(keeper: Keeper, loop: Loop, history: History, world: World, device: torch.device) -> Report:
-    """Everything about a run that is done; collective."""
+    """The report of a finished run; collective."""
     job, mesh = keeper.job, cuboid.mesh_of(loop.engine)
     shape, options = mesh.shape, job.options
     return Report(
@@ -58,7 +58,9 @@ def make_report(keeper: Keeper, loop: Loop, history: History, world: World, devi
             step_s=history.mean_step_s,
             wall_s=keeper.wall_s,
         ),
-        parameters=sum(gather(own_parameters(loop.engine), world)) // loop.share.replicas,
+        # Without a stage's copies of tied parameters, which the first stage counts.
+        parameters=sum(gather(sum(p.numel() for p in loop.engine.module.counted_parameters()), world))
+        // loop.share.replicas,
         memory_kind=memory.kind(),
         ranks=gather(rank_figures(loop.engine, history.sent_bytes), world),
         train_losses=history.losses,
@@ -83,13 +85,8 @@ def rank_figures(engine: Any, sent_bytes: dict[str, int]) -> RankFigures:
     )
 
 
-def own_parameters(engine: Any) -> int:
-    """Parameters that count on this rank: without its copies of tied ones that the first stage has too."""
-    return sum(parameter.numel() for parameter in engine.module.counted_parameters())
-
-
 def pipeline_figures(job: Job, engine: Any) -> PipelineFigures:
-    """How the model and sequences of full length were cut, and the trace that was taken."""
+    """How the layers and sequences of full length were divided, and the trace, if one was taken."""
     asked = cuboid.parse_config(job.config).pipeline
     assert asked is not None
     lengths = engine.pipeline.segment_lengths(job.options.sequence_length, job.accumulation)
@@ -103,7 +100,7 @@ def pipeline_figures(job: Job, engine: Any) -> PipelineFigures:
 
 
 def _trace_figures(folder: Path, step: int) -> TraceFigures | None:
-    """What the first rank wrote; None where another machine's files aren't seen."""
+    """The trace that rank 0 wrote; None on machines that don't see its files."""
     perfetto = folder / f"step_{step}.json"
     if not perfetto.is_file():
         return None

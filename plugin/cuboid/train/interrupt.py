@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, which end a run after the step that is running, on all ranks alike."""
+"""Handle Ctrl-C and SIGTERM: all ranks stop together, after the current step."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _SHOW_CURSOR = b"\x1b[?25h\n"
 
 
 class Interrupts:
-    """What this rank was asked, and what all ranks together were. Use it as a context manager, in the main thread.
+    """The signals of this rank, and what all ranks agreed on. Use it as a context manager, in the main thread.
 
-    Until :meth:`defer` is called, a signal ends the process at once: there is nothing to be saved yet. From then on the
-    first one is noted only, and so is every SIGTERM: launchers send one after the Ctrl-C that all have got. A second
-    Ctrl-C ends the process at once.
+    Until :meth:`defer` is called, a signal ends the process at once, since there is nothing to save yet. After that,
+    the first signal is only recorded, and so is every SIGTERM, because launchers send one after the Ctrl-C that all
+    ranks have received. A second Ctrl-C ends the process at once.
 
-    Signals are read by a thread, since Python's own handlers would wait for the main thread's next instruction, and
-    that may be inside a collective which never ends.
+    Signals are read by a thread. Python's own handlers would run at the main thread's next instruction, which may be
+    after a collective that never ends.
 
     Attributes:
         stop: the signal that all ranks agree to stop for; see :meth:`agree`.
@@ -47,17 +47,17 @@ class Interrupts:
         self._writer.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._thread.start()
-        # The thread does the work; a handler has to be there for Python to tell it.
-        self._replaced = {number: signal.signal(number, _handled_elsewhere) for number in _SIGNALS}
+        # Python writes to the wake-up file descriptor only for signals that have a Python handler.
+        self._replaced = {number: signal.signal(number, _ignore) for number in _SIGNALS}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        users = isinstance(error, CuboidError) and not isinstance(error, RankError | PeerLostError)
-        lost = isinstance(error, Exception) and not users
-        if lost:
-            # Perhaps another rank has ended already on the signal that is about to arrive here.
+        is_user_error = isinstance(error, CuboidError) and not isinstance(error, RankError | PeerLostError)
+        may_be_lost_peer = isinstance(error, Exception) and not is_user_error
+        if may_be_lost_peer:
+            # Another rank may have exited because of a signal that hasn't arrived here yet.
             time.sleep(_ECHO_S)
         for number, handler in self._replaced.items():
             signal.signal(number, handler)
@@ -65,25 +65,25 @@ class Interrupts:
         self._writer.close()
         self._thread.join()
         self._reader.close()
-        if lost and self._seen:
-            # Signals that come in short order may have arrived as one here, but the others have ended on the second.
+        if may_be_lost_peer and self._seen:
+            # Two signals in quick succession may have arrived as one here, while another rank exited on the second.
             print(f"cuboid: stopping failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             raise SystemExit(128 + min(self._seen)) from None
 
-    def defer(self, tell: Callable[[], None]) -> None:
-        """From now on, only note the first signal.
+    def defer(self, on_first: Callable[[], None]) -> None:
+        """From now on, only record the first signal.
 
         Args:
-            tell: is called when it comes, in another thread.
+            on_first: called when it arrives, in another thread.
         """
-        self._deferred = tell
+        self._deferred = on_first
 
     def own(self) -> list[float]:
-        """What this rank was asked: for each kind of signal, 1 or 0."""
+        """For each kind of signal, 1 if this rank received it, else 0."""
         return [float(number in self._seen) for number in _SIGNALS]
 
     def agree(self, totals: Sequence[float]) -> None:
-        """Take over what all ranks were asked.
+        """Set :attr:`stop` if any rank received a signal.
 
         Args:
             totals: the sum of :meth:`own` over all ranks.
@@ -94,27 +94,27 @@ class Interrupts:
 
     def _watch(self) -> None:
         while numbers := self._reader.recv(1):
-            # Other signals that have handlers are told here too.
+            # The wake-up file descriptor gets all signals that have Python handlers.
             if numbers[0] in _SIGNALS:
                 self._note(signal.Signals(numbers[0]))
 
     def _note(self, number: signal.Signals) -> None:
         again = number is signal.SIGINT and number in self._seen
-        tell = self._deferred
-        if again or tell is None:
-            _end(number)
+        on_first = self._deferred
+        if again or on_first is None:
+            _exit_at_once(number)
         first = not self._seen
         self._seen.add(number)
         if first:
-            tell()
+            on_first()
 
 
-def _end(number: signal.Signals) -> NoReturn:
-    """End this process without another word."""
+def _exit_at_once(number: signal.Signals) -> NoReturn:
+    """Exit without cleaning up, since the main thread may be in a collective that never ends."""
     if sys.stderr is not None and sys.stderr.isatty():
-        os.write(sys.stderr.fileno(), _SHOW_CURSOR)  # which a progress bar hides
+        os.write(sys.stderr.fileno(), _SHOW_CURSOR)  # a progress bar has hidden it
     os._exit(128 + number)
 
 
-def _handled_elsewhere(number: int, frame: object) -> None:
-    """See :meth:`Interrupts._watch`."""
+def _ignore(number: int, frame: object) -> None:
+    """The Python handler. It does nothing: :meth:`Interrupts._watch` handles the signals."""

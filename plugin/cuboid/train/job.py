@@ -1,4 +1,4 @@
-"""What a run is asked to do, checked as far as one process can before it meets the others."""
+"""Parse and check the arguments of a run, as far as one process can before the process group exists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from cuboid import CheckpointError, CuboidError, load_config
 from cuboid.checkpoint.format.bounded_files import check_output
 from cuboid.train.data.tokens import Tokens, TokensMeta, fingerprint
-from cuboid.train.resume import Resumed, find_run, refuse_other_run
+from cuboid.train.resume import Resumed, find_run, reject_other_run
 from cuboid.train.settings import (
     at_least,
     check_config,
@@ -34,7 +34,7 @@ from cuboid.weights.model_folder import (
     weights_bytes,
 )
 
-#: What a model's config says of the file that it was read from.
+#: Keys of a model's config that aren't about its architecture.
 _NOT_ARCHITECTURE = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype"})
 
 
@@ -46,15 +46,15 @@ class TrainOptions:
         model: folder of a Hugging Face checkpoint with its tokenizer.
         data: text file, folder of text files, or folder written by ``cuboid prepare``.
         config: DeepSpeed config, JSON or YAML.
-        out: folder for the results; made if need be.
+        out: folder for the results; created if missing.
         steps: optimizer steps; None for the length of the config's learning-rate schedule.
         sequence_length: tokens of a block.
-        heldout_blocks: blocks of the held-out loss, at most.
-        evaluations: how many times the held-out loss is taken during the run, the last one included.
+        heldout_blocks: maximum number of blocks for the held-out loss.
+        evaluations: number of evaluations of the held-out loss during the run, including the last.
         seed: of the order of the data, and of dropout.
-        save_every: optimizer steps from one checkpoint to the next; None for none, unless the run is interrupted.
-        keep_last: how many checkpoints to keep; None for what the config says.
-        resume: whether to go on with the run that has left checkpoints in ``out``.
+        save_every: optimizer steps between checkpoints; None for none, unless the run is interrupted.
+        keep_last: number of checkpoints to keep; None for the config's.
+        resume: whether to resume the run whose checkpoints are in ``out``.
         resume_from: name of the checkpoint to resume from; None for the latest.
     """
 
@@ -78,17 +78,17 @@ class Job:
     """A checked :class:`TrainOptions`.
 
     Attributes:
-        options: what was asked.
-        config: the DeepSpeed config, its schedule as long as the run, its trace in the run's folder.
+        options: the command line.
+        config: the DeepSpeed config, with a schedule as long as the run and its trace in the run's folder.
         steps: optimizer steps.
         micro_batch: sequences of one micro-batch of one replica of the mesh.
         accumulation: micro-batches of one optimizer step.
         dtype: of the weights.
         tokenizer: the model's.
         vocabulary: entries of the model's embedding.
-        model_sha256: of the model's architecture.
-        tokens: the data, if it was tokenized beforehand.
-        resumed: the run to go on with, if so asked.
+        model_sha256: hash of the model's architecture.
+        tokens: the data, if it has been tokenized by ``cuboid prepare``.
+        resumed: the run to resume, if any.
     """
 
     options: TrainOptions
@@ -105,7 +105,7 @@ class Job:
 
     @property
     def has_pipeline(self) -> bool:
-        """Whether the model is cut into stages, and the engine takes a whole step at once."""
+        """Whether the model is divided into stages, whose engine takes an optimizer step at a time."""
         return "engine" in (self.config.get("pipeline") or {})
 
     def global_batch(self, replicas: int) -> int:
@@ -114,13 +114,12 @@ class Job:
 
 
 def plan(options: TrainOptions) -> Job:
-    """Check everything that needs no other rank.
+    """Check everything that doesn't need the other ranks.
 
     Raises:
-        CuboidError: a file is missing, a number is out of range, or model, tokenizer and data don't fit
-            one another.
+        CuboidError: a file is missing, a number is out of range, or model, tokenizer and data don't match.
         ConfigError: a key of the config that this job needs is missing or malformed.
-        CheckpointError: there is no run to go on with.
+        CheckpointError: there is no run to resume.
     """
     for name in ("sequence_length", "heldout_blocks", "evaluations"):
         at_least(getattr(options, name), f"--{name.replace('_', '-')}", 2 if name == "sequence_length" else 1)
@@ -128,19 +127,25 @@ def plan(options: TrainOptions) -> Job:
     config = load_config(options.config)
     check_config(config, is_complete=False)
     if isinstance(config.get("tensor_parallel"), dict):
-        config["tensor_parallel"].setdefault("gather_logits", False)  # nobody here looks at them
+        config["tensor_parallel"].setdefault("gather_logits", False)  # only the loss is used
     check_model_folder(options.model)
     resumed = find_run(options.out, options.resume_from) if options.resume else None
     if resumed is None:
-        refuse_other_run(options.out)
-    steps = _steps(options, config, resumed)
+        reject_other_run(options.out)
+    # As given, or as the resumed run had it, or as the config has it.
+    asked = resumed.state.steps if resumed is not None and options.steps is None else options.steps
+    steps = run_length(asked, config)
+    if resumed is not None and steps < resumed.state.step:
+        raise CuboidError(
+            f"--steps is {steps}, but the run in {resumed.path} is {resumed.state.step} steps long already"
+        )
     place_trace(config, options.out, steps if resumed is None else steps - resumed.state.step)
     keep_checkpoints(config, options.keep_last)
     check_config(config, is_complete=True)
     micro_batch = count(config, "train_micro_batch_size_per_gpu", default=None)
     accumulation = count(config, "gradient_accumulation_steps", default=1)
     dtype = weights_dtype(config)
-    # The result, and a checkpoint beside it.
+    # Room for the result, and for a checkpoint's weights if there are checkpoints.
     check_output(options.out, weights_bytes(options.model, dtype) * (2 if options.save_every else 1))
     tokenizer = load_tokenizer(options.model)
     vocabulary, model_sha256 = _check_model(options, tokenizer)
@@ -152,8 +157,8 @@ def plan(options: TrainOptions) -> Job:
         raise CuboidError(f"--data {str(options.data)!r} does not exist; name a text file or a folder of text files")
     if resumed is not None:
         fixed = {name: getattr(options, name) for name in ("seed", "sequence_length", "heldout_blocks")}
-        told = {} if tokens is None else {"data_fingerprint": tokens.meta.data_sha256}
-        resumed.refuse_differences(**fixed, model_sha256=model_sha256, **told)
+        data = {} if tokens is None else {"data_fingerprint": tokens.meta.data_sha256}
+        resumed.reject_differences(**fixed, model_sha256=model_sha256, **data)
     return Job(
         options=options,
         config=config,
@@ -177,23 +182,19 @@ def load_tokenizer(model: Path) -> Any:
     """
     check_model_folder(model, weights=False)
     verify_model_folder(model, weights=False)
-    with as_damage_of(_tokenizer_file(model)):
-        return AutoTokenizer.from_pretrained(model)
-
-
-def _tokenizer_file(model: Path) -> Path:
-    """What a tokenizer is read from, so far as it is one file."""
     names = [name for name in TOKENIZER_FILES if (model / name).is_file()]
     if not names:
         raise CheckpointError(f"model {str(model)!r} has no tokenizer that transformers can load")
-    return model / names[0]
+    # An error names the first file, which is the tokenizer itself if it is in one file.
+    with as_damage_of(model / names[0]):
+        return AutoTokenizer.from_pretrained(model)
 
 
 def check_tokens(meta: TokensMeta, tokenizer: Any, vocabulary: int) -> None:
-    """Refuse tokens that another tokenizer wrote, or that the model's embedding doesn't reach.
+    """Check that tokens are from the model's tokenizer, and within its embedding.
 
     Raises:
-        CuboidError: as said.
+        CuboidError: they aren't.
     """
     if meta.tokenizer_sha256 != fingerprint(tokenizer):
         raise CuboidError(
@@ -208,10 +209,10 @@ def check_tokens(meta: TokensMeta, tokenizer: Any, vocabulary: int) -> None:
 
 
 def check_size(meta: TokensMeta, sequence_length: int, global_batch: int) -> None:
-    """Refuse data that can't fill one optimizer step, or one held-out block.
+    """Check that there is enough data for one optimizer step and one held-out block.
 
     Raises:
-        CuboidError: as said, with the number of tokens that would do.
+        CuboidError: there isn't; the message has the number of tokens that are needed.
     """
     for split, tokens, blocks in (("train", meta.train, global_batch), ("held-out", meta.heldout, 1)):
         if tokens // sequence_length < blocks:
@@ -222,20 +223,8 @@ def check_size(meta: TokensMeta, sequence_length: int, global_batch: int) -> Non
             )
 
 
-def _steps(options: TrainOptions, config: dict[str, Any], resumed: Resumed | None) -> int:
-    """The length of the run: as asked, or as before, or as the config has it."""
-    if resumed is None:
-        return run_length(options.steps, config)
-    steps = run_length(resumed.state.steps if options.steps is None else options.steps, config)
-    if steps < resumed.state.step:
-        raise CuboidError(
-            f"--steps is {steps}, but the run in {resumed.path} is {resumed.state.step} steps long already"
-        )
-    return steps
-
-
 def _check_model(options: TrainOptions, tokenizer: Any) -> tuple[int, str]:
-    """The entries of the model's embedding, and a name for its architecture."""
+    """Check the model against tokenizer and sequence length; returns its vocabulary size and architecture's hash."""
     config = model_config(options.model)
     with as_damage_of(options.model / CONFIG):
         text_config = config.get_text_config()

@@ -1,10 +1,10 @@
-"""Run a launcher so that Ctrl-C and SIGTERM reach its ranks, and nobody else.
+"""Run a launcher so that Ctrl-C and SIGTERM reach its ranks only.
 
     python -P plugin/cuboid/train/launch.py deepspeed --num_accelerators 8 --module cuboid.cli train …
 
-Launchers end on these signals themselves and kill their ranks 30 seconds later, which a checkpoint may well take. Here
-the ranks are told alone; the launcher sees them end, and ends with their status. This file imports nothing of Cuboid's,
-so that the one more process is a small one.
+A launcher that receives these signals exits, and kills its ranks 30 seconds later, when a checkpoint may not be
+finished. Here only the ranks are signalled; the launcher exits with their status when they have ended. This file
+imports nothing of Cuboid, so that the additional process stays small.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from collections.abc import Sequence
 
 import psutil
 
-#: After so many times Ctrl-C, everything is killed.
+#: The Ctrl-C after which everything is killed.
 _PATIENCE = 3
 
 
 class Launch:
-    """A launcher in a session of its own, which the terminal's Ctrl-C doesn't reach.
+    """A launcher in its own session, so that the terminal's Ctrl-C doesn't reach it.
 
     Args:
-        command: of the launcher.
+        command: the launcher's command line.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -40,13 +40,14 @@ class Launch:
             self._pass_on(early)
 
     def wait(self) -> int:
-        """The launcher's exit status, as a shell gives it."""
+        """Wait for the launcher; returns its exit status in the shell's form (128 + signal)."""
         assert self._launcher is not None
         status = self._launcher.wait()
         return status if status >= 0 else 128 - status
 
     def _on(self, number: int, _frame: object) -> None:
         if self._launcher is None:
+            # The launcher is being started; ``__init__`` passes it on.
             self._early.append(number)
         else:
             self._pass_on(number)
@@ -60,22 +61,20 @@ class Launch:
             if self._interrupts >= _PATIENCE:
                 _send(started, signal.SIGKILL)
                 return
-            # Without ranks there is nobody who would have to save anything. A terminal that closes asks to stop, too.
+            # A closed terminal (SIGHUP) asks the ranks to stop as SIGTERM does. Before ranks exist, nothing needs to be
+            # saved, and all processes are ended.
             polite = signal.SIGTERM if number == signal.SIGHUP else number
             ranks = [process for process in started if _is_rank(process)]
             _send(ranks or started, polite if ranks else signal.SIGTERM)
 
 
 def _is_rank(process: psutil.Process) -> bool:
-    """Whether a launcher started this process as a rank; what a rank starts has the same variables."""
+    """Whether a launcher started this process as a rank."""
     with contextlib.suppress(psutil.Error):
         parent = process.parent()
-        return _has_rank(process) and (parent is None or not _has_rank(parent))
+        # A rank's own children inherit the variable, so the parent mustn't have it.
+        return "LOCAL_RANK" in process.environ() and (parent is None or "LOCAL_RANK" not in parent.environ())
     return False
-
-
-def _has_rank(process: psutil.Process) -> bool:
-    return "LOCAL_RANK" in process.environ()
 
 
 def _send(processes: Sequence[psutil.Process], number: int) -> None:

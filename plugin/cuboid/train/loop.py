@@ -1,4 +1,4 @@
-"""The training loop: micro-batches in, losses out. Every rank runs it."""
+"""The training loop, which every rank runs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from cuboid.train.reporting.report import HeldoutPoint
 
 @dataclass
 class History:
-    """What the loop notes down, of the whole run unless it says otherwise.
+    """Records of the run; including the time before it was resumed, unless stated otherwise.
 
     Attributes:
-        losses: of each optimizer step, nats per token, mean over all replicas.
+        losses: of each optimizer step, in nats per token, mean over all replicas.
         heldout: held-out losses, the first before any step.
-        step_s: seconds of each optimizer step of this process, evaluations not counted.
-        earlier_step_s: seconds of a step before the run was resumed; None for a run that wasn't.
+        step_s: seconds of each optimizer step of this process, without evaluations.
+        earlier_step_s: mean seconds of a step before the run was resumed; None if it wasn't.
         sent_bytes: bytes that this rank sent in the last optimizer step, by axis of the mesh and to other stages.
     """
 
@@ -45,7 +45,7 @@ class History:
 
     @property
     def mean_step_s(self) -> float:
-        """Seconds of a step, without the first, which warms up."""
+        """Mean seconds of a step, without the first one, which includes warm-up."""
         counted = self.step_s[1:] or self.step_s
         if counted:
             return sum(counted) / len(counted)
@@ -54,12 +54,12 @@ class History:
 
 @dataclass(frozen=True)
 class Goal:
-    """How far a run goes, and what it does on the way.
+    """The length of a run, and when it evaluates and saves.
 
     Attributes:
         steps: optimizer steps.
-        evaluations: how many times the held-out loss is taken after the first step.
-        save_every: optimizer steps from one checkpoint to the next, the last step having one too; 0 for none.
+        evaluations: number of evaluations of the held-out loss after the first step.
+        save_every: optimizer steps between checkpoints, with one after the last step too; 0 for none.
         save: writes a checkpoint; collective.
     """
 
@@ -69,15 +69,16 @@ class Goal:
     save: Callable[[History], object]
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether the held-out loss is taken after that step; 0 for before the first."""
+        """Whether to evaluate the held-out loss after a step; 0 for before the first."""
+        # At the steps that are the closest behind equal fractions of the run.
         return step == 0 or step * self.evaluations // self.steps > (step - 1) * self.evaluations // self.steps
 
     def saves_after(self, step: int) -> bool:
-        """Whether a checkpoint is written after that step."""
+        """Whether to write a checkpoint after a step."""
         return self.save_every > 0 and (step % self.save_every == 0 or step == self.steps)
 
     def is_reached(self, history: History) -> bool:
-        """Whether all is done."""
+        """Whether all steps and the last evaluation are done."""
         return history.step == self.steps and history.heldout[-1].step == self.steps
 
 
@@ -111,26 +112,26 @@ class Loop:
         return self.share.micro_batch * self.share.replicas * self.accumulation * self.blocks.sequence_length
 
     def run(self, goal: Goal, history: History, progress: TrainProgress) -> None:
-        """Train from where the history ends, until the goal is reached or the ranks agree to stop; collective.
+        """Train from the end of the history until the goal is reached or the ranks agree to stop; collective.
 
-        The held-out loss is taken before the first step and then ``goal.evaluations`` times, the last at the end.
+        The held-out loss is evaluated before the first step and then ``goal.evaluations`` times, the last at the end.
 
         Args:
-            goal: how far to go.
-            history: is added to.
-            progress: is told how it goes.
+            goal: of the run.
+            history: is extended.
+            progress: is updated.
 
         Raises:
-            CuboidError: the loss is no longer a finite number, or a checkpoint can't be written.
+            CuboidError: the loss isn't finite, or a checkpoint can't be written.
         """
-        # Also of a run that was stopped between a step and its evaluation.
-        self._hold_out(goal, history, progress)
+        # The first evaluation; or that of the last step, if the run was stopped between the two.
+        self._evaluate(goal, history, progress)
         while history.step < goal.steps and self.interrupts.stop is None:
             self._step(history)
             speed = self.tokens_per_step / history.mean_step_s
             progress.step(history.step, history.losses[-1], speed, memory.now_bytes())
             if self.interrupts.stop is None:
-                self._hold_out(goal, history, progress)
+                self._evaluate(goal, history, progress)
             if self.interrupts.stop is None and goal.saves_after(history.step):
                 goal.save(history)
 
@@ -150,10 +151,10 @@ class Loop:
                 "or gradient clipping may help"
             )
 
-    def _hold_out(self, goal: Goal, history: History, progress: TrainProgress) -> None:
-        """Take the mean loss per token over all held-out blocks, the same on every rank, if it is time to."""
-        taken = [point.step for point in history.heldout[-1:]]
-        if goal.evaluates_after(history.step) and taken != [history.step]:
+    def _evaluate(self, goal: Goal, history: History, progress: TrainProgress) -> None:
+        """Evaluate the held-out loss if it is due after this step and hasn't been evaluated yet."""
+        done = bool(history.heldout) and history.heldout[-1].step == history.step
+        if goal.evaluates_after(history.step) and not done:
             loss = self.driver.evaluate(heldout_batches(self.heldout, self.share))
             progress.say(f"held-out loss after {history.step} steps: {loss:.4f}")
             history.heldout.append(HeldoutPoint(step=history.step, loss=loss))

@@ -1,4 +1,4 @@
-"""The step before the ranks start: text, tokenizer, checkpoint, tokens. One process."""
+"""``cuboid prepare``: tokenize the text and, if needed, write a new tokenizer and model. Runs in one process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from cuboid.train.data.corpus import read_corpus
 from cuboid.train.data.initial_model import train_tokenizer, write_llama
 from cuboid.train.data.tokens import Tokens, tokenize
 from cuboid.train.job import load_tokenizer
-from cuboid.train.resume import refuse_other_run
+from cuboid.train.resume import reject_other_run
 
-#: Names of what this step leaves in a run's folder.
+#: Subfolders of a run for the new model and the tokens.
 START, TOKENS = "start", "tokens"
 
-#: A byte-level vocabulary holds all 256 bytes and the end of text.
+#: A byte-level vocabulary has all 256 bytes and the end-of-text token.
 _LEAST_VOCABULARY = 257
 
 
@@ -29,24 +29,24 @@ def prepare(
     seed: int,
     say: Callable[[str], None],
 ) -> Tokens:
-    """Tokenize ``data`` into ``out/tokens``, and without a ``model`` make one in ``out/start``.
+    """Tokenize ``data`` into ``out/tokens``; without a ``model``, write a new one to ``out/start``.
 
     Args:
-        out: the run's folder; made if need be.
-        model: the user's checkpoint, whose tokenizer is used; None to learn one and write a small Llama.
+        out: the run's folder; created if missing.
+        model: the user's checkpoint, whose tokenizer is used; None to train one and write a small Llama.
         data: text file or folder; None for the Python standard library's own sources.
         vocabulary: entries of a new tokenizer and of a new model's embedding.
         seed: of a new model's weights.
-        say: is told what happens.
+        say: called with each line of output.
 
     Raises:
-        CuboidError: a file is missing or unfit, ``out`` can't be written, or a run there could still be resumed.
+        CuboidError: a file is missing or unusable, ``out`` can't be written, or has a run that could be resumed.
     """
     if vocabulary < _LEAST_VOCABULARY:
         raise CuboidError(
             f"--vocabulary is {vocabulary}; it must be at least {_LEAST_VOCABULARY}: every byte, and one more"
         )
-    refuse_other_run(out)
+    reject_other_run(out)
     check_output(out)
     tokenizer = None if model is None else load_tokenizer(model)
     corpus = read_corpus(data)

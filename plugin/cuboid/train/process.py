@@ -1,4 +1,4 @@
-"""This process among the others: what the launcher said, the process group, the device."""
+"""The launcher's environment, the process group and the device of this process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for all: it prints, and writes the files."""
+        """Whether this is the rank that prints and writes the files."""
         return self.rank == 0
 
     def connect(self) -> torch.device:
@@ -63,13 +63,13 @@ class World:
         if not dist.is_initialized():
             backend = accelerator.communication_backend_name()
             if self.size == 1 and "MASTER_ADDR" not in os.environ:
-                os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
+                os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it
                 dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
             else:
-                self._meet(backend)
+                self._rendezvous(backend)
         return torch.device(accelerator.current_device_name())
 
-    def _meet(self, backend: str) -> None:
+    def _rendezvous(self, backend: str) -> None:
         address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         if not address or not port.isdigit():
             raise CuboidError(
@@ -80,10 +80,10 @@ class World:
         dist.init_process_group(
             backend, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=timeout_of_environment())
         )
-        del store  # rank 0's has to be there until the process group has its own
+        del store  # not earlier: rank 0's serves the others until the process group has its own
 
     def disconnect(self) -> None:
-        """End the process group, when all ranks have done their work."""
+        """Destroy the process group; call it when all ranks have finished."""
         dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint of ``cuboid train`` says of its run, so that another process can go on with it."""
+"""The state of a run in its checkpoints, by which another process can find and resume it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from cuboid.checkpoint.format.bounded_files import is_plain_name
 from cuboid.checkpoint.format.folder import complete, is_intact, others_beside, resolve
 from cuboid.checkpoint.format.manifest import Manifest, check_sizes
 from cuboid.checkpoint.format.state_file import read_state
-from cuboid.checkpoint.loader import told_whole
+from cuboid.checkpoint.loader import suggest_intact
 from cuboid.errors import DamagedCheckpointError
 from cuboid.train.reporting.report import CHECKPOINTS, HeldoutPoint
 
-#: How differences between two runs are told.
-_TOLD = {
+#: Messages for differences between two runs.
+_DIFFERENCES = {
     "seed": "--seed {was}, not {now}",
     "sequence_length": "--sequence-length {was}, not {now}",
     "heldout_blocks": "--heldout-blocks {was}, not {now}",
@@ -32,20 +32,20 @@ class RunState(BaseModel):
     """The client state of a checkpoint.
 
     Attributes:
-        program: who saved it.
+        program: that saved it.
         step: optimizer steps so far.
-        steps: of the whole run.
+        steps: length of the run.
         seed: of the order of the data.
         sequence_length: tokens of a block.
         global_batch: sequences of one optimizer step, over all ranks.
-        heldout_blocks: of the held-out loss, at most.
-        model_sha256: of the model's architecture.
-        data_fingerprint: of the tokens.
+        heldout_blocks: maximum number of blocks for the held-out loss.
+        model_sha256: hash of the model's architecture.
+        data_fingerprint: hash of the tokens.
         train_losses: of each step so far.
         heldout_losses: so far.
         step_s: mean seconds of a step.
-        wall_s: seconds so far, of all processes that went on with the run.
-        resumed_after: steps after which a process went on with it.
+        wall_s: seconds so far, including earlier processes.
+        resumed_after: steps after which the run was resumed.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -68,27 +68,29 @@ class RunState(BaseModel):
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run to go on with.
+    """A run to resume.
 
     Attributes:
         path: of the checkpoint.
-        state: what it says.
+        state: of the run.
     """
 
     path: Path
     state: RunState
 
-    def refuse_differences(self, **asked: int | str) -> None:
-        """Refuse to go on as another run.
+    def reject_differences(self, **asked: int | str) -> None:
+        """Check that the resumed run has the same settings.
 
         Args:
-            asked: what this run has in place of the state's entries of these names.
+            asked: this run's values of the state's fields of these names.
 
         Raises:
             CuboidError: names all that differ.
         """
         found = {name: getattr(self.state, name) for name in asked}
-        differing = [_TOLD[name].format(was=found[name], now=now) for name, now in asked.items() if found[name] != now]
+        differing = [
+            _DIFFERENCES[name].format(was=found[name], now=now) for name, now in asked.items() if found[name] != now
+        ]
         if differing:
             raise CuboidError(
                 f"--resume: the run in {self.path} had {'; '.join(differing)}. Give the same again, or begin another "
@@ -97,7 +99,7 @@ class Resumed:
 
 
 def find_run(out: Path, name: str | None = None) -> Resumed:
-    """The run that left its checkpoints in ``out``, as far as it got.
+    """Find the run whose checkpoints are in ``out``.
 
     Args:
         out: folder of the run.
@@ -118,8 +120,8 @@ def find_run(out: Path, name: str | None = None) -> Resumed:
         check_sizes(path, manifest)
         client = read_state(path, manifest).get("client")
     except CheckpointError as error:
-        whole = next((other for other in others_beside(path) if is_intact(other, lambda found: found.files)), None)
-        damaged = DamagedCheckpointError(*told_whole(str(error), whole))
+        intact = next((other for other in others_beside(path) if is_intact(other, lambda found: found.files)), None)
+        damaged = DamagedCheckpointError(suggest_intact(str(error), intact), intact)
         raise CheckpointError(f"--resume can't resume from a damaged checkpoint: {with_remedy(damaged)}") from error
     try:
         return Resumed(path, RunState.model_validate(client))
@@ -133,18 +135,18 @@ def find_run(out: Path, name: str | None = None) -> Resumed:
 
 
 def with_remedy(error: DamagedCheckpointError) -> str:
-    """What is wrong with a checkpoint, and how to resume from another one."""
+    """The error's message, extended by how to resume from the intact checkpoint that it suggests."""
     if error.whole is None:
         return str(error)
     name = error.whole.name
     return f"{error}. Resume from that one: --resume-from {name} (make train RESUME={name})"
 
 
-def refuse_other_run(out: Path) -> None:
-    """Don't begin a run where another one has left what it could be resumed from.
+def reject_other_run(out: Path) -> None:
+    """Check that a new run doesn't overwrite one that could be resumed.
 
     Raises:
-        CuboidError: as said.
+        CuboidError: ``out`` has checkpoints.
     """
     found = complete(out / CHECKPOINTS)
     if found:

@@ -1,4 +1,4 @@
-"""The job from end to end: load sharded, train, hold out, save, report. Every rank runs it."""
+"""``cuboid train`` from end to end: load sharded, train, evaluate, save, report. Every rank runs it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from cuboid.train.reporting.report import BLOCKS, CURVE, MODEL, REPORT, Report
 
 @dataclass(frozen=True)
 class Stopped:
-    """A run that was asked to stop before its end.
+    """A run that was stopped by a signal.
 
     Attributes:
-        by: the signal that asked.
+        by: the signal.
         step: optimizer steps so far.
-        steps: of the whole run.
-        checkpoint: to resume from; None where nothing was to be saved, or it could not be written.
+        steps: length of the run.
+        checkpoint: to resume from; None if there was nothing to save, or it could not be written.
     """
 
     by: signal.Signals
@@ -47,13 +47,12 @@ class Stopped:
 
 
 def run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report | Stopped:
-    """Train on all ranks of the launcher's world and leave model, curve and report in ``options.out``.
+    """Train on all ranks of the launcher's world; model, curve and report go to ``options.out``. Collective.
 
-    Collective. Where the ranks are asked to stop, they leave a checkpoint there instead.
+    If the ranks are asked to stop, they write a checkpoint there instead.
 
     Raises:
-        CuboidError: for the user to fix, or another rank's failure. Raised on every rank, and before the process
-            group wherever it can be known then.
+        CuboidError: on every rank; before the process group is created, if the cause can be found by then.
     """
     return run_on_all_ranks(lambda: _run(options, world, interrupts), what="cuboid train")
 
@@ -62,16 +61,21 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report 
     started = time.perf_counter()
     job = plan(options)
     model = cuboid.from_pretrained(str(options.model), job.config, dtype=job.dtype)
-    share = _share(job, cuboid.mesh_of(model))
+    mesh = cuboid.mesh_of(model)
+    share = Share(mesh.coordinate.data, mesh.topology.data, job.micro_batch)
     global_batch = job.global_batch(share.replicas)
     if job.resumed is not None:
-        job.resumed.refuse_differences(global_batch=global_batch)
+        job.resumed.reject_differences(global_batch=global_batch)
     if job.tokens is not None:
         check_size(job.tokens.meta, options.sequence_length, global_batch)
     device = world.connect()
     tokens = job.tokens or _tokenize(job, share, world)
-    _clear(options.out, world)
-    torch.manual_seed(_dropout_seed(options.seed, cuboid.mesh_of(model)))
+    if world.is_first:
+        options.out.mkdir(parents=True, exist_ok=True)
+        # If this run fails, an earlier one's report must not be taken for its own.
+        (options.out / REPORT).unlink(missing_ok=True)
+    # The same on all ranks of a mesh, which divides dropout's masks itself, but different for each replica and stage.
+    torch.manual_seed(options.seed + mesh.coordinate.pipe * mesh.topology.data + mesh.coordinate.data)
     engine, *_ = deepspeed.initialize(model=model, config=copy.deepcopy(job.config))
     loop = _loop(job, engine, interrupts, tokens, share, device)
     done = 0 if job.resumed is None else job.resumed.state.step
@@ -88,7 +92,7 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report 
     cuboid.save_pretrained(engine, str(options.out / MODEL))
     report = make_report(keeper, loop, history, world, device)
     if world.is_first:
-        # The other ranks have no use for matplotlib, which takes a second.
+        # Imported here, because matplotlib takes a second and only rank 0 needs it.
         from cuboid.train.reporting.curve import draw
 
         job.tokenizer.save_pretrained(options.out / MODEL)
@@ -99,7 +103,7 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report 
 
 
 def _stop(by: signal.Signals, keeper: Keeper, history: History) -> Stopped:
-    """Leave a checkpoint, unless there is one of this step already; collective."""
+    """Write a checkpoint, unless the run was resumed from one of this step; collective."""
     resumed = keeper.job.resumed
     checkpoint = None if resumed is None else resumed.path
     if history.step > (0 if resumed is None else resumed.state.step):
@@ -109,23 +113,14 @@ def _stop(by: signal.Signals, keeper: Keeper, history: History) -> Stopped:
     return Stopped(by, history.step, keeper.job.steps, checkpoint)
 
 
-def _dropout_seed(seed: int, mesh: cuboid.Mesh) -> int:
-    """Alike within a mesh, which divides the masks itself; another one for each replica and each stage."""
-    return seed + mesh.coordinate.pipe * mesh.topology.data + mesh.coordinate.data
-
-
-def _share(job: Job, mesh: cuboid.Mesh) -> Share:
-    return Share(mesh.coordinate.data, mesh.topology.data, job.micro_batch)
-
-
 def _tokenize(job: Job, share: Share, world: World) -> Tokens:
-    """Tokenize the text once on each machine; the other ranks wait and map the same files."""
+    """Tokenize the text once on each machine; its other ranks wait and map the same files."""
 
     def check(meta: TokensMeta) -> None:
         check_tokens(meta, job.tokenizer, job.vocabulary)
         check_size(meta, job.options.sequence_length, job.global_batch(share.replicas))
         if job.resumed is not None:
-            job.resumed.refuse_differences(data_fingerprint=meta.data_sha256)
+            job.resumed.reject_differences(data_fingerprint=meta.data_sha256)
 
     folder = job.options.out / "tokens"
 
@@ -138,13 +133,6 @@ def _tokenize(job: Job, share: Share, world: World) -> Tokens:
 
     run_on_all_ranks(write, what="tokenizing the data")
     return Tokens.open(folder)
-
-
-def _clear(out: Path, world: World) -> None:
-    # A report that an earlier run left there must not be taken for this one's, should this one fail.
-    if world.is_first:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / REPORT).unlink(missing_ok=True)
 
 
 def _loop(job: Job, engine: object, interrupts: Interrupts, tokens: Tokens, share: Share, device: torch.device) -> Loop:

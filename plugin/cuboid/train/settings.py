@@ -1,4 +1,4 @@
-"""What the job needs of the DeepSpeed config, and what it writes into it."""
+"""Read from the DeepSpeed config what the job needs, and write the command line's settings into it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from cuboid.train.reporting.report import TRACE
 
 
 def check_config(config: dict[str, Any], *, is_complete: bool) -> None:
-    """Refuse a config that this job, or DeepSpeed, would fail with later.
+    """Reject a config with which this job or DeepSpeed would fail later.
 
     Args:
-        config: as the user wrote it, or as DeepSpeed will be given it.
-        is_complete: whether it is the latter; before, ``"auto"`` values may stand for what the command line says.
+        config: as the user wrote it, or as it will be passed to DeepSpeed.
+        is_complete: whether it is the latter; in the former, ``"auto"`` may stand for values of the command line.
 
     Raises:
         ConfigError: names the key.
@@ -34,11 +34,11 @@ def check_config(config: dict[str, Any], *, is_complete: bool) -> None:
 
 
 def run_length(asked: int | None, config: dict[str, Any]) -> int:
-    """Optimizer steps of the run; a schedule of another length in ``config`` is stretched to it, warm-up too.
+    """The number of optimizer steps; the schedule in ``config`` is stretched to it, including its warm-up.
 
     Raises:
-        ConfigError: neither ``asked`` nor the config says.
-        CuboidError: there are none.
+        ConfigError: neither ``asked`` nor the config has it.
+        CuboidError: it is less than 1.
     """
     schedule = (config.get("scheduler") or {}).get("params") or {}
     written = schedule.get("total_num_steps")
@@ -56,7 +56,7 @@ def run_length(asked: int | None, config: dict[str, Any]) -> int:
 
 
 def place_trace(config: dict[str, Any], out: Path, steps: int) -> None:
-    """Let a trace go to the run's folder, unless another was named, and be taken within so many steps."""
+    """Set a trace's folder to the run's, unless another one is named, and its step to one that the run has."""
     ours, _ = split_config(config)
     if ours is None or ours.pipeline is None or not ours.pipeline.trace:
         return
@@ -66,14 +66,14 @@ def place_trace(config: dict[str, Any], out: Path, steps: int) -> None:
 
 
 def keep_checkpoints(config: dict[str, Any], keep_last: int | None) -> None:
-    """Say in the config how many checkpoints are kept, unless None."""
+    """Set the number of checkpoints to keep in the config, unless None."""
     if keep_last is not None:
         at_least(keep_last, "--keep-last", 1)
         config["checkpoint"] = {**(config.get("checkpoint") or {}), "keep_last": keep_last}
 
 
 def count(config: dict[str, Any], key: str, default: int | None) -> int:
-    """A number of the config.
+    """A number from the config.
 
     Raises:
         ConfigError: it is missing, or isn't a number of at least 1.
@@ -85,16 +85,16 @@ def count(config: dict[str, Any], key: str, default: int | None) -> int:
 
 
 def at_least(value: int, name: str, least: int) -> None:
-    """Refuse a number that is too small.
+    """Check that a number isn't too small.
 
     Raises:
-        CuboidError: as said.
+        CuboidError: it is less than ``least``.
     """
     if value < least:
         raise CuboidError(f"{name} is {value}; it must be at least {least}")
 
 
 def weights_dtype(config: dict[str, Any]) -> torch.dtype:
-    """In which precision the weights are trained."""
+    """The weights' dtype: bfloat16 if the config enables it, else float32."""
     section = config.get("bf16")
     return torch.bfloat16 if isinstance(section, dict) and section.get("enabled") is True else torch.float32

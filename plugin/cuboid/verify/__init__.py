@@ -1,4 +1,4 @@
-"""Loss parity: the same batches through plain transformers and through Cuboid, compared tensor by tensor.
+"""Parity tests: the same batches through plain transformers and through Cuboid, compared tensor by tensor.
 
 The library behind ``cuboid verify``; see :func:`verify`.
 """

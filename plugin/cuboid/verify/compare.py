@@ -1,4 +1,4 @@
-"""How far two outcomes are apart, tensor by tensor."""
+"""Compare two outcomes tensor by tensor."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import torch
 from cuboid.verify.training import Outcome, Tensors
 
 Kind = Literal["activation", "logits", "loss", "gradient", "scale", "norm", "moment", "weight", "dropout"]
-#: What there is on both sides. A ``"scale"`` is another look at gradients or moments; dropout is looked at on shards.
+#: Kinds that both sides produce. A ``"scale"`` check is derived from gradients or moments, and dropout is checked on
+#: the sharded side alone.
 KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind not in ("scale", "dropout"))
 
-#: In place of a parameter's name.
+#: Name of a check on all parameters.
 ALL = "all parameters together"
 
-#: Tensors far smaller than the largest of their kind are rounding noise (a gradient that is zero in exact arithmetic):
-#: their errors are taken relative to this share of that largest one.
+#: Tensors far smaller than the largest of their kind are rounding noise (such as a gradient that is zero in exact
+#: arithmetic): their errors are relative to at least this fraction of the largest one.
 FLOOR = 1e-6
 
 
@@ -31,9 +32,9 @@ class Check:
     Args:
         kind: what is compared.
         name: the module, the parameter, or the step.
-        error: largest absolute difference over largest absolute value; infinite where one side has no such tensor,
-            another shape, or a number that isn't finite. What :mod:`cuboid.verify.noise` has instead, it says.
-        magnitude: largest absolute value on the side of plain transformers.
+        error: largest absolute difference over largest absolute value; infinite if one side lacks the tensor, or has
+            another shape or a number that isn't finite. :mod:`cuboid.verify.noise` uses other measures.
+        magnitude: largest absolute value in plain transformers.
         tolerance: the largest error that passes.
         step: of the optimizer, from 1, for gradients.
     """
@@ -47,7 +48,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether the error is a number, and within tolerance."""
+        """Whether the error is finite and within tolerance."""
         return math.isfinite(self.error) and self.error <= self.tolerance
 
 
@@ -66,8 +67,7 @@ def compare(
         other: of Cuboid.
         tolerance: for every check.
         kinds: what to compare.
-        padding: ``[B, S]``, true where the probed micro-batch has padding: what a model computes there is nobody's
-            business.
+        padding: ``[B, S]``, true where the probed micro-batch has padding; outputs there are undefined and ignored.
 
     Returns:
         The checks, kind by kind in the order of :data:`KINDS`, activations in forward order.
@@ -94,14 +94,14 @@ def numbers_of(outcome: Outcome, kind: Kind) -> list[float]:
 def tensors_of(
     kind: Kind, reference: Outcome, other: Outcome, padding: torch.Tensor | None
 ) -> Iterator[tuple[int | None, Tensors, Tensors]]:
-    """Tensors of a kind on both sides, of each step where there are several; nothing for losses and norms."""
+    """Tensors of a kind on both sides, for each step if there are several; nothing for losses and norms."""
     if kind == "activation":
-        # Outputs that are no plain part of the residual stream can't be put together.
+        # Only outputs that the sharded side could assemble: those sharded as the residual stream is.
         shared = {name: x for name, x in reference.activations.items() if name in other.activations}
         parts = {name: other.activations[name] for name in shared}
-        yield None, _blank(shared, padding), _blank(parts, padding)
+        yield None, _zero_padding(shared, padding), _zero_padding(parts, padding)
     elif kind == "logits":
-        yield None, _blank(reference.logits, padding), _blank(other.logits, padding)
+        yield None, _zero_padding(reference.logits, padding), _zero_padding(other.logits, padding)
     elif kind == "gradient":
         missing: Tensors = {}
         both = zip_longest(reference.gradients, other.gradients, fillvalue=missing)
@@ -113,8 +113,8 @@ def tensors_of(
 
 
 def dropout_checks(outcome: Outcome) -> list[Check]:
-    """Whether dropout differs from rank to rank. An error is how alike masks are: 1 where they are equal."""
-    return [Check("dropout", name, alike, 1.0, chance) for name, (alike, chance) in outcome.dropout.items()]
+    """Check that dropout masks are independent between ranks. The error is their correlation, 1 for equal masks."""
+    return [Check("dropout", name, correlation, 1.0, chance) for name, (correlation, chance) in outcome.dropout.items()]
 
 
 def relative_error(reference: torch.Tensor, other: torch.Tensor, floor: float = 0.0) -> float:
@@ -131,10 +131,10 @@ def relative_error(reference: torch.Tensor, other: torch.Tensor, floor: float = 
 
 
 def first_difference(checks: Sequence[Check]) -> str | None:
-    """Where the two sides part, in a sentence; None if they don't.
+    """Where the two sides begin to differ, as a sentence; None if they don't.
 
-    That is the first module of the forward whose output differs. Where none does, it is the last parameter, in the
-    model's order, whose gradient differs: backward comes there first.
+    That is the first module in forward whose output differs. If none does, it is the last parameter, in the model's
+    order, whose gradient differs, because backward computes that one first.
     """
     wrong = [check for check in checks if not check.passed]
     if not wrong:
@@ -144,18 +144,16 @@ def first_difference(checks: Sequence[Check]) -> str | None:
         return f"forward: the first output that differs is that of {first['activation'].name}"
     if "logits" in first:
         return "forward: the layers agree, the logits don't"
+    # Only the first step's: later gradients differ because the weights do by then.
     backward = [check for check in wrong if check.kind in ("gradient", "scale") and check.step in (1, None)]
-    if backward and not _first_loss_differs(checks):
+    first_loss_agrees = next((check.passed for check in checks if check.kind == "loss"), True)
+    if backward and first_loss_agrees:
         last = [check for check in backward if check.kind == backward[0].kind][-1]
         if last.name == ALL:
             return "backward: the loss agrees; the gradients are all too long, or too short, by one factor"
         return f"backward: the loss agrees; coming from it, {last.name} has the first gradient that differs"
     step = f" in step {wrong[0].step}" if wrong[0].step else ""
     return f"{wrong[0].kind}: {wrong[0].name}{step} is the first that differs"
-
-
-def _first_loss_differs(checks: Sequence[Check]) -> bool:
-    return not next((check.passed for check in checks if check.kind == "loss"), True)
 
 
 def _compare_tensors(
@@ -180,7 +178,7 @@ def _magnitude(tensor: torch.Tensor) -> float:
     return tensor.double().abs().max().item() if tensor.numel() else 0.0
 
 
-def _blank(tensors: Tensors, padding: torch.Tensor | None) -> Tensors:
+def _zero_padding(tensors: Tensors, padding: torch.Tensor | None) -> Tensors:
     if padding is None:
         return tensors
     return {name: x.masked_fill(padding.unsqueeze(-1), 0) for name, x in tensors.items()}

@@ -1,13 +1,14 @@
-"""Half precision: is a run as far from float32 as plain half precision is, and no further?
+"""Comparison in half precision: a run may deviate from float32 as much as plain half precision does, and no more.
 
-Rounding makes every number wrong by about a hundredth, so that no fixed tolerance finds a mistake of that size. But
-plain transformers in the same precision rounds as much. So there are three runs from the same weights: plain in
-float32, plain in half precision, and Cuboid in half precision; and the third may be as far from the first as the
-second is, times a factor for chance.
+Rounding makes every number wrong by about a percent, so that no fixed tolerance finds a mistake of that size. But plain
+transformers in the same precision has the same rounding. So there are three runs from the same weights: plain in
+float32, plain in half precision, and Cuboid in half precision. The distance of the third from the first may be that of
+the second from the first, times a factor for chance.
 
-A distance hides a factor: with noise of 2 %, a gradient that is 2 % too long is 1.4 times as far away. But noise has
-all directions, of which the exact tensor is one among thousands, while a factor is along it. So the length along it is
-looked at alone: the slope of the regression on the exact tensor, which noise hardly moves.
+Distances hide scale errors: with noise of 2 %, a gradient that is 2 % too large is only 1.4 times as far away. But the
+noise is spread over all directions, of which the exact tensor is one among thousands, while a scale error is along that
+direction. So the component along it is checked separately, as the slope of the regression on the exact tensor, which
+noise hardly changes.
 """
 
 from __future__ import annotations
@@ -21,29 +22,30 @@ import torch
 from cuboid.verify.compare import ALL, Check, Kind, kinds_in_order, numbers_of, tensors_of
 from cuboid.verify.training import Outcome, Tensors
 
-#: How many times as far from float32 as plain half precision something may be.
+#: A tensor's distance from float32 may be this many times plain half precision's.
 FACTOR = 3.0
-#: How many standard deviations a slope may be off.
+#: A slope may deviate by this many standard deviations.
 _DEVIATIONS = 6.0
-#: How much further those of all parameters together may be off than if each had rounded by itself.
+#: Allowance on the slope of all parameters together, whose rounding errors aren't independent of one another.
 _TOGETHER = 1.75
-#: Errors of a product's elements go together by rows and columns: a slope averages over so many independent ones.
+#: Errors within a matrix product are correlated by rows and columns: a slope averages over at most this many
+#: independent ones.
 _INDEPENDENT = 64
-#: The relative error in half precision of a loss and of a norm that needs no explanation.
+#: Relative errors of a loss and of a norm that always pass in half precision.
 _FLOORS: dict[Kind, float] = {"loss": 2.0**-8, "norm": 2.0**-7}
-#: Beyond this distance a tensor is noise altogether, as a gradient that is zero in exact arithmetic.
+#: A tensor with a larger distance is all noise, as a gradient that is zero in exact arithmetic.
 _ALL_NOISE = 0.5
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far a tensor is from the exact one.
+    """A tensor's deviation from the exact one.
 
     Args:
         distance: norm of the difference over the exact norm.
-        slope: of the regression on the exact tensor, less 1.
+        slope: of the regression on the exact tensor, minus 1.
         weight: square of the exact norm.
-        elements: of the tensor.
+        elements: number of elements.
     """
 
     distance: float
@@ -53,7 +55,7 @@ class Deviation:
 
     @classmethod
     def of(cls, exact: torch.Tensor, other: torch.Tensor | None) -> Deviation:
-        """Infinite where there is no such tensor, another shape, or a number that isn't finite."""
+        """Measure it; infinite if the other tensor is missing, has another shape, or a number isn't finite."""
         if other is None or exact.shape != other.shape or not bool(other.isfinite().all() & exact.isfinite().all()):
             return cls(math.inf, math.inf, 0.0, exact.numel())
         exact, difference = exact.double().flatten(), (other.double() - exact.double()).flatten()
@@ -75,9 +77,9 @@ def compare_noisy(
 ) -> list[Check]:
     """Compare two outcomes in half precision by their distances from an exact one.
 
-    A check's error is a distance; of losses and norms it is the relative error. Gradients and moments have one more
-    check each, of kind ``"scale"``, whose error is the slope, less 1. A tolerance
-    follows from what plain transformers has.
+    A check's error is a distance; for losses and norms it is the relative error. Gradients and moments have one more
+    check each, of kind ``"scale"``, whose error is the slope minus 1. Tolerances follow from plain transformers' errors
+    in half precision.
 
     Args:
         exact: of plain transformers in float32, from weights that half precision can hold.
@@ -92,7 +94,7 @@ def compare_noisy(
         theirs = tensors_of(kind, exact, plain, padding)
         ours = tensors_of(kind, exact, other, padding)
         for (step, tensors, noisy), (_, shared, own) in zip(theirs, ours, strict=True):
-            # What can't be put together from its parts isn't compared; surplus tensors are.
+            # Tensors that couldn't be assembled from their shards aren't compared; surplus tensors fail.
             checks += _compare_distances(kind, {name: tensors[name] for name in shared}, noisy, own, step)
             checks += [Check(kind, name, math.inf, 0.0, 0.0, step) for name in own if name not in tensors]
             if kind in ("gradient", "moment"):
@@ -113,7 +115,7 @@ def _compare_distances(kind: Kind, exact: Tensors, plain: Tensors, other: Tensor
     noise = _noise(exact, plain)
     for name, tensor in exact.items():
         own = Deviation.of(tensor, other.get(name))
-        # Chance has more to say in few elements.
+        # The fewer elements, the larger the role of chance.
         factor = FACTOR * (1 + 2 / math.sqrt(max(own.elements, 1)))
         magnitude = tensor.abs().max().item() if tensor.numel() else 0.0
         yield Check(kind, name, own.distance, magnitude, factor * noise[name], step)
@@ -135,8 +137,8 @@ def _compare_slopes(exact: Tensors, plain: Tensors, other: Tensors, step: int | 
 
 
 def _noise(exact: Tensors, plain: Tensors) -> dict[str, float]:
-    """Distances of plain half precision, at least those of the tensor in the middle."""
+    """Distances of plain half precision; at least their median, since a small one may be luck."""
     distances = {name: Deviation.of(tensor, plain.get(name)).distance for name, tensor in exact.items()}
     middle = sorted(distances.values())[len(distances) // 2] if distances else 0.0
-    # Where plain half precision has no number, there is nothing to go by.
+    # If plain half precision isn't finite, no tolerance can be derived: the check passes only with no error at all.
     return {name: max(distance, middle) if math.isfinite(distance) else 0.0 for name, distance in distances.items()}

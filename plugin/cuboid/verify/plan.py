@@ -1,4 +1,4 @@
-"""What both sides of a comparison do: the same model, the same batches, the same optimizer."""
+"""The run that both sides of a comparison make: the same model, batches and optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cuboid.models.certification.float64 import Precision, precision
 Dtype = Literal["float64", "float32", "bfloat16"]
 IGNORE_INDEX = -100
 _LENGTH = 32
-#: Logits of a chunk in steps that compute them in chunks: of so few positions that even short rows make several.
+#: Positions of a chunk in steps with a chunked loss: so few that short rows have several chunks too.
 _CHUNK_POSITIONS = 3
 
 
@@ -29,27 +29,28 @@ class Plan:
         checkpoint: Hugging Face checkpoint that both sides load.
         dtype: of weights and arithmetic.
         keep_float64: whether casts to float32 inside the models are skipped, see :class:`KeepFloat64`.
-        batch: rows of a micro-batch, as a mesh is given it.
-        cases: what micro-batches are, one after the other; None for rows that are all alike, as the next five say.
-        sequence_length: tokens of a row; 32 where nothing else is given.
-        varying: whether only every fourth micro-batch is so long, and others are shorter.
+        batch: rows of a micro-batch, for the whole mesh.
+        cases: kinds of micro-batches, used in turn; None for the uniform ones that ``sequence_length``, ``varying``,
+            ``masking``, ``left_padding`` and ``packed`` describe.
+        sequence_length: tokens of a row; None for 32.
+        varying: whether only every fourth micro-batch has that length, and others are shorter.
         steps: optimizer steps.
         data_parallel: replicas of the mesh.
-        accumulate: micro-batches of a replica and step.
-        masking: whether rows are padded on either side, and labels are missing here and there. Without, the models are
-            given no attention mask.
-        left_padding: whether padding may be on the left as well.
-        positions: whether the models are given position ids, which count from a row's first real token.
-        packed: whether rows hold several sequences each, told apart by position ids that restart. Such rows have no
+        accumulate: micro-batches per replica and step.
+        masking: whether rows have padding, and some labels are missing; if not, the models get no attention mask.
+        left_padding: whether padding may be on the left too.
+        positions: whether the models get position ids, which count from a row's first real token.
+        packed: whether rows have several sequences each, separated by position ids that restart. Such rows have no
             padding and no attention mask.
         checkpointing: whether activations are recomputed in backward.
-        mean_over: what a step's loss is the mean over. ``"tokens"``: all label tokens of the step, the models being
-            given ``num_items_in_batch``; ``"micro_batches"``: the micro-batches' own means, as DeepSpeed has it.
+        mean_over: ``"tokens"``: a step's loss is the mean over all its label tokens, and the models get
+            ``num_items_in_batch``; ``"micro_batches"``: it is the mean of the micro-batches' means, as in DeepSpeed.
         learning_rate, betas, epsilon, weight_decay: of torch's AdamW; tensors of one dim (norms, biases) don't decay.
-        clipping: largest gradient norm; 0 for none.
-        shrink: whether thresholds of the model's config are made so small that the longest micro-batch crosses them.
-        rounded: whether weights are rounded to bfloat16 first, whatever ``dtype`` then is.
-        shard_in_memory: whether Cuboid's side loads the model whole and shards it then, not while it loads.
+        clipping: maximum gradient norm; 0 for none.
+        shrink: whether to make thresholds of the model's config (such as an attention window) so small that the longest
+            micro-batch crosses them.
+        rounded: whether to round weights to bfloat16 first, whatever ``dtype`` is.
+        shard_in_memory: whether Cuboid's side loads the full model and then shards it, rather than loading shards.
         seed: of the batches.
     """
 
@@ -71,10 +72,10 @@ class Plan:
     mean_over: Literal["tokens", "micro_batches"] = "tokens"
     learning_rate: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
-    # Adam divides a gradient by its own size. An element whose exact gradient is zero has rounding noise for one,
-    # and a small epsilon would make a whole step of that.
+    # Adam divides a gradient by its own magnitude. Where the exact gradient is zero, there is only rounding noise,
+    # which a small epsilon would turn into a full step.
     epsilon: float = 1e-4
-    # Much, so that it shows in a few steps whether it was applied where it should be, and only there.
+    # Large, so that a few steps show whether it is applied to the right parameters.
     weight_decay: float = 0.1
     clipping: float = 0.0
     shrink: bool = False
@@ -91,13 +92,13 @@ class Plan:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """``dtype`` as torch's."""
+        """``dtype`` as a torch dtype."""
         return getattr(torch, self.dtype)
 
     def recompute_contexts(self) -> tuple[Precision, Precision]:
-        """For torch's checkpointing: the contexts of a forward and of its recomputation.
+        """For torch's activation checkpointing: the contexts of a forward and of its recomputation.
 
-        Backward recomputes where no mode of the caller's is active.
+        The recomputation needs its own, because backward runs outside of the caller's ``precision`` context.
         """
         return contextlib.nullcontext(), precision(keep_float64=self.keep_float64)
 
@@ -105,11 +106,11 @@ class Plan:
         """For ``from_pretrained``, on both sides."""
         options: dict[str, Any] = {"config": self.model_config(), "dtype": self.torch_dtype}
         if self.dtype == "float64":
-            options["experts_implementation"] = "eager"  # torch's grouped product of experts knows no float64
+            options["experts_implementation"] = "eager"  # torch's grouped matrix product doesn't support float64
         return options
 
     def model_config(self) -> PretrainedConfig:
-        """The checkpoint's config without dropout, whose random numbers no two layouts draw alike."""
+        """The checkpoint's config without dropout, whose masks differ between layouts."""
         config = AutoConfig.from_pretrained(self.checkpoint)
         for name, value in config.to_dict().items():
             if name.endswith(("dropout", "pdrop", "layerdrop")) and isinstance(value, float):
@@ -132,9 +133,9 @@ class Plan:
 
     @property
     def is_default(self) -> bool:
-        """Whether it leaves open what rows are to be like."""
-        said = (self.cases, self.sequence_length, self.varying, self.masking, self.positions, self.packed)
-        return said == (None, None, False, True, False, False)
+        """Whether nothing was chosen about the micro-batches."""
+        chosen = (self.cases, self.sequence_length, self.varying, self.masking, self.positions, self.packed)
+        return chosen == (None, None, False, True, False, False)
 
     def without_left_padding(self) -> Plan:
         """The same with padding on the right instead."""
@@ -148,26 +149,26 @@ class Plan:
         return replace(self, positions=False, packed=False, cases=cases)
 
     def chunk_bytes(self, step: int, vocabulary: int, ranks: int) -> int | None:
-        """How many bytes of logits a chunk of the loss may have in a step: few in every other one, else None.
+        """Limit on the logits of a chunk of the loss: small in every other step, None for the default in the others.
 
-        ``ranks`` are those that share a chunk's positions and rows.
+        ``ranks`` is the number of ranks that share a chunk's positions and rows.
         """
         return None if step % 2 else 4 * self.batch * _CHUNK_POSITIONS * vocabulary // ranks
 
     def micro_batches(
         self, step: int, replica: int, vocabulary: int, pad_token: int | None = None
     ) -> list[dict[str, torch.Tensor]]:
-        """What a replica trains on in a step: ``accumulate`` micro-batches of arguments, each ``[B, S]``."""
+        """A replica's ``accumulate`` micro-batches of a step, as keyword arguments, each ``[B, S]``."""
         first = (step * self.data_parallel + replica) * self.accumulate
         return [self._micro_batch(first + number, vocabulary, pad_token) for number in range(self.accumulate)]
 
     def label_tokens(self, step: int, vocabulary: int, pad_token: int | None = None) -> int:
-        """Tokens of a step, in all replicas, that have a loss."""
+        """Number of tokens in a step, over all replicas, that have a loss."""
         replicas = [self.micro_batches(step, replica, vocabulary, pad_token) for replica in range(self.data_parallel)]
         return sum(int((batch["labels"][:, 1:] != IGNORE_INDEX).sum()) for batch in chain(*replicas))
 
     def case(self, index: int) -> Case:
-        """What the micro-batch of that number, counted over replicas and steps, is like."""
+        """The kind of a micro-batch, by its number over all replicas and steps."""
         if self.cases is not None:
             return self.cases[index % len(self.cases)]
         longest = self.sequence_length or _LENGTH
@@ -177,12 +178,13 @@ class Plan:
         return Case("rows", length, ("rows" if self.left_padding else "right rows") if self.masking else "none")
 
     def cases_run(self) -> list[Case]:
-        """What micro-batches all steps together have."""
+        """The kinds of micro-batches that all steps have."""
         count = self.steps * self.data_parallel * self.accumulate
         return list(dict.fromkeys(self.case(index) for index in range(count)))
 
     def _micro_batch(self, index: int, vocabulary: int, pad_token: int | None) -> dict[str, torch.Tensor]:
         case = self.case(index)
+        # Seeded by its number, so that both sides get the same micro-batch on any layout.
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
         shape = (self.batch, case.length)
         ids = torch.randint(vocabulary, shape, generator=generator)
@@ -192,8 +194,10 @@ class Plan:
         labels = ids.clone()
         if self.masking:
             labels[torch.rand(shape, generator=generator) < 0.15] = IGNORE_INDEX
+            # A micro-batch without any label has no mean of its own.
+            needs_labels = self.batch == 1 and self.mean_over == "micro_batches"
             for row, kind in enumerate(case.row_kinds(self.batch, first=index)):
-                if kind == "without labels" and not self._needs_labels:
+                if kind == "without labels" and not needs_labels:
                     labels[row] = IGNORE_INDEX
         batch = {"input_ids": ids, "labels": labels}
         if mask is not None:
@@ -205,33 +209,29 @@ class Plan:
             positions = torch.arange(case.length).repeat(self.batch, 1)
         return batch if positions is None else {**batch, "position_ids": positions}
 
-    @property
-    def _needs_labels(self) -> bool:
-        """Whether every row has to have some: a micro-batch without any has no mean."""
-        return self.batch == 1 and self.mean_over == "micro_batches"
-
 
 def covering_plan(config: PretrainedConfig) -> dict[str, Any]:
-    """Fields of a plan whose micro-batches cross the thresholds of a config, made small."""
+    """Fields of a plan whose micro-batches cross the thresholds of a model's config, which is shrunk for that."""
     return {"cases": covering(shrunk(config, LONGEST)), "shrink": True}
 
 
 def _place_pads(
     ids: torch.Tensor, token: int, mask: torch.Tensor | None, positions: torch.Tensor | None, vocabulary: int
 ) -> None:
-    """Padding holds the pad token; so does one real place of each row, as where it is the end of text, too."""
+    """Put the pad token at padding, and at one real position of each row, as if it were the end-of-text token too."""
     ids[ids == token] = (token + 1) % vocabulary
     if mask is not None:
         ids[mask == 0] = token
     middle = ids.shape[1] // 2
     for row in range(ids.shape[0]):
-        # A sequence that begins with it may be zero all the way up, where a norm's derivative is huge.
+        # Not at the start of a packed sequence: if its embedding is zero, so is every layer's output there, where the
+        # derivative of a norm is huge.
         begins = positions is not None and positions[row, middle] == 0
         ids[row, middle + 1 if begins else middle] = token
 
 
 def tokens_of(model: Any) -> tuple[int, int | None]:
-    """The vocabulary's size and the pad token, if any, of a model."""
+    """A model's vocabulary size and, if it has one, its pad token."""
     text = model.config.get_text_config()
     pad = getattr(text, "pad_token_id", None)
     vocabulary = vocabulary_of(model)
@@ -239,5 +239,5 @@ def tokens_of(model: Any) -> tuple[int, int | None]:
 
 
 def vocabulary_of(model: Any) -> int:
-    """Tokens of a model."""
+    """A model's vocabulary size."""
     return int(model.config.get_text_config().vocab_size)

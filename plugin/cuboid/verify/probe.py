@@ -1,4 +1,4 @@
-"""The outputs of a model's modules, so that a difference can be traced to where it begins."""
+"""Capture the outputs of a model's modules, so that a difference can be traced to the first module that has it."""
 
 from __future__ import annotations
 
@@ -16,41 +16,40 @@ from cuboid.distributed.topology import Coordinate, MeshShape
 from cuboid.models.pipeline.pipeline import Pipeline
 from cuboid.models.stages.stage_model import StageModel, Staging
 
-#: Outputs by module, one for each call: a whole sequence's, or one segment's after the other.
+#: Outputs by module, one for each call: a single one of a full sequence, or one for each segment.
 Outputs = dict[str, list[torch.Tensor]]
-#: Of elements that dropout keeps while it is looked at.
+#: Dropout's probability while its masks are compared.
 HALF = 0.5
 
 
 def probe(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[Outputs, torch.Tensor]:
-    """Run a micro-batch in evaluation.
+    """Run a micro-batch in evaluation mode.
 
     Returns:
-        The three-dimensional output of every module that has one, this process's part of it, in forward order; and the
-        logits.
+        This rank's part of the output of every module with a three-dimensional one, in forward order; and the logits.
     """
     with _evaluation(model), torch.no_grad(), _captured(model.named_modules()) as outputs:
         logits = run_forward(model, batch).logits
-    # A module that is called again has begun something else.
+    # If a module is called several times, such as a shared one, only the first call is compared.
     return {name: calls[:1] for name, calls in outputs.items()}, logits.cpu()
 
 
 def run_forward(model: Any, batch: Mapping[str, torch.Tensor]) -> Any:
-    """A forward without labels."""
+    """Run a forward without labels."""
     device = next(model.parameters()).device
     inputs = {name: x.to(device) for name, x in batch.items() if name != "labels"}
     return model(**inputs, use_cache=False)
 
 
 def probe_stage(pipeline: Pipeline, model: Any, batch: Mapping[str, torch.Tensor]) -> Outputs:
-    """Like :func:`probe`, of one stage of a pipeline, without logits: segment after segment. Collective."""
+    """Like :func:`probe`, for one stage of a pipeline, by segments and without logits. Collective."""
     with _evaluation(model), _captured(_own_modules(model, model.staging)) as outputs:
         pipeline.evaluate(iter([batch]), 1)
     return outputs
 
 
 def _own_modules(model: nn.Module, staging: Staging) -> Iterator[tuple[str, nn.Module]]:
-    """Those that compute on this stage what they compute in a whole model."""
+    """The modules of this stage whose outputs are the same as in a full model."""
     outline, cut = staging.outline, staging.cut
     roots = [outline.layer(index) for index in range(cut.first, cut.stop)]
     roots += outline.before if cut.is_first else ()
@@ -61,27 +60,27 @@ def _own_modules(model: nn.Module, staging: Staging) -> Iterator[tuple[str, nn.M
 
 
 def probe_dropout(model: nn.Module, run: Callable[[], Any]) -> dict[str, torch.Tensor]:
-    """What dropout keeps on this rank, in a training forward for which all ranks were seeded alike.
+    """Dropout's masks on this rank, in a training forward for which all ranks have the same seed.
 
     Args:
-        model: whose ``nn.Dropout`` modules drop half for this once.
+        model: whose ``nn.Dropout`` modules drop half of the elements during this call.
         run: the forward.
 
     Returns:
-        For each such module that ran, which elements of its output it kept, flattened.
+        For each such module that ran, a flat mask of the elements that it kept.
     """
     own = _own_modules(model, model.staging) if isinstance(model, StageModel) else model.named_modules()
     drops = {name: module for name, module in own if isinstance(module, nn.Dropout)}
     rates = {name: module.p for name, module in drops.items()}
     kept: dict[str, torch.Tensor] = {}
 
-    def note(name: str) -> Callable[..., None]:
+    def record(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, __: Any, output: torch.Tensor) -> None:
             kept.setdefault(name, (output.detach() != 0).flatten().cpu())
 
         return hook
 
-    hooks = [module.register_forward_hook(note(name)) for name, module in drops.items()]
+    hooks = [module.register_forward_hook(record(name)) for name, module in drops.items()]
     was_training = model.training
     model.train()
     for module in drops.values():
@@ -99,8 +98,11 @@ def probe_dropout(model: nn.Module, run: Callable[[], Any]) -> dict[str, torch.T
     return kept
 
 
-def likeness(masks: Sequence[torch.Tensor]) -> tuple[float, float]:
-    """How far what ranks keep is from chance, 1 for equal masks or none at all, and how far chance may bring it."""
+def mask_correlation(masks: Sequence[torch.Tensor]) -> tuple[float, float]:
+    """The largest deviation of ranks' masks from independent ones that keep half, and the limit that chance sets.
+
+    The deviation is 1 if two masks are equal, or if one keeps all or nothing.
+    """
     deviations = [abs(mask.double().mean().item() - HALF) / HALF for mask in masks]
     for one, other in combinations(masks, 2):
         if one.shape == other.shape:
@@ -139,7 +141,7 @@ def _capture(module: nn.Module, name: str, outputs: Outputs) -> RemovableHandle:
 
 
 def residual_part(outputs: Outputs, shape: MeshShape, batch: int, length: int, hidden: int) -> Outputs:
-    """Those outputs that may be a rank's ``[B/b, S'/s, H/h]`` part of the residual stream, S' ≥ S."""
+    """The outputs that have the shape of a rank's part of the residual stream: ``[B/b, S'/s, H/h]`` with S' ≥ S."""
 
     def fits(calls: list[torch.Tensor]) -> bool:
         tokens = sum(x.shape[1] for x in calls) * shape.sequence
@@ -151,13 +153,13 @@ def residual_part(outputs: Outputs, shape: MeshShape, batch: int, length: int, h
 
 
 def assemble(parts: Sequence[torch.Tensor], at: Sequence[Coordinate], shape: MeshShape) -> torch.Tensor:
-    """Whole ``[B, S', H]`` from the parts of the ranks of a mesh that stand at the coordinates ``at``."""
+    """The full ``[B, S', H]`` tensor from the parts of a mesh's ranks, whose coordinates are ``at``."""
     by_place = {(c.batch, c.sequence, c.hidden): part for c, part in zip(at, parts, strict=True)}
-
-    def row(batch: int, sequence: int) -> torch.Tensor:
-        return torch.cat([by_place[batch, sequence, hidden] for hidden in range(shape.hidden)], dim=2)
-
-    def rows(batch: int) -> torch.Tensor:
-        return torch.cat([row(batch, sequence) for sequence in range(shape.sequence)], dim=1)
-
-    return torch.cat([rows(batch) for batch in range(shape.batch)], dim=0)
+    rows = []
+    for batch in range(shape.batch):
+        columns = [
+            torch.cat([by_place[batch, sequence, hidden] for hidden in range(shape.hidden)], dim=2)
+            for sequence in range(shape.sequence)
+        ]
+        rows.append(torch.cat(columns, dim=1))
+    return torch.cat(rows, dim=0)

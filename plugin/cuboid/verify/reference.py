@@ -1,4 +1,4 @@
-"""The side to believe: plain transformers in a single process."""
+"""The reference side: plain transformers in a single process."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from cuboid.verify.training import Tensors, run_replicas, train
 
 
 class OneProcess:
-    """Everything is here, so there is nothing to add up."""
+    """The :class:`~cuboid.verify.training.Side` of one process, which has all replicas and all of the model."""
 
     def backward(self, model: Any, plan: Plan, step: int) -> float:
-        """All replicas, one after the other."""
+        """Runs all replicas, one after the other."""
         return run_replicas(model, plan, step, range(plan.data_parallel)).item()
 
     def sum_over_replicas(self, tensor: torch.Tensor) -> None:
-        """Nothing to do."""
+        """No-op."""
 
     def sum_over_model(self, tensor: torch.Tensor) -> None:
-        """Nothing to do."""
+        """No-op."""
 
     def counted(self, model: nn.Module) -> list[nn.Parameter]:
-        """All."""
+        """All parameters."""
         return list(model.parameters())
 
     def gradients(self, model: nn.Module) -> Tensors:
-        """As the parameters have them, tied ones once for each name."""
+        """The parameters' gradients; tied ones have an entry for each of their names."""
         named = model.named_parameters(remove_duplicate=False)
         return {name: p.grad.detach().cpu().clone() for name, p in named if p.grad is not None}
 
 
 def run_reference(plan: Plan, directory: str, moments: bool = False) -> None:
-    """Job of a world of one: run the plan with plain transformers and write the outcome into ``directory``."""
+    """Worker job for one process: run the plan with plain transformers and write the outcome into ``directory``."""
     with _without_cuboid():
         model = load_plain(plan)
         batch = plan.micro_batches(0, 0, *tokens_of(model))[0]
@@ -59,7 +59,7 @@ def run_reference(plan: Plan, directory: str, moments: bool = False) -> None:
 
 
 def load_plain(plan: Plan) -> Any:
-    """The plan's checkpoint, whole, on this process's device."""
+    """The plan's full model on this process's device."""
     model = AutoModelForCausalLM.from_pretrained(plan.checkpoint, **plan.loading_options())
     if plan.rounded:
         for parameter in model.parameters():
@@ -68,7 +68,7 @@ def load_plain(plan: Plan) -> Any:
 
 
 def device() -> torch.device:
-    """The device of this worker."""
+    """This worker's device."""
     return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 

@@ -1,4 +1,4 @@
-"""The result of a verification, for people and for programs."""
+"""The result of a verification, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cuboid.verify.plan import Plan
 
 #: One comparison of a whole run: Cuboid's core under torch's optimizer, or the whole DeepSpeed engine.
 Pass = Literal["core", "engine"]
-#: Keys of a pipeline that change nothing here.
+#: Pipeline keys that don't affect results, so aren't reported.
 _NO_RESULT = {"engine", "trace", "trace_step"}
 _PARAMETER_KINDS: tuple[Kind, ...] = ("gradient", "scale", "moment", "weight")
 _TITLES: dict[Pass, str] = {"core": "Cuboid's core", "engine": "the DeepSpeed engine"}
@@ -29,16 +29,16 @@ _TITLES: dict[Pass, str] = {"core": "Cuboid's core", "engine": "the DeepSpeed en
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass found.
+    """The result of one pass.
 
     Args:
         name: which pass.
-        plan: what both sides ran.
+        plan: the run that both sides made.
         mesh: of one replica, or of each of its stages.
-        tolerance: the largest error that passes; None where each check has its own, see :mod:`cuboid.verify.noise`.
-        losses, norms: of each step, plain transformers first, then Cuboid.
+        tolerance: the largest error that passes; None if each check has its own, see :mod:`cuboid.verify.noise`.
+        losses, norms: of each step; plain transformers' first, then Cuboid's.
         checks: see :func:`cuboid.verify.compare.compare`.
-        pipeline: stages and segments, if there are any.
+        pipeline: its config, if there is one.
     """
 
     name: Pass
@@ -57,15 +57,15 @@ class PassReport:
 
     @property
     def first_difference(self) -> str | None:
-        """Where the two sides part, or None."""
+        """Where the two sides begin to differ, or None."""
         return first_difference(self.checks)
 
     def worst(self, kind: Kind) -> Check | None:
-        """The check of a kind that is the worst, if there is any of that kind."""
+        """The worst check of a kind, if there is any."""
         return max((check for check in self.checks if check.kind == kind), key=_badness, default=None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON. An error that is no number is ``null``."""
+        """Plain data for JSON, in which an error that isn't finite is ``null``."""
         return {
             "pass": self.name,
             "passed": self.passed,
@@ -96,7 +96,7 @@ class PassReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What all passes found."""
+    """The results of all passes."""
 
     passes: list[PassReport]
 
@@ -112,7 +112,7 @@ class Report:
         Path(path).write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
     def print(self, console: Console) -> None:
-        """Print the tables of every pass and the verdict."""
+        """Print the tables of all passes, and whether they passed."""
         for report in self.passes:
             _print_pass(report, console)
 
@@ -120,8 +120,12 @@ class Report:
 def _print_pass(report: PassReport, console: Console) -> None:
     plan = report.plan
     largest = f"{report.tolerance:.0e}" if report.tolerance is not None else f"{FACTOR:.0f} times plain {plan.dtype}'s"
+    layout = f"mesh {report.mesh}"
+    if report.pipeline is not None:
+        schedule = f"{report.pipeline.segments} segments ({report.pipeline.schedule})"
+        layout = f"{report.pipeline.stages} stages of {layout}, {schedule}"
     console.print(
-        f"[bold]{_TITLES[report.name]}[/]: {plan.dtype}, {_layout(report)}, data parallel {plan.data_parallel}, "
+        f"[bold]{_TITLES[report.name]}[/]: {plan.dtype}, {layout}, data parallel {plan.data_parallel}, "
         f"accumulate {plan.accumulate}; errors up to {largest} pass"
     )
     console.print("micro-batches: " + escape("; ".join(f"{c.name} ({c.length})" for c in plan.cases_run())))
@@ -134,13 +138,6 @@ def _print_pass(report: PassReport, console: Console) -> None:
         failures = sum(not check.passed for check in report.checks)
         console.print(f"[red]✗[/] {failures} of {len(report.checks)} checks fail")
         console.print(f"[red]✗[/] {escape(report.first_difference or '')}\n")
-
-
-def _layout(report: PassReport) -> str:
-    pipeline = report.pipeline
-    if pipeline is None:
-        return f"mesh {report.mesh}"
-    return f"{pipeline.stages} stages of mesh {report.mesh}, {pipeline.segments} segments ({pipeline.schedule})"
 
 
 def _steps(report: PassReport) -> Table:
@@ -180,7 +177,7 @@ def _table(first: str, *others: str) -> Table:
 
 
 def _by_name(report: PassReport, kind: Kind) -> dict[str, Check]:
-    """The worst over the steps, by name."""
+    """The worst check over all steps, by name."""
     worst: dict[str, Check] = {}
     for check in report.checks:
         if check.kind == kind and (check.name not in worst or _badness(check) > _badness(worst[check.name])):
@@ -189,7 +186,7 @@ def _by_name(report: PassReport, kind: Kind) -> dict[str, Check]:
 
 
 def _badness(check: Check) -> tuple[bool, float]:
-    """Larger for what is worse: what fails, and then what comes closest to its own tolerance."""
+    """Sort key: failed checks first, then by the error relative to the check's own tolerance."""
     return not check.passed, check.error / check.tolerance if check.tolerance else check.error
 
 

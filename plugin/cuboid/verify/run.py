@@ -1,4 +1,4 @@
-"""Run a plan on both sides and compare."""
+"""Run a plan on both sides and compare the outcomes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from cuboid.verify.storage import read, read_parts
 from cuboid.verify.training import Outcome
 from cuboid.verify.workers.pool import WorkerError, WorkerPool
 
-#: Sections of a user's DeepSpeed config that change what the engine computes or keeps. All else (schedules, monitors,
-#: checkpoints, logging) stays out of a comparison.
+#: Sections of a user's DeepSpeed config that affect what the engine computes or how it stores state. Others (schedules,
+#: monitors, checkpoints, logging) are left out of a comparison.
 _ENGINE_KEYS = (
     "tensor_parallel",
     "pipeline",
@@ -55,17 +55,16 @@ def verify(
     Args:
         plan: model, batches and optimizer.
         config: a DeepSpeed config (path or dict) with Cuboid's keys. The engine pass also takes ZeRO, clipping and
-            AdamW's numbers from it, and computes in float32, or in bfloat16 where the plan does.
-        passes: ``"core"`` is Cuboid under torch's own optimizer; ``"engine"`` is ``deepspeed.initialize``.
-        tolerance: the largest error that passes, in place of :func:`default_tolerance`, and in bfloat16 of what
-            :mod:`cuboid.verify.noise` says.
-        pool: processes to use for the core pass; by default a pool of its own. The engine needs fresh ones, of the
-            same kind.
+            AdamW's hyperparameters from it, and computes in float32, or in bfloat16 if the plan does.
+        passes: ``"core"`` is Cuboid with torch's own optimizer; ``"engine"`` is ``deepspeed.initialize``.
+        tolerance: the largest error that passes, instead of :func:`default_tolerance` or, in bfloat16, of the
+            tolerances of :mod:`cuboid.verify.noise`.
+        pool: processes for the core pass; by default a new pool. The engine pass always starts new processes.
         timeout_s: for each run of each side.
 
     Raises:
-        CuboidError: the config, or the model on that mesh, isn't possible.
-        WorkerError: a process failed in another way.
+        CuboidError: the config is invalid, or the model isn't supported with it.
+        WorkerError: a process failed for another reason.
     """
     try:
         return _verify(plan, config, passes, tolerance, pool, timeout_s)
@@ -87,7 +86,8 @@ def _verify(
     ours, rest = require_config(loaded)
     if ours.pipeline is not None:
         loaded["pipeline"]["trace"] = False
-        # What can't be probed without its weights is judged here with them.
+        # Skips certification: this comparison is the stronger test, and works for models that can't be certified
+        # because they can't be probed without their weights.
         loaded["pipeline"]["certification"] = "verified"
     plan = complete(plan, ours.pipeline)
     world_size = ours.ranks * plan.data_parallel
@@ -97,10 +97,10 @@ def _verify(
 
 
 def complete(plan: Plan, pipeline: PipelineConfig | None) -> Plan:
-    """The plan with micro-batches for its model, where it doesn't say how they are to be, and without what is refused.
+    """Choose micro-batches for the plan's model if it has no choice, and drop inputs that the model doesn't support.
 
     Raises:
-        CuboidError: it asks for what a pipeline can't give.
+        CuboidError: the plan asks for something that a pipeline doesn't support.
     """
     if pipeline is not None:
         if plan.mean_over != "tokens":
@@ -112,7 +112,8 @@ def complete(plan: Plan, pipeline: PipelineConfig | None) -> Plan:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(plan.model_config())
     if pipeline is not None and model.config._attn_implementation == "eager":
-        # Padding on the left sees all positions alike there, later ones too.
+        # Eager attention has padding on the left attend to all positions, including later ones, which segments that run
+        # before those can't do.
         plan = plan.without_left_padding()
     takes = inspect.signature(type(model).forward).parameters
     return plan if "position_ids" in takes else plan.without_positions()
@@ -121,8 +122,8 @@ def complete(plan: Plan, pipeline: PipelineConfig | None) -> Plan:
 def default_tolerance(plan: Plan) -> float:
     """The largest relative error that rounding explains, in float64 and float32.
 
-    Float64 throughout leaves 1e-9; where Hugging Face's own casts to float32 are kept, 1e-6. See docs/verify.md for
-    what is measured.
+    It is 1e-9 with float64 throughout, and 1e-6 with Hugging Face's own casts to float32. Measurements are in
+    docs/verify.md.
     """
     if plan.dtype == "float64":
         return 1e-9 if plan.keep_float64 else 1e-6
@@ -130,7 +131,7 @@ def default_tolerance(plan: Plan) -> float:
 
 
 def engine_plan_of(plan: Plan, config: Mapping[str, Any]) -> Plan:
-    """The plan of the engine pass: DeepSpeed's precision and mean, and the config's clipping and AdamW."""
+    """The plan of the engine pass: DeepSpeed's precision and loss mean, and the config's clipping and AdamW."""
     parameters = (config.get("optimizer") or {}).get("params") or {}
     given = {
         "learning_rate": parameters.get("lr"),
@@ -138,7 +139,7 @@ def engine_plan_of(plan: Plan, config: Mapping[str, Any]) -> Plan:
         "weight_decay": parameters.get("weight_decay"),
         "clipping": config.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT),
     }
-    # The HF Trainer fills in "auto"; here the plan does.
+    # "auto" is for the Hugging Face Trainer to fill in; here the plan's value counts.
     known = {name: value for name, value in given.items() if value is not None and value != "auto"}
     if "betas" in known:
         known["betas"] = tuple(known["betas"])
@@ -153,7 +154,7 @@ def engine_plan_of(plan: Plan, config: Mapping[str, Any]) -> Plan:
 
 
 def engine_config_of(plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a user's config the engine is given, and the plan's own numbers."""
+    """The engine's config: the relevant sections of the user's, and the plan's own numbers."""
     return {
         **{key: config[key] for key in _ENGINE_KEYS if key in config},
         "train_micro_batch_size_per_gpu": plan.batch,
@@ -188,7 +189,12 @@ def _run(
     else:
         job, settings = run_core, config
     half = plan.dtype == "bfloat16"
-    with _directory() as root, pool.fresh() if name == "engine" else contextlib.nullcontext(pool) as ranks:
+    # DeepSpeed keeps global state about its world, so that the engine pass needs processes of its own.
+    with (
+        tempfile.TemporaryDirectory(prefix="cuboid-", ignore_cleanup_errors=True) as directory,
+        pool.fresh() if name == "engine" else contextlib.nullcontext(pool) as ranks,
+    ):
+        root = Path(directory)
         plans = {"reference": dataclasses.replace(plan, dtype="float32", rounded=True) if half else plan}
         if half:
             plans["plain"] = plan
@@ -220,15 +226,15 @@ def judge(
     tolerance: float | None = None,
     pipeline: PipelineConfig | None = None,
 ) -> PassReport:
-    """Compare what the two sides wrote.
+    """Compare the outcomes that the two sides wrote.
 
     Args:
-        name, plan: the pass, and what both sides ran.
+        name, plan: the pass, and the run that both sides made.
         topology: of the ranks that wrote ``sharded``.
-        reference, sharded: directories that the jobs were given.
-        plain: that of plain transformers in half precision, where ``reference`` has float32.
-        tolerance: the largest error that passes, in place of what follows from the precision.
-        pipeline: what the stages and segments were, if there were any.
+        reference, sharded: the jobs' directories.
+        plain: directory of plain transformers in half precision, if ``reference`` is in float32.
+        tolerance: the largest error that passes, instead of that for the precision.
+        pipeline: its config, if there is one.
     """
     theirs, ours = read(reference), read(sharded)
     padding = None
@@ -257,11 +263,11 @@ def judge(
 
 
 def _kinds(name: Pass, ours: Outcome, pipeline: PipelineConfig | None) -> list[Kind]:
-    """What a pass compares."""
+    """The kinds that a pass compares."""
     if name == "engine":
-        # In float32 without ZeRO, DeepSpeed clips by a norm that it doesn't tell.
+        # In float32 without ZeRO, DeepSpeed doesn't report the norm by which it clips.
         return ["loss", "norm", "moment", "weight"] if ours.norms else ["loss", "moment", "weight"]
-    # A pipeline never has the logits in one place.
+    # A pipeline computes logits segment by segment, and never returns them.
     left_out = {"moment"} if pipeline is None else {"moment", "logits"}
     return [kind for kind in KINDS if kind not in left_out]
 
@@ -278,9 +284,3 @@ def _pool(given: WorkerPool | None, size: int) -> Iterator[WorkerPool]:
         return
     with WorkerPool(size) as own:
         yield own
-
-
-@contextlib.contextmanager
-def _directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="cuboid-", ignore_cleanup_errors=True) as root:
-        yield Path(root)

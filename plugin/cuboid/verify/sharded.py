@@ -1,4 +1,4 @@
-"""The side to check: the same plan on a mesh or a pipeline, in Cuboid's core and in the whole DeepSpeed engine."""
+"""The side under test: the same plan on a mesh or a pipeline, in Cuboid's core and in the full DeepSpeed engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cuboid.models.cross_entropy.chunked import CHUNK_BYTES
 from cuboid.models.pipeline.pipeline import Pipeline
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.verify.plan import Plan, tokens_of, vocabulary_of
-from cuboid.verify.probe import likeness, probe, probe_dropout, probe_stage, residual_part, run_forward
+from cuboid.verify.probe import mask_correlation, probe, probe_dropout, probe_stage, residual_part, run_forward
 from cuboid.verify.reference import device, load_plain
 from cuboid.verify.storage import SAVED, write, write_part
 from cuboid.verify.training import MOMENT, Outcome, Tensors, parameter_groups, prepare, run_replicas, train
@@ -29,13 +29,13 @@ from cuboid.weights.save import full_values
 
 
 class OnMesh:
-    """One rank of ``data_parallel`` meshes."""
+    """The :class:`~cuboid.verify.training.Side` of one rank of ``data_parallel`` meshes."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
 
     def backward(self, model: Any, plan: Plan, step: int) -> float:
-        """The one replica that this rank belongs to."""
+        """Runs the replica that this rank belongs to."""
         cut_logits(model, plan, step, self._mesh)
         loss = run_replicas(model, plan, step, [self._mesh.coordinate.data])
         self.sum_over_replicas(loss)
@@ -52,33 +52,33 @@ class OnMesh:
             dist.all_reduce(tensor, group=self._mesh.model_parallel_group)
 
     def counted(self, model: Any) -> list[nn.Parameter]:
-        """Those that the model counts here."""
+        """The parameters that count on this rank, so that each element of the model counts once."""
         return model.counted_parameters()
 
     def gradients(self, model: nn.Module) -> Tensors:
-        """Whole, on rank 0."""
+        """Full gradients on rank 0."""
         return cuboid.full_gradients(model)
 
 
 class OnStages(OnMesh):
-    """One rank of ``data_parallel`` pipelines."""
+    """The :class:`~cuboid.verify.training.Side` of one rank of ``data_parallel`` pipelines."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         super().__init__(pipeline.mesh)
         self._pipeline = pipeline
 
     def backward(self, model: Any, plan: Plan, step: int) -> float:
-        """All stages of the replica that this rank belongs to."""
+        """Runs all stages of the replica that this rank belongs to."""
         batches = plan.micro_batches(step, self._mesh.coordinate.data, *tokens_of(model))
         cut_logits(model, plan, step, self._mesh)
         return self._pipeline.train(iter(batches), plan.accumulate).item()
 
 
 def run_core(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
-    """Job of every rank: the plan on the mesh of each stage, with torch's own optimizer. Rank 0 writes the outcome.
+    """Worker job: the plan on the mesh of each stage, with torch's own optimizer. Rank 0 writes the outcome.
 
     Returns:
-        The mesh, which ``"mesh": "auto"`` leaves open until the model is known.
+        The mesh, which ``"mesh": "auto"`` only determines when the model is known.
     """
     model = _load(plan, config)
     mesh = cuboid.mesh_of(model)
@@ -101,15 +101,15 @@ def run_core(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
         parts = residual_part(outputs, mesh.shape, plan.batch, plan.case(0).length, hidden)
         write_part(parts, Path(directory), mesh.rank)
     outcome.logits = logits
-    outcome.dropout = _likeness(dropout, mesh)
+    outcome.dropout = _mask_correlations(dropout, mesh)
     cuboid.save_pretrained(model, Path(directory, SAVED))
     if mesh.rank == 0:
         write(outcome, Path(directory))
     return mesh.shape
 
 
-def _likeness(kept: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, tuple[float, float]]:
-    """How alike dropout's masks are on the ranks of a mesh; known on the first rank of the replica."""
+def _mask_correlations(kept: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, tuple[float, float]]:
+    """:func:`mask_correlation` over each stage's mesh, on the first rank of the replica."""
     if mesh.shape.size == 1:
         return {}
     peers = mesh.copy_ranks
@@ -119,18 +119,18 @@ def _likeness(kept: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, tuple[floa
     for stage, own in gathered or ():
         for name, mask in own.items():
             masks.setdefault((stage, name), []).append(mask)
-    return {name: likeness(own) for (_, name), own in masks.items()}
+    return {name: mask_correlation(own) for (_, name), own in masks.items()}
 
 
 def run_engine(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
-    """Job of every rank: the plan through ``deepspeed.initialize`` and its engine. Rank 0 writes the outcome.
+    """Worker job: the plan through ``deepspeed.initialize`` and its engine. Rank 0 writes the outcome.
 
-    With ZeRO, gradients are DeepSpeed's own, so that Adam's mean of them is there instead. The processes can't be used
-    again, for DeepSpeed keeps what it knows of the world until they end.
+    Adam's first moments are compared instead of gradients, which ZeRO doesn't expose. The processes can't be reused,
+    because DeepSpeed keeps global state about its world.
     """
     model = _load(plan, config)
     prepare(model, plan)
-    with contextlib.redirect_stdout(io.StringIO()):  # some of its optimizers print how much memory they take
+    with contextlib.redirect_stdout(io.StringIO()):  # some of its optimizers print their memory use
         engine, *_ = deepspeed.initialize(model=model, model_parameters=parameter_groups(model, plan), config=config)
     mesh = cuboid.mesh_of(engine)
     tokens = tokens_of(engine.module)
@@ -138,10 +138,12 @@ def run_engine(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
     for step in range(plan.steps):
         batches = plan.micro_batches(step, mesh.coordinate.data, *tokens)
         cut_logits(engine.module, plan, step, mesh)
-        run_step = _pipeline_step if isinstance(engine.module, StageModel) else _engine_step
-        outcome.losses.append(run_step(engine, batches, mesh))
+        if isinstance(engine.module, StageModel):
+            outcome.losses.append(float(engine.train_batch(iter(batches))))
+        else:
+            outcome.losses.append(_engine_step(engine, batches, mesh))
         norm = engine.get_global_grad_norm()
-        if norm is not None:  # in float32 without ZeRO, DeepSpeed clips and tells nobody
+        if norm is not None:  # in float32 without ZeRO, DeepSpeed doesn't report it
             outcome.norms.append(float(norm))
     outcome.moments = _moments(engine, mesh)
     cuboid.save_pretrained(engine, Path(directory, SAVED))
@@ -151,21 +153,21 @@ def run_engine(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
 
 
 def cut_logits(model: Any, plan: Plan, step: int, mesh: Mesh) -> None:
-    """Let the loss be made of several chunks in the steps in which the plan says so, and else as always."""
+    """Set the size of the loss's chunks for a step, so that both the single-chunk and the chunked loss are tested."""
     share = mesh.size("batch") * mesh.size("hidden")
     few = plan.chunk_bytes(step, vocabulary_of(model), share)
     model.cuboid.chunk_bytes = CHUNK_BYTES if few is None else few
 
 
 def _moments(engine: Any, mesh: Mesh) -> Tensors:
-    """Adam's means of gradients, whole, on rank 0."""
+    """Adam's first moments as full tensors, on rank 0."""
     parameters = dict(engine.module.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
     runs = adapt_optimizer(engine.optimizer, names).state().quantities[MOMENT]
     found: dict[int, torch.Tensor] = {}
     for name, parameter in parameters.items():
         run = runs[name]
-        # Of each element, its value and how many replicas have it: all, or one under ZeRO.
+        # Each element's value, and the number of replicas that have it: all of them, or one under ZeRO.
         held = torch.zeros(2, parameter.numel(), dtype=run.values.dtype, device=parameter.device)
         held[0, run.start : run.stop], held[1, run.start : run.stop] = run.values, 1
         OnMesh(mesh).sum_over_replicas(held)
@@ -183,10 +185,6 @@ def _engine_step(engine: Any, batches: list[Tensors], mesh: Mesh) -> float:
     mean = torch.stack(losses).double().mean() / mesh.topology.data
     OnMesh(mesh).sum_over_replicas(mean)
     return mean.item()
-
-
-def _pipeline_step(engine: Any, batches: list[Tensors], _: Mesh) -> float:
-    return float(engine.train_batch(iter(batches)))
 
 
 def _load(plan: Plan, config: dict[str, Any]) -> Any:

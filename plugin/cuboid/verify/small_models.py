@@ -1,9 +1,8 @@
-"""Small random checkpoints of the supported architectures, for comparisons that need no download."""
+"""Small random checkpoints of the supported architectures, so that comparisons need no download."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,9 +13,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from cuboid.errors import CuboidError, MeshError
 
-#: Those with rules for a mesh.
+#: Architectures with a parallel plan for a mesh.
 MeshArchitecture = Literal["llama", "qwen2", "qwen3", "mistral", "gpt2"]
-#: Those that a pipeline alone can cut as well.
+#: Architectures that are supported in a pipeline only.
 PipelineArchitecture = Literal["gemma2", "gemma3", "gpt_neox", "mixtral"]
 Architecture = Literal[MeshArchitecture, PipelineArchitecture]
 #: Scaled rotary embeddings.
@@ -24,7 +23,7 @@ Rope = Literal["dynamic", "yarn", "llama3", "longrope"]
 _ROPE_ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen2", "qwen3", "mistral", "mixtral")
 MESH_ARCHITECTURES: tuple[MeshArchitecture, ...] = get_args(MeshArchitecture)
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
-#: Far from zero, so that scores, gates and norms leave the neighbourhood where every function is linear.
+#: Larger than usual, so that attention scores, gates and norms are outside of the range where they are nearly linear.
 _WEIGHT_STD, _VECTOR_STD = 0.1, 0.2
 _GEMMA_WINDOW = 12
 
@@ -39,14 +38,14 @@ class SmallModel:
         kv_heads: key and value heads; GPT-2 and GPT-NeoX always have as many as query heads.
         head_dim: even, as rotary embeddings need. The hidden size is ``heads * head_dim``.
         layers: decoder layers.
-        vocabulary: number of tokens; the default divides by next to nothing.
-        tied: whether the output embedding is the input embedding; ``None`` takes the architecture's own default.
-        bias: whether attention and MLP have biases, where the architecture leaves that open.
-        sliding_window: attention window in tokens, of Mistral and Mixtral in every layer (None for no window), of
-            Gemma 2 and 3 in every other one (None for 12 tokens).
-        positions: longest sequence; the end of learned positions, and where some rotary embeddings rescale.
-        rope: how rotary embeddings are scaled, where the architecture has them; None as the architecture has it.
-        pad_token: whose embedding gets no gradient from the input, in architectures that see to that.
+        vocabulary: number of tokens; the default is prime, so that no mesh divides it.
+        tied: whether the output embedding is the input embedding; None for the architecture's default.
+        bias: whether attention and MLP have biases, if the architecture has that option.
+        sliding_window: attention window in tokens; in every layer of Mistral and Mixtral (None for no window), in every
+            other one of Gemma 2 and 3 (None for 12 tokens).
+        positions: longest sequence: the number of learned positions, or where some rotary embeddings rescale.
+        rope: scaling of rotary embeddings; None for the architecture's default.
+        pad_token: its embedding gets no gradient from the input in some architectures; None for no pad token.
         seed: of the weights.
     """
 
@@ -66,9 +65,9 @@ class SmallModel:
 
     @classmethod
     def fitting(cls, architecture: Architecture, ranks: int, **options: Any) -> SmallModel:
-        """A model that any mesh of so many ranks can divide.
+        """A model whose heads any mesh of ``ranks`` ranks can divide.
 
-        ``options`` are fields. They win over what such a mesh would need; ``None`` for a number of heads leaves it.
+        ``options`` are fields, and take precedence; None for a number of heads chooses one that fits.
         """
         heads = options.pop("heads", None) or math.ceil(8 / ranks) * ranks
         kv_heads = options.pop("kv_heads", None) or next(heads // share for share in (4, 2, 1) if heads % share == 0)
@@ -83,7 +82,7 @@ class SmallModel:
         """The Hugging Face config.
 
         Raises:
-            CuboidError: an unknown architecture, or sizes that contradict each other.
+            CuboidError: an unknown architecture, or inconsistent sizes.
         """
         if self.architecture not in ARCHITECTURES:
             raise CuboidError(f"arch is {self.architecture!r}; known: {', '.join(ARCHITECTURES)}")
@@ -91,10 +90,10 @@ class SmallModel:
             raise MeshError(f"kv_heads is {self.kv_heads}, which doesn't divide heads = {self.heads}")
         if self.rope is not None and self.architecture not in _ROPE_ARCHITECTURES:
             raise CuboidError(f"rope goes with arch {', '.join(_ROPE_ARCHITECTURES)}, not with {self.architecture}")
-        return _CONFIGS[self.architecture](self)
+        return _config(self)
 
     def common(self, *, tied_by_default: bool = False) -> dict[str, Any]:
-        """What every config has."""
+        """Options that all configs have."""
         return {
             "vocab_size": self.vocabulary,
             "tie_word_embeddings": tied_by_default if self.tied is None else self.tied,
@@ -105,7 +104,7 @@ class SmallModel:
         }
 
     def sizes(self, *, tied_by_default: bool = False) -> dict[str, Any]:
-        """:meth:`common` and the sizes, as most configs call them."""
+        """:meth:`common`, and the sizes with the names that most configs use."""
         return {
             "hidden_size": self.hidden,
             "intermediate_size": 2 * self.hidden,
@@ -124,15 +123,15 @@ class SmallModel:
             torch.manual_seed(self.seed)
             model = AutoModelForCausalLM.from_config(self.config(), dtype=torch.float32)
         for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms start at one and biases at zero, where mistakes don't show
+            if parameter.dim() == 1:  # norms are initialized to one and biases to zero, which would hide mistakes
                 parameter.data += _VECTOR_STD * torch.randn(parameter.shape, generator=generator)
-        if self.pad_token is not None:  # starts at zero, as if it were never seen
+        if self.pad_token is not None:  # its embedding is initialized to zero, which would hide mistakes too
             row = model.get_input_embeddings().weight.data[self.pad_token]
             row += _WEIGHT_STD * torch.randn(row.shape, generator=generator)
         model.save_pretrained(directory)
 
     def rope_parameters(self) -> dict[str, Any]:
-        """Of rotary embeddings, scaled if asked for."""
+        """The config's ``rope_parameters``, if scaling was chosen."""
         if self.rope is None:
             return {}
         frequencies = self.head_dim // 2
@@ -154,74 +153,49 @@ class SmallModel:
         return {"rope_parameters": rope}
 
 
-def _llama(small: SmallModel) -> PretrainedConfig:
-    return transformers.LlamaConfig(attention_bias=small.bias, mlp_bias=small.bias, **small.sizes())
-
-
-def _qwen2(small: SmallModel) -> PretrainedConfig:
-    return transformers.Qwen2Config(**small.sizes())
-
-
-def _qwen3(small: SmallModel) -> PretrainedConfig:
-    sizes = small.sizes(tied_by_default=True)
-    return transformers.Qwen3Config(attention_bias=small.bias, head_dim=small.head_dim, **sizes)
-
-
-def _mistral(small: SmallModel) -> PretrainedConfig:
-    return transformers.MistralConfig(sliding_window=small.sliding_window, **small.sizes())
-
-
-def _mixtral(small: SmallModel) -> PretrainedConfig:
-    return transformers.MixtralConfig(
-        sliding_window=small.sliding_window, num_local_experts=4, num_experts_per_tok=2, **small.sizes()
-    )
-
-
-def _gemma2(small: SmallModel) -> PretrainedConfig:
-    # Caps so low that they bend most scores and logits.
-    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
-    return transformers.Gemma2Config(**caps, **_gemma_sizes(small))
-
-
-def _gemma3(small: SmallModel) -> PretrainedConfig:
-    return transformers.Gemma3TextConfig(**_gemma_sizes(small))
+def _config(small: SmallModel) -> PretrainedConfig:
+    sizes = small.sizes
+    match small.architecture:
+        case "llama":
+            return transformers.LlamaConfig(attention_bias=small.bias, mlp_bias=small.bias, **sizes())
+        case "qwen2":
+            return transformers.Qwen2Config(**sizes())
+        case "qwen3":
+            return transformers.Qwen3Config(
+                attention_bias=small.bias, head_dim=small.head_dim, **sizes(tied_by_default=True)
+            )
+        case "mistral":
+            return transformers.MistralConfig(sliding_window=small.sliding_window, **sizes())
+        case "mixtral":
+            return transformers.MixtralConfig(
+                sliding_window=small.sliding_window, num_local_experts=4, num_experts_per_tok=2, **sizes()
+            )
+        case "gemma2":
+            # Caps so low that they affect most scores and logits.
+            caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+            return transformers.Gemma2Config(**caps, **_gemma_sizes(small))
+        case "gemma3":
+            return transformers.Gemma3TextConfig(**_gemma_sizes(small))
+        case "gpt2":
+            return transformers.GPT2Config(
+                n_embd=small.hidden,
+                n_layer=small.layers,
+                n_head=small.heads,
+                n_positions=small.positions,
+                **small.common(tied_by_default=True),
+            )
+        case "gpt_neox":
+            own = sizes()
+            del own["num_key_value_heads"]
+            return transformers.GPTNeoXConfig(**own)
 
 
 def _gemma_sizes(small: SmallModel) -> dict[str, Any]:
     return {
         "head_dim": small.head_dim,
-        "query_pre_attn_scalar": 2 * small.head_dim,  # not what attention takes by itself
+        "query_pre_attn_scalar": 2 * small.head_dim,  # differs from attention's default, which is head_dim
         "sliding_window": small.sliding_window or _GEMMA_WINDOW,
         "layer_types": ["full_attention" if index % 2 else "sliding_attention" for index in range(small.layers)],
         "attention_bias": small.bias,
         **small.sizes(tied_by_default=True),
     }
-
-
-def _gpt2(small: SmallModel) -> PretrainedConfig:
-    return transformers.GPT2Config(
-        n_embd=small.hidden,
-        n_layer=small.layers,
-        n_head=small.heads,
-        n_positions=small.positions,
-        **small.common(tied_by_default=True),
-    )
-
-
-def _gpt_neox(small: SmallModel) -> PretrainedConfig:
-    sizes = small.sizes()
-    del sizes["num_key_value_heads"]
-    return transformers.GPTNeoXConfig(**sizes)
-
-
-_CONFIGS: dict[str, Callable[[SmallModel], PretrainedConfig]] = {
-    "llama": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "mistral": _mistral,
-    "mixtral": _mixtral,
-    "gemma2": _gemma2,
-    "gemma3": _gemma3,
-    "gpt2": _gpt2,
-    "gpt_neox": _gpt_neox,
-}

@@ -1,4 +1,4 @@
-"""Outcomes on disk, where a worker leaves them for the parent: safetensors files and one of JSON."""
+"""Store outcomes on disk, as safetensors files and JSON, to pass them from the workers to the parent process."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from cuboid.distributed.topology import Coordinate, Topology
+from cuboid.distributed.topology import Topology
 from cuboid.verify.probe import Outputs, assemble
 from cuboid.verify.training import Outcome, Tensors
 
 _TENSORS = ("activations", "logits", "moments")
-#: Folder of the checkpoint that a side's model writes of itself.
+#: Subfolder in which a side's model is saved as a checkpoint, which has the weights after training.
 SAVED = "saved"
 
 
 def write(outcome: Outcome, directory: Path) -> None:
-    """Write an outcome, but for the weights, which the model has saved by itself.
+    """Write an outcome except for the weights, which the model saves as a checkpoint.
 
-    Activations that are whole go with it; parts go through :func:`write_part`.
+    Full activations are part of it; a rank's part of them is written by :func:`write_part`.
     """
     tensors: dict[str, Tensors] = {kind: getattr(outcome, kind) for kind in _TENSORS}
     tensors |= {f"gradients-{step}": gradients for step, gradients in enumerate(outcome.gradients)}
@@ -38,7 +38,7 @@ def write_part(outputs: Outputs, directory: Path, rank: int) -> None:
 
 
 def read(directory: Path) -> Outcome:
-    """Read what :func:`write` wrote, and the weights as the model saved them."""
+    """Read what :func:`write` wrote, and the weights that the model saved."""
     scalars = json.loads((directory / "outcome.json").read_text(encoding="utf-8"))
     ordered: dict[str, Tensors] = {}
     for kind, names in scalars["order"].items():
@@ -53,12 +53,13 @@ def read(directory: Path) -> Outcome:
 
 
 def read_parts(directory: Path, topology: Topology, length: int) -> Tensors:
-    """Put together the activations ``[B, S, H]`` of the first replica, from the parts of its ranks, stage by stage."""
+    """Assemble the activations ``[B, S, H]`` of the first replica from the parts of its ranks, stage by stage."""
     whole: Tensors = {}
+    coordinates = {rank: topology.coordinate(rank) for rank in range(topology.world_size)}
     for stage in range(topology.pipe):
-        ranks = [rank for rank in range(topology.world_size) if _is_at(topology.coordinate(rank), stage)]
+        ranks = [rank for rank, at in coordinates.items() if at.data == 0 and at.pipe == stage]
         parts = [load_file(directory / f"part-{rank}.safetensors") for rank in ranks]
-        at = [topology.coordinate(rank) for rank in ranks]
+        at = [coordinates[rank] for rank in ranks]
         calls: dict[str, dict[int, torch.Tensor]] = {}
         for key in parts[0]:
             call, _, name = key.partition(":")
@@ -68,10 +69,6 @@ def read_parts(directory: Path, topology: Topology, length: int) -> Tensors:
     return whole
 
 
-def _is_at(coordinate: Coordinate, stage: int) -> bool:
-    return coordinate.data == 0 and coordinate.pipe == stage
-
-
 def _save(tensors: Tensors, path: Path) -> None:
-    # Tied tensors share their storage, which the format refuses.
+    # Cloned, because tied tensors share their storage, which the library rejects.
     save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)

@@ -1,4 +1,4 @@
-"""The short training run of a :class:`~cuboid.verify.plan.Plan`, and what it leaves behind."""
+"""The short training run of a :class:`~cuboid.verify.plan.Plan`, and its outcome."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from torch import nn
 from cuboid.verify.plan import Plan, tokens_of
 
 Tensors = dict[str, torch.Tensor]
-#: What Adam calls its mean of gradients.
+#: Adam's first moment, in the optimizer's state.
 MOMENT = "exp_avg"
 
 
 @dataclass
 class Outcome:
-    """What one side computed.
+    """The values that one side computed.
 
     Args:
         losses: of each step, the mean that the plan asks for.
         norms: global gradient norm of each step, before clipping.
-        activations: whole outputs ``[B, S, hidden]`` of modules, in forward order, in evaluation, before any step.
+        activations: full outputs ``[B, S, hidden]`` of modules, in forward order, in evaluation mode before the first
+            step.
         logits: ``[B, S, V]`` of the same forward.
         gradients: of each step, before clipping.
-        dropout: by module, how alike the ranks' masks are, and how alike chance may make them.
-        moments: Adam's mean of gradients after the last step, after clipping.
-        weights: after the last step, as :meth:`Side.save` writes them.
+        dropout: by module, the correlation of the ranks' masks, and the limit that chance sets.
+        moments: Adam's first moments after the last step.
+        weights: after the last step, as the side's checkpoint has them.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -42,26 +43,26 @@ class Outcome:
 
 
 class Side(Protocol):
-    """What the two sides do differently: running micro-batches, and adding up over ranks."""
+    """The operations that differ between the two sides: running micro-batches, and sums over ranks."""
 
     def backward(self, model: Any, plan: Plan, step: int) -> float:
-        """Gradients of a step, of the replicas that this process belongs to; the loss of all replicas."""
+        """Compute the gradients of this process's replicas in a step; returns the loss over all replicas."""
 
     def sum_over_replicas(self, tensor: torch.Tensor) -> None:
-        """Add up, in place, over processes that ran other replicas' micro-batches."""
+        """Sum in place over the processes that run other replicas."""
 
     def sum_over_model(self, tensor: torch.Tensor) -> None:
-        """Add up, in place, over processes that hold other parts of the model."""
+        """Sum in place over the processes that have other parts of the model."""
 
     def counted(self, model: nn.Module) -> list[nn.Parameter]:
-        """Parameters that are this process's to count in a sum over the model."""
+        """The parameters that this process contributes to a sum over the model."""
 
     def gradients(self, model: nn.Module) -> Tensors:
-        """Whole gradients by Hugging Face name, on the process that reports."""
+        """Full gradients by Hugging Face name, on the process that writes the outcome."""
 
 
 def train(model: Any, plan: Plan, side: Side, *, moments: bool = False) -> Outcome:
-    """Run the plan's optimizer steps. ``moments`` says whether Adam's are wanted."""
+    """Run the plan's optimizer steps; ``moments`` says whether to return Adam's."""
     outcome = Outcome()
     prepare(model, plan)
     optimizer = adamw(model, plan)
@@ -82,14 +83,14 @@ def train(model: Any, plan: Plan, side: Side, *, moments: bool = False) -> Outco
 
 
 def prepare(model: Any, plan: Plan) -> None:
-    """Put a model into training, as the plan has it."""
+    """Put a model into training mode, with activation checkpointing if the plan has it."""
     model.train()
     if plan.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": plan.recompute_contexts})
 
 
 def adamw(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
-    """The plan's optimizer, in its plainest form."""
+    """The plan's optimizer, which steps one parameter at a time (no ``foreach``)."""
     return torch.optim.AdamW(
         parameter_groups(model, plan),
         lr=plan.learning_rate,
@@ -100,7 +101,7 @@ def adamw(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
 
 
 def parameter_groups(model: nn.Module, plan: Plan) -> list[dict[str, Any]]:
-    """For an optimizer: what decays, and norms and biases, which don't."""
+    """Parameter groups with weight decay (matrices) and without (norms and biases)."""
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     decays = ((others, plan.weight_decay), (vectors, 0.0))
@@ -108,10 +109,10 @@ def parameter_groups(model: nn.Module, plan: Plan) -> list[dict[str, Any]]:
 
 
 def run_replicas(model: Any, plan: Plan, step: int, replicas: Iterable[int]) -> torch.Tensor:
-    """Forward and backward of some replicas' micro-batches, one after the other.
+    """Run forward and backward of some replicas' micro-batches, one after the other.
 
     Returns:
-        Their share of the step's loss, a float64 tensor of no dims.
+        Their contribution to the step's loss, a float64 tensor without dims.
     """
     tokens, device = tokens_of(model), next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)

@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints in and out of sharded models, and the checkpoints of training."""
+"""Load and save Hugging Face checkpoints with sharded models, and the checkpoints of training runs."""

@@ -1,4 +1,4 @@
-"""The user's doors: load sharded, shard in memory, and the scope in which both happen by themselves."""
+"""The public entry points: load a sharded model, shard one in memory, and the scope that shards ``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _active: ContextVar[CuboidConfig | None] = ContextVar("cuboid_active_config", de
 
 @contextmanager
 def scope(config: ConfigSource | CuboidConfig) -> Iterator[CuboidConfig]:
-    """Inside, every ``from_pretrained`` of a causal language model reads only this rank's slices.
+    """Context in which every ``from_pretrained`` of a causal language model reads only this rank's slices.
 
     Args:
         config: a DeepSpeed config (path or dict) with Cuboid's keys.
 
     Raises:
-        ConfigError: the config is wrong or doesn't switch Cuboid on.
+        ConfigError: the config is invalid or doesn't enable Cuboid.
     """
     parsed = _checked(config)
     token = _active.set(parsed)
@@ -49,7 +49,7 @@ def scope(config: ConfigSource | CuboidConfig) -> Iterator[CuboidConfig]:
 
 
 def _checked(source: ConfigSource | CuboidConfig) -> CuboidConfig:
-    """Cuboid's part of a config, after the framework's part was found to go with it."""
+    """Cuboid's part of a config, after checking that the framework's part is compatible with it."""
     if isinstance(source, CuboidConfig):
         return source
 
@@ -58,7 +58,8 @@ def _checked(source: ConfigSource | CuboidConfig) -> CuboidConfig:
         check_framework_config(config, rest, current_world_size())
         return config
 
-    # A config may be wrong on one rank only, whose others would otherwise wait for it where weights are read.
+    # Ranks may be given different configs; without agreement here, a rank with an invalid one would leave the others
+    # waiting for it in the first collective of loading.
     return run_on_all_ranks(check, what="the check of the config")
 
 
@@ -68,35 +69,36 @@ def active_config() -> CuboidConfig | None:
 
 
 def from_pretrained(path: str | Path, config: ConfigSource | CuboidConfig, /, **kwargs: Any) -> PreTrainedModel:
-    """``AutoModelForCausalLM.from_pretrained`` of a model sharded as ``config`` says.
+    """``AutoModelForCausalLM.from_pretrained``, sharded as ``config`` says.
 
     Works before ``torch.distributed`` is initialised: the launcher's RANK and WORLD_SIZE are enough.
 
     Args:
         path: a Hugging Face checkpoint.
         config: a DeepSpeed config (path or dict) with Cuboid's keys.
-        kwargs: handed to ``from_pretrained``.
+        kwargs: passed to ``from_pretrained``.
 
     Raises:
         ConfigError, MeshError, UnsupportedModelError, CheckpointError: see :func:`cuboid.weights.load.load_sharded`.
     """
     with scope(config):
-        # By the scope, every config and model in a folder is looked at before it is read.
+        # In the scope, the patched ``from_pretrained`` checks the folder's files before transformers reads them.
         return AutoModelForCausalLM.from_pretrained(path, **kwargs)
 
 
 def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTrainedModel:
-    """Shard a model that is in memory, in place, or cut it to this rank's pipeline stage, or both.
+    """Shard a model in memory, in place, and reduce it to this rank's pipeline stage, as the config says.
 
-    Every rank must hold the same weights.
+    Every rank must have the same weights.
 
     Raises:
-        ConfigError, MeshError, UnsupportedModelError: before anything is changed.
+        ConfigError, MeshError, UnsupportedModelError: before the model is changed.
     """
     parsed = _checked(config)
     if isinstance(model, ShardedModel):
         raise CuboidError("the model is sharded already")
     check_model(model)
+    # Lets an optimizer that was made before sharding be recognized later.
     former = FormerParameters(model)
     sharded = _shard(model, parsed)
     sharding = sharding_of(sharded)
@@ -115,7 +117,7 @@ def _shard(model: PreTrainedModel, parsed: CuboidConfig) -> PreTrainedModel:
         return shard_modules(model, make_parallel_plan(model, shape), mesh, parsed.tensor_parallel, shard_of)
     staging = plan_staging(type(model), model.config, parsed, mesh)
     if shape.size > 1:
-        make_parallel_plan(model, shape)  # refuses what it can't shard while the model is whole
+        make_parallel_plan(model, shape)  # raises for unsupported models while nothing is changed yet
     cut_model(model, staging)
     parallel_plan = make_parallel_plan(model, shape) if shape.size > 1 else None
     return finish_stage(model, staging, mesh, parallel_plan, shard_of)
@@ -126,8 +128,8 @@ def save_pretrained(model: nn.Module, directory: str | Path, **kwargs: Any) -> N
 
     Args:
         model: the model or the engine.
-        directory: where the checkpoint goes.
-        kwargs: handed to ``PreTrainedModel.save_pretrained``.
+        directory: of the checkpoint.
+        kwargs: passed to ``PreTrainedModel.save_pretrained``.
     """
     sharding_of(model)
     save_sharded(unwrap(model), directory, **kwargs)  # type: ignore[arg-type]

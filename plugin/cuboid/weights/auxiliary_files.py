@@ -12,7 +12,7 @@ from transformers.utils import cached_file
 
 from cuboid.models.attention.segments import PREFIX
 
-#: Files of tokenizers and processors, whichever of them a model has.
+#: Files that tokenizers and processors of the various models may have.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -37,7 +37,7 @@ def write_auxiliary_files(model: Any, folder: Path) -> None:
         model: a sharded model or a stage.
         folder: an existing folder.
     """
-    # A copy, for the model may be training meanwhile, and plain transformers doesn't know the twin of its attention.
+    # A copy, because the model may be training meanwhile. Plain transformers doesn't know our attention by its name.
     config = copy.deepcopy(model.config)
     config._attn_implementation = config._attn_implementation.removeprefix(PREFIX)
     config.dtype = str(model.dtype).removeprefix("torch.")
@@ -51,11 +51,11 @@ def write_auxiliary_files(model: Any, folder: Path) -> None:
 
 
 def keep_own_tokenizer(new: Path, folder: Path) -> None:
-    """Leave a tokenizer out of what is going to a folder that has one, which may be the user's, with tokens of its own.
+    """Don't replace a tokenizer that the target folder has: the user may have added tokens to it.
 
     Args:
-        new: what is going to the folder.
-        folder: where it goes.
+        new: folder of the files to be published; its tokenizer is removed.
+        folder: the target.
     """
     if any((folder / name).exists() for name in TOKENIZER_FILES):
         for name in TOKENIZER_FILES:
@@ -66,8 +66,8 @@ def copy_tokenizer(source: str | Path, folder: Path) -> None:
     """Copy the tokenizer's files of a checkpoint, if it has any.
 
     Args:
-        source: a folder, or the name of a model whose files the hub's cache may have.
-        folder: where they go.
+        source: a folder, or the name of a model whose files may be in the hub's cache.
+        folder: the target.
     """
     if not source:
         return

@@ -1,4 +1,4 @@
-"""The checkpoints of a model in training, whatever framework trains it: one state out, and one state back in."""
+"""Save and load the training checkpoints of one model; shared by the DeepSpeed and ColossalAI integrations."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _PACKAGES = ("cuboid", "torch", "transformers", "safetensors")
 
 @dataclass
 class Origin:
-    """What a run was started with.
+    """How a run was started.
 
     Attributes:
-        framework: that trains.
+        framework: that trains the model.
         config: Cuboid's part of the config.
-        source: the whole config as the user wrote it.
-        ancestors: where the weights come from.
+        source: the full config as the user wrote it.
+        ancestors: lineage of the weights.
     """
 
     framework: Framework
@@ -50,12 +50,12 @@ class Origin:
 
 @dataclass
 class Progress:
-    """How far a run is.
+    """The progress of a run.
 
     Attributes:
-        optimizer: steps that were made.
-        samples: rows of the data that were trained on, of all replicas.
-        skipped: steps that were left out, for gradients that aren't finite.
+        optimizer: number of optimizer steps.
+        samples: number of rows trained on, over all replicas.
+        skipped: number of steps that were skipped because gradients weren't finite.
     """
 
     optimizer: int = 0
@@ -65,12 +65,12 @@ class Progress:
 
 @dataclass
 class Part:
-    """What of a state one call writes; by default the weights and no more.
+    """The part of the training state that one call saves; by default the weights only.
 
     Attributes:
-        weights: whether they are part of it.
-        optimizer: to be written, if any.
-        scheduler: of the learning rate, to be written, if any.
+        weights: whether to save the weights.
+        optimizer: to save, if any.
+        scheduler: learning-rate schedule to save, if any.
     """
 
     weights: bool = True
@@ -97,8 +97,8 @@ class Checkpointing:
         self._saver = Saver(self._mesh, self._settings)
 
     def changed(self) -> None:
-        """Note that what is saved from now on is another state than what was saved before."""
-        # Made when it is asked for: this is called after every step.
+        """Note that the state has changed since the last save, so that the next one is a new checkpoint."""
+        # The new identity is made at the next save, since this is called after every step.
         self._identity = None
 
     def save(
@@ -130,20 +130,20 @@ class Checkpointing:
         return self._saver.wait()
 
     def open(self, root: Path, tag: str | None = None) -> Opened:
-        """Find a checkpoint that is whole; see :func:`cuboid.checkpoint.loader.open_checkpoint`."""
+        """Find and verify a checkpoint; see :func:`cuboid.checkpoint.loader.open_checkpoint`."""
         self._saver.wait()
         self._mesh.connect()
         return open_checkpoint(root, tag, self._mesh, verify=self._settings.verify)
 
     def load_weights(self, source: Opened | Path, optimizer: OptimizerAdapter | None) -> None:
-        """Take over the weights, and have the optimizer take them over where it has copies. Collective.
+        """Load the weights into the model, and into the optimizer's master weights. Collective.
 
         Args:
-            source: a checkpoint of ours, or any of Hugging Face's.
+            source: a checkpoint of cuboid, or any Hugging Face checkpoint.
             optimizer: of the model, if there is one.
 
         Raises:
-            CheckpointError: on every rank, where any of them can't read its part.
+            CheckpointError: on every rank, if any of them can't read its part.
         """
         self._saver.wait()
         self._mesh.connect()
@@ -159,12 +159,12 @@ class Checkpointing:
         self.origin.ancestors = ancestors
 
     def load_optimizer(self, opened: Opened, optimizer: OptimizerAdapter) -> None:
-        """Give the optimizer its state back; see :func:`cuboid.weights.training_state.load_training`."""
+        """Restore the optimizer's state; see :func:`cuboid.weights.training_state.load_training`."""
         self.changed()
         load_training(self.model, optimizer, opened)
 
     def restore_random(self, opened: Opened) -> None:
-        """Give this rank its random states back; see :func:`cuboid.weights.training_state.restore_random`."""
+        """Restore this rank's random states; see :func:`cuboid.weights.training_state.restore_random`."""
         run_on_all_ranks(lambda: restore_random(self.model, opened), self._mesh, what="random states")
 
     def _document(self, scheduler: Any, progress: Progress, client_state: dict[str, Any]) -> dict[str, Any]:
@@ -184,15 +184,15 @@ class Checkpointing:
 
 
 def progress_of(opened: Opened) -> Progress:
-    """How far the run was that wrote a checkpoint."""
+    """The progress of a run when it wrote a checkpoint."""
     return Progress(**opened.document["steps"])
 
 
 def load_scheduler(scheduler: Any, opened: Opened) -> None:
-    """Give a schedule of the learning rate its state back.
+    """Restore a learning-rate schedule's state.
 
     Raises:
-        CheckpointError: the checkpoint has none, or one of another kind.
+        CheckpointError: the checkpoint has none, or that of another class.
     """
     state = opened.document["scheduler"]
     if state is None:
@@ -200,7 +200,7 @@ def load_scheduler(scheduler: Any, opened: Opened) -> None:
             f"{opened.path}: has no schedule of the learning rate; load it without the schedule "
             "(load_lr_scheduler_states=False under DeepSpeed)"
         )
-    # Checkpoints of before have no name for it.
+    # Checkpoints of earlier versions don't name the class.
     saved, own = opened.document.get("scheduler_class"), type(scheduler).__name__
     if saved not in (None, own):
         raise CheckpointError(

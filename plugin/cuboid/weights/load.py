@@ -1,9 +1,9 @@
-"""Read a Hugging Face checkpoint so that each rank touches only its own slices.
+"""Load a Hugging Face checkpoint so that each rank reads only its own slices.
 
-``transformers`` slices on read whatever parameter is a ``DTensor`` when its loader comes to it. So a subclass of the
-architecture builds itself on the meta device, marks each parameter as a DTensor placed like its shard, goes through the
-ordinary ``from_pretrained`` (with all its renaming, conversion and tying), and turns into a sharded model at the end.
-No process group is needed: a rank's coordinate comes from the launcher's environment.
+If a parameter is a ``DTensor``, transformers' loader reads only the local slice. So a subclass of the architecture is
+built on the meta device, replaces each parameter by a DTensor with its shard's placement, runs the ordinary
+``from_pretrained`` (with all its renaming, conversion and tying), and becomes a sharded model at the end. No process
+group is needed: a rank's coordinate comes from the launcher's environment.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from cuboid.weights.presharded import from_rank_file, rank_folder_of
 from cuboid.weights.save import save_sharded
 from cuboid.weights.slicing import mark_parameters, unmark_parameters
 
+#: Arguments of ``from_pretrained`` that place or transform weights in ways that contradict sharded loading.
 _INCOMPATIBLE = (
     "device_map",
     "quantization_config",
@@ -58,16 +59,18 @@ _INCOMPATIBLE = (
 def load_sharded(
     cls: type[PreTrainedModel], from_pretrained: Any, config: CuboidConfig, args: tuple, kwargs: dict[str, Any]
 ) -> PreTrainedModel:
-    """``cls.from_pretrained(*args, **kwargs)`` of a model sharded, and cut into pipeline stages, as ``config`` says.
+    """``cls.from_pretrained(*args, **kwargs)``, sharded and split into pipeline stages as ``config`` says.
+
+    If there is a process group, errors are raised on all ranks.
 
     Args:
         cls: the architecture's class.
-        from_pretrained: transformers' own function (unbound), so that a patched one can call this.
-        config: the mode's configuration.
+        from_pretrained: transformers' original function (unbound), because the patched one calls this.
+        config: Cuboid's config.
 
     Raises:
         MeshError, UnsupportedModelError, ConfigError: before any weight is read.
-        CheckpointError: the checkpoint lacks a parameter. As every error, on all ranks, if there is a process group.
+        CheckpointError: the checkpoint is damaged or lacks a parameter.
     """
     return run_on_all_ranks(
         lambda: _load_sharded(cls, from_pretrained, config, args, kwargs), what=f"{cls.__name__}.from_pretrained"
@@ -90,10 +93,15 @@ def _load_sharded(
     if rank_folder is not None:
         loading, args, kwargs = from_rank_file(loading, config, rank_folder, args, kwargs)
     elif folder is not None:
-        _check_folder(folder, config, kwargs)
+        # Damaged files are reported before transformers reads them; see :mod:`cuboid.weights.model_folder`.
+        if has_config(folder):
+            safetensors = kwargs.get("use_safetensors") is not False
+            check_model_folder(folder, variant=kwargs.get("variant"), weights=safetensors)
+        if config.checkpoint.verify:
+            verify_model_folder(folder)
     wants_info = kwargs.pop("output_loading_info", False)
     with as_damage_of(args[0] if args else kwargs.get("pretrained_model_name_or_path", cls.__name__)):
-        # What doesn't fit is missing then, and told by its name.
+        # With ``ignore_mismatched_sizes``, transformers lists tensors of another shape, and we raise the error.
         asked = {**kwargs, "output_loading_info": True, "ignore_mismatched_sizes": True}
         model, info = from_pretrained(loading, *args, **asked)
     check_fit(model, info)
@@ -103,17 +111,8 @@ def _load_sharded(
     return (model, info) if wants_info else model
 
 
-def _check_folder(folder: Path, config: CuboidConfig, kwargs: dict[str, Any]) -> None:
-    """Refuse what is damaged, by its file's name; see :mod:`cuboid.weights.model_folder`."""
-    if has_config(folder):
-        safetensors = kwargs.get("use_safetensors") is not False
-        check_model_folder(folder, variant=kwargs.get("variant"), weights=safetensors)
-    if config.checkpoint.verify:
-        verify_model_folder(folder)
-
-
 def read_weights(model: Any, folder: str | Path) -> dict[str, torch.Tensor]:
-    """This rank's parts of another checkpoint of a model, cut as the model is.
+    """This rank's parts of a checkpoint, sharded as an existing model is.
 
     Args:
         model: a sharded model or a stage.
@@ -142,7 +141,7 @@ def read_weights(model: Any, folder: str | Path) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a model that is there already was cut by."""
+    """Mesh and staging of an existing model, to load another one with the same."""
 
     mesh: Mesh
     staging: Staging | None
@@ -151,24 +150,24 @@ class _Plan:
 def _loading_class(
     cls: type[PreTrainedModel], config: CuboidConfig, plan: _Plan | None = None
 ) -> type[PreTrainedModel]:
-    # transformers looks the root class up by its module and name to find the conversions of old checkpoints.
+    # transformers finds the conversions of old checkpoints by the class's module and name.
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_cuboid_base": cls}
     members.update(_cuboid_config=config, _cuboid_plan=plan)
     return type(cls.__name__, (_Loading, cls), members)
 
 
 def is_loading_class(cls: type) -> bool:
-    """Whether a class is one of those that read only this rank's slices already."""
+    """Whether a class already reads only this rank's slices."""
     return issubclass(cls, _Loading)
 
 
 class _Loading:
-    """A model between its construction on the meta device and its life as a sharded model."""
+    """Mixed into an architecture's class from its construction on the meta device until it is sharded."""
 
     _cuboid_base: type[PreTrainedModel]
     _cuboid_config: CuboidConfig
     _cuboid_plan: _Plan | None
-    # Of the architecture's class, which is mixed in.
+    # From the architecture's class.
     named_parameters: Any
     config: Any
     all_tied_weights_keys: Any
@@ -177,7 +176,7 @@ class _Loading:
         super().__init__(*args, **kwargs)  # type: ignore[safe-super]
         config, plan = self._cuboid_config, self._cuboid_plan
         shape = choose_mesh(self, config) if plan is None else plan.mesh.shape
-        # One rank for each stage needs no rules for the architecture.
+        # Stages of one rank each don't shard parameters, so need no parallel plan for the architecture.
         self._parallel_plan = make_parallel_plan(self, shape) if config.pipeline is None or shape.size > 1 else None
         self._mesh = Mesh(shape, pipe=config.stages) if plan is None else plan.mesh
         self._staging = None
@@ -189,7 +188,8 @@ class _Loading:
             )
             _cut_stage(self, self._staging)
         if self._parallel_plan is not None:
-            # The one before was of the whole model, so that all stages refuse the same; this one has what is here.
+            # The first plan was made for the full model, so that an unsupported module raises on all stages; this one
+            # is for the modules that the stage has.
             self._parallel_plan = make_parallel_plan(self, shape)
             mark_parameters(self, self._parallel_plan, self._mesh)
 
@@ -216,7 +216,7 @@ class _Loading:
         raise adapters_refused(f"the checkpoint names adapters of PEFT around {type(self).__name__}")
 
     def finish_loading(self: Any) -> None:
-        """Become a sharded model, or a stage."""
+        """Turn into a sharded model or a pipeline stage."""
         parallel_plan, mesh, staging = self._parallel_plan, self._mesh, self._staging
         settings = self._cuboid_config.tensor_parallel
         self.__class__ = self._cuboid_base
@@ -233,10 +233,10 @@ def _as_loaded(shard: torch.Tensor, _: ShardingSpec) -> torch.Tensor:
 
 
 def _cut_stage(model: Any, staging: Staging) -> None:
-    """Cut a model that is going to be loaded: what the checkpoint has for other stages is no surprise."""
+    """Reduce a model to its stage before it is loaded, and let it ignore the tensors of other stages."""
     whole = set(model.state_dict())
     cut_model(model, staging)
-    # The modules that are gone, not only their parameters: an old checkpoint may have more in them.
+    # By module, not by parameter: an old checkpoint may have further tensors in a removed module.
     absent = {name.rpartition(".")[0] for name in whole - set(model.state_dict())}
     prefix = re.escape(f"{model.base_model_prefix}.")
     patterns = {
@@ -246,7 +246,8 @@ def _cut_stage(model: Any, staging: Staging) -> None:
 
 
 def _check_ties(model: Any, missing_keys: Any) -> None:
-    # transformers compares such a pair and unties it where it differs. Slices could differ on one rank only.
+    # If a checkpoint has both of a tied pair, transformers compares them and unties them if they differ. Ranks compare
+    # their slices only, so that one could untie them while the others don't.
     for target, source in model.all_tied_weights_keys.items():
         if target in missing_keys or source in missing_keys:
             continue

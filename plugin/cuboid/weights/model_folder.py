@@ -1,7 +1,7 @@
-"""A model's folder as the user gives it, looked at before transformers reads it.
+"""Check a model's folder before transformers reads it.
 
-What is damaged is so told by its file's name, and what would take for ever or all memory is refused at once. Where the
-folder has a manifest, files are compared with it; Hugging Face's own record no checksums.
+So errors name the damaged file, and a config that would take forever or all memory to build is rejected at once. If the
+folder has a manifest, its files are compared with it; Hugging Face's own checkpoints have no checksums.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from cuboid.checkpoint.contents import OPTIMIZER
 from cuboid.checkpoint.format.bounded_files import open_regular, read_object
 from cuboid.checkpoint.format.manifest import MANIFEST, Manifest, check_contents, check_sizes
-from cuboid.checkpoint.format.state_file import STATE, TENSORS, refuse_lost_manifest
+from cuboid.checkpoint.format.state_file import STATE, TENSORS, reject_lost_manifest
 from cuboid.checkpoint.format.tensor_file import TensorFile
 from cuboid.checkpoint.format.tensor_header import TensorSpec
 from cuboid.checkpoint.format.weight_index import INDEX_SUFFIX, SINGLE, read_index
@@ -30,14 +30,16 @@ from cuboid.errors import CheckpointError, CuboidError
 from cuboid.weights.auxiliary_files import TOKENIZER_FILES
 
 CONFIG = "config.json"
-_NOT_THE_FILES = (CuboidError, MemoryError, torch.OutOfMemoryError)
+#: Exceptions that aren't caused by damaged files.
+_NOT_DAMAGE = (CuboidError, MemoryError, torch.OutOfMemoryError)
 _BESIDE = ("generation_config.json", *TOKENIZER_FILES)
-#: Keys of configs that say how many modules are made, one after the other.
+#: Config keys that say how many modules to build.
 _COUNTS = re.compile(r"(num|n)_\w*(layer|expert|head|block|stage)\w*|\w*_layers?|depth")
 _MOST_MODULES = 100_000
-#: Of those the number of decoder layers.
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+#: Those of them that are the number of decoder layers.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+#: A number in a parameter's dotted name: that of a layer or an expert.
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def folder_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Path | None:
@@ -50,20 +52,20 @@ def folder_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Path | None:
 
 
 def has_config(folder: Path) -> bool:
-    """Whether a folder says itself what model it holds; where it doesn't, the caller does."""
+    """Whether a folder has a config; if not, the caller of ``from_pretrained`` passes one."""
     return os.path.lexists(folder / CONFIG)
 
 
 def check_model_folder(folder: Path, *, variant: str | None = None, weights: bool = True) -> None:
-    """Make sure that a model's files can be read, so far as one can tell without reading all of the weights.
+    """Check a model's files as far as possible without reading all of the weights.
 
     Args:
         folder: of a Hugging Face checkpoint.
-        variant: of its weights, if another one than the first is wanted.
-        weights: whether they are going to be read, and not the files beside them alone.
+        variant: of its weights, as in ``from_pretrained``.
+        weights: whether to check the weights' headers too, not only the files beside them.
 
     Raises:
-        CheckpointError: names the file that is missing, damaged, or not what its name says.
+        CheckpointError: names the file that is missing, damaged or malformed.
     """
     path = folder / CONFIG
     config = read_config(path)
@@ -81,14 +83,14 @@ def check_model_folder(folder: Path, *, variant: str | None = None, weights: boo
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A model's ``config.json``, with counts that a model can be made of.
+    """A model's ``config.json``, after checking that its counts of layers and other modules are plausible.
 
     Raises:
-        CheckpointError: it is damaged, or nothing that a model could be made of.
+        CheckpointError: it is missing or damaged, or has an implausible count.
     """
     if not os.path.lexists(path):
         raise CheckpointError(f"{path.parent}: is not the folder of a Hugging Face checkpoint: no {CONFIG} in it")
-    # Some have an infinite limit.
+    # Some configs have ``Infinity`` for a limit.
     config = read_object(path, numbers_only=False)
     for key, value in _counts(config):
         if value > _MOST_MODULES or (value < 0 and key in _LAYERS):
@@ -97,14 +99,14 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def model_config(path: Path, **kwargs: Any) -> Any:
-    """The config of a model, as transformers has it.
+    """A model's config as an instance of transformers' class.
 
     Args:
         path: a folder with a ``config.json``, or the file.
         kwargs: of ``AutoConfig.from_pretrained``.
 
     Raises:
-        CheckpointError: there is none, or it is damaged, or transformers can't make one of it.
+        CheckpointError: it is missing or damaged, or transformers can't read it.
     """
     file = path / CONFIG if path.is_dir() else path
     read_config(file)
@@ -113,7 +115,10 @@ def model_config(path: Path, **kwargs: Any) -> Any:
 
 
 class as_damage_of:
-    """Inside, whatever transformers and the libraries below raise of a file is told as that file's damage."""
+    """Context that turns exceptions of transformers and the libraries below into a :class:`CheckpointError`.
+
+    Its message names the path, which is what the user can do something about.
+    """
 
     def __init__(self, path: Path | str) -> None:
         self._path = path
@@ -122,22 +127,22 @@ class as_damage_of:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        # The library of tokenizers raises plain Exceptions.
-        if not isinstance(error, Exception) or isinstance(error, _NOT_THE_FILES):
+        # All of them, because tokenizers raises plain ``Exception``.
+        if not isinstance(error, Exception) or isinstance(error, _NOT_DAMAGE):
             return
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{self._path}: can't be loaded: {type(error).__name__}: {reason}") from error
 
 
 def check_fit(model: Any, info: Mapping[str, Any]) -> None:
-    """Make sure that all that a model was to have of its folder has the shape that it has there.
+    """Check that all loaded tensors had the shapes of the model's.
 
     Args:
         model: as it was loaded.
-        info: what transformers tells of loading.
+        info: transformers' report on loading (``output_loading_info``).
 
     Raises:
-        CheckpointError: names what hasn't.
+        CheckpointError: names the first tensor of another shape.
     """
     for name, *shapes in info["mismatched_keys"]:
         found = f" ({' and '.join(str(list(shape)) for shape in shapes)})" if shapes else ""
@@ -145,16 +150,19 @@ def check_fit(model: Any, info: Mapping[str, Any]) -> None:
 
 
 def check_layers(folder: Path, model: Any, unexpected: Iterable[str]) -> None:
-    """Make sure that a model was made with all layers that its folder holds, unless it was told otherwise.
+    """Check that a model has all layers whose weights its folder has.
+
+    transformers only warns of surplus ones, so that a damaged count in the config would give a smaller model.
 
     Args:
         folder: that it was loaded from.
         model: as it was loaded, or a stage of it.
-        unexpected: tensors that the model had no place for.
+        unexpected: tensors of the folder that the model doesn't have.
 
     Raises:
         CheckpointError: the folder's config has fewer layers, or experts, than its weights.
     """
+    # If the caller has changed a count, fewer layers are intended.
     stored, own = read_config(folder / CONFIG), model.config.to_dict()
     if any(own.get(key) != value for key, value in stored.items() if _COUNTS.fullmatch(key)):
         return
@@ -188,7 +196,7 @@ def _check_beside(path: Path) -> None:
 
 
 def _tensors_in(folder: Path, variant: str | None = None) -> Iterator[Mapping[str, TensorSpec]]:
-    """The tensors of each file of weights in safetensors, whose headers are checked; nothing where there are none."""
+    """The tensors of each safetensors file, after checking its header; nothing if the folder has none."""
     marked = "" if variant is None else f".{variant}"
     single, index = folder / SINGLE.replace(".", f"{marked}.", 1), folder / f"{SINGLE}.index{marked}.json"
     assert marked or index.name == SINGLE + INDEX_SUFFIX
@@ -207,21 +215,21 @@ def _tensors_in(folder: Path, variant: str | None = None) -> Iterator[Mapping[st
 
 
 def weights_bytes(folder: Path, dtype: torch.dtype) -> int:
-    """How many bytes the weights of a folder take in another dtype; 0 where they are in files of another kind."""
+    """Size of a folder's weights in a dtype; 0 if they aren't in safetensors files."""
     return sum(math.prod(spec.shape) * dtype.itemsize for specs in _tensors_in(folder) for spec in specs.values())
 
 
 def verify_model_folder(folder: Path, *, weights: bool = True) -> None:
-    """Compare what a model is made of with the checksums in the folder's manifest, if it has one.
+    """Compare a model's files with the checksums in the folder's manifest, if it has one.
 
     Args:
-        folder: of a Hugging Face checkpoint, perhaps of one of ours.
-        weights: whether they are read too; the ranks of a process group then take a share of the files each.
+        folder: of a Hugging Face checkpoint, which may be a checkpoint of cuboid.
+        weights: whether to compare the weights too; the files are divided among the ranks of a process group.
 
     Raises:
-        CheckpointError: on a rank that finds a file missing, damaged or edited; names it.
+        CheckpointError: on the rank that finds a file missing, damaged or edited; names it.
     """
-    refuse_lost_manifest(folder)
+    reject_lost_manifest(folder)
     if not os.path.lexists(folder / MANIFEST):
         return
     manifest = Manifest.read(folder)
@@ -240,10 +248,10 @@ def verify_model_folder(folder: Path, *, weights: bool = True) -> None:
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file of a folder holds weights, or is a list of such files."""
+    """Whether a file has weights, or is an index of such files."""
     return name.endswith((".safetensors", f".safetensors{INDEX_SUFFIX}"))
 
 
 def model_files(manifest: Manifest) -> list[str]:
-    """Those of a checkpoint's files that make up the model, and not its training."""
+    """A checkpoint's files without those of the training state."""
     return [name for name in manifest.files if name not in (STATE, TENSORS) and not name.startswith(f"{OPTIMIZER}/")]

@@ -1,7 +1,7 @@
-"""Load a checkpoint that was cut beforehand, for clusters without a shared file system: each rank reads its own file.
+"""Load a checkpoint that was sharded ahead of time, for clusters without a shared file system.
 
-``cuboid convert --config`` writes such folders. A rank reads the file of its place in the pipeline and its mesh, which
-is all that its machine needs to have of them, with ``shards.json`` and what goes along with any checkpoint.
+``cuboid convert --config`` writes such folders. A rank reads the file of its coordinate in the pipeline and its mesh;
+its machine needs no other rank's file, only ``shards.json`` and the config, tokenizer and so on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from cuboid.checkpoint.format.manifest import FileRecord, differing, record_of, size_fault
+from cuboid.checkpoint.format.manifest import content_fault, record_of, size_fault
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CheckpointError
@@ -25,7 +25,7 @@ from cuboid.weights.rank_folder import SHARDS, RankFolder, layout_in_words
 
 
 def rank_folder_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Path | None:
-    """The folder that a call of ``from_pretrained`` with these arguments reads, if it is one of per-rank files."""
+    """The folder that a call of ``from_pretrained`` with these arguments reads, if it has per-rank files."""
     path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
     if path is None:
         return None
@@ -36,11 +36,11 @@ def rank_folder_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Path | N
 def from_rank_file(
     loading: type[PreTrainedModel], config: CuboidConfig, folder: Path, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[type[PreTrainedModel], tuple[Any, ...], dict[str, Any]]:
-    """Let a call of ``from_pretrained`` read this rank's own file.
+    """Change a call of ``from_pretrained`` to read this rank's own file.
 
     Args:
-        loading: the class that cuts itself while it is loaded; see :mod:`cuboid.weights.load`.
-        config: the mode's configuration.
+        loading: the class that shards itself while it is loaded; see :mod:`cuboid.weights.load`.
+        config: Cuboid's config.
         folder: what :func:`rank_folder_of` found.
         args, kwargs: of the call.
 
@@ -48,18 +48,23 @@ def from_rank_file(
         The class and the arguments to call it with instead.
 
     Raises:
-        CheckpointError: the files are for another layout than the config's, or this rank's file isn't there.
-        MeshError: the layout doesn't divide the world.
+        CheckpointError: the files are for another layout than the config's, or this rank's file is missing.
+        MeshError: the layout doesn't divide the world size.
     """
     document = RankFolder.read(folder)
-    _check_sizes(document, config, folder)
+    _check_config(document, config, folder)
     mesh = Mesh(document.mesh.shape, pipe=document.topology.pipe)
     name = document.file_of(mesh.coordinate)
     _check_file(folder / name, document, mesh)
     check_model_folder(folder, weights=False)
     if config.checkpoint.verify:
         for own, record in {name: document.files[name], **document.beside}.items():
-            _check_content(folder / own, record)
+            try:
+                same = record_of(folder / own) == record
+            except OSError as error:
+                raise CheckpointError(f"{folder / own}: can't be read: {error.strerror}") from None
+            if not same:
+                raise CheckpointError(content_fault(folder / own, SHARDS))
     kwargs = dict(kwargs)
     settings = _take_settings(loading, folder, kwargs)
     settings.transformers_weights = name
@@ -68,8 +73,8 @@ def from_rank_file(
     return type(loading.__name__, (_FromRankFile, loading), members), args, {**kwargs, "config": settings}
 
 
-def _check_sizes(document: RankFolder, config: CuboidConfig, folder: Path) -> None:
-    """Refuse what can be told before there is a model."""
+def _check_config(document: RankFolder, config: CuboidConfig, folder: Path) -> None:
+    """Reject a config for another mesh or number of stages, before a model is built."""
     mesh, stages = config.tensor_parallel.mesh, document.topology.pipe
     other_mesh = mesh != "auto" and mesh.shape != document.mesh.shape
     if other_mesh or config.tensor_parallel.mesh_size != document.mesh.shape.size or config.stages != stages:
@@ -95,17 +100,8 @@ def _check_file(path: Path, document: RankFolder, mesh: Mesh) -> None:
         raise CheckpointError(fault)
 
 
-def _check_content(path: Path, record: FileRecord) -> None:
-    try:
-        same = record_of(path) == record
-    except OSError as error:
-        raise CheckpointError(f"{path}: can't be read: {error.strerror}") from None
-    if not same:
-        raise CheckpointError(differing(path, SHARDS))
-
-
 def _take_settings(cls: type[PreTrainedModel], folder: Path, kwargs: dict[str, Any]) -> PretrainedConfig:
-    """The config of a call of ``from_pretrained``, with those of its keyword arguments that are options of it."""
+    """The config of a call of ``from_pretrained``, updated with those of its kwargs that are keys of the config."""
     given = kwargs.pop("config", None)
     if isinstance(given, PretrainedConfig):
         return copy.deepcopy(given)
@@ -117,18 +113,18 @@ def _take_settings(cls: type[PreTrainedModel], folder: Path, kwargs: dict[str, A
 
 
 class _FromRankFile:
-    """Mixed into the class that is loaded: its parameters are what the rank's file has, and no slices of anything."""
+    """Mixed into a ``_Loading`` class: its parameters are loaded as shards, not as slices of full tensors."""
 
     _cuboid_ranks: RankFolder
     _cuboid_folder: Path
-    # Of the class that it is mixed into.
+    # From the ``_Loading`` class.
     _parallel_plan: ParallelPlan | None
     _mesh: Mesh
     _staging: Any
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[safe-super]
-        # Kept from the class that it is mixed into, which would take the parameters for slices.
+        # Hidden from the ``_Loading`` class, which would slice the parameters once more.
         self._layouts, self._parallel_plan = self._parallel_plan, None
         _check_layouts(self)
         for module, name, _ in self._cut_parameters():
@@ -149,16 +145,16 @@ class _FromRankFile:
         del self._layouts
 
     def finish_loading(self: Any) -> None:
-        """Become a sharded model, or a stage."""
+        """Turn into a sharded model or a pipeline stage."""
         del self.config.transformers_weights
         super().finish_loading()  # type: ignore[misc]
 
 
 def _check_layouts(model: Any) -> None:
-    """Refuse what the files cut otherwise than this model is cut."""
+    """Reject files whose sharding differs from the model's."""
     document, mesh, staging = model._cuboid_ranks, model._mesh, model._staging
     layers = () if staging is None else staging.counts
-    # One stage without layers counted is a pipeline of one.
+    # No pipeline and a pipeline of one stage are the same layout.
     same_layers = layers == document.layers or max(len(layers), len(document.layers)) <= 1
     if mesh.shape != document.mesh.shape or not same_layers:
         raise _other_layout(document, layout_in_words(mesh.shape, layers), model._cuboid_folder)

@@ -1,7 +1,7 @@
-"""What ``shards.json`` says of a folder of per-rank files: the layout, the tensors, and the files with checksums.
+"""``shards.json`` of a folder of per-rank files: the layout, the tensors, and the files with their checksums.
 
-Tensors in a rank's file have the names that the whole checkpoint gives them, and are cut as that rank holds them,
-without padding. All replicas hold the same, so there is one file for each place in the pipeline and its mesh.
+Tensors in a rank's file have their names in the full checkpoint, and are sharded as that rank has them, without
+padding. All replicas have the same, so there is one file for each coordinate in the pipeline and its mesh.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from cuboid.checkpoint.format.bounded_files import read_bytes
-from cuboid.checkpoint.format.manifest import FileRecord, check_names, not_understood, signed, unsigned
+from cuboid.checkpoint.format.manifest import FileRecord, check_names, not_understood, with_checksum, without_checksum
 from cuboid.checkpoint.format.tensor_header import TensorSpec, check_sizes
 from cuboid.config.schema import MeshConfig
 from cuboid.distributed.topology import Axis, Coordinate, MeshShape, Topology
@@ -30,7 +30,10 @@ class _Record(BaseModel):
 
 
 class StoredLayout(_Record):
-    """A :class:`~cuboid.tensor3d.sharding.sharding_spec.ShardingSpec` but for the shape."""
+    """A :class:`~cuboid.tensor3d.sharding.sharding_spec.ShardingSpec` without its shape, as it is stored.
+
+    ``split`` are its ``tp_axes``; the file format has kept the key's first name.
+    """
 
     split: tuple[tuple[Axis, ...], ...]
     parts: tuple[int, ...]
@@ -38,18 +41,18 @@ class StoredLayout(_Record):
 
     @classmethod
     def of(cls, layout: ShardingSpec) -> Self:
-        """What is stored of a layout."""
+        """From a full one."""
         return cls(split=layout.tp_axes, parts=layout.parts, ragged=layout.ragged)
 
 
 class RankTensor(_Record):
-    """A tensor of the whole checkpoint.
+    """A tensor of the full checkpoint.
 
     Attributes:
         dtype: such as ``bfloat16``.
-        shape: of the whole.
-        parameter: what the model calls it in memory.
-        layout: how the mesh cuts it; None where each rank of its stages has the whole.
+        shape: of the full tensor.
+        parameter: its name in memory.
+        layout: how the mesh shards it; None if it doesn't.
         stages: of the pipeline that have it.
     """
 
@@ -61,18 +64,18 @@ class RankTensor(_Record):
 
     @field_validator("dtype")
     @classmethod
-    def _is_dtype(cls, name: str) -> str:
+    def _check_dtype(cls, name: str) -> str:
         if not isinstance(getattr(torch, name, None), torch.dtype):
             raise ValueError(f"{name} is no dtype of torch")
         return name
 
     @field_validator("shape")
     @classmethod
-    def _is_shape(cls, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _check_shape(cls, shape: tuple[int, ...]) -> tuple[int, ...]:
         return check_sizes(shape)
 
     @model_validator(mode="after")
-    def _dims_agree(self) -> Self:
+    def _check_layout(self) -> Self:
         cut = self.layout
         if cut is None:
             return self
@@ -80,32 +83,32 @@ class RankTensor(_Record):
             raise ValueError("its layout has another number of dims than its shape")
         if not all(1 <= parts <= max(size, 1) for size, parts in zip(self.shape, cut.parts, strict=True)):
             raise ValueError("its layout has more parts than elements")
-        # Whose own rules are assertions, which count here.
+        # Its constructor asserts its own rules; pydantic turns an AssertionError into a validation error.
         ShardingSpec(self.shape, cut.split, cut.parts, cut.ragged)
         return self
 
     @property
     def spec(self) -> TensorSpec:
-        """Of the whole."""
+        """Dtype and shape of the full tensor."""
         return TensorSpec(getattr(torch, self.dtype), self.shape)
 
     @property
     def whole_layout(self) -> ShardingSpec | None:
-        """The layout with its shape."""
+        """The layout as a full :class:`ShardingSpec`."""
         cut = self.layout
         return None if cut is None else ShardingSpec(self.shape, cut.split, cut.parts, cut.ragged)
 
 
 class RankFolder(_Record):
-    """What ``shards.json`` says.
+    """The contents of ``shards.json``.
 
     Attributes:
         format: version of this file's format.
         mesh: of each stage.
-        layers: how many each stage of the pipeline has; empty without one.
-        tensors: by the name in the whole checkpoint.
-        files: by name.
-        beside: what goes along with weights: configs, tokenizers. Folders of earlier versions say nothing of it.
+        layers: number of layers of each stage; empty without a pipeline.
+        tensors: by the name in the full checkpoint.
+        files: the ranks' files, by name.
+        beside: other files (config, tokenizer), by name; empty in folders of earlier versions.
     """
 
     format: Literal[1] = 1
@@ -117,13 +120,13 @@ class RankFolder(_Record):
 
     @field_validator("beside")
     @classmethod
-    def _lie_inside(cls, files: dict[str, FileRecord]) -> dict[str, FileRecord]:
+    def _check_names(cls, files: dict[str, FileRecord]) -> dict[str, FileRecord]:
         check_names(files)
         return files
 
     @model_validator(mode="after")
-    def _places_agree(self) -> Self:
-        # Before anybody counts through the places.
+    def _check_places(self) -> Self:
+        # Checked here, before a forged mesh of billions of ranks is enumerated.
         if self.mesh.shape.size * max(len(self.layers), 1) != len(self.files):
             raise ValueError(f"its layout and its list of {len(self.files)} files contradict each other")
         stages = range(max(len(self.layers), 1))
@@ -133,18 +136,18 @@ class RankFolder(_Record):
         return self
 
     def write(self, folder: Path) -> None:
-        """Write it into a folder."""
-        (folder / SHARDS).write_bytes(signed(self.model_dump(mode="json")))
+        """Write ``shards.json`` into a folder."""
+        (folder / SHARDS).write_bytes(with_checksum(self.model_dump(mode="json")))
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read a folder's.
+        """Read a folder's ``shards.json``.
 
         Raises:
-            CheckpointError: it can't be understood, or it was damaged or edited.
+            CheckpointError: it is malformed, damaged or edited.
         """
         path = folder / SHARDS
-        content = unsigned(read_bytes(path), path)
+        content = without_checksum(read_bytes(path), path)
         try:
             return cls.model_validate_json(json.dumps(content))
         except ValidationError as error:
@@ -152,37 +155,37 @@ class RankFolder(_Record):
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """Total size of all files."""
         return sum(record.bytes for record in (*self.files.values(), *self.beside.values()))
 
     @cached_property
     def topology(self) -> Topology:
-        """Of the places: one replica."""
+        """The ranks of one replica."""
         pipe = max(len(self.layers), 1)
         return Topology(self.mesh.shape, pipe * self.mesh.shape.size, pipe)
 
     def file_of(self, at: Coordinate) -> str:
-        """Name of the file that a rank at a coordinate of any world reads."""
+        """Name of the file for a coordinate, in a world of any number of replicas."""
         return file_name(self.topology, self.topology.rank(dataclasses.replace(at, data=0)))
 
     def describe(self) -> str:
-        """The layout in words."""
+        """The layout as text."""
         return layout_in_words(self.mesh.shape, self.layers)
 
 
 def file_name(places: Topology, place: int) -> str:
-    """Name of a place's file."""
+    """Name of a rank's file; ``place`` is its rank within one replica."""
     return f"rank-{place:05d}-of-{places.world_size:05d}.safetensors"
 
 
 def layout_in_words(mesh: MeshShape, layers: tuple[int, ...]) -> str:
-    """A mesh and a pipeline's stages in words."""
+    """A mesh and a pipeline's stages as text."""
     stages = f" in {len(layers)} stages of {', '.join(map(str, layers))} layers" if layers else ""
     return f"mesh {mesh} (batch × sequence × hidden){stages}"
 
 
 def shard_spec(tensor: RankTensor, mesh: MeshShape, at: Coordinate) -> TensorSpec:
-    """What the rank at a coordinate has of a tensor, without padding."""
+    """Dtype and shape of a rank's shard of a tensor, without padding."""
     layout = tensor.whole_layout
     if layout is None:
         return tensor.spec

@@ -1,4 +1,4 @@
-"""Whole tensors out of a sharded model, and with them an ordinary Hugging Face checkpoint."""
+"""Gather full tensors from a sharded model, and write it as an ordinary Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -29,31 +29,44 @@ from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, put_shard
 from cuboid.weights.auxiliary_files import keep_own_tokenizer, write_auxiliary_files
 from cuboid.weights.state_dict_map import model_family, sharded_layouts
 
+_ValueOf = Callable[[torch.Tensor], torch.Tensor | None]
+
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All parameters and persistent buffers whole, on the CPU of the first rank that holds a copy of the model.
+    """All parameters and persistent buffers as full tensors, on the CPU of the first rank of each replica.
 
-    With a pipeline that is the first rank of the first stage's mesh, without one the first rank of each mesh; the
-    others get ``{}``. All ranks of all stages must call it.
+    With a pipeline that is the first rank of the first stage's mesh; other ranks get ``{}``. All ranks of all stages
+    must call it.
     """
     inner = unwrap(model)
     state = local_state(inner)
-    return _whole_tensors(inner, {name: x for name, x in state.items() if isinstance(x, torch.Tensor)}, _value)
+    tensors = {name: x for name, x in state.items() if isinstance(x, torch.Tensor)}
+    return _gather_full(inner, tensors, torch.Tensor.detach)
 
 
 def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All gradients whole, like :func:`full_state_dict`; a parameter without one is left out.
+    """All gradients as full tensors, on the same rank as :func:`full_state_dict`; parameters without one are left out.
 
-    Of a parameter that the first and the last stage share, the first one's is given: what both hold once the engine
-    has added up the two parts.
+    For a parameter that the first and the last stage share, it is the first stage's gradient. The engine has added up
+    the two by then, so that both stages have the same.
     """
-    return full_values(model, _gradient)
+
+    def gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+        own = gradient_of(parameter)  # type: ignore[arg-type]
+        return None if own is None else own.view_as(parameter)
+
+    return full_values(model, gradient)
 
 
-def full_values(model: nn.Module, value_of: Callable[[torch.Tensor], torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """What ``value_of`` gives for each parameter (its own shape, or None), whole, like :func:`full_gradients`."""
+def full_values(model: nn.Module, value_of: _ValueOf) -> dict[str, torch.Tensor]:
+    """Full tensors of what ``value_of`` gives for each parameter's shard, like :func:`full_gradients`.
+
+    Args:
+        model: a sharded model, or an engine around one.
+        value_of: maps a shard to a tensor of its shape; or to None, to leave the parameter out.
+    """
     inner = unwrap(model)
-    return _whole_tensors(inner, dict(inner.named_parameters(remove_duplicate=False)), value_of)
+    return _gather_full(inner, dict(inner.named_parameters(remove_duplicate=False)), value_of)
 
 
 def save_sharded(
@@ -64,21 +77,21 @@ def save_sharded(
     is_main_process: bool | None = None,
     **kwargs: Any,
 ) -> None:
-    """Write a checkpoint that plain transformers opens.
+    """Write a checkpoint that plain transformers loads.
 
-    All ranks call it, and each writes its share; unless ``state_dict`` holds whole tensors already (or nothing, on the
-    ranks that were given nothing), as trainers hand over: the rank that has it writes without asking the others.
+    All ranks call it, and each writes its share. An exception is a ``state_dict`` of full tensors (or an empty one on
+    other ranks), as trainers pass it: then the rank that has the tensors writes them, without communication.
 
     Args:
         model: the sharded model.
-        directory: where the checkpoint goes.
-        state_dict: whole tensors, or one rank's shards, which are ignored for the model's own.
-        is_main_process: whether this rank writes whole tensors that it was given; by default rank 0 does.
-        kwargs: of ``PreTrainedModel.save_pretrained``. With others than ``max_shard_size``, the first rank gathers the
-            whole model and writes it alone.
+        directory: of the checkpoint.
+        state_dict: full tensors; or this rank's shards, in place of which the model's own are written.
+        is_main_process: whether this rank writes the full tensors that it was given; by default rank 0 does.
+        kwargs: of ``PreTrainedModel.save_pretrained``. With others than ``max_shard_size``, rank 0 gathers the full
+            model and writes it alone.
 
     Raises:
-        CheckpointError: on every rank, where any of them can't write.
+        CheckpointError: on every rank, if any of them can't write.
     """
     mesh = mesh_of(model)
     if state_dict is not None and _is_whole(model, state_dict):
@@ -93,7 +106,7 @@ def save_sharded(
         return
     state = full_state_dict(model)
     mesh.connect_host()
-    # The others wait, for whoever reads what is there then.
+    # All ranks return only when the checkpoint is complete, so that each can read it.
     run_on_all_ranks(
         lambda: _save_as_own_class(model, directory, state, kwargs) if mesh.rank == 0 else None,
         mesh,
@@ -102,17 +115,17 @@ def save_sharded(
 
 
 def export_model(model: nn.Module, folder: Path, max_file_bytes: int) -> None:
-    """Write a model's weights alone, as a Hugging Face checkpoint. Collective over the world.
+    """Write a model's weights as a Hugging Face checkpoint, without training state. Collective over the world.
 
-    The folder may hold others, which give way once the new ones are there; see :mod:`cuboid.checkpoint.format.publish`.
+    Weights that are in the folder are replaced atomically; see :mod:`cuboid.checkpoint.format.publish`.
 
     Args:
         model: a sharded model, or an engine around one.
-        folder: made if need be.
-        max_file_bytes: of a file, unless one tensor alone is longer.
+        folder: created if missing.
+        max_file_bytes: of a file, unless a single tensor is larger.
 
     Raises:
-        CheckpointError: on every rank, where any of them can't write.
+        CheckpointError: on every rank, if any of them can't write.
     """
     run_on_all_ranks(
         lambda: _export_model(model, folder, max_file_bytes), mesh_of(model), what=f"save of {folder.name}"
@@ -150,8 +163,9 @@ def _export_model(model: nn.Module, folder: Path, max_file_bytes: int) -> None:
 
 
 def _save_as_own_class(model: Any, directory: str | Path, state: dict[str, torch.Tensor], kwargs: Any) -> None:
-    # The base class writes the file; for that time the config must not name the twin of its attention, and the model
-    # must know of all ties in the whole state. It would write over what lies there, so it writes beside it.
+    # The original class's ``save_pretrained`` writes the files. Meanwhile the config must not name our attention, and
+    # the model needs the ties of the full model, some of which a stage has dropped. It would overwrite existing files,
+    # so it writes into a scratch folder.
     base, folder = model.cuboid.base, Path(directory)
     implementation, ties = model.config._attn_implementation, model._tied_weights_keys
     if kwargs.get("push_to_hub"):
@@ -180,21 +194,9 @@ def _is_whole(model: nn.Module, state: dict[str, torch.Tensor]) -> bool:
     return all(any(name.startswith(f"{outline.layer(i)}.") for name in state) for i in range(outline.count))
 
 
-_ValueOf = Callable[[torch.Tensor], torch.Tensor | None]
-
-
-def _value(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach()
-
-
-def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    gradient = gradient_of(parameter)  # type: ignore[arg-type]
-    return None if gradient is None else gradient.view_as(parameter)
-
-
 @dataclass(frozen=True)
 class _Entry:
-    """What a stage has under a name: a tensor of its own, or the one that goes by the name ``source``."""
+    """A stage's tensor; if ``source`` differs from ``name``, it is tied to the one of that name and not sent."""
 
     name: str
     source: str
@@ -202,8 +204,8 @@ class _Entry:
     dtype: torch.dtype
 
 
-def _whole_tensors(model: nn.Module, tensors: dict[str, torch.Tensor], value_of: _ValueOf) -> dict[str, torch.Tensor]:
-    """What ``value_of`` gives for a stage's ``tensors`` and those of all other stages, whole, on the first rank."""
+def _gather_full(model: nn.Module, tensors: dict[str, torch.Tensor], value_of: _ValueOf) -> dict[str, torch.Tensor]:
+    """Full tensors of ``value_of`` for this stage's ``tensors`` and those of all other stages, on the first rank."""
     mesh = mesh_of(model)
     mesh.connect()
     layouts = sharded_layouts(model)
@@ -224,27 +226,21 @@ def _whole_tensors(model: nn.Module, tensors: dict[str, torch.Tensor], value_of:
             state[entry.name] = whole
     device = next(model.parameters()).device
     for stage, theirs in others.items():
-        _receive(state, theirs, mesh.peer(stage), device, mesh)
+        # One at a time, in the order in which that stage sends them.
+        for entry in theirs:
+            if entry.source != entry.name:
+                state[entry.name] = state[entry.source]
+                continue
+            received = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+            dist.recv(received, mesh.peer(stage), group=mesh.pipe_group)
+            state[entry.name] = received.cpu()
     return state
-
-
-def _receive(
-    state: dict[str, torch.Tensor], entries: list[_Entry], source: int, device: torch.device, mesh: Mesh
-) -> None:
-    """Take in another stage's tensors, one at a time."""
-    for entry in entries:
-        if entry.source != entry.name:
-            state[entry.name] = state[entry.source]
-            continue
-        received = torch.empty(entry.shape, dtype=entry.dtype, device=device)
-        dist.recv(received, source, group=mesh.pipe_group)
-        state[entry.name] = received.cpu()
 
 
 def _entries(
     model: nn.Module, tensors: dict[str, torch.Tensor], layouts: dict[str, ShardingSpec], value_of: _ValueOf
 ) -> list[_Entry]:
-    """What to send, alike on all ranks of a mesh. What the first stage has already is named as a source only."""
+    """What to send; the same on all ranks of a mesh. Parameters shared with the first stage aren't sent."""
     repeated: dict[str, nn.Parameter] = {}
     if isinstance(model, StageModel) and model.staging.cut.is_last:
         repeated = model.staging.shared
@@ -261,7 +257,7 @@ def _entries(
 
 
 def _of_other_stages(entries: list[_Entry], mesh: Mesh) -> dict[int, list[_Entry]]:
-    """The other stages' entries by stage, on the first rank of the first stage; nothing on the others."""
+    """The other stages' entries by stage, on the first rank of the first stage; empty on other ranks."""
     if mesh.topology.pipe == 1 or mesh.index(*AXES) > 0:
         return {}
     here = mesh.coordinate.pipe == 0
@@ -271,10 +267,10 @@ def _of_other_stages(entries: list[_Entry], mesh: Mesh) -> dict[int, list[_Entry
 
 
 def _collect(value: torch.Tensor, layout: ShardingSpec | None, mesh: Mesh) -> torch.Tensor | None:
-    """The whole tensor on the first rank of a stage's mesh, on the CPU; None on the others."""
+    """The full tensor on the CPU of the first rank of a stage's mesh; None on other ranks."""
     peers = mesh.mesh_ranks
     if layout is None:
-        # Every rank has it.
+        # Not sharded: every rank has all of it.
         return value.to("cpu", copy=True) if mesh.rank == peers[0] else None
     shard = value.contiguous()
     if len(peers) == 1:

@@ -1,4 +1,4 @@
-"""Parameters as DTensors of which ``transformers`` reads a rank's slices, without any process group."""
+"""Represent parameters as DTensors, of which transformers reads only a rank's slices, without a process group."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, pad_shard, take
 
 
 def mark_parameters(model: Any, parallel_plan: ParallelPlan, mesh: Mesh) -> None:
-    """Put a DTensor on the meta device in the place of each parameter of which slices are read."""
+    """Replace each parameter by a DTensor on the meta device that has the placement of this rank's shard."""
     for module, name, layout in parallel_plan.parameters_of(model):
         if layout.ragged and "hidden" in layout.fsdp_axes:
-            # A head's bias is cut where its weight is, which no DTensor can say; so all of it is read.
+            # No DTensor placement describes how the bias of a head is sharded, so it is read in full and sliced later.
             continue
         whole = getattr(module, name)
         marked = nn.Parameter(_placed(whole, layout, mesh), requires_grad=whole.requires_grad)
@@ -29,7 +29,7 @@ def mark_parameters(model: Any, parallel_plan: ParallelPlan, mesh: Mesh) -> None
 
 
 def unmark_parameters(model: Any, parallel_plan: ParallelPlan, mesh: Mesh) -> None:
-    """Replace what was loaded, DTensors mostly, by this rank's shards."""
+    """Replace the loaded DTensors, and the tensors that were read in full, by this rank's shards."""
     for module, name, layout in parallel_plan.parameters_of(model):
         loaded = getattr(module, name)
         if isinstance(loaded, DTensor):
@@ -57,10 +57,11 @@ def _placed(whole: torch.Tensor, layout: ShardingSpec, mesh: Mesh) -> DTensor:
 
 
 def _slicing(layout: ShardingSpec, mesh: Mesh) -> list[tuple[int, int, Placement]]:
-    """The cuts of a layout one after the other: number of pieces, this rank's piece, and the DTensor placement."""
+    """A layout as a sequence of splits: number of pieces, this rank's piece, and the DTensor placement."""
     storage = (mesh.size(*layout.fsdp_axes), mesh.index(*layout.fsdp_axes))
     if layout.ragged:
-        # Rounded up once over all pieces of dim 0, not once for the blocks and once more for the shards.
+        # Dim 0 is divided into all shards at once. Dividing it into blocks and these into shards would round the sizes
+        # up twice, and give other boundaries.
         pieces = (
             mesh.size(*layout.tp_axes[0]) * storage[0],
             mesh.index(*layout.tp_axes[0]) * storage[0] + storage[1],
@@ -77,15 +78,15 @@ def _cut(layout: ShardingSpec, mesh: Mesh, dim: int) -> tuple[int, int, Placemen
 
 
 class _RankOfSlices(DeviceMesh):
-    """A DeviceMesh that knows which slices this rank owns and nothing else: no process group, no peers."""
+    """A DeviceMesh that only knows which slice is this rank's: it has no process group and no peers."""
 
     def __init__(self, sizes: tuple[int, ...], at: tuple[int, ...]) -> None:
         self._sizes, self._at = sizes, at
-        # Models are built under `torch.device("meta")`; this tensor is read.
+        # Explicitly on the CPU, because models are built under ``torch.device("meta")`` and the values are read.
         cells = torch.arange(math.prod(sizes), device="cpu").view(sizes)
         own = int(cells[at])
-        # Equal meshes are taken for one another, whichever rank they were made for; so the ranks are numbered
-        # differently for each cell.
+        # torch caches by the equality of meshes, which doesn't include whose rank they are for; so the ranks are
+        # numbered differently for each rank's mesh.
         ranks = cells + own * cells.numel()
         names = tuple(str(dim) for dim in range(len(sizes)))
         super().__init__("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=int(ranks[at]))
@@ -95,11 +96,11 @@ class _RankOfSlices(DeviceMesh):
         return _rank_of_slices((self._sizes[dim],), (self._at[dim],))
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """Which slice is this rank's along one cut."""
+        """The index of this rank's slice along a dim of the mesh; DTensor calls it."""
         return self._at[int(mesh_dim or 0)]
 
 
 @functools.cache
 def _rank_of_slices(sizes: tuple[int, ...], at: tuple[int, ...]) -> _RankOfSlices:
-    """One for all parameters that are cut alike: making one takes a millisecond."""
+    # Cached for all parameters that are sharded alike, because making one takes a millisecond.
     return _RankOfSlices(sizes, at)

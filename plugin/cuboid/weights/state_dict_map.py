@@ -1,4 +1,4 @@
-"""What a model's checkpoint holds: each parameter once, by the name and in the form in which Hugging Face stores it."""
+"""Map a model's parameters to a checkpoint's tensors: each once, with Hugging Face's name and form."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 
 def sharded_layouts(model: nn.Module) -> dict[str, ShardingSpec]:
-    """Layouts of a model's sharded parameters by name, tied ones by each of their names."""
+    """Layouts of a model's sharded parameters by name; tied ones have an entry for each of their names."""
     return {
         f"{prefix}.{name}": param.layout
         for prefix, module in model.named_modules()
@@ -29,13 +29,13 @@ def sharded_layouts(model: nn.Module) -> dict[str, ShardingSpec]:
 
 
 def stored_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """A model's parameters by the names under which checkpoints know them, each once.
+    """A model's parameters by their names in checkpoints, each once.
 
-    Of tied ones that is the name which ties them, alike on all stages that have one of them.
+    Tied parameters have the name that the others are tied to, which is the same on all stages that have one of them.
     """
     inner: Any = unwrap(model)
     named = dict(inner.named_parameters(remove_duplicate=False))
-    # Names that are tied to another one give way to it.
+    # Names that aren't tied to another one come first, so that they are chosen.
     first = [name for name in named if name not in inner.all_tied_weights_keys]
     seen: dict[int, str] = {}
     for name in [*first, *named]:
@@ -44,32 +44,32 @@ def stored_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def stored_names(model: nn.Module) -> dict[int, str]:
-    """The names of :func:`stored_parameters`, by the parameters' ids."""
+    """The names of :func:`stored_parameters` by the ``id`` of the parameter."""
     return {id(parameter): name for name, parameter in stored_parameters(model).items()}
 
 
 def counted_here(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Those of :func:`stored_parameters` that this stage stores: another one has the rest."""
+    """Those of :func:`stored_parameters` that this stage saves; one shared with an earlier stage is saved there."""
     inner: Any = unwrap(model)
     counted = {id(parameter) for parameter in inner.counted_parameters()}
     return {name: parameter for name, parameter in stored_parameters(inner).items() if id(parameter) in counted}
 
 
 def split_tensor(name: str, value: torch.Tensor, layout: ShardingSpec | None, run: Run | None) -> SplitTensor:
-    """Describe what this rank has of a tensor.
+    """Describe this rank's part of a tensor.
 
     Args:
         name: of the tensor.
-        value: this rank's shard, or with its dtype and, without a layout, its shape.
-        layout: how the mesh cuts it, if it does.
-        run: what of the shard is here.
+        value: this rank's shard, or a stand-in with its dtype and shape.
+        layout: how the mesh shards it, if it does.
+        run: the elements of the shard that this rank has.
     """
     shape = tuple(value.shape) if layout is None else layout.shape
     return SplitTensor(name, TensorSpec(value.dtype, shape), layout, run)
 
 
 def model_family(model: nn.Module) -> Family:
-    """The weights and persistent buffers of a model, or of a stage, as a checkpoint of its own."""
+    """The weights and persistent buffers of a model or a stage, as the family of files in a checkpoint's folder."""
     inner: Any = unwrap(model)
     parameters = counted_here(inner)
     buffers = {
@@ -98,19 +98,19 @@ def _bundles(model: Any, tensors: list[SplitTensor]) -> Iterable[Bundle]:
 
 
 def stored_together(model: Any, names: Iterable[str]) -> list[tuple[list[str], bool]]:
-    """Groups of tensors that transformers makes something of together when it stores them.
+    """Group tensors that transformers converts together when it saves a model.
 
     Args:
-        model: whose they are.
+        model: of the tensors.
         names: in memory.
 
     Returns:
-        The names of each group, and whether more than the names change.
+        The names of each group, and whether more than the names changes.
     """
     converters = _converters(model)
     groups: dict[tuple[str, bool], list[str]] = {}
     for name in names:
-        # Those that go together are called by one name here.
+        # A converter renames all its inputs to the same name, by which they are grouped.
         renamed = (converter.rename_source_key(name) for converter in converters)
         joint = next((joint for joint, pattern in renamed if pattern is not None), None)
         groups.setdefault((joint or name, joint is not None), []).append(name)
@@ -118,10 +118,10 @@ def stored_together(model: Any, names: Iterable[str]) -> list[tuple[list[str], b
 
 
 def _converters(model: Any) -> list[WeightConverter]:
-    """What changes tensors, and not only their names, when transformers stores them."""
+    """The conversions that transformers applies when it saves the model, without those that only rename."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
-        # As transformers does with a model that wasn't loaded.
+        # The model wasn't loaded from a checkpoint; ``save_pretrained`` does the same then.
         found = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [conversion for conversion in found if not isinstance(conversion, PrefixChange)]
     reverted = [conversion.reverse_transform() for conversion in conversions[::-1]]

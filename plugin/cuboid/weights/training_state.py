@@ -1,4 +1,4 @@
-"""A model in training to a checkpoint and back: what the frameworks' adapters share."""
+"""Collect a model's training state for a checkpoint, and restore it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from cuboid.checkpoint.loader import Opened, Placed, load_masters, load_optimize
 from cuboid.checkpoint.optimizer_state import OptimizerAdapter, OptimizerState
 from cuboid.checkpoint.rng_state import capture, restore
 from cuboid.checkpoint.shards import Bundle, Family
-from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.errors import CheckpointError
 from cuboid.models.sharded.sharded_model import mesh_of, unwrap
@@ -29,17 +28,17 @@ from cuboid.weights.state_dict_map import counted_here, model_family, sharded_la
 def take_contents(
     model: nn.Module, adapter: OptimizerAdapter | None, *, step: int, document: Mapping[str, Any], weights: bool = True
 ) -> Contents:
-    """Everything of this rank that goes into a checkpoint; tensors are views of live memory.
+    """This rank's part of a checkpoint; tensors are views of the model's and optimizer's own.
 
     Args:
         model: a sharded model, or an engine around one.
-        adapter: of the optimizer, if there is one.
+        adapter: of the optimizer, if it is to be saved.
         step: optimizer steps so far.
-        document: what the framework adds to ``state.json``; see :mod:`cuboid.checkpoint.format.state_file`.
-        weights: whether the weights, and the files that go with them, are among it.
+        document: for ``state.json``; see :mod:`cuboid.checkpoint.format.state_file`.
+        weights: whether to include the weights and the files beside them.
 
     Raises:
-        CheckpointError: the optimizer keeps what a checkpoint can't hold.
+        CheckpointError: the optimizer has state that a checkpoint can't hold.
     """
     inner: Any = unwrap(model)
     state = None if adapter is None else adapter.state()
@@ -52,12 +51,8 @@ def take_contents(
         optimizer=state,
         random=capture(_device(inner)),
         document={**document, "layout": describe_layout(inner)},
-        auxiliary_files=functools.partial(write_auxiliary_files, inner) if weights else _nothing,
+        auxiliary_files=functools.partial(write_auxiliary_files, inner) if weights else lambda _: None,
     )
-
-
-def _nothing(_: Path) -> None:
-    """What goes beside a part of a checkpoint that isn't the weights."""
 
 
 def _optimizer_families(model: nn.Module, state: OptimizerState) -> list[Family]:
@@ -74,7 +69,7 @@ def _optimizer_families(model: nn.Module, state: OptimizerState) -> list[Family]
 
 
 def describe_layout(model: nn.Module) -> dict[str, Any]:
-    """How a model is spread over the ranks, for people and for ``cuboid inspect``."""
+    """Mesh, stages and replicas of a model, for ``cuboid inspect`` and human readers of ``state.json``."""
     inner: Any = unwrap(model)
     mesh = mesh_of(inner)
     layout: dict[str, Any] = {
@@ -90,10 +85,10 @@ def describe_layout(model: nn.Module) -> dict[str, Any]:
 
 
 def load_model(model: nn.Module, folder: Path) -> None:
-    """Give a model the weights of a Hugging Face checkpoint, cut as the model is. Collective over the world.
+    """Load the weights of a Hugging Face checkpoint into a sharded model. Collective over the world.
 
     Raises:
-        CheckpointError: on every rank, where any of them can't read its part; the weights may then be mixed.
+        CheckpointError: on every rank, if any of them can't read its part. Other ranks may have loaded theirs by then.
     """
     inner: Any = unwrap(model)
     own = {name: x for name, x in local_state(inner).items() if isinstance(x, torch.Tensor)}
@@ -116,7 +111,7 @@ def load_model(model: nn.Module, folder: Path) -> None:
 
 
 def load_training(model: nn.Module, adapter: OptimizerAdapter, opened: Opened) -> None:
-    """Give an optimizer its state back, and the masters to a model that needs none. Collective over the world.
+    """Restore an optimizer's state; parameters in float32 get the checkpoint's master weights. Collective.
 
     Raises:
         CheckpointError: on every rank; see :func:`cuboid.checkpoint.loader.load_optimizer`.
@@ -139,24 +134,22 @@ def load_training(model: nn.Module, adapter: OptimizerAdapter, opened: Opened) -
 
 
 def restore_random(model: nn.Module, opened: Opened) -> None:
-    """Give this rank the random states of the rank that was at its place.
+    """Restore this rank's random states from the rank that had the same place when the checkpoint was written.
 
-    On another layout it is the rank of the same replica, stage and place in the mesh, so far as there was one; so the
-    rank that reads a replica's data goes on where that replica's reader was.
+    On another layout, places that didn't exist are mapped to existing ones: beyond the last stage to the last, beyond
+    the last replica or mesh rank modulo their number. A replica that existed keeps its stream of random numbers.
     """
     inner: Any = unwrap(model)
+    mesh = mesh_of(inner)
     saved: list[dict[str, Any]] = opened.document["random"]
-    restore(_nearest(saved, mesh_of(inner))["state"], _device(inner))
-
-
-def _nearest(saved: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
     sizes = {axis: max(state[axis] for state in saved) + 1 for axis in ("pipe", "data", "mesh")}
     own = {
         "pipe": min(mesh.coordinate.pipe, sizes["pipe"] - 1),
         "data": mesh.coordinate.data % sizes["data"],
         "mesh": mesh.mesh_ranks.index(mesh.rank) % sizes["mesh"],
     }
-    return next(state for state in saved if all(state[axis] == place for axis, place in own.items()))
+    found = next(state for state in saved if all(state[axis] == place for axis, place in own.items()))
+    restore(found["state"], _device(inner))
 
 
 def _device(model: nn.Module) -> torch.device:

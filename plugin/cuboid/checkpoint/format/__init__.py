@@ -1,1 +1,1 @@
-"""The files of a checkpoint: written so that they are whole or absent, and read without trusting them."""
+"""The files of a checkpoint: published atomically, and read as untrusted input."""

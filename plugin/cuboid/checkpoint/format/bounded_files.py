@@ -1,7 +1,8 @@
-"""Files that anybody may have written or damaged, read within bounds.
+"""Read untrusted or damaged files within bounds.
 
-Only regular files are opened, so that nobody waits for a pipe's other end. JSON is parsed up to a size and a depth
-that checkpoints and models have. A key that comes twice is an error, for nobody knows which value was meant.
+Only regular files are opened, because opening a pipe would block until its other end is opened. JSON is parsed up to a
+size and a depth that real checkpoints and models stay below. Duplicate keys are an error, because which of the values
+was meant is unknown.
 """
 
 from __future__ import annotations
@@ -16,33 +17,32 @@ from typing import Any, NoReturn
 
 from cuboid.errors import CheckpointError
 
-#: Tokenizers of half a million words take a tenth of it.
+#: Limit on the size of a JSON file; the tokenizer of a vocabulary of 500,000 takes a tenth of it.
 _MOST_BYTES = 256 << 20
-#: Objects, lists and their items; some hundred bytes of memory each.
+#: Limit on objects, lists and their items, which take about a hundred bytes of memory each when parsed.
 _MOST_VALUES = 8_000_000
-#: Of lists and objects in one another.
+#: Limit on the nesting of lists and objects.
 DEEPEST = 200
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether something is the name of a file in a folder, and no path."""
-    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and is_printable(name)
+    """Whether something is a plain file name, not a path.
 
-
-def is_printable(name: str) -> bool:
-    """Whether a name has nothing in it that file systems don't take or that terminals don't show."""
-    return name.isprintable()
+    Control characters are excluded, since some file systems reject them and terminals don't show them.
+    """
+    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and name.isprintable()
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor of a file, to read.
+    """Open a file for reading; returns its descriptor.
 
     Raises:
-        CheckpointError: it is something else than a file: a folder, a pipe, a device; or no system has such names.
+        CheckpointError: it is something other than a file (a folder, pipe or device), or not a valid path.
         OSError: from the file system.
     """
     try:
-        # Before it is opened, which does something to some devices; and then what was opened.
+        # Checked before it is opened, because merely opening some devices has effects, and again on the descriptor,
+        # because the path may have been replaced in between.
         _check_regular(path, os.stat(path).st_mode)
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError as error:
@@ -64,17 +64,18 @@ def _check_regular(path: Path, mode: int) -> None:
 
 
 def check_output(folder: Path, needed_bytes: int = 0) -> None:
-    """Make sure, before any work is done for it, that results can be written into a folder; it is made if need be.
+    """Check that results can be written into a folder before they are computed; the folder is created if missing.
 
     Args:
         folder: for the results.
-        needed_bytes: that they take at least.
+        needed_bytes: minimum size of the results.
 
     Raises:
-        CheckpointError: it isn't a folder, can't be written, or its disk has no room for them.
+        CheckpointError: it isn't a folder, isn't writable, or its disk has too little free space.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Permissions alone don't tell: quotas and full disks only show when something is written.
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(bytes(1 << 16))
             probe.flush()
@@ -93,10 +94,10 @@ def check_output(folder: Path, needed_bytes: int = 0) -> None:
 
 
 def read_bytes(path: Path, most_bytes: int = _MOST_BYTES) -> bytes:
-    """All of a small file.
+    """The contents of a small file.
 
     Raises:
-        CheckpointError: it can't be read, or is longer.
+        CheckpointError: it can't be read, or is larger than ``most_bytes``.
     """
     try:
         with open(open_regular(path), "rb") as file:
@@ -109,12 +110,12 @@ def read_bytes(path: Path, most_bytes: int = _MOST_BYTES) -> bytes:
 
 
 def read_json(path: Path, *, numbers_only: bool = True, unique: bool = True) -> Any:
-    """What a JSON file holds; see :func:`parse_json`."""
+    """The value in a JSON file; see :func:`parse_json`."""
     return parse_json(read_bytes(path), path, numbers_only=numbers_only, unique=unique)
 
 
 def read_object(path: Path, *, numbers_only: bool = True, unique: bool = True) -> dict[str, Any]:
-    """A file's JSON object; see :func:`parse_json`."""
+    """The object in a JSON file; see :func:`parse_json`."""
     value = read_json(path, numbers_only=numbers_only, unique=unique)
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a {type(value).__name__}, not a JSON object")
@@ -122,28 +123,29 @@ def read_object(path: Path, *, numbers_only: bool = True, unique: bool = True) -
 
 
 def parse_json(data: bytes, path: Path, *, numbers_only: bool = True, unique: bool = True) -> Any:
-    """What a JSON document holds.
+    """Parse a JSON document.
 
     Args:
         data: the document.
         path: for messages.
-        numbers_only: whether to refuse ``NaN`` and ``Infinity``, which JSON doesn't have, but Python writes.
-        unique: whether to refuse objects that have a key twice.
+        numbers_only: whether to reject ``NaN`` and ``Infinity``, which aren't JSON, although Python writes them.
+        unique: whether to reject objects with duplicate keys.
 
     Raises:
-        CheckpointError: it isn't JSON, or more of it, or deeper, than any checkpoint or model has.
+        CheckpointError: it isn't JSON, or exceeds the limits on size and nesting.
     """
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path}: isn't JSON: its byte {error.start} is no UTF-8") from None
+    # Counted before parsing, which takes far more memory than the text. Those in strings count too; the limit is ample.
     if len(data) > _MOST_BYTES or sum(map(data.count, (b",", b"[", b"{"))) > _MOST_VALUES:
         raise CheckpointError(f"{path}: is JSON of more than {_MOST_VALUES:,} values, which no such file has")
     try:
         value = json.loads(
             text,
-            object_pairs_hook=_unique if unique else None,
-            parse_constant=_refuse_constant if numbers_only else None,
+            object_pairs_hook=_reject_duplicates if unique else None,
+            parse_constant=_reject_constant if numbers_only else None,
         )
     except RecursionError:
         raise CheckpointError(f"{path}: is JSON nested too deeply") from None
@@ -155,7 +157,7 @@ def parse_json(data: bytes, path: Path, *, numbers_only: bool = True, unique: bo
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether lists and objects lie deeper in one another than is read."""
+    """Whether lists and objects are nested deeper than the limit; without recursion, which would hit Python's own."""
     level = [value]
     for _ in range(DEEPEST + 1):
         level = [
@@ -169,7 +171,7 @@ def is_too_deep(value: Any) -> bool:
     return True
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()
@@ -178,5 +180,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")

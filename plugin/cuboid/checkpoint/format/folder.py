@@ -1,6 +1,7 @@
-"""The folder of a checkpoint: made under another name, complete or not there at all, and found again after a crash.
+"""The life of a checkpoint's folder: written under a temporary name, renamed when complete, found after a crash.
 
-In a folder of checkpoints, names that end in ``.incomplete`` or ``.replaced`` are taken for what crashes left.
+A checkpoint is either complete or doesn't exist. In a folder of checkpoints, ``TAG.incomplete`` is one that is being
+written (or was, when its job crashed), and ``TAG.replaced`` is the previous ``TAG`` while a new one takes its place.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 INCOMPLETE = ".incomplete"
-#: A checkpoint that gives way to a new one of the same tag, between two renames.
+#: Suffix of the previous checkpoint of a tag, between the two renames that replace it.
 REPLACED = ".replaced"
 _SUFFIXES = (INCOMPLETE, REPLACED)
 _LONGEST_NAME = 4096
 
 
 def begin(root: Path, tag: str) -> Path:
-    """Make a fresh folder for a checkpoint in the making.
+    """Create an empty ``TAG.incomplete`` to write a checkpoint into.
 
     Raises:
         ConfigError: the tag isn't a plain file name.
-        CheckpointError: something else than a checkpoint has that name.
+        CheckpointError: ``TAG`` exists and isn't a checkpoint.
         OSError: from the file system.
     """
     plain = tag not in ("", ".", "..", LATEST) and "/" not in tag and "\0" not in tag and tag == tag.strip()
@@ -41,7 +42,9 @@ def begin(root: Path, tag: str) -> Path:
             f"and not end in {' or '.join(_SUFFIXES)}"
         )
     final = root / tag
-    if final.exists() and not _is_complete(final) and not _is_empty(final):
+    # Some scripts create the folder themselves before they save into it.
+    is_empty = final.is_dir() and not any(final.iterdir())
+    if final.exists() and not _is_complete(final) and not is_empty:
         raise CheckpointError(
             f"{final}: is there and isn't a checkpoint of Cuboid's (it has no {MANIFEST}), so it isn't replaced; save "
             "under another tag, or move it away"
@@ -55,9 +58,9 @@ def begin(root: Path, tag: str) -> Path:
 
 
 def commit(root: Path, tag: str, manifest: Manifest) -> Path:
-    """Turn the folder of :func:`begin` into a checkpoint, in the place of one of the same tag.
+    """Publish the folder of :func:`begin` as a checkpoint, replacing one of the same tag.
 
-    Every file is on the disk when it gets its name; a crash leaves the old one or the new one.
+    Everything is synced to disk before the rename; a crash at any point leaves the old checkpoint or the new one.
 
     Raises:
         OSError: from the file system.
@@ -75,14 +78,14 @@ def commit(root: Path, tag: str, manifest: Manifest) -> Path:
     folder.rename(final)
     sync(root)
     if old.exists():
-        # The new one is there; what can't be removed now is swept up later.
+        # The new checkpoint is published; if the old one can't be removed now, the next save's ``sweep`` does it.
         with contextlib.suppress(OSError):
             _discard(old)
     return final
 
 
 def point_latest(root: Path, tag: str) -> None:
-    """Let ``latest`` name a checkpoint, at once.
+    """Make ``latest`` name a checkpoint, atomically.
 
     Raises:
         OSError: from the file system.
@@ -97,14 +100,14 @@ def point_latest(root: Path, tag: str) -> None:
 
 
 def abandon(root: Path, tag: str) -> None:
-    """Remove the folder of :func:`begin`, so far as that works."""
+    """Remove the folder of :func:`begin`; errors are ignored."""
     shutil.rmtree(root / f"{tag}{INCOMPLETE}", ignore_errors=True)
 
 
 def sweep(root: Path) -> None:
-    """Remove what crashes have left, so far as that works.
+    """Remove what earlier crashes left: incomplete folders, and replaced ones whose successor exists.
 
-    These are folders in the making, and replaced ones whose successor is there.
+    Errors are ignored.
     """
     with contextlib.suppress(OSError):
         (root / f"{LATEST}{INCOMPLETE}").unlink()
@@ -117,7 +120,7 @@ def sweep(root: Path) -> None:
 
 
 def complete(root: Path) -> list[Path]:
-    """The checkpoints in a folder, by step and then by age; replaced ones only where their successor is missing."""
+    """The checkpoints in a folder, by step and then by time; replaced ones only if their successor is missing."""
     found = []
     for path in root.iterdir() if root.is_dir() else ():
         superseded = path.name.endswith(REPLACED) and _is_complete(root / path.name.removesuffix(REPLACED))
@@ -128,14 +131,14 @@ def complete(root: Path) -> list[Path]:
 
 
 def others_beside(path: Path) -> list[Path]:
-    """The other checkpoints in the folder that a checkpoint is in, the newest first."""
+    """The other checkpoints in a checkpoint's parent folder, newest first."""
     with contextlib.suppress(OSError):
         return [other for other in reversed(complete(path.parent)) if other != path]
     return []
 
 
 def is_intact(path: Path, names: Callable[[Manifest], Iterable[str]]) -> bool:
-    """Whether a checkpoint's files are there, and the named ones hold what was written."""
+    """Whether all files of a checkpoint exist with the right size, and those in ``names`` match their checksums."""
     try:
         manifest = Manifest.read(path)
         check_sizes(path, manifest)
@@ -150,14 +153,14 @@ def resolve(root: Path, tag: str | None = None) -> Path:
 
     Args:
         root: folder of checkpoints, or a checkpoint.
-        tag: which one; None for the one that ``latest`` names, or the newest complete one after a crash.
+        tag: which one; None for the one that ``latest`` names or, if that one isn't complete, the newest.
 
     Raises:
-        CheckpointError: there is none; says what there is.
+        CheckpointError: there is none; the message lists what the folder has instead.
     """
     if tag is None and _is_complete(root):
         return root
-    wanted = _named(root) if tag is None else tag
+    wanted = _latest_tag(root) if tag is None else tag
     if wanted:
         if _is_complete(root / wanted):
             return root / wanted
@@ -169,20 +172,20 @@ def resolve(root: Path, tag: str | None = None) -> Path:
     if tag is None and found:
         logger.warning("%s: names no complete checkpoint; resuming from %s", root / LATEST, found[-1])
         return found[-1]
-    raise CheckpointError(_nothing(root, wanted, found))
+    raise CheckpointError(_explain_missing(root, wanted, found))
 
 
 def prune(root: Path, keep_last: int) -> None:
-    """Remove the oldest checkpoints but ``keep_last`` (at least 1), never the one that ``latest`` names.
+    """Remove all but the newest ``keep_last`` (at least 1) checkpoints, and never the one that ``latest`` names.
 
     Raises:
         OSError: from the file system.
     """
     assert keep_last >= 1, "the newest checkpoint is never pruned"
-    latest = _named(root)
+    latest = _latest_tag(root)
     for path in complete(root)[:-keep_last]:
         if path.name.removesuffix(REPLACED) != latest:
-            # No longer a checkpoint before it loses its first file.
+            # Renamed first, so that a crash while it is being removed doesn't leave a damaged checkpoint.
             doomed = root / f"{path.name}{INCOMPLETE}"
             shutil.rmtree(doomed, ignore_errors=True)
             shutil.rmtree(path.rename(doomed))
@@ -192,18 +195,13 @@ def _is_complete(path: Path) -> bool:
     return (path / MANIFEST).is_file() and not path.name.endswith(INCOMPLETE)
 
 
-def _is_empty(path: Path) -> bool:
-    # Some scripts make the folder before they save into it.
-    return path.is_dir() and not any(path.iterdir())
+def _latest_tag(root: Path) -> str | None:
+    """The tag in ``latest``: None if there is no such file, empty if it doesn't hold a valid name."""
+    return read_pointer(root / LATEST) if os.path.lexists(root / LATEST) else None
 
 
-def _named(root: Path) -> str | None:
-    """What ``latest`` names; something that can be no checkpoint's name as what isn't there."""
-    return named_in(root / LATEST) if os.path.lexists(root / LATEST) else None
-
-
-def named_in(path: Path) -> str:
-    """The name in a file that names a folder beside it; empty where it holds none."""
+def read_pointer(path: Path) -> str:
+    """The name in a file such as ``latest`` that points to a folder beside it; empty if it isn't a valid name."""
     try:
         name = read_bytes(path, _LONGEST_NAME).decode(errors="replace").strip()
     except CheckpointError as error:
@@ -217,19 +215,24 @@ def _folders(root: Path, suffix: str) -> list[Path]:
 
 
 def _discard(path: Path) -> None:
-    """Remove a checkpoint, which is no longer one from the first moment on."""
+    """Remove a checkpoint, its manifest first, so that what a crash leaves of it isn't taken for a checkpoint."""
     (path / MANIFEST).unlink(missing_ok=True)
     sync(path)
     shutil.rmtree(path)
 
 
-def _nothing(root: Path, wanted: str | None, found: list[Path]) -> str:
+def _explain_missing(root: Path, wanted: str | None, found: list[Path]) -> str:
+    """Why :func:`resolve` found no checkpoint, and what to do about it."""
     where = root / wanted if wanted else root
     if not root.is_dir():
         return f"{root}: is not a folder, so there is no checkpoint to load"
-    foreign = next((path for path in (where, *sorted(root.iterdir())) if _is_pickled(path)), None)
-    if foreign is not None and not found:
-        return f"{foreign}: is a checkpoint of DeepSpeed's own, made of pickles; turn it into one with `cuboid convert`"
+    if not found:
+        for path in (where, *sorted(root.iterdir())):
+            if path.is_dir() and (any(path.glob("*mp_rank_*_model_states.pt")) or (path / "zero").is_dir()):
+                return (
+                    f"{path}: is a checkpoint of DeepSpeed's own, made of pickles; turn it into one with "
+                    "`cuboid convert`"
+                )
     if (where / "config.json").is_file():
         return (
             f"{where}: is a model without optimizer state and {MANIFEST}: train on from its weights alone, with "
@@ -244,13 +247,8 @@ def _nothing(root: Path, wanted: str | None, found: list[Path]) -> str:
     return f"{where}: is not a checkpoint ({'; '.join(parts) or 'the folder has none'})"
 
 
-def _is_pickled(path: Path) -> bool:
-    """Whether a folder is one of DeepSpeed's checkpoints."""
-    return path.is_dir() and (any(path.glob("*mp_rank_*_model_states.pt")) or (path / "zero").is_dir())
-
-
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """``fsync`` a file, or a folder's entries."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from: the chain of checkpoints that were loaded on the way to it, oldest first."""
+"""A checkpoint's provenance: the chain of checkpoints that its run and the runs before were loaded from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cuboid.checkpoint.format.manifest import MANIFEST, Manifest
 from cuboid.checkpoint.format.state_file import STATE, read_state
 from cuboid.errors import CheckpointError
 
-#: A key of the client state that says which data a run saw.
+#: Key of the client state by which a script identifies its training data.
 DATA_FINGERPRINT = "data_fingerprint"
 
 
@@ -24,13 +24,13 @@ class Ancestor(BaseModel):
     """A checkpoint that a run started or resumed from.
 
     Attributes:
-        path: where it was, or the name that it was loaded by.
-        id: its own; None for a checkpoint that isn't of ours.
-        step: optimizer steps that it was written after.
-        created: when, in UTC.
-        config_sha256: of the config that its run had.
-        data_fingerprint: of the data that its run saw, if it said so.
-        layout: how the ranks held the model.
+        path: where it was, or the model name that it was loaded by.
+        id: unique id; None for a checkpoint that Cuboid didn't write.
+        step: optimizer steps at the time it was written.
+        created: time in UTC.
+        config_sha256: hash of its run's config.
+        data_fingerprint: of its run's training data, if the script gave one.
+        layout: mesh and stages of its run.
         versions: of the packages that wrote it.
     """
 
@@ -47,12 +47,12 @@ class Ancestor(BaseModel):
 
 
 def new_identity() -> dict[str, str]:
-    """What tells a checkpoint from all others, for its document."""
+    """The unique id and creation time of a new checkpoint, for its ``state.json``."""
     return {"id": uuid.uuid4().hex, "created": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
 def first_ancestors(source: str) -> list[Ancestor]:
-    """The chain of a model that was loaded from ``source``: a folder, perhaps one of our checkpoints, or a name."""
+    """The lineage of a run whose model was loaded from ``source``: a model's name or folder, or a checkpoint."""
     folder = Path(source)
     if source and (folder / MANIFEST).is_file() and (folder / STATE).is_file():
         return lineage_behind(folder, read_state(folder, Manifest.read(folder)))
@@ -60,17 +60,17 @@ def first_ancestors(source: str) -> list[Ancestor]:
 
 
 def lineage_behind(path: Path, document: Mapping[str, Any]) -> list[Ancestor]:
-    """The chain of a run that resumed from a checkpoint: the checkpoint's own, and it.
+    """The lineage of a run that resumed from a checkpoint: the checkpoint's lineage and the checkpoint, oldest first.
 
     Args:
         path: of the checkpoint.
-        document: what its ``state.json`` says.
+        document: contents of its ``state.json``.
 
     Raises:
-        CheckpointError: the document isn't what a checkpoint says of itself.
+        CheckpointError: the document lacks a key or is malformed.
     """
     try:
-        # A config may come from YAML, which has dates.
+        # ``default=str`` for dates, which a config from YAML may have.
         config = json.dumps(document["config"], sort_keys=True, default=str)
         fingerprint = document["client"].get(DATA_FINGERPRINT)
         own = Ancestor(

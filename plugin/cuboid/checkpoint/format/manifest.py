@@ -1,24 +1,24 @@
-"""The list of a checkpoint's files, with size and checksum of each; what has none is not a checkpoint."""
+"""The manifest: a checkpoint's files with their sizes and checksums. A folder without one is not a checkpoint."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from cuboid.checkpoint.format.bounded_files import is_printable, open_regular, parse_json, read_bytes
+from cuboid.checkpoint.format.bounded_files import open_regular, parse_json, read_bytes
 from cuboid.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-#: Files whose like may be added to a folder by hand without harm are not of these kinds.
+#: Suffixes of files that must be in the manifest, for loaders would read a foreign one. Other files may be added.
 _OWN_KINDS = (".safetensors", ".safetensors.index.json")
-#: The key of the checksum that a list of checksums has of itself.
+#: Key of a document's checksum of itself.
 _OWN = "sha256"
 _SHOWN_FAULTS = 4
 _CHUNK_BYTES = 4 << 20
@@ -34,11 +34,11 @@ class FileRecord(BaseModel):
 
 
 class Manifest(BaseModel):
-    """Everything that a complete checkpoint consists of.
+    """All files of a complete checkpoint.
 
     Attributes:
-        format: version of the checkpoint's format.
-        step: optimizer steps that it was written after.
+        format: version of the checkpoint format.
+        step: optimizer steps at the time it was written.
         files: by path relative to the checkpoint, with slashes.
     """
 
@@ -50,16 +50,16 @@ class Manifest(BaseModel):
 
     @field_validator("files")
     @classmethod
-    def _lie_inside(cls, files: dict[str, FileRecord]) -> dict[str, FileRecord]:
+    def _check_names(cls, files: dict[str, FileRecord]) -> dict[str, FileRecord]:
         check_names(files)
         return dict(sorted(files.items()))
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read a checkpoint's.
+        """Read a checkpoint's manifest.
 
         Raises:
-            CheckpointError: there is none, or it can't be understood, or it was damaged or edited.
+            CheckpointError: there is none, or it is malformed, damaged or edited.
         """
         path = folder / MANIFEST
         try:
@@ -68,58 +68,59 @@ class Manifest(BaseModel):
             raise CheckpointError(f"{error}; the checkpoint isn't complete") from None
         content = parse_json(data, path)
         found = content.get("format") if isinstance(content, dict) else None
-        # Before everything else: another format may well have other keys.
+        # Before the keys are validated, since another format may have other keys.
         if isinstance(found, int) and found != FORMAT:
             raise CheckpointError(f"{path}: is of format {found}, but this version knows format {FORMAT}")
-        content = unsigned(data, path)
+        content = without_checksum(data, path)
         try:
             return cls.model_validate_json(json.dumps(content))
         except ValidationError as error:
             raise not_understood(path, error) from None
 
     def write(self, folder: Path) -> None:
-        """Write it into a checkpoint, and to the disk."""
+        """Write it into a checkpoint's folder, with ``fsync``."""
         with open(folder / MANIFEST, "wb") as file:
-            file.write(signed(self.model_dump()))
+            file.write(with_checksum(self.model_dump()))
             file.flush()
             os.fsync(file.fileno())
 
 
 def check_names(files: Iterable[str]) -> None:
-    """Make sure that all are paths of files inside of a folder, in the form in which they are written.
+    """Check that names are normalized relative paths inside a folder, so that reading them can't escape from it.
 
     Raises:
-        ValueError: names one that isn't.
+        ValueError: names the first that isn't.
     """
     for name in files:
         path = PurePosixPath(name)
         inside = not path.is_absolute() and ".." not in path.parts and path.parts
-        if not inside or path.as_posix() != name or not is_printable(name):
+        if not inside or path.as_posix() != name or not name.isprintable():
             raise ValueError(f"{name!r} isn't the path of a file inside of the checkpoint")
 
 
-def signed(content: dict[str, Any]) -> bytes:
-    """A JSON document with a checksum of itself, so that a list of checksums can't be damaged unnoticed either."""
+def with_checksum(content: dict[str, Any]) -> bytes:
+    """A JSON document with a checksum of itself, so that damage to the list of checksums is found too."""
     text = json.dumps(content, indent=1)
     return (json.dumps({**content, _OWN: hashlib.sha256(text.encode()).hexdigest()}, indent=1) + "\n").encode()
 
 
-def unsigned(data: bytes, path: Path) -> Any:
-    """The content of a document of :func:`signed`; what was written before there were checksums in them has none.
+def without_checksum(data: bytes, path: Path) -> Any:
+    """The content of a document from :func:`with_checksum`. Documents of older versions have no checksum.
 
     Raises:
-        CheckpointError: it isn't what was written.
+        CheckpointError: the document doesn't match its checksum.
     """
     content = parse_json(data, path)
     if isinstance(content, dict) and _OWN in content:
         del content[_OWN]
-        if signed(content) != data:
+        # Compared as bytes, so that a change that leaves the values equal, such as in whitespace, is found as well.
+        if with_checksum(content) != data:
             raise CheckpointError(f"{path}: its own sha256 isn't the one in it: the file was damaged or edited")
     return content
 
 
 def not_understood(path: Path, error: ValidationError) -> CheckpointError:
-    """What is wrong first with a document that isn't as it should be."""
+    """The first validation error of a document as a checkpoint error."""
     problem = error.errors()[0]
     where = ".".join(map(str, problem["loc"])) or "the whole"
     return CheckpointError(f"{path}: can't be understood: {where}: {problem['msg']}")
@@ -130,10 +131,11 @@ def record_of(path: Path, *, from_disk: bool = False) -> FileRecord:
 
     Args:
         path: of the file.
-        from_disk: whether to read what the disk has, not what the system remembers, where it can be told so.
+        from_disk: whether to drop the file from the page cache first (where the system supports it), so that the
+            disk's contents are read.
 
     Raises:
-        CheckpointError: it is something else than a file.
+        CheckpointError: it is something other than a file.
         OSError: from the file system.
     """
     with open(open_regular(path), "rb") as file:
@@ -147,37 +149,39 @@ def record_of(path: Path, *, from_disk: bool = False) -> FileRecord:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Make sure that all files are there and as long as they were, and that there are no others of their kinds.
+    """Check that all files exist with the right size, and that no others of their kinds do.
 
     Raises:
         CheckpointError: names what is missing, truncated or foreign.
     """
-    _raise_first(_size_faults(folder, manifest))
-
-
-def check_contents(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Make sure that files hold what was written.
-
-    Raises:
-        CheckpointError: names those that don't.
-    """
-    _raise_first(_content_faults(folder, manifest, names))
-
-
-def _size_faults(folder: Path, manifest: Manifest) -> Iterator[str]:
-    for name, record in manifest.files.items():
-        path = folder / name
-        fault = size_fault(path, record)
-        if fault is not None:
-            yield fault
+    faults = [fault for name, record in manifest.files.items() if (fault := size_fault(folder / name, record))]
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and name.endswith(_OWN_KINDS) and name not in manifest.files:
-            yield f"{path}: is foreign: {MANIFEST} doesn't name it"
+            faults.append(f"{path}: is foreign: {MANIFEST} doesn't name it")
+    _raise_faults(faults)
+
+
+def check_contents(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Compare files with their checksums.
+
+    Raises:
+        CheckpointError: names those that differ or can't be read.
+    """
+    faults = []
+    for name in names:
+        try:
+            if record_of(folder / name) != manifest.files[name]:
+                faults.append(content_fault(folder / name, MANIFEST))
+        except CheckpointError as error:
+            faults.append(str(error))
+        except OSError as error:
+            faults.append(f"{folder / name}: can't be read: {error.strerror}")
+    _raise_faults(faults)
 
 
 def size_fault(path: Path, record: FileRecord) -> str | None:
-    """What can be told to be wrong with a file without reading it, in words."""
+    """A message if a file is missing or has another size than recorded; None if it is as expected."""
     if not path.is_file():
         return f"{path}: {'is something else than a file' if path.exists() else 'is missing'}"
     size = path.stat().st_size
@@ -186,27 +190,12 @@ def size_fault(path: Path, record: FileRecord) -> str | None:
     return None
 
 
-def _content_faults(folder: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[str]:
-    for name in names:
-        try:
-            record = record_of(folder / name)
-        except CheckpointError as error:
-            yield str(error)
-            continue
-        except OSError as error:
-            yield f"{folder / name}: can't be read: {error.strerror}"
-            continue
-        if record != manifest.files[name]:
-            yield differing(folder / name, MANIFEST)
-
-
-def differing(path: Path, where: str) -> str:
-    """That a file isn't what was written, in words."""
+def content_fault(path: Path, where: str) -> str:
+    """The message for a file whose checksum isn't the one recorded in ``where``."""
     return f"{path}: its sha256 isn't the one in {where}: the file was damaged or edited"
 
 
-def _raise_first(faults: Iterator[str]) -> None:
-    found = list(faults)
-    if found:
-        rest = f" (and {len(found) - _SHOWN_FAULTS} more)" if len(found) > _SHOWN_FAULTS else ""
-        raise CheckpointError("; ".join(found[:_SHOWN_FAULTS]) + rest)
+def _raise_faults(faults: list[str]) -> None:
+    if faults:
+        rest = f" (and {len(faults) - _SHOWN_FAULTS} more)" if len(faults) > _SHOWN_FAULTS else ""
+        raise CheckpointError("; ".join(faults[:_SHOWN_FAULTS]) + rest)

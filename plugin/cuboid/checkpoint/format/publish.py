@@ -1,9 +1,9 @@
-"""Put weights into a folder that may hold others, so that transformers finds the old ones whole until it finds the new.
+"""Replace the weights in a Hugging Face folder atomically: transformers loads either the old ones or the new ones.
 
-transformers opens ``model.safetensors`` where there is one, else the files that ``model.safetensors.index.json`` names.
-So one rename or removal of one of the two is the moment at which the new weights are there, and everything else happens
-before or after it. New files whose names are taken have others meanwhile, with a token in them that nobody else gives.
-Of what lay there before, only what the folder's own index named goes; whatever else lies there is the user's.
+transformers opens ``model.safetensors`` if it exists, else the files that ``model.safetensors.index.json`` names. So
+renaming or removing one of these two is the moment of the switch, and everything else happens before or after it. New
+shards whose names are taken by old ones first get names with a unique token. Of the old files only those are removed
+that the folder's index named; all others are the user's.
 """
 
 from __future__ import annotations
@@ -23,30 +23,29 @@ from cuboid.checkpoint.format.folder import sync
 from cuboid.checkpoint.format.weight_index import read_index
 from cuboid.errors import CheckpointError
 
-#: Where a save lies until it is whole, in the folder that it goes to.
+#: Subfolder of the target in which a save is written until it is complete.
 SCRATCH = ".cuboid-incomplete"
-#: In it: which files of the folder are of the save or of the weights before it, and so go unless they are what counts.
+#: File in it: which of the target's files belong to this save or the weights before it. Those that transformers
+#: doesn't open in the end are removed, by this save or, after a crash, by the next.
 _NOTED = "noted.json"
 _WEIGHTS = ".safetensors"
-#: What transformers calls files of weights, of a variant too; and what a shard is called whose name is taken.
+#: How transformers names files of weights, with an optional variant; and shards, with our token if the name was taken.
 _SINGLE = re.compile(r"model(?P<variant>\.\w+)?\.safetensors")
 _INDEX = re.compile(r"model\.safetensors\.index(?P<variant>\.\w+)?\.json")
 _SHARD = re.compile(r"model(\.\w+)?-\d{5}-of-\d{5}(\.cuboid-[0-9a-f]{32})?\.safetensors")
 
 
 def begin_export(folder: Path) -> Path:
-    """An empty folder in a folder, for a save to be written into.
-
-    What a save that was ended by a crash has left is removed, so far as it is surely its own.
+    """Create the scratch folder for a save in a folder, and clean up after a save that crashed.
 
     Raises:
-        CheckpointError: something else lies at its place.
+        CheckpointError: something other than a scratch folder has its name.
         OSError: from the file system.
     """
     folder.mkdir(parents=True, exist_ok=True)
     scratch = folder / SCRATCH
     if scratch.is_symlink() or (scratch.exists() and not scratch.is_dir()):
-        raise CheckpointError(f"{scratch}: is where a save is written until it is whole; move it away")
+        raise CheckpointError(f"{scratch}: is where saves are written until they are complete; move it away")
     if scratch.exists():
         _remove_noted(folder)
         shutil.rmtree(scratch)
@@ -55,19 +54,20 @@ def begin_export(folder: Path) -> Path:
 
 
 def abandon_export(folder: Path) -> None:
-    """Remove what a save has left that failed, so far as that works."""
+    """Clean up after a save that failed; errors are ignored."""
     with contextlib.suppress(OSError):
         _remove_noted(folder)
     shutil.rmtree(folder / SCRATCH, ignore_errors=True)
 
 
 def publish(folder: Path) -> None:
-    """Put what was written into the folder of :func:`begin_export` in its place.
+    """Move what was written into the folder of :func:`begin_export` to its final place.
 
-    A crash at any moment leaves the weights before or the new ones; what it leaves beside them, the next save removes.
+    A crash at any moment leaves the old weights or the new ones loadable; other files that it leaves are removed by
+    the next save.
 
     Raises:
-        CheckpointError: there is a folder where a file is to be.
+        CheckpointError: a folder has the name of a file to be saved.
         OSError: from the file system.
     """
     scratch = folder / SCRATCH
@@ -82,50 +82,56 @@ def publish(folder: Path) -> None:
         if name not in (single, index, *shards):
             _place(scratch / name, folder / name)
     if single is not None:
-        _publish_single(folder, single, _partner(_SINGLE, single, "model.safetensors.index{}.json"))
+        _publish_single(folder, single)
     elif index is not None:
         _publish_shards(folder, index, shards)
     shutil.rmtree(scratch)
     sync(folder)
 
 
-def _publish_single(folder: Path, single: str, index: str) -> None:
-    own = [_known(folder / name) for name in (index, *_shards_of(folder / index))]
-    _note(folder, single, index, own)
+def _publish_single(folder: Path, single: str) -> None:
+    index = f"model.safetensors.index{_variant(_SINGLE, single)}.json"
+    _note(folder, single, index, [_known(folder / name) for name in (index, *_old_shards(folder / index))])
     _place(folder / SCRATCH / single, folder / single)
-    # From here on transformers looks no further than at this file.
+    # The switch: with a single file there, transformers doesn't look at the index.
     sync(folder)
     _remove_noted(folder)
 
 
 def _publish_shards(folder: Path, index: str, shards: list[str]) -> None:
-    scratch, single = folder / SCRATCH, _partner(_INDEX, index, "model{}.safetensors")
+    scratch, single = folder / SCRATCH, f"model{_variant(_INDEX, index)}.safetensors"
     content = read_object(scratch / index)
     token = f".cuboid-{uuid.uuid4().hex}"
     taken = any(os.path.lexists(folder / name) for name in shards)
     names = {name: f"{name.removesuffix(_WEIGHTS)}{token}{_WEIGHTS}" if taken else name for name in shards}
-    coming = [(here, known) for name in shards for here in (name, names[name]) for _, known in [_known(scratch / name)]]
-    _note(folder, single, index, [*(_known(folder / name) for name in _shards_of(folder / index)), *coming])
+    removable = [_known(folder / name) for name in _old_shards(folder / index)]
+    for name in shards:
+        # A crash may leave a new shard under either name; an old one of that name has another identity.
+        _, identity = _known(scratch / name)
+        removable += [(name, identity), (names[name], identity)]
+    _note(folder, single, index, removable)
     for name in shards:
         (scratch / name).rename(folder / names[name])
     sync(folder)
     _place_index(folder, index, content, names)
     (folder / single).unlink(missing_ok=True)
-    # From here on the new files are what transformers opens.
+    # The switch: without a single file, transformers opens what the index names.
     sync(folder)
     _remove_noted(folder)
     if taken and _link(folder, names):
+        # The old shards are gone, so that the new ones can have their proper names.
         _place_index(folder, index, content, {name: name for name in shards})
         _remove_noted(folder)
 
 
 def _link(folder: Path, names: Mapping[str, str]) -> bool:
-    """Give files the names that they should have as well; whether that went."""
+    """Hard-link files to their proper names; whether that succeeded."""
     try:
         for name, source in names.items():
             os.link(folder / source, folder / name)
     except OSError:
-        # One is the user's, or the file system has no links: they keep the names under which they are whole.
+        # A file of the user's has one of the names, or the file system has no links: the shards keep the names with
+        # the token, which the index names.
         _remove_noted(folder)
         return False
     sync(folder)
@@ -137,7 +143,7 @@ def _place(source: Path, target: Path) -> None:
         sync(source)
         source.replace(target)
         return
-    # A model's own code and the like: file by file, for others may lie there too.
+    # A folder, such as a model's own code, is merged file by file, since the user may have others in it.
     target.mkdir(exist_ok=True)
     for path in source.iterdir():
         _place(path, target / path.name)
@@ -150,34 +156,35 @@ def _place_index(folder: Path, index: str, content: dict[str, Any], names: Mappi
     sync(folder)
 
 
+#: A file's name and identity; None for the identity if there is no such file.
 _Known = tuple[str, list[int] | None]
 
 
 def _note(folder: Path, single: str, index: str, files: Iterable[_Known]) -> None:
-    """Write down which files the save may remove, so that the next one can where this one is ended."""
+    """Record which files may be removed, so that the next save can do it if this one crashes."""
     noted = [[name, identity] for name, identity in files if identity is not None]
     _write_json(folder / SCRATCH / _NOTED, {"single": single, "index": index, "files": noted})
     sync(folder / SCRATCH)
 
 
 def _remove_noted(folder: Path) -> None:
-    """Remove what was noted and is the same still, except for what transformers opens."""
+    """Remove the noted files that are unchanged since, except for those that transformers opens."""
     try:
         content = read_object(folder / SCRATCH / _NOTED)
         single, index = str(content["single"]), str(content["index"])
         files = [(name, identity) for name, identity in content["files"] if is_plain_name(name)]
     except (CheckpointError, KeyError, TypeError, ValueError):
-        # Nothing had been moved yet.
+        # The save crashed before it moved anything.
         return
-    kept = {single} if (folder / single).exists() else {index, *_named_by(folder / index)}
+    in_use = {single} if (folder / single).exists() else {index, *_named_by(folder / index)}
     for name, identity in files:
-        if name not in kept and _known(folder / name)[1] == identity:
+        if name not in in_use and _known(folder / name)[1] == identity:
             (folder / name).unlink()
     sync(folder)
 
 
 def _known(path: Path) -> _Known:
-    """A file's name, and what tells it from another of that name; None where there is none."""
+    # Inode, size and time tell whether a file of that name is still the same one.
     with contextlib.suppress(OSError):
         status = path.lstat()
         if not path.is_dir():
@@ -186,22 +193,22 @@ def _known(path: Path) -> _Known:
 
 
 def _named_by(index: Path) -> set[str]:
-    """The files that an index names; none where there is none, or one that can't be understood."""
+    """The files that an index names; empty if there is none or it is malformed."""
     with contextlib.suppress(CheckpointError):
         return set(read_index(index).values())
     return set()
 
 
-def _shards_of(index: Path) -> list[str]:
-    """Those of the files that an index names that have names of shards, as savers give them."""
+def _old_shards(index: Path) -> list[str]:
+    # Only names that savers give to shards: an index could name a file of the user's.
     return sorted(name for name in _named_by(index) if _SHARD.fullmatch(name))
 
 
-def _partner(pattern: re.Pattern[str], name: str, form: str) -> str:
-    """The index of a single file, or the reverse, of the same variant."""
+def _variant(pattern: re.Pattern[str], name: str) -> str:
+    """The variant in a file's name, such as ``.fp16``; empty if it has none."""
     match = pattern.fullmatch(name)
     assert match is not None, f"{name} is no file of weights"
-    return form.format(match["variant"] or "")
+    return match["variant"] or ""
 
 
 def _write_json(path: Path, content: Any) -> None:

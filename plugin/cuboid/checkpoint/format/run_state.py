@@ -1,4 +1,4 @@
-"""What ``state.json`` has to say so that a run can go on, checked before anything of it is used."""
+"""Validate the parts of ``state.json`` that resuming a run needs, before any of them is used."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from cuboid.checkpoint.format.manifest import not_understood
 from cuboid.checkpoint.format.state_file import STATE
 from cuboid.errors import CheckpointError
 
-#: Words of the generator of Python and NumPy, of which one more says how many were drawn.
+#: State words of the Mersenne Twister of Python and NumPy, without its position.
 _WORDS = 624
 
 
 class _Part(BaseModel):
-    # Writers of other versions may say more.
+    # Other versions may write further keys.
     model_config = ConfigDict(extra="ignore", strict=True, arbitrary_types_allowed=True)
 
 
@@ -37,7 +37,7 @@ class _Optimizer(_Part):
 
     @field_validator("quantities")
     @classmethod
-    def _name_folders(cls, names: list[str]) -> list[str]:
+    def _check_quantities(cls, names: list[str]) -> list[str]:
         for name in names:
             if not is_plain_name(name):
                 raise ValueError(f"{name!r} isn't the name of a quantity's folder")
@@ -45,7 +45,7 @@ class _Optimizer(_Part):
 
     @field_validator("numbers")
     @classmethod
-    def _are_numbers(cls, numbers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    def _check_numbers(cls, numbers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         for own in numbers.values():
             for key, value in own.items():
                 single = isinstance(value, torch.Tensor) and value.dim() == 0
@@ -55,7 +55,7 @@ class _Optimizer(_Part):
 
     @field_validator("groups")
     @classmethod
-    def _name_parameters(cls, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _check_groups(cls, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for group in groups:
             names = group.get("parameters")
             if "params" in group or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -70,16 +70,16 @@ class _States(_Part):
 
     @field_validator("python")
     @classmethod
-    def _is_pythons(cls, state: tuple[int, Any, float | None]) -> tuple[int, Any, float | None]:
+    def _check_python_state(cls, state: tuple[int, Any, float | None]) -> tuple[int, Any, float | None]:
         _check_words(state[1], _WORDS + 1)
         if not 1 <= int(state[1][-1]) <= _WORDS:
-            raise ValueError("its place is none of its words")
+            raise ValueError("its position is outside of its words")
         return state
 
     @field_validator("numpy")
     @classmethod
-    def _is_numpys(cls, state: tuple[str, Any, int, int, float]) -> tuple[str, Any, int, int, float]:
-        # NumPy itself takes any place for one of the words, and reads there.
+    def _check_numpy_state(cls, state: tuple[str, Any, int, int, float]) -> tuple[str, Any, int, int, float]:
+        # ``np.random.set_state`` doesn't check the position, and would then read outside of the words.
         _check_words(state[1], _WORDS)
         if state[0] != "MT19937" or not 0 <= state[2] <= _WORDS or state[3] not in (0, 1):
             raise ValueError("it isn't of NumPy's global generator")
@@ -87,7 +87,7 @@ class _States(_Part):
 
     @field_validator("torch")
     @classmethod
-    def _is_torchs(cls, state: Any) -> Any:
+    def _check_torch_state(cls, state: Any) -> Any:
         own = torch.get_rng_state()
         if not isinstance(state, torch.Tensor) or state.dtype != own.dtype or state.shape != own.shape:
             raise ValueError("it isn't of torch's generator")
@@ -115,14 +115,14 @@ class _Document(_Part):
 
 
 def check_document(document: dict[str, Any], path: Path) -> None:
-    """Make sure that everything that is going to be used is there, and of its kind.
+    """Check that everything that resuming uses is present and of the right type.
 
     Args:
-        document: what ``state.json`` says.
+        document: contents of ``state.json``.
         path: of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: names the first thing that isn't.
+        CheckpointError: names the first key that isn't.
     """
     try:
         _Document.model_validate(document)

@@ -1,7 +1,8 @@
-"""JSON documents that may hold tensors: ``state.json``, with a safetensors file in a folder beside it."""
+"""``state.json``: a JSON document whose values may be tensors, which are in a safetensors file beside it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -21,24 +22,25 @@ from cuboid.checkpoint.format.tensor_header import TensorSpec, check_sizes
 from cuboid.errors import CheckpointError
 
 STATE = "state.json"
-#: Not beside the model's files, which some take all safetensors of a folder for.
+#: In a subfolder, because some loaders read every safetensors file of the model's folder as weights.
 TENSORS = "state/tensors.safetensors"
-#: Marks a value that JSON doesn't have: ``{"$tuple": […]}``. A dict with such a key of its own becomes a ``$dict``.
+#: Prefix of the key that marks a type JSON doesn't have: ``{"$tuple": […]}``. A dict that has such a key itself is
+#: written as a ``$dict``, a list of pairs.
 _MARK = "$"
-#: Kinds of numpy dtypes that are nothing but their bytes: numbers, times and texts of fixed length.
+#: Kinds of numpy dtypes that are plain bytes: numbers, times and texts of fixed length.
 _NUMPY_KINDS = "biufcmMSU"
-#: How numpy writes them. Of other kinds the bytes would be pointers, or hold fields of such.
+#: Their names. Others could contain pointers to Python objects, possibly in a field of a record.
 _NUMPY_DTYPE = re.compile(
     r"[<>|](b1|[iu][1248]|f(2|4|8|12|16)|c(8|16|24|32)|[SU]\d{1,9}|[mM]8(\[\d{0,9}[A-Za-zμ]{1,2}\])?)"
 )
-#: What every reader of the file format knows. Tensors of other dtypes, such as complex ones, are held as bytes.
+#: Dtypes that every reader of safetensors supports. Tensors of others, such as complex ones, are stored as bytes.
 _PLAIN = frozenset(
     {
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     }
 )
-#: The dtypes that are: of whole bytes, and without a scale that would have to be kept beside.
+#: Those others: dtypes of whole bytes, and without a separate scale as quantized ones have.
 _RAW = frozenset(
     dtype
     for name, dtype in vars(torch).items()
@@ -50,16 +52,16 @@ _REMEDY = "give numbers, texts, tensors, numpy arrays, and lists, tuples and dic
 
 
 def write_state(folder: Path, document: Mapping[str, Any]) -> None:
-    """Write a document.
+    """Write ``state.json``, and its tensors if it has any.
 
     Args:
         folder: an existing folder.
         document: None, bools, ints, floats, texts, paths, tensors, dtypes, numpy arrays and scalars, and lists, tuples
-            and dicts of them, these with texts or ints for keys. A subclass of these (of an enumeration, say) comes
-            back as what it is based on.
+            and dicts of them; keys are texts or ints. An instance of a subclass, such as a member of an ``IntEnum``,
+            is read back as its base type.
 
     Raises:
-        CheckpointError: before anything is written, for any other value; names its key.
+        CheckpointError: a value of any other type, named by its key; nothing is written then.
         OSError: from the file system.
     """
     encoder = _Encoder()
@@ -87,11 +89,11 @@ def write_state(folder: Path, document: Mapping[str, Any]) -> None:
         os.fsync(out.fileno())
 
 
-def refuse_lost_manifest(folder: Path) -> None:
-    """Don't take what is left of a checkpoint for a plain model, of which nothing could be compared.
+def reject_lost_manifest(folder: Path) -> None:
+    """Reject a checkpoint that lost its manifest, which would otherwise be loaded, unverified, as a plain model.
 
     Raises:
-        CheckpointError: a folder has the state of a training, but no manifest.
+        CheckpointError: a folder has training state, but no manifest.
     """
     training = (folder / TENSORS).is_file() or (folder / "optimizer").is_dir()
     if training and (folder / STATE).is_file() and not (folder / MANIFEST).is_file():
@@ -102,14 +104,17 @@ def refuse_lost_manifest(folder: Path) -> None:
 
 
 def read_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """Read a document back, every value of the type that it had; tensors on the CPU, paths as texts.
+    """Read ``state.json``; every value has the type that it was written with, except that paths become texts.
 
     Args:
         folder: of the checkpoint.
-        manifest: of the checkpoint. Nothing is decoded before it was found to be what was written.
+        manifest: of the checkpoint; the files are compared with their checksums before anything is decoded.
+
+    Returns:
+        The document, with tensors on the CPU.
 
     Raises:
-        CheckpointError: there is none, or it was damaged, or it can't be understood.
+        CheckpointError: there is none, or it is damaged or malformed.
     """
     path = folder / STATE
     own = [name for name in (STATE, TENSORS) if name in manifest.files]
@@ -117,28 +122,31 @@ def read_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
         raise CheckpointError(f"{path}: can't be read: the checkpoint has none by its list of files")
     check_contents(folder, manifest, own)
     encoded = read_json(path, numbers_only=False)
-    if TENSORS not in own:
-        return _decoded(encoded, _no_tensor, path)
-    with TensorFile(folder / TENSORS) as file:
-        return _decoded(encoded, _Once(file.read), path)
+    with TensorFile(folder / TENSORS) if TENSORS in own else contextlib.nullcontext() as file:
+        given: set[str] = set()
 
+        def read_tensor(name: str) -> torch.Tensor:
+            if file is None:
+                raise CheckpointError(f"{TENSORS}, which should hold {name}, is missing")
+            # The encoder refers to each tensor once; a forged document could fill the memory with repetitions of one.
+            if name in given:
+                raise ValueError(f"it has the tensor {name} twice")
+            given.add(name)
+            return file.read(name)
 
-class _Once:
-    """Gives each tensor once, as it was set aside: a document that names one again and again would fill the memory."""
-
-    def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
-        self._read = read
-        self._given: set[str] = set()
-
-    def __call__(self, name: str) -> torch.Tensor:
-        if name in self._given:
-            raise ValueError(f"it has the tensor {name} twice")
-        self._given.add(name)
-        return self._read(name)
+        try:
+            document = _decode(encoded, read_tensor)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{path}: can't be understood: {error!r}") from None
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path}: holds a {type(document).__name__} instead of keys and values")
+    return document
 
 
 class _Encoder:
-    """Turns values into what JSON has, and sets their tensors aside.
+    """Encodes values as JSON, and collects their tensors.
 
     Attributes:
         tensors: for the file beside the document, by names that resemble their keys.
@@ -148,7 +156,7 @@ class _Encoder:
         self.tensors: dict[str, torch.Tensor] = {}
 
     def encode(self, value: Any, key: str) -> Any:
-        """The value of a key in the document."""
+        """Encode the value of a key."""
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, torch.Tensor):
@@ -164,33 +172,33 @@ class _Encoder:
             return items if isinstance(value, list) else {f"{_MARK}tuple": items}
         if isinstance(value, Mapping):
             return self._mapping(value, key)
-        # By the base class, since members of enumerations say something else of themselves.
+        # Subclasses, converted by the base class's own method, since e.g. a ``StrEnum`` overrides ``__str__``.
         if isinstance(value, int):
             return int.__int__(value)
         if isinstance(value, float):
             return float.__float__(value)
         if isinstance(value, str):
             return str.__str__(value)
-        raise CheckpointError(f"{_told(key)} is a {_kind(value)}, which a checkpoint can't hold; {_REMEDY}")
+        raise CheckpointError(f"{_shown(key)} is a {_kind(value)}, which a checkpoint can't hold; {_REMEDY}")
 
     def _tensor(self, value: torch.Tensor, key: str) -> Any:
         if is_traceable_wrapper_subclass(value) or value.layout != torch.strided or value.is_meta or value.is_quantized:
             kind = f"{_kind(value)} of layout {value.layout} on {value.device}"
-            raise CheckpointError(f"{_told(key)} is a {kind}; only dense tensors with data of their own can be held")
+            raise CheckpointError(f"{_shown(key)} is a {kind}; only dense tensors with data of their own can be held")
         value = value.detach().resolve_conj().resolve_neg()
         if value.dtype in _PLAIN:
             return {f"{_MARK}tensor": self._set_aside(value, key)}
         if value.dtype not in _RAW:
-            raise CheckpointError(f"{_told(key)} is a {_kind(value)} of {value.dtype}, which a checkpoint can't hold")
+            raise CheckpointError(f"{_shown(key)} is a {_kind(value)} of {value.dtype}, which a checkpoint can't hold")
         raw = torch.frombuffer(bytearray(bytes_of(value)), dtype=torch.uint8) if value.numel() else torch.empty(0)
         name, dtype = self._set_aside(raw, key), str(value.dtype).removeprefix("torch.")
         return {f"{_MARK}raw": {"bytes": name, "dtype": dtype, "shape": list(value.shape)}}
 
     def _numpy(self, value: Any, key: str) -> Any:
-        # A masked array, for one, has more than its bytes.
-        whole = isinstance(value, np.generic) or type(value) in (np.ndarray, np.memmap)
-        if not whole or value.dtype.kind not in _NUMPY_KINDS or not _NUMPY_DTYPE.fullmatch(value.dtype.str):
-            raise CheckpointError(f"{_told(key)} is a {_kind(value)} of {value.dtype}, which a checkpoint can't hold")
+        # Subclasses such as masked arrays have more state than their bytes.
+        is_plain = isinstance(value, np.generic) or type(value) in (np.ndarray, np.memmap)
+        if not is_plain or value.dtype.kind not in _NUMPY_KINDS or not _NUMPY_DTYPE.fullmatch(value.dtype.str):
+            raise CheckpointError(f"{_shown(key)} is a {_kind(value)} of {value.dtype}, which a checkpoint can't hold")
         raw = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.nbytes else torch.empty(0)
         kind = "array" if isinstance(value, np.ndarray) else "scalar"
         name = self._set_aside(raw, key)
@@ -199,14 +207,15 @@ class _Encoder:
     def _mapping(self, value: Mapping[Any, Any], key: str) -> Any:
         wrong = next((name for name in value if type(name) not in (str, int)), None)
         if wrong is not None:
-            raise CheckpointError(f"{_told(key)} has {wrong!r} for a key; only texts and ints can be")
+            raise CheckpointError(f"{_shown(key)} has {wrong!r} for a key; only texts and ints can be")
         items = {name: self.encode(item, f"{key}.{name}") for name, item in value.items()}
         if all(isinstance(name, str) and not name.startswith(_MARK) for name in items):
             return items
         return {f"{_MARK}dict": [[name, item] for name, item in items.items()]}
 
     def _set_aside(self, tensor: torch.Tensor, key: str) -> str:
-        # Different keys may read the same, and the format has a name of its own and knows no lone surrogates.
+        # Dotted paths of different keys may coincide ({"a.b": …} and {"a": {"b": …}}), ``__metadata__`` is reserved by
+        # the format, and it can't encode lone surrogates.
         name = key.removeprefix(".").encode("ascii", "backslashreplace").decode()
         while name in self.tensors or name == "__metadata__":
             name += f"#{len(self.tensors)}"
@@ -214,28 +223,12 @@ class _Encoder:
         return name
 
 
-def _told(key: str) -> str:
+def _shown(key: str) -> str:
     return key.removeprefix(".") or "the state"
 
 
 def _kind(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _no_tensor(name: str) -> torch.Tensor:
-    raise CheckpointError(f"{TENSORS}, which should hold {name}, is missing")
-
-
-def _decoded(encoded: Any, tensor: Callable[[str], torch.Tensor], path: Path) -> dict[str, Any]:
-    try:
-        document = _decode(encoded, tensor)
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path}: can't be understood: {error!r}") from None
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{path}: holds a {type(document).__name__} instead of keys and values")
-    return document
 
 
 def _decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
@@ -251,22 +244,22 @@ def _decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     if kind == "tuple" and isinstance(inner, list):
         return tuple(_decode(item, tensor) for item in inner)
     if kind == "dict" and isinstance(inner, list):
-        return _dict([(name, _decode(item, tensor)) for name, item in inner])
+        items = [(name, _decode(item, tensor)) for name, item in inner]
+        found = dict(items)
+        if len(found) < len(items) or not all(type(name) in (str, int) for name in found):
+            raise ValueError("a dict has a key twice, or one that is neither a text nor an int")
+        return found
     if kind == "dtype":
         return _dtype(inner)
     if kind == "tensor" and isinstance(inner, str):
         return tensor(inner)
     if kind not in ("raw", "array", "scalar"):
         raise ValueError(f"{mark} is no mark that this version knows")
-    raw, shape = _bytes(tensor(inner["bytes"])), check_sizes(inner["shape"])
+    raw, shape = tensor(inner["bytes"]), check_sizes(inner["shape"])
+    # An empty value was written as an empty tensor of torch's default dtype.
+    if raw.dim() != 1 or (raw.numel() and raw.dtype != torch.uint8):
+        raise ValueError(f"bytes are held as {raw.dtype} of shape {list(raw.shape)}")
     return _from_bytes(raw, inner["dtype"], shape) if kind == "raw" else _numpy(raw, inner["dtype"], shape, kind)
-
-
-def _dict(items: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    found = dict(items)
-    if len(found) < len(items) or not all(type(name) in (str, int) for name in found):
-        raise ValueError("a dict has a key twice, or one that is neither a text nor an int")
-    return found
 
 
 def _dtype(name: object) -> torch.dtype:
@@ -276,18 +269,12 @@ def _dtype(name: object) -> torch.dtype:
     return dtype
 
 
-def _bytes(raw: torch.Tensor) -> torch.Tensor:
-    """What was set aside byte by byte; of nothing, it has another dtype."""
-    if raw.dim() != 1 or (raw.numel() and raw.dtype != torch.uint8):
-        raise ValueError(f"bytes are held as {raw.dtype} of shape {list(raw.shape)}")
-    return raw
-
-
 def _numpy(raw: torch.Tensor, name: object, shape: tuple[int, ...], kind: str) -> Any:
     if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
         raise ValueError(f"{name!r} is no kind of numbers, times or texts")
     dtype = np.dtype(name)
-    # With nothing but its bytes, whatever the name was taken for; and with all of them.
+    # Checked on the parsed dtype too, in case numpy reads the name in another way than the pattern does. A dtype of
+    # size zero (an empty text) would allow any number of elements.
     count = math.prod(shape)
     whole = dtype.itemsize * count == raw.numel() and (dtype.itemsize or count <= 1)
     if dtype.kind not in _NUMPY_KINDS or dtype.hasobject or not whole:

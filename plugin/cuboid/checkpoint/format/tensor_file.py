@@ -1,8 +1,9 @@
-"""Safetensors files, written and read piece by piece.
+"""Write and read safetensors files piece by piece.
 
-The safetensors library maps files into memory, where their pages count as the process's own, and writes a file from a
-dict that holds all of its tensors. Here neither side ever holds more than the piece at hand, and the checksum comes
-along with the writing. The format is the library's: eight bytes of header length, a JSON header, the tensors' bytes.
+The safetensors library memory-maps files for reading, so that their pages count as the process's memory, and writes a
+file from a dict that holds all of its tensors. Here only the piece that is being read or written is in memory, and the
+checksum is computed while writing. The format is the library's: eight bytes of header length, a JSON header, the
+tensors' bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from cuboid.checkpoint.format.manifest import FileRecord
 from cuboid.checkpoint.format.tensor_header import DTYPE_NAMES, TensorSpec, make_header, read_header, row_blocks
 from cuboid.errors import CheckpointError
 
-#: Rows that are cut along other dims are read in blocks of about so much.
+#: Memory for reading a box that isn't made of full rows: rows are read in blocks of this size, then sliced.
 _BLOCK_BYTES = 32 << 20
 
 
@@ -31,14 +32,14 @@ class TensorFileWriter:
 
     Args:
         path: of the file, which must not exist.
-        specs: the tensors to come. Wider dtypes go first, so that each tensor is aligned; else the order is kept.
+        specs: the tensors to write. They are sorted by descending width of their dtypes, so that each is aligned.
         metadata: texts for the header; ``format`` is ``pt`` unless given.
 
     Attributes:
-        specs: in the order in which the tensors are to be written.
+        specs: in the order in which the tensors have to be written.
 
     Raises:
-        CheckpointError: a dtype that the format doesn't know.
+        CheckpointError: a dtype that the format doesn't support.
         OSError: from the file system, as from the other methods.
     """
 
@@ -52,19 +53,19 @@ class TensorFileWriter:
         self.specs = dict(sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize))
         self._pending = iter(self.specs.items())
         self._name: str | None = None
-        self._missing_bytes = 0
+        self._missing_bytes = 0  # of the tensor that is being written
         self._bytes = 0
         self._hash = hashlib.sha256()
         self._file = open(self.path, "xb")  # noqa: SIM115 (it lives as long as this object)
         self._put(make_header(self.specs, {"format": "pt", **(metadata or {})}))
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the next tensor, whole, from whatever device."""
+        """Write the next tensor as a whole, from any device."""
         assert tuple(tensor.shape) == self.specs[name].shape, f"{name} has another shape than announced"
         self.write_rows(name, tensor)
 
     def write_rows(self, name: str, rows: torch.Tensor) -> None:
-        """Write the next rows of a tensor, which follow those that were written before."""
+        """Write the next rows of a tensor, behind those written before."""
         if self._missing_bytes == 0:
             self._name, spec = next(self._pending)
             self._missing_bytes = spec.nbytes
@@ -76,10 +77,10 @@ class TensorFileWriter:
         self._missing_bytes -= len(data)
 
     def close(self) -> FileRecord:
-        """Bring the file to the disk.
+        """Finish the file, with ``fsync``.
 
         Returns:
-            Its size and checksum, as they were written.
+            Its size and checksum.
         """
         rest = [spec for _, spec in self._pending if spec.nbytes]
         assert self._missing_bytes == 0, "a tensor is missing rows"
@@ -92,7 +93,7 @@ class TensorFileWriter:
 
     def discard(self) -> None:
         """Remove the file."""
-        # A disk that is full can fail the last flush too.
+        # Closing flushes, which fails on a full disk.
         with contextlib.suppress(OSError):
             self._file.close()
         self.path.unlink(missing_ok=True)
@@ -129,7 +130,7 @@ class TensorFile:
         metadata: texts of the header.
 
     Raises:
-        CheckpointError: no such file, or not a whole safetensors file; says what is wrong with it.
+        CheckpointError: there is no such file, or it isn't a complete safetensors file.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -149,10 +150,10 @@ class TensorFile:
 
         Args:
             name: of the tensor.
-            box: slices without step of the first dims; by default, and of the others, all.
+            box: a slice without step for each of the first dims; other dims are read in full.
 
         Raises:
-            CheckpointError: the file has no such tensor, or ends early.
+            CheckpointError: the file has no such tensor, or was truncated since it was opened.
         """
         if name not in self.specs:
             raise CheckpointError(f"{self.path}: has no tensor {name}")
@@ -166,6 +167,7 @@ class TensorFile:
         (first, stop, _), *inner = ranges
         if all((low, high) == (0, size) for (low, high, _), size in zip(inner, spec.shape[1:], strict=True)):
             return self._rows(name, first, stop)
+        # Reading the rows in full and slicing them takes fewer reads than one for each contiguous piece.
         cut = tuple(slice(low, high) for low, high, _ in inner)
         part = torch.empty([max(high - low, 0) for low, high, _ in ranges], dtype=spec.dtype)
         for rows in row_blocks(TensorSpec(spec.dtype, (max(stop - first, 0), *spec.shape[1:])), _BLOCK_BYTES):
@@ -196,6 +198,6 @@ class TensorFile:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor; of one on the CPU that is contiguous they are its own memory."""
+    """The bytes of a tensor; for a contiguous one on the CPU a writable view of its own memory."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a safetensors file says before its tensors: their names, dtypes, shapes and places."""
+"""The header of a safetensors file: names, dtypes, shapes and offsets of its tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from cuboid.checkpoint.format.bounded_files import parse_json
 from cuboid.errors import CheckpointError
 
-#: Names of dtypes in the header.
+#: Dtypes by their names in the header.
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -34,32 +34,32 @@ _DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
-#: The reverse; dtypes that aren't here can't be stored.
+#: The reverse; other dtypes can't be stored.
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _METADATA = "__metadata__"
-#: The library refuses longer headers.
+#: The safetensors library rejects longer headers.
 _LONGEST_HEADER_BYTES = 100_000_000
-#: What torch and numpy have in common: as many dims, and sizes that an int of 64 bits holds.
+#: Limits that torch and numpy share: the number of dims, and sizes that fit a signed 64-bit integer.
 _MOST_DIMS, _LARGEST = 64, 2**63 - 1
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a file says about a tensor before its bytes."""
+    """A tensor's dtype and shape."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor's bytes."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def row_blocks(spec: TensorSpec, block_bytes: int) -> Iterator[slice]:
-    """Consecutive ranges of rows that make up a tensor, at least one, each of at most about ``block_bytes``.
+    """Split a tensor into consecutive ranges of rows of at most ``block_bytes`` each, unless one row is larger.
 
-    A tensor without dims is one row.
+    There is at least one range. A tensor without dims counts as one row.
     """
     rows = spec.shape[0] if spec.shape else 1
     height = max(1, block_bytes * rows // max(spec.nbytes, 1))
@@ -68,7 +68,7 @@ def row_blocks(spec: TensorSpec, block_bytes: int) -> Iterator[slice]:
 
 
 def make_header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """The beginning of a file whose tensors follow one another as in ``specs``."""
+    """The header of a file that has the tensors of ``specs`` in that order."""
     entries: dict[str, Any] = {_METADATA: dict(metadata)}
     offset = 0
     for name, spec in specs.items():
@@ -76,22 +76,23 @@ def make_header(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]) ->
         entries[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": span}
         offset = span[1]
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    # Padded as the library does it, so that the first tensor is aligned.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def read_header(descriptor: int, path: Path) -> tuple[dict[str, TensorSpec], dict[str, str], dict[str, int]]:
-    """Read and check the beginning of a file.
+    """Read and validate a file's header.
 
     Args:
         descriptor: of the open file.
         path: for messages.
 
     Returns:
-        The tensors in the order of the file, the header's texts, and where in the file each tensor starts.
+        The tensors in the order of the file, the header's metadata, and the offset in the file of each tensor.
 
     Raises:
-        CheckpointError: it isn't a safetensors file, or not a whole one.
+        CheckpointError: it isn't a complete safetensors file.
     """
     size = os.fstat(descriptor).st_size
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
@@ -99,7 +100,9 @@ def read_header(descriptor: int, path: Path) -> tuple[dict[str, TensorSpec], dic
         raise CheckpointError(f"{path}: is not a whole safetensors file: its header doesn't fit in {size} bytes")
     try:
         header = parse_json(os.pread(descriptor, length, 8), path)
-        metadata = _texts(header.pop(_METADATA, {}))
+        metadata = header.pop(_METADATA, {})
+        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+            raise ValueError(f"{_METADATA} holds something else than texts")
         entries = {name: _entry(name, entry) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = str(error).removeprefix(f"{path}: ") if isinstance(error, CheckpointError) else repr(error)
@@ -107,6 +110,7 @@ def read_header(descriptor: int, path: Path) -> tuple[dict[str, TensorSpec], dic
     specs: dict[str, TensorSpec] = {}
     starts: dict[str, int] = {}
     end = 0
+    # Tensors must follow one another without gaps or overlaps, up to the end of the file.
     for name, (spec, low, high) in sorted(entries.items(), key=lambda item: item[1][1:]):
         if low != end or high - low != spec.nbytes:
             raise CheckpointError(f"{path}: its header gives {name} bytes {low} to {high}, which doesn't fit its shape")
@@ -117,8 +121,8 @@ def read_header(descriptor: int, path: Path) -> tuple[dict[str, TensorSpec], dic
 
 
 def _entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
-    """A tensor's kind and the place of its bytes, out of what a header says."""
-    name.encode()  # what can't be encoded can't be told either
+    """Validate a tensor's entry; returns its spec and the range of its bytes."""
+    name.encode()  # a lone surrogate in a name would fail later, when the name is printed
     if set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name} has {', '.join(entry)}")
     low, high = entry["data_offsets"]
@@ -128,22 +132,16 @@ def _entry(name: str, entry: Any) -> tuple[TensorSpec, int, int]:
 
 
 def check_sizes(sizes: Any) -> tuple[int, ...]:
-    """A shape, or other numbers of elements, out of a file.
+    """Validate a shape, or a list of other numbers of elements, from an untrusted file.
 
     Raises:
-        ValueError: it is none that a tensor could have.
+        ValueError: no tensor could have it.
     """
     if not isinstance(sizes, list | tuple) or len(sizes) > _MOST_DIMS:
         raise ValueError(f"{str(sizes)[:80]} is no shape")
     if any(type(size) is not int or size < 0 for size in sizes):
         raise ValueError(f"{str(sizes)[:80]} has what is no size")
-    # Without the zeros, which would hide the others; and with an element's bytes.
+    # Zeros are left out, since they would hide a huge other size. 16 bytes is the widest element.
     if math.prod(size for size in sizes if size) > _LARGEST // 16:
         raise ValueError(f"{str(sizes)[:80]} is larger than any tensor")
     return tuple(sizes)
-
-
-def _texts(metadata: Any) -> dict[str, str]:
-    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise ValueError(f"{_METADATA} holds something else than texts")
-    return metadata

@@ -1,4 +1,4 @@
-"""Files of weights by the names that Hugging Face gives them, and the index that says which file has which tensor."""
+"""Hugging Face's names of weight files, and the index that says which file has which tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from cuboid.checkpoint.format.bounded_files import is_plain_name, read_json
 from cuboid.errors import CheckpointError
 
-#: Of a file that has all tensors of its folder.
+#: The file that has all tensors, if there is only one.
 SINGLE = "model.safetensors"
 INDEX_SUFFIX = ".index.json"
 INDEX = SINGLE + INDEX_SUFFIX
@@ -19,7 +19,7 @@ def read_index(path: Path) -> dict[str, str]:
     """The file of each tensor.
 
     Raises:
-        CheckpointError: it can't be understood, or names what isn't a file beside it.
+        CheckpointError: the index is malformed, or names something that isn't a file beside it.
     """
     index = read_json(path)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
@@ -32,13 +32,13 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], *, parameters: int, size_bytes: int) -> None:
-    """Write a folder's.
+    """Write a folder's index.
 
     Args:
         folder: of the files.
         weight_map: the file of each tensor.
-        parameters: elements of all tensors.
-        size_bytes: of all tensors.
+        parameters: total number of elements.
+        size_bytes: total size of the tensors.
     """
     metadata = {"total_parameters": parameters, "total_size": size_bytes}
     index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}

@@ -1,1 +1,1 @@
-"""Weights out of the checkpoints that DeepSpeed itself writes."""
+"""Read the weights from checkpoints that DeepSpeed itself writes."""

@@ -1,4 +1,4 @@
-"""What DeepSpeed writes: ``mp_rank_XX`` with any ZeRO stage, universal folders, and the layers of its pipelines."""
+"""Open a DeepSpeed checkpoint: ``mp_rank_XX`` with any ZeRO stage, universal checkpoints, and ``PipelineModule``."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from cuboid.checkpoint.format.folder import named_in
+from cuboid.checkpoint.format.folder import read_pointer
 from cuboid.convert.deepspeed.model_states import Files, ModelStates, files_in, read_states
 from cuboid.convert.deepspeed.pipeline_module import is_pipeline, model_names, read_layers
 from cuboid.convert.deepspeed.plain_fp32 import plain_masters
 from cuboid.convert.deepspeed.zero import universal_masters, zero_masters
 from cuboid.convert.formats.block_tensors import Tensors, differ
-from cuboid.convert.formats.hugging_face import scattered_tensors
+from cuboid.convert.formats.hugging_face import pickled_tensors
 from cuboid.convert.formats.parameter_names import as_stored, blank_model, state_specs
-from cuboid.convert.formats.pickles import Scattered
+from cuboid.convert.formats.pickles import PickledTensor
 from cuboid.errors import CheckpointError, CuboidError
 
-#: What comes of values of other kinds than DeepSpeed writes; a pickle may hold anything.
-_FORGED = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError)
+#: What the code below raises when a pickle has values of other types than DeepSpeed writes.
+_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError)
 LATEST = ("latest", "latest_universal")
 
 
 def tag_folder(folder: Path) -> Path | None:
-    """The folder of DeepSpeed's files: this one, or the one that ``latest`` beside it names; None for neither."""
-    named = [named_in(path) for name in LATEST if (path := folder / name).is_file()]
+    """The folder of DeepSpeed's files: this one, or the one that ``latest`` in it names; None if there is neither."""
+    named = [read_pointer(path) for name in LATEST if (path := folder / name).is_file()]
     candidates = [folder, *(folder / name for name in named if name)]
     return next((path for path in candidates if files_in(path)), None)
 
@@ -34,15 +34,15 @@ def tag_folder(folder: Path) -> Path | None:
 def open_deepspeed(
     folder: Path, config: Path, stack: ExitStack, *, dtype: torch.dtype | None, trusted: bool
 ) -> Tensors:
-    """The weights of a DeepSpeed checkpoint, whole, by the names that Hugging Face stores.
+    """The full tensors of a DeepSpeed checkpoint, by their names in Hugging Face checkpoints.
 
-    They are the optimizer's fp32 weights where there are any, and all in float32 then.
+    If the optimizer has fp32 master weights, these are taken, and all tensors are in float32.
 
     Args:
         folder: what :func:`tag_folder` found.
         config: of the model: a folder with ``config.json``, or the file.
         stack: closes the files.
-        dtype: that the weights are going to be cast to, if any.
+        dtype: that the weights will be cast to, if any.
         trusted: whether pickles may be loaded.
 
     Raises:
@@ -52,7 +52,7 @@ def open_deepspeed(
         return _open(folder, config, stack, dtype, trusted)
     except CuboidError:
         raise
-    except (*_FORGED, AssertionError, RuntimeError) as error:
+    except (*_MALFORMED, AssertionError, RuntimeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{folder}: holds what DeepSpeed doesn't write: {reason}") from error
 
@@ -65,7 +65,7 @@ def _open(folder: Path, config: Path, stack: ExitStack, dtype: torch.dtype | Non
         tensors |= read_layers(files, trusted=trusted)
     masters = _masters(files, states, dtype, trusted)
     model = blank_model(config)
-    found = scattered_tensors(_together(tensors, masters), stack)
+    found = pickled_tensors(_merge(tensors, masters), stack)
     if is_pipeline(found.specs):
         found = found.renamed(model_names(model, found.specs, folder))
     shared = {name for each in states for name in each.shared}
@@ -73,13 +73,15 @@ def _open(folder: Path, config: Path, stack: ExitStack, dtype: torch.dtype | Non
     return as_stored(model, checked.cast(torch.float32) if masters else checked)
 
 
-def _masters(files: Files, states: list[ModelStates], dtype: torch.dtype | None, trusted: bool) -> dict[str, Scattered]:
+def _masters(
+    files: Files, states: list[ModelStates], dtype: torch.dtype | None, trusted: bool
+) -> dict[str, PickledTensor]:
     if files.universal:
         return universal_masters(files.folder, states, trusted=trusted)
-    masters: dict[str, Scattered] = {}
+    masters: dict[str, PickledTensor] = {}
     for rank, each in zip(files.models, states, strict=True):
         if rank in files.optimizers:
-            # What several stages share is the same on all.
+            # Parameters that several stages share are the same on all; the first one's is taken.
             masters = {**zero_masters(files.optimizers[rank], each, trusted=trusted), **masters}
         elif each.groups:
             raise CheckpointError(f"{files.folder}: ZeRO's weights are in *_optim_states.pt, and there are none")
@@ -88,20 +90,20 @@ def _masters(files: Files, states: list[ModelStates], dtype: torch.dtype | None,
     return masters
 
 
-def _together(tensors: dict[str, Scattered], masters: dict[str, Scattered]) -> dict[str, Scattered]:
-    """Masters first: what a pipeline's layers have under the same names is the same, rounded."""
+def _merge(tensors: dict[str, PickledTensor], masters: dict[str, PickledTensor]) -> dict[str, PickledTensor]:
+    """All tensors, with master weights in place of the model's weights of the same names."""
     if is_pipeline(masters) and any(name.startswith("tied_modules.") for name in masters):
-        # Layers' files have what is shared once more, by a layer's number.
+        # The layers' files have tied weights a second time, under the number of each layer that uses them.
         numbers = {name.partition(".")[0] for name in masters}
         tensors = {name: tensor for name, tensor in tensors.items() if name.partition(".")[0] in numbers}
     return {**tensors, **masters}
 
 
 def _checked(model: PreTrainedModel, tensors: Tensors, shared: set[str], folder: Path) -> Tensors:
-    """The model's tensors, each once.
+    """The model's tensors, with tied ones once.
 
     Raises:
-        CheckpointError: one is missing, foreign or of another shape; or two are different that the model has as one.
+        CheckpointError: one is missing, foreign or of another shape, or two that the model ties differ.
     """
     kind, wanted = type(model).__name__, state_specs(model)
     hint = "is --model the one that was trained?"

@@ -1,4 +1,4 @@
-"""What DeepSpeed's ``*_model_states.pt`` say: names, shapes, buffers, what is frozen, and which tensors are one."""
+"""Read DeepSpeed's ``*_model_states.pt``: names, shapes, buffers, frozen parameters, and which ones are shared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cuboid.checkpoint.format.tensor_header import TensorSpec, check_sizes
-from cuboid.convert.formats.pickles import Extent, Scattered, cut, extent_of, load_pickle, whole
+from cuboid.convert.formats.pickles import Extent, PickledTensor, cut, extent_of, load_pickle, pickled_tensor
 from cuboid.errors import CheckpointError
 
 _NAME = re.compile(
@@ -45,10 +45,10 @@ class Files:
 
 
 def files_in(folder: Path) -> Files:
-    """Find them; there may be none.
+    """Find DeepSpeed's files in a folder; there may be none.
 
     Raises:
-        CheckpointError: a rank's file is missing, or they are of a kind that can't be put together.
+        CheckpointError: a rank's file is missing, or the model was split in a way that can't be merged.
     """
     found: dict[str, dict[int, dict[int, Path]]] = {"model": {}, "optim": {}}
     layers: dict[int, Path] = {}
@@ -58,7 +58,7 @@ def files_in(folder: Path) -> Files:
             ranks[int(named["data"] or 0)] = path
         elif named := _LAYER.fullmatch(path.name):
             if int(named["model"] or 0):
-                raise _split(path)
+                raise _tensor_parallel(path)
             layers[int(named["layer"])] = path
         elif "expert" in path.name or "expp_rank" in path.name:
             raise CheckpointError(f"{path}: holds experts that are parallel, which convert can't put together")
@@ -79,7 +79,7 @@ def _in_order(ranks: Mapping[int, Path]) -> list[Path]:
     return [ranks[number] for number in sorted(ranks)]
 
 
-def _split(path: Path) -> CheckpointError:
+def _tensor_parallel(path: Path) -> CheckpointError:
     return CheckpointError(
         f"{path}: several ranks have parts of one layer (tensor parallelism), and the files don't say how they fit "
         "together. Make a universal checkpoint first (python -m deepspeed.checkpoint.ds_to_universal --input_folder … "
@@ -89,17 +89,17 @@ def _split(path: Path) -> CheckpointError:
 
 @dataclass
 class ModelStates:
-    """What one model-parallel rank's files tell beside the optimizer's.
+    """Contents of one model-parallel rank's ``*_model_states.pt``.
 
     Attributes:
         groups: shapes of the parameters in the optimizer's order, by group; empty without ZeRO.
         tensors: buffers and frozen parameters, and without ZeRO all of the model.
-        shared: names of parameters that are another one, and of which.
+        shared: names of parameters that are aliases of others, with the others' names.
         ranks: loaded contents of each data-parallel rank's file.
     """
 
     groups: list[dict[str, tuple[int, ...]]] = field(default_factory=list)
-    tensors: dict[str, Scattered] = field(default_factory=dict)
+    tensors: dict[str, PickledTensor] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
     ranks: list[Mapping[str, Any]] = field(default_factory=list)
 
@@ -119,12 +119,18 @@ def read_states(files: Files, model_rank: int, *, trusted: bool) -> ModelStates:
     degree = (first.get("checkpoint_parallel_dimensions") or {}).get("tp_degree", 1)
     several_whole = len(files.models) > 1 and first.get("module") is not None
     if (degree > 1 or several_whole) and not files.universal:
-        raise _split(path)
+        raise _tensor_parallel(path)
     states.shared = dict(first.get("shared_params") or {})
     for shapes in first.get("param_shapes") or ():
         states.groups.append({name: check_sizes(tuple(shape)) for name, shape in shapes.items()})
-    _add_module(states, first, path)
-    _add_frozen(states, paths)
+    optimized = {name for group in states.groups for name in group}
+    for name, value in (first["module"] or {}).items():
+        # Optimized parameters come from the optimizer's states. ZeRO 3 leaves an empty tensor in their place.
+        if isinstance(value, torch.Tensor) and value.numel() and name not in optimized:
+            states.tensors[name] = pickled_tensor(path, name, value)
+    for name, shape in (first.get("frozen_param_shapes") or {}).items():
+        chain = [_fragment(path, name, rank) for path, rank in zip(paths, states.ranks, strict=True)]
+        states.tensors[name] = assembled(name, check_sizes(tuple(shape)), chain)
     return states
 
 
@@ -135,23 +141,6 @@ def _load(path: Path, trusted: bool) -> Mapping[str, Any]:
     return loaded
 
 
-def _add_module(states: ModelStates, loaded: Mapping[str, Any], path: Path) -> None:
-    """What the optimizer doesn't have: buffers, frozen parameters; without ZeRO all of the model."""
-    optimized = {name for group in states.groups for name in group}
-    for name, value in (loaded["module"] or {}).items():
-        # ZeRO 3 leaves an empty tensor in a parameter's place.
-        if isinstance(value, torch.Tensor) and value.numel() and name not in optimized:
-            states.tensors[name] = whole(path, name, value)
-
-
-def _add_frozen(states: ModelStates, paths: Sequence[Path]) -> None:
-    shapes = states.ranks[0].get("frozen_param_shapes") or {}
-    for name, shape in shapes.items():
-        chain = [_fragment(path, name, rank) for path, rank in zip(paths, states.ranks, strict=True)]
-        if chain:
-            states.tensors[name] = assembled(name, check_sizes(tuple(shape)), chain)
-
-
 def _fragment(path: Path, name: str, loaded: Mapping[str, Any]) -> Extent:
     fragments = loaded.get("frozen_param_fragments") or {}
     if name not in fragments:
@@ -159,14 +148,14 @@ def _fragment(path: Path, name: str, loaded: Mapping[str, Any]) -> Extent:
     return extent_of(path, name, fragments[name])
 
 
-def assembled(name: str, shape: tuple[int, ...], chain: Iterable[Extent]) -> Scattered:
-    """A tensor of the first elements of a chain; the rest is padding.
+def assembled(name: str, shape: tuple[int, ...], chain: Iterable[Extent]) -> PickledTensor:
+    """A tensor made of the first elements of a chain of extents; the rest is padding.
 
     Raises:
-        CheckpointError: the chain is too short.
+        CheckpointError: the chain has too few elements.
     """
     parts = list(chain)
     count = math.prod(shape)
     if sum(part.count for part in parts) < count:
         raise CheckpointError(f"{parts[0].path if parts else name}: the parts of {name} have too few elements")
-    return Scattered(TensorSpec(parts[0].dtype, shape), cut(parts, 0, count))
+    return PickledTensor(TensorSpec(parts[0].dtype, shape), cut(parts, 0, count))

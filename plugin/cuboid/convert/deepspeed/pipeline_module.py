@@ -1,7 +1,7 @@
-"""Names for the tensors of DeepSpeed's ``PipelineModule``, which knows its layers by number.
+"""Map the tensors of DeepSpeed's ``PipelineModule``, which numbers its layers, to the model's names.
 
-A decoder layer is told by what it has. Whatever comes before the first or behind the last one belongs to the parts of
-the model that run there, and is told by shape and name.
+A decoder layer is recognized by the names and shapes of its tensors. Tensors before the first or behind the last one
+are those of the model's parts that run there (embeddings, final norm, head), matched by shape and name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from cuboid.checkpoint.format.tensor_header import TensorSpec
 from cuboid.convert.deepspeed.model_states import Files
 from cuboid.convert.formats.parameter_names import state_specs
-from cuboid.convert.formats.pickles import Scattered, load_pickle, whole
+from cuboid.convert.formats.pickles import PickledTensor, load_pickle, pickled_tensor
 from cuboid.errors import CheckpointError
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.stages import draw_outline
@@ -27,13 +27,13 @@ _TIED = re.compile(r"tied_modules\.[^.]+\.(.+)")
 
 
 def is_pipeline(names: Iterable[str]) -> bool:
-    """Whether tensors go by the names of a ``PipelineModule``."""
+    """Whether these are the tensor names of a ``PipelineModule``."""
     known = list(names)
     return bool(known) and all(_NUMBERED.fullmatch(name) or _TIED.fullmatch(name) for name in known)
 
 
-def read_layers(files: Files, *, trusted: bool) -> dict[str, Scattered]:
-    """The tensors of all ``layer_XX-model_states.pt``, each behind its layer's number.
+def read_layers(files: Files, *, trusted: bool) -> dict[str, PickledTensor]:
+    """The tensors of all ``layer_XX-model_states.pt``, with the layer's number as prefix.
 
     Raises:
         CheckpointError: pickles aren't trusted, or a file isn't what its name says.
@@ -43,28 +43,28 @@ def read_layers(files: Files, *, trusted: bool) -> dict[str, Scattered]:
         for name, value in load_pickle(path, trusted=trusted).items():
             if not isinstance(value, torch.Tensor):
                 raise CheckpointError(f"{path}: holds a {type(value).__name__} as {name}, not a tensor")
-            tensors[f"{number}.{name}"] = whole(path, name, value)
+            tensors[f"{number}.{name}"] = pickled_tensor(path, name, value)
     return tensors
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A layer of a ``PipelineModule``: its number, None for one that is several, and its tensors by local name."""
+    """A layer of a ``PipelineModule``: its number (None for a tied one) and its tensors by local name."""
 
     number: int | None
     tensors: dict[str, str]
 
 
 def model_names(model: PreTrainedModel, specs: Mapping[str, TensorSpec], folder: Path) -> dict[str, str]:
-    """For each name of the model's the pipeline's.
+    """For each of the model's names the pipeline's.
 
     Args:
-        model: whole, on the meta device.
+        model: all of it, on the meta device.
         specs: of the pipeline's tensors.
         folder: for messages.
 
     Raises:
-        CheckpointError: the layers aren't the model's, or it can't be told which is which.
+        CheckpointError: the layers aren't the model's, or a tensor's name is ambiguous.
     """
     outline = draw_outline(type(model), model.config)
     wanted, parts = state_specs(model), _parts(specs)
@@ -82,9 +82,10 @@ def model_names(model: PreTrainedModel, specs: Mapping[str, TensorSpec], folder:
             names.update({f"{module}.{local.removeprefix(prefix)}": full for local, full in part.tensors.items()})
             count += 1
             continue
-        # What layers share has the name that the model's other names for it are tied to.
-        barred = {*names, *(model.all_tied_weights_keys if part.number is None else ())}
-        free = _candidates(wanted, _units_around(outline, part, count), barred)
+        # A tied layer's tensors get the name that the model ties the other names to.
+        taken = {*names, *(model.all_tied_weights_keys if part.number is None else ())}
+        prefixes = tuple(f"{unit}." for unit in _units_around(outline, part, count))
+        free = {name: spec for name, spec in wanted.items() if name not in taken and name.startswith(prefixes)}
         for local, full in part.tensors.items():
             name = _find(local, specs[full], free, f"{folder}: {full}")
             names[name] = full
@@ -95,11 +96,12 @@ def model_names(model: PreTrainedModel, specs: Mapping[str, TensorSpec], folder:
 def _decoders(
     parts: Sequence[_Part], specs: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec], outline: Outline
 ) -> dict[int | None, str]:
-    """The parts that are decoder layers, by number, with what precedes the names of their tensors."""
+    """The parts that are decoder layers, by number, with the prefix of their tensors' names."""
     decoders: dict[int | None, str] = {}
     for part in parts:
-        # More of them than the model has look like its last one.
-        layer = _below(wanted, outline.layer(min(len(decoders), outline.count - 1)))
+        # Surplus ones are compared with the last layer, so that they are counted for the error message.
+        module = f"{outline.layer(min(len(decoders), outline.count - 1))}."
+        layer = {name.removeprefix(module): spec for name, spec in wanted.items() if name.startswith(module)}
         prefix = None if part.number is None else _wrapper(part, specs, layer)
         if prefix is not None:
             decoders[part.number] = prefix
@@ -107,7 +109,7 @@ def _decoders(
 
 
 def _parts(specs: Mapping[str, TensorSpec]) -> list[_Part]:
-    """Layers in the pipeline's order; the shared ones, which have no place in it, last."""
+    """Layers in the pipeline's order; the tied ones, which have no number, last."""
     found: dict[int | None, dict[str, str]] = {}
     for name in specs:
         numbered, tied = _NUMBERED.fullmatch(name), _TIED.fullmatch(name)
@@ -120,13 +122,8 @@ def _parts(specs: Mapping[str, TensorSpec]) -> list[_Part]:
     return [_Part(number, found[number]) for number in order]
 
 
-def _below(wanted: Mapping[str, TensorSpec], module: str) -> dict[str, TensorSpec]:
-    """What a module has, by local name."""
-    return {name.removeprefix(f"{module}."): spec for name, spec in wanted.items() if name.startswith(f"{module}.")}
-
-
 def _wrapper(part: _Part, specs: Mapping[str, TensorSpec], layer: Mapping[str, TensorSpec]) -> str | None:
-    """What precedes the local names of a decoder layer in a part that is one; None where it isn't."""
+    """The prefix under which a part has exactly the tensors of a decoder layer; None if it isn't one."""
     first = next(iter(layer))
     for local in part.tensors:
         prefix = local.removesuffix(first)
@@ -138,7 +135,7 @@ def _wrapper(part: _Part, specs: Mapping[str, TensorSpec], layer: Mapping[str, T
 
 
 def _units_around(outline: Outline, part: _Part, count: int) -> Sequence[str]:
-    """The model's parts outside its layers that a layer of the pipeline can be."""
+    """The modules outside of the decoder layers that a part of the pipeline can be, by where in it the part is."""
     if part.number is None:
         return (*outline.before, *outline.after, *outline.head)
     if count == 0:
@@ -146,17 +143,8 @@ def _units_around(outline: Outline, part: _Part, count: int) -> Sequence[str]:
     return (*outline.after, *outline.head) if count == outline.count else ()
 
 
-def _candidates(wanted: Mapping[str, TensorSpec], units: Sequence[str], barred: set[str]) -> dict[str, TensorSpec]:
-    """The model's tensors that are in some units, but for the barred ones."""
-    return {
-        name: spec
-        for name, spec in wanted.items()
-        if name not in barred and any(name.startswith(f"{unit}.") for unit in units)
-    }
-
-
 def _find(local: str, spec: TensorSpec, candidates: Mapping[str, TensorSpec], who: str) -> str:
-    """The model's tensor that a pipeline's one is: of those with its shape the one with the most alike name."""
+    """The candidate with the tensor's shape whose dotted name has the longest suffix in common with its own."""
     ends = {
         name: _common_end(name, local)
         for name, candidate in candidates.items()

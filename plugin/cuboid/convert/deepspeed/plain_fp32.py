@@ -1,7 +1,7 @@
-"""fp32 weights of a 16-bit model that DeepSpeed trained without ZeRO: its optimizer saves them without their names.
+"""The fp32 master weights of a 16-bit model that DeepSpeed trained without ZeRO, which it saves without names.
 
-They come in the order of the parameter groups, and rounded to the model's dtype they are the model's weights. By order,
-size and value each finds its name; where two would do, nothing is guessed.
+They are in the order of the parameter groups, and equal the model's weights when rounded to the model's dtype. They are
+matched with the model's weights by order, size and value; an ambiguous match is an error.
 """
 
 from __future__ import annotations
@@ -17,55 +17,57 @@ import torch
 from cuboid.checkpoint.format.tensor_header import TensorSpec
 from cuboid.convert.deepspeed.model_states import ModelStates
 from cuboid.convert.formats.block_tensors import BLOCK_BYTES
-from cuboid.convert.formats.pickles import Extent, ExtentReader, Scattered, cut, extent_of
+from cuboid.convert.formats.pickles import Extent, ExtentReader, PickledTensor, cut, extent_of
 from cuboid.errors import CheckpointError
 
-#: Lists of tensors by group, or one flat tensor for each group.
+#: Keys of a list of tensors for each group, or of one flat tensor for each.
 _KEYS = ("fp32_groups", "fp32_groups_flat")
 
 
 @dataclass
 class _Group:
-    """A parameter group's fp32 weights, of which ``start`` elements have found their names."""
+    """A parameter group's fp32 weights, of which the first ``start`` elements have been matched."""
 
     chain: Sequence[Extent]
     start: int = 0
 
     def next(self, count: int) -> tuple[Extent, ...]:
-        """The elements that come next, fewer at the end."""
+        """The next ``count`` elements; fewer at the end."""
         return cut(self.chain, self.start, count)
 
     @property
-    def rest(self) -> int:
-        """Elements without a name."""
+    def unmatched(self) -> int:
+        """Number of elements that haven't been matched."""
         return sum(extent.count for extent in self.chain) - self.start
 
 
-def plain_masters(states: ModelStates, path: Path) -> dict[str, Scattered]:
-    """The fp32 weights by name; none where the optimizer works on the model's own.
+def plain_masters(states: ModelStates, path: Path) -> dict[str, PickledTensor]:
+    """The fp32 weights by name; none if the optimizer steps the model's own.
 
     Args:
         states: of a checkpoint without ZeRO.
         path: of its file.
 
     Raises:
-        CheckpointError: it can't be told whose they are.
+        CheckpointError: they can't be matched with the model's weights unambiguously.
     """
     groups = _groups(states.ranks[0].get("optimizer"), path)
-    # By place in the file, for the names of a shared parameter are one tensor.
-    found: dict[tuple[Extent, ...], Scattered | None] = {}
+    # Keyed by the place in the file, because tied parameters are several names of one tensor.
+    found: dict[tuple[Extent, ...], PickledTensor | None] = {}
     with ExtentReader() as reader:
         for name, tensor in states.tensors.items():
             if tensor.extents not in found:
                 found[tensor.extents] = _take(groups, tensor, name, path, reader)
-    if any(group.rest for group in groups):
+    if any(group.unmatched for group in groups):
         raise _unnamed(path, "some are none of the model's weights, in the order of its parameters")
     named = ((name, found[tensor.extents]) for name, tensor in states.tensors.items())
     return {name: master for name, master in named if master is not None}
 
 
-def _take(groups: list[_Group], tensor: Scattered, name: str, path: Path, reader: ExtentReader) -> Scattered | None:
-    """The weights that a tensor is rounded from, out of the group where they come next; None if it is frozen."""
+def _take(
+    groups: list[_Group], tensor: PickledTensor, name: str, path: Path, reader: ExtentReader
+) -> PickledTensor | None:
+    """The master weights of a tensor, from the group in which they are next; None if the tensor is frozen."""
     fitting = [group for group in groups if _rounds_to(group, tensor, reader)]
     if len(fitting) > 1:
         raise _unnamed(path, f"more than one of them could be {name}")
@@ -74,7 +76,7 @@ def _take(groups: list[_Group], tensor: Scattered, name: str, path: Path, reader
     count = math.prod(tensor.spec.shape)
     extents = fitting[0].next(count)
     fitting[0].start += count
-    return Scattered(TensorSpec(extents[0].dtype, tensor.spec.shape), extents)
+    return PickledTensor(TensorSpec(extents[0].dtype, tensor.spec.shape), extents)
 
 
 def _groups(optimizer: Any, path: Path) -> list[_Group]:
@@ -86,7 +88,7 @@ def _groups(optimizer: Any, path: Path) -> list[_Group]:
     return []
 
 
-def _rounds_to(group: _Group, tensor: Scattered, reader: ExtentReader) -> bool:
+def _rounds_to(group: _Group, tensor: PickledTensor, reader: ExtentReader) -> bool:
     count, dtype = math.prod(tensor.spec.shape), tensor.spec.dtype
     extents = group.next(count)
     if sum(extent.count for extent in extents) < count:

@@ -1,4 +1,4 @@
-"""fp32 weights out of the optimizer states that ZeRO's ranks save."""
+"""Assemble the fp32 master weights from the optimizer states of ZeRO's data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 
 from cuboid.checkpoint.format.tensor_header import TensorSpec, check_sizes
 from cuboid.convert.deepspeed.model_states import ModelStates, assembled
-from cuboid.convert.formats.pickles import Extent, Scattered, cut, extent_of, load_pickle
+from cuboid.convert.formats.pickles import Extent, PickledTensor, cut, extent_of, load_pickle
 from cuboid.errors import CheckpointError
 
 _OPTIMIZER, _COUNT, _PADDINGS = "optimizer_state_dict", "partition_count", "param_alignment_paddings"
-#: ZeRO 1 and 2: for each parameter group, this rank's part of all its parameters, one behind the other.
+#: ZeRO 1 and 2: for each parameter group, this rank's partition of the flat concatenation of its parameters.
 _PARTITIONS = "single_partition_of_fp32_groups"
-#: ZeRO 3: this rank's parts of each parameter, one behind the other.
+#: ZeRO 3: the flat concatenation of this rank's partitions of each parameter.
 _FRAGMENTS = "fp32_flat_groups"
 
 
-def zero_masters(paths: Sequence[Path], states: ModelStates, *, trusted: bool) -> dict[str, Scattered]:
-    """The fp32 weights that the data-parallel ranks' files hold together.
+def zero_masters(paths: Sequence[Path], states: ModelStates, *, trusted: bool) -> dict[str, PickledTensor]:
+    """The fp32 weights that the data-parallel ranks' files make up together.
 
     Args:
         paths: of their ``*_optim_states.pt``, by rank.
@@ -30,7 +30,7 @@ def zero_masters(paths: Sequence[Path], states: ModelStates, *, trusted: bool) -
         trusted: whether pickles may be loaded.
 
     Raises:
-        CheckpointError: a file is missing or isn't what its name says, or there are too many or too few elements.
+        CheckpointError: a file is missing or malformed, or there are too many or too few elements.
     """
     saved = [_optimizer_of(path, trusted) for path in paths]
     count = saved[0].get(_COUNT)
@@ -61,7 +61,7 @@ def _extents(path: Path, key: str, tensors: Any) -> list[Extent]:
 
 def _from_partitions(
     paths: Sequence[Path], saved: Sequence[Mapping[str, Any]], states: ModelStates
-) -> Iterator[tuple[str, Scattered]]:
+) -> Iterator[tuple[str, PickledTensor]]:
     ranks = [_extents(path, _PARTITIONS, rank[_PARTITIONS]) for path, rank in zip(paths, saved, strict=True)]
     paddings = saved[0].get(_PADDINGS) or [[0] * len(group) for group in states.groups]
     for number, (group, behind) in enumerate(zip(states.groups, paddings, strict=True)):
@@ -75,11 +75,12 @@ def _from_partitions(
 
 def _from_fragments(
     paths: Sequence[Path], saved: Sequence[Mapping[str, Any]], states: ModelStates
-) -> Iterator[tuple[str, Scattered]]:
+) -> Iterator[tuple[str, PickledTensor]]:
     chains = [_extents(path, _FRAGMENTS, rank[_FRAGMENTS]) for path, rank in zip(paths, saved, strict=True)]
     start = 0
     for group in states.groups:
         for name, shape in group.items():
+            # ZeRO 3 pads each parameter to a multiple of the number of ranks.
             share = math.ceil(math.prod(shape) / len(chains))
             parts = [part for chain in chains for part in cut(chain, start, share)]
             yield name, assembled(name, shape, parts)
@@ -88,7 +89,7 @@ def _from_fragments(
 
 
 def _check_used(paths: Sequence[Path], used: int, present: int) -> None:
-    # Groups are padded at their end, by less than this.
+    # DeepSpeed aligns the end of a group to twice the number of ranks, which suits NCCL.
     unit = 2 * len(paths)
     if math.ceil(used / unit) != math.ceil(present / unit):
         raise CheckpointError(
@@ -97,16 +98,16 @@ def _check_used(paths: Sequence[Path], used: int, present: int) -> None:
         )
 
 
-def universal_masters(folder: Path, states: Sequence[ModelStates], *, trusted: bool) -> dict[str, Scattered]:
+def universal_masters(folder: Path, states: Sequence[ModelStates], *, trusted: bool) -> dict[str, PickledTensor]:
     """The fp32 weights of a universal checkpoint: one file for each parameter.
 
     Args:
         folder: of the tag, with ``zero/`` in it.
-        states: of all model-parallel ranks, whose shapes count where a file has its tensor flat.
+        states: of all model-parallel ranks, which have the shape where a file has its tensor flattened.
         trusted: whether pickles may be loaded.
 
     Raises:
-        CheckpointError: a file isn't what its name says, or there are none.
+        CheckpointError: a file is malformed, or there are none.
     """
     shapes = {name: shape for each in states for group in each.groups for name, shape in group.items()}
     masters = {}
@@ -119,7 +120,7 @@ def universal_masters(folder: Path, states: Sequence[ModelStates], *, trusted: b
         extent, shape = extent_of(path, name, tensor), tuple(tensor.shape)
         if len(shape) == 1 and math.prod(shapes.get(name, ())) == extent.count:
             shape = shapes.get(name, shape)
-        masters[name] = Scattered(TensorSpec(extent.dtype, shape), (extent,))
+        masters[name] = PickledTensor(TensorSpec(extent.dtype, shape), (extent,))
     if not masters:
         raise CheckpointError(f"{folder / 'zero'}: has no */fp32.pt, as a universal checkpoint has")
     return masters

@@ -1,4 +1,4 @@
-"""Tensors that are read in blocks of rows, wherever they are, and are cast or renamed on the way."""
+"""A lazy dict of tensors that are read in blocks of rows from any source, with renaming and casting on the fly."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from cuboid.checkpoint.format.tensor_header import TensorSpec, row_blocks
 from cuboid.errors import CheckpointError
 
-#: Of a block of rows, unless one row is longer.
+#: Size of a block of rows, unless one row is larger.
 BLOCK_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """Tensors of which one block is in memory at a time.
+    """Tensors that are read one block at a time.
 
     Attributes:
-        specs: by name.
-        blocks: gives consecutive rows of a tensor, at least one block; one without dims is a block by itself.
+        specs: dtype and shape by name.
+        blocks: yields a tensor's rows in consecutive blocks, at least one; a tensor without dims is one block.
     """
 
     specs: Mapping[str, TensorSpec]
@@ -28,21 +28,24 @@ class Tensors:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Total size."""
         return sum(spec.nbytes for spec in self.specs.values())
 
     def renamed(self, names: Mapping[str, str]) -> Tensors:
-        """Some of the tensors under other names: for each new name the present one."""
+        """Select and rename tensors; ``names`` has for each new name the present one."""
         return Tensors({new: self.specs[old] for new, old in names.items()}, lambda new: self.blocks(names[new]))
 
     def cast(self, dtype: torch.dtype | None) -> Tensors:
-        """All floating tensors in another dtype; the others, and all of them for None, as they are.
+        """Cast all floating-point tensors while they are read; None for no cast.
 
-        Reading raises a :class:`CheckpointError` where a finite number would become infinite.
+        Reading raises a :class:`CheckpointError` if a finite number would become infinite.
         """
         if dtype is None:
             return self
-        specs = {name: TensorSpec(_after(spec.dtype, dtype), spec.shape) for name, spec in self.specs.items()}
+        specs = {
+            name: TensorSpec(dtype if spec.dtype.is_floating_point else spec.dtype, spec.shape)
+            for name, spec in self.specs.items()
+        }
 
         def blocks(name: str) -> Iterator[torch.Tensor]:
             for block in self.blocks(name):
@@ -52,20 +55,16 @@ class Tensors:
 
 
 def row_ranges(spec: TensorSpec) -> Iterator[slice]:
-    """Consecutive ranges of rows that make up a tensor; see :func:`row_blocks`."""
+    """The blocks of a tensor as ranges of rows; see :func:`row_blocks`."""
     return row_blocks(spec, BLOCK_BYTES)
 
 
 def differ(tensors: Tensors, first: str, second: str) -> bool:
-    """Whether two tensors have different values anywhere, or different shapes."""
+    """Whether two tensors differ in dtype, shape or any value."""
     if tensors.specs[first] != tensors.specs[second]:
         return True
     pairs = zip(tensors.blocks(first), tensors.blocks(second), strict=True)
     return not all(torch.equal(one, other) for one, other in pairs)
-
-
-def _after(before: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    return dtype if before.is_floating_point else before
 
 
 def _cast(name: str, block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

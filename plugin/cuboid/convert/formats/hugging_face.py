@@ -1,4 +1,4 @@
-"""Read the weights of a Hugging Face folder: safetensors, or with the user's leave the pickles of before."""
+"""Read the weights of a Hugging Face folder: safetensors or, if the user trusts them, ``pytorch_model.bin`` pickles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from cuboid.checkpoint.format.tensor_file import TensorFile
 from cuboid.checkpoint.format.weight_index import INDEX, INDEX_SUFFIX, SINGLE, read_index
 from cuboid.convert.formats.block_tensors import Tensors, row_ranges
-from cuboid.convert.formats.pickles import ExtentReader, Scattered, load_pickle, whole
+from cuboid.convert.formats.pickles import ExtentReader, PickledTensor, load_pickle, pickled_tensor
 from cuboid.errors import CheckpointError
 
 PICKLE = "pytorch_model.bin"
@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 
 def weights_in(folder: Path) -> str | None:
-    """Which weights a folder has: the name of the single file or of the index. Safetensors come first."""
+    """The name of a folder's single weights file or index, if it has one; safetensors are preferred to pickles."""
     names = (SINGLE, INDEX, PICKLE, PICKLE + INDEX_SUFFIX)
     return next((name for name in names if (folder / name).is_file()), None)
 
 
 def open_weights(folder: Path, stack: ExitStack, *, trusted: bool) -> Tensors:
-    """The weights of a folder of which :func:`weights_in` knows some.
+    """The weights of a folder in which :func:`weights_in` found some.
 
     Args:
         folder: of the checkpoint.
@@ -35,10 +35,10 @@ def open_weights(folder: Path, stack: ExitStack, *, trusted: bool) -> Tensors:
         trusted: whether pickles may be loaded.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or has other tensors than the index says.
+        CheckpointError: a file is missing or damaged, or contradicts the index.
     """
     found = weights_in(folder)
-    assert found is not None, "there are no weights"
+    assert found is not None, "the caller has checked that there are weights"
     if found.startswith(PICKLE):
         return _open_pickles(folder, found, stack, trusted)
     return _open_files(folder, found, stack)
@@ -61,24 +61,24 @@ def _open_files(folder: Path, found: str, stack: ExitStack) -> Tensors:
 
 
 def _open_pickles(folder: Path, found: str, stack: ExitStack, trusted: bool) -> Tensors:
-    def tensors_of(name: str) -> Mapping[str, Scattered]:
+    def tensors_of(name: str) -> Mapping[str, PickledTensor]:
         path = folder / name
         state = load_pickle(path, trusted=trusted)
         if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
             raise CheckpointError(f"{path}: isn't a dict of tensors")
-        return {key: whole(path, key, value) for key, value in state.items()}
+        return {key: pickled_tensor(path, key, value) for key, value in state.items()}
 
-    return scattered_tensors(_collect(folder, found, tensors_of), stack)
+    return pickled_tensors(_collect(folder, found, tensors_of), stack)
 
 
-def scattered_tensors(tensors: Mapping[str, Scattered], stack: ExitStack) -> Tensors:
-    """Tensors of pickles, whose files the stack closes."""
+def pickled_tensors(tensors: Mapping[str, PickledTensor], stack: ExitStack) -> Tensors:
+    """Tensors in pickles, whose files the stack closes."""
     reader = stack.enter_context(ExtentReader())
     return Tensors({name: tensor.spec for name, tensor in tensors.items()}, lambda name: reader.blocks(tensors[name]))
 
 
 def _collect(folder: Path, found: str, tensors_of: Callable[[str], Mapping[str, T]]) -> dict[str, T]:
-    """The tensors of one file, or of those that an index names, which must agree with it."""
+    """The tensors of a single file, or of the files that an index names, which must agree with it both ways."""
     if not found.endswith(INDEX_SUFFIX):
         return dict(tensors_of(found))
     weight_map = read_index(folder / found)

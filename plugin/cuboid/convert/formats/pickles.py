@@ -1,8 +1,8 @@
-"""Tensors in the pickles that ``torch.save`` writes: what there is, without loading it, and then piece by piece.
+"""Read tensors from the files of ``torch.save``: first their places without their bytes, then piece by piece.
 
-A pickle can run code when it is loaded. So none is, unless the user says so, and then by ``weights_only=True``, which
-knows tensors and plain containers. DeepSpeed pickles objects of a few classes of its own beside them; inert
-placeholders take their places, and nothing else is let in.
+A pickle can run code when it is loaded. So none is loaded unless the user trusts it, and then with
+``weights_only=True``, which allows tensors and plain containers only. DeepSpeed also pickles objects of a few classes
+of its own; they are replaced by inert placeholders, and no other class is allowed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from cuboid.errors import CheckpointError
 
 
 class _Number(int):
-    """Stands for an enumeration of numbers."""
+    """Placeholder for an ``IntEnum``."""
 
 
 class _Attributes:
-    """Stands for an object that holds nothing but attributes."""
+    """Placeholder for an object with attributes."""
 
 
 _PLACEHOLDERS: dict[str, type] = {
@@ -43,20 +43,20 @@ _PLACEHOLDERS: dict[str, type] = {
 }
 
 
-#: How files of torch.save began before they were archives: a pickle of this number.
+#: Files of torch.save from before version 1.6, which aren't zip archives, begin with a pickle of this number.
 _OLD_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
-#: Open at a time; systems commonly allow a process four times as many.
+#: Files that are open at a time. The common limit of a process is 1024.
 _MOST_FILES = 256
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A run of elements in a file.
+    """A contiguous run of elements in a file.
 
     Attributes:
         path: of the file.
-        position: of the first byte.
-        count: elements.
+        position: offset of the first byte.
+        count: number of elements.
         dtype: of the elements.
     """
 
@@ -66,87 +66,93 @@ class Extent:
     dtype: torch.dtype
 
     def part(self, start: int, stop: int) -> Extent:
-        """The elements [start, stop) of it."""
+        """Its elements [start, stop)."""
         return Extent(self.path, self.position + start * self.dtype.itemsize, stop - start, self.dtype)
 
 
 @dataclass(frozen=True)
-class Scattered:
-    """A tensor whose elements, flattened, lie in extents one behind the other."""
+class PickledTensor:
+    """A tensor whose flattened elements are the concatenation of extents."""
 
     spec: TensorSpec
     extents: tuple[Extent, ...]
 
 
 def load_pickle(path: Path, *, trusted: bool) -> Any:
-    """What a file of ``torch.save`` holds, with tensors on the meta device; :func:`extent_of` finds their bytes.
+    """The contents of a file of ``torch.save``, with tensors on the meta device; :func:`extent_of` finds their bytes.
 
     Args:
-        path: of the file, which is a zip archive with a checksum for each of its parts. All are compared first.
+        path: of the file, a zip archive with a checksum for each of its members, all of which are compared first.
         trusted: whether pickles may be loaded.
 
     Raises:
-        CheckpointError: pickles aren't trusted; or this one can't be read, or is damaged, or holds objects that aren't
-            let in.
+        CheckpointError: pickles aren't trusted; or this one is unreadable, damaged, or has objects of other classes.
     """
     if not trusted:
         raise CheckpointError(
             f"{path}: is a pickle, which could run code of its author's when it is loaded. If you know where it comes "
             "from, add --trust-pickle; even then only tensors and plain values are let in"
         )
-    parts = _check_archive(path)
+    members = _check_archive(path)
     try:
         with safe_globals([(placeholder, name) for name, placeholder in _PLACEHOLDERS.items()]):
             loaded = torch.load(path, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path}: holds more than tensors and plain values: {_reason(error)}") from None
     except Exception as error:
-        # A forged pickle has the unpickler fail in whatever way it likes.
-        raise CheckpointError(f"{path}: is no whole file of torch.save: {_reason(error)}") from None
+        # The instructions of a forged pickle can make the unpickler raise anything.
+        raise CheckpointError(f"{path}: is not a complete file of torch.save: {_reason(error)}") from None
     for tensor in _tensors_in(loaded):
-        _check_place(path, tensor, parts)
+        _check_place(path, tensor, members)
     return loaded
 
 
 def _check_archive(path: Path) -> dict[int, int]:
-    """Compare all parts of an archive with their checksums.
+    """Compare all members of an archive with their checksums.
 
     Returns:
-        For each place in the file where a part begins, its bytes.
+        Size of each member's data by its offset in the file.
     """
     try:
         with open(open_regular(path), "rb") as file:
             if file.read(4) != b"PK\3\4":
                 if _OLD_MAGIC in file.read(32):
                     raise CheckpointError(_old_format(path))
-                raise CheckpointError(f"{path}: is no whole file of torch.save: it isn't a zip archive")
+                raise CheckpointError(f"{path}: is not a complete file of torch.save: it isn't a zip archive")
             with zipfile.ZipFile(file) as archive:
-                return _check_parts(path, archive, file.fileno())
+                return _check_members(path, archive, file.fileno())
     except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: is no whole file of torch.save: {_reason(error)}") from None
+        raise CheckpointError(f"{path}: is not a complete file of torch.save: {_reason(error)}") from None
 
 
-def _check_parts(path: Path, archive: zipfile.ZipFile, descriptor: int) -> dict[int, int]:
-    size, parts = os.fstat(descriptor).st_size, archive.infolist()
-    # As torch writes them. Compressed, a short file could fill the memory.
-    if any(part.compress_type != zipfile.ZIP_STORED for part in parts) or sum(x.file_size for x in parts) > size:
-        raise CheckpointError(f"{path}: is no whole file of torch.save: it has parts that are compressed, or overlap")
-    if len({part.filename for part in parts}) < len(parts):
-        raise CheckpointError(f"{path}: is no whole file of torch.save: it has two parts of one name")
-    places = {}
-    for part in parts:
-        # The name and the extra bytes of a part's own header, which may be longer than in the list of all parts.
-        lengths = os.pread(descriptor, 4, part.header_offset + 26)
+def _check_members(path: Path, archive: zipfile.ZipFile, descriptor: int) -> dict[int, int]:
+    size, members = os.fstat(descriptor).st_size, archive.infolist()
+    # torch stores members uncompressed. A compressed one could expand to fill the memory (a zip bomb).
+    if (
+        any(member.compress_type != zipfile.ZIP_STORED for member in members)
+        or sum(x.file_size for x in members) > size
+    ):
+        raise CheckpointError(
+            f"{path}: is not a complete file of torch.save: it has members that are compressed, or overlap"
+        )
+    if len({member.filename for member in members}) < len(members):
+        raise CheckpointError(f"{path}: is not a complete file of torch.save: it has two members of the same name")
+    sizes = {}
+    for member in members:
+        # The data follows the member's local header: 30 bytes, then a name and an extra field, whose lengths at byte 26
+        # may differ from those in the central directory, because torch pads the extra field for alignment.
+        lengths = os.pread(descriptor, 4, member.header_offset + 26)
         behind = int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-        places[part.header_offset + 30 + behind] = part.file_size
-        with archive.open(part) as content:
+        sizes[member.header_offset + 30 + behind] = member.file_size
+        with archive.open(member) as content:
+            # zipfile compares the checksum when it reaches the end.
             while content.read(BLOCK_BYTES):
-                """Its end compares the checksum."""
-    return places
+                pass
+    return sizes
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in dicts, lists and attributes, each object looked at once."""
+    """All tensors in nested dicts, lists and attributes; objects may refer to one another in circles."""
     seen: set[int] = set()
     rest = [value]
     while rest:
@@ -164,29 +170,30 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
             rest += vars(each).values()
 
 
-def _check_place(path: Path, tensor: torch.Tensor, parts: Mapping[int, int]) -> None:
-    """Make sure that a tensor lies within the part of the file that its storage is."""
+def _check_place(path: Path, tensor: torch.Tensor, members: Mapping[int, int]) -> None:
+    """Check that a tensor lies within the archive's member that is its storage."""
     place = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if tensor.numel() == 0 or place is None:
         return
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if place not in parts or (int(tensor.storage_offset()) + last + 1) * tensor.dtype.itemsize > parts[place]:
+    if place not in members or (int(tensor.storage_offset()) + last + 1) * tensor.dtype.itemsize > members[place]:
         raise CheckpointError(f"{path}: has a tensor of shape {list(tensor.shape)} that is longer than its bytes")
 
 
 def _reason(error: Exception) -> str:
-    """The line of torch's advice that says what was wrong."""
+    """The line of torch's long message that names the cause."""
     lines = [line.strip() for line in str(error).splitlines()]
-    told = [line for line in lines if line.startswith("WeightsUnpickler error")]
-    return (told or lines or [type(error).__name__])[0].removeprefix("WeightsUnpickler error: ")
+    causes = [line for line in lines if line.startswith("WeightsUnpickler error")]
+    return (causes or lines or [type(error).__name__])[0].removeprefix("WeightsUnpickler error: ")
 
 
 def extent_of(path: Path, name: str, tensor: torch.Tensor) -> Extent:
     """Where the bytes of a tensor from :func:`load_pickle` are.
 
     Raises:
-        CheckpointError: they don't lie in one piece, or the file is of the format before torch 1.6.
+        CheckpointError: they aren't contiguous, or the file is of the format before torch 1.6.
     """
+    # Set by ``torch.load`` with ``map_location="meta"``, for this purpose.
     position = tensor.untyped_storage()._checkpoint_offset
     if tensor.numel() and position is None:
         raise CheckpointError(_old_format(path))
@@ -202,13 +209,13 @@ def _old_format(path: Path) -> str:
     return f"{path}: is of the format before torch 1.6; load it with torch and save it again"
 
 
-def whole(path: Path, name: str, tensor: torch.Tensor) -> Scattered:
+def pickled_tensor(path: Path, name: str, tensor: torch.Tensor) -> PickledTensor:
     """A tensor that a file has in one piece."""
-    return Scattered(TensorSpec(tensor.dtype, tuple(tensor.shape)), (extent_of(path, name, tensor),))
+    return PickledTensor(TensorSpec(tensor.dtype, tuple(tensor.shape)), (extent_of(path, name, tensor),))
 
 
 def cut(chain: Sequence[Extent], start: int, count: int) -> tuple[Extent, ...]:
-    """``count`` elements of a chain of extents, from ``start`` on; fewer if it ends before."""
+    """The elements [start, start + count) of a chain of extents; fewer if the chain is shorter."""
     parts, position = [], 0
     for extent in chain:
         low, high = max(start - position, 0), min(start + count - position, extent.count)
@@ -219,12 +226,12 @@ def cut(chain: Sequence[Extent], start: int, count: int) -> tuple[Extent, ...]:
 
 
 class ExtentReader:
-    """Reads extents, and keeps their files open. Use it as a context manager."""
+    """Reads extents and keeps their files open. Use it as a context manager."""
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
 
-    def blocks(self, tensor: Scattered) -> Iterator[torch.Tensor]:
+    def blocks(self, tensor: PickledTensor) -> Iterator[torch.Tensor]:
         """Consecutive rows of a tensor; see :class:`~cuboid.convert.formats.block_tensors.Tensors`."""
         spec = tensor.spec
         row = spec.nbytes // spec.dtype.itemsize // max(spec.shape[0] if spec.shape else 1, 1)
@@ -233,7 +240,7 @@ class ExtentReader:
             yield flat.view(rows.stop - rows.start, *spec.shape[1:]) if spec.shape else flat.view(())
 
     def read(self, chain: Sequence[Extent], start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """``count`` elements of a chain, which has them all, flat."""
+        """The elements [start, start + count) of a chain, flat; the chain must have them all."""
         flat, filled = torch.empty(count, dtype=dtype), 0
         for extent in cut(chain, start, count):
             assert extent.dtype == dtype, "parts of one tensor have one dtype"

@@ -1,1 +1,1 @@
-"""Checkpoints that are cut beforehand, a file for each rank."""
+"""Checkpoints that are sharded ahead of time, one file per rank."""

@@ -1,4 +1,4 @@
-"""Plan per-rank files: which tensors each stage of the pipeline has, and how its mesh cuts them."""
+"""Plan per-rank files: which tensors each pipeline stage has, and how its mesh shards them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from cuboid.checkpoint.format.tensor_header import TensorSpec
 from cuboid.config.schema import CuboidConfig
-from cuboid.convert.formats.parameter_names import Role, blank_model, is_expected, roles_of, state_specs
+from cuboid.convert.formats.parameter_names import LoadTarget, blank_model, is_expected, load_targets, state_specs
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CheckpointError, UnsupportedModelError
@@ -24,13 +24,13 @@ from cuboid.weights.rank_folder import RankTensor, StoredLayout, layout_in_words
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What each rank's file is to hold.
+    """The contents of all ranks' files.
 
     Attributes:
         mesh: of each stage.
-        layers: of each stage; empty without a pipeline.
-        tensors: by the name in the whole checkpoint.
-        unused: tensors of the checkpoint that the model has no use for, as it knows itself.
+        layers: number of layers of each stage; empty without a pipeline.
+        tensors: by the name in the full checkpoint.
+        unused: tensors of the checkpoint that the model declares as ignored.
     """
 
     mesh: MeshShape
@@ -39,7 +39,7 @@ class RankPlan:
     unused: tuple[str, ...]
 
     def describe(self) -> str:
-        """The layout in words."""
+        """The layout as text."""
         return layout_in_words(self.mesh, self.layers)
 
 
@@ -50,40 +50,46 @@ def plan_ranks(
 
     Args:
         model_config: folder with a ``config.json``, or the file.
-        specs: of the whole checkpoint's tensors.
-        config: which mesh and which pipeline.
-        world_size: ranks of the job to come, replicas included; by default one copy's.
+        specs: of the full checkpoint's tensors.
+        config: with the mesh and the pipeline.
+        world_size: of the job that will load them, including replicas; by default that of one replica.
 
     Raises:
         CheckpointError: the checkpoint lacks a parameter, or has a tensor that the model doesn't know.
-        MeshError, UnsupportedModelError, ConfigError: the config doesn't fit the model or the world.
+        MeshError, UnsupportedModelError, ConfigError: the config doesn't fit the model or the world size.
     """
     model = blank_model(model_config)
     shape = choose_mesh(model, config)
     mesh = Mesh(shape, pipe=config.stages, rank=0, world_size=world_size or shape.size * config.stages)
-    layouts = _layouts(model, config, shape)
+    layouts: Mapping[str, ShardingSpec] = {}
+    # Stages of one rank each have full tensors, which works for architectures without a parallel plan too.
+    if config.pipeline is None or shape.size > 1:
+        layouts = make_parallel_plan(model, shape).by_parameter
     layers, stages = _stages(model_config, model, config, mesh)
-    roles = roles_of(model, specs)
-    unused = tuple(name for name in specs if name not in roles)
+    targets = load_targets(model, specs)
+    unused = tuple(name for name in specs if name not in targets)
     for name in unused:
         if not is_expected(model, name):
             raise CheckpointError(f"the checkpoint has a tensor {name}, which {type(model).__name__} doesn't know")
-    _check(model, specs, roles, is_cut=shape.size > 1)
-    tensors = {name: _tensor(specs[name], roles[name], layouts, stages) for name in specs if name in roles}
+    _check(model, specs, targets, is_sharded=shape.size > 1)
+    tensors = {}
+    for name in (name for name in specs if name in targets):
+        parameter = targets[name].parameter
+        layout = layouts.get(parameter)
+        tensors[name] = RankTensor(
+            dtype=str(specs[name].dtype).removeprefix("torch."),
+            shape=specs[name].shape,
+            parameter=parameter,
+            layout=None if layout is None else StoredLayout.of(layout),
+            stages=tuple(stage for stage, names in enumerate(stages) if parameter in names),
+        )
     return RankPlan(shape, layers, tensors, unused)
-
-
-def _layouts(model: PreTrainedModel, config: CuboidConfig, shape: MeshShape) -> dict[str, ShardingSpec]:
-    """Of every parameter by name; nothing where stages alone hold whole tensors."""
-    if config.pipeline is not None and shape.size == 1:
-        return {}
-    return make_parallel_plan(model, shape).by_parameter
 
 
 def _stages(
     model_config: Path, model: PreTrainedModel, config: CuboidConfig, mesh: Mesh
 ) -> tuple[tuple[int, ...], list[frozenset[str]]]:
-    """Layers of each stage, and what each has of the model's parameters and buffers."""
+    """Number of layers of each stage, and names of the parameters and buffers that each has."""
     if config.pipeline is None:
         return (), [frozenset(state_specs(model))]
     staging = plan_staging(type(model), model.config, config, mesh)
@@ -95,39 +101,32 @@ def _stages(
     return staging.counts, stages
 
 
-def _check(model: PreTrainedModel, specs: Mapping[str, TensorSpec], roles: Mapping[str, Role], *, is_cut: bool) -> None:
-    """Refuse a checkpoint that the ranks couldn't load from their files."""
+def _check(
+    model: PreTrainedModel,
+    specs: Mapping[str, TensorSpec],
+    targets: Mapping[str, LoadTarget],
+    *,
+    is_sharded: bool,
+) -> None:
+    """Reject a checkpoint that the ranks couldn't load from their files."""
     state = state_specs(model)
-    for name, role in roles.items():
-        if role.converted and is_cut:
+    for name, target in targets.items():
+        if target.converted and is_sharded:
             raise UnsupportedModelError(
                 f"{type(model).__name__} stores {name} in another form than it has in memory, where the mesh cuts it; "
                 "files for stages alone, of one rank each, are possible: leave tensor_parallel out of the config"
             )
-        shape = state[role.parameter].shape
-        if not role.converted and specs[name].shape != shape:
+        shape = state[target.parameter].shape
+        if not target.converted and specs[name].shape != shape:
             raise CheckpointError(
                 f"{name} is of shape {list(specs[name].shape)}, but {type(model).__name__} with this config.json has "
                 f"{list(shape)}"
             )
-    if any(role.converted for role in roles.values()):
-        # Which parameters come out of a conversion only transformers' loader knows; it misses what is missing.
+    if any(target.converted for target in targets.values()):
+        # Only transformers' loader knows which parameters a conversion produces; it raises if one is missing.
         return
     ties: Mapping[str, str] = model.all_tied_weights_keys
-    present = {role.parameter for role in roles.values()}
+    present = {target.parameter for target in targets.values()}
     for name, _ in model.named_parameters(remove_duplicate=False):
         if name not in present and ties.get(name) not in present:
             raise CheckpointError(f"the checkpoint has no tensor for {name} of {type(model).__name__}")
-
-
-def _tensor(
-    spec: TensorSpec, role: Role, layouts: Mapping[str, ShardingSpec], stages: list[frozenset[str]]
-) -> RankTensor:
-    layout = layouts.get(role.parameter)
-    return RankTensor(
-        dtype=str(spec.dtype).removeprefix("torch."),
-        shape=spec.shape,
-        parameter=role.parameter,
-        layout=None if layout is None else StoredLayout.of(layout),
-        stages=tuple(stage for stage, names in enumerate(stages) if role.parameter in names),
-    )

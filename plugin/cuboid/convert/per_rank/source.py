@@ -1,4 +1,4 @@
-"""Whole tensors out of per-rank files; one block of rows is in memory at a time."""
+"""Assemble full tensors from per-rank files, with one block of rows in memory at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cuboid.checkpoint.format.manifest import differing, record_of, size_fault
+from cuboid.checkpoint.format.manifest import content_fault, record_of, size_fault
 from cuboid.checkpoint.format.tensor_file import TensorFile
 from cuboid.convert.formats.block_tensors import Tensors, row_ranges
 from cuboid.distributed.topology import Coordinate
@@ -17,22 +17,22 @@ from cuboid.errors import CheckpointError
 from cuboid.tensor3d.sharding.sharding_spec import shard_boxes
 from cuboid.weights.rank_folder import SHARDS, RankFolder, RankTensor, file_name, shard_spec
 
-#: Open at a time; systems commonly allow a process four times as many.
+#: Files that are open at a time. The common limit of a process is 1024.
 _MOST_FILES = 256
-#: Is given a number of bytes to be read, and makes a bar; the function that it gives moves it on.
-Checking = Callable[[int], AbstractContextManager[Callable[[int], Any]]]
+#: Makes a progress bar for a number of bytes; the function that it gives advances it.
+ProgressBar = Callable[[int], AbstractContextManager[Callable[[int], Any]]]
 
 
-def open_rank_files(folder: Path, stack: ExitStack, checking: Checking) -> Tensors:
-    """The whole tensors of a folder of per-rank files, each of which is first compared with its checksum.
+def open_rank_files(folder: Path, stack: ExitStack, checking: ProgressBar) -> Tensors:
+    """The full tensors of a folder of per-rank files, all of which are first compared with their checksums.
 
     Args:
         folder: with a ``shards.json``.
         stack: closes the files.
-        checking: is given the bytes that are read for it.
+        checking: makes the bar for the comparison.
 
     Raises:
-        CheckpointError: a file is missing, foreign, truncated or altered; names it.
+        CheckpointError: names a file that is missing, foreign, truncated or altered.
     """
     document = RankFolder.read(folder)
     with checking(document.nbytes) as advance:
@@ -44,12 +44,12 @@ def open_rank_files(folder: Path, stack: ExitStack, checking: Checking) -> Tenso
 
 
 def rank_file_faults(folder: Path, document: RankFolder, advance: Callable[[int], Any] | None) -> Iterator[str]:
-    """What is wrong with the files, in words.
+    """A message for each fault of the files.
 
     Args:
         folder: of the files.
         document: its ``shards.json``.
-        advance: is told of each file's bytes when it was read; None to look at sizes only.
+        advance: called with each file's size after it was read; None to check sizes only.
     """
     wanted = {file_name(document.topology, place) for place in range(document.topology.world_size)}
     present = {path.name for path in folder.glob("rank-*.safetensors")}
@@ -64,12 +64,12 @@ def rank_file_faults(folder: Path, document: RankFolder, advance: Callable[[int]
             yield fault
         elif advance is not None:
             if record_of(path) != record:
-                yield differing(path, SHARDS)
+                yield content_fault(path, SHARDS)
             advance(record.bytes)
 
 
 class _RankFiles:
-    """Puts whole rows together from the files of a stage's ranks."""
+    """Assembles full rows from the files of a stage's ranks."""
 
     def __init__(self, folder: Path, document: RankFolder) -> None:
         self._folder, self._document, self._mesh = folder, document, document.mesh.shape
@@ -78,7 +78,7 @@ class _RankFiles:
         self._open: dict[str, TensorFile] = {}
 
     def blocks(self, name: str) -> Iterator[torch.Tensor]:
-        """Consecutive rows of a whole tensor."""
+        """The rows of a full tensor, in consecutive blocks."""
         tensor = self._document.tensors[name]
         ranks = [at for at in self._places if at.pipe == tensor.stages[0]]
         layout = tensor.whole_layout
@@ -89,6 +89,8 @@ class _RankFiles:
             block = torch.empty((rows.stop - rows.start, *tensor.shape[1:]), dtype=tensor.spec.dtype)
             for at in ranks:
                 file = self._file(name, tensor, at)
+                # ``here`` is a box of the rank's shard, ``there`` its place in the full tensor; of both, the rows that
+                # are in this block.
                 for (here, *inner), (there, *others) in shard_boxes(layout, self._mesh, at):
                     low, high = max(there.start, rows.start), min(there.stop, rows.stop)
                     if low < high:

@@ -1,4 +1,4 @@
-"""Per-rank files out of whole tensors; one block of rows is in memory at a time."""
+"""Write per-rank files from full tensors, with one block of rows in memory at a time."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from cuboid.weights.rank_folder import RankFolder, RankTensor, file_name, shard_
 
 
 def write_rank_files(folder: Path, tensors: Tensors, plan: RankPlan, advance: Callable[[int], Any]) -> RankFolder:
-    """Write one file for each place in the pipeline and its mesh.
+    """Write one file for each rank of one replica: each coordinate in the pipeline and its mesh.
 
     Args:
         folder: an existing one.
-        tensors: whole ones.
+        tensors: full ones.
         plan: for these tensors.
-        advance: is told of every block's bytes as they were written; what two stages have counts twice.
+        advance: called with the size of each block after it was written, once for each stage that has it.
 
     Returns:
-        What ``shards.json`` is to say, but for the files beside these.
+        Contents of ``shards.json``, without the files beside these.
     """
     pipe = max(len(plan.layers), 1)
     places = Topology(plan.mesh, plan.mesh.size * pipe, pipe)
@@ -44,7 +44,7 @@ def write_rank_files(folder: Path, tensors: Tensors, plan: RankPlan, advance: Ca
 
 
 def write_document(folder: Path, document: RankFolder) -> None:
-    """Write ``shards.json`` into a folder that has everything else."""
+    """Write ``shards.json``, with checksums of all other files, into a folder that is complete except for it."""
     names = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
     beside = {name: record_of(folder / name) for name in names if name not in document.files}
     document.model_copy(update={"beside": beside}).write(folder)
@@ -58,7 +58,7 @@ def _write_stage(
     names: dict[str, Coordinate],
     advance: Callable[[int], Any],
 ) -> dict[str, FileRecord]:
-    """The files of one stage's ranks, all at the same time, so that each tensor is read once."""
+    """Write the files of one stage's ranks, all at the same time, so that each tensor is read once."""
     with ExitStack() as stack:
         writers = [
             _RankWriter(
@@ -81,7 +81,7 @@ def _write_stage(
 
 
 class _RankWriter:
-    """Takes whole rows, and writes what its rank has of them."""
+    """Takes full rows and writes the part of them that its rank has."""
 
     def __init__(self, file: TensorFileWriter, mesh: MeshShape, at: Coordinate) -> None:
         self._file, self._mesh, self._at = file, mesh, at
@@ -96,7 +96,7 @@ class _RankWriter:
             return
         spec = self._file.specs[name]
         if spec.nbytes == 0:
-            # Nothing of it is this rank's; the file only says so.
+            # The rank has no elements of it; the file has an empty tensor of that name.
             if first == 0:
                 self._file.write_rows(name, torch.empty(spec.shape, dtype=spec.dtype))
             return
@@ -105,7 +105,7 @@ class _RankWriter:
 
 
 def _own_rows(block: torch.Tensor, first: int, intervals: Sequence[Sequence[Interval]]) -> Iterator[torch.Tensor]:
-    """What intervals of a whole tensor take of its rows from ``first`` on, in order."""
+    """The parts of a block, which begins at row ``first`` of the full tensor, that lie in a shard's intervals."""
     for low, high in intervals[0]:
         start, stop = max(low, first), min(high, first + block.shape[0])
         if start < stop:

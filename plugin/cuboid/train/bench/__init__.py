@@ -1,1 +1,1 @@
-"""``cuboid bench``: how fast a user's own model trains with a config, what it sends and what it takes."""
+"""``cuboid bench``: measure the speed, communication and memory of a user's own model with a config."""

@@ -31,7 +31,7 @@ from cuboid.train.process import World, gather
 from cuboid.train.reporting import memory
 from cuboid.train.settings import at_least, check_config, count, weights_dtype
 
-#: Dense bfloat16 FLOP/s by a part of the device's name, from NVIDIA's data sheets; the first that fits counts.
+#: Dense bfloat16 FLOP/s by a part of the device's name, from NVIDIA's data sheets; the first match counts.
 _PEAK_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -45,15 +45,15 @@ _PEAK_FLOPS = {
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is to be measured.
+    """The arguments of a measurement.
 
     Attributes:
         model: a Hugging Face checkpoint.
         config: a DeepSpeed config with an optimizer.
         sequence_length: tokens of each sequence.
-        steps: optimizer steps that are measured.
-        warmup: steps before them, which make process groups, buffers and optimizer states.
-        report: where to write the result as JSON; None for nowhere.
+        steps: optimizer steps to measure.
+        warmup: steps before them, in which process groups, buffers and optimizer states are created.
+        report: path of the result as JSON, if any.
     """
 
     model: Path
@@ -68,7 +68,7 @@ def run(options: BenchOptions, world: World) -> BenchReport:
     """Measure on all ranks of the launcher's world. Collective.
 
     Raises:
-        CuboidError: on every rank, before weights are read wherever the cause can be known then.
+        CuboidError: on every rank; before weights are read, if the cause can be found by then.
     """
     return run_on_all_ranks(lambda: _run(options, world), what="cuboid bench")
 
@@ -87,7 +87,9 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
     dtype = weights_dtype(config)
     model = cuboid.from_pretrained(str(options.model), config, dtype=dtype)
     mesh = cuboid.mesh_of(model)
-    whole = _on_meta(options.model)
+    with torch.device("meta"):
+        # The full model, for the formulas: the sharded one has this rank's shapes only.
+        whole: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model))
     device = world.connect()
     engine, *_ = deepspeed.initialize(model=model.train(), config=copy.deepcopy(config))
     batches = _batches(options, rows, whole.config.get_text_config().vocab_size, mesh.coordinate.data, device)
@@ -104,13 +106,13 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
         formula, kept = _formulas(whole, mesh, gathers, rows, options.sequence_length, accumulation, dtype)
     report = BenchReport(
         layout=_layout(mesh),
-        device=_device_name(device),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else get_accelerator().device_name(),
         tokens=rows * accumulation * mesh.topology.data * options.sequence_length,
         step_s=tuple(max(of_ranks) for of_ranks in zip(*(times for times, _, _ in figures), strict=True)),
         flops=_flops(whole, options.sequence_length, rows * accumulation * mesh.topology.data),
         peak_flops=_peak_flops(device, dtype),
         ranks=world.size,
-        sent_bytes=_most([sent for _, sent, _ in figures], options.steps),
+        sent_bytes=_most_sent([sent for _, sent, _ in figures], options.steps),
         formula_bytes=formula,
         memory=memory.kind(),
         peak_bytes=max(peak for _, _, peak in figures),
@@ -124,7 +126,7 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
 def _batches(
     options: BenchOptions, rows: int, vocabulary: int, replica: int, device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Micro-batches of random tokens, alike on all ranks of a replica."""
+    """Micro-batches of random tokens, the same on all ranks of a replica."""
     generator = torch.Generator().manual_seed(replica)
     while True:
         ids = torch.randint(vocabulary, (rows, options.sequence_length), generator=generator).to(device)
@@ -134,17 +136,17 @@ def _batches(
 def _step_of(
     engine: Any, batches: Iterator[dict[str, torch.Tensor]], accumulation: int, *, has_pipeline: bool
 ) -> Callable[[], None]:
-    """One optimizer step, as a training script makes it."""
-
-    def pipeline_step() -> None:
-        engine.train_batch(batches)
+    """A function that makes one optimizer step, as a training script does."""
 
     def step() -> None:
+        if has_pipeline:
+            engine.train_batch(batches)
+            return
         for _ in range(accumulation):
             engine.backward(engine(**next(batches)).loss)
             engine.step()
 
-    return pipeline_step if has_pipeline else step
+    return step
 
 
 def _timed(step: Callable[[], None]) -> float:
@@ -157,7 +159,8 @@ def _timed(step: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
-def _most(sent: list[dict[str, int]], steps: int) -> dict[str, int]:
+def _most_sent(sent: list[dict[str, int]], steps: int) -> dict[str, int]:
+    """Bytes per step by axes, of the rank that sends the most over these."""
     most: Counter[str] = Counter()
     for of_rank in sent:
         most |= Counter(of_rank)
@@ -170,10 +173,6 @@ def _layout(mesh: cuboid.Mesh) -> str:
     return cut + (f", {replicas} replicas" if replicas > 1 else "")
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(get_accelerator().device_name())
-
-
 def _peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
@@ -182,7 +181,7 @@ def _peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def _flops(whole: PreTrainedModel, length: int, rows: int) -> float | None:
-    """Of forward and backward, which is twice the forward."""
+    """Operations of forward and backward, where backward counts twice the forward."""
     try:
         sizes = sizes_of(whole)
     except CuboidError:
@@ -199,7 +198,7 @@ def _formulas(
     accumulation: int,
     dtype: torch.dtype,
 ) -> tuple[dict[str, int], int | None]:
-    """What a rank sends in a step over the mesh, and what it keeps of a micro-batch for backward."""
+    """Bytes that a rank sends over the mesh in a step, and that it keeps of a micro-batch for backward."""
     size = dtype.itemsize
     layer = layer_bytes(
         block_sizes(whole, mesh.shape), mesh.shape, rows, length, element_bytes=size, weight_gather=weight_gather
@@ -213,9 +212,3 @@ def _formulas(
     except CuboidError:
         return step, None
     return step, sum(kept.values())
-
-
-def _on_meta(checkpoint: Path) -> PreTrainedModel:
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
-    return model

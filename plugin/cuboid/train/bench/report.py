@@ -1,4 +1,4 @@
-"""What a measurement found, for people and for programs."""
+"""The result of a measurement, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ class BenchReport:
     Attributes:
         layout: mesh, stages and replicas.
         device: of rank 0.
-        tokens: of a step, over all replicas.
-        step_s: of each measured step, of the slowest rank.
+        tokens: tokens of a step, over all replicas.
+        step_s: seconds of each measured step on the slowest rank.
         flops: floating-point operations of a step, forward and backward without recomputation, over all ranks; None
-            where the model's layers have no count.
-        peak_flops: what the device does in a second at most, in the weights' dtype; None where that isn't known.
-        ranks: of the world.
-        sent_bytes: by one rank in a step, by axes of the mesh or pair of stages; the most of any rank.
-        formula_bytes: the same of the mesh, by the closed count; None where there is none, as with a pipeline.
-        peak_bytes: of a rank's memory, the most of any rank; ``memory`` says what it counts.
-        formula_kept_bytes: kept by rank 0 from forward to backward, by the closed count; None likewise.
+            if there is no formula for the model's layers.
+        peak_flops: the device's peak FLOP/s in the weights' dtype; None if unknown.
+        ranks: world size.
+        sent_bytes: bytes that a rank sends in a step, by axes of the mesh or pair of stages; the maximum over ranks.
+        formula_bytes: the same for the mesh, by the formula; None if there is no formula, as with a pipeline.
+        memory: what ``peak_bytes`` measures.
+        peak_bytes: a rank's peak memory; the maximum over ranks.
+        formula_kept_bytes: bytes that rank 0 keeps from forward to backward, by the formula; None likewise.
     """
 
     layout: str
@@ -45,18 +46,18 @@ class BenchReport:
 
     @property
     def median_s(self) -> float:
-        """The step in the middle, which one slow step doesn't move."""
+        """The median step time."""
         return median(self.step_s)
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilization: the share of what all devices could do (Chowdhery et al., arXiv 2204.02311)."""
+        """Model FLOPs utilization: the share of all devices' peak (Chowdhery et al., arXiv 2204.02311)."""
         if self.flops is None or self.peak_flops is None:
             return None
         return self.flops / (self.median_s * self.ranks * self.peak_flops)
 
     def print(self, console: Console) -> None:
-        """A table for people."""
+        """Print a table."""
         table = Table(title=f"{self.layout} on {self.device}", show_header=False)
         for name, value in self._rows():
             table.add_row(name, value)
@@ -84,7 +85,7 @@ class BenchReport:
         return rows
 
     def write(self, path: Path) -> None:
-        """As JSON."""
+        """Write JSON."""
         measured = {
             **asdict(self),
             "median_s": self.median_s,

@@ -1,1 +1,1 @@
-"""Text to tokens to micro-batches, and the tokenizer and model of a fresh start."""
+"""From text to tokens to micro-batches; and a new tokenizer and model to start from."""

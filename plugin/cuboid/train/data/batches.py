@@ -1,4 +1,4 @@
-"""Token streams to micro-batches: pure functions of the seed, the step and the replica."""
+"""Micro-batches of token streams, as pure functions of the seed, the step and the replica."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Blocks:
-    """A stream ``[tokens]`` cut into blocks of ``sequence_length``; what remains at its end is left out."""
+    """A stream ``[tokens]`` as blocks of ``sequence_length``, without the remainder at its end."""
 
     stream: Stream
     sequence_length: int
@@ -35,10 +35,10 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of each global batch a data-parallel replica of the mesh is given.
+    """A data-parallel replica's part of each global batch.
 
     Attributes:
-        replica: number of the replica; all ranks of a mesh have the same one.
+        replica: number of the replica; the same on all ranks of a mesh.
         replicas: number of replicas.
         micro_batch: sequences of one micro-batch of one replica.
     """
@@ -50,9 +50,9 @@ class Share:
 
 @dataclass(frozen=True)
 class Shuffle:
-    """The order of training: each epoch visits every block once, in an order drawn from the seed.
+    """The order of training: each epoch visits every block once, in an order that depends on the seed.
 
-    The ``n``-th micro-batch is a function of ``n`` alone, so a run can resume from any step.
+    The ``n``-th micro-batch is a function of ``n`` alone, so that a run can resume from any step.
     """
 
     blocks: int
@@ -61,14 +61,14 @@ class Shuffle:
     def indices(self, micro_step: int, share: Share) -> list[int]:
         """Numbers of the blocks in a replica's ``micro_step``-th micro-batch, counted from 0."""
         first = (micro_step * share.replicas + share.replica) * share.micro_batch
-        return [self._block(position) for position in range(first, first + share.micro_batch)]
+        numbers = []
+        for position in range(first, first + share.micro_batch):
+            epoch, offset = divmod(position, self.blocks)
+            numbers.append(int(_permutation(self.blocks, self.seed, epoch)[offset]))
+        return numbers
 
-    def _block(self, position: int) -> int:
-        epoch, offset = divmod(position, self.blocks)
-        return int(_permutation(self.blocks, self.seed, epoch)[offset])
 
-
-@lru_cache(maxsize=2)  # an epoch's, and its neighbour's where a micro-batch spans two
+@lru_cache(maxsize=2)  # two, because a micro-batch may span two epochs
 def _permutation(blocks: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(blocks)
 
@@ -79,8 +79,8 @@ class HeldoutBatch:
 
     Attributes:
         input_ids: int64 ``[micro_batch, sequence_length]``.
-        labels: the same, with :data:`IGNORED` in rows that only fill the batch up.
-        tokens: predictions that count in the loss. The first token of a block is never predicted.
+        labels: the same, with :data:`IGNORED` in rows that are fillers.
+        tokens: number of predictions that count in the loss. The first token of a block is never predicted.
     """
 
     input_ids: Tensor
@@ -89,16 +89,16 @@ class HeldoutBatch:
 
 
 def heldout_blocks(blocks: Blocks, limit: int) -> Tensor:
-    """At most ``limit`` blocks at even distances over the stream, int64 ``[blocks, sequence_length]``."""
+    """At most ``limit`` blocks, evenly spaced over the stream, int64 ``[blocks, sequence_length]``."""
     count = min(limit, len(blocks))
     return blocks.take([index * len(blocks) // count for index in range(count)])
 
 
 def heldout_batches(blocks: Tensor, share: Share) -> Iterator[HeldoutBatch]:
-    """A replica's share of the held-out blocks, each in exactly one replica's batch.
+    """A replica's share of the held-out blocks; each block is in exactly one replica's share.
 
-    A mesh takes whole micro-batches only, and the replicas of a pipeline equally many: ignored rows fill the batches
-    up, and whole batches of them a share that is shorter than the first replica's.
+    A mesh needs full micro-batches, and a pipeline the same number on every replica. So batches are filled up with
+    ignored rows, and shares with batches of only such rows.
     """
     mine = blocks[share.replica :: share.replicas]
     longest = -(-len(blocks) // share.replicas)

@@ -1,4 +1,4 @@
-"""Text to train on: which files, and which of them are held out."""
+"""Read the text to train on, and choose which of it is held out."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 from cuboid import CuboidError
 
-#: Share of the files (or, of a single file, of its lines) that is kept for the held-out loss.
+#: Share of the files (or, for a single file, of its lines) that is held out.
 HELDOUT_SHARE = 0.04
-#: Folders of the standard library's path that aren't its sources, are its tests, or hold prose in a string.
+#: Folders under the standard library's path that aren't its sources, are its tests, or have long texts in strings.
 _NOT_SOURCES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"})
 
 
@@ -21,9 +21,9 @@ class Corpus:
     """Documents of text, in a fixed order.
 
     Attributes:
-        source: where they are from, for the report.
-        train: documents to learn from.
-        heldout: documents never learnt from.
+        source: their origin, for the report.
+        train: documents to train on.
+        heldout: documents for evaluation only.
     """
 
     source: str
@@ -34,10 +34,10 @@ class Corpus:
 def read_corpus(path: Path | None) -> Corpus:
     """Read a text file, every text file of a folder, or (None) the Python standard library's own sources.
 
-    A folder is split by file, a single file by line: its end is held out.
+    A folder is split by file; of a single file, the last lines are held out.
 
     Raises:
-        CuboidError: nothing there, nothing that is UTF-8 text, or too little of it to hold anything out.
+        CuboidError: the path doesn't exist, or has too little UTF-8 text to hold anything out.
     """
     if path is not None and path.is_file():
         return _split_text(str(path), _read_text(path) or "")
@@ -79,10 +79,10 @@ def text_files(root: Path) -> list[Path]:
 
 
 def split_files(files: Sequence[Path], root: Path, share: float = HELDOUT_SHARE) -> tuple[list[Path], list[Path]]:
-    """Divide files into (train, held-out), both in the given order.
+    """Divide files into (train, held-out), both in the given order, with at least one file each.
 
-    A file's place in the draw depends on its relative name alone, so the split is the same on every machine
-    and moves little when files come and go. At least one file falls on each side.
+    Files are ordered by a hash of their relative names, so that the split is the same on every machine and changes
+    little when files are added or removed.
     """
     count = min(max(1, round(len(files) * share)), len(files) - 1)
     drawn = sorted(files, key=lambda file: hashlib.sha256(file.relative_to(root).as_posix().encode()).digest())
@@ -102,7 +102,7 @@ def _split_text(source: str, text: str) -> Corpus:
 
 
 def _read_text(file: Path) -> str | None:
-    """The file's text, or None where it isn't UTF-8 text."""
+    """The file's text, or None if it isn't UTF-8 text."""
     try:
         text = file.read_bytes().decode("utf-8")
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""A fresh start: a tokenizer learnt from the corpus and a small Llama with random weights."""
+"""A tokenizer trained on the corpus, and a small Llama with random weights, to start from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def train_tokenizer(documents: Sequence[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """Learn a byte-level BPE of at most ``vocabulary`` entries; any text comes back from it unchanged."""
+    """Train a byte-level BPE of at most ``vocabulary`` entries, which can encode any text losslessly."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -37,8 +37,8 @@ def train_tokenizer(documents: Sequence[str], vocabulary: int) -> PreTrainedToke
 def write_llama(folder: Path, vocabulary: int, tokenizer: Any, seed: int) -> int:
     """Write a Llama checkpoint of about 8 million parameters (at 4096 tokens) and its tokenizer.
 
-    Few layers only: on a few cores, the collectives of a layer cost more than its arithmetic. The head multiplies about
-    as much as a layer, so that two stages of two and of one layer are in balance.
+    It has few layers, because on a few cores the collectives of a layer cost more than its arithmetic. The head costs
+    about as much as a layer, so that stages of two layers and of one layer and the head are balanced.
 
     Returns:
         The number of parameters.

@@ -1,4 +1,4 @@
-"""Text to token ids on disk: two flat streams that every rank maps into memory."""
+"""Tokenize text into two flat streams on disk, which every rank maps into memory."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ Split = Literal["train", "heldout"]
 Stream = npt.NDArray[np.int32]
 
 _META = "tokens.json"
-#: Longer documents are tokenized in pieces of whole lines, to bound memory. In characters.
+#: Longer documents (in characters) are tokenized in pieces of full lines, to bound memory.
 _PIECE = 1 << 20
 
 
 class TokensMeta(BaseModel):
-    """What ``tokens.json`` says of the two streams beside it.
+    """The contents of ``tokens.json``, which describes the two streams beside it.
 
     Attributes:
-        source: where the text is from.
+        source: origin of the text.
         tokenizer_sha256: see :func:`fingerprint`.
-        data_sha256: of both streams.
+        data_sha256: hash of both streams.
         largest_id: in either stream.
-        train: tokens to learn from.
-        heldout: tokens never learnt from.
+        train: number of tokens to train on.
+        heldout: number of tokens for evaluation only.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -55,7 +55,7 @@ class Tokens:
 
     @staticmethod
     def is_store(folder: Path) -> bool:
-        """Whether the folder holds tokens rather than text."""
+        """Whether a folder has tokens rather than text."""
         return (folder / _META).is_file()
 
     @classmethod
@@ -63,7 +63,7 @@ class Tokens:
         """Read the description of streams that :func:`tokenize` wrote.
 
         Raises:
-            CuboidError: a file of the folder is missing or isn't what this version writes.
+            CuboidError: a file is missing or malformed.
         """
         try:
             meta = TokensMeta.model_validate_json((folder / _META).read_text(encoding="utf-8"))
@@ -75,7 +75,7 @@ class Tokens:
         return cls(folder, meta)
 
     def stream(self, split: Split) -> Stream:
-        """One stream, mapped into memory, not read."""
+        """A stream as a memory map."""
         stream: Stream = np.load(self.folder / f"{split}.npy", mmap_mode="r", allow_pickle=False)
         return stream
 
@@ -83,13 +83,13 @@ class Tokens:
 def tokenize(corpus: Corpus, tokenizer: Any, folder: Path, check: Callable[[TokensMeta], None] | None = None) -> Tokens:
     """Write the token streams of a corpus; documents end with the end-of-text token, if there is one.
 
-    Each file appears whole or not at all, so several processes may write the same corpus at once.
+    Files are replaced atomically, so that several processes may write the same corpus at once.
 
     Args:
         corpus: the text.
         tokenizer: a Hugging Face tokenizer.
-        folder: made if need be.
-        check: raises where the streams won't do, before any of them is written.
+        folder: created if missing.
+        check: called before anything is written; raises if the streams can't be used.
     """
     streams: dict[Split, Stream] = {
         "train": _encode(corpus.train, tokenizer),
@@ -125,7 +125,7 @@ def _describe(source: str, tokenizer: Any, streams: dict[Split, Stream]) -> Toke
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """A name for the mapping from text to ids, equal for equal vocabularies."""
+    """A hash of the tokenizer's vocabulary."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     return hashlib.sha256(repr(vocabulary).encode()).hexdigest()
 

@@ -1,1 +1,1 @@
-"""What a run tells: progress, figures, the loss curve and ``report.json``."""
+"""A run's output: progress, memory, the loss curve and ``report.json``."""

@@ -12,7 +12,7 @@ from cuboid.train.reporting.report import Report
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draw train and held-out losses over optimizer steps to a PNG, and where the run was resumed; needs no display."""
+    """Plot train and held-out losses, and where the run was resumed, to a PNG; needs no display."""
     losses = np.asarray(report.train_losses)
     steps = np.arange(1, len(losses) + 1)
     figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")

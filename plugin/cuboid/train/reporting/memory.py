@@ -1,4 +1,4 @@
-"""Memory of this rank, on whatever accelerator DeepSpeed sees."""
+"""Memory use of this rank, on the accelerator that DeepSpeed uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 
 
 def kind() -> str:
-    """What the two figures below count."""
+    """What the two figures below measure."""
     return "resident set of the process" if _on_cpu() else "allocated on the accelerator"
 
 
@@ -20,7 +20,7 @@ def now_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """The most memory in use so far."""
+    """Peak memory so far."""
     if not _on_cpu():
         return int(get_accelerator().max_memory_allocated())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

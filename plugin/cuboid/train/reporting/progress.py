@@ -1,4 +1,4 @@
-"""One progress bar, on one rank."""
+"""The progress bar of a run, on one rank."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _GIB = 1 << 30
 
 
 class TrainProgress:
-    """Loss, tokens per second, memory per rank and time left. Silent where it isn't shown.
+    """Shows loss, tokens per second, memory per rank and the remaining time.
 
-    Where the output isn't a terminal (a log), a line is written at each tenth of the run instead.
+    If the output isn't a terminal (a log), a line is written at each tenth of the run instead.
 
     Args:
-        steps: of the whole run.
-        shown: whether on this rank.
-        done: steps that were done before.
+        steps: length of the run.
+        shown: whether this rank shows anything.
+        done: steps before the run was resumed.
     """
 
     def __init__(self, steps: int, shown: bool, done: int = 0) -> None:
@@ -55,12 +55,12 @@ class TrainProgress:
         self._bar.stop()
 
     def say(self, message: str) -> None:
-        """Write a line above the bar."""
+        """Print a line above the bar."""
         self._console.print(message, markup=False, soft_wrap=True)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave the terminal to another bar meanwhile."""
+        """Context in which another bar can use the terminal."""
         live = self._bar.live
         live.transient = True
         self._bar.stop()
@@ -74,9 +74,6 @@ class TrainProgress:
         """Show the state after ``step`` steps."""
         text = f"loss {loss:.3f} · {tokens_per_s:,.0f} tok/s · {memory_bytes / _GIB:.2f} GiB/rank"
         self._bar.update(self._task, completed=step, description=text)
-        if self._shown and not self._console.is_terminal and _passes_a_tenth(step, self._steps):
+        passes_a_tenth = step * 10 // self._steps > (step - 1) * 10 // self._steps
+        if self._shown and not self._console.is_terminal and passes_a_tenth:
             self.say(f"step {step}/{self._steps} · {text}")
-
-
-def _passes_a_tenth(step: int, steps: int) -> bool:
-    return step * 10 // steps > (step - 1) * 10 // steps

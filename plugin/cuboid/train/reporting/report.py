@@ -1,4 +1,4 @@
-"""``report.json``: what a run did, in numbers."""
+"""``report.json``: the figures of a run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-#: Names of the files that a run leaves in its folder.
+#: Names of the files and folders that a run writes.
 REPORT, CURVE, MODEL, BLOCKS, TRACE = "report.json", "loss.png", "model", "heldout_blocks.npy", "trace"
-#: The folder for those that a run is interrupted at and resumes from.
+#: Folder of the checkpoints from which a run can be resumed.
 CHECKPOINTS = "checkpoints"
 
 
@@ -38,8 +38,8 @@ class HeldoutPoint(_Section):
 class Losses(_Section):
     """Losses in nats per token.
 
-    The last two fields are None until a fresh process with plain transformers has opened the result and
-    computed the held-out loss on the same blocks.
+    The last two fields are None until a separate process has loaded the result with plain transformers and computed
+    the held-out loss on the same blocks.
     """
 
     first: float
@@ -51,9 +51,9 @@ class Losses(_Section):
 
 
 class Speed(_Section):
-    """Tokens of all replicas; times in seconds. The first step, which warms up, counts in ``wall_s`` only.
+    """Tokens of all replicas; times in seconds. The first step, which includes warm-up, counts in ``wall_s`` only.
 
-    Of a run that was resumed, ``tokens`` and ``wall_s`` are of all of it, and the others of the time since.
+    If the run was resumed, ``tokens`` and ``wall_s`` are of all of it, and the others of the time since.
     """
 
     tokens: int
@@ -63,9 +63,9 @@ class Speed(_Section):
 
 
 class RankFigures(_Section):
-    """One rank: the parameters that it holds, its peak memory, the bytes that it sends in a step by axis.
+    """One rank: its number of parameters, its peak memory, and the bytes that it sends in a step by axis.
 
-    ``sent_bytes_per_step`` has what goes to other stages under ``pipe``.
+    Bytes that are sent to other stages are under ``pipe``.
     """
 
     stage: int
@@ -75,7 +75,7 @@ class RankFigures(_Section):
 
 
 class TraceFigures(_Section):
-    """The measured schedule of one step: its files, and the idle share of its stages beside the simulated one."""
+    """The trace of one step: its files, and the measured and simulated share of time that stages are idle."""
 
     step: int
     picture: str
@@ -85,7 +85,7 @@ class TraceFigures(_Section):
 
 
 class PipelineFigures(_Section):
-    """How the model and its sequences were cut. ``trace`` is None unless the config asked for it."""
+    """How layers and sequences were divided. ``trace`` is None unless the config asks for one."""
 
     stages: int
     layers: list[int]
@@ -95,9 +95,9 @@ class PipelineFigures(_Section):
 
 
 class Report(_Section):
-    """Everything that ``report.json`` holds.
+    """The contents of ``report.json``.
 
-    Losses are of the whole run, also where it was resumed: after ``resumed_after`` optimizer steps, each time.
+    Losses are of the whole run, which was resumed after each of the steps in ``resumed_after``.
     """
 
     model: str
@@ -126,7 +126,7 @@ class Report(_Section):
 
     @property
     def layout(self) -> str:
-        """Stages and mesh in a few words."""
+        """Stages and mesh as text."""
         mesh = f"mesh {self.mesh.batch}×{self.mesh.sequence}×{self.mesh.hidden}"
         return mesh if self.pipeline is None else f"{self.pipeline.stages} stages × {mesh}"
 
@@ -138,6 +138,6 @@ class Report(_Section):
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the result depends on."""
+    """Versions of the packages that the result depends on."""
     packages = ("cuboid", "torch", "transformers", "deepspeed", "tokenizers", "safetensors")
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}

@@ -1,1 +1,1 @@
-"""A pool of local processes, each one rank of a small ``torch.distributed`` world."""
+"""A pool of local processes, each of which is one rank of a small ``torch.distributed`` world."""

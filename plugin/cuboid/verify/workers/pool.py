@@ -1,7 +1,7 @@
 """A pool of local processes, each of which runs one rank of a small ``torch.distributed`` world.
 
-Importing torch, transformers and DeepSpeed takes seconds; the processes here do it once and then take job
-after job, every job in a fresh world of exactly the size that it asks for.
+Importing torch, transformers and DeepSpeed takes seconds. The processes do it once and then run many jobs, each in a
+new world of the size that it asks for.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ import torch.distributed as dist
 from cuboid.errors import CuboidError
 from cuboid.verify.workers.worker import HOST, Failure, Job, Success, environment, serve
 
-#: How long the other ranks may still report after the first one has failed, before they are killed.
+#: After a rank has failed, how long the others have to report before they are killed.
 _GRACE_S = 0.5
-#: Imports on a slow disk may take a minute.
+#: Timeout of a worker's start. Imports on a slow disk may take a minute.
 _START_S = 300.0
 
 
 class WorkerError(CuboidError):
-    """A rank raised, died, or ran out of time. The message opens with that rank's own traceback.
+    """A rank raised, died or timed out. The message begins with that rank's own traceback.
 
     Attributes:
         rank: the rank that failed first.
         kind: name of its exception's class, ``"Died"`` or ``"Timeout"``.
-        explanation: the message of a :class:`~cuboid.errors.CuboidError`, which the user can do something about; None
-            for other exceptions.
+        explanation: the message of a :class:`~cuboid.errors.CuboidError`, which is meant for users; None for other
+            exceptions.
     """
 
     def __init__(self, message: str, rank: int, kind: str, explanation: str | None = None) -> None:
@@ -63,8 +63,8 @@ class _Worker:
 class WorkerPool:
     """Up to ``max_size`` processes on this machine, started when first needed and kept until the pool closes.
 
-    A rank has a GPU of its own, with NCCL, where there are ``max_size`` GPUs; all ranks are on the CPU, with
-    gloo, where there are not. Use it as a context manager, or call :meth:`close`.
+    If there are ``max_size`` GPUs, each rank has one, with NCCL; if not, all ranks are on the CPU, with gloo. Use it as
+    a context manager, or call :meth:`close`.
     """
 
     max_size: int
@@ -85,25 +85,24 @@ class WorkerPool:
         LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as a launcher would set them.
 
         Args:
-            function: of a module's top level, for it is sent by reference.
+            function: must be at the top level of a module, because it is pickled by reference.
             arguments: the same for every rank.
-            timeout_s: for the call as a whole, the start of missing processes not counted.
+            timeout_s: for the call as a whole, without the start of missing processes.
 
         Returns:
-            What each rank returned, by rank.
+            The ranks' return values, by rank.
 
         Raises:
-            WorkerError: a rank raised, died or ran out of time. The job's processes are killed; the next
-                call starts new ones.
+            WorkerError: a rank raised, died or timed out. The job's processes are killed; the next call starts others.
         """
         if not 1 <= world_size <= self.max_size:
             raise CuboidError(f"world_size is {world_size}, but this pool has 1 to {self.max_size} workers")
         self._start(world_size)
-        # The ranks meet in a file: clients of a TCPStore may wait seconds for a name server. The store is for
-        # code that goes by MASTER_PORT.
+        # The ranks rendezvous in a file, because clients of a TCPStore may wait seconds for a name server. The store is
+        # for code that uses MASTER_PORT.
         store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         try:
-            # A killed rank's children may write a moment longer; what they leave is nobody's reason to fail.
+            # Children of a killed rank may still write into the folder while it is removed, which must not be an error.
             with tempfile.TemporaryDirectory(prefix="cuboid-", ignore_cleanup_errors=True) as directory:
                 for rank, worker in enumerate(self._workers[:world_size]):
                     job = Job(
@@ -123,17 +122,17 @@ class WorkerPool:
             results = [reply.result for _, reply in sorted(replies.items()) if isinstance(reply, Success)]
             if len(results) < world_size:
                 raise _error(replies, world_size, f"{function.__module__}.{function.__qualname__}")
-        except BaseException:  # an interrupt too leaves them in the middle of something
+        except BaseException:  # including an interrupt, which leaves the workers in the middle of the job
             self._discard(world_size)
             raise
         return results
 
     def fresh(self) -> WorkerPool:
-        """Another pool like this one, without its processes."""
+        """A new pool of the same size, with its own processes."""
         return dataclasses.replace(self)
 
     def close(self) -> None:
-        """End every process of the pool: idle ones by themselves, others by force."""
+        """End all processes of the pool. Idle ones exit when their connection closes; others are killed."""
         for worker in self._workers:
             worker.connection.close()
         deadline = time.monotonic() + _GRACE_S
@@ -170,8 +169,8 @@ class WorkerPool:
 
 
 def _start_worker(backend: str) -> _Worker:
-    # A fork server imports everything once for all workers, so that a fresh one costs a fraction of a second.
-    # It can't be used beside CUDA, which doesn't survive a fork.
+    # A fork server imports everything once for all workers, so that starting another one takes a fraction of a second.
+    # It can't be used with CUDA, whose state doesn't survive a fork.
     context: Any
     if backend == "nccl" or torch.cuda.is_available():
         context = multiprocessing.get_context("spawn")
@@ -180,24 +179,22 @@ def _start_worker(backend: str) -> _Worker:
         context.set_forkserver_preload(["cuboid.verify.workers.preload"])
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs,), daemon=True)
-    with environment(_startup_variables(backend)):
+    # Set before the process starts, because torch and DeepSpeed read them when they are imported.
+    variables = {"OMP_NUM_THREADS": "1"}
+    if backend != "nccl":
+        variables |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    with environment(variables):
         process.start()
     theirs.close()
     return _Worker(process, ours)
 
 
-def _startup_variables(backend: str) -> dict[str, str]:
-    if backend == "nccl":
-        return {"OMP_NUM_THREADS": "1"}
-    return {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-
-
 class Member(Protocol):
-    """A process that answers."""
+    """A process that replies over a connection."""
 
     @property
     def connection(self) -> Connection:
-        """Where its answers come."""
+        """The connection for its replies."""
         ...
 
 
@@ -208,16 +205,16 @@ R = TypeVar("R")
 def collect_replies(
     members: Sequence[M], timeout_s: float, receive: Callable[[M], R], has_failed: Callable[[R], bool]
 ) -> dict[int, R]:
-    """What each of some processes answers; once one has failed, the others have half a second more.
+    """Wait for one reply of each process; once one has failed, the others have half a second left.
 
     Args:
         members: the processes, by rank.
         timeout_s: for the slowest of them.
-        receive: takes an answer that is there.
-        has_failed: whether it tells of a failure.
+        receive: reads a reply that has arrived.
+        has_failed: whether a reply reports a failure.
 
     Returns:
-        Replies by rank; ranks that are missing from it hadn't answered in time.
+        Replies by rank; ranks without one hadn't replied in time.
     """
     replies: dict[int, R] = {}
     deadline = time.monotonic() + timeout_s
@@ -240,7 +237,7 @@ def _receive(worker: _Worker) -> Success | Failure:
         reply = worker.connection.recv()
     except (EOFError, ConnectionResetError):
         worker.process.join(timeout=5)
-        # Whatever the other ranks ran into came of this.
+        # Sorted before all other failures, which are consequences of this one.
         text = f"the process ended with exit code {worker.process.exitcode}"
         return Failure("Died", text, at_s=-math.inf)
     assert isinstance(reply, Success | Failure)

@@ -1,4 +1,4 @@
-"""What every worker needs, imported once by the fork server of :mod:`cuboid.verify.workers.pool`."""
+"""Imports that all workers need, made once by the fork server of :mod:`cuboid.verify.workers.pool`."""
 
 import deepspeed  # noqa: F401
 import torch  # noqa: F401

@@ -1,4 +1,4 @@
-"""One process of a pool: what it is told, what it answers, and its life."""
+"""A pool's worker process: its main loop, and the messages between it and the pool."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Job:
     """One rank's part of a job.
 
     Args:
-        function, arguments: what to call.
-        rank, world_size: of the process group that exists meanwhile.
-        meeting_point: URL at which its ranks find each other.
-        port: of a store of the parent's, for code that goes by MASTER_PORT.
+        function, arguments: the call to make.
+        rank, world_size: of the process group in which it runs.
+        meeting_point: URL at which its ranks rendezvous.
+        port: of a store in the parent process, for code that uses MASTER_PORT.
         backend: ``"nccl"`` or ``"gloo"``.
         timeout_s: for every collective.
     """
@@ -48,19 +48,19 @@ class Job:
 
 @dataclass(frozen=True)
 class Success:
-    """What the function returned."""
+    """The function's return value."""
 
     result: Any
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no result.
+    """The function raised, or the process died.
 
     Args:
         kind: name of the exception's class.
         text: its traceback.
-        explanation: its message, where it is a user's to mend.
+        explanation: its message, if it is one that the user can fix.
         at_s: when it was raised, on a clock that all processes share.
     """
 
@@ -71,8 +71,8 @@ class Failure:
 
 
 def serve(connection: Connection) -> None:
-    """Say that the process is ready, then do one job after another until the parent hangs up or a job fails."""
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    """Report that the process is ready, then run jobs until the parent closes the connection or a job fails."""
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     quiet()
     connection.send(Success(None))
@@ -85,14 +85,15 @@ def serve(connection: Connection) -> None:
             try:
                 connection.send(Success(_work(job)))
             except Exception as error:
-                # Report first: once its sockets close, the other ranks fail too, of something less telling.
+                # Reported before the process exits: once its sockets close, the other ranks fail too, with less
+                # useful errors.
                 explanation = str(error) if isinstance(error, CuboidError) else None
                 connection.send(Failure(type(error).__name__, traceback.format_exc(), explanation))
                 return
 
 
-def _leave_with_parent() -> None:
-    """End the process, whatever it is at, when the one with the pool is gone without a word."""
+def _exit_with_parent() -> None:
+    """Exit, in the middle of a job too, when the parent process has died."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -111,12 +112,14 @@ def _work(job: Job) -> Any:
     )
     result = job.function(*job.arguments)
     if dist.is_initialized():
-        dist.barrier()  # a rank with little to do would hang up on ranks that are still connecting
+        # A rank that finishes early would otherwise close its connections while others are still connecting.
+        dist.barrier()
         dist.destroy_process_group()
     return result
 
 
 def _launcher_variables(job: Job) -> dict[str, str]:
+    """The environment that ``torchrun`` would give to the rank."""
     return {
         "RANK": str(job.rank),
         "LOCAL_RANK": str(job.rank),
@@ -124,13 +127,13 @@ def _launcher_variables(job: Job) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(job.world_size),
         "MASTER_ADDR": HOST,
         "MASTER_PORT": str(job.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the parent's; no rank hosts one
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent hosts the store, not rank 0
     }
 
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """These environment variables inside, the old ones after."""
+    """Context with these environment variables; the old values are restored at the end."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
