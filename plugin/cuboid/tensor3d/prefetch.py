@@ -29,14 +29,11 @@ class _Place:
 
     module: ShardedModule
     name: str
+    param: ShardedParam
 
     @property
     def shard(self) -> nn.Parameter:
         return self.module.get_parameter(self.name)
-
-    @property
-    def param(self) -> ShardedParam:
-        return self.module.sharded_params[self.name]
 
 
 class LayerPrefetcher:
@@ -52,7 +49,7 @@ class LayerPrefetcher:
         for module in (module for module in layer.modules() if isinstance(module, ShardedModule)):
             for name, param in module.sharded_params.items():
                 if param.ranks > 1:
-                    (small if len(param.layout.shape) == 1 else self._weights).append(_Place(module, name))
+                    (small if len(param.layout.shape) == 1 else self._weights).append(_Place(module, name, param))
         self._groups = [ParamGroup(members) for members in _alike(small)]
         self._has_begun = False
         self._started: list[ParamGroupUnshard] = []

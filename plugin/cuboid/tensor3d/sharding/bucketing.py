@@ -72,15 +72,13 @@ def _buckets(
     total = 0
     for param, tensor in members:
         size = tensor.nbytes // (param.ranks if of_blocks else 1)
-        fits = bucket and total + size <= _BUCKET_BYTES and _kind(param, tensor) == _kind(*bucket[0])
-        if bucket and not fits:
-            yield bucket
-            bucket, total = [], 0
+        if bucket:
+            first, of_first = bucket[0]
+            is_alike = param.along is first.along and tensor.dtype == of_first.dtype
+            if not is_alike or total + size > _BUCKET_BYTES:
+                yield bucket
+                bucket, total = [], 0
         bucket.append((param, tensor))
         total += size
     if bucket:
         yield bucket
-
-
-def _kind(param: ShardedParam, tensor: torch.Tensor) -> tuple[object, ...]:
-    return param.layout.fsdp_axes, param.mesh, tensor.dtype

@@ -84,7 +84,7 @@ class ShardedParam:
         if self.state is not ShardedState.SHARDED and self._dtype != shard.dtype:
             # Started outside of autocast and needed inside, or the other way round.
             self.discard()
-        kept = self._kept_block(shard)
+        kept = None if self._kept is None else self._kept_block(shard)
         if self.state is ShardedState.SHARDED and kept is not None:
             self._block, self._dtype, self.state = kept.whole, shard.dtype, ShardedState.UNSHARDED
         return self.state is ShardedState.SHARDED
