@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import multiprocessing
 import os
 import threading
@@ -75,6 +76,8 @@ def serve(connection: Connection) -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     quiet()
+    # What was imported never becomes garbage, so collecting takes milliseconds.
+    gc.freeze()
     connection.send(Success(None))
     while True:
         try:
@@ -90,6 +93,9 @@ def serve(connection: Connection) -> None:
                 explanation = str(error) if isinstance(error, CuboidError) else None
                 connection.send(Failure(type(error).__name__, traceback.format_exc(), explanation))
                 return
+        # Engines and models refer to themselves, so that only the collector frees their process groups, each of which
+        # has threads that wake up a hundred times a second.
+        gc.collect()
 
 
 def _exit_with_parent() -> None:
