@@ -195,6 +195,7 @@ def split_state(state: Mapping[str, Any], holding: Holding) -> tuple[dict[str, t
         elif value is None or isinstance(value, bool | int | float):
             numbers[key] = value
         elif isinstance(value, torch.Tensor) and value.dim() == 0:
+            # Such as ``step``, which optimizers increment in place.
             numbers[key] = value.clone()
         else:
             what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

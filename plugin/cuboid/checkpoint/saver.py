@@ -143,6 +143,7 @@ class Saver:
             raise
 
     def _begin(self, root: Path, tag: str, contents: Contents) -> tuple[Path, CarriedOver]:
+        # Ranks that write into different folders would each publish a part of a checkpoint.
         asked = gather_objects((str(root), tag), self._mesh)
         if len(set(asked)) > 1:
             other = next(rank for rank, one in enumerate(asked) if one != asked[0])

@@ -1,4 +1,4 @@
-"""Limits of numbers on the command line, which are checked before the slow imports."""
+"""Limits of numbers on the command line, which typer checks before a command runs."""
 
 from __future__ import annotations
 

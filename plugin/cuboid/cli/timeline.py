@@ -154,6 +154,7 @@ def _model_costs(request: _Request, model: Path, length: int | None, rows: int) 
     else:
         lengths = cut_sequence(length, request.segments, multiple=request.multiple, cost=segment_cost(sizes))
     layers = balance_by_flops(sizes, request.stages, length)
+    # In units of an average forward, so that the picture doesn't pretend to know the device's speed.
     flops = unit_flops(sizes, layers, lengths, backward_ratio=request.backward_ratio)
     average = segment_cost(sizes)(0, length) / (request.stages * request.segments)
     caption = f"{config.model_type}, {length} tokens cut into {', '.join(map(str, lengths))}"

@@ -60,7 +60,7 @@ def train(
     from cuboid.train.interrupt import Interrupts
 
     del local_rank  # some launchers append it; LOCAL_RANK is read instead
-    # Entered before the imports, which take seconds, so that Ctrl-C ends those too.
+    # Entered first, so that Ctrl-C ends the process during the imports below too.
     with Interrupts() as interrupts:
         from cuboid.library_warnings import quiet
         from cuboid.train.job import TrainOptions

@@ -74,6 +74,7 @@ def config_text(source: ConfigSource) -> tuple[str, str]:
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(f"a config is the path of a .json or .yaml file, or a dict, not {_kind(source)}")
     path = os.fspath(source)
+    # A file is tried first, as DeepSpeed does; base64 last, because most misspelt paths aren't valid base64.
     if os.path.isfile(path):
         return repr(path), _text_of_file(path)
     if os.path.exists(path):

@@ -71,6 +71,7 @@ def convert(options: ConvertOptions, say: Callable[[str], Any]) -> None:
             is out of the dtype's range.
         ConfigError, MeshError, UnsupportedModelError: no per-rank files can be made for the config.
     """
+    # Before the source is read, whose checksums may take minutes.
     check_free(options.target)
     check_output_of(options.target)
     with ExitStack() as stack:

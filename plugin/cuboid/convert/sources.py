@@ -62,6 +62,7 @@ def find_checkpoint(path: Path) -> Found:
     """
     if not path.is_dir():
         raise CheckpointError(f"{path}: is not a folder" if path.exists() else f"{path}: does not exist")
+    # Most specific first: checkpoints of cuboid and per-rank files have a config.json and safetensors too.
     if (path / SHARDS).is_file():
         return Found(Kind.RANKS, path)
     if (path / MANIFEST).is_file():

@@ -115,6 +115,7 @@ def write_weights(folder: Path, tensors: Tensors, max_shard_bytes: int, advance:
     Returns:
         The files' names.
     """
+    # huggingface_hub's own function, so that tensors are in the same files as ``save_pretrained`` would put them.
     split = split_state_dict_into_shards_factory(
         dict(tensors.specs),
         get_storage_size=lambda spec: spec.nbytes,

@@ -268,6 +268,7 @@ def _half_of_flat(count: int, half: int) -> _Take:
 def _shares(ranks: Sequence[Sequence[int]], owned: OwnedShards) -> Iterator[tuple[str, list[_Share]]]:
     """The ways in which ranks may divide the tensors: a description, and the pieces of each of two optimizers."""
     halves = (0, 1)
+    # Mesh sharding: along every dim, because the mesh may shard any of them.
     if owned.cut:
         for dim in range(max(itertools.chain.from_iterable(ranks), default=0)):
             yield (

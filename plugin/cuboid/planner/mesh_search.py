@@ -53,6 +53,7 @@ def choose_mesh(model: PreTrainedModel, config: CuboidConfig) -> MeshShape:
 
 def block_sizes(model: PreTrainedModel, mesh: MeshShape) -> BlockSizes:
     """The sizes of the model's first layer, which stand for all."""
+    # ".0.": the modules of the first decoder layer.
     layer = [(model.get_submodule(name), role) for name, role in find_roles(model).items() if ".0." in name]
     counts = HeadCounts.of(model.config)
     plan = plan_key_value_heads(counts, mesh, Coordinate(0, 0, 0, 0, 0))

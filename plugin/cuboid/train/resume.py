@@ -115,6 +115,7 @@ def find_run(out: Path, name: str | None = None) -> Resumed:
         path = resolve(root, name)
     except CheckpointError as error:
         raise CheckpointError(f"--resume has nothing to resume from: {error}") from error
+    # Only sizes and state.json; by default, the engine compares all checksums when it loads the checkpoint.
     try:
         manifest = Manifest.read(path)
         check_sizes(path, manifest)

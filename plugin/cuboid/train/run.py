@@ -125,6 +125,7 @@ def _tokenize(job: Job, share: Share, world: World) -> Tokens:
     folder = job.options.out / "tokens"
 
     def write() -> None:
+        # One rank per machine, since the machines may not share a file system.
         if world.local_rank == 0:
             try:
                 tokenize(read_corpus(job.options.data), job.tokenizer, folder, check)

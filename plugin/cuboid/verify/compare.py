@@ -169,9 +169,9 @@ def _compare_tensors(
 
 
 def _compare_steps(kind: Kind, reference: list[float], other: list[float], tolerance: float) -> Iterator[Check]:
-    for step, (ours, theirs) in enumerate(zip(reference, other, strict=True), start=1):
-        error = relative_error(torch.tensor(ours, dtype=torch.float64), torch.tensor(theirs, dtype=torch.float64))
-        yield Check(kind, f"step {step}", error, abs(ours), tolerance)
+    for step, (expected, found) in enumerate(zip(reference, other, strict=True), start=1):
+        error = relative_error(torch.tensor(expected, dtype=torch.float64), torch.tensor(found, dtype=torch.float64))
+        yield Check(kind, f"step {step}", error, abs(expected), tolerance)
 
 
 def _magnitude(tensor: torch.Tensor) -> float:

@@ -85,6 +85,7 @@ def probe_dropout(model: nn.Module, run: Callable[[], Any]) -> dict[str, torch.T
     model.train()
     for module in drops.values():
         module.p = HALF
+    # The same seed on all ranks: masks that differ nevertheless were made to differ by Cuboid.
     torch.manual_seed(0)
     try:
         with torch.no_grad():

@@ -167,6 +167,7 @@ def engine_config_of(plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]:
                 "betas": list(plan.betas),
                 "eps": plan.epsilon,
                 "weight_decay": plan.weight_decay,
+                # The reference's optimizer; DeepSpeed's own Adam would have to be compiled first.
                 "torch_adam": True,
             },
         },

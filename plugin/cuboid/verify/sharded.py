@@ -96,6 +96,7 @@ def run_core(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
             outputs, logits["logits"] = probe(model, batch)
             dropout = probe_dropout(model, lambda: run_forward(model, batch))
             outcome = train(model, plan, OnMesh(mesh))
+    # The first replica's activations are compared; the others ran another micro-batch.
     if mesh.coordinate.data == 0:
         hidden = model.config.get_text_config().hidden_size
         parts = residual_part(outputs, mesh.shape, plan.batch, plan.case(0).length, hidden)

@@ -67,6 +67,7 @@ def from_rank_file(
                 raise CheckpointError(content_fault(folder / own, SHARDS))
     kwargs = dict(kwargs)
     settings = _take_settings(loading, folder, kwargs)
+    # transformers then reads this file instead of model.safetensors; ``finish_loading`` removes the key.
     settings.transformers_weights = name
     members = {"__module__": loading.__module__, "__qualname__": loading.__qualname__, "_cuboid_ranks": document}
     members["_cuboid_folder"] = folder

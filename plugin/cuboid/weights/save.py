@@ -146,6 +146,7 @@ def _export_model(model: nn.Module, folder: Path, max_file_bytes: int) -> None:
         results = write_families([model_family(inner)], folder / SCRATCH, mesh, max_file_bytes=max_file_bytes)
 
         def finish() -> None:
+            # A write error was recorded, not raised, so that the other ranks could finish their exchange.
             failure = results[mesh.rank].failure
             if failure is not None:
                 raise CheckpointError(failure)

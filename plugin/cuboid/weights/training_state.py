@@ -95,6 +95,7 @@ def load_model(model: nn.Module, folder: Path) -> None:
 
     def load() -> None:
         read = read_weights(inner, folder)
+        # All shapes are checked before the first weight is changed.
         for name, target in own.items():
             source = read.get(name)
             if source is None or source.shape != target.shape:

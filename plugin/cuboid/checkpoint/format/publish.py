@@ -78,6 +78,7 @@ def publish(folder: Path) -> None:
     single = next((name for name in new if _SINGLE.fullmatch(name)), None)
     index = next((name for name in new if _INDEX.fullmatch(name)), None)
     shards = [name for name in new if _SHARD.fullmatch(name)]
+    # Config and tokenizer first: the switch of the weights is the last change.
     for name in new:
         if name not in (single, index, *shards):
             _place(scratch / name, folder / name)

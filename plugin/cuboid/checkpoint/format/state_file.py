@@ -64,6 +64,7 @@ def write_state(folder: Path, document: Mapping[str, Any]) -> None:
         CheckpointError: a value of any other type, named by its key; nothing is written then.
         OSError: from the file system.
     """
+    # Encoded completely before the first file is created, so that an unsupported value leaves nothing behind.
     encoder = _Encoder()
     try:
         encoded = encoder.encode(dict(document), "")

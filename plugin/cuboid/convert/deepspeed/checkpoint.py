@@ -120,6 +120,7 @@ def _checked(model: PreTrainedModel, tensors: Tensors, shared: set[str], folder:
             raise CheckpointError(f"{folder}: has no tensor for {name} of {kind}; {hint}")
     twice = [name for name, source in ties.items() if name in tensors.specs and source in tensors.specs]
     for name in twice:
+        # What DeepSpeed itself lists as shared is one parameter, and needs no comparison.
         if name not in shared and differ(tensors, name, ties[name]):
             raise CheckpointError(
                 f"{folder}: {name} and {ties[name]} differ, but --model ties them; a config.json with "

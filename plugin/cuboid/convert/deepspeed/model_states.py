@@ -57,6 +57,7 @@ def files_in(folder: Path) -> Files:
             ranks = found[named["kind"]].setdefault(int(named["model"]), {})
             ranks[int(named["data"] or 0)] = path
         elif named := _LAYER.fullmatch(path.name):
+            # A second model-parallel rank's file of the same layer.
             if int(named["model"] or 0):
                 raise _tensor_parallel(path)
             layers[int(named["layer"])] = path

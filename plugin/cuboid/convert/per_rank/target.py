@@ -70,6 +70,7 @@ def _write_stage(
             )
             for name, at in names.items()
         ]
+        # All ranks' files have the same tensors, some of them empty, in the same order.
         for name in writers[0].names:
             first = 0
             for block in tensors.blocks(name):

@@ -99,6 +99,7 @@ def tokenize(corpus: Corpus, tokenizer: Any, folder: Path, check: Callable[[Toke
     if check is not None:
         check(meta)
     folder.mkdir(parents=True, exist_ok=True)
+    # The description last: a folder without it doesn't count as tokens.
     for split, stream in streams.items():
         partial = folder / f".{split}.{uuid4().hex}.npy"
         np.save(partial, stream, allow_pickle=False)
