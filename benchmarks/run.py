@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from harness.tables import text
 from network.networks import why_not_shaped
-from report import text_table
 
 from cuboid.config.schema import suggestion
 from cuboid.errors import CuboidError
@@ -109,7 +109,7 @@ def print_list() -> None:
         why_not = case.why_not()
         needs = case.needs if why_not is None else f"can't run here: {why_not}"
         lines.append([case.name, case.measures, str(case.minutes), needs])
-    print(text_table(lines))
+    print(text(lines))
     print(
         '\nmake bench CASE=layer_meshes ARGS="--quick"   runs one; without CASE all that can run here do, one after '
         "another.\nEach tells its own options with ARGS=--help. Nothing else should run meanwhile."
@@ -156,7 +156,7 @@ def run_all(options: list[str]) -> int:
             outcomes[case.name] = "interrupted"
             break
     print()
-    print(text_table([["case", "outcome"], *([name, outcome] for name, outcome in outcomes.items())]))
+    print(text([["case", "outcome"], *([name, outcome] for name, outcome in outcomes.items())]))
     ended_well = all(outcome == "done" or outcome.startswith("left out") for outcome in outcomes.values())
     return 0 if ended_well else 1
 

@@ -33,7 +33,7 @@ def instruments(monkeypatch):
 def places(monkeypatch):
     """The module that says who has what."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("three_d.places")
+    return importlib.import_module("three_d.gpt2")
 
 
 # --- the instruments ---------------------------------------------------------------------------------------------
@@ -58,17 +58,6 @@ def test_the_error_is_relative_to_the_norm(places):
     whole = torch.tensor([[3.0, 4.0]])
     place = (places.everything(1), places.everything(2))
     assert places.relative_error(whole, [(torch.tensor([[3.0, 4.5]]), place)]) == pytest.approx(0.1)
-
-
-def test_pieces_survive_a_file(places, tmp_path):
-    place = (torch.tensor([2, 0]), places.everything(3))
-    pieces = {"input": (torch.randn(2, 3), place), "output": (torch.randn(2, 3), place)}
-    places.write_pieces(pieces, tmp_path / "pieces.safetensors")
-    read = places.read_pieces(tmp_path / "pieces.safetensors")
-    assert read.keys() == pieces.keys()
-    for name, (part, _) in pieces.items():
-        assert torch.equal(read[name][0], part)
-        assert all(torch.equal(*both) for both in zip(read[name][1], place, strict=True))
 
 
 def test_the_peak_is_of_tensors_that_live_together(instruments):
@@ -106,36 +95,33 @@ def result(tmp_path_factory):
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert (out / "colossalai_3d.png").read_bytes().startswith(b"\x89PNG")
     numbers = json.loads((out / "colossalai_3d.json").read_text(encoding="utf-8"))
-    assert all(case["title"] in ended.stdout for case in numbers["cases"])
+    assert all(row["title"] in ended.stdout for row in numbers["rows"])
     return numbers
 
 
 def rows_of(result, key):
-    """A contestant's numbers, case by case."""
-    return [row for case in result["cases"] for row in case["rows"] if row["key"] == key]
+    """A contestant's numbers, part by part."""
+    return [row for row in result["rows"] if row["key"] == key]
 
 
 @needs_peer
 @pytest.mark.slow
 def test_everyone_takes_part_in_both_cases(result):
-    assert [case["case"]["part"] for case in result["cases"]] == ["mlp", "layer"]
-    for case in result["cases"]:
-        assert [row["key"] for row in case["rows"]] == [
-            "colossalai_3d",
-            "colossalai_3d_exchange",
-            "cuboid",
-            "cuboid_auto",
-        ]
+    keys = ["colossalai_3d", "colossalai_3d_exchange", "cuboid", "cuboid_auto"]
+    assert [(row["part"], row["key"]) for row in result["rows"]] == [
+        (part, key) for part in ("mlp", "layer") for key in keys
+    ]
+    for row in result["rows"]:
+        assert row["ratios"].keys() == {"colossalai_3d"}
 
 
 @needs_peer
 @pytest.mark.slow
 def test_everyone_computes_what_one_process_computes(result):
     weights = {"mlp": 4, "layer": 12}
-    for case in result["cases"]:
-        for row in case["rows"]:
-            assert len(row["errors"]) == 2 + weights[case["case"]["part"]]
-            assert 0 < max(row["errors"].values()) < 1e-6
+    for row in result["rows"]:
+        assert len(row["errors"]) == 2 + weights[row["part"]]
+        assert 0 < max(row["errors"].values()) < 1e-6
 
 
 @needs_peer

@@ -20,10 +20,10 @@ def result(tmp_path_factory):
     command = [sys.executable, str(ROOT / "benchmarks" / "pipeline.py"), *options, "--out", str(out)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    for picture in ("pipeline.png", "timelines.png"):
+    for picture in ("pipeline.png", "pipeline_timelines.png"):
         assert (out / picture).read_bytes().startswith(b"\x89PNG")
     numbers = json.loads((out / "pipeline.json").read_text(encoding="utf-8"))
-    assert all(row["name"] in ended.stdout for row in numbers["rows"])
+    assert all(len(each["ranks"]) == 2 for each in numbers["timelines"])
     return numbers
 
 
@@ -75,9 +75,3 @@ def test_segments_keep_less(result):
     assert max(peaks["cuboid", 3, "even"]) < 0.6 * max(whole)
     for row in result["memory"]:
         assert row["sequences_in_flight"][0] == max(row["sequences_in_flight"])
-
-
-def test_the_page_shows_the_numbers_that_are_kept():
-    command = [sys.executable, str(ROOT / "docs" / "generate_performance.py"), "--check"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert ended.returncode == 0, ended.stderr
