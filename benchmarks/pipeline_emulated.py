@@ -72,7 +72,7 @@ def entries(segments: Sequence[int]) -> list[Entry]:
 
 
 class EmulatedPipeline(Case):
-    """The pipeline on 8 and 16 stages, with computing emulated by sleeping: schedules, beside theory and other pipelines.
+    """The pipeline on 8 and 16 stages, with computing emulated by sleeping, beside theory and other pipelines.
 
     Each step must have the loss and the gradient norm that plain autograd in float64 gives.
     """
@@ -144,8 +144,8 @@ class EmulatedPipeline(Case):
         return [
             self.machine(result, "{} cores for all stages"),
             f"Emulated: {sizes['layers']} layers like Llama-2-7B's (hidden {sizes['hidden']}, MLP "
-            f"{sizes['intermediate']}), sequences of {sizes['length']} tokens; the forward of a whole sequence sleeps for "
-            f"{1e3 * sizes['forward_s']:g} ms on each stage.",
+            f"{sizes['intermediate']}), sequences of {sizes['length']} tokens; the forward of a whole sequence sleeps "
+            f"for {1e3 * sizes['forward_s']:g} ms on each stage.",
             f"Messages: {sizes['width']} float32 numbers a token; {where}.",
             self.command(result),
         ]
@@ -153,8 +153,8 @@ class EmulatedPipeline(Case):
     def remarks(self, result: Row) -> list[str]:
         table = result["rows"]
         said = [
-            "Computing is emulated: a unit sleeps for as long as its operations say. Schedules, messages and everything "
-            "else between two units are real.",
+            "Computing is emulated: a unit sleeps for as long as its operations say. Schedules, messages and "
+            "everything else between two units are real.",
             *result["refusals"],
             *self.busy(result),
         ]

@@ -71,7 +71,7 @@ class Reference:
 
 
 class TrainingStep(Case):
-    """A whole training step of a small Llama: Cuboid beside DeepSpeed AutoTP, Transformers' tp_plan and FSDP2 on 8 ranks.
+    """A whole training step of a small Llama: Cuboid beside DeepSpeed AutoTP, Transformers' tp_plan and FSDP2.
 
     Losses and the gradient norm of each contestant are compared with one process in float64 before anything is timed.
     """

@@ -15,10 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).parent
-sys.path[:0] = [str(DOCS), str(DOCS.parent / "benchmarks")]
-
-from generators.marked import SCRIPT, fill
+from generators.marked import DOCS, SCRIPT, fill
 from generators.measured import Measured
 
 #: Modules of generators/.

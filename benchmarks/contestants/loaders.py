@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -56,15 +57,14 @@ def ways(ranks: int) -> list[Way]:
         return {"tensor_parallel": Llama().section(mesh, ranks)}
 
     cube = {1: "1x1x1", 4: "1x2x2", 8: "2x2x2"}[ranks]
-    ours = [
-        Way(
-            f"Cuboid {MeshShape.parse(mesh)}",
-            lambda path, mesh=mesh: cuboid.from_pretrained(path, config(mesh), dtype=_DTYPE),
-        )
-        for mesh in (cube, f"{ranks}x1x1")
-    ]
+
+    def ours(mesh: str) -> Way:
+        load = partial(cuboid.from_pretrained, config=config(mesh), dtype=_DTYPE)
+        return Way(f"Cuboid {MeshShape.parse(mesh)}", load)
+
     return [
-        *ours,
+        ours(cube),
+        ours(f"{ranks}x1x1"),
         Way("whole, then cuboid.shard", lambda path: cuboid.shard(plain(path), config(cube)), everywhere=True),
         Way('transformers, tp_plan="auto"', _tensor_parallel, owned=False),
         Way("FSDP2, broadcast from rank 0", _fsdp),

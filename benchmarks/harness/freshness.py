@@ -1,8 +1,8 @@
 """Which code a record is about, and whether that code is still the present one.
 
-A record keeps globs of the source files whose behaviour it measures and a fingerprint of what they were. The fingerprint
-goes by syntax trees without docstrings, so that comments, formatting and moved files change nothing, and it is the same
-for all versions of Python.
+A record keeps globs of the source files whose behaviour it measures and a fingerprint of what they were. That goes by
+syntax trees without docstrings, so that comments, formatting and moved files change nothing, and it is the same for all
+versions of Python.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LOADING = (f"{_CUBOID}/weights/**/*.py",)
 
 
 def stamp(sources: Sequence[str], root: Path = ROOT) -> dict[str, Any]:
-    """What a record is to keep: ``sources``, their ``fingerprint`` now, the ``commit`` if there is one, the ``date``."""
+    """What a record keeps: ``sources``, their ``fingerprint`` now, the ``commit`` if there is one, and the ``date``."""
     return {
         "sources": list(sources),
         "fingerprint": fingerprint(sources, root),

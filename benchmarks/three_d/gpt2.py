@@ -1,5 +1,5 @@
-"""What is computed: two parts of GPT-2 with one block, the same weights and batch for everyone, and the truth; and which
-part of a whole tensor a rank holds, whoever cut it.
+"""What is computed: two parts of GPT-2 with one block, the same weights and batch for everyone, and the truth; and
+which part of a whole tensor a rank holds, whoever cut it.
 
 A GPT-2 block is what Colossal-AI's 3-D layers can build too: LayerNorms, linear layers with biases, causal attention,
 GELU. Only torch and transformers are needed here, so that an environment without Cuboid can take part.

@@ -1,7 +1,7 @@
 """Colossal-AI's own 1-D tensor parallelism, in an environment of its own: its versions exclude ours.
 
-The environment is a folder of about 6 GB, made once. torch 2.5.1's ordinary Linux build is the one with CUDA and doesn't
-start without NVIDIA's libraries; they aren't used.
+The environment is a folder of about 6 GB, made once. torch 2.5.1's ordinary Linux build is the one with CUDA and
+doesn't start without NVIDIA's libraries; they aren't used.
 """
 
 from __future__ import annotations
