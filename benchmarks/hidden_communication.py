@@ -69,6 +69,7 @@ class HiddenCommunication(Case):
     name = "hidden_communication"
     sources = freshness.MESHES
     networks = ("loopback", "shaped")
+    selects = False
     unit = "rounds"
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:

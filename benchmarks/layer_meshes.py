@@ -53,6 +53,7 @@ class LayerMeshes(Case):
     name = "layer_meshes"
     sources = freshness.MESHES
     networks = ("loopback", "shaped")
+    selects = False
     rate_mbit = _RATES_MBIT[8]
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:

@@ -297,12 +297,8 @@ def check_agreement(name: str, found: tuple[float, float], expected: tuple[float
 _FIGURES: dict[str, tuple[Callable[[Row], int], Callable[[Sequence[int]], int]]] = {
     "peak_bytes": (lambda own: own["peak_bytes"] - own["floor_bytes"], max),
     "peak_sum_bytes": (lambda own: own["peak_bytes"] - own["floor_bytes"], sum),
-    "own_bytes": (lambda own: own["peak_own_bytes"], max),
     "touched_bytes": (lambda own: own["peak_files_bytes"], max),
-    "touched_sum_bytes": (lambda own: own["peak_files_bytes"], sum),
-    "read_sum_bytes": (lambda own: own["read_bytes"], sum),
     "proportional_sum_bytes": (lambda own: own["proportional_bytes"], sum),
-    "floor_bytes": (lambda own: own["floor_bytes"], max),
 }
 
 

@@ -128,6 +128,7 @@ class Memory(Case):
     part, picture = "activations", "What the fullest rank keeps on each mesh"
     sources = freshness.MESHES
     repeats = 3
+    selects = False
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--meshes", nargs="+", default=_MESHES, metavar="BxSxH", help="meshes of 8 ranks, or auto")

@@ -23,7 +23,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 from contestants.whole_steps import ADAMW, AUTO_KEY, CLIP, DEFAULT, RANKS, Entry, FirstSteps, build, find
 from harness import freshness, pictures
-from harness.case import Case
+from harness.case import Case, chosen
 from harness.llama import Llama
 from harness.rounds import Record, run_rounds
 from harness.tables import MB, Column, Row, Table, known, ranged
@@ -93,7 +93,7 @@ class TrainingStep(Case):
         SHARED_MEMORY_BUILD.skip()  # it takes half a minute
         workload = dataclasses.replace(QUICK if given.quick else WORKLOAD, dtype=given.dtype)
         model = workload.model()
-        entries = find(given.contestants, workload, model)
+        entries = chosen(given, find(given.contestants, workload, model), lambda entry: entry.name)
         with (
             open_network(given.network, RANKS) as network,
             tempfile.TemporaryDirectory(prefix="cuboid-") as directory,

@@ -42,7 +42,14 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = [case for case in given.cases if case not in (*WRITTEN, *MEASURED)]
     if unknown:
         parser.error(f"there is no {', '.join(unknown)}; there are {', '.join((*WRITTEN, *MEASURED))}")
-    taken = [_take(folder) for folder in given.sources]
+    taken: list[str] = []
+    for folder in given.sources:
+        found = [case for case in MEASURED if (folder / f"{case}.json").is_file()]
+        if not found:
+            parser.error(f"{folder} has no record of a benchmark")
+        for case in found:
+            Measured(case).take(folder)
+        taken += found
     if given.probe is not None:
         importlib.import_module("generators.architectures").probe(given.probe)
         taken.append("architectures")
@@ -57,13 +64,6 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             page.write_text(texts[page], encoding="utf-8")
     return 1 if given.check and stale else 0
-
-
-def _take(folder: Path) -> str:
-    """Keep the record in a folder; the name of its case."""
-    (case,) = [name for name in MEASURED if (folder / f"{name}.json").is_file()]
-    Measured(case).take(folder)
-    return case
 
 
 def _generate(case: str, texts: dict[Path, str], folder: Path | None) -> None:

@@ -1,6 +1,7 @@
 """The documentation says what the code does: generated parts are up to date, links resolve, examples are valid."""
 
 import ast
+import importlib
 import json
 import re
 import sys
@@ -103,6 +104,24 @@ def test_a_page_that_is_out_of_date_is_named(monkeypatch, tmp_path, capsys):
     assert f"{page} is out of date; run: python docs/generate.py" in capsys.readouterr().err
     assert generate.main(["timeline", "--figures", str(tmp_path)]) == 0
     assert page.read_text(encoding="utf-8") == text
+
+
+def test_a_new_record_is_taken_over(monkeypatch, tmp_path):
+    measured = importlib.import_module("generators.measured")
+    record = json.loads((measured.RECORDS / "memory.json").read_text(encoding="utf-8"))
+    record["command"] = "another one"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "memory.json").write_text(json.dumps(record), encoding="utf-8")
+    page = tmp_path / "performance.md"
+    page.write_text((ROOT / "docs" / "performance.md").read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.setattr(generate, "DOCS", tmp_path)
+    monkeypatch.setattr(measured, "RECORDS", tmp_path)
+    assert generate.main(["--from", str(tmp_path / "run"), "--figures", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "memory.json").read_text(encoding="utf-8")) == record
+    assert "* Command: `another one`." in page.read_text(encoding="utf-8")
+    assert (tmp_path / "memory.png").exists()
+    with pytest.raises(SystemExit):
+        generate.main(["--from", str(ROOT / "tests")])
 
 
 def test_pictures_are_drawn_alike_each_time(tmp_path):

@@ -21,7 +21,7 @@ import torch
 from network.serving import sleep_until
 from torch import nn
 
-from contestants.pipelines import Entry, Pipeline
+from contestants.pipelines import Entry, Pipeline, Task
 from cuboid.errors import ConfigError
 from cuboid.seq1f1b.runtime.p2p import Channel
 from cuboid.seq1f1b.runtime.profiler import Profiler
@@ -29,7 +29,7 @@ from cuboid.seq1f1b.runtime.runtime import Interpreter
 from cuboid.seq1f1b.schedule.actions import Action, Op, Program
 from cuboid.seq1f1b.schedule.lowering import lower
 from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
-from cuboid.seq1f1b.schedule.unit_costs import LayerSizes, ModelSizes, kept_bytes, unit_flops
+from cuboid.seq1f1b.schedule.unit_costs import LayerSizes, ModelSizes, kept_bytes
 
 _SEED = 20240605
 #: Llama-2-7B's layers (Touvron et al. 2023).
@@ -41,8 +41,8 @@ Channels = dict[tuple[int, int], Channel]
 
 
 @dataclass(frozen=True)
-class Work:
-    """A :class:`contestants.pipelines.Task` of P stages and M micro-batches.
+class Work(Task):
+    """A task of P stages and M micro-batches.
 
     Args:
         stages: P, which must divide the layers.
@@ -80,15 +80,10 @@ class Work:
         layer = LayerSizes.decoder(_HIDDEN, _HIDDEN, _HIDDEN, _INTERMEDIATE)
         return ModelSizes((layer,) * self.layers, head=0)
 
-    @property
-    def balance(self) -> tuple[int, ...]:
-        """Layers of each stage."""
-        return (self.layers // self.stages,) * self.stages
-
     def cost(self, lengths: Sequence[int]) -> Callable[[Action], float]:
         """Seconds of each unit's forward and backward, in proportion to its operations."""
-        flops = unit_flops(self.sizes, self.balance, tuple(lengths))
-        whole = unit_flops(self.sizes, self.balance, (self.length,))(Action(Op.FORWARD, 0, 0, 0))
+        flops = super().cost(lengths)
+        whole = super().cost((self.length,))(Action(Op.FORWARD, 0, 0, 0))
         # Equal for all stages and micro-batches, and asked for in the middle of what is timed.
         table = {
             (op, segment): self.forward_s * flops(Action(op, 0, 0, segment)) / whole

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from harness.watch import pin
 from network.networks import Network
 from network.rate import Link
+from network.serving import Contestant
 
 # Registers the backend whose collectives return at once.
 from torch.testing._internal.distributed import fake_pg  # noqa: F401
@@ -64,31 +65,22 @@ class _Recording(CommCounter):
         self.collectives.append(Call(operation, tuple(axes_of(label)), whole_bytes))
 
 
-class Replay:
-    """A contestant: the collectives of a step, one after another, and nothing of what it computes."""
+class Replay(Contestant):
+    """The collectives of a step, one after another, and nothing of what it computes."""
 
     def __init__(self, mesh: Mesh, calls: Sequence[Call]) -> None:
         self.mesh, self._calls = mesh, calls
         self._buffers = {call: call.given(mesh) for call in calls}
 
-    def first(self) -> None:
-        """Nothing is to be known."""
-
     def begin(self) -> None:
-        """Count anew."""
         self.mesh.traffic.reset()
 
     def step(self) -> None:
-        """Communicate as much as a step does."""
         for call in self._calls:
             _COLLECTIVES[call.operation](self._buffers[call], self.mesh, call.axes)
 
     def figures(self) -> dict[str, Any]:
-        """What was sent."""
         return {"sent_bytes": sum(self.mesh.traffic.snapshot().values()), "calls": self.mesh.traffic.calls()}
-
-    def close(self) -> None:
-        """Nothing is to be done."""
 
 
 class HiddenRank(Link):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from harness.llama import AUTO, Llama
 from harness.rounds import Record
+from network.serving import Contestant
 from transformers import LlamaForCausalLM
 
 import cuboid
@@ -20,6 +21,7 @@ from cuboid.models.certification.float64 import precision
 from cuboid.planner.comm_formula import layer_bytes
 from cuboid.planner.mesh_search import block_sizes
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
+from cuboid.verify.compare import relative_error
 from cuboid.weights.state_dict_map import sharded_layouts
 
 _SEED = 0
@@ -104,8 +106,8 @@ def run_layers(model: LlamaForCausalLM, given: torch.Tensor, tables: tuple[torch
     return given
 
 
-class ShardedLayers:
-    """A contestant: the layers on one mesh. Making one is collective.
+class ShardedLayers(Contestant):
+    """Forward and backward of the layers on one mesh. Making one is collective.
 
     Args:
         workload: the layers.
@@ -137,13 +139,11 @@ class ShardedLayers:
         return str(self.mesh.shape), self.error()
 
     def begin(self) -> None:
-        """Forget the last step."""
         self.output = self._given.grad = None
         self.model.zero_grad(set_to_none=True)
         self.mesh.traffic.reset()
 
     def step(self) -> None:
-        """Forward and backward."""
         output = run_layers(self.model, self._given, self._tables)
         output.backward(self._gradient)
         self.output = output.detach()
@@ -151,9 +151,6 @@ class ShardedLayers:
     def figures(self) -> dict[str, Any]:
         """What was sent, by Cuboid's own counter."""
         return {"sent_bytes": sum(self.mesh.traffic.snapshot().values()), "calls": self.mesh.traffic.calls()}
-
-    def close(self) -> None:
-        """Nothing is to be done."""
 
     def error(self) -> float:
         """How far the last step is from float64: the largest difference of any tensor, as a part of its largest
@@ -170,8 +167,7 @@ class ShardedLayers:
             gradient = own[name].grad
             assert gradient is not None, f"{name} has no gradient"
             pairs.append((gradient, take_shard(whole, layouts[name], self.mesh)))
-        # A shard of only padding has nothing to differ in.
-        return max(((ours - right).abs().max() / right.abs().max().clamp_min(1e-300)).item() for ours, right in pairs)
+        return max(relative_error(right, ours) for ours, right in pairs)
 
 
 def check_error(answers: list[tuple[str, float]]) -> tuple[str, float]:

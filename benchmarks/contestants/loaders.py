@@ -125,20 +125,14 @@ class Footprint:
     Args:
         floor_bytes: what it had in memory before: PyTorch, transformers, everything imported.
         peak_bytes: the most that it had in memory at a time, files that it mapped included.
-        peak_own_bytes: likewise without files; sampled.
         peak_files_bytes: the most pages of files that it mapped, beyond those from before; sampled.
         proportional_bytes: what it holds afterwards, where each page that several processes share counts in parts.
-        held_bytes: what it has in memory afterwards.
-        read_bytes: through the system's ``read``, by which mapped files are not read.
     """
 
     floor_bytes: int
     peak_bytes: int
-    peak_own_bytes: int
     peak_files_bytes: int
     proportional_bytes: int
-    held_bytes: int
-    read_bytes: int
 
 
 class Watched:
@@ -150,8 +144,7 @@ class Watched:
         # The peak starts again at what the process has now.
         (_OWN / "clear_refs").write_text("5", encoding="ascii")
         self._before = _numbers(_OWN / "status")
-        self._read_before = _numbers(_OWN / "io")["rchar"]
-        self._own, self._files = self._before["RssAnon"], self._before["RssFile"]
+        self._files = self._before["RssFile"]
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
@@ -162,22 +155,16 @@ class Watched:
     ) -> None:
         self._end.set()
         self._thread.join()
-        after = _numbers(_OWN / "status")
         self.footprint = Footprint(
             floor_bytes=self._before["VmRSS"],
-            peak_bytes=after["VmHWM"],
-            peak_own_bytes=self._own,
+            peak_bytes=_numbers(_OWN / "status")["VmHWM"],
             peak_files_bytes=self._files - self._before["RssFile"],
             proportional_bytes=_numbers(_OWN / "smaps_rollup")["Pss"],
-            held_bytes=after["VmRSS"],
-            read_bytes=_numbers(_OWN / "io")["rchar"] - self._read_before,
         )
 
     def _sample(self) -> None:
         while not self._end.wait(_SAMPLE_S):
-            now = _numbers(_OWN / "status")
-            self._own = max(self._own, now["RssAnon"])
-            self._files = max(self._files, now["RssFile"])
+            self._files = max(self._files, _numbers(_OWN / "status")["RssFile"])
 
 
 def _numbers(path: Path) -> dict[str, int]:

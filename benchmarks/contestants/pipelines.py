@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from harness.llama import Llama
+from network.serving import Contestant
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import LlamaForCausalLM
@@ -46,39 +47,47 @@ _TRACED_STEP = 2
 # --- what is done ---
 
 
-class Task(Protocol):
+class Task:
     """A step of one pipeline: P stages, M micro-batches of one sequence of S tokens each. Hashable.
 
     Attributes:
         learning_rate: of SGD.
         is_emulated: whether stages record their units themselves, and each step is to be checked.
+        sizes: what the model multiplies.
     """
 
     stages: int
     micro_batches: int
     length: int
+    layers: int
     learning_rate: float
     is_emulated: bool
+    sizes: ModelSizes
 
     @property
-    def sizes(self) -> ModelSizes:
-        """What the model multiplies."""
+    def balance(self) -> tuple[int, ...]:
+        """Layers of each stage."""
+        return (self.layers // self.stages,) * self.stages
 
     def cost(self, lengths: Sequence[int]) -> Callable[[Action], float]:
-        """Of each unit, in seconds or in any unit of time."""
+        """Of each unit, in seconds or in any unit of time; by default its operations."""
+        return unit_flops(self.sizes, self.balance, tuple(lengths))
 
     def stage(self, number: int) -> nn.Module:
         """As peers take one."""
+        raise NotImplementedError
 
     def data(self) -> tuple[torch.Tensor, torch.Tensor]:
         """What the first stage is given and what the last one should give, by micro-batch; the same every time."""
+        raise NotImplementedError
 
     def loss(self, output: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """Mean of a micro-batch."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class RealTask(Llama):
+class RealTask(Llama, Task):
     """A Llama whose stages really compute; all is in float32."""
 
     length: int = 2048
@@ -94,16 +103,8 @@ class RealTask(Llama):
     is_emulated = False
 
     @property
-    def balance(self) -> tuple[int, ...]:
-        """Layers of each stage."""
-        return (self.layers // self.stages,) * self.stages
-
-    @property
     def sizes(self) -> ModelSizes:
         return model_sizes(self.config())
-
-    def cost(self, lengths: Sequence[int]) -> Callable[[Action], float]:
-        return unit_flops(self.sizes, self.balance, tuple(lengths))
 
     def stage(self, number: int) -> nn.Module:
         return PlainStage(self.model(), number, self.stages)
@@ -212,8 +213,8 @@ def together(first: Sequence[First]) -> dict[str, Any]:
     return {"loss": first[-1].loss, "gradient_norm": norm, "peak_bytes": [each.peak_bytes for each in first]}
 
 
-class Pipeline:
-    """A contestant on this rank: see :class:`network.serving.Contestant`.
+class Pipeline(Contestant):
+    """A stage of one pipeline.
 
     Attributes:
         optimizer: that changes the weights.
@@ -252,20 +253,12 @@ class Pipeline:
         """Record units anew, where stages do."""
         self._recorder = Profiler(torch.device("cpu")) if self.task.is_emulated else None
 
-    def step(self) -> None:
-        """Train on the task's batch."""
-        raise NotImplementedError
-
     def figures(self) -> dict[str, Any]:
         """Loss, sum of the gradients' squares and units, where each step is to be checked."""
         if self._recorder is None:
             return {}
         spans = tuple(Span(action, *times_s) for action, times_s in zip(*self._recorder.times_s(), strict=True))
         return {"loss": self.loss, "squares": self._squares, "spans": spans}
-
-    def close(self) -> None:
-        """Free what is large."""
-        vars(self).clear()
 
 
 class TorchPipeline(Pipeline):

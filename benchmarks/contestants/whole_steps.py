@@ -15,6 +15,7 @@ import torch.distributed as dist
 from deepspeed.runtime.utils import clip_grad_norm_ as deepspeed_clip_grad_norm_
 from deepspeed.utils import groups
 from harness.llama import AUTO, Llama
+from network.serving import Contestant
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -158,17 +159,14 @@ class FirstSteps:
     gradient_norm: float
 
 
-class _Training:
-    """A contestant: see :class:`network.serving.Contestant`."""
+class _Training(Contestant):
+    """A framework's training."""
 
     def first(self) -> FirstSteps:
         """Two steps, which also connect process groups."""
         (first, norm), (second, _) = self.step(tell_norm=True), self.step(tell_norm=True)
         assert norm is not None
         return FirstSteps((first.item(), second.item()), float(norm))
-
-    def begin(self) -> None:
-        """Nothing is to be forgotten."""
 
     def step(self, *, tell_norm: bool = False) -> tuple[torch.Tensor, torch.Tensor | float | None]:
         """Forward, backward, clipping and AdamW on the global batch.
@@ -185,9 +183,6 @@ class _Training:
     def figures(self) -> dict[str, Any]:
         """Bytes that this rank sent by the framework's own counter, and its collectives by axes, if it counts."""
         return {"sent_bytes": 0, "calls": {}}
-
-    def close(self) -> None:
-        """Ranks end after the rounds."""
 
 
 class _Engine(_Training):

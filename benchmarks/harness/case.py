@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
 import platform
@@ -39,6 +38,7 @@ class Case:
         networks: what ranks may communicate over.
         rate_mbit: of each rank's link on the shaped network; None where the case finds it by itself.
         unit: what the rounds consist of.
+        selects: whether ``--only`` chooses among contestants, as :func:`chosen` does; others have an option for meshes.
     """
 
     name: str
@@ -52,6 +52,7 @@ class Case:
     networks: Sequence[str] = ("loopback",)
     rate_mbit: float | None = None
     unit = "steps"
+    selects = True
 
     # --- measuring ---
 
@@ -129,21 +130,18 @@ class Case:
 
     def parse(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
         """Options of the command line."""
-        parser = argparse.ArgumentParser(description=(inspect.getdoc(self) or "").split("\n\n")[0])
-        parser.add_argument(
-            *("--repeats", "--rounds"), type=at_least(1), default=self.repeats, metavar="N",
-            help=f"rounds (default {self.repeats})",
-        )  # fmt: skip
-        parser.add_argument(
-            *("--limit", "-l"), type=float, default=self.limit_s, metavar="S",
-            help=f"seconds to wait for quiet times, or to repeat what was disturbed (default {self.limit_s:g})",
-        )  # fmt: skip
-        parser.add_argument("--only", nargs="+", metavar="WORD", help="contestants with one of these in their name")
+        described = sys.modules[type(self).__module__].__doc__ or ""
+        parser = argparse.ArgumentParser(description=described.partition("\n\n")[0])
+        rounds, out = f"rounds (default {self.repeats})", Path("runs") / "benchmarks" / self.name
+        limit = f"seconds to wait for quiet times, or to repeat what was disturbed (default {self.limit_s:g})"
+        parser.add_argument("--repeats", "--rounds", type=at_least(1), default=self.repeats, metavar="N", help=rounds)
+        parser.add_argument("--limit", type=float, default=self.limit_s, metavar="S", help=limit)
+        if self.selects:
+            parser.add_argument("--only", nargs="+", metavar="WORD", help="contestants with one of these in their name")
         parser.add_argument("--network", choices=self.networks, default="loopback", help="shaped needs root")
         parser.add_argument(
             "--quick", action="store_true", help="small sizes and one round, to see that everything works"
         )
-        out = Path("runs") / "benchmarks" / self.name
         parser.add_argument("--out", type=Path, default=out, metavar="DIR", help=f"for the results (default {out})")
         if self.rate_mbit is not None:
             help_text = f"of each rank's link, either way (default {self.rate_mbit:g})"

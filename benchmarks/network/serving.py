@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 #: From the word to the start, enough for the word to reach everyone.
 LEAD_S = 0.3
@@ -65,7 +65,7 @@ class Step:
     figures: dict[str, Any]
 
 
-class Contestant(Protocol):
+class Contestant:
     """What takes part, on one rank. All ranks call its methods together."""
 
     def first(self) -> Any:
@@ -76,12 +76,15 @@ class Contestant(Protocol):
 
     def step(self) -> Any:
         """What is timed."""
+        raise NotImplementedError
 
     def figures(self) -> dict[str, Any]:
         """What is to be known of the last step."""
+        return {}
 
     def close(self) -> None:
         """Free everything."""
+        vars(self).clear()
 
 
 class Host:

@@ -90,7 +90,7 @@ def ranks_1d(python: Path, ranks: int, worker: Path = _WORKER) -> Iterator[Ranks
             for rank in range(ranks):
                 ours, theirs = multiprocessing.Pipe()
                 world = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-                paths = {"PYTHONPATH": str(worker.parents[1]), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+                paths = {"PYTHONPATH": str(_WORKER.parents[1]), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
                 process = subprocess.Popen(
                     [str(python), str(worker), str(theirs.fileno()), f"file://{folder}/meeting_point"],
                     env={**os.environ, **world, **paths},

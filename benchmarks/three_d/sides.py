@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from network.serving import Contestant
 from torch import nn
 
 from three_d.gpt2 import Case, Piece, Place, relative_error, take
@@ -20,8 +21,8 @@ from three_d.instruments import Meter, Saved
 
 
 @dataclass
-class Side:
-    """A contestant: see :class:`network.serving.Contestant`.
+class Side(Contestant):
+    """Forward and backward of a module.
 
     Args:
         case: what is computed.
@@ -76,7 +77,6 @@ class Side:
         }
 
     def begin(self) -> None:
-        """Forget all gradients."""
         self._x.grad = None
         for parameter, _ in self.parameters.values():
             parameter.grad = None
@@ -87,14 +87,6 @@ class Side:
             y: torch.Tensor = self.module(self._x)
             y.backward(self._dy)
         return y
-
-    def figures(self) -> dict[str, Any]:
-        """Nothing but the time changes from step to step."""
-        return {}
-
-    def close(self) -> None:
-        """Free what is large."""
-        vars(self).clear()
 
     def _errors(self, y: torch.Tensor) -> dict[str, float]:
         """Of the output and all gradients. Collective."""
