@@ -66,10 +66,7 @@ _COLOURS = {
 
 
 class Colossalai3d(Case):
-    """Time, bytes, memory and error of Colossal-AI's legacy 3-D layers and of Cuboid, for the same block on 8 ranks.
-
-    The output and all gradients of each contestant are compared with one process in float64 before anything is timed.
-    """
+    """Outputs and all gradients are compared with one process in float64 before anything is timed."""
 
     name = "colossalai_3d"
     sources = freshness.MESHES

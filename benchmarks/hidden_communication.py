@@ -58,9 +58,7 @@ _BAR = 0.36
 
 
 class HiddenCommunication(Case):
-    """How much of a layer's communication is hidden behind its computing, where both would take the same time.
-
-    In each round three things take turns: a step (forward and backward), the same step with collectives that do
+    """In each round three things take turns: a step (forward and backward), the same step with collectives that do
     nothing, and the step's collectives alone, one after another. On the shaped network the links' rate is set for each
     mesh so that what the step sends takes as long as its computing. Two ranks, a core each, are what a machine of two
     cores can measure: where ranks share cores, one computes while another waits, which isn't overlap.

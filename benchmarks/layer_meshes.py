@@ -45,10 +45,7 @@ QUICK = LayerWorkload(batch=8, length=64, hidden=128, intermediate=192, heads=64
 
 
 class LayerMeshes(Case):
-    """One transformer layer on 1-D, 2-D, 3-D and the automatic mesh, over links of a set rate.
-
-    Each mesh's output and gradients are compared with float64 before anything is timed.
-    """
+    """Each mesh's output and gradients are compared with float64 before anything is timed."""
 
     name = "layer_meshes"
     sources = freshness.MESHES

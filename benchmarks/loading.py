@@ -53,10 +53,7 @@ STORED = ("float32", "bfloat16")
 
 
 class Loading(Case):
-    """Time and memory to bring a checkpoint onto ranks: only a rank's slices, the whole on each, and what others do.
-
-    Each way's first model must have the loss and the gradient norm of plain transformers.
-    """
+    """Each way's first model must have the loss and the gradient norm of plain transformers."""
 
     name = "loading"
     sources = freshness.LOADING + freshness.MESHES

@@ -119,14 +119,11 @@ class MemoryRank:
 
 
 class Memory(Case):
-    """Activations that 8 ranks keep and have at a time, on several meshes, beside the formula and one process ÷ 8.
-
-    Nothing here depends on time, or on who else computes on the machine.
-    """
+    """Nothing here depends on time, or on who else computes on the machine."""
 
     name = "memory"
     part, picture = "activations", "What the fullest rank keeps on each mesh"
-    sources = freshness.MESHES
+    sources = freshness.MESHES + freshness.LOSS
     repeats = 3
     selects = False
 

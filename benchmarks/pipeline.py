@@ -57,10 +57,7 @@ _COLOURS = {
 
 
 class PipelineCase(Case):
-    """Step times, bubbles and memory of Seq1F1B beside two other pipelines, for the same model on two cores.
-
-    Losses and gradient norms of all first steps must agree before anything is timed.
-    """
+    """Losses and gradient norms of all first steps must agree before anything is timed."""
 
     name = "pipeline"
     sources = freshness.SEQ1F1B + freshness.STAGES + freshness.ENGINE

@@ -72,10 +72,7 @@ def entries(segments: Sequence[int]) -> list[Entry]:
 
 
 class EmulatedPipeline(Case):
-    """The pipeline on 8 and 16 stages, with computing emulated by sleeping, beside theory and other pipelines.
-
-    Each step must have the loss and the gradient norm that plain autograd in float64 gives.
-    """
+    """Each step must have the loss and the gradient norm that plain autograd in float64 gives."""
 
     name = "pipeline_emulated"
     part = "emulated stages"

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 _CUBOID = "plugin/cuboid"
 #: What sharded layers do, from the mesh to the model.
 MESHES = tuple(f"{_CUBOID}/{name}/**/*.py" for name in ("distributed", "tensor3d", "models/sharded", "planner"))
+LOSS = (f"{_CUBOID}/models/cross_entropy/**/*.py",)
 #: The schedules and what runs them.
 SEQ1F1B = (f"{_CUBOID}/seq1f1b/**/*.py", f"{_CUBOID}/distributed/**/*.py")
 #: Stages and segments of Hugging Face's models.
