@@ -38,7 +38,7 @@ def measured(out, *options):
     for picture in ("pipeline_emulated.png", "pipeline_emulated_timelines.png"):
         assert (out / picture).read_bytes().startswith(b"\x89PNG")
     numbers = json.loads((out / "pipeline_emulated.json").read_text(encoding="utf-8"))
-    assert all(row["name"] in output for row in numbers["rows"])
+    assert all(table.text() in output for table in CASE.tables(numbers))
     assert all(sentence in output for sentence in CASE.remarks(numbers))
     assert EMULATED in output
     return numbers

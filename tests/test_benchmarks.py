@@ -4,11 +4,15 @@ import json
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from launching import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from pipeline import CASE
+
 TIMEOUT_S = 600
 
 
@@ -24,6 +28,7 @@ def result(tmp_path_factory):
         assert (out / picture).read_bytes().startswith(b"\x89PNG")
     numbers = json.loads((out / "pipeline.json").read_text(encoding="utf-8"))
     assert all(len(each["ranks"]) == 2 for each in numbers["timelines"])
+    assert all(table.text() in ended.stdout for table in CASE.tables(numbers))
     return numbers
 
 

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -59,8 +58,8 @@ def ways(ranks: int) -> list[Way]:
     cube = {1: "1x1x1", 4: "1x2x2", 8: "2x2x2"}[ranks]
 
     def ours(mesh: str) -> Way:
-        load = partial(cuboid.from_pretrained, config=config(mesh), dtype=_DTYPE)
-        return Way(f"Cuboid {MeshShape.parse(mesh)}", load)
+        name = f"Cuboid {MeshShape.parse(mesh)}"
+        return Way(name, lambda path: cuboid.from_pretrained(path, config(mesh), dtype=_DTYPE))
 
     return [
         ours(cube),
