@@ -38,7 +38,7 @@ endif
 export OMP_NUM_THREADS ?= 1
 FREE_PORT := $(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
 
-.PHONY: help install train colossalai test test-slow test-versions bench lint clean
+.PHONY: help install train colossalai test test-slow test-versions bench docs lint clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -98,6 +98,9 @@ test-versions: install ## Run a part of the tests with each version of transform
 
 bench: install ## Measure everything that can run here, or CASE=…, with ARGS="…"; CASE=list says which, how long, with what needs.
 	@$(BIN)/python benchmarks/run.py $(or $(CASE),all) $(ARGS)
+
+docs: install ## Make the generated parts of docs/ again, and their pictures, or CASE=…; ARGS=--check writes nothing.
+	@$(BIN)/python docs/generate.py $(CASE) $(ARGS)
 
 lint: install ## Check style, types, and that imports only run down.
 	@$(BIN)/ruff check .

@@ -6,25 +6,20 @@ python benchmarks/run.py [list | all | CASE] [options of the case …]
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
+from harness.tables import text
 from network.networks import why_not_shaped
-from report import text_table
 
 from cuboid.config.schema import suggestion
 from cuboid.errors import CuboidError
 
 _FOLDER = Path(__file__).parent
-_SHAPED = ("--network", "shaped")
-_LINUX_ONLY = "it measures by what Linux says of its processes"
 
 
 @dataclass(frozen=True)
@@ -48,11 +43,6 @@ class Case:
     linux: bool = False
 
     @property
-    def script(self) -> Path:
-        """What is run."""
-        return _FOLDER / f"{self.name}.py"
-
-    @property
     def needs(self) -> str:
         """In words, for the list."""
         needs = ["root, or else it is measured over loopback"] if self.shaped else []
@@ -62,17 +52,31 @@ class Case:
 
     def why_not(self) -> str | None:
         """In a sentence, why it can't run here; None where it can."""
-        if not self.script.is_file():
-            return f"{self.script.relative_to(_FOLDER.parent)} isn't there"
+        if not (_FOLDER / f"{self.name}.py").is_file():
+            return f"{_FOLDER.name}/{self.name}.py isn't there"
         if self.colossalai and importlib.util.find_spec("colossalai") is None:
             return "it needs ColossalAI, which `make colossalai` installs"
         if self.linux and not sys.platform.startswith("linux"):
-            return f"{_LINUX_ONLY}, and this is {sys.platform}"
+            return f"it measures by what Linux says of its processes, and this is {sys.platform}"
         return None
 
     def options(self) -> tuple[str, ...]:
         """What it is given before the options of the command line."""
-        return _SHAPED if self.shaped and why_not_shaped() is None else ()
+        return ("--network", "shaped") if self.shaped and why_not_shaped() is None else ()
+
+    def run(self, options: list[str]) -> int:
+        """Run it as a process of its own; its exit status, negative if a signal ended it."""
+        command = [sys.executable, str(_FOLDER / f"{self.name}.py"), *self.options(), *options]
+        print(f"— {self.name}: {' '.join(command[1:])}", flush=True)
+        process = subprocess.Popen(command)
+        # Signals are the case's business, which has networks to take down; Ctrl-C reaches both by itself.
+        before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
+        before[signal.SIGTERM] = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
+        try:
+            return process.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 CASES = {
@@ -92,13 +96,16 @@ CASES = {
 
 
 def find(name: str) -> Case:
-    """The case of that name.
+    """The case of that name, which can run here.
 
     Raises:
-        CuboidError: there is none; says which was probably meant.
+        CuboidError: there is none, with which was probably meant; or it can't, with why.
     """
     if name not in CASES:
         raise CuboidError(f"{name} is not a benchmark; {suggestion(name, ['list', 'all', *CASES])}")
+    why_not = CASES[name].why_not()
+    if why_not is not None:
+        raise CuboidError(f"{name} can't run here: {why_not}")
     return CASES[name]
 
 
@@ -109,61 +116,32 @@ def print_list() -> None:
         why_not = case.why_not()
         needs = case.needs if why_not is None else f"can't run here: {why_not}"
         lines.append([case.name, case.measures, str(case.minutes), needs])
-    print(text_table(lines))
+    print(text(lines))
     print(
         '\nmake bench CASE=layer_meshes ARGS="--quick"   runs one; without CASE all that can run here do, one after '
         "another.\nEach tells its own options with ARGS=--help. Nothing else should run meanwhile."
     )
 
 
-def run_case(case: Case, options: list[str]) -> int:
-    """Run one case as a process of its own; its exit status, negative if a signal ended it."""
-    command = [sys.executable, str(case.script), *case.options(), *options]
-    print(f"— {case.name}: {' '.join(command[1:])}", flush=True)
-    process = subprocess.Popen(command)
-    with _signals_for(process):
-        return process.wait()
-
-
-@contextlib.contextmanager
-def _signals_for(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Inside, signals are the case's business, which has networks to take down; this process waits for it."""
-
-    def pass_on(number: int, _: FrameType | None) -> None:
-        process.send_signal(number)
-
-    # Ctrl-C reaches both by itself.
-    before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
-    before[signal.SIGTERM] = signal.signal(signal.SIGTERM, pass_on)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def run_all(options: list[str]) -> int:
     """Run every case that can run here; 0 if all of them did well."""
     outcomes: dict[str, str] = {}
+    # Python ends by the signal itself, or says 128 + its number where it has tidied up after it.
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    interrupts = {status for number in signals for status in (-number, 128 + number)}
     for case in CASES.values():
         why_not = case.why_not()
         if why_not is not None:
             outcomes[case.name] = f"left out: {why_not}"
             continue
-        status = run_case(case, options)
+        status = case.run(options)
         outcomes[case.name] = "done" if status == 0 else f"failed with status {status}"
-        if _was_interrupted(status):
+        if status in interrupts:
             outcomes[case.name] = "interrupted"
             break
     print()
-    print(text_table([["case", "outcome"], *([name, outcome] for name, outcome in outcomes.items())]))
-    ended_well = all(outcome == "done" or outcome.startswith("left out") for outcome in outcomes.values())
-    return 0 if ended_well else 1
-
-
-def _was_interrupted(status: int) -> bool:
-    # Python ends by the signal itself, or says 128 + its number where it has tidied up after it.
-    return any(status in (-number, 128 + number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    print(text([["case", "outcome"], *([name, outcome] for name, outcome in outcomes.items())]))
+    return 0 if all(outcome.startswith(("done", "left out")) for outcome in outcomes.values()) else 1
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -178,14 +156,10 @@ def main(arguments: list[str] | None = None) -> int:
     if given.case == "all":
         return run_all(given.options)
     try:
-        case = find(given.case)
-        why_not = case.why_not()
-        if why_not is not None:
-            raise CuboidError(f"{case.name} can't run here: {why_not}")
+        return find(given.case).run(given.options)
     except CuboidError as error:
         print(error, file=sys.stderr)
         return 2
-    return run_case(case, given.options)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -33,7 +35,7 @@ def instruments(monkeypatch):
 def places(monkeypatch):
     """The module that says who has what."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("three_d.places")
+    return importlib.import_module("three_d.gpt2")
 
 
 # --- the instruments ---------------------------------------------------------------------------------------------
@@ -60,17 +62,6 @@ def test_the_error_is_relative_to_the_norm(places):
     assert places.relative_error(whole, [(torch.tensor([[3.0, 4.5]]), place)]) == pytest.approx(0.1)
 
 
-def test_pieces_survive_a_file(places, tmp_path):
-    place = (torch.tensor([2, 0]), places.everything(3))
-    pieces = {"input": (torch.randn(2, 3), place), "output": (torch.randn(2, 3), place)}
-    places.write_pieces(pieces, tmp_path / "pieces.safetensors")
-    read = places.read_pieces(tmp_path / "pieces.safetensors")
-    assert read.keys() == pieces.keys()
-    for name, (part, _) in pieces.items():
-        assert torch.equal(read[name][0], part)
-        assert all(torch.equal(*both) for both in zip(read[name][1], place, strict=True))
-
-
 def test_the_peak_is_of_tensors_that_live_together(instruments):
     x = torch.ones(1000)
     with instruments.Meter([x]) as meter:
@@ -93,6 +84,56 @@ def test_saved_bytes_are_told_apart(instruments):
     assert saved.bytes == {"linear_inputs": size, "other_activations": size, "gathered_weights": 0}
 
 
+# --- ranks in an environment of their own ------------------------------------------------------------------------
+
+#: As three_d/worker_1d.py, but with GPT-2's own block, whole on each rank.
+WORKER = """
+import os, sys
+from multiprocessing.connection import Connection
+import torch, torch.distributed as dist
+from network.serving import Host, serve
+from three_d.gpt2 import everything
+from three_d.sides import Side
+
+def build(entry):
+    case, fails = entry
+    if fails:
+        raise ValueError("on purpose")
+    part = case.model().get_submodule(case.path)
+    everywhere = tuple(map(everything, (case.batch, case.length, case.hidden)))
+    parameters = {name: (p, tuple(map(everything, p.shape))) for name, p in part.named_parameters()}
+    return Side(case, part, everywhere, parameters, (), set())
+
+def start():
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=size)
+    return Host(build)
+
+assert "cuboid" not in sys.modules
+serve(start, Connection(int(sys.argv[1])))
+"""
+
+
+def test_ranks_of_another_environment_take_part_and_stand_still_between_calls(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    one_dimension, gpt2 = (importlib.import_module(f"three_d.{name}") for name in ("one_dimension", "gpt2"))
+    ranks = importlib.import_module("network.ranks")
+    (tmp_path / "worker.py").write_text(WORKER)
+    case = gpt2.Case("mlp", 2, 4, 8, 2)
+    with one_dimension.ranks_1d(Path(sys.executable), 2, tmp_path / "worker.py") as found:
+        for answer in found.call("prepare", (case, False), timeout_s=60):
+            assert answer["errors"].keys() == case.truth().keys()
+            assert 0 < max(answer["errors"].values()) < 1e-6
+            assert answer["peak_bytes"] > answer["saved_bytes"]["other_activations"] > 0
+        processes = [psutil.Process(member.process.pid) for member in found._members]
+        assert [process.status() for process in processes] == [psutil.STATUS_STOPPED] * 2
+        steps = found.call("step", (case, False), time.perf_counter(), timeout_s=60)
+        assert all(step.duration_s > 0 for step in steps)
+        with pytest.raises(ranks.RankError, match=r"rank . of 2 failed in prepare:[^$]*ValueError: on purpose"):
+            found.call("prepare", (case, True), timeout_s=60)
+    assert not any(process.is_running() for process in processes)
+
+
 # --- the comparison ----------------------------------------------------------------------------------------------
 
 
@@ -106,36 +147,33 @@ def result(tmp_path_factory):
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert (out / "colossalai_3d.png").read_bytes().startswith(b"\x89PNG")
     numbers = json.loads((out / "colossalai_3d.json").read_text(encoding="utf-8"))
-    assert all(case["title"] in ended.stdout for case in numbers["cases"])
+    assert all(row["title"] in ended.stdout for row in numbers["rows"])
     return numbers
 
 
 def rows_of(result, key):
-    """A contestant's numbers, case by case."""
-    return [row for case in result["cases"] for row in case["rows"] if row["key"] == key]
+    """A contestant's numbers, part by part."""
+    return [row for row in result["rows"] if row["key"] == key]
 
 
 @needs_peer
 @pytest.mark.slow
 def test_everyone_takes_part_in_both_cases(result):
-    assert [case["case"]["part"] for case in result["cases"]] == ["mlp", "layer"]
-    for case in result["cases"]:
-        assert [row["key"] for row in case["rows"]] == [
-            "colossalai_3d",
-            "colossalai_3d_exchange",
-            "cuboid",
-            "cuboid_auto",
-        ]
+    keys = ["colossalai_3d", "colossalai_3d_exchange", "cuboid", "cuboid_auto"]
+    assert [(row["part"], row["key"]) for row in result["rows"]] == [
+        (part, key) for part in ("mlp", "layer") for key in keys
+    ]
+    for row in result["rows"]:
+        assert row["ratios"].keys() == {"colossalai_3d"}
 
 
 @needs_peer
 @pytest.mark.slow
 def test_everyone_computes_what_one_process_computes(result):
     weights = {"mlp": 4, "layer": 12}
-    for case in result["cases"]:
-        for row in case["rows"]:
-            assert len(row["errors"]) == 2 + weights[case["case"]["part"]]
-            assert 0 < max(row["errors"].values()) < 1e-6
+    for row in result["rows"]:
+        assert len(row["errors"]) == 2 + weights[row["part"]]
+        assert 0 < max(row["errors"].values()) < 1e-6
 
 
 @needs_peer

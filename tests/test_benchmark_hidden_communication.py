@@ -9,9 +9,8 @@ from launching import ROOT, finish, start
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from hidden_communication import parse
-from network.hidden_workload import StackWorkload, compute_reference
-from network.layer_workload import rotary_tables
+from contestants.layer import LayerWorkload, compute_reference, rotary_tables
+from hidden_communication import CASE
 from network.networks import why_not_shaped
 
 pytestmark = pytest.mark.slow
@@ -24,8 +23,8 @@ def measured(out, *options):
     """Numbers of a quick run, which has written all that it should."""
     status, output = finish(start(sys.executable, SCRIPT, "--quick", *options, "--out", out), TIMEOUT_S)
     assert status == 0, output
-    assert (out / "hidden_communication.png").read_bytes().startswith(b"\x89PNG")
     numbers = json.loads((out / "hidden_communication.json").read_text(encoding="utf-8"))
+    assert (out / f"{CASE.record_name(numbers)}.png").read_bytes().startswith(b"\x89PNG")
     assert all(row["shape"] in output for row in numbers["rows"])
     return numbers
 
@@ -81,7 +80,7 @@ def test_on_links_the_rate_is_that_at_which_sending_takes_as_long_as_computing(t
 
 
 def test_the_reference_runs_every_layer():
-    workload = StackWorkload(**SIZES, layers=3)
+    workload = LayerWorkload(**SIZES, layers=3)
     model = workload.model()
     reference = compute_reference(workload, model)
     given, _ = workload.inputs()
@@ -94,6 +93,6 @@ def test_the_reference_runs_every_layer():
 @pytest.mark.parametrize("options", [["--layers", "0"], ["--repeats", "0"], ["--ranks", "3"], ["--most-mbit", "9"]])
 def test_options_that_make_no_sense_are_refused(capsys, options):
     with pytest.raises(SystemExit) as ended:
-        parse(options)
+        CASE.parse(options)
     assert ended.value.code == 2
     assert options[0] in capsys.readouterr().err

@@ -12,8 +12,8 @@ from launching import ROOT, finish, start
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from layer_meshes import distinct, parse
-from network.layer_workload import QUICK
+from contestants.layer import distinct
+from layer_meshes import CASE, QUICK
 from network.networks import why_not_shaped
 
 from cuboid.errors import CuboidError
@@ -26,7 +26,7 @@ def measured(out, *options):
     """Numbers of a quick run, which has written all that it should."""
     status, output = finish(start(sys.executable, SCRIPT, "--quick", *options, "--out", out), TIMEOUT_S)
     assert status == 0, output
-    assert (out / "layer_meshes.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "layer_meshes_8.png").read_bytes().startswith(b"\x89PNG")
     numbers = json.loads((out / "layer_meshes.json").read_text(encoding="utf-8"))
     assert all(row["shape"] in output for row in numbers["rows"])
     return numbers
@@ -89,15 +89,15 @@ def test_interfaces_send_what_the_counter_counts(tmp_path):
 
 def test_meshes_of_other_sizes_are_refused():
     model = QUICK.model()
-    with pytest.raises(CuboidError, match="mesh 1×4×1 has 4 ranks, but --ranks is 8"):
+    with pytest.raises(CuboidError, match="mesh 1×4×1 has 4 ranks, but there are 8"):
         distinct(["1x4x1"], 8, QUICK, model)
-    assert distinct(["1x8x1", "1×8×1", "2x2x2"], 8, QUICK, model) == ["1x8x1", "2x2x2"]
+    assert list(distinct(["1x8x1", "1×8×1", "2x2x2"], 8, QUICK, model)) == ["1x8x1", "2x2x2"]
 
 
 @pytest.mark.parametrize("options", [["--rate-mbit", "10"], ["--repeats", "0"], ["--ranks", "7"]])
 def test_options_that_make_no_sense_are_refused(capsys, options):
     with pytest.raises(SystemExit) as ended:
-        parse(options)
+        CASE.parse(options)
     assert ended.value.code == 2
     assert options[0] in capsys.readouterr().err
 
@@ -114,7 +114,7 @@ sys.path.insert(0, {str(SCRIPT.parent)!r})
 import layer_meshes
 os.seteuid({nobody})
 sys.argv = ["layer_meshes.py", "--network", "shaped", "--quick", "--out", {folder!r}]
-sys.exit(layer_meshes.main())
+sys.exit(layer_meshes.CASE.main())
 """
         status, output = finish(start(sys.executable, "-c", code), TIMEOUT_S)
         assert list(Path(folder).iterdir()) == []

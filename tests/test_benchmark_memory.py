@@ -5,14 +5,12 @@ import sys
 
 import pytest
 
-from launching import ROOT, finish, run, start
+from launching import ROOT, finish, start
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from memory import distinct, parse
-from memory_parts.rank import Kept
-from memory_parts.results import Record, check_agreement, rows
-from memory_parts.workload import QUICK
+from contestants.layer import distinct
+from memory import CASE, QUICK, Found, Kept, check_agreement, rows
 
 from cuboid.errors import CuboidError
 
@@ -60,28 +58,25 @@ def test_everyone_computes_the_same(result):
 
 
 def test_the_automatic_mesh_takes_part_once():
-    assert list(distinct(["1x8x1", "auto", "1×8×1"], QUICK)) == ["1×8×1", "4×2×1 (auto)"]
+    model = QUICK.model()
+    meshes = distinct(["1x8x1", "auto", "1×8×1"], 8, QUICK, model)
+    assert {mesh: str(shape) for mesh, shape in meshes.items()} == {"1x8x1": "1×8×1", "auto": "4×2×1"}
     with pytest.raises(CuboidError, match="mesh 1×4×1 has 4 ranks"):
-        distinct(["1x4x1"], QUICK)
+        distinct(["1x4x1"], 8, QUICK, model)
 
 
 def test_who_computes_something_else_is_named():
     def found(loss):
         return Kept(loss, 1.0, 1, 8, 8, {"norm": 1})
 
-    records = [Record(name, None, [found(2.0)]) for name in ("plain", "1×1×1")]
+    records = [Found(name, None, [found(2.0)]) for name in ("plain", "1×1×1")]
     assert rows(records)[1]["kept_share_of_plain"] == 1
     check_agreement(records)
     with pytest.raises(CuboidError, match=r"2×1×1 has loss 3\.0, but plain transformers has 2\.0"):
-        check_agreement([*records, Record("2×1×1", "2x1x1", [found(2.0), found(3.0)])])
+        check_agreement([*records, Found("2×1×1", "2x1x1", [found(2.0), found(3.0)])])
 
 
 def test_options_that_make_no_sense_are_refused(capsys):
     with pytest.raises(SystemExit):
-        parse(["--repeats", "0"])
+        CASE.parse(["--repeats", "0"])
     assert "--repeats" in capsys.readouterr().err
-
-
-def test_the_page_is_up_to_date():
-    status, output = run(sys.executable, ROOT / "docs" / "generate_memory.py", "--check")
-    assert status == 0, output

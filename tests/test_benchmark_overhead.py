@@ -10,16 +10,13 @@ from launching import ROOT, finish, start
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from one_process.contestants import Entry
-from one_process.measuring import OUTSIDE, Pair, Record, Share, differences, largest_differences
-from overhead import parse
+from overhead import CASE, OUTSIDE, differences, largest_differences
 
 from cuboid.errors import CuboidError
 
 pytestmark = pytest.mark.slow
 TIMEOUT_S = 240
 SCRIPT = ROOT / "benchmarks" / "overhead.py"
-ENTRIES = [Entry("plain", has_cuboid=has_cuboid, dtype="float32") for has_cuboid in (False, True)]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +49,7 @@ def test_ratios_are_those_of_the_rounds(run):
     for row in result["rows"]:
         (plain,), (ours,) = row["samples"]["plain"], row["samples"]["cuboid"]
         assert row["ratio"]["median"] == pytest.approx(ours["step_s"] / plain["step_s"])
-        assert row["ratio_processor"]["median"] == pytest.approx(ours["processor_s"] / plain["processor_s"])
+        assert row["ratio_processor"]["median"] == pytest.approx(ours["computing_s"] / plain["computing_s"])
         assert row["ratio"]["count"] == result["repeats"] == 1
 
 
@@ -64,35 +61,37 @@ def test_the_profile_says_first_what_differs_most(run):
         assert any(each["cuboid"]["calls"] != each["plain"]["calls"] for each in row["profile"])
 
 
-def record(entry, loss, gradients, **shares):
-    return Record(entry, loss, torch.tensor(gradients, dtype=torch.float64), shares=shares)
+def first(loss, gradients):
+    """What a training tells of its first step."""
+    return loss, torch.tensor(gradients, dtype=torch.float64)
 
 
 def test_trainings_that_differ_are_refused_by_name():
-    plain = record(ENTRIES[0], 2.0, [3.0, 4.0])
-    assert differences(plain, record(ENTRIES[1], 2.0, [3.0, 4.0])) == (0.0, 0.0)
-    with pytest.raises(CuboidError, match=r"Hugging Face and Hugging Face with Cuboid, float32: losses are 1.0e-01"):
-        differences(plain, record(ENTRIES[1], 2.2, [3.0, 4.0]))
-    with pytest.raises(CuboidError, match=r"gradients are 1.0e-01 apart"):
-        differences(plain, record(ENTRIES[1], 2.0, [3.0, 4.5]))
-    with pytest.raises(CuboidError, match="2 and 1 elements have gradients"):
-        differences(plain, record(ENTRIES[1], 2.0, [3.0]))
-    with pytest.raises(CuboidError, match="gradients are nan apart"):
-        differences(plain, record(ENTRIES[1], 2.0, [3.0, float("nan")]))
+    plain = first(2.0, [3.0, 4.0])
+    assert differences("A and B", plain, first(2.0, [3.0, 4.0]), 1e-5) == (0.0, 0.0)
+    for ours, message in [
+        (first(2.2, [3.0, 4.0]), r"A and B: losses are 1.0e-01"),
+        (first(2.0, [3.0, 4.5]), r"gradients are 1.0e-01 apart"),
+        (first(2.0, [3.0]), "2 and 1 elements have gradients"),
+        (first(2.0, [3.0, float("nan")]), "gradients are nan apart"),
+    ]:
+        with pytest.raises(CuboidError, match=message):
+            differences("A and B", plain, ours, 1e-5)
 
 
 def test_operators_of_only_one_training_are_told_of():
-    plain = record(ENTRIES[0], 1.0, [1.0], mm=Share(1.0, 3), **{OUTSIDE: Share(0.5, 1)})
-    ours = record(ENTRIES[1], 1.0, [1.0], mm=Share(1.1, 3), copy=Share(0.3, 2), **{OUTSIDE: Share(0.5, 1)})
-    assert largest_differences(Pair(plain, ours, 0.0, 0.0), 2) == [
-        ("copy", Share(0.0, 0), Share(0.3, 2)),
-        ("mm", Share(1.0, 3), Share(1.1, 3)),
-    ]
+    plain = {"mm": (1.0, 3), OUTSIDE: (0.5, 1)}
+    ours = {"mm": (1.1, 3), "copy": (0.3, 2), OUTSIDE: (0.5, 1)}
+    copy, mm, outside = largest_differences(plain, ours)
+    assert copy["operator"] == "copy"
+    assert copy["plain"] == {"seconds": 0.0, "calls": 0}
+    assert copy["cuboid"] == {"seconds": 0.3, "calls": 2}
+    assert (mm["operator"], outside["operator"]) == ("mm", OUTSIDE)
 
 
 @pytest.mark.parametrize("options", [["--dtypes", "float16"], ["--repeats", "0"], ["--engines", "jax"]])
 def test_options_that_make_no_sense_are_refused(capsys, options):
     with pytest.raises(SystemExit) as ended:
-        parse(options)
+        CASE.parse(options)
     assert ended.value.code == 2
     assert options[0] in capsys.readouterr().err

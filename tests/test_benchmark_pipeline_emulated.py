@@ -1,7 +1,6 @@
 """benchmarks/pipeline_emulated.py runs, and its numbers hang together. Times are not looked at: machines are busy."""
 
 import json
-import runpy
 import sys
 from dataclasses import replace
 from math import sqrt
@@ -15,13 +14,11 @@ from launching import ROOT, finish, start
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from emulated.entries import Entry, entries
-from emulated.measuring import Record, check_agreement, check_complete
-from emulated.numbers import EMULATED, simulated, theory
-from emulated.ours import SegmentedStage
-from emulated.work import Work
+from contestants.emulation import SegmentedStage, Work
+from contestants.pipelines import Entry
+from harness.rounds import Record
 from network.networks import why_not_shaped
-from pipeline_emulated import parse
+from pipeline_emulated import CASE, EMULATED, check_agreement, check_complete, entries
 
 from cuboid.errors import ConfigError, CuboidError
 from cuboid.seq1f1b.schedule.actions import Action, Op
@@ -38,11 +35,11 @@ def measured(out, *options):
     """Numbers of a quick run, which has written all that it should."""
     status, output = finish(start(sys.executable, SCRIPT, "--quick", *options, "--out", out), TIMEOUT_S)
     assert status == 0, output
-    for picture in ("pipeline_emulated.png", "timelines.png"):
+    for picture in ("pipeline_emulated.png", "pipeline_emulated_timelines.png"):
         assert (out / picture).read_bytes().startswith(b"\x89PNG")
     numbers = json.loads((out / "pipeline_emulated.json").read_text(encoding="utf-8"))
-    assert all(row["name"] in output for row in numbers["rows"])
-    assert all(sentence in output for sentence in numbers["remarks"])
+    assert all(table.text() in output for table in CASE.tables(numbers))
+    assert all(sentence in output for sentence in CASE.remarks(numbers))
     assert EMULATED in output
     return numbers
 
@@ -71,7 +68,7 @@ def entry_of(row):
 
 def test_the_numbers_say_that_computing_was_emulated(result):
     assert result["emulated"] == EMULATED
-    assert result["remarks"][0].startswith("Computing is emulated")
+    assert CASE.remarks(result)[0].startswith("Computing is emulated")
 
 
 def test_everyone_takes_part_who_can(result):
@@ -81,7 +78,7 @@ def test_everyone_takes_part_who_can(result):
     assert result["refusals"] == [
         "torch's Schedule1F1B refuses 2 micro-batches on 4 stages: it wants no fewer micro-batches than stages."
     ]
-    assert result["refusals"][0] in result["remarks"]
+    assert result["refusals"][0] in CASE.remarks(result)
 
 
 def test_all_compute_what_float64_gives(result):
@@ -93,7 +90,7 @@ def test_theory_and_simulation_are_those_of_the_schedules(result):
         rows = rows_of(result, count)
         for row in rows.values():
             assert row["bubble_theory"] == pytest.approx(3 / (row["segments"] * count + 3))
-            timeline = simulated(work_of(row, result), entry_of(row), None)
+            timeline = entry_of(row).simulated(work_of(row, result))
             assert row["simulated_s"] == pytest.approx(timeline.makespan_s)
             if row["segments"] == 1:
                 assert row["bubble_simulated"] == pytest.approx(row["bubble_theory"])
@@ -121,18 +118,18 @@ def test_ratios_are_those_of_the_rounds(result):
         assert len(row["samples"]) == result["repeats"] == 1
 
 
-def test_the_page_can_be_written_from_it(result, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    page = runpy.run_path(str(ROOT / "docs" / "generate_pipeline_emulated.py"))
-    text = page["part"](result)
+def test_the_page_can_be_written_from_it(result):
+    (text,) = CASE.parts({"pipeline_emulated": result}).values()
     assert text.count(EMULATED) == 2
     assert text.count("| `seq1f1b`, k = 4, even |") == 2
-    assert all(sentence in text for sentence in result["remarks"])
+    assert all(sentence in text for sentence in CASE.remarks(result))
 
 
-def test_the_page_is_up_to_date():
-    status, output = finish(start(sys.executable, ROOT / "docs" / "generate_pipeline_emulated.py", "--check"), 60)
-    assert status == 0, output
+def test_timelines_are_kept_for_the_page(result, tmp_path):
+    assert [each["title"].partition(",")[0] for each in result["timelines"]][:2] == ["Cuboid gpipe", "Cuboid 1f1b"]
+    assert tmp_path / "pipeline_emulated_timelines.png" in CASE.draw(result, tmp_path)
+    result = {**result, "timelines": []}
+    assert CASE.draw(result, tmp_path) == [tmp_path / "pipeline_emulated.png"]
 
 
 @pytest.mark.skipif(why_not_shaped() is not None, reason=str(why_not_shaped()))
@@ -140,7 +137,7 @@ def test_links_of_a_set_rate_are_simulated_too(tmp_path):
     numbers = measured(tmp_path, "--network", "shaped", "--rate-mbit", "100", "--segments", "2")
     assert numbers["measured_mbit"] == pytest.approx(100, rel=0.1)
     for row in numbers["rows"]:
-        alone = simulated(work_of(row, numbers), entry_of(row), None)
+        alone = entry_of(row).simulated(work_of(row, numbers))
         assert row["simulated_s"] > alone.makespan_s
         if row["segments"] == 1:
             # Nothing overlaps with the first hidden states on three links, and with the last gradients on three.
@@ -170,7 +167,7 @@ def test_segments_compute_what_whole_sequences_do(lengths):
 
 
 def test_another_order_of_segments_gives_other_gradients():
-    given, _ = SMALL.batch()
+    given, _ = SMALL.data()
     gradients = []
     for order in ((1, 0), (0, 1)):
         last = SegmentedStage(SMALL, (6, 6), 1)
@@ -183,7 +180,7 @@ def test_another_order_of_segments_gives_other_gradients():
 
 @given(cuts())
 def test_however_a_sequence_is_cut_its_units_take_as_long_together(lengths):
-    duration_s = replace(SMALL, forward_s=1.0).duration_s(lengths)
+    duration_s = replace(SMALL, forward_s=1.0).cost(lengths)
     for op, total_s in ((Op.FORWARD, 1.0), (Op.BACKWARD, 2.0)):
         assert sum(duration_s(Action(op, 0, 0, s)) for s in range(len(lengths))) == pytest.approx(total_s)
 
@@ -193,11 +190,11 @@ def test_however_a_sequence_is_cut_its_units_take_as_long_together(lengths):
 def test_cuts_by_operations_are_simulated_as_theory_says(stages, micro_batches, segments):
     work, entry = Work(stages, micro_batches, 0.1, 1), Entry("cuboid", "seq1f1b", segments)
     assert entry.schedule in SCHEDULES
-    assert simulated(work, entry, None).bubble == pytest.approx(theory(entry, work), abs=0.01)
+    assert entry.simulated(work).bubble == pytest.approx(entry.theory(work), abs=0.01)
 
 
 def test_who_computes_something_else_is_named():
-    record = Record(Entry("torch"), SMALL)
+    record = Record((Entry("torch"), SMALL), Entry("torch").name)
     check_agreement(record, (1.0, 2.0 + 1e-6), (1.0, 2.0))
     assert record.error == pytest.approx(5e-7)
     with pytest.raises(CuboidError, match=r"torch.distributed.pipelining 1F1B has gradient norm 2.1, but .* 2.0"):
@@ -207,7 +204,7 @@ def test_who_computes_something_else_is_named():
 
 
 def test_a_step_that_leaves_something_out_or_does_it_twice_is_refused():
-    record = Record(Entry("deepspeed"), SMALL)
+    record = Record((Entry("deepspeed"), SMALL), Entry("deepspeed").name)
     units = [
         [Span(Action(op, stage, count, 0), 0.0, 1.0) for op in (Op.FORWARD, Op.BACKWARD) for count in range(2)]
         for stage in range(2)
@@ -236,6 +233,6 @@ def test_stages_that_cannot_be_equal_are_refused():
 )
 def test_options_that_make_no_sense_are_refused(capsys, options):
     with pytest.raises(SystemExit) as ended:
-        parse(options)
+        CASE.parse(options)
     assert ended.value.code == 2
     assert options[0] in capsys.readouterr().err

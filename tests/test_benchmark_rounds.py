@@ -1,7 +1,6 @@
 """Whose turn it is in a round, and what is measured again."""
 
 import sys
-from dataclasses import dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,18 +9,8 @@ from launching import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from quiet import QUIET, Judged
-from rounds import in_turn, undisturbed_sample
-
-
-@dataclass
-class Sample(Judged):
-    foreign: float
-
-
-@dataclass
-class Record:
-    rejected: int = 0
+from harness.rounds import Record, Sample, in_turn, run_rounds, undisturbed_sample
+from harness.watch import QUIET
 
 
 class Patience:
@@ -49,9 +38,28 @@ def test_everybody_is_in_every_place_once(members):
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=9), st.integers(1, 9))
 def test_the_first_quiet_sample_counts_and_any_once_patience_is_over(foreign, times):
     shares = iter([*foreign, *[0.0] * times])
-    record, patience = Record(), Patience(times)
-    sample = undisturbed_sample(lambda: Sample(next(shares)), patience, record)
+    record, patience = Record("one", "one"), Patience(times)
+    sample = undisturbed_sample(lambda: Sample(1.0, 1.0, next(shares)), patience, record)
     quiet = [place for place, share in enumerate([*foreign, 0.0]) if share <= QUIET]
     assert record.rejected == min(quiet[0], times - 1)
     assert patience.waited == record.rejected + 1
     assert sample.foreign == [*foreign, 0.0][record.rejected]
+
+
+@given(st.lists(st.floats(1, 9), min_size=2, max_size=5), st.integers(1, 4))
+def test_ratios_are_of_rounds_in_which_both_were_undisturbed(times, repeats):
+    records = [Record(number, str(number)) for number in range(len(times))]
+    done = []
+
+    def measure(record):
+        # The first round is disturbed for everybody, and takes any time.
+        is_first = not record.samples
+        return Sample(99.0 if is_first else times[record.entry], 1.0, 1.0 if is_first else 0.0)
+
+    run_rounds(records, repeats + 1, Patience(0), measure, lambda: done.append(len(records[0].samples)))
+    assert done == list(range(1, repeats + 2))
+    first, second = records[:2]
+    numbers = first.numbers([("second", second)])
+    assert numbers["undisturbed"] == repeats
+    assert numbers["step_s"]["median"] == times[0]
+    assert abs(numbers["ratios"]["second"]["median"] - times[1] / times[0]) < 1e-9

@@ -10,12 +10,9 @@ from launching import ROOT, finish, start
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+from contestants.whole_steps import DEFAULT, FirstSteps, find
 from network.networks import why_not_shaped
-from training_step import parse
-from whole_step.checking import AGREEMENT, check
-from whole_step.entries import DEFAULT, find
-from whole_step.rank import FirstSteps
-from whole_step.workload import QUICK, Reference
+from training_step import CASE, QUICK, Reference, check, comparisons
 
 from cuboid.errors import CuboidError
 
@@ -29,10 +26,10 @@ def measured(out, *options):
     """Numbers of a quick run, which has written all that it should."""
     status, output = finish(start(sys.executable, SCRIPT, "--quick", *options, "--out", out), TIMEOUT_S)
     assert status == 0, output
-    assert (out / "training_step.png").read_bytes().startswith(b"\x89PNG")
     numbers = json.loads((out / "training_step.json").read_text(encoding="utf-8"))
+    assert (out / f"{CASE.record_name(numbers)}.png").read_bytes().startswith(b"\x89PNG")
     assert all(row["name"] in output for row in numbers["rows"])
-    assert all(sentence in output for sentence in numbers["remarks"])
+    assert all(sentence in output for sentence in CASE.remarks(numbers))
     return numbers
 
 
@@ -89,7 +86,7 @@ def test_ratios_are_those_of_the_rounds(result):
 @pytest.mark.slow
 def test_the_automatic_mesh_is_compared_with_the_best_layout_of_each_peer(result):
     rows = by_key(result)
-    first, *best = result["comparisons"]
+    first, *best = comparisons(result["rows"])
     assert first["against"] == "autotp-8"
     assert [rows[one["against"]]["family"] for one in best] == ["autotp", "tp_plan", "fsdp2"]
     for one in best:
@@ -144,9 +141,9 @@ def test_interfaces_count_for_all_alike(tmp_path):
 def test_a_contestant_that_computes_something_else_is_named():
     model = QUICK.model()
     (entry,) = find(["autotp-4"], QUICK, model)
-    reference, tolerance = Reference((3.0, 2.0), 1.0), AGREEMENT["float32"]
+    reference = Reference((3.0, 2.0), 1.0)
     right = [FirstSteps((3.0 + shift, 2.0 - shift), 1.0) for shift in (-0.5, 0.5)]
-    assert check(entry, right, reference, tolerance).losses == (3.0, 2.0)
+    assert check(entry, right, reference, "float32").facts["losses"] == [3.0, 2.0]
     assert statistics.fmean(rank.losses[0] for rank in right) == 3.0
     for wrong, what in [
         (FirstSteps((3.1, 2.0), 1.0), "the first loss is 3.1 instead of 3"),
@@ -155,7 +152,7 @@ def test_a_contestant_that_computes_something_else_is_named():
         (FirstSteps((float("nan"), 2.0), 1.0), "the first loss is nan"),
     ]:
         with pytest.raises(CuboidError, match=rf"DeepSpeed AutoTP, TP 4 × DP 2 doesn't compute .*: {what}"):
-            check(entry, [wrong, wrong], reference, tolerance)
+            check(entry, [wrong, wrong], reference, "float32")
 
 
 def test_contestants_that_there_are_not_are_refused():
@@ -173,22 +170,14 @@ def test_contestants_that_there_are_not_are_refused():
 @pytest.mark.parametrize("options", [["--rate-mbit", "10"], ["--repeats", "0"], ["--dtype", "float16"]])
 def test_options_that_make_no_sense_are_refused(capsys, options):
     with pytest.raises(SystemExit) as ended:
-        parse(options)
+        CASE.parse(options)
     assert ended.value.code == 2
     assert options[0] in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_the_page_tells_a_result(result, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "docs"))
-    from generate_training_step import describe
-
-    text = describe(result)
+def test_the_page_tells_a_result(result):
+    text = CASE.parts({CASE.record_name(result): result})["training step, loopback, float32"]
     assert all(f"| {row['name']} |" in text for row in result["rows"])
-    assert all(one["what"] in text for one in result["comparisons"])
+    assert all(one["what"] in text for one in comparisons(result["rows"]))
     assert "(figures/training_step_loopback_float32.png)" in text
-
-
-def test_the_page_is_up_to_date():
-    status, output = finish(start(sys.executable, ROOT / "docs" / "generate_training_step.py", "--check"), TIMEOUT_S)
-    assert status == 0, output

@@ -1,19 +1,24 @@
 """The documentation says what the code does: generated parts are up to date, links resolve, examples are valid."""
 
 import ast
+import importlib
 import json
 import re
-import runpy
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from launching import ROOT, run
+
+sys.path.insert(0, str(ROOT / "docs"))
+
+import generate
+
 import cuboid
 from cuboid.config.compatibility import check_framework_config
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -35,23 +40,6 @@ def anchors(page: Path) -> set[str]:
     """Names under which GitHub reaches a page's headings."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.fixture
-def run_script(monkeypatch):
-    """Runs a script of docs/ in this process, and gives its exit status."""
-
-    def run(name: str, *arguments: object) -> int:
-        # Python puts a script's folder first on the path.
-        monkeypatch.syspath_prepend(str(ROOT / "docs"))
-        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-        try:
-            runpy.run_path(str(ROOT / "docs" / name), run_name="__main__")
-        except SystemExit as ended:
-            return ended.code
-        return 0
-
-    return run
 
 
 @pages
@@ -102,36 +90,55 @@ def test_settings_that_the_page_calls_refused_are_refused():
             check_framework_config(mode, {name: {"enabled": True}}, 2)
 
 
-def test_the_table_of_keys_is_up_to_date(run_script):
-    assert run_script("generate_config.py", "--check") == 0
+@pytest.mark.parametrize("case", [*generate.WRITTEN, *generate.MEASURED])
+def test_generated_parts_are_up_to_date(case):
+    assert generate.main([case, "--check"]) == 0
 
 
-def test_the_table_beside_colossalai_is_up_to_date(run_script):
-    assert run_script("generate_colossalai.py", "--check") == 0
+def test_a_page_that_is_out_of_date_is_named(monkeypatch, tmp_path, capsys):
+    page = tmp_path / "timeline.md"
+    text = (ROOT / "docs" / "timeline.md").read_text(encoding="utf-8")
+    page.write_text(text.replace("| P | M |", "| P | N |"), encoding="utf-8")
+    monkeypatch.setattr(generate, "DOCS", tmp_path)
+    assert generate.main(["timeline", "--check"]) == 1
+    assert f"{page} is out of date; run: python docs/generate.py" in capsys.readouterr().err
+    assert generate.main(["timeline", "--figures", str(tmp_path)]) == 0
+    assert page.read_text(encoding="utf-8") == text
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "meshes",
-        "formulas",
-        "hidden_communication",
-        "loading",
-        "overhead",
-        "pipeline_emulated",
-    ],
-)
-def test_the_tables_of_a_page_are_up_to_date(run_script, case):
-    assert run_script(f"generate_{case}.py", "--check") == 0
+def test_a_new_record_is_taken_over(monkeypatch, tmp_path):
+    measured = importlib.import_module("generators.measured")
+    record = json.loads((measured.RECORDS / "memory.json").read_text(encoding="utf-8"))
+    record["command"] = "another one"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "memory.json").write_text(json.dumps(record), encoding="utf-8")
+    page = tmp_path / "performance.md"
+    page.write_text((ROOT / "docs" / "performance.md").read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.setattr(generate, "DOCS", tmp_path)
+    monkeypatch.setattr(measured, "RECORDS", tmp_path)
+    assert generate.main(["--from", str(tmp_path / "run"), "--figures", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "memory.json").read_text(encoding="utf-8")) == record
+    assert "* Command: `another one`." in page.read_text(encoding="utf-8")
+    assert (tmp_path / "memory.png").exists()
+    with pytest.raises(SystemExit):
+        generate.main(["--from", str(ROOT / "tests")])
 
 
-def test_the_tables_of_bytes_are_up_to_date_and_the_chart_is_drawn(run_script, tmp_path):
-    assert run_script("generate_traffic.py", "--check", "--out", tmp_path) == 0
-    assert (tmp_path / "traffic.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_layout_is_drawn_alike_each_time(run_script, tmp_path):
+def test_pictures_are_drawn_alike_each_time(tmp_path):
     for folder in ("one", "two"):
-        assert run_script("generate_layout.py", "--out", tmp_path / folder) == 0
-    for name in ("layout.svg", "layout.png"):
+        assert generate.main(["layout", "traffic", "memory", "--check", "--figures", str(tmp_path / folder)]) == 0
+    for name in ("layout.svg", "layout.png", "traffic.png", "memory.png"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_a_case_that_there_is_not_is_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        generate.main(["timelines"])
+    assert ended.value.code == 2
+    assert "there is no timelines; there are architectures" in capsys.readouterr().err
+
+
+def test_make_hands_cases_on():
+    status, output = run("make", "--dry-run", "docs", "CASE=timeline traffic", "ARGS=--check")
+    assert status == 0, output
+    assert re.search(r"docs/generate\.py timeline traffic --check$", output, re.MULTILINE)

@@ -1,1 +1,1 @@
-"""Ranks on a network of a known rate, on one machine: what :mod:`layer_meshes` and other benchmarks measure on."""
+"""The rig: ranks forked from one process, over loopback or over network namespaces with links of a set rate."""

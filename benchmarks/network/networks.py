@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from cuboid.errors import CuboidError
 from network.interrupts import undisturbed
@@ -43,59 +42,50 @@ class NetworkError(CuboidError):
     """The network can't be made here, or isn't what it was set to be."""
 
 
-class Network(Protocol):
-    """What ranks communicate over."""
+class Network:
+    """What ranks communicate over.
 
-    ranks: int
-    #: What gloo binds to.
+    Attributes:
+        interface: what gloo binds to.
+        rate_mbit: of each rank's link, either way; None where nothing limits it.
+    """
+
     interface: str
-    #: Of each rank's link, either way; None where nothing limits it.
-    rate_mbit: float | None
-
-    def enter(self, rank: int) -> None:
-        """Move the calling process, which has one thread, to the rank's place."""
-
-    def sent_bytes(self) -> int | None:
-        """What the calling process's interface has sent; None where it shares the interface with others."""
-
-    def set_rate(self, rate_mbit: float | None) -> None:
-        """Change the rate of every link; None for as fast as the machine can."""
-
-
-class Loopback:
-    """All ranks at one place, as fast as the machine can."""
-
-    interface = "lo"
     rate_mbit: float | None = None
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
 
     def enter(self, rank: int) -> None:
-        """See :class:`Network`."""
+        """Move the calling process, which has one thread, to the rank's place."""
 
     def sent_bytes(self) -> int | None:
-        """See :class:`Network`."""
+        """What the calling process's interface has sent; None where it shares the interface with others."""
         return None
 
     def set_rate(self, rate_mbit: float | None) -> None:
-        """See :class:`Network`.
+        """Change the rate of every link; None for as fast as the machine can.
 
         Raises:
-            NetworkError: for any rate but None.
+            NetworkError: there is no rate that could be set.
         """
         if rate_mbit is not None:
             raise NetworkError("loopback has no rate that could be set; use the shaped network")
 
 
-class Shaped:
+class Loopback(Network):
+    """All ranks at one place, as fast as the machine can."""
+
+    interface = "lo"
+
+
+class Shaped(Network):
     """A namespace for each rank, all on one bridge. Made by :func:`shaped_network`."""
 
     interface = INTERFACE
 
     def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-        self.rate_mbit: float | None = None
+        super().__init__(ranks)
         self.names = Names(os.getpid(), _start_ticks(os.getpid()) or 0)
 
     def create(self) -> None:
@@ -111,7 +101,7 @@ class Shaped:
         _remove(name for name in _existing() if Names.of(name) == self.names)
 
     def set_rate(self, rate_mbit: float | None) -> None:
-        """See :class:`Network`. Both ends of each cable are limited: what a rank sends, and what it receives."""
+        # Both ends of each cable are limited: what a rank sends, and what it receives.
         ports = (rate_line(port(rank), rate_mbit) for rank in range(self.ranks))
         _batch(["tc", "-n", self.names.hub], ports)
         for rank in range(self.ranks):
@@ -119,7 +109,6 @@ class Shaped:
         self.rate_mbit = rate_mbit
 
     def enter(self, rank: int) -> None:
-        """See :class:`Network`."""
         libc = ctypes.CDLL(None, use_errno=True)
         place = os.open(_FOLDER / self.names.rank(rank), os.O_RDONLY)
         try:
@@ -131,7 +120,6 @@ class Shaped:
             Path("/proc/sys/net/ipv4", name).write_text(value, encoding="ascii")
 
     def sent_bytes(self) -> int | None:
-        """See :class:`Network`."""
         # Not from /sys, which shows the namespace in which it was mounted.
         return parse_sent_bytes(Path("/proc/self/net/dev").read_text(encoding="ascii"), INTERFACE)
 

@@ -14,13 +14,10 @@ import multiprocessing
 import os
 import signal
 import socket
-import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -29,40 +26,49 @@ from cuboid.verify.workers.pool import collect_replies
 from network.device import share_one_device
 from network.interrupts import undisturbed
 from network.networks import Network
+from network.serving import Reply, serve
 
 _HOST = "127.0.0.1"
 #: How long to wait for a process whose connection has closed.
 _GRACE_S = 0.5
 _PR_SET_PDEATHSIG = 1
+#: For one call that the slowest contestant may take.
+TIMEOUT_S = 900.0
 
 
 class RankError(CuboidError):
     """A rank raised, died or ran out of time."""
 
 
-@dataclass(frozen=True)
-class _Reply:
-    """What a rank answers: a result, or the traceback of what it ran into and when."""
+class Process(Protocol):
+    """What is needed of a rank's process."""
 
-    result: Any = None
-    failure: str | None = None
-    at_s: float = 0.0
+    def kill(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class _Member:
-    process: BaseProcess
+class Member:
+    """A rank as its parent sees it.
+
+    Args:
+        process: which :meth:`Ranks.close` ends.
+        connection: for calls and replies.
+        wait: for the end of the process, at most so many seconds; gives its exit code, if there is one.
+    """
+
+    process: Process
     connection: Connection
+    wait: Callable[[float | None], int | None]
 
 
 class Ranks:
-    """The ranks of one ``torch.distributed`` world over gloo, each with an object that it keeps and whose methods it
-    is told to call. Made by :func:`forked_ranks`."""
+    """The ranks of one ``torch.distributed`` world, each with an object that it keeps and whose methods it is told to
+    call. Made by :func:`forked_ranks`."""
 
-    def __init__(self, members: list[_Member]) -> None:
+    def __init__(self, members: Sequence[Member]) -> None:
         self._members = members
 
-    def call(self, method: str, *arguments: Any, timeout_s: float) -> list[Any]:
+    def call(self, method: str, *arguments: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
         """Have every rank call a method of its object.
 
         Args:
@@ -80,14 +86,11 @@ class Ranks:
             # One that has died is told of by its silence.
             with contextlib.suppress(BrokenPipeError):
                 member.connection.send((method, arguments))
-        return self._collect(method, timeout_s)
+        return self.collect(method, timeout_s)
 
-    def _collect(self, what: str, timeout_s: float) -> list[Any]:
+    def collect(self, what: str, timeout_s: float) -> list[Any]:
+        """What each rank answers; as :meth:`call`."""
         replies = collect_replies(self._members, timeout_s, _receive, lambda reply: reply.failure is not None)
-        self._check(replies, what, timeout_s)
-        return [replies[rank].result for rank in range(len(self._members))]
-
-    def _check(self, replies: dict[int, _Reply], what: str, timeout_s: float) -> None:
         failed = {rank: reply for rank, reply in replies.items() if reply.failure is not None}
         if failed:
             # A death has no time: whatever the others ran into came of it.
@@ -97,6 +100,7 @@ class Ranks:
         if silent:
             listed = ", ".join(map(str, silent[:8])) + (", …" if len(silent) > 8 else "")
             raise RankError(f"{what}: no answer from rank {listed} of {len(self._members)} within {timeout_s:g} s")
+        return [replies[rank].result for rank in range(len(self._members))]
 
     def close(self) -> None:
         """End every rank, by force: what they hold is of no use to anybody."""
@@ -104,20 +108,18 @@ class Ranks:
             member.connection.close()
             member.process.kill()
         for member in self._members:
-            member.process.join()
-            member.process.close()
+            member.wait(None)
 
 
-def _receive(member: _Member) -> _Reply:
+def _receive(member: Member) -> Reply:
     try:
         return member.connection.recv()
     except (EOFError, ConnectionResetError):
-        member.process.join(timeout=_GRACE_S)
-        return _Reply(failure=f"the process ended with exit code {member.process.exitcode}")
+        return Reply(failure=f"the process ended with exit code {member.wait(_GRACE_S)}")
 
 
 @contextlib.contextmanager
-def forked_ranks(network: Network, build: Callable[[int], Any], *, timeout_s: float) -> Iterator[Ranks]:
+def forked_ranks(network: Network, build: Callable[[int], Any], *, timeout_s: float = TIMEOUT_S) -> Iterator[Ranks]:
     """Ranks for the time of a ``with`` block, one at each place of the network.
 
     Fork while this process has no thread that may hold a lock, and don't multiply on several threads before.
@@ -133,7 +135,7 @@ def forked_ranks(network: Network, build: Callable[[int], Any], *, timeout_s: fl
     # The collector would write to pages that all share.
     gc.collect()
     gc.freeze()
-    members: list[_Member] = []
+    members: list[Member] = []
     try:
         # Where rank 0 will have the store at which all meet. Had this process the store, it had a thread, and a process
         # with threads can't be forked safely.
@@ -141,7 +143,7 @@ def forked_ranks(network: Network, build: Callable[[int], Any], *, timeout_s: fl
             for rank in range(network.ranks):
                 members.append(_fork(rank, network, listener, build, timeout_s))
         ranks = Ranks(members)
-        ranks._collect("its start", timeout_s)
+        ranks.collect("its start", timeout_s)
         yield ranks
     finally:
         with undisturbed():
@@ -151,7 +153,7 @@ def forked_ranks(network: Network, build: Callable[[int], Any], *, timeout_s: fl
 
 def _fork(
     rank: int, network: Network, listener: socket.socket, build: Callable[[int], Any], timeout_s: float
-) -> _Member:
+) -> Member:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     arguments = (rank, network, listener, build, theirs, timeout_s)
@@ -160,7 +162,12 @@ def _fork(
     with undisturbed():
         process.start()
     theirs.close()
-    return _Member(process, ours)
+
+    def wait(seconds: float | None) -> int | None:
+        process.join(seconds)
+        return process.exitcode
+
+    return Member(process, ours, wait)
 
 
 def _live(
@@ -171,20 +178,13 @@ def _live(
     connection: Connection,
     timeout_s: float,
 ) -> None:
-    """A rank's life: start, then call one method after another until one fails or the parent hangs up."""
-    try:
+    def start() -> Any:
         _leave_signals_to_the_parent()
         _join(rank, network, listener, timeout_s)
-        kept = build(rank)
-        connection.send(_Reply())
-        while True:
-            method, arguments = connection.recv()
-            connection.send(_Reply(getattr(kept, method)(*arguments)))
-    except EOFError:
-        pass
-    except BaseException:
-        with contextlib.suppress(OSError):
-            connection.send(_Reply(failure=traceback.format_exc(), at_s=time.monotonic()))
+        return build(rank)
+
+    try:
+        serve(start, connection)
     finally:
         # Nothing that was inherited is this process's to tidy up.
         os._exit(0)

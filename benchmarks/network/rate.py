@@ -1,17 +1,22 @@
-"""Does the network have the rate that was set? Every rank sends to the next one, all at the same time."""
+"""Contestants on ranks: timed steps, and links whose rate is set and then found to be what was set."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness.rounds import Record, Sample, run_rounds
+from harness.watch import Watch
 
 from network.names import burst_bytes
 from network.networks import Network, NetworkError
 from network.ranks import Ranks
+from network.serving import LEAD_S, Contestant, Host, Step, sleep_until
 
 #: How far a measured rate may be from the set one: headers and acknowledgements take up to 3 % of it, the token
 #: buckets' first burst gives a little.
@@ -22,8 +27,8 @@ _SECONDS = 1.5
 #: A rank that gets a core too late measures too low a rate; the best of a few exchanges is the link's.
 _ATTEMPTS = 6
 _TIMEOUT_S = 120.0
-#: From the word to the start, enough for the word to reach everyone.
-LEAD_S = 0.3
+#: Steps on links without a limit.
+_FLOOR_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -46,10 +51,11 @@ class Exchange:
         return self.message_bytes * 8 / 1e6 / self.duration_s
 
 
-class Link:
-    """One rank's end of the network; the object that ranks keep, or a base of it."""
+class Link(Host):
+    """What a rank of :func:`network.ranks.forked_ranks` keeps: its end of the network, and contestants."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, build: Callable[[Any], Contestant] | None = None) -> None:
+        super().__init__(build or _nobody, network.sent_bytes)
         self.network = network
 
     def exchange(self, message_bytes: int, start_s: float) -> Exchange:
@@ -70,9 +76,58 @@ class Link:
         return Exchange(duration_s, message_bytes, None if before is None or after is None else after - before)
 
 
-def sleep_until(start_s: float) -> None:
-    """On the clock of ``time.perf_counter``, which all processes of a machine share."""
-    time.sleep(max(0.0, start_s - time.perf_counter()))
+def _nobody(entry: Any) -> Contestant:
+    raise KeyError(f"nobody here knows how to build {entry}")
+
+
+def timed_step(
+    ranks: Ranks, watch: Watch, record: Record, figures: Callable[[Record, Sequence[Step]], dict[str, Any]]
+) -> Sample:
+    """Have all ranks do a step of a contestant.
+
+    Args:
+        ranks: who keep a :class:`network.serving.Host`.
+        watch: tells what others computed meanwhile.
+        record: of the contestant.
+        figures: makes those of the sample from all ranks' steps.
+    """
+    watch.start()
+    steps: list[Step] = ranks.call("step", record.entry, time.perf_counter() + LEAD_S)
+    computing_s = sum(step.computing_s for step in steps)
+    foreign = watch.share(computing_s)
+    return Sample(max(step.duration_s for step in steps), computing_s, foreign, figures(record, steps))
+
+
+def traffic(record: Record, steps: Sequence[Step]) -> dict[str, Any]:
+    """Bytes that a rank sent in a step, the mean of all ranks: by the contestant's own counter and by the interfaces;
+    the contestants tell ``sent_bytes`` and ``calls``."""
+    record.facts["calls"] = steps[0].figures["calls"]
+    carried = [step.interface_bytes for step in steps if step.interface_bytes is not None]
+    return {
+        "counted_bytes": sum(step.figures["sent_bytes"] for step in steps) / len(steps),
+        "interface_bytes": sum(carried) / len(steps) if carried else None,
+    }
+
+
+def limit_rate(
+    network: Network,
+    ranks: Ranks,
+    records: Sequence[Record],
+    rate_mbit: float | None,
+    repeats: int,
+    watch: Watch,
+    measure: Callable[[Record], Sample],
+) -> float | None:
+    """Measure what the processors take alone, with steps on links without a limit; then set the rate.
+
+    Returns:
+        The rate that was found, in Mbit/s; None where there is to be no limit.
+    """
+    if rate_mbit is None:
+        return None
+    run_rounds(records, min(_FLOOR_STEPS, repeats), watch, measure, floor=True)
+    network.set_rate(rate_mbit)
+    return verify_rate(network, ranks)
 
 
 def verify_rate(network: Network, ranks: Ranks) -> float:

@@ -1,0 +1,1 @@
+"""Colossal-AI's 3-D layers and Cuboid, for the same block."""

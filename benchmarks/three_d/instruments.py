@@ -88,7 +88,9 @@ def _collective(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Collectiv
     if name == "_reduce_scatter_base_":
         return Collective("reduce_scatter", args[1].nbytes, args[1].numel() // args[0].numel())
     if name == "alltoall_base_":
-        return Collective("all_to_all", args[1].nbytes, _ranks(args[2]))
+        ranks = _ranks(args[2])
+        # With sizes, this is an exchange of two ranks, whose own slices aren't in it.
+        return Collective("all_to_all", args[1].nbytes * (ranks if args[3] else 1), ranks)
     if name == "allreduce_":
         return Collective("all_reduce", sum(tensor.nbytes for tensor in args[0]), _ranks(args[1]))
     raise NotImplementedError(f"{name} has no rule yet for how many bytes it sends; add one to {__name__}")

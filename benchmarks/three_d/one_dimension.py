@@ -1,23 +1,25 @@
 """Colossal-AI's own 1-D tensor parallelism, in an environment of its own: its versions exclude ours.
 
-The environment is a folder of about 6 GB, made once. torch 2.5.1 comes from PyPI, whose Linux build is the one with
-CUDA and doesn't start without NVIDIA's libraries; they aren't used.
+The environment is a folder of about 6 GB, made once. torch 2.5.1's ordinary Linux build is the one with CUDA and
+doesn't start without NVIDIA's libraries; they aren't used.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
-import time
+import tempfile
 import venv
+from collections.abc import Iterator
 from pathlib import Path
 
+from network.ranks import TIMEOUT_S, Member, Ranks
+
 from cuboid.errors import CuboidError
-from three_d.instruments import Collective
-from three_d.measuring import Figures, Sample
-from three_d.ranks import RANKS
 
 #: What pip installs, step by step: Colossal-AI 0.5.0 pins packages that it doesn't import here, hence --no-deps.
 _STEPS = (
@@ -54,65 +56,56 @@ def prepare(folder: Path) -> Path:
     return python
 
 
-def measure_1d(
-    python: Path, part: str, *, quick: bool, repeats: int, limit_s: float, folder: Path, timeout_s: float
-) -> list[Figures]:
-    """The figures of every rank.
+class PausedRanks(Ranks):
+    """Ranks that stand still between two calls, for in a world of their own their network threads would wake up a
+    thousand times a second while others are measured."""
+
+    def call(self, method: str, *arguments: object, timeout_s: float = TIMEOUT_S) -> list:
+        """As of all ranks."""
+        self._signal(signal.SIGCONT)
+        answers = super().call(method, *arguments, timeout_s=timeout_s)
+        self._signal(signal.SIGSTOP)
+        return answers
+
+    def _signal(self, number: int) -> None:
+        for member in self._members:
+            member.process.send_signal(number)
+
+
+@contextlib.contextmanager
+def ranks_1d(python: Path, ranks: int, worker: Path = _WORKER) -> Iterator[Ranks]:
+    """Ranks of an environment's Python for the time of a ``with`` block, each with a :class:`network.serving.Host`.
 
     Args:
-        python: of the environment; see :func:`prepare`.
-        part: of the case; see :class:`three_d.cases.Case`.
-        quick: whether it is the small one.
-        repeats, limit_s: as for :func:`three_d.measuring.compare`.
-        folder: gets logs, and what the ranks computed.
-        timeout_s: for everything.
+        python: see :func:`prepare`.
+        ranks: how many.
+        worker: the script that each runs.
 
     Raises:
-        CuboidError: a rank failed or ran out of time; none of them is left running.
+        RankError: one of them couldn't start.
     """
-    meeting_point = folder / "meeting_point"
-    meeting_point.unlink(missing_ok=True)
-    options = ["--part", part, "--repeats", str(repeats), "--limit", str(limit_s), "--out", str(folder)]
-    command = [str(python), str(_WORKER), *options, *(["--quick"] if quick else [])]
-    processes = []
-    try:
-        for rank in range(RANKS):
-            log = (folder / f"worker_1d_{rank}.log").open("w", encoding="utf-8")
-            with log:
-                processes.append(
-                    subprocess.Popen(command, env=_environment(rank), stdout=log, stderr=subprocess.STDOUT)
+    members: list[Member] = []
+    with tempfile.TemporaryDirectory(prefix="cuboid-") as folder:
+        try:
+            for rank in range(ranks):
+                ours, theirs = multiprocessing.Pipe()
+                world = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+                paths = {"PYTHONPATH": str(_WORKER.parents[1]), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+                process = subprocess.Popen(
+                    [str(python), str(worker), str(theirs.fileno()), f"file://{folder}/meeting_point"],
+                    env={**os.environ, **world, **paths},
+                    pass_fds=[theirs.fileno()],
                 )
-        _wait(processes, folder, timeout_s)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [_read_figures(folder / f"figures_1d_{rank}.json") for rank in range(RANKS)]
+                theirs.close()
+                members.append(Member(process, ours, lambda seconds, process=process: _wait(process, seconds)))
+            found = PausedRanks(members)
+            found.collect("its start", TIMEOUT_S)
+            yield found
+        finally:
+            Ranks(members).close()
 
 
-def _read_figures(path: Path) -> Figures:
-    values = json.loads(path.read_text(encoding="utf-8"))
-    values["collectives"] = {Collective(*collective): calls for *collective, calls in values["collectives"]}
-    values["samples"] = [Sample(**sample) for sample in values["samples"]]
-    return Figures(**values)
-
-
-def _environment(rank: int) -> dict[str, str]:
-    own = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-    paths = {"PYTHONPATH": str(_WORKER.parents[1]), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    return {**os.environ, **own, **paths}
-
-
-def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        codes = [process.poll() for process in processes]
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if failed:
-            log = (folder / f"worker_1d_{failed[0]}.log").read_text(encoding="utf-8", errors="replace")
-            raise CuboidError(f"rank {failed[0]} of Colossal-AI's 1-D failed:\n{log[-3000:]}")
-        if all(code == 0 for code in codes):
-            return
-        if time.monotonic() > deadline_s:
-            raise CuboidError(f"Colossal-AI's 1-D ran out of time after {timeout_s:.0f} s; logs are in {folder}")
-        time.sleep(0.2)
+def _wait(process: subprocess.Popen[bytes], seconds: float | None) -> int | None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(seconds)
+    return None

@@ -17,8 +17,7 @@ from cuboid.planner.mesh_search import block_sizes, choose_mesh
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid.tensor3d.sharding.sharding_spec import Interval, ShardingSpec
-from three_d.cases import Case
-from three_d.places import Place
+from three_d.gpt2 import Case, Place
 from three_d.sides import Side
 
 _ELEMENT_BYTES = 4
@@ -36,7 +35,7 @@ def chosen_mesh(case: Case, ranks: int) -> MeshShape:
     return choose_mesh(case.model(), cuboid.parse_config(source))
 
 
-def build_ours(case: Case, key: str, shape: MeshShape | None = None) -> Side:
+def build_ours(case: Case, shape: MeshShape | None = None) -> Side:
     """The case's part with its weights, on a mesh or the one that is chosen for it. All ranks must call."""
     shape = chosen_mesh(case, dist.get_world_size()) if shape is None else shape
     axes = {"batch": shape.batch, "sequence": shape.sequence, "hidden": shape.hidden}
@@ -52,12 +51,12 @@ def build_ours(case: Case, key: str, shape: MeshShape | None = None) -> Side:
             gathered.add(layer.layout(name).block_shape(mesh.shape))
 
     def take_count() -> dict[str, int]:
-        counted = mesh.traffic.snapshot()
-        mesh.traffic.reset()
+        counted = mesh.comm_counter.snapshot()
+        mesh.comm_counter.reset()
         return counted
 
     return Side(
-        key,
+        case,
         part,
         _activation(case, mesh),
         parameters,

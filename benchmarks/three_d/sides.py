@@ -1,4 +1,7 @@
-"""What takes part, as the measuring needs to see it: a module on this rank, and what it holds of the whole."""
+"""One contestant on one rank: a module, what it holds of the whole, and what a forward and backward of it takes.
+
+Only torch is needed here, so that an environment without Cuboid can take part.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,23 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from network.serving import Contestant
 from torch import nn
 
-from three_d.places import Piece, Place, take
+from three_d.gpt2 import Case, Piece, Place, relative_error, take
+from three_d.instruments import Meter, Saved
 
 
 @dataclass
-class Side:
-    """One contestant on this rank, for one case.
+class Side(Contestant):
+    """Forward and backward of a module.
 
     Args:
-        key: what it goes by in files and records.
+        case: what is computed.
         module: takes this rank's part of the input and returns this rank's part of the output.
         place: of the input and of the output.
         parameters: by Hugging Face's name in the part of the model that runs.
@@ -28,7 +35,7 @@ class Side:
         around: entered around every forward and backward.
     """
 
-    key: str
+    case: Case
     module: nn.Module
     place: Place
     parameters: dict[str, tuple[nn.Parameter, Place]]
@@ -37,31 +44,61 @@ class Side:
     sent_bytes: Callable[[], dict[str, int]] | None = None
     around: Callable[[], AbstractContextManager[None]] = field(default=contextlib.nullcontext)
 
-    def local(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the input or of the output's gradient."""
-        return take(whole, self.place)
+    def __post_init__(self) -> None:
+        x, dy = (take(whole, self.place) for whole in self.case.tensors())
+        self._x, self._dy = x.requires_grad_(), dy
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The rank's part of the output."""
-        with self.around():
-            y: torch.Tensor = self.module(x)
-        return y
+    def first(self) -> dict[str, Any]:
+        """The first steps, which warm up, and in which all but the time is measured.
 
-    def step(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-        """Forward and backward; gradients are then with ``x`` and the parameters."""
-        with self.around():
-            y: torch.Tensor = self.module(x)
-            y.backward(dy)
-        return y
+        Returns:
+            ``errors`` by what :meth:`three_d.gpt2.Case.truth` has, of all ranks together; and of this rank the
+            ``collectives`` of a step with their calls, ``counted_bytes`` that the contestant counted itself,
+            ``saved_bytes`` by kind, and ``peak_bytes``.
+        """
+        errors = self._errors(self.step())
+        self.begin()
+        if self.sent_bytes is not None:
+            self.sent_bytes()
+        parameters = [parameter for parameter, _ in self.parameters.values()]
+        with Meter([self._x, self._dy, *parameters]) as meter:
+            self.step()
+        counted = None if self.sent_bytes is None else self.sent_bytes()
+        self.begin()
+        with Saved(self.module, self.linear, self.gathered, parameters) as saved, self.around():
+            y = self.module(self._x)
+        y.backward(self._dy)
+        return {
+            "errors": errors,
+            "collectives": dict(meter.collectives),
+            "counted_bytes": counted,
+            "saved_bytes": saved.bytes,
+            "peak_bytes": meter.peak_bytes,
+        }
 
-    def clear(self, x: torch.Tensor) -> None:
-        """Forget all gradients."""
-        x.grad = None
+    def begin(self) -> None:
+        self._x.grad = None
         for parameter, _ in self.parameters.values():
             parameter.grad = None
 
-    def pieces(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, Piece]:
-        """What the last step computed: named as in :meth:`three_d.cases.Case.truth`."""
-        assert x.grad is not None
-        gradients = {name: (p.grad, place) for name, (p, place) in self.parameters.items() if p.grad is not None}
-        return {"output": (y.detach(), self.place), "input": (x.grad, self.place), **gradients}
+    def step(self) -> torch.Tensor:
+        """Forward and backward; gradients are then with the input and the parameters."""
+        with self.around():
+            y: torch.Tensor = self.module(self._x)
+            y.backward(self._dy)
+        return y
+
+    def _errors(self, y: torch.Tensor) -> dict[str, float]:
+        """Of the output and all gradients. Collective."""
+        assert self._x.grad is not None
+        pieces: dict[str, Piece] = {"output": (y, self.place), "input": (self._x.grad, self.place)}
+        pieces |= {name: (p.grad, place) for name, (p, place) in self.parameters.items() if p.grad is not None}
+        truth = self.case.truth()
+        missing = truth.keys() ^ pieces.keys()
+        assert not missing, f"only one of this and GPT-2 has {', '.join(sorted(missing))}"
+
+        def add_up(squares: torch.Tensor, found: torch.Tensor) -> None:
+            dist.all_reduce(squares)
+            dist.all_reduce(found)
+
+        return {name: relative_error(whole, [pieces[name]], add_up) for name, whole in truth.items()}

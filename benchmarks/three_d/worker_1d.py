@@ -6,12 +6,10 @@ Cuboid are imported.
 
 from __future__ import annotations
 
-import argparse
 import datetime
-import json
 import os
-from dataclasses import asdict
-from pathlib import Path
+import sys
+from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
@@ -19,12 +17,11 @@ from colossalai.accelerator import CpuAccelerator, set_accelerator
 from colossalai.booster import Booster
 from colossalai.booster.plugin import HybridParallelPlugin
 from colossalai.shardformer.layer import GPT2FusedLinearConv1D_Col, GPT2FusedLinearConv1D_Row
-from quiet import pin
+from harness.watch import pin
+from network.serving import Host, serve
 from torch import nn
 
-from three_d.cases import CASES, QUICK, Case
-from three_d.measuring import compare
-from three_d.places import Place, chunk, everything
+from three_d.gpt2 import Case, Place, chunk, everything
 from three_d.sides import Side
 
 _TIMEOUT = datetime.timedelta(seconds=600)
@@ -64,7 +61,7 @@ def build(case: Case) -> Side:
         assert tuple(parameter.shape) == tuple(map(len, place)), f"{name} is cut in another way"
     everywhere = (everything(case.batch), everything(case.length), everything(case.hidden))
     linear = (GPT2FusedLinearConv1D_Col, GPT2FusedLinearConv1D_Row)
-    return Side("colossalai_1d", _First(part), everywhere, parameters, linear, gathered=set())
+    return Side(case, _First(part), everywhere, parameters, linear, gathered=set())
 
 
 def _place(name: str, case: Case) -> Place:
@@ -84,27 +81,18 @@ def _place(name: str, case: Case) -> Place:
 
 
 def main() -> None:
-    """Measure one case and write this rank's figures."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--part", required=True)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--repeats", type=int, required=True)
-    parser.add_argument("--limit", type=float, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    core = pin(rank)
-    torch.set_num_threads(1)
-    meeting_point = f"file://{given.out.resolve()}/meeting_point"
-    dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=size, timeout=_TIMEOUT)
-    set_accelerator(_CpuAccelerator())
-    case = next(each for each in (QUICK if given.quick else CASES) if each.part == given.part)
-    (figures,) = compare(case, [build], core, given.repeats, given.limit, given.out)
-    own = asdict(figures)
-    own["collectives"] = [[*collective, calls] for collective, calls in figures.collectives.items()]
-    (given.out / f"figures_1d_{rank}.json").write_text(json.dumps(own), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
+    """Meet the others, and do what the parent says."""
+    connection, meeting_point = Connection(int(sys.argv[1])), sys.argv[2]
+
+    def start() -> Host:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        pin(rank)
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=size, timeout=_TIMEOUT)
+        set_accelerator(_CpuAccelerator())
+        return Host(lambda entry: build(entry[0]))
+
+    serve(start, connection)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ class AxisGroup:
 
     Attributes:
         mesh: whose ranks these are.
+        axes: those of them that have several ranks.
         size: number of ranks.
         index: this rank's position among them, the first axis varying slowest.
         counted: the collectives that went over them, in the mesh's counter of bytes.
@@ -36,21 +37,21 @@ class AxisGroup:
         self.mesh = mesh
         self.size = mesh.shape.of(*axes)
         self.index = mesh.coordinate.index(axes, mesh.shape)
-        self._several = mesh.split_axes(axes)
-        self.counted = mesh.comm_counter.collectives(axes_label(self._several), self.size)
+        self.axes = mesh.split_axes(axes)
+        self.counted = mesh.comm_counter.collectives(axes_label(self.axes), self.size)
         self.process_group: dist.ProcessGroup | None = None
         self.connect(mesh._groups)
 
     def connect(self, groups: Mapping[frozenset[str], dist.ProcessGroup]) -> None:
         """Find the process group among those of the mesh, by their axes."""
-        self.process_group = groups.get(frozenset(self._several))
+        self.process_group = groups.get(frozenset(self.axes))
 
     def __deepcopy__(self, memo: dict[int, object]) -> AxisGroup:
         # As the mesh.
         return self
 
     def __repr__(self) -> str:
-        return f"AxisGroup({axes_label(self._several) or 'one rank'}, {self.mesh.shape})"
+        return f"AxisGroup({axes_label(self.axes) or 'one rank'}, {self.mesh.shape})"
 
 
 class Mesh:

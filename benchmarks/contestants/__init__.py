@@ -1,0 +1,1 @@
+"""Who and what the cases compare."""

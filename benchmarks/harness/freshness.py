@@ -1,0 +1,95 @@
+"""Which code a record is about, and whether that code is still the present one.
+
+A record keeps globs of the source files whose behaviour it measures and a fingerprint of what they were. That goes by
+syntax trees without docstrings, so that comments, formatting and moved files change nothing, and it is the same for all
+versions of Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import datetime
+import functools
+import hashlib
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+_CUBOID = "plugin/cuboid"
+#: What sharded layers do, from the mesh to the model.
+MESHES = tuple(f"{_CUBOID}/{name}/**/*.py" for name in ("distributed", "tensor3d", "models/sharded", "planner"))
+LOSS = (f"{_CUBOID}/models/cross_entropy/**/*.py",)
+#: The schedules and what runs them.
+SEQ1F1B = (f"{_CUBOID}/seq1f1b/**/*.py", f"{_CUBOID}/distributed/**/*.py")
+#: Stages and segments of Hugging Face's models.
+STAGES = tuple(
+    f"{_CUBOID}/models/{name}/**/*.py" for name in ("attention", "batch", "cross_entropy", "pipeline", "stages")
+)
+#: A training step under DeepSpeed.
+ENGINE = (f"{_CUBOID}/integrations/deepspeed/**/*.py", f"{_CUBOID}/optim/**/*.py")
+LOADING = (f"{_CUBOID}/weights/**/*.py",)
+
+
+def stamp(sources: Sequence[str], root: Path = ROOT) -> dict[str, Any]:
+    """What a record keeps: ``sources``, their ``fingerprint`` now, the ``commit`` if there is one, and the ``date``."""
+    return {
+        "sources": list(sources),
+        "fingerprint": fingerprint(sources, root),
+        "commit": _commit(root),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def remark(result: dict[str, Any], root: Path = ROOT) -> str | None:
+    """In a sentence, that the code has changed since a result was measured; None where it hasn't.
+
+    The sentence is the same for every later change, so that pages don't have to be made again after each of them.
+    """
+    measures = result["measures"]
+    if measures["fingerprint"] == fingerprint(measures["sources"], root):
+        return None
+    commit = f" (commit {measures['commit']})" if measures["commit"] else ""
+    return f"**Measured on {measures['date']}{commit}: the code that it measures has changed since.**"
+
+
+def fingerprint(sources: Iterable[str], root: Path = ROOT) -> str:
+    """Of all files that the globs match, as hexadecimal text; a glob that matches none counts too."""
+    digests = []
+    for glob in sources:
+        found = sorted(root.glob(glob))
+        digests += [_digest(path, path.stat().st_mtime_ns) for path in found] or [f"nothing at {glob}"]
+    # In an order that doesn't depend on where a file is.
+    return hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _digest(path: Path, _: int) -> str:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return hashlib.sha256(repr(_shape(tree)).encode()).hexdigest()
+
+
+def _shape(node: Any) -> Any:
+    """A syntax tree as tuples, without places, docstrings, and fields that say nothing: those differ by version."""
+    if isinstance(node, list):
+        return [_shape(each) for each in node]
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = dict(ast.iter_fields(node))
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        has_docstring = ast.get_docstring(node, clean=False) is not None
+        fields["body"] = node.body[1:] if has_docstring else node.body
+    told = [(name, _shape(value)) for name, value in sorted(fields.items()) if value not in (None, [])]
+    return type(node).__name__, told
+
+
+def _commit(root: Path) -> str | None:
+    """Of the working tree, with a mark where the code isn't quite that; None outside of a repository."""
+    try:
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
+        ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return ended.stdout.strip()

@@ -1,0 +1,108 @@
+"""One table of columns for the console and for the pages of docs/."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+Row = dict[str, Any]
+T = TypeVar("T")
+
+MIB, MB = 2**20, 1e6
+DASH = "–"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column.
+
+    Args:
+        title: over it.
+        cell: of a row, in Markdown.
+        align: ``"r"`` for numbers, ``"l"`` for names.
+    """
+
+    title: str
+    cell: Callable[[Row], str]
+    align: str = "r"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows as they are shown.
+
+    Args:
+        columns: from the left.
+        rows: from the top.
+        title: above it; on pages with a colon behind it.
+        part: name of the page's part that it is alone in, if it is.
+    """
+
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    title: str = ""
+    part: str | None = None
+
+    def cells(self) -> list[list[str]]:
+        """The titles and all rows."""
+        return [
+            [column.title for column in self.columns],
+            *([column.cell(row) for column in self.columns] for row in self.rows),
+        ]
+
+    def markdown(self) -> str:
+        """For a page."""
+        return markdown(self.cells(), "".join(column.align for column in self.columns))
+
+    def text(self) -> str:
+        """For the console."""
+        return text([[cell.replace("**", "").replace("`", "") for cell in line] for line in self.cells()])
+
+
+def markdown(cells: Sequence[Sequence[str]], align: str) -> str:
+    """A Markdown table.
+
+    Args:
+        cells: line by line, of which the first is the header.
+        align: one of ``l`` and ``r`` for each column.
+    """
+    lines = [[cell.replace("|", "\\|") for cell in line] for line in cells]
+    lines.insert(1, [{"l": "---", "r": "---:"}[side] for side in align])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def text(cells: Sequence[Sequence[str]]) -> str:
+    """Columns under one another."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def ranged(numbers: dict[str, float] | None, digits: int = 2, *, none: str = DASH) -> str:
+    """A median with its quartiles in brackets; ``none`` where there isn't any."""
+    if numbers is None:
+        return none
+    median, low, high = (f"{numbers[key]:.{digits}f}" for key in ("median", "low", "high"))
+    return f"{median} ({low}–{high})"
+
+
+def percent(numbers: dict[str, float], form: str = ".0%", *, base: float = 0.0, bold: bool = False) -> str:
+    """A share likewise; ``base`` is taken from all three."""
+    median, low, high = (f"{numbers[key] - base:{form}}" for key in ("median", "low", "high"))
+    return f"{'**' * bold}{median}{'**' * bold} ({low} to {high})"
+
+
+def known(value: float | None, form: str, *, none: str = DASH, unit: float = 1.0) -> str:
+    """A number in some unit; ``none`` where it isn't known."""
+    return none if value is None else f"{value / unit:{form}}"
+
+
+def versions(result: Row) -> str:
+    """Of the packages that were measured with."""
+    return ", ".join(f"{name} {number}" for name, number in result["machine"]["versions"].items())
+
+
+def in_order(values: Sequence[T]) -> list[T]:
+    """Each only once."""
+    return list(dict.fromkeys(values))

@@ -1,1 +1,0 @@
-"""What :mod:`memory` is made of: the model, what a rank measures, and the table."""

@@ -1,0 +1,171 @@
+"""Probe every causal language model of the installed transformers, and write what came of it: the table that Cuboid
+looks an architecture up in before it probes it itself, and docs/architectures.md.
+
+Without ``--probe``, which takes minutes for all of them, only the page is written, from the table as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.certification.certificates import TABLE, entry_of, features_of, find_out
+from generators.marked import table
+
+_ROPE = {"rope_theta": 10000.0}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_ROPES: dict[str, dict[str, Any]] = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, **_ROPE},
+    "linear": {"rope_type": "linear", "factor": 2.0, **_ROPE},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, **_ROPE},
+    "llama3": {**_LLAMA3, "original_max_position_embeddings": 8192, **_ROPE},
+    "llama3, factor 32": {**_LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192, **_ROPE},
+}
+
+
+def _longrope(half: int) -> dict[str, Any]:
+    """For heads with ``2 * half`` rotated features."""
+    factors = {"long_factor": [4.0] * half, "short_factor": [1.0] * half}
+    return {"rope_type": "longrope", "original_max_position_embeddings": 4096, **factors, **_ROPE}
+
+
+#: By model type, what real configs and the tests' differ in from the defaults, by what the page calls it.
+FLAVOURS: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": {
+        "tied": {"tie_word_embeddings": True},
+        "grouped": {"num_key_value_heads": 8},
+        "grouped, tied": {"num_key_value_heads": 8, "tie_word_embeddings": True},
+        "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 8},
+        **{f"rope {name}": {"rope_parameters": rope, "num_key_value_heads": 8} for name, rope in _ROPES.items()},
+        "rope longrope": {"rope_parameters": _longrope(64), "num_key_value_heads": 8},
+    },
+    "qwen2": {"grouped": {"num_key_value_heads": 8}, "tied": {"num_key_value_heads": 8, "tie_word_embeddings": True}},
+    "qwen3": {"grouped": {"num_key_value_heads": 8}, "tied": {"num_key_value_heads": 8, "tie_word_embeddings": True}},
+    "mistral": {"no window": {"sliding_window": None}},
+    "mixtral": {"window": {"sliding_window": 4096}},
+    "gemma2": {"eager": {}},
+    "phi3": {"rope longrope": {"rope_parameters": _longrope(48)}},
+    "falcon": {"ALiBi": {"alibi": True}, "new decoder": {"new_decoder_architecture": True}},
+    "gpt2": {"untied": {"tie_word_embeddings": False}},
+}
+#: Where transformers' own defaults make no model.
+_REPAIRS: dict[str, dict[str, Any]] = {
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "ministral": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "dots1": {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "qwen4_exp_text": {},
+}
+
+
+def parts() -> dict[str, dict[str, str]]:
+    """The page, from the table as it is."""
+    return {"architectures.md": _parts(json.loads(TABLE.read_text(encoding="utf-8")))}
+
+
+def probe(model_types: list[str]) -> None:
+    """Probe these architectures again, or all in minutes; what the table has of others stays."""
+    _write_table(model_types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+
+
+def _write_table(model_types: list[str]) -> None:
+    """Probe some architectures; what the table has of others stays."""
+    cases = list(_cases(model_types))
+    with ProcessPoolExecutor(2) as pool:
+        found = list(pool.map(_probe, cases))
+    before = json.loads(TABLE.read_text(encoding="utf-8"))
+    architectures: dict[str, dict[str, Any]] = _without(before["architectures"], model_types)
+    names: dict[str, dict[str, str]] = _without(before["flavours"], model_types)
+    rejected: dict[str, str] = _without(before["rejected"], model_types)
+    for (model_type, flavour), (key, entry) in zip(cases, found, strict=True):
+        if key is None:
+            rejected.setdefault(model_type, entry)
+        else:
+            architectures.setdefault(model_type, {})[key] = entry
+            names.setdefault(model_type, {})[flavour] = key
+    content = {"architectures": architectures, "flavours": names, "rejected": rejected}
+    in_order = {part: dict(sorted(entries.items())) for part, entries in content.items()}
+    TABLE.write_text(json.dumps(in_order, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _without(entries: dict[str, Any], model_types: list[str]) -> dict[str, Any]:
+    return {name: entry for name, entry in entries.items() if name not in model_types}
+
+
+def _cases(model_types: list[str]) -> Iterator[tuple[str, str]]:
+    for model_type in model_types:
+        yield model_type, ""
+        yield from ((model_type, flavour) for flavour in FLAVOURS.get(model_type, {}))
+
+
+def config_of(model_type: str, flavour: str) -> tuple[Any, PretrainedConfig]:
+    """The class and a config of an architecture, with the sizes of transformers' defaults."""
+    changes = {**_REPAIRS.get(model_type, {}), **FLAVOURS.get(model_type, {}).get(flavour, {})}
+    config = AutoConfig.for_model(model_type, **changes)
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    text = next((getattr(config, name, None) for name in config.sub_configs if name == "text_config"), None)
+    if text is not None and isinstance(text, cls.config_class):
+        config = text
+    config._attn_implementation = "eager" if flavour == "eager" else config._attn_implementation
+    return cls, config
+
+
+def _probe(case: tuple[str, str]) -> tuple[str | None, Any]:
+    """Key and entry of the table; or no key, and why the architecture can't be cut."""
+    torch.set_num_threads(1)
+    try:
+        cls, config = config_of(*case)
+        certificate = find_out(cls, config)
+        return entry_of(features_of(cls, config), certificate)
+    except UnsupportedModelError as error:
+        return None, str(error)
+    except Exception as error:
+        return None, f"transformers' own defaults make no model: {type(error).__name__}: {error}"
+
+
+def _parts(entries: dict[str, Any]) -> dict[str, str]:
+    rows = []
+    for model_type, flavours in entries["flavours"].items():
+        for flavour, key in flavours.items():
+            rows.append([_name(model_type, flavour), *_columns(entries["architectures"][model_type][key])])
+    rejected = [[f"`{name}`", _short(reason)] for name, reason in entries["rejected"].items()]
+    accepted = [row for row in rows if row[1] == "yes"]
+    architectures = {row[0].split(",")[0] for row in accepted}
+    segments = {row[0].split(",")[0] for row in accepted if row[2] == "yes"}
+    counts = (
+        f"{len(entries['flavours']) + len(rejected)} architectures were probed: {len(architectures)} can be cut into "
+        f"stages, {len(segments)} of them into segments as well; the others are rejected before weights are read."
+    )
+    head = ["architecture", "stages", "segments", "filled up", "left padding", "packed", "why not"]
+    return {"counts": counts, "accepted": table(head, rows), "rejected": table(["architecture", "why"], rejected)}
+
+
+def _name(model_type: str, flavour: str) -> str:
+    return f"`{model_type}`" + (f", {flavour}" if flavour else "")
+
+
+def _columns(entry: dict[str, Any]) -> list[str]:
+    if "obstacle" in entry:
+        return ["no", "no", "no", "", "", _short(entry["obstacle"])]
+    refused = entry["refused"]
+    modes = ["no" if "whole rows" in refused.get(mode, {}) else "yes" for mode in ("whole", "segments", "filled")]
+    best = "segments" if modes[1] == "yes" else "whole"
+    kinds = ["no" if kind in refused.get(best, {}) else "yes" for kind in ("padding on the left", "packed sequences")]
+    reasons = [reason for kinds in refused.values() for reason in kinds.values()]
+    return [*modes, *(kinds if modes[0] == "yes" else ["", ""]), _short(reasons[0]) if reasons else ""]
+
+
+def _short(reason: str) -> str:
+    """A reason without what the page says already."""
+    text = reason.partition("; write ")[0].replace("\n", " ")
+    return text if len(text) <= 160 else f"{text[:157]}…"

@@ -1,0 +1,128 @@
+"""Write the tables of docs/timeline.md and draw docs/figures/timeline.png: simulated steps of Llama 2 7B."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from cuboid.seq1f1b.schedule.actions import Action
+from cuboid.seq1f1b.schedule.partition import (
+    OVERHEAD_TOKENS,
+    balance_stages,
+    choose_segments,
+    cut_sequence,
+    even_cut,
+    segment_cost,
+)
+from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
+from cuboid.seq1f1b.schedule.simulator import Timeline, simulate
+from cuboid.seq1f1b.schedule.timeline_picture import draw_timelines, format_bytes
+from cuboid.seq1f1b.schedule.unit_costs import LayerSizes, ModelSizes, kept_bytes, unit_flops
+from generators.marked import table
+
+MODEL = ModelSizes((LayerSizes.decoder(4096, 4096, 4096, 11008),) * 32, head=4096 * 32000)
+LENGTH, MULTIPLE, SEGMENTS = 32768, 8, 4
+SHAPES = ((4, 4), (4, 8), (8, 4), (8, 8))
+#: Title, schedule, segments and partition.
+COLUMNS = (
+    ("GPipe", "gpipe", 1, "flops"),
+    ("1F1B", "1f1b", 1, "flops"),
+    (f"Seq1F1B, k = {SEGMENTS}, even", "seq1f1b", SEGMENTS, "even"),
+    (f"Seq1F1B, k = {SEGMENTS}, flops", "seq1f1b", SEGMENTS, "flops"),
+)
+SWEEP_STAGES, SWEEP_MICRO_BATCHES, SWEEP = 8, 8, (1, 2, 4, 8, 16)
+PICTURE_STAGES, PICTURE_MICRO_BATCHES = 4, 4
+
+
+def lengths_of(partition: str, segments: int) -> tuple[int, ...]:
+    """Tokens of each segment."""
+    if partition == "even":
+        return even_cut(LENGTH, segments, MULTIPLE)
+    return cut_sequence(LENGTH, segments, multiple=MULTIPLE, cost=segment_cost(MODEL))
+
+
+@cache
+def step(schedule: str, stages: int, micro_batches: int, segments: int, partition: str, overhead: int = 0) -> Timeline:
+    """One step; times are operations, those of ``overhead`` tokens on top of each unit's own."""
+    shape = PipelineShape(stages, micro_batches, segments)
+    lengths = lengths_of(partition, segments)
+    layers = balance_stages(MODEL.layer_flops(LENGTH), stages, last=MODEL.head_flops(LENGTH))
+    flops = unit_flops(MODEL, layers, lengths)
+    # A unit of so many tokens that have nothing before them.
+    extra = unit_flops(MODEL, layers, (overhead,))
+
+    def duration(action: Action) -> float:
+        return flops(action) + extra(Action(action.op, action.stage, 0, 0))
+
+    kept = kept_bytes(MODEL, layers, lengths)
+    return simulate(SCHEDULES[schedule](shape), shape, duration, kept_bytes=kept)
+
+
+def bubble() -> str:
+    """Table of bubbles by schedule and partition."""
+    rows = []
+    for stages, micro_batches in SHAPES:
+        bubbles = [step(name, stages, micro_batches, k, cut).bubble for _, name, k, cut in COLUMNS]
+        ideal = [(stages - 1) / (k * micro_batches + stages - 1) for k in (1, SEGMENTS)]
+        rows.append([str(stages), str(micro_batches), *map(_percent, (*bubbles, *ideal))])
+    titles = [title for title, *_ in COLUMNS]
+    return table(["P", "M", *titles, "ideal, k = 1", f"ideal, k = {SEGMENTS}"], rows, "rrrrrrrr")
+
+
+def memory() -> str:
+    """Table of the first stage's activations."""
+    rows = []
+    for stages, micro_batches in SHAPES:
+        peaks = [step(name, stages, micro_batches, k, cut).peak_bytes[0] for _, name, k, cut in COLUMNS]
+        rows.append([str(stages), str(micro_batches), *map(format_bytes, peaks)])
+    return table(["P", "M", *(title for title, *_ in COLUMNS)], rows, "rrrrrr")
+
+
+def segments() -> str:
+    """Table of numbers of segments."""
+    rows = []
+    shape = (SWEEP_STAGES, SWEEP_MICRO_BATCHES)
+    whole = step("seq1f1b", *shape, 1, "flops", OVERHEAD_TOKENS)
+    for k in SWEEP:
+        free, charged = (step("seq1f1b", *shape, k, "flops", overhead) for overhead in (0, OVERHEAD_TOKENS))
+        share = charged.makespan_s / whole.makespan_s
+        rows.append([str(k), _percent(free.bubble), format_bytes(free.peak_bytes[0]), f"{share:.3f}"])
+    best = choose_segments(
+        LENGTH, stages=shape[0], micro_batches=shape[1], cost=segment_cost(MODEL), multiple=MULTIPLE
+    )  # fmt: skip
+    text = table(["k", "bubble", "first stage's activations", "step, charged"], rows, "rrrr")
+    return f"With P = {shape[0]} and M = {shape[1]}, where `auto` takes {best}:\n\n{text}"
+
+
+def draw(folder: Path) -> None:
+    """The picture of three schedules."""
+    timelines = []
+    for title, name, k, cut in COLUMNS[1:]:
+        timeline = step(name, PICTURE_STAGES, PICTURE_MICRO_BATCHES, k, cut)
+        # Times as the page and the command have them.
+        average = segment_cost(MODEL)(0, LENGTH) / (PICTURE_STAGES * SEGMENTS)
+        timelines.append((f"{title}: bubble {_percent(timeline.bubble)}", _scaled(timeline, 1 / average)))
+    lengths = ", ".join(map(str, lengths_of("flops", SEGMENTS)))
+    draw_timelines(
+        timelines,
+        folder / "timeline.png",
+        caption=f"Llama 2 7B, {LENGTH} tokens; by flops: {lengths}",
+        time_label="time (1 = the forward of an average segment)",
+    )
+
+
+def _scaled(timeline: Timeline, factor: float) -> Timeline:
+    spans = tuple(
+        tuple(type(span)(span.action, span.start_s * factor, span.end_s * factor) for span in rank)
+        for rank in timeline.spans
+    )
+    return Timeline(spans, timeline.peak_bytes)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def parts() -> dict[str, dict[str, str]]:
+    """Tables of bubbles, of memory and of numbers of segments."""
+    return {"timeline.md": {"bubble": bubble(), "memory": memory(), "segments": segments()}}

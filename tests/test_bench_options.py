@@ -1,0 +1,77 @@
+"""What all cases of the benchmarks have in common on the command line, and how their tables look."""
+
+import importlib
+import sys
+
+import pytest
+
+from launching import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "docs"))
+
+import generate
+from harness import case as harness
+from harness.tables import Column, Table, ranged
+from run import CASES
+
+from cuboid.errors import CuboidError
+
+cases = pytest.mark.parametrize("name", CASES)
+
+
+def case_of(name):
+    return importlib.import_module(name).CASE
+
+
+def test_every_case_has_its_part_of_the_pages():
+    assert set(generate.MEASURED) == set(CASES)
+    for name in CASES:
+        assert case_of(name).name == name
+
+
+@cases
+def test_options_that_all_cases_have(name):
+    case = case_of(name)
+    given = case.parse(["--rounds", "3", "--limit", "7", "--out", "somewhere"])
+    assert (given.repeats, given.limit, str(given.out)) == (3, 7.0, "somewhere")
+    given = case.parse(["--quick", "--repeats", "3"])
+    assert (given.repeats, given.limit) == (1, 0.0)
+    assert case.parse([]).network == "loopback"
+    assert CASES[name].shaped <= ("shaped" in case.networks)
+
+
+@cases
+@pytest.mark.parametrize("options", [["--repeats", "0"], ["--network", "token-ring"], ["--rate-mbit", "10"]])
+def test_what_makes_no_sense_is_refused(name, options, capsys):
+    with pytest.raises(SystemExit) as ended:
+        case_of(name).parse(options)
+    assert ended.value.code == 2
+    assert options[0] in capsys.readouterr().err
+
+
+def test_contestants_are_chosen_by_a_part_of_their_name():
+    given = case_of("loading").parse(["--only", "cuboid", "FSDP"])
+    names = ["Cuboid 2×2×2", "whole, then cuboid.shard", "FSDP2", "transformers"]
+    assert harness.chosen(given, names, str) == names[:3]
+    given.only = ["megatron"]
+    with pytest.raises(CuboidError, match="--only megatron: no contestant; there are Cuboid 2×2×2, whole"):
+        harness.chosen(given, names, str)
+    given.only = None
+    assert harness.chosen(given, names, str) == names
+
+
+def test_one_table_for_pages_and_console():
+    numbers = {"median": 1.234, "low": 1.0, "high": 2.0}
+    columns = [
+        Column("`name`", lambda row: f"`{row['name']}`", "l"),
+        Column("a|b", lambda row: f"**{ranged(row['numbers'])}**"),
+    ]
+    table = Table(columns, [{"name": "one", "numbers": numbers}, {"name": "two", "numbers": None}])
+    assert table.markdown().splitlines() == [
+        "| `name` | a\\|b |",
+        "| --- | ---: |",
+        "| `one` | **1.23 (1.00–2.00)** |",
+        "| `two` | **–** |",
+    ]
+    assert table.text().splitlines() == ["name  a|b", "one   1.23 (1.00–2.00)", "two   –"]
