@@ -4,6 +4,7 @@ import json
 import threading
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -13,6 +14,7 @@ import cuboid
 from comparing import stored
 from cuboid.checkpoint.format.manifest import Manifest
 from cuboid.checkpoint.format.state_file import read_state
+from cuboid.checkpoint.saver import Saver
 from cuboid.verify import SmallModel, WorkerPool
 from training import NO_DROPOUT, make_engine, ranks_of, settings, train
 
@@ -277,6 +279,51 @@ def test_keep_last_keeps_the_newest(pool, checkpoint, tmp_path, asynchronous):
     assert len(files) > 4
     index = json.loads((tmp_path / "global_step7" / "model.safetensors.index.json").read_text())
     assert {file.name for file in files} == set(index["weight_map"].values())
+
+
+def change_what_is_being_saved(path, config, out):
+    """Save twice at the same step: at once, and in the background, which begins only after more steps and changes."""
+    engine = make_engine(path, config)
+    train(engine, 2)
+    client = {"seen": [1], "best": {"loss": torch.tensor(0.5)}, "table": np.zeros(2), "pair": (1, [2])}
+    settings_ = engine.checkpointing._saver._settings
+    engine.checkpointing._saver._settings = settings_.model_copy(update={"asynchronous": False})
+    engine.save_checkpoint(f"{out}/at_once", client_state=client)
+    engine.checkpointing._saver._settings = settings_
+    attempt, may_write = Saver._attempt, threading.Event()
+
+    def attempt_later(*args):
+        may_write.wait(60)
+        return attempt(*args)
+
+    Saver._attempt = attempt_later
+    try:
+        engine.save_checkpoint(f"{out}/later", client_state=client)
+        client["seen"].append(2)
+        client["best"]["loss"].add_(1)
+        client["table"] += 1
+        client["pair"][1].append(3)
+        train(engine, 2)
+        may_write.set()
+        assert engine.wait_for_checkpoint()
+    finally:
+        Saver._attempt = attempt
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_background_save_holds_what_was_true_when_it_was_asked_for(pool, checkpoint, tmp_path, zero):
+    config = {**settings("1x2x1", asynchronous=True), "zero_optimization": {"stage": zero}}
+    pool.run(2, change_what_is_being_saved, checkpoint(LLAMA), config, str(tmp_path))
+    at_once, later = (
+        read_state(tmp_path / name / "global_step2", Manifest.read(tmp_path / name / "global_step2"))
+        for name in ("at_once", "later")
+    )
+    for key in ("steps", "scheduler", "optimizer"):
+        assert str(later[key]) == str(at_once[key])
+    assert later["client"]["seen"] == [1]
+    assert later["client"]["best"]["loss"] == 0.5
+    assert later["client"]["table"].tolist() == [0, 0]
+    assert later["client"]["pair"] == (1, [2])
 
 
 # --- memory --------------------------------------------------------------------------------------------------------

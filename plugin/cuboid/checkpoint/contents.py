@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import nn
+
 from cuboid.checkpoint.optimizer_state import OptimizerState
 from cuboid.checkpoint.shards import Family, SplitTensor
 
@@ -37,7 +41,7 @@ class Contents:
     auxiliary_files: Callable[[Path], None]
 
     def snapshot(self) -> Contents:
-        """The same contents with tensors copied to the CPU, so that training can continue while they are written."""
+        """A copy that training can't change any more while it is written, with tensors on the CPU."""
         families = []
         for family in self.families:
             bundles = [
@@ -45,7 +49,14 @@ class Contents:
                 for bundle in family.bundles
             ]
             families.append(dataclasses.replace(family, bundles=tuple(bundles)))
-        return dataclasses.replace(self, families=tuple(families))
+        optimizer = self.optimizer
+        if optimizer is not None:
+            # The runs of its quantities are in the families; here they only count by name.
+            numbers, groups = _copy_value(optimizer.numbers), _copy_value(optimizer.groups)
+            optimizer = dataclasses.replace(optimizer, numbers=numbers, groups=groups)
+        return dataclasses.replace(
+            self, families=tuple(families), optimizer=optimizer, document=_copy_value(dict(self.document))
+        )
 
 
 def _copy_to_cpu(tensor: SplitTensor) -> SplitTensor:
@@ -54,3 +65,24 @@ def _copy_to_cpu(tensor: SplitTensor) -> SplitTensor:
     # ``copy=True``: a tensor that is on the CPU already would otherwise be shared with training.
     values = tensor.run.values.detach().to("cpu", copy=True)
     return dataclasses.replace(tensor, run=dataclasses.replace(tensor.run, values=values))
+
+
+def _copy_value(value: Any) -> Any:
+    """A copy of what ``state.json`` can hold; anything else is left as it is, for the encoder to reject by its key.
+
+    A step counter, a learning rate or a list in ``client_state`` may be changed in place by the next step.
+    """
+    if (
+        isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and type(value) in (torch.Tensor, nn.Parameter)
+    ):
+        return value if value.is_meta or value.is_quantized else value.detach().to("cpu", copy=True)
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Mapping):
+        return {key: _copy_value(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        copies = [_copy_value(each) for each in value]
+        return copies if isinstance(value, list) else tuple(copies)
+    return value
