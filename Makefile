@@ -85,10 +85,13 @@ colossalai: $(VENV)/colossalai ## The same under ColossalAI's Booster, on 4 rank
 		"$(BOOSTER_CONFIG)"
 	@$(BIN)/python docs/examples/evaluate.py runs/colossalai
 
-test: install ## Run the test suite.
+TEST_PROCESSES ?= 2
+
+test: install ## Run the test suite, in TEST_PROCESSES=2 processes.
 	@$(MAKE) --no-print-directory $(VENV)/colossalai || \
 		echo "make test: ColossalAI can't be installed here, so its tests are skipped" >&2
-	@$(BIN)/python -m pytest -m "not slow"
+	@# Each file stays in one process, which keeps its pool of ranks.
+	@$(BIN)/python -m pytest -m "not slow" -n $(TEST_PROCESSES) --dist loadfile
 
 test-slow: install ## Run the sweeps that are too long for every change.
 	@$(BIN)/python -m pytest -m slow

@@ -52,6 +52,7 @@ setup(
     extras_require={
         "dev": [
             "pytest>=8",
+            "pytest-xdist>=3.8",
             "hypothesis>=6.100",
             "ruff>=0.12",
             "import-linter>=2.6",
