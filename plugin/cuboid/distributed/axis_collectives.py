@@ -109,9 +109,8 @@ def start_gather_dim(x: torch.Tensor, dim: int, along: AxisGroup) -> AsyncResult
     if along.size == 1:
         return AsyncResult(x)
     dim %= x.dim()
-    shape = (*x.shape[:dim], along.size * x.shape[dim], *x.shape[dim + 1 :])
-    # Dims of size 1 before `dim` need no copy, which `reshape` finds out by itself.
-    return start_all_gather(x, along, lambda stacked: stacked.movedim(0, dim).reshape(shape))
+    # Dims of size 1 before `dim` need no copy, which `flatten` finds out by itself.
+    return start_all_gather(x, along, lambda stacked: stacked.movedim(0, dim).flatten(dim, dim + 1))
 
 
 def gather_dim(x: torch.Tensor, dim: int, along: AxisGroup) -> torch.Tensor:

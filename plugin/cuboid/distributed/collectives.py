@@ -87,10 +87,11 @@ def start_reduce_scatter_into(
     slices = x.view(ranks, -1)
     own = slices[rank]
     direct = direct and own.nbytes >= _DIRECT_BYTES
+    is_single = len(outs) == 1
     finish: Callable[[], object]
     if ranks == 2:
         # The other's slice comes straight into a single result, to which the own one is added.
-        is_single, sent = len(outs) == 1, slices[1 - rank]
+        sent = slices[1 - rank]
         received = outs[0].view(-1) if is_single else torch.empty_like(own)
         finish = partial(received.add_, own) if is_single else partial(_add_up, outs, received, own)
         if direct:
@@ -99,9 +100,7 @@ def start_reduce_scatter_into(
         work = dist.all_to_all_single(received, sent, counts, counts, group=group, async_op=True)
         return AsyncResult(outs, (work,), finish, holds=x)
     pieces = torch.empty_like(slices)
-    finish = partial(_add_up, outs, pieces)
-    if len(outs) == 1:
-        finish = partial(torch.sum, pieces, 0, out=outs[0].view(-1))
+    finish = partial(torch.sum, pieces, 0, out=outs[0].view(-1)) if is_single else partial(_add_up, outs, pieces)
     if direct:
         pieces[rank].copy_(own)
         return AsyncResult(outs, _exchange(pieces, slices, group), finish, holds=x)

@@ -47,9 +47,8 @@ class GatherSequence:
         """See :class:`InputGather`."""
         if self.along.size == 1:
             return AsyncResult((x,))
-        shape = (x.shape[0], self.along.size * x.shape[1], x.shape[2])
         return start_all_gather(
-            x, self.along, lambda stacked: (stacked.movedim(0, SEQUENCE_DIM).reshape(shape),), in_place=in_place
+            x, self.along, lambda stacked: (stacked.movedim(0, SEQUENCE_DIM).flatten(1, 2),), in_place=in_place
         )
 
 

@@ -314,9 +314,10 @@ class _Begun:
 def _begun(ctx: Any) -> _Begun:
     """Begin a backward, unless that was done."""
     if ctx.begun is None:
-        # Activation checkpointing gives them away once only. So does this, for the own part of the input to be freed
-        # as soon as it lies in the buffer of the whole.
+        # Unpacked once only, as activation checkpointing allows.
         x, *weights = ctx.saved_tensors
+        # Unless the graph is retained, the rank's own part of the input is freed as soon as it is copied into the
+        # buffer of the all-gather.
         ctx.maybe_clear_saved_tensors()
         wanted = any(ctx.needs_input_grad[2 : 2 + len(weights)])
         start = partial(ctx.call.linear_op.input_gather.start, in_place=True)

@@ -18,6 +18,7 @@ import torch
 
 from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import (
+    SEQUENCE_DIM,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter_parts,
@@ -79,7 +80,8 @@ def multiply_positions(x: Pieces, weights: Columns, out: torch.Tensor, first: in
         first: position in 0 … S - n.
     """
     count, length, _ = out.shape
-    # A row's positions lie together, those of several rows don't, and making them would be a copy.
+    # These positions are contiguous within a row of the batch, but not from row to row: flattening them for a single
+    # product would be a copy, so each row has a product of its own.
     for number, (piece, weight) in enumerate(zip(x, weights, strict=True)):
         own, by_in = piece.narrow(1, first, length), weight.t()
         if count > 1 and (out.is_cuda or out.dtype not in _ONE_BY_ONE):
@@ -186,8 +188,9 @@ class ScatterSequence(_InOnePiece):
         (gradient,) = gradients
         if self.along.size == 1:
             return AsyncResult((gradients,))
-        shape = (gradient.shape[0], self.along.size * gradient.shape[1], gradient.shape[2])
-        return start_all_gather(gradient, self.along, lambda stacked: ((stacked.movedim(0, 1).reshape(shape),),))
+        return start_all_gather(
+            gradient, self.along, lambda stacked: ((stacked.movedim(0, SEQUENCE_DIM).flatten(1, 2),),)
+        )
 
 
 @dataclass(frozen=True)
