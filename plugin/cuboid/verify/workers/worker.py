@@ -116,9 +116,11 @@ def _work(job: Job) -> Any:
         world_size=job.world_size,
         timeout=datetime.timedelta(seconds=job.timeout_s),
     )
+    # A rank whose job ends the group at once would otherwise close its connections while others are still connecting.
+    dist.barrier()
     result = job.function(*job.arguments)
     if dist.is_initialized():
-        # A rank that finishes early would otherwise close its connections while others are still connecting.
+        # The same for groups that the job has made.
         dist.barrier()
         dist.destroy_process_group()
     return result
