@@ -49,10 +49,10 @@ def insert_messages(schedule: Schedule, shape: PipelineShape) -> tuple[Program, 
     """Write the messages into a schedule, with most receives posted one computation before their use.
 
     A result is sent right after it is computed. A channel's receives are posted in the order of its sends. What a
-    forward receives is posted before the computation in front of it, during which it then travels. What a backward
-    receives is too where a backward is in front of it, but not a forward: the later stages may not come to that backward
-    without this forward's result, and in 1F1B, where they do, both directions early would wait for each other. Stages on
-    one rank exchange no messages.
+    forward receives is posted before the computation in front of it, behind which it then travels. So is what a
+    backward receives, if that computation is a backward. It isn't if it is a forward: the later stages may need its
+    result for the gradient; and in 1F1B, where they don't, the two directions would wait for each other if both were
+    this early. Stages on one rank exchange no messages.
 
     Raises:
         ScheduleError: a stage is on two ranks.

@@ -42,11 +42,11 @@ def validate(schedule: Schedule, shape: PipelineShape, *, backward: bool = True)
 def validate_programs(programs: Sequence[Program], shape: PipelineShape) -> None:
     """Check the messages of all ranks' programs, and that no order in which they block leads to a deadlock.
 
-    What is taken for granted of the transport: each channel (:func:`cuboid.seq1f1b.schedule.dependencies.channel`) is on
-    its own and keeps its order; a computation waits until its input is there. The proof takes the harshest case, in which
-    every action begins by waiting for the other end of all messages that its rank has sent or posted before. So does
-    whatever synchronises a CUDA device, on which NCCL's sends and receives are kernels that spin until the peer comes:
-    the first launch of a kernel that isn't loaded yet, an allocation for which cached memory is freed, the first
+    What is taken for granted of the transport: each channel (:func:`cuboid.seq1f1b.schedule.dependencies.channel`) is
+    on its own and keeps its order; a computation waits until its input is there. The proof takes the harshest case, in
+    which every action begins by waiting for the other end of all messages that its rank has sent or posted before. So
+    does whatever synchronises a CUDA device, on which NCCL's sends and receives are kernels that spin until the peer
+    comes: the first launch of a kernel that isn't loaded yet, an allocation for which cached memory is freed, the first
     collective of a group.
 
     Raises:
