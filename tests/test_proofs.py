@@ -13,7 +13,8 @@ from cuboid.distributed.async_result import AsyncResult
 from cuboid.models.pipeline import pipeline as pipeline_module
 from cuboid.verify import SmallModel
 from cuboid.verify.workers.pool import WorkerError
-from proofs.device import SynchronisedDevice, former_programs
+from proofs.device import SynchronisedDevice
+from proofs.former import former_programs
 from proofs.order import Issued, OrderRecorder, check_orders
 from proofs.poison import PoisonError, poisoned
 
@@ -76,6 +77,13 @@ def test_messages_and_collectives_of_a_pipeline_have_one_order(pool, checkpoint,
     issued = pool.run(ranks, recorded, step_of_pipeline, checkpoint(SMALL), stages, axes, timeout_s=TIMEOUT_S)
     found = check_orders(issued)
     assert found["send"] == found["recv_"] > 8
+    for own in issued:
+        # Every group has met before the first activation is sent or received, behind a byte for each channel.
+        messages = [
+            place for place, each in enumerate(own) if each.peer is not None and each.tensors[0][1] != "torch.uint8"
+        ]
+        known = {each.group for each in own[: messages[0]]}
+        assert {each.group for each in own} == known
 
 
 def recorded_with_former_programs(path):
@@ -93,6 +101,22 @@ def fresh_pool(pool):
 def test_gradients_received_from_the_start_of_a_program_make_a_circle(fresh_pool, checkpoint):
     issued = fresh_pool.run(2, recorded_with_former_programs, checkpoint(SMALL), timeout_s=TIMEOUT_S)
     with pytest.raises(AssertionError, match="wait for one another in a circle"):
+        check_orders(issued)
+
+
+def gather_directly():
+    group = dist.group.WORLD
+    with OrderRecorder() as recorder:
+        for direct in (False, True):
+            collectives.gather_into(torch.empty(2, 1 << 15), torch.ones(1 << 15), group, direct=direct)
+    return recorder.issued
+
+
+def test_messages_that_gloo_sends_in_place_of_a_collective_would_wait_for_one_another_on_one_stream(pool):
+    """Why they are gloo's alone (:attr:`Mesh.spans_networks`)."""
+    issued = pool.run(2, gather_directly, timeout_s=TIMEOUT_S)
+    check_orders([own[:1] for own in issued])
+    with pytest.raises(AssertionError, match="circle"):
         check_orders(issued)
 
 
