@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cuboid.distributed.startup import bound_device
 from cuboid.errors import CuboidError
 from cuboid.library_warnings import quiet
 
@@ -107,14 +108,17 @@ def _exit_with_parent() -> None:
 
 
 def _work(job: Job) -> Any:
+    device = torch.device("cpu")
     if job.backend == "nccl":
-        torch.cuda.set_device(job.rank)
+        device = torch.device("cuda", job.rank)
+        torch.cuda.set_device(device)
     dist.init_process_group(
         job.backend,
         init_method=job.meeting_point,
         rank=job.rank,
         world_size=job.world_size,
         timeout=datetime.timedelta(seconds=job.timeout_s),
+        device_id=bound_device(device, job.world_size),
     )
     # A rank whose job ends the group at once would otherwise close its connections while others are still connecting.
     dist.barrier()
