@@ -1,0 +1,118 @@
+"""Steps on a CUDA device that isn't there; prints as JSON what the host would wait for in each of them."""
+
+import json
+import sys
+import traceback
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import device
+
+device.load()
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed._tools import fake_collectives  # noqa: F401  # collectives of tensors without values
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import cuboid
+from cuboid.distributed import rank_agreement
+from cuboid.models.pipeline import pipeline as pipelines
+
+ROWS, LENGTH = 4, 24
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def world(ranks, rank):
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+
+
+def model_of(config, **options):
+    """A small Llama, sharded on the CPU, where it has values."""
+    made = transformers.LlamaConfig(**{**SIZES, **options})
+    return cuboid.shard(transformers.AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16), config).train()
+
+
+def put_on_device(model):
+    """Put a model on the device, without its values. No parameter may be shared."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            moved = torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda")
+            module.register_parameter(name, torch.nn.Parameter(moved, parameter.requires_grad))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            persistent = name not in module._non_persistent_buffers_set
+            moved = torch.empty(buffer.shape, dtype=buffer.dtype, device="cuda")
+            module.register_buffer(name, moved, persistent=persistent)
+
+
+def mesh_of(*axes):
+    return {"mode": "3d_tensor", "mesh": dict(zip(("batch", "sequence", "hidden"), axes, strict=True))}
+
+
+def ids():
+    return torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="cuda")
+
+
+def layers(found, *axes, options=None, given=()):
+    """The second step of a sharded model, so that what is done once for all steps isn't counted."""
+    world(axes[0] * axes[1] * axes[2], axes[0] * axes[1] * axes[2] - 1)
+    model = model_of({"tensor_parallel": mesh_of(*axes)}, **(options or {}))
+    with device.watch(found):
+        put_on_device(model)
+        for _ in range(2):
+            found.clear()
+            extra = {name: torch.ones_like(ids()) for name in given}
+            model(input_ids=ids(), labels=ids(), **extra).loss.backward()
+
+
+def pipeline(found, stage, *axes, given=()):
+    """The second step of one stage of two, with two micro-batches of three segments."""
+    size = axes[0] * axes[1] * axes[2]
+    world(2 * size, 2 * size - 1 if stage else 0)
+    config = {"engine": "seq1f1b", "stages": 2, "segments": 3, "partition": "even", "certification": "verified"}
+    model = model_of({"tensor_parallel": mesh_of(*axes), "pipeline": config})
+    with device.watch(found):
+        put_on_device(model)
+        runs = pipelines.Pipeline(model)
+        for _ in range(2):
+            found.clear()
+            batches = [{name: torch.ones_like(ids()) for name in ("input_ids", "labels", *given)} for _ in range(2)]
+            if stage:
+                # Nothing comes from the rank that reads the data.
+                pipelines.share_micro_batches = lambda *_: batches
+            runs.train(iter(batches), 2)
+
+
+STEPS = {
+    "layers": lambda found: layers(found, 2, 2, 2, options={"num_key_value_heads": 8}),
+    "layers with a mask": lambda found: layers(found, 2, 2, 2, given=("attention_mask",)),
+    "layers with positions": lambda found: layers(found, 2, 2, 2, given=("position_ids",)),
+    "layers with few key heads": lambda found: layers(found, 1, 2, 2),
+    "first stage": lambda found: pipeline(found, 0, 1, 2, 2),
+    "last stage": lambda found: pipeline(found, 1, 1, 2, 2),
+    "last stage without a mesh": lambda found: pipeline(found, 1, 1, 1, 1),
+    "last stage with a mask": lambda found: pipeline(found, 1, 1, 2, 2, given=("attention_mask",)),
+    "last stage with positions": lambda found: pipeline(found, 1, 1, 2, 2, given=("position_ids",)),
+}
+
+if __name__ == "__main__":
+    rank_agreement._world = lambda mesh: None
+    torch.cuda.get_device_capability = lambda _: (9, 0)
+    for name in sys.argv[1:] or STEPS:
+        found, error = [], None
+        try:
+            STEPS[name](found)
+        except Exception as raised:
+            error = "".join(traceback.format_exception(raised))
+        print(json.dumps({"step": name, "found": found, "error": error}), flush=True)
+        if dist.is_initialized():
+            dist.destroy_process_group()
