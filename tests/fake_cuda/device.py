@@ -32,12 +32,13 @@ def load():
         ctypes.CDLL(str(library))
 
 
-def watch(found):
+def watch(found, *, answer=True):
     """A context in which ``torch.device("cuda")`` has tensors without values.
 
     Args:
         found: takes what would wait: ``{"what", "where", "line"}``, the operation, the innermost file that is ours or
             transformers', and its line of code.
+        answer: what the host reads where it asks the device for a bool. Whole numbers are 0, others 1.
     """
     from contextlib import contextmanager
 
@@ -56,8 +57,9 @@ def watch(found):
             if func is aten._local_scalar_dense.default:
                 if on_device:
                     self.note("the host reads a number")
-                # Some number: what is read here is looked at by whoever reads the list.
-                return on_device if args[0].dtype is torch.bool else 0
+                if args[0].dtype is torch.bool:
+                    return answer and on_device
+                return 1.0 if args[0].is_floating_point() else 0
             if func is aten.is_pinned.default:
                 return getattr(args[0], "is_pinned_here", False)
             if func in (aten.nonzero.default, aten.masked_select.default, aten._unique2.default) and on_device:

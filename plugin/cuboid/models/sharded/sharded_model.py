@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.masking_utils import find_packed_sequence_indices
 
 from cuboid.config.schema import TensorParallelConfig
 from cuboid.distributed.mesh import Mesh
@@ -29,6 +30,7 @@ from cuboid.models.attention.interface import (
     use_sharded_attention,
     whole_sequence,
 )
+from cuboid.models.attention.packing import known_packing
 from cuboid.models.batch.batch import LocalBatch, take_local_batch
 from cuboid.models.batch.batch_check import BatchCheck, Limits
 from cuboid.models.cross_entropy.chunked import CHUNK_BYTES
@@ -314,7 +316,7 @@ def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
     check.read_if_there()
     sharding.check = check
     try:
-        with whole_sequence(Lengths(batch.length, batch.padded)):
+        with whole_sequence(Lengths(batch.length, batch.padded)), known_packing(*_packing_of(arguments, batch)):
             yield batch
         check.read()
     finally:
@@ -322,6 +324,14 @@ def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
     if not sharding.checked:
         check_attention_ran(sharding.attention)
         sharding.checked = True
+
+
+def _packing_of(arguments: dict[str, Any], batch: LocalBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The positions that the model gets, and which packed sequences they belong to."""
+    positions = batch.tensors["position_ids"]
+    # Those that nobody gave count from one end to the other. Beside a mask nobody asks.
+    may_be_packed = arguments.get("position_ids") is not None and arguments.get("attention_mask") is None
+    return positions, find_packed_sequence_indices(positions) if may_be_packed else None
 
 
 def _check_modules(model: nn.Module, made: dict[nn.Module, type[nn.Module]]) -> None:
