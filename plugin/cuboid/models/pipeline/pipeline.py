@@ -249,6 +249,7 @@ class Pipeline:
 
 def open_channels(mesh: Mesh, device: torch.device) -> dict[tuple[int, int], Channel]:
     """Between this rank and its neighbours in the pipeline, in both directions. Collective."""
+    mesh.meet(device)
     stage = mesh.coordinate.pipe
     count = functools.partial(mesh.comm_counter.record_send, "pipe")
     channels = {}
