@@ -40,7 +40,7 @@ from cuboid.models.sharded.model_interface import WholeInterface
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.parallelize import ShardOf, attention_modules, parallelize_modules
 from cuboid.tensor3d.layers.vocab_cross_entropy import gather_hidden, gather_logits, predicted, sharded_cross_entropy
-from cuboid.tensor3d.sharding.sharded_param import disable_reshard_after_forward, is_recomputing
+from cuboid.tensor3d.sharding.sharded_param import disable_reshard_after_forward, is_recomputing, set_gradient_reduce
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,7 @@ def shard_modules(
     shapes = {name: layout.shape for name, layout in parallel_plan.by_parameter.items()}
     whole = WholeModel.of(model, _learned_positions(model), shapes)
     parallelize_modules(model, parallel_plan, mesh, shard_of)
+    set_gradient_reduce(model, config.gradient_reduce)
     if config.weight_gather == "step":
         disable_reshard_after_forward(model)
     attention = {name: model.get_submodule(name) for name in attention_modules(parallel_plan)}
