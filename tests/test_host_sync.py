@@ -1,7 +1,7 @@
 """What the host waits for in a step on CUDA, seen on a device that isn't there (``fake_cuda/``).
 
-Whatever blocks the host in the middle of a step lets the device run dry. A few reads per step or micro-batch, before its
-first unit, are listed in docs/performance.md and here.
+Whatever blocks the host in the middle of a step lets the device run dry. A few reads per step or micro-batch, before
+its first unit, are listed in docs/performance.md and here.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent / "fake_cuda" / "steps.py"
+SCRIPT = Path(__file__).parent / "fake_cuda"
 TIMEOUT_S = 600
 
 #: Before a pipeline's step: its label tokens and whether its numbers are in range (3 numbers, read at once), and on the
@@ -29,6 +29,8 @@ FOR_EVERY_CHANGE = {
     "padded stage": {**COUNTED, **PADDED},
     "last stage without a mesh": COUNTED,
     "optimizer with ZeRO-1": {},
+    "stage with flash attention": COUNTED,
+    "snapshot": {},
 }
 SLOW = {
     "layers with a head of keys for each rank": {},

@@ -1,15 +1,10 @@
 """Steps on a CUDA device that isn't there; prints as JSON what the host would wait for in each of them."""
 
 import json
-import sys
 import traceback
-from pathlib import Path
+from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).parent))
 import device
-
-device.load()
-
 import torch
 import torch.distributed as dist
 import transformers
@@ -17,10 +12,14 @@ from torch.distributed._tools import fake_collectives  # noqa: F401  # collectiv
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cuboid
+from cuboid.checkpoint.contents import Contents
+from cuboid.checkpoint.format.tensor_header import TensorSpec
+from cuboid.checkpoint.shards import Bundle, Family, Run, SplitTensor
 from cuboid.distributed import rank_agreement
 from cuboid.models.pipeline import pipeline as pipelines
 from cuboid.optim.data_parallel_optimizer import replica_optimizer
 from cuboid.optim.grad_norm import scale_to, total_norm
+from cuboid.seq1f1b.attention import kernels
 
 ROWS, LENGTH = 4, 24
 SIZES = {
@@ -41,7 +40,9 @@ def world(ranks, rank):
 def model_of(config, **options):
     """A small Llama, sharded on the CPU, where it has values."""
     made = transformers.LlamaConfig(**{**SIZES, **options})
-    return cuboid.shard(transformers.AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16), config).train()
+    model = cuboid.shard(transformers.AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16), config).train()
+    cuboid.mesh_of(model).connect()
+    return model
 
 
 def put_on_device(model):
@@ -90,7 +91,7 @@ def pipeline(found, stage, *axes, given=(), answer=True, **options):
             batches = [{name: torch.ones_like(ids()) for name in ("input_ids", "labels", *given)} for _ in range(2)]
             if stage:
                 # Nothing comes from the rank that reads the data.
-                pipelines.share_micro_batches = lambda *_: batches
+                pipelines.share_micro_batches = lambda given, *_: list(given)
             runs.train(iter(batches), 2)
 
 
@@ -99,7 +100,6 @@ def optimizer(found, *, split):
     world(4, 3)
     model = model_of({"tensor_parallel": mesh_of(1, 2, 1)})
     mesh = cuboid.mesh_of(model)
-    mesh.connect()
     with device.watch(found):
         put_on_device(model)
         replica = replica_optimizer(torch.optim.AdamW(model.parameters()), mesh, torch.bfloat16, split=split)
@@ -113,6 +113,36 @@ def optimizer(found, *, split):
             scale_to(gradients, total_norm(gradients, [mesh.data_parallel_group], 2.0, next(model.parameters())), 1.0)
             replica.step()
             replica.clear()
+
+
+def flash(found):
+    """As on a GPU with kernels for bfloat16, which are also given fewer heads of keys than of queries."""
+    heads = []
+    forward = kernels.CudaFlash.forward
+
+    def note(self, query, key, value, **options):
+        heads.append((query.shape[1], key.shape[1]))
+        return forward(self, query, key, value, **options)
+
+    with (
+        mock.patch.object(torch.backends.cuda, "can_use_flash_attention", return_value=True),
+        mock.patch.object(kernels.CudaFlash, "forward", note),
+    ):
+        pipeline(found, 1, 1, 1, 1)
+    # Two steps of six units of one layer each, of which all but the first segment have a past.
+    assert heads == [(8, 2)] * 2 * 10, heads
+
+
+def snapshot(found):
+    """What stops training for a checkpoint that is written in the background: one wait for all copies."""
+    with device.watch(found):
+        values = [torch.empty(64, 64, device="cuda") for _ in range(8)]
+        tensors = [
+            SplitTensor(f"t{n}", TensorSpec(torch.float32, tuple(x.shape)), None, Run.whole(x))
+            for n, x in enumerate(values)
+        ]
+        family = Family("", tuple(map(Bundle.plain, tensors)))
+        Contents(0, (family,), None, {}, {}, lambda _: None).snapshot()
 
 
 MASK, POSITIONS = ("attention_mask",), ("position_ids",)
@@ -130,16 +160,20 @@ STEPS = {
     "padded eager stage": lambda found: pipeline(
         found, 1, 1, 2, 2, given=MASK, answer=False, attn_implementation="eager"
     ),
+    "stage with flash attention": flash,
+    "snapshot": snapshot,
     "optimizer": lambda found: optimizer(found, split=False),
     "optimizer with ZeRO-1": lambda found: optimizer(found, split=True),
 }
 
-if __name__ == "__main__":
+
+def main(names):
+    """Run steps by name, and print a line of JSON for each."""
     rank_agreement._world = lambda mesh: None
     torch.cuda.get_device_capability = lambda _: (9, 0)
     # transformers leaves out what it would look at in tensors without values.
     transformers.masking_utils.is_tracing = lambda *_: False
-    for name in sys.argv[1:] or STEPS:
+    for name in names or STEPS:
         found, error = [], None
         try:
             STEPS[name](found)

@@ -70,10 +70,10 @@ class TensorParallelConfig(Section):
     gradient_reduce: Literal["auto", "fp32", "backend"] = Field(
         "auto",
         description="How gradients of weights in bf16 or fp16 are added up over the ranks that share them. "
-        '"fp32": ranks exchange slices, and each adds up its own in fp32, for as many bytes as a reduce-scatter and '
-        'the memory of one more gradient of a layer\'s weight; "backend": by the backend\'s reduce-scatter, which under '
-        'NCCL rounds to bf16 once for each rank but the first; "auto": "fp32" on a mesh of one node, "backend" on several, '
-        "between which NCCL\'s rings pass fewer bytes than an exchange.",
+        '"fp32": ranks exchange slices, and each adds up its own in fp32, for as many bytes as a reduce-scatter '
+        'and the memory of one more gradient of a weight; "backend": by the reduce-scatter of the backend, which '
+        'under NCCL rounds to bf16 once for each rank but the first; "auto": "fp32" on a mesh of one node, "backend" '
+        "on several, between which the rings of NCCL pass fewer bytes than an exchange.",
     )
     autotp_size: int | None = Field(
         None,

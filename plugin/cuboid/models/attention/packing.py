@@ -26,7 +26,9 @@ class Packing:
     positions: torch.Tensor | None
     packed: torch.Tensor | None
 
-    def of(self, position_ids: torch.Tensor, search: Callable[[torch.Tensor], torch.Tensor | None]) -> torch.Tensor | None:
+    def of(
+        self, position_ids: torch.Tensor, search: Callable[[torch.Tensor], torch.Tensor | None]
+    ) -> torch.Tensor | None:
         """The part of ``packed`` for some columns of the positions; of other ones what ``search`` finds."""
         if self.positions is None:
             return None

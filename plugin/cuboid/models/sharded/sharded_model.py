@@ -33,7 +33,6 @@ from cuboid.models.attention.interface import (
 from cuboid.models.attention.packing import known_packing
 from cuboid.models.batch.batch import LocalBatch, take_local_batch
 from cuboid.models.batch.batch_check import BatchCheck, Limits
-from cuboid.models.cross_entropy.chunked import CHUNK_BYTES
 from cuboid.models.cross_entropy.lm_head import is_in_head
 from cuboid.models.cross_entropy.loss_forward import forward_with_bounded_loss
 from cuboid.models.sharded.model_interface import WholeInterface
@@ -96,8 +95,8 @@ class Sharding:
     whole: WholeModel
     #: The model's modules and their classes, as they were made, so that others in their places are found out.
     modules: dict[nn.Module, type[nn.Module]] = field(default_factory=dict)
-    #: Largest size in float32 of the logits of which a loss alone is made, on one rank.
-    chunk_bytes: int = CHUNK_BYTES
+    #: Largest size in float32 of the logits of which a loss alone is made, on one rank; None for one by the device.
+    chunk_bytes: int | None = None
     checked: bool = False
     former: FormerParameters = field(default_factory=FormerParameters)
     #: Writes the model as a Hugging Face checkpoint. Whoever loads or shards a model for users hands it in, for saving

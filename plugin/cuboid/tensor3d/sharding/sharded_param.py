@@ -24,7 +24,6 @@ from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce
 from cuboid.tensor3d.sharding.param_versions import Updates
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
-
 #: How gradients of blocks are added up; see :func:`set_gradient_reduce`.
 GradientReduce = Literal["auto", "fp32", "backend"]
 

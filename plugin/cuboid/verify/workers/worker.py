@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from cuboid.errors import CuboidError
 from cuboid.library_warnings import quiet
+from cuboid.verify.workers.staged_group import register_staged
 
 HOST = "127.0.0.1"
 
@@ -33,7 +34,7 @@ class Job:
         rank, world_size: of the process group in which it runs.
         meeting_point: URL at which its ranks rendezvous.
         port: of a store in the parent process, for code that uses MASTER_PORT.
-        backend: ``"nccl"`` or ``"gloo"``.
+        backend: ``"nccl"``, ``"staged"`` or ``"gloo"``.
         timeout_s: for every collective.
     """
 
@@ -107,8 +108,9 @@ def _exit_with_parent() -> None:
 
 
 def _work(job: Job) -> Any:
-    if job.backend == "nccl":
-        torch.cuda.set_device(job.rank)
+    register_staged()
+    if job.backend != "gloo" and torch.cuda.is_available():
+        torch.cuda.set_device(job.rank % torch.cuda.device_count())
     dist.init_process_group(
         job.backend,
         init_method=job.meeting_point,
