@@ -152,6 +152,35 @@ def sent_by_forwards(path, autocast):
     return sent, 5 * elements * (2 if autocast else 4)
 
 
+def sent_by_a_stage(path, settings):
+    """Loss, gradients, and bytes over `batch` of a step of a pipeline with two micro-batches of two segments."""
+    section = {"mode": "3d_tensor", "mesh": {"batch": 3}, **settings}
+    pipeline = {"engine": "seq1f1b", "stages": 2, "segments": 2}
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).train()
+    model = cuboid.shard(model, {"tensor_parallel": section, "pipeline": pipeline})
+    runs = cuboid.Pipeline(model)
+    cuboid.mesh_of(model).comm_counter.reset()
+    loss = runs.train(iter([{"input_ids": tokens(n), "labels": tokens(n)} for n in range(2)]), 2)
+    layers = [module for module in model.base_model.layers.modules() if isinstance(module, linear.ShardedLinear)]
+    weights = 2 * 8 * sum(layer.weight.numel() for layer in layers)
+    return (
+        [float(loss)],
+        cuboid.full_gradients(model),
+        cuboid.mesh_of(model).comm_counter.snapshot()["batch"],
+        weights,
+    )
+
+
+def test_a_pipeline_keeps_weights_over_its_units(pool, path):
+    ranks = {mode: pool.run(6, sent_by_a_stage, path, {"weight_gather": mode}) for mode in ("layer", "step")}
+    assert_same(ranks["layer"][0], ranks["step"])
+    for every_unit, kept in zip(ranks["layer"], ranks["step"], strict=True):
+        weights = every_unit[3]
+        # Four units gather in forward and in backward. Of the first stage's two micro-batches the graphs of the second
+        # one begin before those of the first one end, so that its weights are gathered about once.
+        assert every_unit[2] - kept[2] >= 4 * weights
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_weights_that_autocast_casts_are_kept_too(pool, path, autocast):
     # A cast is a new tensor at each forward, but made of the same values.

@@ -1,7 +1,7 @@
 """What the host waits for in a step on CUDA, seen on a device that isn't there (``fake_cuda/``).
 
 Whatever blocks the host in the middle of a step lets the device run dry. A few reads per step or micro-batch, before
-its first unit, are listed in docs/performance.md and here.
+its first unit, are listed in docs/overlap.md and here.
 """
 
 import json

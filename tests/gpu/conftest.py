@@ -25,7 +25,9 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # `make test` has it set where there are fewer GPUs than ranks.
+    is_cpu = os.environ.get("DS_ACCELERATOR") == "cpu"
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() and not is_cpu else 0
     for item in items:
         if FOLDER not in item.path.parents:
             continue
@@ -35,7 +37,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU{'s' * (needed > 1)}, and there are {gpus}"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def device():
     return DEVICE
 

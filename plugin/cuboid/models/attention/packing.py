@@ -45,7 +45,7 @@ def _first_column(part: torch.Tensor, whole: torch.Tensor) -> int | None:
     """Where columns of ``whole`` begin that ``part`` is a view of; None if it isn't one."""
     if part.untyped_storage()._cdata != whole.untyped_storage()._cdata or part.dtype != whole.dtype:
         return None
-    first = part.storage_offset() - whole.storage_offset()
+    first = int(part.storage_offset() - whole.storage_offset())
     is_inside = 0 <= first <= whole.shape[1] - part.shape[1]
     return first if is_inside and part.stride(1) == whole.stride(1) else None
 

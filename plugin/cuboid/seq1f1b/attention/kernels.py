@@ -84,7 +84,7 @@ def _warn_of_no_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
 class CpuFlash:
     """torch's flash kernel for CPUs, in any floating dtype."""
 
-    knows_groups = False
+    knows_groups: ClassVar[bool] = False
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
@@ -115,7 +115,7 @@ class CpuFlash:
 class CudaFlash:
     """FlashAttention-2 as torch brings it, in float16 and bfloat16."""
 
-    knows_groups = True
+    knows_groups: ClassVar[bool] = True
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
@@ -151,7 +151,7 @@ class CudaFlash:
 class CudaEfficient:
     """torch's memory-efficient kernel, for float32 and head dims that flash rejects."""
 
-    knows_groups = False
+    knows_groups: ClassVar[bool] = False
 
     #: The kernel's log-sum-exp has room for a multiple of so many queries, infinity in the rest.
     _ALIGNMENT = 32
@@ -192,7 +192,7 @@ class CudaEfficient:
 class ChunkedMath:
     """Plain tensor operations on any device, for a few queries at a time."""
 
-    knows_groups = False
+    knows_groups: ClassVar[bool] = False
 
     #: Most scores that exist at a time.
     _SCORES = 1 << 24

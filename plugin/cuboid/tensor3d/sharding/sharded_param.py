@@ -59,7 +59,7 @@ class UnshardedCopy:
 
     @staticmethod
     def _values_of(parameter: torch.Tensor, updates: Updates) -> tuple[int, ...]:
-        return parameter.storage_offset(), parameter._version, updates.count
+        return int(parameter.storage_offset()), parameter._version, updates.count
 
 
 class ShardedParam:
@@ -89,7 +89,7 @@ class ShardedParam:
         self._parameter: weakref.ref[torch.Tensor] | None = None
         self.gradient_reduce: GradientReduce = "auto"
 
-    def is_made_of(self, parameter: nn.Parameter) -> None:
+    def is_made_of(self, parameter: torch.Tensor) -> None:
         """Say which parameter the shards that are gathered from now on are views or casts of."""
         if self.keeps is not None:
             self._parameter = weakref.ref(parameter)

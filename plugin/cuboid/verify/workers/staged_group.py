@@ -49,7 +49,11 @@ class _StagedWork(dist.Work):
         return bool(self._work.is_success())
 
 
-class StagedGroup(dist.ProcessGroup):
+#: Its methods are overloaded in C++, and torch's own subclasses in Python override one form of each, as this one does.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class StagedGroup(_ProcessGroup):
     """See the module. Tensors on the CPU go to gloo as they are.
 
     Args:
@@ -58,7 +62,12 @@ class StagedGroup(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._gloo = gloo
+        # torch 2.13 has other names for these than earlier versions.
+        self._all_gather_single = getattr(gloo, "all_gather_single", None) or gloo._allgather_base
+        self._reduce_scatter_single = getattr(gloo, "reduce_scatter_single", None) or gloo._reduce_scatter_base
+        self._all_to_all_single = getattr(gloo, "all_to_all_single", None) or gloo.alltoall_base
 
     def getBackendName(self) -> str:
         """Of the backend."""
@@ -93,9 +102,10 @@ class StagedGroup(dist.ProcessGroup):
         flat = [x for each in outs for x in each]
         return self._returning(work, flat, [x for each in hosts for x in each])
 
-    def _allgather_base(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> dist.Work:
+    def all_gather_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> dist.Work:
+        """Of one tensor, one behind the other."""
         host = self._empty(out)
-        work = self._gloo._allgather_base(host, self._to_host([tensor])[0], opts)
+        work = self._all_gather_single(host, self._to_host([tensor])[0], opts)
         return self._returning(work, [out], [host])
 
     def reduce_scatter(
@@ -106,18 +116,21 @@ class StagedGroup(dist.ProcessGroup):
         work = self._gloo.reduce_scatter(hosts, [self._to_host(each) for each in tensors], opts)
         return self._returning(work, outs, hosts)
 
-    def _reduce_scatter_base(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> dist.Work:
+    def reduce_scatter_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> dist.Work:
+        """Of one tensor, cut into slices."""
         host = self._empty(out)
-        work = self._gloo._reduce_scatter_base(host, self._to_host([tensor])[0], opts)
+        work = self._reduce_scatter_single(host, self._to_host([tensor])[0], opts)
         return self._returning(work, [out], [host])
 
-    def alltoall_base(
-        self, out: torch.Tensor, tensor: torch.Tensor, out_sizes: list[int], sizes: list[int], opts: Any
+    def all_to_all_single(
+        self, out: torch.Tensor, tensor: torch.Tensor, out_sizes: list[int] | None, sizes: list[int] | None, opts: Any
     ) -> dist.Work:
         """Slices of one tensor, of these sizes if any are given."""
         host = self._empty(out)
-        work = self._gloo.alltoall_base(host, self._to_host([tensor])[0], out_sizes, sizes, opts)
+        work = self._all_to_all_single(host, self._to_host([tensor])[0], out_sizes or [], sizes or [], opts)
         return self._returning(work, [out], [host])
+
+    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
 
     def send(self, tensors: Sequence[torch.Tensor], target: int, tag: int) -> dist.Work:
         """To one rank."""
