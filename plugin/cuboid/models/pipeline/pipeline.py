@@ -62,7 +62,8 @@ class Pipeline:
         self._config = stage.staging.config.pipeline
         self.mesh: Mesh = stage.cuboid.mesh
         self.mesh.connect()
-        self._cutter = Cutter(self._config, stage.staging.sizes, self.mesh)
+        tiles = self._device.type != "cpu"
+        self._cutter = Cutter(self._config, stage.staging.sizes, self.mesh, tiles=tiles)
         #: Buffers of keys and values, for reports of memory.
         self.pool = KVCachePool()
         self._channels = open_channels(self.mesh, self._device)

@@ -24,6 +24,7 @@ from cuboid.models.stages.placeholders import PlaceholderEnd, PlaceholderModule,
 from cuboid.models.stages.stages import StageCut, cut_stage, shared_parameters
 from cuboid.models.stages.whole_recorder import WholeSequenceRecorder
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
+from cuboid.tensor3d.sharding.sharded_param import disable_reshard_after_forward, set_gradient_reduce
 
 
 @dataclass
@@ -118,6 +119,9 @@ def finish_stage(
     """
     if parallel_plan is not None:
         parallelize_modules(model, parallel_plan, mesh, shard_of)
+        set_gradient_reduce(model, staging.config.tensor_parallel.gradient_reduce)
+        if staging.config.tensor_parallel.weight_gather == "step":
+            disable_reshard_after_forward(model)
         model.loss_function = functools.partial(sharded_loss, mesh=mesh)
     layers = model.get_submodule(staging.outline.layers)
     assert isinstance(layers, nn.ModuleList)
