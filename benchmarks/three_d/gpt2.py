@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 _SEED = 20240607
@@ -27,15 +26,10 @@ Piece = tuple[torch.Tensor, Place]
 
 
 @dataclass(frozen=True)
-class Case:
-    """Sizes, and which part of the model runs.
+class Block:
+    """Sizes, and which part of the model runs."""
 
-    Args:
-        part: "mlp" (linear H→4H, GELU, linear 4H→H) or "layer" (the whole block).
-        batch, length, hidden, heads: B, S, H and attention heads.
-    """
-
-    part: str
+    part: str  # "mlp" (linear H→4H, GELU, linear 4H→H) or "layer" (the whole block)
     batch: int = 8
     length: int = 512
     hidden: int = 512
@@ -43,13 +37,11 @@ class Case:
 
     @property
     def title(self) -> str:
-        """As it stands over a table."""
         what = {"mlp": "linear, GELU, linear", "layer": "transformer layer"}[self.part]
         return f"{what}: B={self.batch}, S={self.length}, H={self.hidden}, {self.heads} heads, float32"
 
     @property
     def path(self) -> str:
-        """Name of the part in the model."""
         return {"mlp": "transformer.h.0.mlp", "layer": "transformer.h.0"}[self.part]
 
     def model(self) -> GPT2LMHeadModel:
@@ -89,23 +81,20 @@ class Case:
     @functools.cache  # noqa: B019 -- there are two of them
     def truth(self) -> dict[str, torch.Tensor]:
         """One process in float64: "output", "input" for the input's gradient, and every weight's gradient by name."""
-        part: nn.Module = self.model().get_submodule(self.path).double()
+        part = self.model().get_submodule(self.path).double()
         x, dy = (tensor.double() for tensor in self.tensors())
         x.requires_grad_()
         y = part(x)
         y.backward(dy)
-        assert x.grad is not None
         gradients = {name: p.grad for name, p in part.named_parameters() if p.grad is not None}
         return {"output": y.detach(), "input": x.grad, **gradients}
 
     def numbers(self) -> dict[str, Any]:
-        """For the record."""
         return {**asdict(self), "dtype": "float32"}
 
 
-CASES = (Case("mlp"), Case("layer"))
-#: In a few seconds, to see whether everything works. The times say nothing.
-QUICK = (Case("mlp", 8, 32, 64, 8), Case("layer", 8, 32, 64, 8))
+BLOCKS = (Block("mlp"), Block("layer"))
+QUICK = (Block("mlp", 8, 32, 64, 8), Block("layer", 8, 32, 64, 8))
 
 
 def everything(size: int) -> torch.Tensor:
@@ -120,22 +109,17 @@ def chunk(size: int | torch.Tensor, index: int, pieces: int) -> torch.Tensor:
 
 
 def take(whole: torch.Tensor, place: Place) -> torch.Tensor:
-    """A copy of the part at ``place``."""
     return whole[torch.meshgrid(*place, indexing="ij")].contiguous()
 
 
 def relative_error(
-    whole: torch.Tensor, pieces: Iterable[Piece], add_up: Callable[[torch.Tensor, torch.Tensor], Any] | None = None
+    whole: torch.Tensor, pieces: Iterable[Piece], add_up: Callable[[torch.Tensor], Any] = lambda _: None
 ) -> float:
     """How far the pieces are from ``whole``: ‖pieces − their places in whole‖ / ‖the same places of whole‖.
 
     The norms are Frobenius norms in float64 over all pieces together; what several ranks hold counts several times in
     both. Infinite where a number isn't finite, or where an element of ``whole`` is in no piece.
-
-    Args:
-        whole: what is right.
-        pieces: what there is of it here.
-        add_up: given both squared norms and a mask of what was found, adds those of all ranks; None for no others.
+    ``add_up`` adds a tensor up over all ranks, where there are others.
     """
     found = torch.zeros(whole.shape, dtype=torch.int32)
     squares = torch.zeros(2, dtype=torch.float64)
@@ -148,8 +132,8 @@ def relative_error(
             found[index] = 1
         else:
             squares += math.inf
-    if add_up is not None:
-        add_up(squares, found)
+    add_up(squares)
+    add_up(found)
     difference, magnitude = squares.tolist()
     if not found.all() or not math.isfinite(difference) or magnitude == 0.0:
         return math.inf

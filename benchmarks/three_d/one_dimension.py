@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import venv
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 from network.ranks import TIMEOUT_S, Member, Ranks
 
 from cuboid.errors import CuboidError
@@ -29,16 +30,11 @@ _STEPS = (
     ["--no-deps", "accelerate==1.5.2", "peft==0.13.2", "galore_torch==1.0", "bitsandbytes==0.45.3"],
     ["--no-deps", "colossalai==0.5.0"],
 )
-_INSTALL_TIMEOUT_S = 1800.0
 _WORKER = Path(__file__).with_name("worker_1d.py")
 
 
 def prepare(folder: Path) -> Path:
-    """Make the environment unless it is there, and return its Python.
-
-    Raises:
-        CuboidError: pip failed, with what it said, or ran out of time.
-    """
+    """Make the environment unless it is there; its Python."""
     python, ready = folder / "bin" / "python", folder / "ready"
     if ready.exists():
         return python
@@ -46,12 +42,9 @@ def prepare(folder: Path) -> Path:
     venv.create(folder, with_pip=True, clear=True)
     for step in _STEPS:
         command = [str(python), "-m", "pip", "install", "--quiet", "--no-input", *step]
-        try:
-            subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_TIMEOUT_S, check=True)
-        except subprocess.CalledProcessError as error:
-            raise CuboidError(f"{' '.join(command)} failed:\n{error.stderr[-2000:]}") from error
-        except subprocess.TimeoutExpired as error:
-            raise CuboidError(f"{' '.join(command)} took longer than {error.timeout:.0f} s") from error
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            raise CuboidError(f"{' '.join(command)} failed:\n{ended.stderr[-2000:]}")
     ready.touch()
     return python
 
@@ -60,52 +53,34 @@ class PausedRanks(Ranks):
     """Ranks that stand still between two calls, for in a world of their own their network threads would wake up a
     thousand times a second while others are measured."""
 
-    def call(self, method: str, *arguments: object, timeout_s: float = TIMEOUT_S) -> list:
-        """As of all ranks."""
-        self._signal(signal.SIGCONT)
+    def call(self, method: str, *arguments: object, timeout_s: float = TIMEOUT_S) -> list[Any]:
+        for member in self.members:
+            member.process.resume()
         answers = super().call(method, *arguments, timeout_s=timeout_s)
-        self._signal(signal.SIGSTOP)
+        for member in self.members:
+            member.process.suspend()
         return answers
-
-    def _signal(self, number: int) -> None:
-        for member in self._members:
-            member.process.send_signal(number)
 
 
 @contextlib.contextmanager
 def ranks_1d(python: Path, ranks: int, worker: Path = _WORKER) -> Iterator[Ranks]:
-    """Ranks of an environment's Python for the time of a ``with`` block, each with a :class:`network.serving.Host`.
-
-    Args:
-        python: see :func:`prepare`.
-        ranks: how many.
-        worker: the script that each runs.
-
-    Raises:
-        RankError: one of them couldn't start.
-    """
+    """Ranks of an environment's Python for the time of a ``with`` block, each with a :class:`network.serving.Host`."""
     members: list[Member] = []
+    found = PausedRanks(members)
     with tempfile.TemporaryDirectory(prefix="cuboid-") as folder:
         try:
             for rank in range(ranks):
                 ours, theirs = multiprocessing.Pipe()
                 world = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
                 paths = {"PYTHONPATH": str(_WORKER.parents[1]), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-                process = subprocess.Popen(
+                process = psutil.Popen(
                     [str(python), str(worker), str(theirs.fileno()), f"file://{folder}/meeting_point"],
                     env={**os.environ, **world, **paths},
                     pass_fds=[theirs.fileno()],
                 )
                 theirs.close()
-                members.append(Member(process, ours, lambda seconds, process=process: _wait(process, seconds)))
-            found = PausedRanks(members)
+                members.append(Member(process, ours))
             found.collect("its start", TIMEOUT_S)
             yield found
         finally:
-            Ranks(members).close()
-
-
-def _wait(process: subprocess.Popen[bytes], seconds: float | None) -> int | None:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(seconds)
-    return None
+            found.close()
