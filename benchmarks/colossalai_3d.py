@@ -1,6 +1,6 @@
 """Time, bytes, memory and error of Colossal-AI's legacy 3-D layers and of Cuboid, for the same block on 8 ranks.
 
-python benchmarks/colossalai_3d.py [--peer-1d] …
+python benchmarks/colossalai_3d.py [--peer-1d PYTHON] …
 """
 
 from __future__ import annotations
@@ -9,25 +9,27 @@ import argparse
 import contextlib
 import importlib.util
 import logging
+import multiprocessing
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from harness import freshness
-from harness.case import Case, versions
+from harness.case import Case
 from harness.rounds import Record, run_rounds
 from harness.tables import MIB, Column, Row, Table, in_order, ranged
 from harness.watch import Watch, pin
 from network.networks import Loopback
-from network.ranks import Ranks, forked_ranks
+from network.ranks import TIMEOUT_S, Member, Ranks, forked_ranks
 from network.rate import Link, timed_step
-from three_d import gpt2
-from three_d.gpt2 import Block, Place
-from three_d.one_dimension import prepare, ranks_1d
-from three_d.sides import Collective, Side
+from three_d.sides import BLOCKS, QUICK, Block, Collective, Place, Side
 
 import cuboid
 from cuboid.distributed.comm_counter import sent_bytes
@@ -38,6 +40,48 @@ from cuboid.planner.mesh_search import choose_mesh
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
+
+#: Run by the Python of an environment of its own, for Colossal-AI's versions of 1-D exclude ours.
+_WORKER = Path(__file__).parent / "three_d" / "worker_1d.py"
+
+
+class PausedRanks(Ranks):
+    """Ranks that stand still between two calls, or their threads would wake up while others are measured."""
+
+    def call(self, method: str, *arguments: object, timeout_s: float = TIMEOUT_S) -> list[Any]:
+        for member in self.members:
+            member.process.resume()
+        answers = super().call(method, *arguments, timeout_s=timeout_s)
+        for member in self.members:
+            member.process.suspend()
+        return answers
+
+
+@contextlib.contextmanager
+def ranks_1d(python: Path, ranks: int, worker: Path = _WORKER) -> Iterator[Ranks]:
+    """Ranks of an environment's Python for the time of a ``with`` block, each with a :class:`network.serving.Host`."""
+    members: list[Member] = []
+    found = PausedRanks(members)
+    with tempfile.TemporaryDirectory(prefix="cuboid-") as folder:
+        try:
+            for rank in range(ranks):
+                ours, theirs = multiprocessing.Pipe()
+                world = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+                paths = {"PYTHONPATH": str(_WORKER.parents[1]), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+                process = psutil.Popen(
+                    [str(python), str(worker), str(theirs.fileno()), f"file://{folder}/meeting_point"],
+                    env={**os.environ, **world, **paths},
+                    pass_fds=[theirs.fileno()],
+                )
+                theirs.close()
+                members.append(Member(process, ours))
+            found.collect("its start", TIMEOUT_S)
+            yield found
+        finally:
+            found.close()
+
+
+# --- ours ---
 
 
 def chosen_mesh(block: Block, ranks: int) -> MeshShape:
@@ -92,23 +136,22 @@ class Colossalai3d(Case):
     """Outputs and all gradients are compared with one process in float64 before anything is timed."""
 
     name = "colossalai_3d"
-    places = {"colossalai_3d": "measured"}
     sources = freshness.MESHES
     packages = (*Case.packages, "colossalai")
-    page = "colossalai.md"
     limit_s = 900.0
-    label = "seconds for forward and backward"
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        text = "Colossal-AI's HybridParallelPlugin with tp_size=8 too, in an environment of 6 GB that is made for it"
-        parser.add_argument("--peer-1d", action="store_true", help=text)
+        text = (
+            "Colossal-AI's HybridParallelPlugin with tp_size=8 too, by the Python of an environment for it: README.md"
+        )
+        parser.add_argument("--peer-1d", type=Path, metavar="PYTHON", help=text)
 
     def check(self, given: argparse.Namespace, error: Callable[[str], Any]) -> None:  # noqa: ARG002
         if importlib.util.find_spec("colossalai") is None:
             error("colossalai isn't installed; `make colossalai` does that")
 
     def measure(self, given: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
-        blocks = gpt2.QUICK if given.quick else gpt2.BLOCKS
+        blocks = QUICK if given.quick else BLOCKS
         keys = [key for key in NAMES if given.peer_1d or key != "colossalai_1d"]
         result.update(mesh=[DEPTH] * 3, workload=[block.numbers() for block in blocks])
         for block in blocks:
@@ -118,8 +161,7 @@ class Colossalai3d(Case):
             ours = stack.enter_context(forked_ranks(Loopback(RANKS), _keep))
             of_key = dict.fromkeys(keys, ours)
             if "colossalai_1d" in keys:
-                python = prepare(given.out.resolve() / "environment_1d")
-                of_key["colossalai_1d"] = stack.enter_context(ranks_1d(python, RANKS))
+                of_key["colossalai_1d"] = stack.enter_context(ranks_1d(given.peer_1d, RANKS))
             for block in blocks:
                 records = [_prepared(block, key, of_key[key]) for key in keys]
                 watch = Watch(given.limit)
@@ -134,12 +176,8 @@ class Colossalai3d(Case):
                 write()
 
     def facts(self, result: Row) -> list[str]:
-        own = result["machine"]
-        return [
-            f"Measured on {own['processor']}, {own['cores']} cores for 8 ranks, gloo, float32; {versions(result)}; "
-            f"`{result['command']}`. Slowest or largest rank; times are medians of {result['repeats']} steps with "
-            "quartiles, in brackets how many times as fast as Colossal-AI's 3-D in the same rounds."
-        ]
+        what = "Slowest or largest rank; in brackets how many times as fast as Colossal-AI's 3-D in the same rounds."
+        return [self.machine(result), self.command(result), what]
 
     def tables(self, result: Row) -> list[Table]:
         figures = {
@@ -158,9 +196,6 @@ class Colossalai3d(Case):
                 columns.append(Column(row["name"], lambda line, row=row: line["of"](row)))
             found.append(Table(columns, lines))
         return found
-
-    def group(self, row: Row) -> str:
-        return row["title"]
 
 
 def _keep(rank: int) -> Link:
@@ -181,7 +216,7 @@ def _keep(rank: int) -> Link:
     return Link(Loopback(dist.get_world_size()), lambda entry: builders[entry[1]](entry[0]))
 
 
-def _prepared(block: gpt2.Block, key: str, ranks: Ranks) -> Record:
+def _prepared(block: Block, key: str, ranks: Ranks) -> Record:
     """Build a contestant, and check that it computes what one process does in float64."""
     answers: list[Row] = ranks.call("prepare", (block, key))
     errors = answers[0]["errors"]
@@ -211,8 +246,7 @@ def _row(record: Record, records: Sequence[Record]) -> Row:
 
 
 def sent(collectives: Mapping[Collective, int]) -> int:
-    """Bytes that a rank sends in these calls, as :func:`cuboid.distributed.comm_counter.sent_bytes` counts. Ranks send
-    their slices of a reduce-scatter by an exchange, too."""
+    """Bytes that a rank sends in these calls. Ranks send their slices of a reduce-scatter by an exchange, too."""
     return sum(
         calls * round(sent_bytes(each.operation.replace("all_to_all", "reduce_scatter"), each.whole_bytes, each.ranks))
         for each, calls in collectives.items()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from harness import freshness, links, pictures, tables
+from harness import freshness, links, llama, tables
 from harness.case import Case
 from harness.rounds import Record, Sample, count_disturbed, run_rounds, spread, undisturbed, undisturbed_rounds
 from harness.tables import MB, Column, Row, Table, known, percent, ranged
@@ -28,7 +28,6 @@ from layer_meshes import (
     check_error,
     compute_reference,
     distinct,
-    layer_fact,
     mesh_name,
 )
 from network.networks import Loopback, open_network
@@ -56,8 +55,6 @@ QUICK = LayerWorkload(batch=8, length=64, hidden=128, intermediate=192, heads=8)
 _COMPUTING_STEPS = 5
 #: What links of one machine can be relied on to hold, and what they hold on a busy one too.
 _MOST_MBIT, _QUICK_MOST_MBIT = 1200.0, 50.0
-#: How far apart computing and communication may be for "the same time".
-_BALANCE = 1.25
 _ELEMENT_BYTES = 4
 _COLLECTIVES = {"all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
 
@@ -111,8 +108,7 @@ class Replay(Contestant):
 
 
 class HiddenRank(Link):
-    """What a rank keeps: for each mesh the layers, the layers without communication, and communication without them;
-    each by the pair of mesh and kind."""
+    """What a rank keeps, by mesh and kind: the layers, the layers without communication, communication without them."""
 
     def __init__(self, network: Loopback, build: Callable[[str], ShardedLayers]) -> None:
         super().__init__(network, build)
@@ -125,7 +121,7 @@ class HiddenRank(Link):
 
     def prepare(self, mesh: Hashable) -> tuple[str, float]:
         """Shard the model twice, and record what a step of it communicates; the mesh, and how far it is from float64.
-        What should not communicate but does, or doesn't repeat what was recorded, is refused. Collective."""
+        Refused where nothing is left out, or repeated other than recorded. Collective."""
         whole, alone = self._build(mesh), self._build(mesh)
         whole.step()
         # The first step may do things once.
@@ -200,17 +196,11 @@ def _silence(mesh: Mesh) -> None:
 
 
 class HiddenCommunication(Case):
-    """In each round three things take turns: a step (forward and backward), the same step with collectives that do
-    nothing, and the step's collectives alone, one after another. On the shaped network the links' rate is set for each
-    mesh so that what the step sends takes as long as its computing. Two ranks, a core each, are what a machine of two
-    cores can measure: where ranks share cores, one computes while another waits, which isn't overlap.
-    """
+    """Each mesh's step is compared with float64. On links, their rate is such that what a step sends takes as long as
+    what it computes. Two ranks, a core each: where ranks share cores, one computes while another waits, which isn't
+    overlap."""
 
     name = "hidden_communication"
-    places = {"hidden_communication": "hidden"}
-    label = "seconds for the layers' forward and backward"
-    marks = {"communication alone": lambda row: row["seconds"]["communication"]["median"]}
-    picture = "Steps of {ranks} ranks, with what of their communication is exposed"
     sources = freshness.MESHES
     networks = ("loopback", "shaped")
     unit = "rounds"
@@ -239,7 +229,7 @@ class HiddenCommunication(Case):
     def facts(self, result: Row) -> list[str]:
         return [
             self.machine(result, f"{{}} cores for {result['ranks']} ranks"),
-            f"Layers: {result['workload']['layers']} of {layer_fact(result['workload'])}",
+            f"Layers of {llama.described(result['workload'])}; {llama.batch(result['workload'])}.",
             self.command(result),
         ]
 
@@ -247,10 +237,6 @@ class HiddenCommunication(Case):
         said = self.busy(result)
         if result["network"] == "loopback":
             said.append("On loopback communication is work of the cores that compute: little can be hidden.")
-        for row in result["rows"]:
-            balance = row["seconds"]["communication"]["median"] / row["seconds"]["computing"]["median"]
-            if row["rate_mbit"] is not None and not 1 / _BALANCE <= balance <= _BALANCE:
-                said.append(f"{row['shape']}: communication takes {balance:.2f} times as long as computing.")
         return said + links.interface_doubts(result["rows"])
 
     def tables(self, result: Row) -> list[Table]:
@@ -266,12 +252,6 @@ class HiddenCommunication(Case):
             Column("error", tables.error),
         ]
         return [Table(columns, result["rows"])]
-
-    def bar(self, row: Row) -> pictures.Bar:
-        step, computing, _ = (row["seconds"][kind]["median"] for kind in KINDS)
-        exposed = (max(step - computing, 0), pictures.CYAN, "exposed communication")
-        parts = [(min(step, computing), pictures.GREY, "computing"), exposed]
-        return pictures.Bar(mesh_name(row, mark=""), parts, text=f"{row['exposed']['median']:.0%} exposed")
 
 
 def _figures(record: Record, steps: Sequence[Step]) -> Row:

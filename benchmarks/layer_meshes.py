@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from harness import freshness, links, pictures, tables
+from harness import freshness, links, llama, tables
 from harness.case import Case
 from harness.llama import AUTO, Llama
 from harness.rounds import Record
@@ -60,24 +60,9 @@ class LayerWorkload(Llama):
         one = layer_bytes(block_sizes(model, mesh), mesh, self.batch, self.length, element_bytes=4)
         return self.layers * sum(one.values())
 
-    def numbers(self) -> dict[str, Any]:
-        return {**super().numbers(), "layer": "LlamaDecoderLayer"}
-
-
-def layer_fact(sizes: dict[str, Any]) -> str:
-    return (
-        f"{sizes['layer']}, hidden {sizes['hidden']}, MLP {sizes['intermediate']}, {sizes['heads']} heads; "
-        f"{sizes['batch']} rows of {sizes['length']} tokens, {sizes['dtype']}."
-    )
-
 
 class Reference(NamedTuple):
-    """What one process computes in float64, whole.
-
-    Args:
-        given, gradient: the input and the output's gradient, ``[B, S, H]``.
-        output, given_gradient: what comes of them.
-    """
+    """What one process computes in float64, whole: ``[B, S, H]``, and gradients by parameters' names."""
 
     given: torch.Tensor
     gradient: torch.Tensor
@@ -151,8 +136,7 @@ class ShardedLayers(Contestant):
         return {"sent_bytes": sum(self.mesh.comm_counter.snapshot().values())}
 
     def error(self) -> float:
-        """How far the last step is from float64: the largest difference of any tensor, as a part of its largest
-        element."""
+        """The largest difference of any tensor of the last step from float64, as a part of its largest element."""
         pairs = [
             (self._output, self._part(self._reference.output)),
             (self._given.grad, self._part(self._reference.given_gradient)),
@@ -172,8 +156,7 @@ def check_error(answers: Sequence[tuple[str, float]]) -> tuple[str, float]:
 
 
 def distinct(meshes: Sequence[str], ranks: int, workload: Llama, model: LlamaForCausalLM) -> dict[str, MeshShape]:
-    """The meshes that are to be measured, by how they were asked for: each only once, as ``"auto"`` where the automatic
-    choice is one of them. Those of another size are refused."""
+    """The meshes by how they were asked for: each only once, as ``"auto"`` where that is one of them."""
     asked_as: dict[MeshShape, str] = {}
     for mesh in meshes:
         shape = workload.shape(mesh, ranks, model)
@@ -203,12 +186,9 @@ class LayerMeshes(Case):
     """Each mesh's output and gradients are compared with float64 before anything is timed."""
 
     name = "layer_meshes"
-    places = {"layer_meshes_8": "8 ranks", "layer_meshes_64": "64 ranks"}
     sources = freshness.MESHES
     networks = ("loopback", "shaped")
     rate_mbit = _RATES_MBIT[8]
-    label = "seconds for a layer's forward and backward"
-    marks = links.MARKS
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--ranks", type=int, choices=sorted(_MESHES), default=8)
@@ -240,8 +220,8 @@ class LayerMeshes(Case):
             measure(ranks, records, given, result, write_rows)
 
     def facts(self, result: Row) -> list[str]:
-        layer = f"Layer: {layer_fact(result['workload'])}"
-        return [self.machine(result), layer, f"Links: {links.links(result)}.", self.command(result)]
+        model = f"Layers of {llama.described(result['workload'])}; {llama.batch(result['workload'])}."
+        return [self.machine(result), model, f"Links: {links.links(result)}.", self.command(result)]
 
     def remarks(self, result: Row) -> list[str]:
         rows = result["rows"]
@@ -262,10 +242,6 @@ class LayerMeshes(Case):
             ]
         sent = Column("MB sent", lambda row: f"{row['counted_bytes'] / MB:.2f}")
         return [Table([*columns, sent, *links.LIMITS, Column("error", tables.error)], rows)]
-
-    def bar(self, row: Row) -> pictures.Bar:
-        colour = pictures.BLUE if row["mesh"] == "auto" else pictures.GREY
-        return pictures.Bar.of(mesh_name(row, mark=""), row["step_s"], colour)
 
     def record_name(self, result: Row) -> str:
         return f"{self.name}_{result['ranks']}"

@@ -167,27 +167,13 @@ def _numbers(path: Path) -> dict[str, int]:
     return {words[0].removesuffix(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
 
 
-class Load(NamedTuple):
-    """What one rank saw of a load.
-
-    Args:
-        all_computing_s: with that of meeting the others before and of looking at the memory afterwards, which can take
-            as long as a load.
-    """
-
-    duration_s: float  # until its model was there, and each weight had been read once
-    computing_s: float  # processor time meanwhile
-    all_computing_s: float
-    footprint: dict[str, int]  # its memory; see :func:`watched`
-
-
 class LoadingRank:
     """What a rank keeps, for one load of a checkpoint, and a batch by which to see whether it was the right one."""
 
     def __init__(self, checkpoint: Path, ids: torch.Tensor, way: Way) -> None:
         self._checkpoint, self._ids, self._way = checkpoint, ids, way
 
-    def load(self) -> Load:
+    def load(self) -> Row:
         """Load, and read every weight of this rank once: of a mapped file nothing has been read before that."""
         begin_s = time.process_time()
         dist.barrier()
@@ -200,7 +186,9 @@ class LoadingRank:
             duration_s, computing_s = time.perf_counter() - start_s, time.process_time() - computing_s
             # Until then, what the last one broadcasts isn't done.
             dist.barrier()
-        return Load(duration_s, computing_s, time.process_time() - begin_s, footprint)
+        # Meeting the others before, and looking at the memory afterwards, can take as long as a load.
+        times = {"duration_s": duration_s, "computing_s": computing_s, "all_computing_s": time.process_time() - begin_s}
+        return {**times, "footprint": footprint}
 
     def check(self) -> Row:
         return loss_and_norm(self._model, self._ids, owned=self._way.owned)
@@ -213,9 +201,6 @@ class Loading(Case):
     """Each way's first model must have the loss and the gradient norm of plain transformers."""
 
     name = "loading"
-    places = {f"loading_{stored}": f"loading {stored}" for stored in STORED}
-    picture = "Times of loading"
-    label = "seconds"
     sources = freshness.LOADING + freshness.MESHES
     unit = "loads"
 
@@ -286,9 +271,6 @@ class Loading(Case):
             found.append(Table(columns, [*(row for row in own if row["samples"]), last]))
         return found
 
-    def group(self, row: Row) -> str:
-        return f"{row['ranks']} ranks"
-
     def record_name(self, result: Row) -> str:
         return f"{self.name}_{result['workload']['stored']}"
 
@@ -322,8 +304,7 @@ def _too_large(way: Way, ranks: int, held_bytes: int) -> str | None:
 
 
 def _load(record: Record, checkpoint: Path, ids: torch.Tensor, watch: Watch, expected: Row) -> Sample:
-    """A load in processes of its own, forked from one that has imported everything; the first one of each way is
-    checked."""
+    """A load in processes forked from one that has imported everything; the first one of each way is checked."""
     count, way = record.entry
     for path in checkpoint.glob("*.safetensors"):
         # So that all loads find it in the page cache.
@@ -334,15 +315,15 @@ def _load(record: Record, checkpoint: Path, ids: torch.Tensor, watch: Watch, exp
         # Again, for the ranks have only just started.
         watch.wait()
         watch.start()
-        loads: list[Load] = ranks.call("load")
-        foreign = watch.share(sum(load.all_computing_s for load in loads))
+        loads: list[Row] = ranks.call("load")
+        foreign = watch.share(sum(load["all_computing_s"] for load in loads))
         if "loss" not in record.facts:
             found = ranks.call("check")[0]
             check_equal(way.name, found, "plain transformers", expected, AGREEMENT)
             record.facts.update(found)
-    figures = {"footprints": [load.footprint for load in loads]}
-    computing_s = sum(load.computing_s for load in loads)
-    return Sample(max(load.duration_s for load in loads), computing_s, foreign, figures)
+    figures = {"footprints": [load["footprint"] for load in loads]}
+    computing_s = sum(load["computing_s"] for load in loads)
+    return Sample(max(load["duration_s"] for load in loads), computing_s, foreign, figures)
 
 
 # --- rows ---

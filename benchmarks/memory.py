@@ -1,6 +1,6 @@
 """Activations that 8 ranks keep and have at a time, on several meshes, beside the formula and one process ÷ 8.
 
-python benchmarks/memory.py [--meshes 1x8x1 2x2x2 auto …] [--repeats N] [--quick] [--out DIR]
+python benchmarks/memory.py [--repeats N] [--quick] [--out DIR]
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from harness import freshness, llama, pictures
+from harness import freshness, llama
 from harness.case import Case
 from harness.llama import Llama
 from harness.rounds import check_equal
@@ -33,39 +32,14 @@ AGREEMENT = 1e-5
 _MESHES = ["1x8x1", "1x4x2", "2x2x2", "8x1x1", "auto"]
 WORKLOAD = Llama(intermediate=1408, heads=16, key_value_heads=8, vocabulary=1024)
 QUICK = Llama(length=64, hidden=64, intermediate=192, heads=16, layers=2, vocabulary=128)
-#: What the formula tells apart, in the picture; what is left is "ends".
-_KINDS = {
-    "layers' linear_inputs": ("inputs of linear layers", pictures.BLUE),
-    "layers' attention": ("attention", pictures.CYAN),
-    "layers' norms": ("norms", pictures.GREEN),
-    "layers' nonlinearity": ("inside the MLP", pictures.YELLOW),
-    "ends": ("embedding, head, loss", pictures.PURPLE),
-}
-
-
-class Kept(NamedTuple):
-    """What one rank found.
-
-    Args:
-        loss, gradient_norm: of the whole model.
-        peak_bytes: the most that lived at a time in forward and backward, of what was made there; gradients of
-            parameters are there before, and only those that are still to be added to them count.
-    """
-
-    loss: float
-    gradient_norm: float
-    kept_bytes: int  # that autograd kept between forward and backward; parameters not counted
-    peak_bytes: int
-    formula_bytes: dict[str, int]  # what it keeps by the closed count, by what keeps it; {} for plain transformers
 
 
 class MemoryRank:
     def __init__(self, workload: Llama) -> None:
         self._workload, self._ids = workload, workload.tokens()
 
-    def examine(self, mesh: str | None, repeats: int) -> Kept:
-        """A model on a mesh of all ranks, or as transformers has it (None). The largest peak of so many steps is taken.
-        Collective."""
+    def examine(self, mesh: str | None, repeats: int) -> Row:
+        """A model on a mesh, or as transformers has it; with the largest peak of so many steps. Collective."""
         model, formula_bytes = self._workload.model(), {}
         if mesh is not None:
             model = cuboid.shard(model, self._workload.sharding(mesh, dist.get_world_size()))
@@ -87,7 +61,17 @@ class MemoryRank:
             with Meter([*existing, *gradients, self._ids]) as meter:
                 self._step(model)
             peak_bytes = max(peak_bytes, meter.peak_bytes)
-        return Kept(loss, squares.sqrt().item(), kept_bytes, peak_bytes, formula_bytes)
+        return {
+            "loss": loss,
+            "gradient_norm": squares.sqrt().item(),
+            # That autograd kept between forward and backward; parameters not counted.
+            "kept_bytes": kept_bytes,
+            # The most that lived at a time, of what was made there; gradients of parameters are there before, and only
+            # those that are still to be added to them count.
+            "peak_bytes": peak_bytes,
+            # By the closed count, by what keeps it; nothing for plain transformers.
+            "formula_bytes": formula_bytes,
+        }
 
     def _step(self, model: PreTrainedModel) -> float:
         loss = model(input_ids=self._ids, labels=self._ids).loss
@@ -99,22 +83,12 @@ class Memory(Case):
     """Nothing here depends on time, or on who else computes on the machine."""
 
     name = "memory"
-    places = {"memory": "activations"}
-    picture = "What all ranks together keep on each mesh"
-    label = "MiB of activations on the fullest rank × ranks"
-    marks = {
-        "kept, measured": lambda row: row["kept_bytes"] * row["ranks"] / MIB,
-        "peak, measured": lambda row: row["peak_bytes"] * row["ranks"] / MIB,
-    }
     sources = freshness.MESHES + freshness.LOSS
     repeats = 3
 
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--meshes", nargs="+", default=_MESHES, metavar="BxSxH", help="meshes of 8 ranks, or auto")
-
     def measure(self, given: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
         workload = QUICK if given.quick else WORKLOAD
-        meshes = distinct(given.meshes, RANKS, workload, workload.model())
+        meshes = distinct(_MESHES, RANKS, workload, workload.model())
         result.update(workload=workload.numbers(), ranks=RANKS)
         alone = {"plain transformers": None, "1×1×1": "1x1x1"}
         together = {f"{shape} (auto)" if mesh == "auto" else str(shape): mesh for mesh, shape in meshes.items()}
@@ -152,29 +126,20 @@ class Memory(Case):
         ]
         return [Table(columns, result["rows"])]
 
-    def bar(self, row: Row) -> pictures.Bar:
-        """The parts of what is kept, by the formula."""
-        parts = dict.fromkeys(_KINDS, 0.0)
-        for name, size in (row["formula_bytes"] or {}).items():
-            parts[name if name in _KINDS else "ends"] += size * row["ranks"] / MIB
-        return pictures.Bar(row["name"], [(parts[key], colour, label) for key, (label, colour) in _KINDS.items()])
 
-
-def fullest(name: str, found: Sequence[Kept], plain: Row | None) -> Row:
+def fullest(name: str, found: Sequence[Row], plain: Row | None) -> Row:
     """A row: what the fullest rank has. Who has another loss or gradient norm than plain transformers is refused."""
     for rank in found if plain else ():
-        numbers = {"loss": rank.loss, "gradient_norm": rank.gradient_norm}
-        check_equal(name, numbers, plain["name"], {key: plain[key] for key in numbers}, AGREEMENT)
-    formula = max((rank.formula_bytes for rank in found), key=lambda parts: sum(parts.values()))
+        check_equal(name, rank, plain["name"], {key: plain[key] for key in ("loss", "gradient_norm")}, AGREEMENT)
+    formula = max((rank["formula_bytes"] for rank in found), key=lambda parts: sum(parts.values()))
     return {
+        **found[0],
         "name": name,
         "ranks": len(found),
-        "loss": found[0].loss,
-        "gradient_norm": found[0].gradient_norm,
-        "kept_bytes": max(rank.kept_bytes for rank in found),
+        "kept_bytes": max(rank["kept_bytes"] for rank in found),
         "formula_bytes": formula,
         "formula_total_bytes": sum(formula.values()) or None,
-        "peak_bytes": max(rank.peak_bytes for rank in found),
+        "peak_bytes": max(rank["peak_bytes"] for rank in found),
     }
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from harness import freshness, llama, pictures
+from harness import freshness, llama
 from harness.case import Case
 from harness.llama import Llama
 from harness.rounds import Record, Sample, check_equal, count_disturbed, run_rounds, spread, undisturbed_rounds
@@ -103,14 +103,9 @@ class Training:
 
 
 class Overhead(Case):
-    """One process on one core, without any network. Both trainings are of the same small Llama in the same process, and
-    each has a step in every round; losses and all gradients of their first steps must agree.
-    """
+    """Both trainings are in one process; losses and all gradients of their first steps must agree."""
 
     name = "overhead"
-    places = {"overhead": "overhead"}
-    picture = "How much longer a step takes with Cuboid on a mesh of 1×1×1"
-    label = "overhead of a training step with Cuboid on 1×1×1, %"
     sources = freshness.MESHES + freshness.LOSS + freshness.ENGINE
     repeats = 20
     unit = "rounds"
@@ -149,10 +144,6 @@ class Overhead(Case):
             Column("gradients differ", lambda row: f"{row['gradient_difference']:.0e}"),
         ]
         return [Table(columns, result["rows"])]
-
-    def bar(self, row: Row) -> pictures.Bar:
-        more = {key: (row["ratio"][key] - 1) * 100 for key in ("low", "median", "high")}
-        return pictures.Bar.of(f"{row['name']}, {row['dtype']}", more, pictures.BLUE)
 
 
 def _compare(engine: str, dtype: str, workload: Llama, repeats: int, watch: Watch) -> Row:

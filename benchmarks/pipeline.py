@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 # DeepSpeed looks for this when it is imported.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -178,29 +178,15 @@ def cuts(segments: Sequence[int]) -> list[Entry]:
     ]
 
 
-class First(NamedTuple):
-    """What one rank saw of a first step: its loss on the last stage, the sum of its gradients' squares, and the peak of
-    its live activations."""
-
-    loss: float
-    squares: float
-    peak_bytes: int
-
-
-def together(first: Sequence[First]) -> Row:
+def together(first: Sequence[Row]) -> Row:
     """Loss, gradient norm and each stage's peak, of all ranks."""
-    norm = math.sqrt(sum(each.squares for each in first))
-    return {"loss": first[-1].loss, "gradient_norm": norm, "peak_bytes": [each.peak_bytes for each in first]}
+    norm = math.sqrt(sum(each["squares"] for each in first))
+    peaks = [each["peak_bytes"] for each in first]
+    return {"loss": first[-1]["loss"], "gradient_norm": norm, "peak_bytes": peaks}
 
 
 class Pipeline(Contestant):
-    """A stage of one pipeline.
-
-    Attributes:
-        optimizer: that changes the weights.
-        pool: of the key/value stores, where there are any.
-        loss: of the last step, on the last stage.
-    """
+    """A stage of one pipeline, the optimizer of its weights, and the pool of its key/value stores, if any."""
 
     optimizer: torch.optim.Optimizer
     pool: MeteredPool | None = None
@@ -212,8 +198,8 @@ class Pipeline(Contestant):
         self.task, self.number = task, dist.get_rank()
         self.is_last = self.number == task.stages - 1
 
-    def first(self) -> First:
-        """A step, in which all but the time is measured."""
+    def first(self) -> Row:
+        """A step, in which all but the time is measured: loss, squares of gradients, peak of live activations."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
 
         def note(*_: object) -> None:
@@ -227,7 +213,7 @@ class Pipeline(Contestant):
         if not self.task.is_emulated:
             # It would take time that counts.
             hook.remove()
-        return First(self.loss, self._squares, live.peak_bytes)
+        return {"loss": self.loss, "squares": self._squares, "peak_bytes": live.peak_bytes}
 
     def begin(self) -> None:
         """Record units anew, where stages do."""
@@ -411,17 +397,6 @@ class PipelineCase(Case):
         memory = _memory_table(result["memory"])
         return [*(_step_table(rows, *count) for count, rows in by_count.items()), _bubble_table(by_count), memory]
 
-    def text(self, row: Row) -> str:
-        return f"bubble {row['bubble']:.1%}"
-
-    def group(self, row: Row) -> str:
-        return f"M = {row['micro_batches']}"
-
-    def parts(self, results: dict[str, Row]) -> dict[str, str]:
-        (result,) = results.values()
-        # What is common to all tables comes first on the page.
-        return {"machine": self.markdown(result), **{table.part: table.markdown() for table in self.tables(result)}}
-
 
 # --- measuring ---
 
@@ -483,8 +458,7 @@ def _memory_row(record: Record) -> Row:
 
 
 def pipeline_row(record: Record, records: Sequence[Record], yardsticks: Mapping[str, Entry]) -> Row:
-    """What samples, theory and simulator say of a contestant, whose entry is a pair of who and what; compared with
-    yardsticks, of which ``own_1f1b`` is Cuboid's 1F1B."""
+    """What samples, theory and simulator say of a contestant; ``own_1f1b`` of the yardsticks is Cuboid's 1F1B."""
     (entry, task), whole = record.entry, yardsticks["own_1f1b"]
     by_entry = {other.entry: other for other in records}
     others = {key: by_entry[other, task] for key, other in yardsticks.items() if (other, task) in by_entry}

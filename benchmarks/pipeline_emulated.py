@@ -65,8 +65,6 @@ _HIDDEN, _INTERMEDIATE = 4096, 11008
 #: What weights start from: near 1, so that hidden states neither grow nor shrink over the stages.
 _WEIGHT, _MIX = 0.9, 0.1
 
-Channels = dict[tuple[int, int], Channel]
-
 
 @dataclass(frozen=True)
 class Work(Task):
@@ -147,12 +145,8 @@ class Mixer(nn.Module):
         self._length = work.length
 
     def forward(self, given: torch.Tensor, before: torch.Tensor | float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states for the next stage, and the sum of all up to here.
-
-        Args:
-            given: hidden states of a segment, ``[B, L, W]``.
-            before: the sum of those of earlier segments, ``[B, 1, W]``: what keys and values are in attention.
-        """
+        """Hidden states ``[B, L, W]`` of a segment for the next stage, and the sum of all up to here; ``before`` is
+        that of earlier segments, ``[B, 1, W]``: what keys and values are in attention."""
         sums = given.cumsum(dim=1) + before
         return self.weight * given + (self.mix / self._length) * sums, sums[:, -1:]
 
@@ -264,7 +258,7 @@ class _Whole(torch.autograd.Function):
 
 
 class CuboidRuntime(Pipeline):
-    def __init__(self, entry: Entry, work: Work, channels: Channels) -> None:
+    def __init__(self, entry: Entry, work: Work, channels: dict[tuple[int, int], Channel]) -> None:
         super().__init__(work)
         self._shape, self._channels = entry.shape(work), channels
         self._program = lower(SCHEDULES[entry.schedule](self._shape), self._shape)[self.number]
@@ -285,8 +279,6 @@ class CuboidRuntime(Pipeline):
 EMULATED = "computing emulated by sleeping"
 #: How far a float32 loss or gradient norm may be from float64, relatively; they are at 1e-6 and below.
 AGREEMENT = 1e-5
-#: By how much steps may take longer than simulated before it is told.
-_MOST_EXCESS = 0.05
 #: Whom every contestant is compared with.
 YARDSTICKS = {"own_1f1b": Entry("cuboid"), "torch": Entry("torch"), "deepspeed": Entry("deepspeed")}
 
@@ -300,23 +292,18 @@ class EmulatedPipeline(Case):
     """Each step must have the loss and the gradient norm that plain autograd in float64 gives."""
 
     name = "pipeline_emulated"
-    places = {"pipeline_emulated": "emulated stages"}
     sources = freshness.SEQ1F1B
     repeats, limit_s = 5, 600.0
-    marks = {"simulated": lambda row: row["simulated_s"]}
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--stages", type=int, choices=[2, 4, 8, 16, 32], nargs="+", help="(default 8 16)")
         parser.add_argument("--micro-batches", type=at_least(1), nargs="+", metavar="M", help="(default 8 16)")
         parser.add_argument("--segments", type=at_least(2), nargs="+", metavar="K", help="beside 1 (default 2 4 8)")
 
-    def check(self, given: argparse.Namespace, error: Callable[[str], Any]) -> None:
+    def check(self, given: argparse.Namespace, error: Callable[[str], Any]) -> None:  # noqa: ARG002
         given.stages = given.stages or ([4] if given.quick else [8, 16])
         given.micro_batches = given.micro_batches or ([4] if given.quick else [8, 16])
         given.segments = given.segments or ([2, 4] if given.quick else [2, 4, 8])
-        for name in ("stages", "micro_batches", "segments"):
-            if len(set(getattr(given, name))) < len(getattr(given, name)):
-                error(f"--{name.replace('_', '-')} has a number twice")
 
     def measure(self, given: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
         forward_s = 0.02 if given.quick else Work.forward_s
@@ -350,19 +337,11 @@ class EmulatedPipeline(Case):
         ]
 
     def remarks(self, result: Row) -> list[str]:
-        rows = result["rows"]
         said = [
             "Computing is emulated: a unit sleeps for as long as its operations say. Schedules, messages and "
             "everything else between two units are real.",
             *self.busy(result),
         ]
-        longer = [row for row in rows if row["excess"] > _MOST_EXCESS]
-        if longer:
-            worst = max(longer, key=lambda row: row["excess"])
-            said.append(
-                f"Steps took more than {_MOST_EXCESS:.0%} longer than simulated in {len(longer)} of {len(rows)} rows, "
-                f"at most {worst['excess']:.1%} ({_place(worst)})."
-            )
         return [*said, "On loopback messages cost hardly any time."]
 
     def tables(self, result: Row) -> list[Table]:
@@ -384,12 +363,6 @@ class EmulatedPipeline(Case):
             Table(columns, rows, f"{stages} stages, M = {count} ({EMULATED})")
             for (stages, count), rows in settings(result, "stages", "micro_batches").items()
         ]
-
-    def text(self, row: Row) -> str:
-        return f"bubble {row['bubble']['median']:.1%}, theory {row['bubble_theory']:.1%}"
-
-    def group(self, row: Row) -> str:
-        return f"{row['stages']} stages, M = {row['micro_batches']}; {EMULATED}"
 
 
 def _keep(_: int) -> Link:
@@ -429,11 +402,7 @@ def _measure(
 
 
 def _figures(reference: Row, record: Record, steps: Sequence[Step]) -> Row:
-    """Check a step, and see how it went.
-
-    Raises:
-        CuboidError: it computed something else, or left something out.
-    """
+    """Check a step, and see how it went."""
     norm = math.sqrt(sum(step.figures["squares"] for step in steps))
     check_agreement(record, {"loss": steps[-1].figures["loss"], "gradient_norm": norm}, reference)
     timeline = Timeline(tuple(step.figures["spans"] for step in steps), (0,) * len(steps))
@@ -445,11 +414,7 @@ def _figures(reference: Row, record: Record, steps: Sequence[Step]) -> Row:
 
 
 def check_agreement(record: Record, found: Row, reference: Row) -> None:
-    """Make sure that a step did the same as the reference.
-
-    Raises:
-        CuboidError: with who didn't.
-    """
+    """Make sure that a step did the same as the reference."""
     error = check_equal(record.name, found, "plain autograd without a pipeline", reference, AGREEMENT)
     record.error = max(record.error, error)
 
@@ -472,7 +437,6 @@ def _row(record: Record, records: Sequence[Record]) -> Row:
     return {
         **row,
         "error": record.error,
-        "excess": row["step_s"]["median"] / row["simulated_s"] - 1,
         "bubble": spread([sample.figures["bubble"] for sample in quiet]),
         "sequences_in_flight": [peak_bytes(own, lambda action: lengths[action.segment]) / work.length for own in ran],
     }
@@ -482,10 +446,6 @@ def _name(row: Row) -> str:
     if row["kind"] != "cuboid":
         return row_name(row)
     return f"`{row['schedule']}`" + (f", {row_name(row)}" if row["segments"] > 1 else "")
-
-
-def _place(row: Row) -> str:
-    return f"{row['name']} on {row['stages']} stages, M = {row['micro_batches']}"
 
 
 CASE = EmulatedPipeline()

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.utils import clip_grad_norm_ as deepspeed_clip_grad_norm_
 from deepspeed.utils import groups
-from harness import freshness, links, llama, pictures, tables
+from harness import freshness, links, llama, tables
 from harness.case import Case
 from harness.llama import AUTO, Llama
 from harness.rounds import Record, check_equal
@@ -83,14 +83,6 @@ class Entry:
     def shape(self, workload: Llama, model: LlamaForCausalLM) -> MeshShape:
         return workload.shape(self.mesh, RANKS, model, weight_gather=self.gathers)
 
-    def formula_bytes(self, workload: Llama, model: LlamaForCausalLM) -> int | None:
-        """What a rank must send under FSDP2 by theory: two gathers of each weight (one, if weights are kept) and the
-        scatter of its gradient; None for others."""
-        if self.family != "fsdp2":
-            return None
-        whole_bytes = sum(p.numel() for p in model.parameters()) * (2 if workload.dtype == "bfloat16" else 4)
-        return (3 if self.reshard else 2) * whole_bytes * (RANKS - 1) // RANKS
-
 
 def _autotp(size: int, *, split_head: bool) -> Entry:
     replicas = RANKS // size
@@ -113,10 +105,7 @@ AUTO_KEY = f"cuboid-{AUTO}"
 
 def find(keys: Sequence[str], workload: Llama, model: LlamaForCausalLM) -> list[Entry]:
     """The contestants of these names, each mesh only once: as ``"auto"`` where the automatic choice is one of them.
-
-    ``"cuboid-2x2x2"`` names any mesh, of which one with fewer ranks has replicas; ``"-kept"`` may follow. Names without
-    a meaning, and meshes that can't cut the model, are refused.
-    """
+    After ``cuboid-`` any mesh may stand, of which one with fewer ranks has replicas, and ``-kept`` behind it."""
     peers = {entry.key: entry for entry in _PEERS}
     chosen: dict[object, Entry] = {}
     for key in keys:
@@ -160,8 +149,8 @@ class _Training(Contestant):
         return FirstSteps((first.item(), second.item()), float(norm))
 
     def step(self) -> tuple[torch.Tensor, Any]:
-        """Forward, backward, clipping and AdamW on the global batch: the mean loss of the rank's rows before the step,
-        and the norm of the whole gradient before clipping, which a framework may keep to itself."""
+        """Forward, backward, clipping and AdamW: the mean loss of the rank's rows before the step, and the norm of the
+        whole gradient before clipping, which a framework may keep to itself."""
         raise NotImplementedError
 
     def figures(self) -> Row:
@@ -170,8 +159,7 @@ class _Training(Contestant):
 
 
 class _Engine(_Training):
-    """A model under DeepSpeed, of whose global batch, cut into so many parts as there are replicas, this rank has its
-    own."""
+    """A model under DeepSpeed; this rank's part of the global batch is one of as many as there are replicas."""
 
     def __init__(self, workload: Llama, model: LlamaForCausalLM, section: Row, replicas: int, own: int) -> None:
         self._rows = workload.tokens().chunk(replicas)[own]
@@ -213,8 +201,8 @@ class _Engine(_Training):
     def _in_own_groups(self) -> Iterator[None]:
         """Inside, DeepSpeed has this engine's process groups, and what it adds to them is kept.
 
-        It keeps the groups of a process in global variables, and takes those of an earlier engine for a later one where
-        it finds them. So each engine gets variables of its own; in the benchmark's own processes alone.
+        It keeps groups in global variables, and takes those of an earlier engine for a later one. So each engine gets
+        variables of its own; in the benchmark's own processes alone.
         """
         before = _own_groups()
         vars(groups).update(self._groups)
@@ -301,10 +289,8 @@ class TpPlanStep(_Training):
 
 
 class FullyShardedStep(_Training):
-    """FSDP2: each layer, and what is left of the model, a unit of its own; each rank has its own row.
-
-    bfloat16 is its mixed-precision policy; gradients are summed in bfloat16, too, which sends least.
-    """
+    """FSDP2: each layer, and what is left of the model, a unit of its own; each rank has its own row. bfloat16 is its
+    mixed-precision policy; gradients are summed in bfloat16, too, which sends least."""
 
     def __init__(self, entry: Entry, workload: Llama, model: LlamaForCausalLM) -> None:
         self._model = copy.deepcopy(model)
@@ -354,14 +340,6 @@ class TrainingStep(Case):
     """Losses and gradient norms are compared with one process in float64 before anything is timed."""
 
     name = "training_step"
-    places = {
-        f"training_step_{network}_{dtype}": f"training step, {network}, {dtype}"
-        for network in ("shaped", "loopback")
-        for dtype in _DTYPES
-    }
-    picture = "Step times of all contestants"
-    label = "seconds for a training step"
-    marks = links.MARKS
     sources = freshness.MESHES + freshness.LOSS + freshness.ENGINE
     networks = ("loopback", "shaped")
     #: At which the links should take three times as long as two cores do, even for the one that sends least: 100 MB in
@@ -388,7 +366,7 @@ class TrainingStep(Case):
                 records = [check(entry, ranks.call("prepare", entry), reference, given.dtype) for entry in entries]
                 for record, entry in zip(records, entries, strict=True):
                     shape = str(entry.shape(workload, model)) if entry.family == "cuboid" else None
-                    record.facts.update(shape=shape, formula_bytes=entry.formula_bytes(workload, model))
+                    record.facts["shape"] = shape
 
                 def write_rows() -> None:
                     result["rows"] = [_row(record, records, given.rate_mbit) for record in records]
@@ -409,12 +387,6 @@ class TrainingStep(Case):
         rows = result["rows"]
         said = [f"The automatic mesh is **{_compared(one)}**." for one in comparisons(rows)]
         said += self.busy(result) + links.processor_counts(rows, "name")
-        said += [
-            f"{row['name']}: sends {row['sent_bytes'] / row['formula_bytes']:.2f} times what its collectives need, "
-            "since PyTorch's reduce-scatter over gloo sends as much as an all-reduce; over NCCL it doesn't."
-            for row in rows
-            if row["family"] == "fsdp2" and row["sent_bytes"] is not None
-        ]
         return said + links.shared_cores(result)
 
     def tables(self, result: Row) -> list[Table]:
@@ -433,10 +405,6 @@ class TrainingStep(Case):
                 *links.LIMITS,
             ]
         return [Table([*columns, Column("error", tables.error)], rows)]
-
-    def bar(self, row: Row) -> pictures.Bar:
-        ours = pictures.BLUE if row["key"] == AUTO_KEY else pictures.CYAN
-        return pictures.Bar.of(row["name"], row["step_s"], ours if row["family"] == "cuboid" else pictures.GREY)
 
     def record_name(self, result: Row) -> str:
         return f"{self.name}_{result['network']}_{result['workload']['dtype']}"
@@ -457,8 +425,7 @@ def compute_reference(workload: Llama, model: LlamaForCausalLM) -> FirstSteps:
 
 
 def check(entry: Entry, told: Sequence[FirstSteps], reference: FirstSteps, dtype: str) -> Record:
-    """Compare what all ranks tell with the reference; each replica has as many ranks and rows as any other, so that the
-    mean of the ranks' losses is that of the batch."""
+    """Compare what all ranks tell with the reference; the mean of their losses is that of the batch."""
     of_loss, of_norm = AGREEMENT[dtype]
     losses = [statistics.fmean(rank.losses[number] for rank in told) for number in range(2)]
     names = ("first loss", "loss after a step")
@@ -495,9 +462,8 @@ def _sent_bytes(record: Record) -> float | None:
 
 
 def comparisons(rows: Sequence[Row]) -> list[Row]:
-    """The automatic mesh beside each peer's layout that has the shortest median step, and beside AutoTP on all ranks:
-    ``against`` (key), ``what`` (a name), ``ratio`` (times as fast, of paired rounds), ``bytes`` (times as much sent, or
-    None)."""
+    """The automatic mesh beside each peer's fastest layout, and beside AutoTP on all ranks: whom and what it is
+    compared ``against``, and ``ratio`` (times as fast, of paired rounds) and ``bytes`` (times as much sent)."""
     own = next((row for row in rows if row["key"] == AUTO_KEY), None)
     if own is None:
         return []

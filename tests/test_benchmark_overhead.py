@@ -25,7 +25,6 @@ def run(tmp_path_factory):
     out = tmp_path_factory.mktemp("overhead")
     status, output = finish(start(sys.executable, SCRIPT, "--quick", "--out", out), TIMEOUT_S)
     assert status == 0, output
-    assert (out / "overhead.png").read_bytes().startswith(b"\x89PNG")
     return json.loads((out / "overhead.json").read_text(encoding="utf-8")), output
 
 

@@ -9,7 +9,9 @@ import pytest
 from launching import ROOT, finish, start
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "docs"))
 
+from generators.measured import Measured
 from network.networks import why_not_shaped
 from training_step import CASE, DEFAULT, QUICK, FirstSteps, check, comparisons, find
 
@@ -26,7 +28,6 @@ def measured(out, *options):
     status, output = finish(start(sys.executable, SCRIPT, "--quick", *options, "--out", out), TIMEOUT_S)
     assert status == 0, output
     numbers = json.loads((out / "training_step.json").read_text(encoding="utf-8"))
-    assert (out / f"{CASE.record_name(numbers)}.png").read_bytes().startswith(b"\x89PNG")
     assert all(row["name"] in output for row in numbers["rows"])
     assert all(sentence.replace("**", "") in output for sentence in CASE.remarks(numbers))
     return numbers
@@ -127,8 +128,6 @@ def test_interfaces_count_for_all_alike(tmp_path):
         assert row["floor_s"]["count"] == 1
     for key in ("cuboid-2x2x2", "cuboid-auto"):
         assert rows[key]["sent_bytes"] > rows[key]["counted_bytes"]
-    for key in ("fsdp2", "fsdp2-keep"):
-        assert rows[key]["sent_bytes"] > rows[key]["formula_bytes"]
     auto = rows["cuboid-auto"]
     assert auto["ratios_bytes"]["autotp-8"] == pytest.approx(rows["autotp-8"]["sent_bytes"] / auto["sent_bytes"])
 
@@ -172,7 +171,7 @@ def test_options_that_make_no_sense_are_refused(capsys, options):
 
 @pytest.mark.slow
 def test_the_page_tells_a_result(result):
-    text = CASE.parts({CASE.record_name(result): result})["training step, loopback, float32"]
+    text = Measured("training_step").parts_of({CASE.record_name(result): result})["training step, loopback, float32"]
     assert all(f"| {row['name']} |" in text for row in result["rows"])
     assert all(one["what"] in text for one in comparisons(result["rows"]))
     assert "(figures/training_step_loopback_float32.png)" in text

@@ -8,7 +8,7 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 
 from cuboid.errors import CuboidError
 from cuboid.library_warnings import quiet
-from harness import freshness, pictures
+from harness import freshness
 from harness.tables import Row, Table
 from harness.watch import QUIET
 
@@ -29,11 +29,6 @@ class Case:
     name: str  # of the script and of the files that it writes
     sources: Sequence[str]  # globs of the code whose behaviour it measures; see :mod:`harness.freshness`
     packages: Sequence[str] = ("torch", "transformers", "deepspeed")  # whose versions are in the record
-    page = "performance.md"  # of docs/, where the numbers are
-    places: Mapping[str, str]  # names of the page's parts, by those of the records that they show
-    picture: str | None = None  # its description there; None where the page has it elsewhere
-    label = "seconds for a step"  # what its bars measure
-    marks: Mapping[str, Callable[[Row], float | None]] = {}  # beside them, where it is known
     repeats, limit_s = 10, 1800.0  # rounds, and time to wait for quiet, where the command line doesn't say
     networks: Sequence[str] = ("loopback",)  # what ranks may communicate over
     rate_mbit: float | None = None  # of each rank's link on the shaped network; None where the case finds it by itself
@@ -48,11 +43,7 @@ class Case:
         """Complete the options, and call ``error`` with a sentence where they contradict one another."""
 
     def measure(self, given: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
-        """Measure all of it into ``result``, and call ``write`` whenever a part is complete.
-
-        Raises:
-            CuboidError: contestants don't compute the same, or something can't be had here.
-        """
+        """Measure all of it into ``result``, and call ``write`` whenever a part is complete."""
         raise NotImplementedError
 
     # --- showing ---
@@ -68,59 +59,9 @@ class Case:
     def tables(self, result: Row) -> list[Table]:
         raise NotImplementedError
 
-    def bar(self, row: Row) -> pictures.Bar:
-        """Of a row, in the picture."""
-        colour = pictures.BLUE if "cuboid" in row["name"].lower() else pictures.GREY
-        return pictures.Bar.of(row["name"], row["step_s"], colour, self.text(row))
-
-    def panels(self, result: Row) -> list[pictures.Panel]:
-        """What its picture shows."""
-        groups: dict[str, list[Row]] = {}
-        for row in result["rows"]:
-            if row.get("samples", True):
-                groups.setdefault(self.group(row), []).append(row)
-        panels = []
-        for title, rows in groups.items():
-            marks = {name: [of(row) for row in rows] for name, of in self.marks.items()}
-            panels.append(pictures.Panel(self.label, [self.bar(row) for row in rows], marks, title))
-        return panels
-
-    def text(self, row: Row) -> str:  # noqa: ARG002 -- most have none
-        """On its bar."""
-        return ""
-
-    def group(self, row: Row) -> str:  # noqa: ARG002 -- most have one panel only
-        """Title of the panel in which a row is."""
-        return ""
-
-    def draw(self, result: Row, folder: Path) -> list[Path]:
-        """Draw the pictures, under the names that they have among those of the pages."""
-        path = folder / f"{self.record_name(result)}.png"
-        pictures.draw(path, self.panels(result))
-        return [path]
-
     def record_name(self, result: Row) -> str:  # noqa: ARG002 -- most cases have one record only
         """Of the record among those that are kept, and of its picture."""
         return self.name
-
-    def parts(self, results: dict[str, Row]) -> dict[str, str]:
-        """The page's parts in Markdown, from all records of this case by name."""
-        return {
-            part: self.markdown(results[name]) if name in results else "Not measured yet."
-            for name, part in self.places.items()
-        }
-
-    def markdown(self, result: Row) -> str:
-        """Facts, remarks, tables that aren't parts of their own, and perhaps a picture."""
-        stale = freshness.remark(result)
-        sentences = [*self.facts(result), *([] if stale is None else [stale]), *self.remarks(result)]
-        blocks = ["\n".join(f"* {sentence}" for sentence in sentences)]
-        for table in self.tables(result):
-            if table.part is None:
-                blocks.append(f"{table.title}:\n\n{table.markdown()}" if table.title else table.markdown())
-        if self.picture is not None:
-            blocks.append(f"![{self.picture.format(**result)}](figures/{self.record_name(result)}.png)")
-        return "\n\n".join(blocks)
 
     def machine(self, result: Row, cores: str = "{} cores for all ranks") -> str:
         """The machine in a sentence; ``cores`` says who had how many of them."""
@@ -154,7 +95,7 @@ class Case:
         parser.add_argument("--out", type=Path, default=out, metavar="DIR", help=f"for the results (default {out})")
         if self.rate_mbit is not None:
             rate = f"of each rank's link, either way (default {self.rate_mbit:g})"
-            parser.add_argument("--rate-mbit", type=positive, metavar="R", help=rate)
+            parser.add_argument("--rate-mbit", type=at_least(0.1, float), metavar="R", help=rate)
         self.add_options(parser)
         given = parser.parse_args(arguments)
         if self.rate_mbit is not None:
@@ -205,7 +146,7 @@ class Case:
         for table in self.tables(result):
             print(f"\n{table.title or table.part or self.name} (medians, quartiles)\n{table.text()}")
         print("\n".join(["", *self.facts(result), *self.remarks(result)]).replace("**", ""))
-        print(f"\n{file}, {', '.join(path.name for path in self.draw(result, given.out))}")
+        print(f"\n{file}")
         return 0
 
 
@@ -234,20 +175,13 @@ def versions(result: Row) -> str:
     return ", ".join(f"{name} {number}" for name, number in result["machine"]["versions"].items())
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """A type of options: whole numbers from ``least`` on."""
+def at_least(least: float, kind: type = int) -> Callable[[str], float]:
+    """A type of options: numbers from ``least`` on."""
 
-    def parse(text: str) -> int:
-        if int(text) < least:
+    def parse(text: str) -> float:
+        if kind(text) < least:
             raise argparse.ArgumentTypeError(f"must be {least} or more")
-        return int(text)
+        return kind(text)
 
-    parse.__name__ = "whole number"
+    parse.__name__ = "number"
     return parse
-
-
-def positive(text: str) -> float:
-    """A type of options: numbers above 0."""
-    if not float(text) > 0:
-        raise argparse.ArgumentTypeError("must be more than 0")
-    return float(text)

@@ -28,7 +28,7 @@ def _floor_s(row: Row) -> float | None:
     return None if row["floor_s"] is None else row["floor_s"]["median"]
 
 
-#: What the links alone and the processors alone would take, in pictures and in tables.
+#: What the links alone and the processors alone would take.
 MARKS = {"bytes ÷ rate": lambda row: row["link_s"], "without a limit": _floor_s}
 LIMITS = [Column(f"{name}, s", lambda row, of=of: known(of(row), ".1f")) for name, of in MARKS.items()]
 

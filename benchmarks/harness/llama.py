@@ -18,12 +18,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Llama:
-    """A model and the global batch for it, which are the same for all contestants.
-
-    Args:
-        batch, length: B rows of S tokens.
-        hidden, intermediate, heads, layers, vocabulary: of the model.
-    """
+    """A model, and the global batch for it of B rows of S tokens, which are the same for all contestants."""
 
     batch: int = 8
     length: int = 512
@@ -83,10 +78,9 @@ def described(sizes: dict[str, Any]) -> str:
     heads = f"{sizes['heads']} heads"
     if sizes.get("key_value_heads"):
         heads = f"{sizes['heads']} query and {sizes['key_value_heads']} key/value heads"
-    return (
-        f"a Llama of {sizes['layers']} layers, hidden {sizes['hidden']}, MLP {sizes['intermediate']}, {heads}, "
-        f"vocabulary {sizes['vocabulary']}"
-    )
+    layers = f"{sizes['layers']} layer{'s' if sizes['layers'] > 1 else ''}"
+    widths = f"hidden {sizes['hidden']}, MLP {sizes['intermediate']}, {heads}"
+    return f"a Llama of {layers}, {widths}" + (f", vocabulary {sizes['vocabulary']}" if "vocabulary" in sizes else "")
 
 
 def batch(sizes: dict[str, Any]) -> str:

@@ -33,11 +33,7 @@ class Sample:
 
 @dataclass
 class Record:
-    """All that was measured of one contestant.
-
-    Args:
-        floor: samples on links without a limit; empty where all samples are that.
-    """
+    """All that was measured of one contestant; ``floor`` are samples on links without a limit, if others have one."""
 
     entry: Any  # which one it is; what ranks know it by
     name: str  # for people
@@ -48,8 +44,7 @@ class Record:
     rejected: int = 0  # steps that were measured again
 
     def numbers(self, ratio_to: Iterable[tuple[str, Record]] = ()) -> Row:
-        """What the samples say, as plain values for the record; by the names of ``ratio_to``, how many times as fast
-        this one is as others."""
+        """For the record; by the names of ``ratio_to``, how many times as fast this one is as others."""
         quiet = undisturbed(self.samples)
         return {
             "step_s": spread([sample.step_s for sample in quiet]),
@@ -73,8 +68,7 @@ def run_rounds(
     *,
     floor: bool = False,
 ) -> None:
-    """Rounds with a step of every contestant each, quiet by the watch; after each ``after_round`` is called. With
-    ``floor`` these are the samples on links without a limit."""
+    """Rounds with a step of every contestant each. With ``floor`` these are the samples on links without a limit."""
     for number in range(repeats):
         for record in in_turn(records, number):
             own = record.floor if floor else record.samples
@@ -125,11 +119,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def check_equal(name: str, found: Row, of: str, expected: Row, allowed: float) -> float:
-    """Make sure that a contestant finds the numbers that another one does, but for an allowed difference, relatively.
-
-    Raises:
-        CuboidError: one is too far off, or isn't a number.
-    """
+    """How far the numbers are that a contestant found; refused with a CuboidError where that is more than allowed."""
     worst = 0.0
     for what, right in expected.items():
         difference = abs(found[what] / right - 1)

@@ -68,8 +68,7 @@ class Loopback:
 
 
 class Shaped(Loopback):
-    """A namespace for each rank, on a bridge in that of the process ``hub``; no link has a limit at first. Made by
-    :func:`open_network`."""
+    """A namespace for each rank, on a bridge in that of the process ``hub``; no link has a limit at first."""
 
     interface = _INTERFACE
 

@@ -50,18 +50,13 @@ class Member(NamedTuple):
 
 
 class Ranks:
-    """The ranks of one ``torch.distributed`` world, each with an object that it keeps and whose methods it is told to
-    call. Made by :func:`forked_ranks`."""
+    """The ranks of one ``torch.distributed`` world, each with an object whose methods it is told to call."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = members
 
     def call(self, method: str, *arguments: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
-        """Have every rank call a method of its object with the same arguments; what they returned, by rank.
-
-        Raises:
-            RankError: with the traceback of the rank that failed first, or who didn't answer in time.
-        """
+        """What a method of every rank's object returns, by rank; a RankError tells of the rank that failed first."""
         for member in self.members:
             # One that has died is told of by its silence.
             with contextlib.suppress(BrokenPipeError):
@@ -102,14 +97,9 @@ def _receive(member: Member) -> Reply:
 
 @contextlib.contextmanager
 def forked_ranks(network: Loopback, build: Callable[[int], Any], *, timeout_s: float = TIMEOUT_S) -> Iterator[Ranks]:
-    """Ranks for the time of a ``with`` block, one at each place of the network.
+    """Ranks for the time of a ``with`` block, one at each place of the network; each keeps what ``build`` gives it.
 
     Fork while this process has no thread that may hold a lock, and don't multiply on several threads before.
-
-    Args:
-        network: where they are.
-        build: called with the rank, in the rank, once the process group exists; gives the object that it keeps.
-        timeout_s: for all of them to start, and for each of their collectives later.
     """
     # The collector would write to pages that all share.
     gc.collect()
@@ -175,9 +165,9 @@ def _join(rank: int, network: Loopback, listener: socket.socket, timeout_s: floa
 def _share_one_device(interface: str) -> None:
     """Let all gloo process groups that this process makes from now on use one device, bound to an interface.
 
-    Every gloo group has a thread of its own that looks for messages a hundred times a second, also when it waits for
-    none. A rank on a mesh has ten groups and more; where 64 ranks share two cores, that took three quarters of both.
-    PyTorch takes no options for gloo, so its class is replaced, in the rig's own processes alone.
+    Every gloo group has a thread of its own that looks for messages a hundred times a second. A rank on a mesh has ten
+    groups and more; where 64 ranks share two cores, that took three quarters of both. PyTorch takes no options for
+    gloo, so its class is replaced, in the rig's own processes alone.
     """
     # Connecting lazily, gloo knows peers by their rank alone, so that groups would take one another's connections.
     device = dist.ProcessGroupGloo.create_device(interface=interface, lazy_init=False)

@@ -40,8 +40,7 @@ class Link(Host):
         self.set_rate = network.set_rate
 
     def exchange(self, message_bytes: int, start_s: float) -> float:
-        """Send to the next rank and receive from the one before, beginning at a time that all ranks are told; the rate
-        each way in Mbit/s."""
+        """Send to the next rank and receive from the one before, from a common start; the rate each way in Mbit/s."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         sent, received = (torch.zeros(message_bytes, dtype=torch.uint8) for _ in range(2))
         sleep_until(start_s)
@@ -56,8 +55,7 @@ class Link(Host):
 
 
 def timed_step(ranks: Ranks, watch: Watch, record: Record, figures: Callable[[Record, Sequence[Step]], Row]) -> Sample:
-    """Have all ranks, who keep a :class:`network.serving.Host`, do a step of a record's contestant; ``figures`` makes
-    those of the sample from all ranks' steps."""
+    """Have all ranks do a step of a record's contestant; ``figures`` makes those of the sample."""
     watch.start()
     steps: list[Step] = ranks.call("step", record.entry, time.perf_counter() + LEAD_S)
     computing_s = sum(step.computing_s for step in steps)
@@ -78,8 +76,7 @@ def traffic(_: Record, steps: Sequence[Step]) -> Row:
 def measure(
     ranks: Ranks, records: Sequence[Record], given: argparse.Namespace, result: Row, write_rows: Callable[[], None]
 ) -> None:
-    """All rounds of a case whose options and result these are: where links have a rate, first some on links without a
-    limit, which tell what the processors take alone."""
+    """All rounds of a case; where links have a rate, first some on links without a limit, for what processors take."""
     watch = Watch(given.limit)
     step = partial(timed_step, ranks, watch, figures=traffic)
     if given.rate_mbit is not None:

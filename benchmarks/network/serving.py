@@ -76,8 +76,7 @@ class Contestant:
 
 
 class Host:
-    """What a rank keeps: the contestants that were built, by their entries; ``sent_bytes`` tells what its interface has
-    sent."""
+    """What a rank keeps: the contestants that were built, by their entries."""
 
     def __init__(self, build: Callable[[Any], Contestant], sent_bytes: Callable[[], int | None] = lambda: None) -> None:
         self._build, self._sent_bytes = build, sent_bytes

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from three_d.gpt2 import Block, Place, chunk, everything, take
-from three_d.sides import Side
+from three_d.sides import Block, Place, Side, chunk, everything, take
 
 with warnings.catch_warnings():
     # It decorates its functions with torch.cuda.amp's deprecated names, which warn at import.
@@ -26,30 +25,11 @@ with warnings.catch_warnings():
     from colossalai.legacy.communication import collective
     from colossalai.legacy.context import ParallelMode, add_seed
     from colossalai.legacy.context.random import _helper
-    from colossalai.legacy.context.random.seed_manager import SeedManager
     from colossalai.legacy.core import global_context
     from colossalai.legacy.nn.layer.parallel_3d import LayerNorm3D, Linear3D
 
 _SEED = 1024
 _EPS = 1e-5  # GPT-2's; LayerNorm3D's own is 1e-12
-
-
-class _CpuSeedManager(SeedManager):
-    """Its parent with the CPU's random state: colossalai 0.5.0's always goes by ``torch.cuda``'s."""
-
-    def set_mode(self, parallel_mode: ParallelMode) -> None:
-        if self.current_mode:
-            self._seed_states[self.current_mode] = torch.get_rng_state()
-        self._current_mode: ParallelMode | None = parallel_mode
-        torch.set_rng_state(self._seed_states[parallel_mode])
-
-    def add_seed(self, parallel_mode: ParallelMode, seed: int, overwrite: bool = False) -> None:
-        assert overwrite or parallel_mode not in self._seed_states, f"the seed for {parallel_mode} has been added"
-        before = torch.get_rng_state()
-        torch.manual_seed(seed)
-        self._seed_states[parallel_mode] = torch.get_rng_state()
-        self._seeds[parallel_mode] = seed
-        torch.set_rng_state(before)
 
 
 def launch(depth: int) -> None:
@@ -65,7 +45,9 @@ def launch(depth: int) -> None:
     global_context._register_dist(rank, size, dist.GroupMember.WORLD, None, list(range(size)), ParallelMode.GLOBAL)
     global_context.add_global_rank(ParallelMode.GLOBAL, rank)
     global_context.init_parallel_groups()
-    _helper._SEED_MANAGER = _CpuSeedManager()
+    # Its manager of random states always goes by CUDA's; this process has the CPU's alone.
+    torch.cuda.get_rng_state, torch.cuda.set_rng_state = torch.get_rng_state, torch.set_rng_state
+    torch.cuda.manual_seed = torch.manual_seed
     # The seeds and the mode that `ParallelContext.set_seed` sets with CUDA.
     add_seed(ParallelMode.DATA, _SEED)
     add_seed(ParallelMode.TENSOR, _SEED + global_context.get_local_rank(ParallelMode.TENSOR))
@@ -102,11 +84,8 @@ def _reduce_scatter(
 
 @contextlib.contextmanager
 def exchanging() -> Iterator[None]:
-    """Inside, its reduce-scatters are exchanges and sums, as ours are over gloo.
-
-    gloo's own reduce-scatter sends twice the bytes. With NCCL there is no such thing, so this shows how much of a
-    difference in time is due to gloo and to nothing in the layers.
-    """
+    """Inside, its reduce-scatters are exchanges and sums, as ours are over gloo, whose own sends twice the bytes. So
+    this shows how much of a difference in time is due to gloo, and to nothing in the layers."""
     before = collective._reduce_scatter_func
     collective._reduce_scatter_func = _reduce_scatter
     try:

@@ -1,4 +1,4 @@
-"""One rank of Colossal-AI's 1-D tensor parallelism; run by :mod:`three_d.one_dimension` in an environment of its own.
+"""One rank of Colossal-AI's 1-D tensor parallelism, in an environment of its own; run by ``colossalai_3d.py``.
 
 Written for colossalai 0.5.0 with torch 2.5.1 and transformers 4.51.3. Of this repository only modules that need no
 Cuboid are imported.
@@ -21,8 +21,7 @@ from harness.watch import pin
 from network.serving import Host, serve
 from torch import nn
 
-from three_d.gpt2 import Block, Place, chunk, everything
-from three_d.sides import Side
+from three_d.sides import Block, Place, Side, chunk, everything
 
 _TIMEOUT = datetime.timedelta(seconds=600)
 
