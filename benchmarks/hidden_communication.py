@@ -229,7 +229,7 @@ class HiddenCommunication(Case):
     def facts(self, result: Row) -> list[str]:
         return [
             self.machine(result, f"{{}} cores for {result['ranks']} ranks"),
-            f"Layers of {llama.described(result['workload'])}; {llama.batch(result['workload'])}.",
+            f"Model: {llama.described(result['workload'])}, layers alone; {llama.batch(result['workload'])}.",
             self.command(result),
         ]
 

@@ -220,7 +220,7 @@ class LayerMeshes(Case):
             measure(ranks, records, given, result, write_rows)
 
     def facts(self, result: Row) -> list[str]:
-        model = f"Layers of {llama.described(result['workload'])}; {llama.batch(result['workload'])}."
+        model = f"Model: {llama.described(result['workload'])}, layers alone; {llama.batch(result['workload'])}."
         return [self.machine(result), model, f"Links: {links.links(result)}.", self.command(result)]
 
     def remarks(self, result: Row) -> list[str]:
