@@ -9,6 +9,7 @@ from cuboid.errors import ConfigError
 from cuboid.models.batch.batch import granule
 from cuboid.models.pipeline.step_trace import StepTrace
 from cuboid.seq1f1b.schedule.partition import MeasuredCut, choose_segments, cut_sequence, even_cut, segment_cost
+from cuboid.seq1f1b.schedule.schedules import SCHEDULES
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
 
 #: Steps that are measured for ``"partition": "measured"``; the first one warms up.
@@ -57,7 +58,8 @@ class Cutter:
                 micro_batches=micro_batches,
                 multiple=self._granule,
                 cost=self._cost,
-                schedule=self._config.schedule,
+                # A generated schedule has the same order of forwards in principle, and takes longer to make.
+                schedule=self._config.schedule if self._config.schedule in SCHEDULES else "seq1f1b",
             )
         padded = max(padded_length(length, self._granule), self._segments * self._granule)
         if padded not in self._known:

@@ -17,6 +17,7 @@ from cuboid.seq1f1b.schedule.schedules import (
     v_placement,
 )
 from cuboid.seq1f1b.schedule.simulator import Timeline, simulate
+from cuboid.seq1f1b.schedule.unit_costs import INPUT_GRADIENT_FREES
 
 Placement = Callable[[int, int], tuple[int, ...]]
 #: Schedules with several stages on each rank, by how they place them.
@@ -80,6 +81,8 @@ def placed_costs(
     rank_of: Sequence[int],
     segments: int,
     transfer_s: float = 0.0,
+    *,
+    recomputes: bool = False,
 ) -> PlacedCosts:
     """Costs of stages on ranks, by what each unit keeps.
 
@@ -89,11 +92,19 @@ def placed_costs(
         rank_of: the rank of each stage.
         segments: of each micro-batch.
         transfer_s: of a message.
+        recomputes: whether activation checkpointing is on. Then I frees what the forward kept, and what it makes for W
+            is freed before the next one.
     """
     sizes = [0.0] * (max(rank_of) + 1)
     for stage, rank in enumerate(rank_of):
         sizes[rank] += sum(kept_bytes(Action(Op.FORWARD, stage, 0, segment)) for segment in range(segments))
-    actions = ActionCosts(duration_s, lambda action: kept_bytes(action) / sizes[rank_of[action.stage]], transfer_s)
+    actions = ActionCosts(
+        duration_s,
+        lambda action: kept_bytes(action) / sizes[rank_of[action.stage]],
+        transfer_s,
+        1.0 if recomputes else INPUT_GRADIENT_FREES,
+        1 if recomputes else None,
+    )
     return PlacedCosts(actions, tuple(sizes))
 
 

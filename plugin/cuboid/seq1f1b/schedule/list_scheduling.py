@@ -49,13 +49,17 @@ class ActionCosts:
             micro-batch on one rank add up to 1 where all sequences are equally long.
         transfer_s: seconds from the end of an action until its result is there on another rank.
         input_gradient_frees: the part of ``kept`` that I frees; W frees the rest. Negative where I makes more than it
-            frees, as under activation checkpointing.
+            frees.
+        most_waiting: the most units of a rank that may be between I and W; None for any number. Under activation
+            checkpointing I makes what W needs, many times of what the forward kept: with 1, no more of it is there at
+            a time than in a whole backward.
     """
 
     duration_s: Callable[[Action], float]
     kept: Callable[[Action], float]
     transfer_s: float = 0.0
     input_gradient_frees: float = INPUT_GRADIENT_FREES
+    most_waiting: int | None = None
 
 
 class BackwardMode(Enum):
@@ -159,6 +163,7 @@ class _Tables:
         }
         self.kept = [list(map(costs.kept, own)) for own in self.actions[Op.FORWARD]]
         self.frees = 1.0 if whole else costs.input_gradient_frees
+        self.most_waiting = None if whole else costs.most_waiting
         #: For each rank and micro-batch, what all its units keep.
         self.totals = [[self._total(rank, m) for m in range(shape.micro_batches)] for rank in range(len(limits))]
         #: For each rank the most that an I needs beyond what its unit keeps already.
@@ -296,6 +301,11 @@ class _Search:
         self, rank: int, stages: Sequence[int], now_s: float, *, drained: bool = False
     ) -> _Choice | None:
         begun, forwards = self._begun[Op.INPUT_GRADIENT], self._begun[Op.FORWARD]
+        most = self._tables.most_waiting
+        if most is not None and not drained:
+            waiting = sum(begun[stage] - self._begun[Op.WEIGHT_GRADIENT][stage] for stage in stages)
+            if waiting >= most:
+                return None
         for stage in stages if self._rule.early_backward else reversed(stages):
             number = begun[stage]
             if number == self._units:
