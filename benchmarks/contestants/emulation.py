@@ -81,13 +81,13 @@ class Work(Task):
         return ModelSizes((layer,) * self.layers, head=0)
 
     def cost(self, lengths: Sequence[int]) -> Callable[[Action], float]:
-        """Seconds of each unit's forward and backward, in proportion to its operations."""
+        """Seconds of each unit's forward and backward, whole or in parts, in proportion to its operations."""
         flops = super().cost(lengths)
         whole = super().cost((self.length,))(Action(Op.FORWARD, 0, 0, 0))
         # Equal for all stages and micro-batches, and asked for in the middle of what is timed.
         table = {
             (op, segment): self.forward_s * flops(Action(op, 0, 0, segment)) / whole
-            for op in (Op.FORWARD, Op.BACKWARD)
+            for op in (Op.FORWARD, Op.BACKWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT)
             for segment in range(len(lengths))
         }
         return lambda action: table[action.op, action.segment]
@@ -214,6 +214,7 @@ class SegmentedStage:
         self.parameters = Parameters(work, stage)
         #: By unit: what backward needs, on the last stage with the gradient of the loss.
         self._pending: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
+        self._waiting: dict[tuple[int, int], Gradients] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -242,16 +243,36 @@ class SegmentedStage:
 
     def backward(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """The gradient for the stage before."""
-        unit = micro_batch, segment
-        with torch.no_grad(), _lasting(self._duration_s(Action(Op.BACKWARD, self._stage, *unit))):
-            given, sums, of_loss = self._pending.pop(unit)
-            gradient = of_loss if gradient is None else gradient
-            assert gradient is not None
-            found = self.parameters.run_backward(gradient, self._after.get(micro_batch), given, sums)
-            self._after[micro_batch] = found.before
-            for parameter, own in ((self.parameters.weight, found.weight), (self.parameters.mix, found.mix)):
-                parameter.grad = own if parameter.grad is None else parameter.grad + own
+        with torch.no_grad(), _lasting(self._duration_s(Action(Op.BACKWARD, self._stage, micro_batch, segment))):
+            found = self._gradients((micro_batch, segment), gradient)
+            self._add(found)
         return None if self._stage == 0 else found.given
+
+    def input_gradient(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradient for the stage before; those of the parameters are added in :meth:`weight_gradients`."""
+        action = Action(Op.INPUT_GRADIENT, self._stage, micro_batch, segment)
+        with torch.no_grad(), _lasting(self._duration_s(action)):
+            found = self._waiting[micro_batch, segment] = self._gradients((micro_batch, segment), gradient)
+        return None if self._stage == 0 else found.given
+
+    def weight_gradients(self, micro_batch: int, segments: Sequence[int]) -> None:
+        """For as long as those of the segments take together."""
+        for segment in segments:
+            action = Action(Op.WEIGHT_GRADIENT, self._stage, micro_batch, segment)
+            with torch.no_grad(), _lasting(self._duration_s(action)):
+                self._add(self._waiting.pop((micro_batch, segment)))
+
+    def _gradients(self, unit: tuple[int, int], gradient: torch.Tensor | None) -> Gradients:
+        given, sums, of_loss = self._pending.pop(unit)
+        gradient = of_loss if gradient is None else gradient
+        assert gradient is not None
+        found = self.parameters.run_backward(gradient, self._after.get(unit[0]), given, sums)
+        self._after[unit[0]] = found.before
+        return found
+
+    def _add(self, found: Gradients) -> None:
+        for parameter, own in ((self.parameters.weight, found.weight), (self.parameters.mix, found.mix)):
+            parameter.grad = own if parameter.grad is None else parameter.grad + own
 
     def _gradient(self, output: torch.Tensor, unit: tuple[int, int]) -> torch.Tensor:
         """Of the step's loss, to which this adds the unit's share."""
