@@ -10,9 +10,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 from transformers.pytorch_utils import Conv1D
 
+import cuboid
+from conftest import TIMEOUT_S
 from cuboid import ConfigError
 from cuboid.config.compatibility import check_layout
 from cuboid.config.schema import parse_config
+from cuboid.models.pipeline.pipeline import Pipeline
 from cuboid.models.stages.deferred_linear import defer_weight_gradients
 from cuboid.seq1f1b.runtime.runtime import Interpreter
 from cuboid.seq1f1b.schedule.actions import Action
@@ -254,8 +257,45 @@ def test_gathered_weights_and_four_stages(parity: Compare, weight_gather: Litera
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mesh", [ALONE, "2x1x1"])
+def test_bfloat16(parity: Compare, mesh: str) -> None:
+    settings = {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.25}
+    parity("llama", mesh=mesh, name="engine", settings=settings, dtype="bfloat16")
+
+
+@pytest.mark.slow
 def test_auto_and_four_stages(parity: Compare) -> None:
     parity(SmallModel("llama", layers=4), {"stages": 4, "segments": 2, "schedule": "auto", "memory_limit": 1.5})
+
+
+# Beside the other schedules
+
+
+def trained_gradients(path: str, config: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of one step of this rank's stage, and of three micro-batches."""
+    pipeline = Pipeline(cuboid.from_pretrained(path, config, dtype=torch.float32))
+    torch.manual_seed(0)
+    ids = torch.randint(2, 100, (3, 2, 24))
+    loss = pipeline.train(iter({"input_ids": each, "labels": each} for each in ids), 3)
+    return float(loss), {name: p.grad for name, p in pipeline._model.named_parameters()}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("small", [SmallModel("llama", layers=4), SmallModel("gpt2", layers=4, tied=True)], ids=str)
+def test_schedules_that_add_up_in_the_same_order_have_the_same_bits(
+    pool: WorkerPool, checkpoint: Callable[[SmallModel], str], small: SmallModel
+) -> None:
+    path = checkpoint(small)
+
+    def train(schedule: str, **keys: Any) -> list[Any]:
+        pipeline = {"engine": "seq1f1b", "stages": 2, "segments": 1, "schedule": schedule, **keys}
+        settings = {"train_micro_batch_size_per_gpu": 2, "pipeline": pipeline}
+        return pool.run(2, trained_gradients, path, settings, timeout_s=TIMEOUT_S)
+
+    for (loss, expected), (split_loss, found) in zip(train("1f1b"), train("zero_bubble", memory_limit=2), strict=True):
+        assert loss == split_loss
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 # The config
