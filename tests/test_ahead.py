@@ -247,7 +247,8 @@ def train_compiled(path, axes):
     return [float(loss.detach())], cuboid.full_gradients(model), len(graphs)
 
 
-@pytest.mark.parametrize("axes", [(6, 1, 1), (1, 3, 1), (1, 2, 3)], ids=str)
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("axes", [(1, 2, 3), (6, 1, 1), (1, 3, 1)], ids=str)
 def test_layers_can_be_compiled(pool, path, axes):
     alone = pool.run(1, train_compiled, path, (1, 1, 1))[0]
     ranks = pool.run(MeshShape(*axes).size, train_compiled, path, axes)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from launching import ROOT, finish, start
+from launching import ROOT, alone, finish, start
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -22,7 +22,7 @@ def door(*arguments):
 
 
 def test_the_list_says_how_long_and_what_it_needs():
-    status, output = door("list")
+    status, output = alone(SCRIPT, "list")
     assert status == 0, output
     for name, (measures, minutes, needs) in bench.CASES.items():
         assert re.search(rf"^{name} +{re.escape(measures)} +{minutes} +{re.escape(needs)}$", output, re.MULTILINE)
@@ -33,6 +33,7 @@ def test_a_near_miss_is_told_what_it_may_mean(capsys):
     assert 'layer_mesh is not a benchmark; did you mean "layer_meshes"?' in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_one_case_runs_with_its_options(tmp_path):
     status, output = door("memory", "--quick", "--out", tmp_path)
     assert status == 0, output
