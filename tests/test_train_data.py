@@ -185,6 +185,28 @@ def test_malformed_tokens_are_rejected(tokenizer, tmp_path):
         Tokens.open(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (np.arange(3, dtype=np.int32), r"int32 of shape \[3\], but tokens.json says int32 of shape \[2\]"),
+        (np.arange(2), r"int64 of shape \[2\], but"),
+        (b"no array", "can't be read"),
+        (b"", "can't be read"),
+    ],
+    ids=["another length", "another type", "no array", "empty"],
+)
+def test_a_stream_that_is_not_what_the_description_says_is_rejected(tokenizer, tmp_path, content, message):
+    tokens = tokenize(Corpus("test", ("a",), ("b",)), tokenizer, tmp_path)
+    assert len(tokens.stream("train")) == 2
+    if isinstance(content, bytes):
+        (tmp_path / "train.npy").write_bytes(content)
+    else:
+        np.save(tmp_path / "train.npy", content)
+    with pytest.raises(CuboidError, match=message):
+        tokens.stream("train")
+    assert len(tokens.stream("heldout")) == 2
+
+
 def test_blocks_follow_the_stream():
     blocks = Blocks(np.arange(10, dtype=np.int32), 3)
     assert len(blocks) == 3
