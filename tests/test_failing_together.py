@@ -1,6 +1,7 @@
 """What fails on one rank ends all of them: loading, starting, reading, uneven data, ranks that die in a step."""
 
 import os
+import textwrap
 import threading
 import time
 from datetime import timedelta
@@ -20,7 +21,7 @@ from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError, PeerLostError
 from cuboid.verify import SmallModel
 from fresh_ranks import endings_of
-from launching import free_port
+from launching import free_port, torchrun
 from proofs import stuck_group
 from training import make_engine, settings, train
 
@@ -272,6 +273,47 @@ def test_without_aborted_groups_the_others_wait_on():
     endings = endings_of(2, _fail_where_nothing_notices, False, 0, timeout_s=20.0)
     assert endings[0].kind == "ValueError"
     assert endings[1] is None
+
+
+_LINGERING = """
+    import sys, time
+    sys.path.insert(0, "tests")
+    import torch, torch.distributed as dist
+    from cuboid.distributed import rendezvous
+    from cuboid.distributed.mesh import Mesh
+    from cuboid.distributed.rank_agreement import StepGuard, run_on_all_ranks
+    from cuboid.distributed.topology import MeshShape
+    from proofs import stuck_group
+
+    stuck_group.register()
+    rendezvous.waits_for_lost_ranks = lambda: True
+    dist.init_process_group("gloo")
+    mesh = Mesh(MeshShape(1, 2, 1))
+    run_on_all_ranks(lambda: None, mesh)
+    group = dist.new_group([0, 1], backend="stuck")
+    print("started", time.time(), flush=True)
+    try:
+        with StepGuard(mesh, "step 1"):
+            if dist.get_rank() == 0:
+                raise ValueError("boom")
+            dist.all_reduce(torch.ones(1), group=group)
+    finally:
+        if dist.get_rank() == 0:
+            # What it still does doesn't keep the others, nor the launcher.
+            time.sleep(600)
+        print("ended", time.time(), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_launcher_sees_an_exit_status_within_seconds_of_a_failure_that_nothing_notices(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(_LINGERING))
+    status, output = torchrun(2, script, timeout_s=120)
+    assert status == 1, output
+    assert "RankError: step 1: ValueError: boom" in output
+    times = dict(line.split()[:2] for line in output.splitlines() if line.startswith(("started", "ended")))
+    assert float(times["ended"]) - float(times["started"]) < 10
 
 
 def _return_from_what_was_aborted():

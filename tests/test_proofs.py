@@ -10,11 +10,10 @@ from conftest import TIMEOUT_S
 from cuboid import Pipeline
 from cuboid.distributed import collectives
 from cuboid.distributed.async_result import AsyncResult
-from cuboid.models.pipeline import pipeline as pipeline_module
 from cuboid.verify import SmallModel
 from cuboid.verify.workers.pool import WorkerError
 from proofs.device import SynchronisedDevice
-from proofs.former import former_programs
+from proofs.former import formerly_lowered
 from proofs.order import Issued, OrderRecorder, check_orders
 from proofs.poison import PoisonError, poisoned
 
@@ -87,8 +86,8 @@ def test_messages_and_collectives_of_a_pipeline_have_one_order(pool, checkpoint,
 
 
 def recorded_with_former_programs(path):
-    pipeline_module._programs = former_programs
-    return recorded(step_of_pipeline, path, 2, (1, 1, 1))
+    with formerly_lowered():
+        return recorded(step_of_pipeline, path, 2, (1, 1, 1))
 
 
 @pytest.fixture
@@ -145,20 +144,25 @@ def test_the_recorder_tells_what_differs():
 # --- a device that is synchronised -----------------------------------------------------------------------------------
 
 
-def synchronised(path, stages, axes, first_only, programs, timeout_s):
+def synchronised(path, stages, axes):
     expected = step_of_pipeline(path, stages, axes, 2, 2)
-    device = SynchronisedDevice(first_only=first_only, timeout_s=timeout_s)
-    with device.in_use(programs):
+    device = SynchronisedDevice(timeout_s=60.0)
+    with device.in_use():
         found = step_of_pipeline(path, stages, axes, 2, 2)
     assert not device.under_way
     return same(expected, found), device.synchronised
+
+
+def synchronised_with_former_programs(path, first_only):
+    with formerly_lowered(), SynchronisedDevice(first_only=first_only, timeout_s=3.0).in_use():
+        step_of_pipeline(path, 2, (1, 1, 1))
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("stages", "axes"), [(2, (1, 1, 1)), (3, (1, 1, 1)), (4, (1, 1, 1)), (2, (1, 2, 1))], ids=str)
 def test_a_pipeline_runs_where_every_operation_waits_for_all_messages(pool, checkpoint, stages, axes):
     ranks = stages * axes[0] * axes[1] * axes[2]
-    arguments = (checkpoint(SMALL), stages, axes, False, None, 60.0)
+    arguments = (checkpoint(SMALL), stages, axes)
     for alike, synchronisations in pool.run(ranks, synchronised, *arguments, timeout_s=TIMEOUT_S):
         assert alike
         assert synchronisations > 10
@@ -166,9 +170,8 @@ def test_a_pipeline_runs_where_every_operation_waits_for_all_messages(pool, chec
 
 @pytest.mark.parametrize("first_only", [True, False])
 def test_the_former_programs_wait_for_ever_at_the_first_kernel_that_is_loaded(fresh_pool, checkpoint, first_only):
-    arguments = (checkpoint(SMALL), 2, (1, 1, 1), first_only, former_programs, 3.0)
     with pytest.raises(WorkerError, match="waits for ever: a message that is under way doesn't come"):
-        fresh_pool.run(2, synchronised, *arguments, timeout_s=TIMEOUT_S)
+        fresh_pool.run(2, synchronised_with_former_programs, checkpoint(SMALL), first_only, timeout_s=TIMEOUT_S)
 
 
 # --- poisoned results ------------------------------------------------------------------------------------------------

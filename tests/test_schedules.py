@@ -321,7 +321,7 @@ def test_receives_that_are_posted_later_than_they_could_be_cost_little(slow_stag
     def duration(action):
         return (1 if action.op is Op.FORWARD else 2) * (1.3 if action.stage == slow_stage else 1)
 
-    before = makespan(former_programs("seq1f1b", shape), shape, duration, 0.1)
+    before = makespan(former_programs(SCHEDULES["seq1f1b"](shape), shape), shape, duration, 0.1)
     now = makespan(lower(SCHEDULES["seq1f1b"](shape), shape), shape, duration, 0.1)
     assert 0 <= now / before - 1 < most * 1.1
 

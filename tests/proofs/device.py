@@ -6,7 +6,7 @@ makes the host wait until all that the device has begun is through, messages inc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -95,11 +95,9 @@ class SynchronisedDevice(TorchDispatchMode):
                 raise AssertionError(f"{what} waits for ever: a message that is under way doesn't come") from error
 
     @contextmanager
-    def in_use(self, programs: Callable[..., Any] | None = None) -> Iterator[SynchronisedDevice]:
-        """Pipelines that are made inside run on this device, perhaps with other programs than theirs."""
+    def in_use(self) -> Iterator[SynchronisedDevice]:
+        """Pipelines that are made inside run on this device."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pipeline, "Channel", lambda *arguments: _WatchedChannel(self, *arguments))
-            if programs is not None:
-                patch.setattr(pipeline, "_programs", programs)
             with self:
                 yield self

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import pytest
+
+from cuboid.seq1f1b.schedule import lowering
+from cuboid.seq1f1b.schedule.actions import Action, Program, Schedule
 from cuboid.seq1f1b.schedule.dependencies import channel, counterpart, incoming, outgoing
-from cuboid.seq1f1b.schedule.schedules import SCHEDULES
+from cuboid.seq1f1b.schedule.schedules import PipelineShape
 
 
-def former_programs(name: str, shape: Any) -> tuple[tuple[Any, ...], ...]:
-    """A schedule's programs as they were until November 2026.
+def former_programs(schedule: Schedule, shape: PipelineShape) -> tuple[Program, ...]:
+    """A schedule's programs as they were until November 2026, where each rank has one stage.
 
     The first receive of every channel is posted at the start, and the next one always before the use of the last.
     """
-    schedule = SCHEDULES[name](shape)
-    arrivals: dict[tuple[int, int], list[Any]] = {}
+    arrivals: dict[tuple[int, int], list[Action]] = {}
     for actions in schedule:
         for action in actions:
             send = outgoing(action, shape)
@@ -33,3 +37,12 @@ def former_programs(name: str, shape: Any) -> tuple[tuple[Any, ...], ...]:
             program += [] if send is None else [send]
         programs.append(tuple(program))
     return tuple(programs)
+
+
+@contextmanager
+def formerly_lowered() -> Iterator[None]:
+    """Inside, schedules that this process hasn't lowered yet get these programs, which the validator isn't shown."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lowering, "insert_messages", former_programs)
+        patch.setattr(lowering, "validate_programs", lambda *_: None)
+        yield

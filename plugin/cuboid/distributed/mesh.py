@@ -222,7 +222,7 @@ class Mesh:
         NCCL does so with the host waiting for the other ranks, which must not happen while a message is on its way.
         Collective over the world.
         """
-        for group in dict.fromkeys(self._groups.values()):
+        for group in dict.fromkeys((*self._groups.values(), *self._channels.values())):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def channel(self, source: int, target: int) -> dist.ProcessGroup:
