@@ -60,7 +60,7 @@ class StagedGroup(_ProcessGroup):
         store, rank, size, timeout: as for every backend.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._gloo = gloo
