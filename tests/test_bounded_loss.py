@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from three_d.instruments import Meter
+from three_d.sides import Meter
 
 import cuboid
 from comparing import mesh_section

@@ -17,7 +17,8 @@ from cuboid.seq1f1b.schedule.dependencies import channel, counterpart, dependenc
 from cuboid.seq1f1b.schedule.lowering import insert_messages, insert_messages_once_sent, lower
 from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape, only_forward
 from cuboid.seq1f1b.schedule.simulator import Span, Timeline, peak_bytes, simulate
-from cuboid.seq1f1b.schedule.validation import DeadlockError, ScheduleError, validate, validate_programs
+from cuboid.seq1f1b.schedule.validation import DeadlockError, ScheduleError, validate, validate_programs, walk
+from proofs.former import former_programs
 
 shapes = st.builds(PipelineShape, st.integers(1, 16), st.integers(1, 32), st.integers(1, 16))
 small_shapes = st.builds(PipelineShape, st.integers(2, 5), st.integers(1, 4), st.integers(1, 4)).filter(
@@ -292,6 +293,37 @@ def test_where_one_computation_ahead_deadlocks_receives_follow_the_sends():
     programs = lower(schedule, shape)
     assert programs == insert_messages_once_sent(schedule, shape)
     run_threads(programs, shape)
+
+
+def makespan(programs, shape, duration, transfer):
+    """Of programs whose messages begin to travel when they are sent and posted."""
+    clocks, when = [0.0] * len(programs), {}
+
+    def needs(action):
+        own = [incoming(action, shape)] if action.op.computes else [] if action.op in RECEIVES else [action]
+        ends = [receive for receive in own if receive in messages and action.op.computes]
+        return [*ends, *map(counterpart, ends), *(d for d in dependencies(action, shape) if d.stage == action.stage)]
+
+    messages = {action for program in programs for action in program if not action.op.computes}
+    for rank, action in walk(programs, needs):
+        receive = incoming(action, shape) if action.op.computes else None
+        if receive in when:
+            clocks[rank] = max(clocks[rank], max(when[receive], when[counterpart(receive)]) + transfer)
+        clocks[rank] += duration(action) if action.op.computes else 0
+        when[action] = clocks[rank]
+    return max(clocks)
+
+
+@pytest.mark.parametrize(("slow_stage", "most"), [(None, 0.002), (0, 0.011), (3, 0.001)])
+def test_receives_that_are_posted_later_than_they_could_be_cost_little(slow_stage, most):
+    shape = PipelineShape(4, 4, 4)
+
+    def duration(action):
+        return (1 if action.op is Op.FORWARD else 2) * (1.3 if action.stage == slow_stage else 1)
+
+    before = makespan(former_programs("seq1f1b", shape), shape, duration, 0.1)
+    now = makespan(lower(SCHEDULES["seq1f1b"](shape), shape), shape, duration, 0.1)
+    assert 0 <= now / before - 1 < most * 1.1
 
 
 @given(whole, small_shapes)

@@ -1,4 +1,4 @@
-"""Process groups of the sets of a partition of the ranks, made the cheapest way that the backend allows."""
+"""Process groups: made of a partition of the ranks, the cheapest way that the backend allows, and ended early."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 #: What a group is for: the layers' collectives, messages between two stages, or anything that isn't urgent.
 Purpose = Literal["axis", "channel", "other"]
@@ -60,6 +61,30 @@ def make_lone_group() -> dist.ProcessGroup:
     return group
 
 
+def waits_for_lost_ranks() -> bool:
+    """Whether collectives wait for a rank that is gone until their timeout, as NCCL's do; gloo's fail at once."""
+    return "nccl" in str(dist.get_backend())
+
+
+def abort_groups() -> None:
+    """End all communicators of this process, so that whatever waits in them raises; nothing can be sent any more.
+
+    Any thread may call it. Groups over gloo aren't changed.
+    """
+    world = dist.group.WORLD
+    if world is None:
+        return
+    backend: Any = world._get_backend(world._device_types[0])
+    # Communicators that are aborted one after the other may wait for one another; NCCL takes them together.
+    begin, end = getattr(backend, "_group_start", None), getattr(backend, "_group_end", None)
+    if begin is not None:
+        begin()
+    for group in list(distributed_c10d._world.pg_map):
+        group.abort()
+    if end is not None:
+        end()
+
+
 def _is_split_at_once() -> bool:
     """Whether one call can make all groups of a partition of the default process group: NCCL with a device of its own.
 
@@ -73,7 +98,7 @@ def _is_split_at_once() -> bool:
 
 def _options(purpose: Purpose, timeout: timedelta | None) -> Any:
     """NCCL's options for a group; None for other backends, which have none to set."""
-    if dist.get_backend() != "nccl":
+    if "nccl" not in str(dist.get_backend()):
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=purpose == "axis")
     if timeout is not None:

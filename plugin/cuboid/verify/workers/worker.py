@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cuboid.distributed.startup import bound_device
 from cuboid.errors import CuboidError
 from cuboid.library_warnings import quiet
 from cuboid.verify.workers.staged_group import register_staged
@@ -109,14 +110,19 @@ def _exit_with_parent() -> None:
 
 def _work(job: Job) -> Any:
     register_staged()
-    if job.backend != "gloo" and torch.cuda.is_available():
-        torch.cuda.set_device(job.rank % torch.cuda.device_count())
+    bound: torch.device | None = None
+    if job.backend != "gloo":
+        device = torch.device("cuda", job.rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        # Ranks that share a device can't be bound to it: a group that is takes part in NCCL's way to make others.
+        bound = bound_device(device, job.world_size) if job.backend == "nccl" else None
     dist.init_process_group(
         job.backend,
         init_method=job.meeting_point,
         rank=job.rank,
         world_size=job.world_size,
         timeout=datetime.timedelta(seconds=job.timeout_s),
+        device_id=bound,
     )
     # A rank whose job ends the group at once would otherwise close its connections while others are still connecting.
     dist.barrier()
