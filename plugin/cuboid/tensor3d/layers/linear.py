@@ -76,7 +76,9 @@ class ShardedLinear(ShardedModule, nn.Linear):
     def operand(self, dtype: torch.dtype) -> Operand:
         """What the next multiplication takes of this layer; the input has ``dtype``."""
         weight, deferred = self.prefetched_shards.pop("weight", (self.weight, None))
-        self.sharded_params["weight"].is_made_of(self.weight)
+        param = self.sharded_params["weight"]
+        if param.keeps is not None:
+            param.is_made_of(self.weight)
         if weight.dtype != dtype and torch.is_autocast_enabled(weight.device.type):
             # Only this cast's own gradient may be on its way, not one that is yet to be cast.
             weight, deferred = self.weight.to(dtype), None
