@@ -93,7 +93,11 @@ class LayerPrefetcher:
         if not self._weights:
             return
         shards = [place.cast(autocast_dtype(place.shard)) for place in self._weights]
-        trained = [number for number, shard in enumerate(shards) if torch.is_grad_enabled() and shard.requires_grad]
+        trained = [
+            number
+            for number, (place, shard) in enumerate(zip(self._weights, shards, strict=True))
+            if torch.is_grad_enabled() and shard.requires_grad and not place.module.defers_gradient(place.name)
+        ]
         if trained:
             shards_in_use, deferred = deferred_shards([shards[number] for number in trained])
             for number, shard in zip(trained, shards_in_use, strict=True):

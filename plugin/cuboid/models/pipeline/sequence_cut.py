@@ -18,6 +18,7 @@ from cuboid.seq1f1b.schedule.partition import (
     even_cut,
     segment_cost,
 )
+from cuboid.seq1f1b.schedule.schedules import SCHEDULES
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
 
 #: Products on a GPU work on tiles of so many tokens; a segment of a few more takes as long as one of a tile more.
@@ -71,7 +72,8 @@ class Cutter:
                 micro_batches=micro_batches,
                 multiple=self._multiple(padded_length(length, self._granule), MOST_SEGMENTS),
                 cost=self._cost,
-                schedule=self._config.schedule,
+                # A generated schedule has the same order of forwards in principle, and takes longer to make.
+                schedule=self._config.schedule if self._config.schedule in SCHEDULES else "seq1f1b",
             )
         padded = max(padded_length(length, self._granule), self._segments * self._granule)
         if padded not in self._known:

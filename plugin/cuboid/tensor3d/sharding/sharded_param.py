@@ -256,6 +256,10 @@ class ShardedModule(nn.Module):
         """Layout of this module's parameter ``name``."""
         return self.sharded_params[name].layout
 
+    def defers_gradient(self, name: str) -> bool:  # noqa: ARG002
+        """Whether a parameter's gradient is computed behind the backward of the forward that runs now."""
+        return False
+
     def unsharded(self, name: str) -> torch.Tensor:
         """The block of a small parameter, differentiably."""
         block = self.prefetched_params.get(name)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 #: Its name in ``torch.distributed``.
 STAGED = "staged"
@@ -60,7 +61,7 @@ class StagedGroup(_ProcessGroup):
         store, rank, size, timeout: as for every backend.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._gloo = gloo
