@@ -77,9 +77,9 @@ def pytest_terminal_summary(terminalreporter):
     if PAGE is None:
         return
     results = []
-    for outcome in ("passed", "failed", "skipped"):
-        for report in terminalreporter.stats.get(outcome, []):
-            if report.when == "call" or outcome != "passed":
+    for kind, outcome in {"passed": "passed", "failed": "failed", "error": "failed", "skipped": "skipped"}.items():
+        for report in terminalreporter.stats.get(kind, []):
+            if report.when == "call" or kind != "passed":
                 name = report.nodeid.rpartition("gpu/")[2]
                 figures = tuple(value for key, value in report.user_properties if key == "figure")
                 results.append(Result(name, outcome, report.duration, figures))

@@ -37,8 +37,9 @@ class _Place:
 
     def cast(self, dtype: torch.dtype) -> torch.Tensor:
         """The shard as it is to be gathered."""
-        shard = self.shard
-        self.param.is_made_of(shard)
+        shard = self.module.get_parameter(self.name)
+        if self.param.keeps is not None:
+            self.param.is_made_of(shard)
         return shard.to(dtype)
 
 

@@ -26,29 +26,6 @@ class Packing:
     positions: torch.Tensor | None
     packed: torch.Tensor | None
 
-    def of(
-        self, position_ids: torch.Tensor, search: Callable[[torch.Tensor], torch.Tensor | None]
-    ) -> torch.Tensor | None:
-        """The part of ``packed`` for some columns of the positions; of other ones what ``search`` finds."""
-        if self.positions is None:
-            return None
-        first = _first_column(position_ids, self.positions)
-        if first is None:
-            return search(position_ids)
-        if self.packed is None:
-            return None
-        own = self.packed[:, first : first + position_ids.shape[1]]
-        return own.expand(position_ids.shape[0], -1)
-
-
-def _first_column(part: torch.Tensor, whole: torch.Tensor) -> int | None:
-    """Where columns of ``whole`` begin that ``part`` is a view of; None if it isn't one."""
-    if part.untyped_storage()._cdata != whole.untyped_storage()._cdata or part.dtype != whole.dtype:
-        return None
-    first = int(part.storage_offset() - whole.storage_offset())
-    is_inside = 0 <= first <= whole.shape[1] - part.shape[1]
-    return first if is_inside and part.stride(1) == whole.stride(1) else None
-
 
 #: Of the forward that is running, for transformers' mask functions.
 _known: ContextVar[Packing | None] = ContextVar("cuboid_packing", default=None)
@@ -67,6 +44,26 @@ def known_packing(positions: torch.Tensor | None, packed: torch.Tensor | None) -
 def packed_indices(
     position_ids: torch.Tensor, search: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> torch.Tensor | None:
-    """In place of transformers' ``find_packed_sequence_indices``, which is ``search``."""
+    """In place of transformers' ``find_packed_sequence_indices``, which is ``search``.
+
+    Returns:
+        What is known of some columns of the known positions; of other positions what ``search`` finds.
+    """
     known = _known.get()
-    return search(position_ids) if known is None else known.of(position_ids, search)
+    if known is None:
+        return search(position_ids)
+    whole = known.positions
+    if whole is None:
+        return None
+    first = int(position_ids.storage_offset() - whole.storage_offset())
+    is_part = (
+        position_ids.untyped_storage()._cdata == whole.untyped_storage()._cdata
+        and position_ids.dtype == whole.dtype
+        and position_ids.stride(1) == whole.stride(1)
+        and 0 <= first <= whole.shape[1] - position_ids.shape[1]
+    )
+    if not is_part:
+        return search(position_ids)
+    if known.packed is None:
+        return None
+    return known.packed[:, first : first + position_ids.shape[1]].expand(position_ids.shape[0], -1)

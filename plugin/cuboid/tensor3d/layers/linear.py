@@ -89,7 +89,9 @@ class ShardedLinear(ShardedModule, nn.Linear):
                 weight = weight.to(dtype)
             return Operand(weight, None, self._bias_block(dtype), Later(self.weight, self.weight_gradients))
         weight, deferred = self.prefetched_shards.pop("weight", (self.weight, None))
-        self.sharded_params["weight"].is_made_of(self.weight)
+        param = self.sharded_params["weight"]
+        if param.keeps is not None:
+            param.is_made_of(self.weight)
         if weight.dtype != dtype and torch.is_autocast_enabled(weight.device.type):
             # Only this cast's own gradient may be on its way, not one that is yet to be cast.
             weight, deferred = self.weight.to(dtype), None

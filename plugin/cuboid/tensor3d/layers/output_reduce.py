@@ -211,6 +211,8 @@ class SelectHeads(_InOnePiece):
     def start(self, x: Pieces, weights: Iterable[Columns]) -> AsyncResult[Sequence[torch.Tensor]]:
         """See :class:`OutputReduce`."""
         weights = list(weights)
+        if x[0].device not in self._indices:
+            self._indices[x[0].device] = torch.tensor(self.keep, device=x[0].device)
         shape = (*x[0].shape[:-1], self.heads * self.head_dim)
         wholes = x[0].new_empty((len(weights), *shape))
         for columns, whole in zip(weights, wholes, strict=True):
@@ -219,20 +221,15 @@ class SelectHeads(_InOnePiece):
 
     def _select(self, wholes: torch.Tensor) -> Sequence[torch.Tensor]:
         by_head = wholes.unflatten(-1, (self.heads, self.head_dim))
-        keep = self._keep_on(wholes.device)
+        keep = self._indices[wholes.device]
         return [whole.index_select(-2, keep).flatten(-2) for whole in by_head]
 
     def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[Pieces]]:
         """See :class:`OutputReduce`."""
         kept = torch.stack(list(gradients)).unflatten(-1, (len(self.keep), self.head_dim))
         wholes = kept.new_zeros((*kept.shape[:-2], self.heads, self.head_dim))
-        wholes.index_add_(-2, self._keep_on(kept.device), kept)
+        wholes.index_add_(-2, self._indices[kept.device], kept)
         return start_all_reduce(wholes.flatten(-2), self.along, lambda summed: list(zip(summed, strict=True)))
-
-    def _keep_on(self, device: torch.device) -> torch.Tensor:
-        if device not in self._indices:
-            self._indices[device] = torch.tensor(self.keep, device=device)
-        return self._indices[device]
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,9 @@ from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 GradientReduce = Literal["auto", "fp32", "backend"]
 
 
+_FULL = torch.float32.itemsize
+
+
 class ShardedState(Enum):
     """Whether a parameter is sharded, as FSDP2's state of the same name."""
 
@@ -90,9 +93,8 @@ class ShardedParam:
         self.gradient_reduce: GradientReduce = "auto"
 
     def is_made_of(self, parameter: torch.Tensor) -> None:
-        """Say which parameter the shards that are gathered from now on are views or casts of."""
-        if self.keeps is not None:
-            self._parameter = weakref.ref(parameter)
+        """Say which parameter the shards that are gathered from now on are views or casts of, where blocks are kept."""
+        self._parameter = weakref.ref(parameter)
 
     def start_unshard(self, shard: torch.Tensor) -> None:
         """Start to unshard ``[rows/fsdp, ...]``, unless its block ``[rows, ...]`` is there or on its way."""
@@ -185,15 +187,13 @@ class ShardedParam:
         """Sum the ranks' gradients of the block and leave each rank its shard's."""
         if self.ranks == 1:
             return AsyncResult(block_gradient)
-        return start_reduce_scatter(
-            self.stacked(block_gradient), self.along, exchange=self.exchanges(block_gradient.dtype)
-        )
+        exchange = block_gradient.dtype.itemsize < _FULL and self.exchanges
+        return start_reduce_scatter(self.stacked(block_gradient), self.along, exchange=exchange)
 
-    def exchanges(self, dtype: torch.dtype) -> bool:
+    @property
+    def exchanges(self) -> bool:
         """Whether ranks exchange a gradient's slices to add them up in float32; see :func:`set_gradient_reduce`."""
-        if dtype.itemsize >= torch.float32.itemsize or self.gradient_reduce == "backend":
-            return False
-        return self.gradient_reduce == "fp32" or not self.mesh.spans_nodes
+        return self.gradient_reduce == "fp32" or (self.gradient_reduce == "auto" and not self.mesh.spans_nodes)
 
     def stacked(self, block: torch.Tensor) -> torch.Tensor:
         """Cut a block into what the ranks keep, ``[fsdp, rows/fsdp, ...]``; rows that nobody has are zeros."""

@@ -177,7 +177,7 @@ def _start_worker(backend: str) -> _Worker:
     # A fork server imports everything once for all workers, so that starting another one takes a fraction of a second.
     # It can't be used with CUDA, whose state doesn't survive a fork.
     context: Any
-    if backend != "gloo" or torch.cuda.is_available():
+    if torch.cuda.is_available():
         context = multiprocessing.get_context("spawn")
     else:
         context = multiprocessing.get_context("forkserver")

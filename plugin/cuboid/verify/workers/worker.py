@@ -111,7 +111,7 @@ def _exit_with_parent() -> None:
 def _work(job: Job) -> Any:
     register_staged()
     bound: torch.device | None = None
-    if job.backend != "gloo":
+    if job.backend != "gloo" and torch.cuda.is_available():
         device = torch.device("cuda", job.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         # Ranks that share a device can't be bound to it: a group that is takes part in NCCL's way to make others.
