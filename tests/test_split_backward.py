@@ -16,10 +16,12 @@ from cuboid import ConfigError
 from cuboid.config.compatibility import check_layout
 from cuboid.config.schema import parse_config
 from cuboid.models.pipeline.pipeline import Pipeline
+from cuboid.models.pipeline.step_trace import StepTrace
 from cuboid.models.stages.deferred_linear import defer_weight_gradients
 from cuboid.seq1f1b.runtime.runtime import Interpreter
 from cuboid.seq1f1b.schedule.actions import Action
 from cuboid.seq1f1b.schedule.schedules import PipelineShape
+from cuboid.seq1f1b.schedule.simulator import Span, Timeline
 from cuboid.tensor3d.layers.weight_gradients import WeightGradientStore
 from cuboid.verify import Architecture, PassReport, SmallModel, WorkerPool
 from test_pipeline_parity import ALONE, Compare, compare
@@ -208,6 +210,16 @@ def test_weight_gradients_of_a_micro_batch_that_follow_one_another_are_one_call(
     Interpreter({0: Stage()}, {}, Observed).run(program, PipelineShape(1, 2, 2))  # type: ignore[dict-item]
     assert " ".join(calls) == "F0.0 F0.1 I0.1 I0.0 W0.[1, 0] F1.0 F1.1 I1.1 W1.[1] B1.0"
     assert tuple(noted) == program
+
+
+def test_the_time_of_one_product_is_shared_by_its_segments() -> None:
+    ends = {"F0.0.0": 3, "F0.0.1": 5, "I0.0.1": 6, "I0.0.0": 7, "W0.0.1": 11, "W0.0.0": 11}
+    spans = [
+        Span(Action.parse(text), start_s, end_s)
+        for (text, end_s), start_s in zip(ends.items(), [0, *ends.values()], strict=False)
+    ]
+    trace = StepTrace(PipelineShape(1, 1, 2), (), Timeline((tuple(spans),), (0,)), writes=False)
+    assert trace.segment_times_s(0, (30, 10)) == (3 + 1 + 3, 2 + 1 + 1)
 
 
 # Whole pipelines beside one process, in float64

@@ -84,7 +84,7 @@ class Cutter:
         """Take the times of a step into account for the cuts from the next one on."""
         assert self._measured is not None
         for micro_batch, own in enumerate(lengths):
-            self._measured.add(own, trace.segment_times_s(micro_batch))
+            self._measured.add(own, trace.segment_times_s(micro_batch, own))
         self._known.clear()
 
     def _cut(self, length: int, segments: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from cuboid.distributed.mesh import Mesh
 from cuboid.models.stages.stage_model import Staging
 from cuboid.seq1f1b.runtime.profiler import Profiler, gather_times_s
-from cuboid.seq1f1b.schedule.actions import Schedule
+from cuboid.seq1f1b.schedule.actions import Op, Schedule
 from cuboid.seq1f1b.schedule.schedules import PipelineShape
 from cuboid.seq1f1b.schedule.simulator import Span, Timeline, simulate
 from cuboid.seq1f1b.schedule.unit_costs import unit_flops
@@ -48,14 +48,21 @@ class StepTrace:
         )
         return cls(shape, order, Timeline(spans, (0,) * shape.stages), writes=mesh.rank == 0)
 
-    def segment_times_s(self, micro_batch: int) -> tuple[float, ...]:
-        """For each segment of a micro-batch the seconds of its forward and backward, on all stages together."""
-        seconds = [0.0] * self.shape.segments
+    def segment_times_s(self, micro_batch: int, lengths: tuple[int, ...]) -> tuple[float, ...]:
+        """For each segment of a micro-batch the seconds of its forward and backward, on all stages together.
+
+        Weight gradients of several segments may have been one product, whose time is shared by the segments' lengths.
+        """
+        seconds, weights_s = [0.0] * self.shape.segments, 0.0
         for rank in self.timeline.spans:
             for span in rank:
-                if span.action.micro_batch == micro_batch:
+                if span.action.micro_batch != micro_batch:
+                    continue
+                if span.action.op is Op.WEIGHT_GRADIENT:
+                    weights_s += span.end_s - span.start_s
+                else:
                     seconds[span.action.segment] += span.end_s - span.start_s
-        return tuple(seconds)
+        return tuple(own + weights_s * length / sum(lengths) for own, length in zip(seconds, lengths, strict=True))
 
     def simulated(self, lengths: list[tuple[int, ...]], staging: Staging) -> Timeline:
         """The same step by the count of operations, at the speed at which the busiest stage really worked."""

@@ -82,25 +82,22 @@ class ShardedLinear(ShardedModule, nn.Linear):
 
     def operand(self, dtype: torch.dtype) -> Operand:
         """What the next multiplication takes of this layer; the input has ``dtype``."""
-        if self.defers_gradient("weight"):
-            assert self.weight_gradients is not None
-            weight = self.weight.detach()
-            if torch.is_autocast_enabled(weight.device.type):
-                weight = weight.to(dtype)
-            return Operand(weight, None, self._bias_block(dtype), Later(self.weight, self.weight_gradients))
-        weight, deferred = self.prefetched_shards.pop("weight", (self.weight, None))
+        # Asked here, not by a method: this runs for each product.
+        store, later = self.weight_gradients, None
+        if store is not None and store.defers(self.weight):
+            weight, deferred, later = self.weight.detach(), None, Later(self.weight, store)
+        else:
+            weight, deferred = self.prefetched_shards.pop("weight", (self.weight, None))
         param = self.sharded_params["weight"]
         if param.keeps is not None:
             param.is_made_of(self.weight)
         if weight.dtype != dtype and torch.is_autocast_enabled(weight.device.type):
             # Only this cast's own gradient may be on its way, not one that is yet to be cast.
-            weight, deferred = self.weight.to(dtype), None
-        return Operand(weight, deferred, self._bias_block(dtype))
-
-    def _bias_block(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """The entries of the bias that are added here."""
+            weight, deferred = (weight if later else self.weight).to(dtype), None
         bias = None if self.bias is None else self.unsharded("bias").to(dtype)
-        return bias if bias is None or self.bias_rows is None else bias[self.bias_rows]
+        if bias is not None and self.bias_rows is not None:
+            bias = bias[self.bias_rows]
+        return Operand(weight, deferred, bias, later)
 
     def extra_repr(self) -> str:
         """Unsplit sizes and the mesh."""

@@ -192,14 +192,6 @@ class LinearOp:
                 rows += map(torch.t, output_reduce.rows(self.block(weights, number), place))
         return self.input_gather.transpose.start(pieces, (rows,))
 
-    def start_transposes(self, dy: Sequence[torch.Tensor], parts: int) -> list[list[AsyncResult[Sequence[Pieces]]]]:
-        """Bring the gradients of the outputs to what the products made, for each part of the rows and each group."""
-        started = []
-        for part in zip(*map(torch.tensor_split, dy, repeat(parts)), strict=False):
-            own = [reduce.start_transpose(list(map(part.__getitem__, numbers))) for reduce, numbers in self.groups]
-            started.append(own)
-        return started
-
     def block_gradient(self, number: int, dy: Pieces, x: Pieces) -> torch.Tensor:
         """dyᵀ x, as ``[out, in]`` or ``[in, out]``, with zeros in the rows that were not multiplied."""
         product = self.products[number]
@@ -278,7 +270,12 @@ class _LinearFunction(torch.autograd.Function):
             start_unshards(own.params, weights)
         if any(ctx.call.later):
             _DeferredWeights.add(ctx, begun, dy)
-        transposing = own.start_transposes(dy, ctx.parts)
+        transposing = []
+        for part in zip(*map(torch.tensor_split, dy, repeat(ctx.parts)), strict=False):
+            started = []
+            for output_reduce, numbers in own.groups:
+                started.append(output_reduce.start_transpose(list(map(part.__getitem__, numbers))))
+            transposing.append(started)
         reducing: list[AsyncResult[Sequence[torch.Tensor]]] = []
         blocks: dict[int, torch.Tensor] = {}
         for index, started in enumerate(transposing):
@@ -363,8 +360,12 @@ class _DeferredWeights:
         sums: dict[int, torch.Tensor] = {}
         is_sum = bool(others) or self.parts > 1
         for each in (self, *others):
-            gathering = list(map(own.input_gather.start, each.x.tensor_split(each.parts)))
-            for gathered, started in zip(gathering, own.start_transposes(each.dy, each.parts), strict=True):
+            rows = zip(
+                each.x.tensor_split(each.parts), *map(torch.tensor_split, each.dy, repeat(each.parts)), strict=True
+            )
+            for x, *dy in rows:
+                gathered = own.input_gather.start(x)
+                started = [reduce.start_transpose([dy[number] for number in numbers]) for reduce, numbers in own.groups]
                 whole, pieces = own.in_order(started), gathered.wait()
                 for number in wanted:
                     block = own.block_gradient(number, whole[number], pieces)
