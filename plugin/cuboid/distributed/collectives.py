@@ -79,7 +79,8 @@ def start_reduce_scatter_into(
     Returns:
         ``outs``.
     """
-    if dist.get_backend(group) != "gloo":
+    # Groups of threads aren't registered with torch.distributed, which knows no backend of theirs.
+    if getattr(group, "in_threads", False) or dist.get_backend(group) != "gloo":
         return _own_reduce_scatter(outs, x, group)
     # gloo's own reduce-scatter is an all-reduce in disguise and sends twice the bytes. Exchanging the slices and
     # adding them here sends what is needed, and adds in the accumulation dtype of `sum` rather than in bfloat16.
