@@ -86,6 +86,8 @@ class Mesh:
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._host_groups: dict[str, dist.ProcessGroup] = {}
         self._connected = False
+        #: Whether its ranks are threads of this process, which no process group of torch.distributed knows.
+        self.in_threads = False
         #: Whether gloo connects ranks on several machines, or in several network namespaces, and its ranks are to send
         #: to one another directly. Never so with another backend. Known once connected.
         self.spans_networks = False
@@ -146,6 +148,13 @@ class Mesh:
         for along in self._along.values():
             along.connect(self._groups)
         self._connected = True
+
+    def connect_threads(self, groups: Mapping[frozenset[str], dist.ProcessGroup]) -> None:
+        """Take groups of threads, by their axes, in place of :meth:`connect`; see :mod:`.thread_ranks`."""
+        self._groups = dict(groups)
+        for along in self._along.values():
+            along.connect(self._groups)
+        self._connected = self.in_threads = True
 
     def connect_host(self) -> None:
         """Make the process groups for what lies in the host's memory, which has a network of its own: checkpoints.

@@ -163,7 +163,7 @@ _worlds_lock = threading.Lock()
 
 def _world(mesh: Mesh | None) -> World | None:
     """The ranks to meet; None where there are no others, or no process group yet."""
-    alone = mesh is not None and mesh.topology.world_size == 1
+    alone = mesh is not None and (mesh.topology.world_size == 1 or mesh.in_threads)
     if alone or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     group = dist.group.WORLD

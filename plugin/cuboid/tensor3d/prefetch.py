@@ -53,7 +53,8 @@ class LayerPrefetcher:
     def __init__(self, layer: nn.Module) -> None:
         self._weights: list[_Place] = []
         small: list[_Place] = []
-        for module in (module for module in layer.modules() if isinstance(module, ShardedModule)):
+        sharded = (module for module in layer.modules() if isinstance(module, ShardedModule) and module.is_prefetched)
+        for module in sharded:
             for name, param in module.sharded_params.items():
                 if param.ranks > 1:
                     (small if len(param.layout.shape) == 1 else self._weights).append(_Place(module, name, param))

@@ -156,7 +156,7 @@ def use_segment_attention(
         for part in module.modules():
             hang_record(part, record)
     # Those that bypass the interface may look for their implementation's own name, and only run on whole sequences.
-    if any(_uses_interface(module) for module in modules.values()):
+    if any(uses_interface(module) for module in modules.values()):
         config._attn_implementation = PREFIX + config._attn_implementation
 
 
@@ -164,12 +164,13 @@ def _obstacle(name: str, layer: nn.Module) -> str | None:
     for inner, part in layer.named_modules(prefix=name):
         if isinstance(part, (nn.Conv1d, nn.Conv2d)):
             return f"{inner} mixes neighbouring positions, which may lie in different segments"
-    if not _uses_interface(layer):  # so that it would attend to its segment alone
+    if not uses_interface(layer):  # so that it would attend to its segment alone
         return f"{name} ({type(layer).__name__}) computes attention without Hugging Face's attention interface"
     return None
 
 
-def _uses_interface(layer: nn.Module) -> bool:
+def uses_interface(layer: nn.Module) -> bool:
+    """Whether a module, or one inside of it, may compute attention by Hugging Face's attention interface."""
     # Whoever uses Hugging Face's attention interface imports this name.
     return any(hasattr(sys.modules[type(part).__module__], "ALL_ATTENTION_FUNCTIONS") for part in layer.modules())
 

@@ -241,9 +241,11 @@ class ShardedModule(nn.Module):
     Attributes:
         prefetched_params, prefetched_shards: what the prefetcher has ready for this module's forward, by the
             parameter's name: unsharded small parameters, and shards whose reduce-scatter may be deferred.
+        is_prefetched: whether the prefetcher is to unshard its parameters.
     """
 
     mesh: Mesh
+    is_prefetched = True
 
     def init_sharding(self, mesh: Mesh, layouts: dict[str, ShardingSpec]) -> None:
         """Attach the mesh and the layouts, by the parameter's name in this module."""
