@@ -1,4 +1,4 @@
-"""The measured tables of docs/data as what the planner is told: a model, a layout, a cluster, and whose software it was.
+"""The measured tables of docs/data as what the planner is told: model, layout, cluster, and whose software it was.
 
 Every row of a table is mapped by the same rules, so that rows that are added are too.
 """
@@ -47,7 +47,7 @@ class Row:
     out_of_memory: bool = False
 
     def cost(self, constants: dict[str, float] | None = None) -> StepCost:
-        """What the planner makes of it; with ``constants`` in place of the GPU's and (as ``software.…``) of its users'."""
+        """What the planner makes of it; with ``constants`` in place of the GPU's, or of ``software.…``."""
         given = constants or {}
         gpu = replace(self.cluster.gpu, **{name: value for name, value in given.items() if "." not in name})
         own = {name.partition(".")[2]: value for name, value in given.items() if "." in name}
@@ -119,7 +119,7 @@ def gpt(hidden: int, layers: int, heads: int, length: int, vocabulary: int = 512
 
 
 def _even(layers: int, stages: int) -> tuple[int, ...]:
-    """Megatron's cut: the same number of layers on each stage, whatever the head costs; the first ones have the rest."""
+    """Megatron's cut: as many layers on each stage, whatever the head costs; the first ones have the rest."""
     each, rest = divmod(layers, stages)
     return tuple(each + (stage < rest) for stage in range(stages))
 
@@ -132,7 +132,8 @@ MEGATRON_CORE = Software(
 )  # fmt: skip
 MEGATRON_2021 = Software(
     attention="scores", loss="whole", gradient_bytes=2, reduce_bytes=2, sequence_parallel=False,
-    overlaps_messages=False, dropout=True, host_s=1e-3, fused_nonlinearity=True, shares_keys=False, own_bytes=GIB // 4,
+    overlaps_messages=False, dropout=True, host_s=1e-3, host_collective_s=8e-5, fused_nonlinearity=True,
+    shares_keys=False, own_bytes=GIB // 4,
 )  # fmt: skip
 MEGATRON_2022 = replace(MEGATRON_2021, sequence_parallel=True, regathers=0.5)
 #: Its head takes a third of the rate of all else where tensor parallelism doesn't cut it: seen in the slope of
@@ -142,8 +143,13 @@ KWAI = replace(
     MEGATRON_CORE, overlaps_reduction=True, overlaps_messages=True, hides_exchange=0.5, buffers_weight_gradients=False
 )  # fmt: skip
 NEMO = replace(MEGATRON_CORE, overlaps_reduction=True, overlaps_messages=True)
-SEQ1F1B = replace(MEGATRON_CORE, loss="whole", gradient_bytes=2, dropout=True, buffers_weight_gradients=False, keeps_prefixes=True)
-TORCHTITAN = Software(loss="whole", gradient_bytes=4, reduce_bytes=4, balances_context=False, fused_nonlinearity=True)
+SEQ1F1B = replace(
+    MEGATRON_CORE, loss="whole", gradient_bytes=2, dropout=True, buffers_weight_gradients=False, keeps_prefixes=True
+)
+TORCHTITAN = Software(
+    loss="whole", gradient_bytes=4, reduce_bytes=4, balances_context=False, shards_over_context=True,
+    fused_nonlinearity=True, keeps_whole_gradients=True,
+)  # fmt: skip
 
 
 def _cluster(gpu: str, gpus: int, per_node: int = 8) -> Cluster:
@@ -156,7 +162,8 @@ def simumax() -> Iterator[Row]:
     for row in read("simumax_b200.csv"):
         tp, cp, ep, pp, dp = (int(row[name]) for name in ("tp", "cp", "ep", "pp", "dp"))
         layout = Layout(
-            MeshShape(1, tp, 1), pp, 1, int(row["micro_batches"]), dp, chunks=int(row["vp"]), context=cp, expert_ranks=ep
+            MeshShape(1, tp, 1), pp, 1, int(row["micro_batches"]), dp, chunks=int(row["vp"]), context=cp,
+            expert_ranks=ep,
         )  # fmt: skip
         layout = replace(layout, stage_layers=_even(int(row["layers"]), pp))
         measured = float(row["real_ms"]) / 1e3, float(row["real_alloc_gib"]) * GIB
@@ -176,9 +183,24 @@ def kwai() -> Iterator[Row]:
             checkpointing="mlp_up" if row["ckpt"] == "ours" else "none", offload=float(row["offload_alpha"]),
         )  # fmt: skip
         layout = replace(layout, stage_layers=_even(len(model(row["model"]).layers), pp))
-        name = f"{row['model']} {gpus} GPUs, tp {tp} cp {cp} pp {pp} × {row['chunks']}, {row['ckpt']}, {row['offload_alpha']}"
+        name = f"{row['model']} {gpus} GPUs, tp {tp} cp {cp} pp {pp} × {row['chunks']}"
+        name += f", {row['ckpt']}, {row['offload_alpha']}"
         step_s = batch * length / float(row["tokens_per_second"])
         yield Row("kwai", name, model(row["model"]), layout, _cluster("H800-80GB", gpus), length, KWAI, step_s)
+
+
+def kwai_memory() -> Iterator[Row]:
+    """The same for one layout, by the share of activations that is offloaded."""
+    for row in read("kwai_atc24_memory.csv"):
+        for checkpointing, column in (("none", "ckpt_no_bytes"), ("mlp_up", "ckpt_ours_bytes")):
+            layout = Layout(
+                MeshShape(1, 2, 1), 8, 1, 256 // 8, 8, chunks=2, context=2, checkpointing=checkpointing,
+                offload=float(row["offload_alpha"]), stage_layers=_even(80, 8),
+            )  # fmt: skip
+            out = row[column] == "OOM"
+            name = f"Llama-65B, {checkpointing}, {row['offload_alpha']} offloaded"
+            yield Row("kwai_memory", name, model("Llama-65B"), layout, _cluster("H800-80GB", 256), 8192, KWAI,
+                      measured_bytes=None if out else float(row[column]), out_of_memory=out)  # fmt: skip
 
 
 def vtrain(file: str, table: str) -> Iterator[Row]:
@@ -229,7 +251,8 @@ def seq1f1b() -> Iterator[Row]:
         out = row["tflops_per_gpu"] == "OOM"
         layout = _seq1f1b_layout(row["schedule"], *sizes["7B"][1:], count)
         measured_s = None if out else count * length / float(row["tokens_per_s"])
-        yield Row("seq1f1b", f"7B {row['schedule']}, {length} tokens, {count} micro-batches", gpt(4096, 32, 32, 0), layout,
+        name = f"7B {row['schedule']}, {length} tokens, {count} micro-batches"
+        yield Row("seq1f1b", name, gpt(4096, 32, 32, 0), layout,
                   _cluster("A100-80GB", 32), length, SEQ1F1B, measured_s, out_of_memory=out)  # fmt: skip
     for row in read("seq1f1b_memory.csv"):
         hidden, stages, split = sizes[row["model"]]
@@ -254,19 +277,20 @@ def torchtitan() -> Iterator[Row]:
     for row in read("torchtitan.csv"):
         fsdp, tp, pp, cp, rows = (int(row[name]) for name in ("fsdp", "tp", "pp", "cp", "local_batch"))
         described, length = model(row["model"]), int(row["seq"])
-        # Of a pipeline's local batch each micro-batch is a row.
-        micro = fsdp if pp > 1 else rows * fsdp
+        # A pipeline cuts its local batch into as many micro-batches as it has stages.
+        micro = fsdp * rows // pp
         layout = Layout(
-            MeshShape(fsdp, tp, 1), pp, micro, rows if pp > 1 else 1, chunks=2 if row["schedule"].startswith("Inter") else 1,
-            context=cp, checkpointing="full" if row["ac"] == "full" else "mlp_up",
+            MeshShape(fsdp, tp, 1), pp, micro, pp, chunks=2 if row["schedule"].startswith("Inter") else 1, context=cp,
+            checkpointing="full" if row["ac"] == "full" else "mlp_up", weight_gather="step" if pp > 1 else "layer",
         )  # fmt: skip
         software = replace(
             TORCHTITAN, products_speed=1.5 if row["dtype"] == "fp8" else 1.0,
             hides_exchange=0.7 if row["async_tp"] == "1" else 0.0,
         )  # fmt: skip
         step_s = rows * length * fsdp / (float(row["tps_per_gpu"]) * int(row["gpus"]))
-        name = (f"{row['model']} {row['gpus']} GPUs, fsdp {fsdp} tp {tp} pp {pp} cp {cp}, {length} tokens, {row['dtype']}"
-                f"{', async' if row['async_tp'] == '1' else ''}{', ' + row['schedule'] if row['schedule'] else ''}")  # fmt: skip
+        name = f"{row['model']} {row['gpus']} GPUs, fsdp {fsdp} tp {tp} pp {pp} cp {cp}, {length} tokens"
+        name += f", {row['dtype']}{', async' if row['async_tp'] == '1' else ''}"
+        name += f", {row['schedule']}" if row["schedule"] else ""
         memory = float(row["memory_gib"]) * GIB if row["memory_gib"] else None
         yield Row("torchtitan", name, described, layout, _cluster("H100-96GB", int(row["gpus"])), length, software,
                   step_s, memory)  # fmt: skip
@@ -288,8 +312,9 @@ def mlperf() -> Iterator[Row]:
         )  # fmt: skip
         fp4 = "fp4" in row["config"]
         yield Row(
-            f"mlperf {row['bench']} {gpu}{' fp4' if fp4 else ''} tp{tp} pp{pp} cp{cp}", f"{row['round']} {row['system']}",
-            described, layout, Cluster(GPUS[gpu], int(row["nodes"]), int(row["gpus_per_node"])), int(row["seq"]),
+            f"mlperf {row['bench']} {gpu}{' fp4' if fp4 else ''} tp{tp} pp{pp} cp{cp}",
+            f"{row['round']} {row['system']}", described, layout,
+            Cluster(GPUS[gpu], int(row["nodes"]), int(row["gpus_per_node"])), int(row["seq"]),
             replace(NEMO, products_speed=2.5 if fp4 else 1.6), float(row["median_step_s"]),
         )  # fmt: skip
 
@@ -300,6 +325,7 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     "vtrain_multi": lambda: vtrain("vtrain_multi.csv", "vtrain_multi"),
     "vtrain_single": lambda: vtrain("vtrain_single.csv", "vtrain_single"),
     "korthikanti": korthikanti,
+    "kwai_memory": kwai_memory,
     "seq1f1b": seq1f1b,
     "torchtitan": torchtitan,
     "mlperf": mlperf,

@@ -50,7 +50,7 @@ class Group:
 
 
 class Links:
-    """Groups of a layout on a cluster. The rank order is Cuboid's: pipe × data × batch × hidden × context × sequence."""
+    """Groups of a layout on a cluster, in Cuboid's rank order: pipe, data, batch, hidden, context, sequence."""
 
     def __init__(self, cluster: Cluster, layout: Layout) -> None:
         self._cluster = cluster

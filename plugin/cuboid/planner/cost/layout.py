@@ -91,9 +91,12 @@ class Software:
         shares_keys: whether segments of a micro-batch share one store of keys and values.
         keeps_prefixes: whether each segment keeps all keys and values before it once more.
         balances_context: whether the ranks that share a sequence have equal parts of causal attention.
+        shards_over_context: whether the ranks that share a sequence divide weights among them too.
+        keeps_whole_gradients: whether gradients stay whole over the micro-batches of a step as long as weights do.
         own_bytes: of the framework's and libraries' own buffers on a GPU.
         passes: elementwise traffic for that of fused kernels.
-        host_s: of each layer's forward on the host, and half of that of its backward; the device waits where it is faster.
+        host_s: of each layer's forward on the host, and half of its backward; the device waits where it is faster.
+        host_collective_s: likewise, of each collective over `sequence`.
         products_speed: of products with weights for that in 16 bits: more than 1 in 8 or 4 bits.
         unsplit_head: part of the usual rate at which the head's products run where its vocabulary isn't cut.
     """
@@ -114,11 +117,15 @@ class Software:
     shares_keys: bool = True
     keeps_prefixes: bool = False
     balances_context: bool = True
+    shards_over_context: bool = False
+    keeps_whole_gradients: bool = False
     own_bytes: int = 2**30
     passes: float = 1.0
     host_s: float = 0.0
+    host_collective_s: float = 0.0
     products_speed: float = 1.0
     unsplit_head: float = 1.0
 
 
-CUBOID = Software()
+#: The host's time was counted as Python calls of a layer, not measured on a GPU (docs/planner.md).
+CUBOID = Software(host_s=1.5e-3)

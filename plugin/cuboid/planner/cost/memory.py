@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from cuboid.planner.cost.step import StepCost, own_parameters
 from cuboid.planner.description.model import Layer
-from cuboid.seq1f1b.schedule.actions import Action, Op
+from cuboid.seq1f1b.schedule.actions import Action, Op, Schedule
 from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
 
 #: Part of a GPU's memory that tensors can have. The rest is the context, the buffers of the communication library, and
-#: gaps between tensors: of the measured runs in docs/data, the fullest that ran had 0.89 of it.
-USABLE = 0.9
+#: gaps between tensors: runs in docs/data that are counted at 0.92 of it ran, and those at 0.94 didn't.
+USABLE = 0.93
 #: Of logits in float32 that exist at a time; as of :data:`cuboid.models.cross_entropy.chunked.CHUNK_BYTES`.
 _CHUNK_BYTES = 64 * 2**20
 #: Master weights and two moments in float32.
@@ -68,6 +69,20 @@ def stage_memory(cost: StepCost) -> list[Memory]:
     return [_Stage(cost, stage).memory() for stage in range(cost.layout.stages)]
 
 
+def states_bytes(cost: StepCost) -> float:
+    """A bound that takes microseconds: parameters, gradients and optimizer, as if stages had equal parts of them."""
+    layout = cost.layout
+    own = cost.model.parameters / (layout.mesh.size * layout.stages * layout.expert_ranks)
+    shared = layout.replicas * layout.context
+    gradients = cost.software.gradient_bytes / (shared if layout.zero_stage >= 2 else 1)
+    return own * (_ELEMENT + gradients + _OPTIMIZER_BYTES / (shared if layout.zero_stage else 1))
+
+
+def ends_memory(cost: StepCost) -> float:
+    """Bytes of the fuller one of the first and the last stage, which are the fullest where stages are balanced."""
+    return max(_Stage(cost, stage).memory().total for stage in {0, cost.layout.stages - 1})
+
+
 def fullest(cost: StepCost) -> Memory:
     """Memory of the rank that has the least room left."""
     return max(stage_memory(cost), key=lambda memory: memory.total)
@@ -90,7 +105,7 @@ class _Stage:
         shared = layout.replicas * layout.context
         optimizer = dense / (shared if layout.zero_stage else 1)
         optimizer += experts / (max(1, shared // layout.expert_ranks) if layout.zero_stage else 1)
-        own = dense + experts
+        own = (dense + experts) / (layout.context if software.shards_over_context else 1)
         gradients = own * software.gradient_bytes / (shared if layout.zero_stage >= 2 else 1)
         activations, store = self._activations()
         logits = self._logits() if self.is_last else 0.0
@@ -123,7 +138,7 @@ class _Stage:
         head = self.model.vocabulary * self.model.hidden / self._ranks * _ELEMENT
         ends = head if self.is_last or self.stage == 0 else 0
         if self.layout.weight_gather == "step":
-            return sum(blocks) + ends
+            return sum(blocks) * (2 if self.software.keeps_whole_gradients else 1) + ends
         # One that runs and one that is on its way.
         return max(2 * max(blocks), ends)
 
@@ -205,7 +220,7 @@ class _Stage:
         return activations * (1 - layout.offload) + ends, stores
 
     def _chunks_in_flight(self) -> float:
-        """Interleaved, on stage p: 2(P−p−1) + (v−1)P + k units of a chunk and a segment, in chunks of whole sequences."""
+        """Interleaved, on stage p: 2(P−p−1) + (v−1)P + k units of a chunk and a segment, counted in chunks."""
         layout, segments = self.layout, len(self.cost.lengths)
         units = 2 * (layout.stages - self.stage - 1) + (layout.chunks - 1) * layout.stages + segments
         return min(units / segments, layout.micro_batches * layout.chunks)
@@ -219,10 +234,14 @@ class _Stage:
         """The most that units and stores take together, going through the stage's actions in order."""
         layout = self.layout
         segments = len(self.cost.lengths)
-        shape = PipelineShape(layout.stages, min(layout.micro_batches, layout.stages + 1), segments)
+        # Enough micro-batches for all units that are ever in flight.
+        enough = layout.micro_batches
+        if layout.schedule != "gpipe":
+            enough = min(enough, (layout.stages - 1 + segments) // segments + 2)
+        schedule = _schedule(layout.schedule, layout.stages, enough, segments)
         now, most = 0.0, (0.0, 0.0)
         opened: dict[int, float] = {}
-        for action in SCHEDULES[layout.schedule](shape)[self.stage]:
+        for action in schedule[self.stage]:
             if action.op is Op.FORWARD:
                 now += kept(action)
                 opened.setdefault(action.micro_batch, store)
@@ -247,7 +266,7 @@ class _Stage:
         if self.software.loss == "chunked":
             # A chunk in 32 bits, with its gradient and both in 16; and the gradient of the weight.
             return min(3 * _CHUNK_BYTES, numbers * 12) + weight / mesh.batch
-        return numbers * (4 if self.software.loss == "fused" else 10)
+        return numbers * (4 if self.software.loss == "fused" else 14)
 
     def _working(self) -> float:
         """Of the layer in backward: gradients of the MLP's inner features; with checkpointing all that it keeps."""
@@ -278,6 +297,10 @@ class _Stage:
         return 4 * tokens * self.model.hidden / self._ranks * _ELEMENT
 
 
+@lru_cache(maxsize=256)
+def _schedule(name: str, stages: int, micro_batches: int, segments: int) -> Schedule:
+    return SCHEDULES[name](PipelineShape(stages, micro_batches, segments))
+
+
 #: Chunks that are about to run, or have just run.
 _NEVER_OFFLOADED = 3
-

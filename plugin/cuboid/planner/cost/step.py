@@ -6,15 +6,16 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from typing import Any
 
 from cuboid.planner.cost.layout import CUBOID, Layout, Software
 from cuboid.planner.cost.units import Seconds, UnitTimes
 from cuboid.planner.description.cluster import Cluster
-from cuboid.planner.description.model import Layer, ModelDescription
+from cuboid.planner.description.model import ModelDescription
 from cuboid.seq1f1b.schedule.actions import Action, Op
-from cuboid.seq1f1b.schedule.partition import balance_stages, cut_sequence
+from cuboid.seq1f1b.schedule.partition import balance_by_flops, cut_sequence
 from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
 from cuboid.seq1f1b.schedule.simulator import Timeline, simulate
 from cuboid.seq1f1b.schedule.unit_costs import segment_flops
@@ -85,55 +86,66 @@ class StepCost:
         cluster: on what machines.
         length: S, tokens of a sequence.
         software: whose step it is.
+        known: times of layers, shared by the costs of many layouts of one model, cluster, length and software.
     """
 
     def __init__(
-        self, model: ModelDescription, layout: Layout, cluster: Cluster, length: int, software: Software = CUBOID
+        self,
+        model: ModelDescription,
+        layout: Layout,
+        cluster: Cluster,
+        length: int,
+        software: Software = CUBOID,
+        *,
+        known: dict[Any, tuple[Seconds, Seconds]] | None = None,
     ) -> None:
         self.model, self.layout, self.cluster, self.length = model, layout, cluster, length
         self.software = software
+        self._known = {} if known is None else known
         self.units = UnitTimes(model, layout, cluster, software).for_length(length)
-        self.lengths = self._segments()
-        self.stage_layers = layout.stage_layers or self._balance()
 
-    def _segments(self) -> tuple[int, ...]:
+    @cached_property
+    def stage_layers(self) -> tuple[int, ...]:
+        """Layers of each stage."""
+        return self.layout.stage_layers or self._balance()
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
         """Lengths of the segments, as ``"partition": "flops"`` cuts them."""
         mesh, segments = self.layout.mesh, self.layout.segments
         if segments == 1:
             return (self.length,)
         return _cut(self.model, self.length, segments, math.lcm(mesh.sequence, mesh.hidden))
 
-    def _layer_s(self) -> list[float]:
-        known = {
-            layer: (self.units.layer_forward(layer, 0, self.length) + self.units.layer_backward(layer, 0, self.length))
-            for layer in set(self.model.layers)
-        }
-        return [known[layer].total for layer in self.model.layers]
+    def _layer(self, kind: int, start: int, stop: int) -> tuple[Seconds, Seconds]:
+        """Forward and backward of a layer of one of the model's kinds; the same wherever stages and replicas are."""
+        layout = self.layout
+        adds = layout.micro_batches * layout.segments > 1
+        rest = layout.micro_batch, layout.checkpointing, layout.weight_gather, layout.context, layout.expert_ranks
+        key = kind, start, stop, layout.mesh, rest, adds, self.software.gradient_bytes
+        if key not in self._known:
+            layer = self.model.kinds[kind]
+            self._known[key] = (
+                self.units.layer_forward(layer, start, stop),
+                self.units.layer_backward(layer, start, stop),
+            )
+        return self._known[key]
 
     def _balance(self) -> tuple[int, ...]:
-        """Layers of each stage such that the longest takes the least time, the head counted."""
-        if self.layout.stages == 1:
-            return (len(self.model.layers),)
-        head = self.units.head_forward(0, self.length).total
-        return balance_stages(self._layer_s(), self.layout.stages, last=head)
+        """Layers of each stage, as ``"stage_balance": "flops"`` cuts them."""
+        return _balance(self.model, self.layout.stages)
 
     def stage_times(self) -> StageTimes:
         """Of each stage and segment."""
         stages = []
         ends = list(pairwise(accumulate(self.lengths, initial=0)))
-        known: dict[tuple[Layer, int], tuple[Seconds, Seconds]] = {}
         for first, stop in pairwise(accumulate(self.stage_layers, initial=0)):
-            kinds = Counter(self.model.layers[first:stop])
+            kinds = Counter(self.model.kind_of_layers[first:stop])
             forward, backward = [], []
-            for segment, (begin, end) in enumerate(ends):
+            for begin, end in ends:
                 own_forward = own_backward = Seconds()
-                for layer, count in kinds.items():
-                    if (layer, segment) not in known:
-                        known[layer, segment] = (
-                            self.units.layer_forward(layer, begin, end),
-                            self.units.layer_backward(layer, begin, end),
-                        )
-                    one = known[layer, segment]
+                for kind, count in kinds.items():
+                    one = self._layer(kind, begin, end)
                     own_forward, own_backward = own_forward + one[0] * count, own_backward + one[1] * count
                 if first == 0:
                     own_backward += self.units.embedding(begin, end)
@@ -143,6 +155,10 @@ class StepCost:
                 backward.append(own_backward)
             stages.append((tuple(forward), tuple(backward)))
         return StageTimes(tuple(each[0] for each in stages), tuple(each[1] for each in stages))
+
+    def simulated(self) -> Timeline:
+        """The pipeline's step, with no more micro-batches than a picture can show."""
+        return self.timeline(self.stage_times(), min(self.layout.micro_batches, 2 * self.layout.stages))
 
     def timeline(self, times: StageTimes, micro_batches: int) -> Timeline:
         """The pipeline's step with so many micro-batches, simulated."""
@@ -169,7 +185,7 @@ class StepCost:
         layout = self.layout
         if layout.stages == 1:
             return times.busy(0).total * layout.micro_batches
-        if layout.chunks > 1 or layout.segments == 1:
+        if layout.chunks > 1 or not self.software.overlaps_messages:
             return self._whole_sequences_s(times)
         # Once every stage has a micro-batch, each further one takes as long as the one before.
         exact = min(layout.micro_batches, layout.stages + 1)
@@ -181,8 +197,8 @@ class StepCost:
     def _whole_sequences_s(self, times: StageTimes) -> float:
         """A closed form for 1F1B, interleaved or not: all micro-batches on the busiest stage, and one on the others.
 
-        With v chunks the other stages' time is divided by v (Narayanan et al. 2021). For one chunk a test compares it
-        with the simulator.
+        With v chunks or k segments the other stages' time is divided by them (Narayanan et al. 2021). It stands in
+        where there is no schedule to simulate, and a test compares it where there is.
         """
         layout = self.layout
         busy = [times.busy(stage).total for stage in range(layout.stages)]
@@ -193,7 +209,22 @@ class StepCost:
             messages = 0.0
         others = sum(busy) - busy[longest]
         parts = layout.chunks * layout.segments
-        return layout.micro_batches * busy[longest] + others / parts + 2 * (layout.stages - 1) * messages / layout.segments
+        return (
+            layout.micro_batches * busy[longest] + others / parts + 2 * (layout.stages - 1) * messages / layout.segments
+        )
+
+    def least_s(self) -> float:
+        """A bound of the step's time that takes microseconds: stages of equal work, equal segments, nothing else."""
+        layout, count = self.layout, self.layout.segments
+        ends = list(pairwise(self.length * index // count for index in range(count + 1)))
+        layers = Counter(self.model.kind_of_layers)
+        work = sum(
+            number * sum(each.total for each in self._layer(kind, *span))
+            for kind, number in layers.items()
+            for span in ends
+        )
+        work += self.units.head_forward(0, self.length).total
+        return work / layout.stages * (layout.micro_batches + (layout.stages - 1) / count)
 
     def step_time(self) -> StepTime:
         """Of the whole step."""
@@ -236,7 +267,15 @@ class StepCost:
         return self.units.kernels.elementwise_s(moved, 20)
 
 
+#: Bytes of a weight as replicas gather it.
 _GATHERED = 2
+#: As cuboid.models.stages.stages, which doesn't know the sequences' length when it cuts.
+_ASSUMED_LENGTH = 4096
+
+
+@lru_cache(maxsize=1024)
+def _balance(model: ModelDescription, stages: int) -> tuple[int, ...]:
+    return balance_by_flops(model.sizes, stages, _ASSUMED_LENGTH)
 
 
 @lru_cache(maxsize=1024)

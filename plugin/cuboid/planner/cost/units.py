@@ -91,12 +91,17 @@ class UnitTimes:
             norm = self.kernels.elementwise_s(tokens * 4 * self._model.hidden / self._residual_ranks)
             again = Seconds(norm + self._product(self._mlp_up(layer), tokens))
         gathers = 2 if layout.weight_gather == "layer" else 1
-        own = self._at_host_speed(Seconds(compute, exposed) + again, launches=3 if layout.checkpointing == "full" else 2)
+        own = self._at_host_speed(
+            Seconds(compute, exposed) + again, launches=3 if layout.checkpointing == "full" else 2
+        )
         return self._with_weights(layer, own, gathers=gathers)
 
     def _at_host_speed(self, own: Seconds, launches: int) -> Seconds:
         """At least what the host takes to launch it, in forwards of a layer."""
-        return Seconds(max(own.compute, launches * self._software.host_s - own.exposed), own.exposed)
+        host_s = self._software.host_s
+        if self._layout.mesh.sequence > 1:
+            host_s += 2 * self._software.host_collective_s
+        return Seconds(max(own.compute, launches * host_s - own.exposed), own.exposed)
 
     def _products(self, layer: Layer, tokens: float) -> float:
         total = sum(self._product(each, tokens) for each in layer.projections)
@@ -140,14 +145,16 @@ class UnitTimes:
             / self.kernels.product_flops
             for dim in (own.query_dim, own.value_dim)
         )  # fmt: skip
-        return times * products + self.kernels.elementwise_s(pairs * moved * self._software.passes, 4 if backward else 2)
+        return times * products + self.kernels.elementwise_s(
+            pairs * moved * self._software.passes, 4 if backward else 2
+        )
 
     def _elementwise(self, layer: Layer, tokens: float, *, backward: bool) -> float:
         """Norms, residual additions, rotations and the nonlinearity; bytes that they read and write."""
         software, hidden = self._software, self._model.hidden
         residual = (24 if backward else 20) * hidden
         if software.dropout:
-            residual += (10 if backward else 10) * hidden
+            residual += 10 * hidden
         inner = 4 * (layer.attention.query + layer.attention.key) if layer.attention.rotary else 0
         inner += self._nonlinearity_bytes(layer.intermediate, layer.gated, backward=backward)
         if layer.experts is not None:

@@ -57,24 +57,23 @@ class Gpu:
 
 def _gpu(name: str, memory_gib: float, tflops: float, memory: float, link: float, network: float, **more: float) -> Gpu:
     """Rates in 10⁹ bytes a second. Memory is what a process finds, which is less than the name says."""
-    return Gpu(
-        name, round(memory_gib * 2**30), tflops * 1e12, memory * _GB, link * _GB, network * _GB, **more
-    )
+    return Gpu(name, round(memory_gib * 2**30), tflops * 1e12, memory * _GB, link * _GB, network * _GB, **more)
 
 
 # Calibrated by docs/generators/planner_fit.py on the measured tables in docs/data, as docs/planner.md tells: one set of
-# constants for all tables of a kind of GPU. V100 has no measurements there and takes the A100's constants. The H100-80GB
-# and H200, with the H800's chip and other links, take its; the H100-96GB of the tables runs at 500 W and has its own.
+# constants for all tables of a kind of GPU. V100 has no measurements there and takes the A100's constants. The
+# H800's were then moved within what the rows leave open, for its worst row. The
+# H100-80GB and H200 have the H800's chip and take its constants; the H100-96GB of the tables runs at 500 W.
 _A100 = {
     "matmul_efficiency": 0.94, "attention_efficiency": 0.5, "memory_efficiency": 0.61, "link_efficiency": 0.64,
     "network_efficiency": 0.66, "kernel_s": 13e-6, "step_s": 0.012,
 }  # fmt: skip
 _H800 = {
-    "matmul_efficiency": 0.77, "attention_efficiency": 0.29, "memory_efficiency": 0.78, "link_efficiency": 0.79,
-    "network_efficiency": 0.65,
+    "matmul_efficiency": 0.79, "attention_efficiency": 0.28, "memory_efficiency": 0.75, "link_efficiency": 0.8,
+    "network_efficiency": 0.75,
 }  # fmt: skip
 _H100_500W = {
-    "matmul_efficiency": 0.50, "attention_efficiency": 0.34, "memory_efficiency": 0.63, "link_efficiency": 0.95,
+    "matmul_efficiency": 0.52, "attention_efficiency": 0.34, "memory_efficiency": 0.45, "link_efficiency": 0.95,
     "network_efficiency": 0.7,
 }  # fmt: skip
 _B200 = {
@@ -152,7 +151,7 @@ def _find_gpu(name: str) -> Gpu:
         if known == wanted or known.split("-")[0] == wanted:
             return gpu
     raise ConfigError(
-        f"no profile of a GPU {name!r}; there are {', '.join(GPUS)}. `cuboid profile` measures another one's"
+        f"no profile of a GPU {name!r}; there are {', '.join(GPUS)}. Describe another one in a JSON profile"
     )
 
 

@@ -203,6 +203,17 @@ class ModelDescription:
         return sum(layer.weights_of_token for layer in self.layers) + self.vocabulary * self.hidden
 
     @cached_property
+    def kinds(self) -> tuple[Layer, ...]:
+        """Layers that differ."""
+        return tuple(dict.fromkeys(self.layers))
+
+    @cached_property
+    def kind_of_layers(self) -> tuple[int, ...]:
+        """Of each layer its index in :attr:`kinds`."""
+        index = {layer: number for number, layer in enumerate(self.kinds)}
+        return tuple(index[layer] for layer in self.layers)
+
+    @cached_property
     def sizes(self) -> ModelSizes:
         """What segments and stages are balanced by."""
         layers = [
@@ -440,8 +451,8 @@ def _nonlinearity(config: _Config, rules: Rules) -> int:
     name = config.get("hidden_act", "gelu_new" if rules.learned_positions else "silu")
     if name not in _KEPT_BY_NONLINEARITY:
         raise UnsupportedModelError(
-            f"the config of {config.model_type!r} has the nonlinearity {name!r}, of which the planner doesn't know what "
-            f"it keeps; it knows {', '.join(sorted(_KEPT_BY_NONLINEARITY))}"
+            f"the config of {config.model_type!r} has the nonlinearity {name!r}, of which the planner doesn't know "
+            f"what it keeps; it knows {', '.join(sorted(_KEPT_BY_NONLINEARITY))}"
         )
     # The gate's result and the other factor are kept besides.
     return _KEPT_BY_NONLINEARITY[name] + (2 if rules.gated else 0)
