@@ -1,16 +1,24 @@
 """Start real processes as a user would, and end all of their children."""
 
+import atexit
 import contextlib
 import json
+import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
+import threading
+import time
 from pathlib import Path
 
 import psutil
+
+from cuboid.verify.workers.worker import environment
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -50,13 +58,17 @@ def finish(process, timeout_s):
 
 def end(process):
     """Kill a process and all its descendants; torchrun puts its ranks into separate process groups."""
+    _end_tree(process.pid)
+    process.wait()
+
+
+def _end_tree(pid):
     with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(process.pid).children(recursive=True):
+        for child in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        os.killpg(pid, signal.SIGKILL)
 
 
 def run(*arguments, timeout_s=240, **variables):
@@ -70,26 +82,92 @@ def torchrun(ranks, script, *arguments, timeout_s=240, **variables):
     return run(*launcher, script, *arguments, timeout_s=timeout_s, **variables)
 
 
-def reports_of(ranks, script, root):
+def as_ranks(ranks, script, *arguments, timeout_s=240, **variables):
+    """Run a script as the ranks of one world, without a launcher, which would end the others when one fails.
+
+    The processes are forked from a server that has imported torch, transformers, DeepSpeed and Cuboid, which takes six
+    seconds of a core. So this is for scripts that import Cuboid anyway and whose launcher doesn't matter.
+
+    Returns:
+        (status, output) of each rank.
+    """
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    own = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **variables} for rank in range(ranks)]
+    return _run_forked([script, *arguments], own, timeout_s)
+
+
+def alone(script, *arguments, timeout_s=240, **variables):
+    """The status and output of a script, forked like :func:`as_ranks`, without any variable of a launcher."""
+    return _run_forked([script, *arguments], [variables], timeout_s)[0]
+
+
+def world(ranks, script, *arguments, timeout_s=240, **variables):
+    """The status and output of :func:`as_ranks` together; the status is the first one that isn't 0."""
+    found = as_ranks(ranks, script, *arguments, timeout_s=timeout_s, **variables)
+    return next((status for status, _ in found if status), 0), "\n".join(output for _, output in found)
+
+
+def _run_forked(arguments, variables, timeout_s):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["cuboid.verify.workers.preload"])
+    argv = [str(argument) for argument in arguments]
+    with tempfile.TemporaryDirectory(prefix="cuboid-", ignore_cleanup_errors=True) as folder:
+        outputs, processes = [Path(folder) / str(rank) for rank in range(len(variables))], []
+        # For the imports of the server, which is started by its first process.
+        shared = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        try:
+            for own, output in zip(variables, outputs, strict=True):
+                process = context.Process(target=_run_script, args=(argv, {**shared, **own}, str(output)))
+                with environment(shared):
+                    process.start()
+                processes.append(process)
+            deadline = time.monotonic() + timeout_s
+            for process in processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+            statuses = [process.exitcode for process in processes]
+        finally:
+            for process in processes:
+                _end_tree(process.pid)
+                process.join()
+        texts = [output.read_text() for output in outputs]
+    assert None not in statuses, (f"not ended after {timeout_s} s", statuses, texts)
+    return list(zip(statuses, texts, strict=True))
+
+
+def _run_script(argv, variables, output):
+    """What ``python script …`` does, with stdout and stderr in a file."""
+    os.setsid()
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    os.environ.update(variables)
+    sys.argv, sys.path[0] = argv, str(Path(argv[0]).parent)
+    # A data loader's workers would be forked from the server too, which would run the script in each of them.
+    multiprocessing.set_start_method(None, force=True)
+    status = 0
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as exit_:
+        status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    # What the interpreter does at its end, and a process of multiprocessing doesn't.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def reports_of(ranks, script, root, launch=world):
     """Run the text of a script on so many ranks, with ``root`` as its argument, and give what they report.
 
     A rank reports by printing ``RESULT`` and a line of JSON.
     """
     (root / "script.py").write_text(textwrap.dedent(script))
-    status, output = torchrun(ranks, root / "script.py", root)
+    status, output = launch(ranks, root / "script.py", root)
     assert status == 0, output
-    # Ranks may print at the same time, so that their outputs are on one line.
     decoder, found = json.JSONDecoder(), output.split("RESULT")[1:]
     return [decoder.raw_decode(part)[0] for part in found]
-
-
-def as_ranks(ranks, script, *arguments, timeout_s=120):
-    """Run a script as the ranks of one world without any launcher, which would end the others when one fails.
-
-    Returns:
-        (status, output) of each rank.
-    """
-    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = (sys.executable, script, *arguments)
-    processes = [start(*command, RANK=str(rank), LOCAL_RANK=str(rank), **world) for rank in range(ranks)]
-    return [finish(process, timeout_s) for process in processes]

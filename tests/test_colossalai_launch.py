@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 import cuboid
 from cuboid.errors import ConfigError, MeshError
 from cuboid.verify import SmallModel, WorkerPool
-from launching import BIN, ROOT, free_port, reports_of, run
+from launching import BIN, ROOT, free_port, reports_of, run, torchrun
 
 pytest.importorskip("colossalai", reason="ColossalAI isn't installed: `make colossalai` does it, or tells why it can't")
 
@@ -87,7 +87,7 @@ def test_colossalais_own_plugin_trains_as_without_cuboid(tmp_path):
             gc.collect()
             torch.distributed.destroy_process_group()
         """
-        return sorted(reports_of(2, script, tmp_path))
+        return sorted(reports_of(2, script, tmp_path, launch=torchrun))
 
     assert reports("import cuboid; cuboid.CuboidPlugin") == reports("")
 

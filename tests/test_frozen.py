@@ -112,7 +112,20 @@ def trained_plain(path, frozen):
     ],
 )
 def test_frozen_parameters_train_as_in_plain_transformers(pool, checkpoint, tmp_path, frozen, mesh, stages, zero, data):
-    path, config = checkpoint(SMALL), _config(mesh, stages, zero, data)
+    check_frozen(pool, checkpoint, tmp_path, frozen, _config(mesh, stages, zero, data), data)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("frozen", ["every other layer", "first stage", "all but the norms"])
+@pytest.mark.parametrize("mesh", ["1x1x1", "1x2x1", "2x1x1"])
+def test_frozen_parameters_under_a_split_backward(pool, checkpoint, tmp_path, frozen, mesh):
+    config = _config(mesh, 2, 1, 1)
+    config["pipeline"] |= {"schedule": "zero_bubble", "memory_limit": 2}
+    check_frozen(pool, checkpoint, tmp_path, frozen, config, 1)
+
+
+def check_frozen(pool, checkpoint, tmp_path, frozen, config, data):
+    path = checkpoint(SMALL)
     losses, norm, state = pool.run(
         ranks_of(config, data), trained_sharded, path, config, frozen, str(tmp_path), timeout_s=TIMEOUT_S
     )[0]

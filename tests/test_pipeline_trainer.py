@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 import textwrap
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from cuboid.config.schema import split_config
 from cuboid.distributed.topology import AXES, MeshShape, Topology
 from cuboid.errors import ConfigError
 from cuboid_patches import accelerate
-from launching import run, torchrun
+from launching import alone, world
 
 #: What the Trainer's argument is called by this version.
 CHECKPOINTING = (
@@ -157,12 +156,12 @@ def test_a_pipeline_trains_evaluates_and_saves_as_one_process_does(root):
     script, config = root / "script.py", config_of(2, {})
     # The Trainer's own optimizer and schedule.
     del config["optimizer"]
-    alone = result_of(*run(sys.executable, script, plan_of(root, "alone", "tied", 4)))
+    expected = result_of(*alone(script, plan_of(root, "alone", "tied", 4)))
     plan = plan_of(root, "piped", "tied", 4, config=config, **{CHECKPOINTING: True})
-    piped = result_of(*torchrun(2, script, plan))
+    piped = result_of(*world(2, script, plan))
     assert piped[3].count("end") == 8
     assert piped[3].count("substep") == 6
-    compare(alone, piped)
+    compare(expected, piped)
     compare_weights(root, "alone", "piped")
 
 
@@ -172,10 +171,10 @@ def test_two_replicas_whose_ranks_are_not_neighbours(root, stream):
     script = root / "script.py"
     # Of a stream, whole epochs of two steps, since the Trainer can't know where they end.
     given = {"stream": True, "train": 32, "max_steps": 5, "eval_strategy": "no"} if stream else {"train": 40}
-    alone = result_of(*run(sys.executable, script, plan_of(root, f"alone{stream}", "untied", 8, **given)))
+    expected = result_of(*alone(script, plan_of(root, f"alone{stream}", "untied", 8, **given)))
     plan = plan_of(root, f"piped{stream}", "untied", 4, config=config_of(2, {}), **given)
     # DeepSpeed's optimizer: its engine steps the schedule before the Trainer logs the rate.
-    compare(alone, result_of(*torchrun(4, script, plan)), logs_next_rate=True)
+    compare(expected, result_of(*world(4, script, plan)), logs_next_rate=True)
     compare_weights(root, f"alone{stream}", f"piped{stream}")
 
 
@@ -183,10 +182,10 @@ def test_two_replicas_whose_ranks_are_not_neighbours(root, stream):
 def test_a_checkpoint_resumes_where_it_was_saved(root):
     save = {"save_strategy": "steps", "save_steps": 3}
     config = config_of(2, {"sequence": 2})
-    whole = result_of(*torchrun(4, root / "script.py", plan_of(root, "saved", "tied", 4, config=config, **save)))
+    whole = result_of(*world(4, root / "script.py", plan_of(root, "saved", "tied", 4, config=config, **save)))
     checkpoint = str(root / "saved" / "checkpoint-3")
     plan = plan_of(root, "resumed", "tied", 4, config=config, resume=checkpoint, **save)
-    resumed = result_of(*torchrun(4, root / "script.py", plan))
+    resumed = result_of(*world(4, root / "script.py", plan))
     losses, rest = ({e["step"]: e["loss"] for e in run[2] if "loss" in e} for run in (whole, resumed))
     assert {step: rest[step] for step in range(4, 9)} == pytest.approx({s: losses[s] for s in range(4, 9)}, rel=1e-6)
     assert resumed[1] == pytest.approx(whole[1], rel=1e-6)
@@ -239,7 +238,7 @@ REFUSALS = """
 def test_what_a_pipeline_cannot_do_is_refused_by_name(root):
     (root / "refusals.py").write_text(textwrap.dedent(REFUSALS))
     plan = (root / "refused", root / "untied", json.dumps(config_of(1, {})))
-    messages, allowed = result_of(*torchrun(1, root / "refusals.py", *plan))
+    messages, allowed = result_of(*world(1, root / "refusals.py", *plan))
     assert all(message is not None and name in message for name, message in messages.items()), messages
     assert allowed is None
 
@@ -247,35 +246,35 @@ def test_what_a_pipeline_cannot_do_is_refused_by_name(root):
 WORLDS = [(4, 2, {}), (8, 2, {"sequence": 2}), (12, 3, {"hidden": 2}), (4, 1, {"sequence": 2})]
 
 
-@pytest.mark.parametrize(("world", "stages", "mesh"), WORLDS)
-def test_ranks_of_a_replica_share_their_data_and_no_others_do(monkeypatch, world, stages, mesh):
+@pytest.mark.parametrize(("ranks", "stages", "mesh"), WORLDS)
+def test_ranks_of_a_replica_share_their_data_and_no_others_do(monkeypatch, ranks, stages, mesh):
     config = config_of(stages, mesh) | {"train_micro_batch_size_per_gpu": 4}
     state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config=config))
     monkeypatch.setattr(accelerate, "AcceleratorState", lambda: state)
-    monkeypatch.setenv("WORLD_SIZE", str(world))
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
 
     def loader(dataloader, num_processes=None, process_index=None, dispatch_batches=None, torch_device_mesh=None):
         return num_processes, process_index, dispatch_batches, torch_device_mesh
 
     prepare = accelerate._prepare_data_loader(loader)
     replicas = {}
-    for rank in range(world):
+    for rank in range(ranks):
         monkeypatch.setenv("RANK", str(rank))
         count, index, dispatches, device_mesh = prepare(
-            [], num_processes=world, process_index=rank, torch_device_mesh=object()
+            [], num_processes=ranks, process_index=rank, torch_device_mesh=object()
         )
         assert (dispatches, device_mesh) == (False, None)
         replicas.setdefault(index, []).append(rank)
         with pytest.raises(ConfigError, match="dispatch_batches"):
             prepare([], dispatch_batches=True)
-    topology = Topology(MeshShape(**mesh), world, stages)
+    topology = Topology(MeshShape(**mesh), ranks, stages)
     assert count == topology.data == len(replicas)
     assert list(replicas.values()) == topology.groups(("pipe", *AXES))
     # Of what was gathered from all ranks, one copy of each replica's rows remains, in the order of the replicas.
-    gathered = torch.arange(world).repeat_interleave(3)
+    gathered = torch.arange(ranks).repeat_interleave(3)
     ours, _ = split_config(config)
     kept = accelerate._one_of_each_copy(gathered, config=ours)
-    assert kept.tolist() == [ranks[0] for ranks in replicas.values() for _ in range(3)]
+    assert kept.tolist() == [members[0] for members in replicas.values() for _ in range(3)]
 
 
 def test_other_configs_keep_accelerates_data_loader(monkeypatch):

@@ -25,7 +25,7 @@ from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import GPUS, Cluster
 from cuboid.planner.description.model import ARCHITECTURES, describe
 from cuboid.planner.divisibility import mesh_misfit
-from cuboid.planner.estimate import block_sizes, estimate
+from cuboid.planner.estimate import block_sizes, estimate, layout_of_config
 from cuboid.planner.layer_memory import KeptSizes, layer_kept_bytes
 from cuboid.planner.search import config_of, layouts, parse_layout, search
 
@@ -249,6 +249,41 @@ def test_estimate_says_what_would_make_it_fit(tmp_path, model_path):
     assert "does not fit" in (output := run("estimate", *arguments, "--json", out))
     assert "with gradient checkpointing it does" in output
     assert json.loads(out.read_text())["fits"] is False
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "message"),
+    [
+        ("pipeline", {"schedule": "zero_bubble"}, "'zero_bubble' has no estimate yet"),
+        ("pipeline", {"partition": "measured"}, "times of real steps"),
+        ("pipeline", {"segments": 2, "partition": [4096, 4]}, "adds up to 4100"),
+        ("pipeline", {"stage_balance": [16, 17]}, "adds up to 33"),
+        ("tensor_parallel", {"mesh": "auto", "size": 4}, "cuboid plan"),
+        ("tensor_parallel", {"gather_logits": True}, "whole logits"),
+        ("bf16", {"enabled": False}, "bf16"),
+        ("zero_optimization", {"offload_optimizer": {"device": "cpu"}}, "offload_optimizer has no estimate"),
+    ],
+)
+def test_configs_without_an_estimate_are_rejected(section, change, message):
+    config = config_of(Layout(MeshShape(1, 4, 1), 2, 1, 4, segments=2))
+    config[section] = {**config[section], **change}
+    with pytest.raises(ConfigError, match=message):
+        read_layout(config)
+
+
+def read_layout(config):
+    own, rest = split_config(config)
+    return layout_of_config(own, rest, describe(LLAMA_8B), Cluster.parse("8xH100"), 8192)
+
+
+def test_what_a_config_says_of_segments_is_counted():
+    config = config_of(Layout(MeshShape(), 8, 1, 4, segments=4))
+    by_cost = estimate(describe(LLAMA_8B), read_layout(config), Cluster.parse("8xH100"), 8192)
+    config["pipeline"] |= {"partition": "even", "kv_gradients": "parameter"}
+    even = estimate(describe(LLAMA_8B), read_layout(config), Cluster.parse("8xH100"), 8192)
+    assert even.cost.lengths == (2048,) * 4
+    assert by_cost.cost.lengths[0] > 2048
+    assert even.stages[0].key_value_store < by_cost.stages[0].key_value_store
 
 
 # --- measured tables --------------------------------------------------------------------------------------------

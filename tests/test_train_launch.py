@@ -199,11 +199,12 @@ def interrupt(process, when, *numbers):
         end(process)
 
 
-#: How a run is started and stopped, and its launcher's exit status.
+#: How a run is started and stopped, and its launcher's exit status. DeepSpeed's, which is interrupted too, has another
+#: one if it notices its ranks' end before its own.
 WAYS = {
-    "shielded": ("mesh", signal.SIGINT, 130),
-    "deepspeed": ("pipeline", signal.SIGINT, -signal.SIGINT),
-    "torchrun": ("mesh", signal.SIGTERM, 1),
+    "shielded": ("mesh", signal.SIGINT, {130}),
+    "deepspeed": ("pipeline", signal.SIGINT, {-signal.SIGINT, 1}),
+    "torchrun": ("mesh", signal.SIGTERM, {1}),
 }
 
 
@@ -218,7 +219,7 @@ def interrupted(job, tmp_path_factory):
         options = (f"--steps={STEPS}", "--save-every=3", "--keep-last=2")
         process = start(*LAUNCHERS[launcher], *train_arguments(job, out, config, *options))
         status, output = interrupt(process, f"step 6/{STEPS}", number)
-        assert status == expected, output
+        assert status in expected, output
         stopped = re.search(rf"stopped by {number.name} after step (\d+) of {STEPS}; --resume .* from (\S+)", output)
         assert stopped, output
         assert Path(stopped[2]) == out / "checkpoints" / f"global_step{stopped[1]}"

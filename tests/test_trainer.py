@@ -1,7 +1,6 @@
 """The unmodified Hugging Face Trainer, which finds the mode in ``TrainingArguments(deepspeed=…)``."""
 
 import json
-import sys
 import textwrap
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from comparing import stored
-from launching import run, torchrun
+from launching import alone, world
 
 SCRIPT = """
     import json, sys
@@ -89,7 +88,7 @@ def resumes_on_another_mesh(paths, losses, evaluation):
     AutoModelForCausalLM.from_pretrained(checkpoint)
     config = json.dumps(config_of({"hidden": 2}))
     arguments = (paths / "script.py", paths / "start", paths / "resumed", config, 4, 23, 29, checkpoint)
-    rest, evaluated = result_of(*torchrun(2, *arguments))
+    rest, evaluated = result_of(*world(2, *arguments))
     assert [entry["step"] for entry in rest] == [1, 2, 3]
     assert rest[-1]["loss"] == pytest.approx(losses[-1]["loss"], rel=1e-6)
     assert evaluated["eval_loss"] == pytest.approx(evaluation, rel=1e-6)
@@ -105,10 +104,10 @@ def resumes_on_another_mesh(paths, losses, evaluation):
 def test_the_trainer_gives_what_it_gives_alone(paths, ranks, mesh, trained, evaluated):
     rows, replicas = 4, ranks // 2
     script, start = paths / "script.py", paths / "start"
-    alone = run(sys.executable, script, start, paths / f"alone{ranks}", "null", rows * replicas, trained, evaluated)
-    expected, expected_evaluation = result_of(*alone)
+    plain = alone(script, start, paths / f"alone{ranks}", "null", rows * replicas, trained, evaluated)
+    expected, expected_evaluation = result_of(*plain)
     arguments = (start, paths / f"sharded{ranks}", json.dumps(config_of(mesh)), rows, trained, evaluated)
-    sharded = torchrun(ranks, script, *arguments)
+    sharded = world(ranks, script, *arguments)
     losses, evaluation = result_of(*sharded)
     assert len(losses) == len(expected) == 3
     for step, expected_step in zip(losses, expected, strict=True):

@@ -1,11 +1,20 @@
-"""Write the tables of docs/timeline.md and draw docs/figures/timeline.png: simulated steps of Llama 2 7B."""
+"""Write the tables of docs/timeline.md and draw its pictures: simulated steps of Llama 2 7B, and of equal units."""
 
 from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
 
-from cuboid.seq1f1b.schedule.actions import Action
+from cuboid.seq1f1b.schedule.actions import Action, Op
+from cuboid.seq1f1b.schedule.choice import (
+    CHUNKED,
+    ChosenSchedule,
+    MemoryLimit,
+    PlacedCosts,
+    Request,
+    choose_schedule,
+)
+from cuboid.seq1f1b.schedule.list_scheduling import ActionCosts
 from cuboid.seq1f1b.schedule.partition import (
     OVERHEAD_TOKENS,
     balance_stages,
@@ -32,6 +41,12 @@ COLUMNS = (
 )
 SWEEP_STAGES, SWEEP_MICRO_BATCHES, SWEEP = 8, 8, (1, 2, 4, 8, 16)
 PICTURE_STAGES, PICTURE_MICRO_BATCHES = 4, 4
+#: Schedules under a memory limit: segments with the times of F, I and W, and the limits.
+LIMIT_CASES = ((8, (1.0, 1.0, 1.0)), (16, (1.0, 1.0, 1.0)), (16, (4.0, 8.5, 1.0)))
+LIMITS = (1.5, 2.0)
+LIMITED = ("zero_bubble", "zero_bubble-interleaved", "zero_bubble-v")
+#: Of the picture: schedule and limit.
+DRAWN = (("seq1f1b", None), ("zero_bubble", 1.75), ("zero_bubble-interleaved", 1.75), ("zero_bubble-v", 1.75))
 
 
 def lengths_of(partition: str, segments: int) -> tuple[int, ...]:
@@ -94,8 +109,59 @@ def segments() -> str:
     return f"With P = {shape[0]} and M = {shape[1]}, where `auto` takes {best}:\n\n{text}"
 
 
+def limited(name: str, shape: tuple[int, int, int], times: tuple[float, ...], limit: float | None) -> ChosenSchedule:
+    """A schedule of P stages, M micro-batches and k segments with equal units, two chunks on a rank where it has them.
+
+    Args:
+        name: of the schedule.
+        shape: P, M and k.
+        times: of F, I and W, of all layers of a rank.
+        limit: in sequences; None for a formula.
+    """
+    ranks, micro_batches, k = shape
+    forward, inputs, weights = times
+
+    def costs(rank_of: tuple[int, ...]) -> PlacedCosts:
+        own = len(rank_of) // ranks
+        table = {Op.FORWARD: forward, Op.BACKWARD: inputs + weights, Op.INPUT_GRADIENT: inputs}
+        return PlacedCosts(ActionCosts(lambda action: table.get(action.op, weights) / own, lambda _: 1 / (k * own)))
+
+    memory = None if limit is None else MemoryLimit(sequences=limit)
+    chunks = 2 if name in CHUNKED else 1
+    return choose_schedule(name, Request(ranks, micro_batches, k, costs, memory, chunks))
+
+
+def limits() -> str:
+    """Table of schedules under a limit, and of the formulas, with what they keep."""
+    heads = [f"k = {k}, {' : '.join(f'{time:g}' for time in times)}" for k, times in LIMIT_CASES]
+    rows = []
+    for name in ("1f1b", "seq1f1b", "seq1f1b-interleaved"):
+        cells = []
+        for k, times in LIMIT_CASES:
+            chosen = limited(name, (8, 8, 1 if name == "1f1b" else k), times, None)
+            cells.append(f"{_percent(chosen.timeline.bubble)} at {chosen.peak_micro_batches:.2f}")
+        rows.append([f"`{name}`", "–", *cells])
+    for name in LIMITED:
+        for limit in LIMITS:
+            chosen_of = [limited(name, (8, 8, k), times, limit) for k, times in LIMIT_CASES]
+            cells = [f"{_percent(chosen.timeline.bubble)} at {chosen.peak_micro_batches:.2f}" for chosen in chosen_of]
+            rows.append([f"`{name}`", f"{limit:g}", *cells])
+    return table(["schedule", "limit", *heads], rows, "lrrrr")
+
+
 def draw(folder: Path) -> None:
-    """The picture of three schedules."""
+    """The pictures: three cuts of Seq1F1B, and the schedules with a split backward."""
+    drawn = [(name, limited(name, (4, 4, 4), (1.0, 1.0, 1.0), limit)) for name, limit in DRAWN]
+    draw_timelines(
+        [
+            (f"{name}: bubble {_percent(c.timeline.bubble)}, peak {c.peak_micro_batches:.2f} sequences", c.timeline)
+            for name, c in drawn
+        ],
+        folder / "schedules.png",
+        caption="four ranks, F = I = W",
+        time_label="time (1 = the forward of a rank's layers on a segment)",
+        memory_label=lambda sequences: f"{sequences:.2f}",
+    )
     timelines = []
     for title, name, k, cut in COLUMNS[1:]:
         timeline = step(name, PICTURE_STAGES, PICTURE_MICRO_BATCHES, k, cut)
@@ -125,4 +191,4 @@ def _percent(share: float) -> str:
 
 def parts() -> dict[str, dict[str, str]]:
     """Tables of bubbles, of memory and of numbers of segments."""
-    return {"timeline.md": {"bubble": bubble(), "memory": memory(), "segments": segments()}}
+    return {"timeline.md": {"bubble": bubble(), "memory": memory(), "segments": segments(), "limits": limits()}}

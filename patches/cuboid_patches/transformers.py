@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from transformers.integrations.deepspeed import deepspeed_config
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig, split_config
 from cuboid.models.attention.interface import IMPLEMENTATIONS, attention_twin, mask_twin
+from cuboid.models.attention.packing import packed_indices
 from cuboid.models.sharded.sharded_model import ShardedModel
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.weights.api import active_config
@@ -85,6 +87,14 @@ def _config_kept_alive() -> CuboidConfig | None:
     return None if source is None else split_config(source)[0]
 
 
+def _find_packed(original: Any) -> Any:
+    @functools.wraps(original)
+    def find_packed_sequence_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
+        return packed_indices(position_ids, original)
+
+    return find_packed_sequence_indices
+
+
 PATCHES: list[Patch | Registration] = [
     Patch(
         target="transformers.modeling_utils:PreTrainedModel.from_pretrained",
@@ -113,6 +123,13 @@ PATCHES: list[Patch | Registration] = [
         reason="count the operations of a batch once, though several ranks compute it together",
         parameters=("inputs",),
         replace=_floating_point_ops,
+    ),
+    Patch(
+        target="transformers.masking_utils:find_packed_sequence_indices",
+        package="transformers",
+        reason="don't wait for the device at every mask to know whether a micro-batch is packed",
+        parameters=("position_ids",),
+        replace=_find_packed,
     ),
     Registration(AttentionInterface, {f"cuboid_{name}": attention_twin(name) for name in IMPLEMENTATIONS}),
     Registration(AttentionMaskInterface, {f"cuboid_{name}": mask_twin(name) for name in IMPLEMENTATIONS}),

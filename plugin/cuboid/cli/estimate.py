@@ -28,6 +28,7 @@ def estimate(
     """
     from rich.console import Console
 
+    from cuboid.config.compatibility import check_framework_config
     from cuboid.config.schema import require_config
     from cuboid.planner.description.cluster import Cluster
     from cuboid.planner.description.model import describe
@@ -39,6 +40,7 @@ def estimate(
 
     described, machines = describe(model_config(model)), Cluster.parse(cluster)
     own, rest = require_config(config)
+    check_framework_config(own, rest, machines.gpus, is_complete=True)
     layout = layout_of_config(own, rest, described, machines, sequence_length, checkpointing=checkpointing)
     found = predict(described, layout, machines, sequence_length)
     print_estimate(found, Console())

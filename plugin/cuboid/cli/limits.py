@@ -14,8 +14,8 @@ MOST_LAYERS = 1024
 MOST_HEADS = 1024
 #: Processes that are started on this machine alone.
 MOST_PROCESSES = 256
-#: Maximum number of units of a schedule to draw; more would take hours to simulate.
-MOST_UNITS = 100_000
+#: Maximum number of units of a schedule to draw: 32 ranks of 4 chunks, 64 micro-batches and 16 segments, in a minute.
+MOST_UNITS = 32 * 4 * 64 * 16
 
 
 def finite(value: float | None) -> float | None:

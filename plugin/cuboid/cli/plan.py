@@ -33,6 +33,7 @@ def plan(
     """
     from rich.console import Console
 
+    from cuboid.config.compatibility import check_framework_config
     from cuboid.config.schema import require_config
     from cuboid.planner.description.cluster import Cluster
     from cuboid.planner.description.model import describe
@@ -58,7 +59,7 @@ def plan(
     print_estimate(best, console)
     config = config_of(best.layout)
     # What is written is what Cuboid itself would read.
-    require_config(config)
+    check_framework_config(*require_config(config), machines.gpus, is_complete=True)
     if out is not None:
         _write_json(out, config)
     if json is not None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,19 +14,32 @@ import typer
 from cuboid.cli.limits import MOST_UNITS, finite
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cuboid.seq1f1b.schedule.actions import Action
+    from cuboid.seq1f1b.schedule.choice import ChosenSchedule, MemoryLimit, PlacedCosts
     from cuboid.seq1f1b.schedule.simulator import Timeline
+
+_Name = Literal[
+    "seq1f1b", "seq1f1b-interleaved", "1f1b", "gpipe", "zero_bubble", "zero_bubble-interleaved", "zero_bubble-v", "auto"
+]
 
 
 def timeline(
-    stages: Annotated[int, typer.Option(help="Stages of the pipeline.", min=1)] = 4,
+    stages: Annotated[int, typer.Option(help="Stages of the pipeline; with chunks, ranks.", min=1)] = 4,
     micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step.", min=1)] = 8,
     segments: Annotated[
         int | None, typer.Option(help="Segments of each sequence. Default: 4; 1 with 1f1b.", min=1)
     ] = None,
-    schedule: Annotated[Literal["seq1f1b", "1f1b", "gpipe"], typer.Option(help="Order of the units.")] = "seq1f1b",
+    schedule: Annotated[_Name, typer.Option(help="Order of the units; auto: the shortest step that fits.")] = "seq1f1b",
+    chunks: Annotated[
+        int | None,
+        typer.Option(help="Stages on each rank. Default: 2 with -interleaved, -v and auto, else 1.", min=1),
+    ] = None,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(
+            help="Most that a rank's units may keep: 1.5 (sequences of its share), or with --model 12GiB. "
+            "Default for zero_bubble and auto: what seq1f1b keeps."
+        ),
+    ] = None,
     partition: Annotated[
         str, typer.Option(help='Where sequences are cut: "flops", "even", or lengths such as 1024,512,512.')
     ] = "flops",
@@ -40,67 +56,105 @@ def timeline(
     rows: Annotated[int, typer.Option(help="With --model: rows of a micro-batch, for the memory.", min=1)] = 1,
     multiple: Annotated[int, typer.Option(help="What the mesh wants each segment's length to divide by.", min=1)] = 1,
     backward_ratio: Annotated[
-        float,
+        float | None,
         typer.Option(
-            help="Time of a backward for that of its forward; 3 with activation checkpointing.", min=0, callback=finite
+            help="Time of a backward for that of its forward. Default: 2; 3 is with activation checkpointing.",
+            min=0,
+            callback=finite,
         ),
-    ] = 2.0,
+    ] = None,
+    durations: Annotated[
+        str | None,
+        typer.Option(help="Without --model: times of forward, input and weight gradient, such as 4,8.5,1."),
+    ] = None,
+    transfer: Annotated[
+        float, typer.Option(help="Time of a message between ranks, in forwards of a unit.", min=0, callback=finite)
+    ] = 0.0,
     output: Annotated[Path, typer.Option(help="The picture: .png, .svg or .pdf.")] = Path("timeline.png"),
+    json_output: Annotated[
+        Path | None, typer.Option("--json", help="Write the numbers here: bubble, peak_micro_batches, …")
+    ] = None,
 ) -> None:
     """Simulate one step of a pipeline: print each stage's idle time and memory, and draw the schedule.
 
-    Times are relative: 1 is the forward of an average unit. Messages between stages are taken to cost nothing.
+    Times are relative: 1 is the forward of a rank's layers on an average segment.
     """
     from rich.console import Console
 
-    from cuboid.seq1f1b.schedule.timeline_picture import draw_timeline
+    from cuboid.seq1f1b.schedule.choice import CHUNKED
+    from cuboid.seq1f1b.schedule.timeline_picture import draw_timeline, format_bytes
 
     lengths = _lengths_given(partition)
     count = segments or (len(lengths) if lengths else 1 if schedule == "1f1b" else 4)
-    if stages * micro_batches * count > MOST_UNITS:
+    each = chunks or (2 if schedule in (*CHUNKED, "auto") else 1)
+    if stages * each * micro_batches * count > MOST_UNITS:
         raise typer.BadParameter(
-            f"{stages} stages × {micro_batches} micro-batches × {count} segments are too many units to draw; "
+            f"{stages * each} stages × {micro_batches} micro-batches × {count} segments are too many units to draw; "
             f"{MOST_UNITS:,} at most"
         )
-    request = _Request(stages, micro_batches, count, schedule, partition, lengths, multiple, backward_ratio)
+    request = _Request(
+        *(stages, each, micro_batches, count, schedule, _limit_given(memory_limit)),
+        *(partition, lengths, multiple, _ratios(backward_ratio, durations, with_model=model is not None), transfer),
+    )
     if model is None:
         if sequence_length is not None:
             raise typer.BadParameter("--seq-len means nothing without --model PATH, which says what a token costs")
-        costs = _plain_costs(request)
+        costs: _Costs = _PlainCosts(request)
     else:
-        costs = _model_costs(request, model, sequence_length, rows)
-    simulated = _simulate(request, costs)
-    title = (
-        f"{schedule}: {stages} stages, {micro_batches} micro-batches, {count} segments; bubble {simulated.bubble:.1%}"
-    )
-    draw_timeline(simulated, output, title=title, caption=costs.caption, time_label=_TIME)
-    _print(Console(), simulated, costs, title)
+        costs = _ModelCosts(request, model, sequence_length, rows)
+    chosen = _choose(request, costs)
+    title = _title(request, chosen)
+    simulated, label = chosen.timeline, _sequences
+    sequence_bytes = costs.placed(chosen.rank_of).sequence_bytes
+    if sequence_bytes is not None:
+        simulated, label = _in_bytes(simulated, sequence_bytes), format_bytes
+    draw_timeline(simulated, output, title=title, caption=costs.caption, time_label=_TIME, memory_label=label)
+    if json_output is not None:
+        json_output.write_text(json.dumps(_numbers(request, chosen, sequence_bytes), indent=1) + "\n", encoding="utf-8")
+    _print(Console(), chosen, costs, title)
     typer.echo(f"drawn in {output}")
 
 
-_TIME = "time (1 = the forward of an average unit)"
+_TIME = "time (1 = the forward of a rank's layers on an average segment)"
 
 
 @dataclass(frozen=True)
 class _Request:
-    stages: int
+    """What was asked for; ``ratios`` are the times of backward, input and weight gradient for a forward's."""
+
+    ranks: int
+    chunks: int
     micro_batches: int
     segments: int
     schedule: str
+    limit: MemoryLimit | None
     partition: str
     lengths: tuple[int, ...] | None
     multiple: int
-    backward_ratio: float
+    ratios: tuple[float, float]
+    transfer: float
 
 
-@dataclass(frozen=True)
-class _Costs:
-    """The costs of units, and a description of them for the picture's caption."""
+def _limit_given(text: str | None) -> MemoryLimit | None:
+    from cuboid.seq1f1b.schedule.choice import MemoryLimit
 
-    duration: Callable[[Action], float]
-    kept_bytes: Callable[[Action], int] | None
-    layers: tuple[int, ...] | None
-    caption: str
+    return None if text is None else MemoryLimit.parse(text)
+
+
+def _ratios(backward_ratio: float | None, durations: str | None, *, with_model: bool) -> tuple[float, float]:
+    """Times of I and W for that of a forward."""
+    if durations is None:
+        whole = 2.0 if backward_ratio is None else backward_ratio
+        return whole / 2, whole / 2
+    if with_model or backward_ratio is not None:
+        raise typer.BadParameter("--durations goes neither with --model, whose own costs count, nor --backward-ratio")
+    try:
+        forward, inputs, weights = map(float, durations.split(","))
+        if not (0 < forward < math.inf and 0 <= inputs < math.inf and 0 <= weights < math.inf):
+            raise ValueError
+    except ValueError:
+        raise typer.BadParameter(f"--durations {durations!r} is not three times such as 4,8.5,1") from None
+    return inputs / forward, weights / forward
 
 
 def _lengths_given(partition: str) -> tuple[int, ...] | None:
@@ -116,76 +170,181 @@ def _lengths_given(partition: str) -> tuple[int, ...] | None:
         ) from None
 
 
-def _plain_costs(request: _Request) -> _Costs:
-    from cuboid.seq1f1b.schedule.actions import Op
-    from cuboid.seq1f1b.schedule.partition import check_lengths
+class _Costs:
+    """The costs of units, and a description of them for the picture's caption."""
 
-    lengths = request.lengths
-    if lengths is not None:
-        check_lengths(lengths, segments=request.segments, multiple=request.multiple)
-    units = [1.0] * request.segments if lengths is None else [each * len(lengths) / sum(lengths) for each in lengths]
+    caption: str
 
-    def duration(action: Action) -> float:
-        parts = {Op.FORWARD: 1.0, Op.BACKWARD: request.backward_ratio}
-        return units[action.segment] * parts.get(action.op, request.backward_ratio / 2)
+    def placed(self, rank_of: tuple[int, ...]) -> PlacedCosts:
+        """The costs of stages on these ranks."""
+        raise NotImplementedError
 
-    return _Costs(duration, None, None, "all units cost the same" if lengths is None else "cost by length")
+    def layers(self, stages: int) -> tuple[int, ...] | None:
+        """Layers of each stage, if there are any."""
+        raise NotImplementedError
 
 
-def _model_costs(request: _Request, model: Path, length: int | None, rows: int) -> _Costs:
-    from cuboid.models.stages.model_costs import model_sizes
-    from cuboid.seq1f1b.schedule.partition import balance_by_flops, check_lengths, cut_sequence, even_cut, segment_cost
-    from cuboid.seq1f1b.schedule.unit_costs import kept_bytes, unit_flops
-    from cuboid.weights.model_folder import model_config
+class _PlainCosts(_Costs):
+    """All stages alike, and segments alike or in proportion to given lengths."""
 
-    if length is None:
-        if request.lengths is None:
-            raise typer.BadParameter("--model needs --seq-len TOKENS")
-        length = sum(request.lengths)
-    if length % request.multiple:
-        raise typer.BadParameter(f"--seq-len {length} is not a multiple of --multiple {request.multiple}")
-    config = model_config(model)
-    sizes = model_sizes(config)
-    lengths = request.lengths
-    if lengths is not None:
-        check_lengths(lengths, length=length, segments=request.segments, multiple=request.multiple)
-    elif request.partition == "even":
-        lengths = even_cut(length, request.segments, request.multiple)
-    else:
-        lengths = cut_sequence(length, request.segments, multiple=request.multiple, cost=segment_cost(sizes))
-    layers = balance_by_flops(sizes, request.stages, length)
-    # In units of an average forward, so that the picture doesn't pretend to know the device's speed.
-    flops = unit_flops(sizes, layers, lengths, backward_ratio=request.backward_ratio)
-    average = segment_cost(sizes)(0, length) / (request.stages * request.segments)
-    caption = f"{config.model_type}, {length} tokens cut into {', '.join(map(str, lengths))}"
-    return _Costs(
-        lambda action: flops(action) / average, kept_bytes(sizes, layers, lengths, rows=rows), layers, caption
+    def __init__(self, request: _Request) -> None:
+        from cuboid.seq1f1b.schedule.partition import check_lengths
+
+        lengths = request.lengths
+        if lengths is not None:
+            check_lengths(lengths, segments=request.segments, multiple=request.multiple)
+        self._request = request
+        self._units = (
+            [each * request.segments / sum(lengths) for each in lengths] if lengths else [1.0] * request.segments
+        )
+        self.caption = "all units cost the same" if lengths is None else "cost by length"
+
+    def layers(self, stages: int) -> None:
+        """See :class:`_Costs`."""
+
+    def placed(self, rank_of: tuple[int, ...]) -> PlacedCosts:
+        """See :class:`_Costs`."""
+        from cuboid.seq1f1b.schedule.actions import Op
+        from cuboid.seq1f1b.schedule.choice import PlacedCosts
+        from cuboid.seq1f1b.schedule.list_scheduling import ActionCosts
+
+        inputs, weights = self._request.ratios
+        chunks = len(rank_of) // self._request.ranks
+        times = {Op.FORWARD: 1.0, Op.BACKWARD: inputs + weights, Op.INPUT_GRADIENT: inputs, Op.WEIGHT_GRADIENT: weights}
+        units = [unit / chunks for unit in self._units]
+        return PlacedCosts(
+            ActionCosts(
+                lambda action: units[action.segment] * times[action.op],
+                lambda action: units[action.segment] / len(units),
+                self._request.transfer,
+            )
+        )
+
+
+class _ModelCosts(_Costs):
+    """By the operations and the activations of a model's layers."""
+
+    def __init__(self, request: _Request, model: Path, length: int | None, rows: int) -> None:
+        from cuboid.models.stages.model_costs import model_sizes
+        from cuboid.seq1f1b.schedule.partition import check_lengths, cut_sequence, even_cut, segment_cost
+        from cuboid.weights.model_folder import model_config
+
+        if length is None:
+            if request.lengths is None:
+                raise typer.BadParameter("--model needs --seq-len TOKENS")
+            length = sum(request.lengths)
+        if length % request.multiple:
+            raise typer.BadParameter(f"--seq-len {length} is not a multiple of --multiple {request.multiple}")
+        config = model_config(model)
+        self._sizes = model_sizes(config)
+        lengths, k, multiple = request.lengths, request.segments, request.multiple
+        if lengths is not None:
+            check_lengths(lengths, length=length, segments=k, multiple=multiple)
+        elif request.partition == "even":
+            lengths = even_cut(length, k, multiple)
+        else:
+            lengths = cut_sequence(length, k, multiple=multiple, cost=segment_cost(self._sizes))
+        self._request, self._length, self._lengths, self._rows = request, length, lengths, rows
+        self.caption = f"{config.model_type}, {length} tokens cut into {', '.join(map(str, lengths))}"
+
+    def layers(self, stages: int) -> tuple[int, ...]:
+        """See :class:`_Costs`."""
+        from cuboid.seq1f1b.schedule.partition import balance_by_flops
+
+        return balance_by_flops(self._sizes, stages, self._length)
+
+    def placed(self, rank_of: tuple[int, ...]) -> PlacedCosts:
+        """See :class:`_Costs`."""
+        from cuboid.seq1f1b.schedule.choice import placed_costs
+        from cuboid.seq1f1b.schedule.partition import segment_cost
+        from cuboid.seq1f1b.schedule.unit_costs import kept_bytes, unit_flops
+
+        layers = self.layers(len(rank_of))
+        flops = unit_flops(self._sizes, layers, self._lengths, backward_ratio=sum(self._request.ratios))
+        # In units of an average forward, so that the picture doesn't pretend to know the device's speed.
+        average = segment_cost(self._sizes)(0, self._length) / (self._request.ranks * self._request.segments)
+        kept = kept_bytes(self._sizes, layers, self._lengths, rows=self._rows)
+        return placed_costs(
+            lambda action: flops(action) / average, kept, rank_of, self._request.segments, self._request.transfer
+        )
+
+
+def _choose(request: _Request, costs: _Costs) -> ChosenSchedule:
+    from cuboid.seq1f1b.schedule.choice import Request, choose_schedule
+
+    return choose_schedule(
+        request.schedule,
+        Request(*(request.ranks, request.micro_batches, request.segments, costs.placed, request.limit, request.chunks)),
     )
 
 
-def _simulate(request: _Request, costs: _Costs) -> Timeline:
-    from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
-    from cuboid.seq1f1b.schedule.simulator import simulate
+def _title(request: _Request, chosen: ChosenSchedule) -> str:
+    chunks = chosen.shape.stages // request.ranks
+    placed = f"{request.ranks} ranks of {chunks} chunks" if chunks > 1 else f"{request.ranks} stages"
+    return (
+        f"{chosen.name}: {placed}, {request.micro_batches} micro-batches, {request.segments} segments; "
+        f"bubble {chosen.timeline.bubble:.1%}, peak {_sequences(chosen.peak_micro_batches)} sequences"
+    )
 
-    shape = PipelineShape(request.stages, request.micro_batches, request.segments)
-    schedule = SCHEDULES[request.schedule](shape)
-    return simulate(schedule, shape, costs.duration, kept_bytes=costs.kept_bytes)
+
+def _sequences(number: float) -> str:
+    return f"{number:.2f}"
 
 
-def _print(console: Any, simulated: Timeline, costs: _Costs, title: str) -> None:
+def _in_bytes(simulated: Timeline, sequence_bytes: Sequence[float]) -> Timeline:
+    """A timeline whose memory is in sequences of each rank's share, with bytes instead."""
+    scaled = [
+        tuple((time_s, amount * size) for time_s, amount in curve)
+        for curve, size in zip(simulated.memory, sequence_bytes, strict=True)
+    ]
+    peaks = [peak * size for peak, size in zip(simulated.peak_bytes, sequence_bytes, strict=True)]
+    return replace(simulated, peak_bytes=tuple(peaks), memory=tuple(scaled))
+
+
+def _numbers(request: _Request, chosen: ChosenSchedule, sequence_bytes: Sequence[float] | None) -> dict[str, Any]:
+    """What ``--json`` writes."""
+    simulated = chosen.timeline
+    found = {
+        "schedule": chosen.name,
+        "ranks": request.ranks,
+        "chunks": chosen.shape.stages // request.ranks,
+        "micro_batches": request.micro_batches,
+        "segments": request.segments,
+        "memory_limit": None if request.limit is None else str(request.limit),
+        "makespan": simulated.makespan_s,
+        "bubble": simulated.bubble,
+        "bubble_by_rank": simulated.bubbles,
+        "peak_micro_batches": chosen.peak_micro_batches,
+        "peak_micro_batches_by_rank": simulated.peak_bytes,
+    }
+    if sequence_bytes is not None:
+        found["peak_bytes_by_rank"] = _in_bytes(simulated, sequence_bytes).peak_bytes
+    return found
+
+
+def _print(console: Any, chosen: ChosenSchedule, costs: _Costs, title: str) -> None:
     from rich.table import Table
 
     from cuboid.seq1f1b.schedule.simulator import peak_bytes
     from cuboid.seq1f1b.schedule.timeline_picture import format_bytes
+    from cuboid.seq1f1b.schedule.timeline_trace import rank_label
 
-    columns: dict[str, list[str]] = {"stage": [str(stage) for stage in range(len(simulated.spans))]}
-    if costs.layers is not None:
-        columns["layers"] = [str(count) for count in costs.layers]
+    simulated = chosen.timeline
+    columns = {"stage": [rank_label(spans, rank) for rank, spans in enumerate(simulated.spans)]}
+    layers = costs.layers(chosen.shape.stages)
+    if layers is not None:
+        own = [
+            [count for count, rank in zip(layers, chosen.rank_of, strict=True) if rank == r]
+            for r in range(len(simulated.spans))
+        ]
+        columns["layers"] = [", ".join(map(str, counts)) for counts in own]
     columns["busy"] = [f"{busy:.2f}" for busy in simulated.busy_s]
     columns["idle"] = [f"{bubble:.1%}" for bubble in simulated.bubbles]
     columns["units in flight"] = [str(peak_bytes([s.action for s in rank], lambda _: 1)) for rank in simulated.spans]
-    if costs.kept_bytes is not None:
-        columns["activations"] = [format_bytes(peak) for peak in simulated.peak_bytes]
+    columns["sequences"] = list(map(_sequences, simulated.peak_bytes))
+    sequence_bytes = costs.placed(chosen.rank_of).sequence_bytes
+    if sequence_bytes is not None:
+        columns["activations"] = list(map(format_bytes, _in_bytes(simulated, sequence_bytes).peak_bytes))
     table = Table()
     for header in columns:
         table.add_column(header, justify="right")

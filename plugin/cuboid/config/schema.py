@@ -67,6 +67,14 @@ class TensorParallelConfig(Section):
         "to the last backward that needs them, which sends a third less over `batch` and takes the memory of all of "
         "the mesh's layers, divided by sequence × hidden.",
     )
+    gradient_reduce: Literal["auto", "fp32", "backend"] = Field(
+        "auto",
+        description="How gradients of weights in bf16 or fp16 are added up over the ranks that share them. "
+        '"fp32": ranks exchange slices, and each adds up its own in fp32, for as many bytes as a reduce-scatter '
+        'and the memory of one more gradient of a weight; "backend": by the reduce-scatter of the backend, which '
+        'under NCCL rounds to bf16 once for each rank but the first; "auto": "fp32" on a mesh of one node, "backend" '
+        "on several, between which the rings of NCCL pass fewer bytes than an exchange.",
+    )
     autotp_size: int | None = Field(
         None,
         description="Written by Cuboid for accelerate and the HF Trainer: the ranks that share their data. If given, "
@@ -120,7 +128,15 @@ class PipelineConfig(Section):
     schedule: str = Field(
         "seq1f1b",
         description="Order of the units: `seq1f1b`, `gpipe`, or, with one segment, `1f1b`, which is then the same as "
-        "`seq1f1b`.",
+        "`seq1f1b`; `zero_bubble`, which computes weight gradients when a stage would be idle, under a memory limit; "
+        "or `auto`, of `seq1f1b` and `zero_bubble` the one with the shorter simulated step.",
+    )
+    memory_limit: float | None = Field(
+        None,
+        ge=1,
+        allow_inf_nan=False,
+        description="With `zero_bubble` and `auto`: the most that a stage may keep for backward at a time, in "
+        "sequences, at least 1. By default what `seq1f1b` keeps, (stages - 1) / segments + 1.",
     )
     kv_gradients: Literal["fp32", "parameter"] = Field(
         "fp32",
@@ -156,6 +172,10 @@ class PipelineConfig(Section):
             raise ValueError(
                 f'"partition" has {len(self.partition)} lengths, but "segments" is {self.segments!r}; '
                 f'write "segments": {len(self.partition)}'
+            )
+        if self.memory_limit is not None and self.schedule not in ("zero_bubble", "auto"):
+            raise ValueError(
+                f'"memory_limit" is for the schedules "zero_bubble" and "auto"; "{self.schedule}" keeps what it keeps'
             )
         if self.schedule == "1f1b" and self.segments != 1:
             raise ValueError('"schedule": "1f1b" has whole sequences: write "segments": 1, or take "seq1f1b"')
@@ -349,9 +369,18 @@ def require_config(source: ConfigSource) -> tuple[CuboidConfig, dict[str, Any]]:
 _MARKS = ("3d_tensor", "seq1f1b")
 #: Keys that identify a section as Cuboid's. Any of them is enough, so that a section whose ``mode`` or ``engine`` was
 #: forgotten or misspelt is diagnosed instead of being passed on.
-_MODE_KEYS = ("mode", "mesh", "size", "gather_logits", "weight_gather")
+_MODE_KEYS = ("mode", "mesh", "size", "gather_logits", "weight_gather", "gradient_reduce")
 # This matters for the pipeline section in particular, in which DeepSpeed silently ignores unknown keys.
-_ENGINE_KEYS = ("engine", "segments", "stage_balance", "schedule", "kv_gradients", "trace", "trace_step")
+_ENGINE_KEYS = (
+    "engine",
+    "segments",
+    "stage_balance",
+    "schedule",
+    "memory_limit",
+    "kv_gradients",
+    "trace",
+    "trace_step",
+)
 
 
 def _is_ours(config: Mapping[str, Any]) -> bool:

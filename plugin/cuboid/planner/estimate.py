@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from cuboid.config.schema import CuboidConfig
+from cuboid.config.schema import CuboidConfig, PipelineConfig
 from cuboid.distributed.topology import Coordinate
 from cuboid.errors import ConfigError
 from cuboid.models.architectures.attention_heads import HeadCounts, plan_key_value_heads
@@ -19,7 +19,8 @@ from cuboid.planner.cost.step import StepCost, StepTime
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.model import ModelDescription
 from cuboid.planner.divisibility import check_mesh
-from cuboid.seq1f1b.schedule.partition import choose_segments
+from cuboid.seq1f1b.schedule.partition import check_lengths, choose_segments, even_cut
+from cuboid.seq1f1b.schedule.schedules import SCHEDULES
 from cuboid.seq1f1b.schedule.unit_costs import segment_flops
 
 
@@ -204,6 +205,10 @@ def layout_of_config(
         raise ConfigError(
             'tensor_parallel.mesh is "auto"; `cuboid estimate` needs its sizes, and `cuboid plan` finds some'
         )
+    zero = rest.get("zero_optimization") or {}
+    offloads = [key for key in ("offload_optimizer", "offload_param") if zero.get(key)]
+    if offloads:
+        raise ConfigError(f"zero_optimization.{offloads[0]} has no estimate; leave it out")
     if not (rest.get("bf16") or {}).get("enabled"):
         raise ConfigError('the planner counts training in bf16; add "bf16": {"enabled": true}')
     if cluster.gpus % config.ranks:
@@ -219,25 +224,55 @@ def layout_of_config(
         rows,
         count,
         replicas,
-        zero_stage=int((rest.get("zero_optimization") or {}).get("stage", 0)),
+        zero_stage=int(zero.get("stage", 0)),
         checkpointing="full" if checkpointing else "none",
         weight_gather=config.tensor_parallel.weight_gather,
     )
+    if config.tensor_parallel.gather_logits is True:
+        raise ConfigError('tensor_parallel.gather_logits is true: whole logits have no estimate; write "auto"')
     pipeline = config.pipeline
-    if pipeline is None:
-        return layout
+    return layout if pipeline is None else _with_pipeline(layout, pipeline, model, length)
+
+
+def _with_pipeline(layout: Layout, pipeline: PipelineConfig, model: ModelDescription, length: int) -> Layout:
+    """The layout with what the config's pipeline section says."""
+    if pipeline.schedule not in SCHEDULES:
+        raise ConfigError(
+            f"pipeline.schedule {pipeline.schedule!r} has no estimate yet; there are {', '.join(SCHEDULES)}"
+        )
+    if pipeline.partition == "measured":
+        raise ConfigError('pipeline.partition "measured" cuts by the times of real steps; estimate it as "flops"')
+    multiple = math.lcm(layout.mesh.sequence, layout.mesh.hidden)
+    layout = replace(layout, schedule=pipeline.schedule)
+    if pipeline.kv_gradients == "parameter":
+        layout = replace(layout, key_value_gradient_bytes=2)
     if isinstance(pipeline.stage_balance, tuple):
-        layout = replace(layout, stage_layers=pipeline.stage_balance)
+        layout = replace(layout, stage_layers=_checked_balance(pipeline.stage_balance, model))
     elif pipeline.stage_balance == "layers":
         even, rest_ = divmod(len(model.layers), layout.stages)
         layout = replace(layout, stage_layers=tuple(even + (stage < rest_) for stage in range(layout.stages)))
     segments = pipeline.segments
     if segments == "auto":
         segments = choose_segments(
-            length, stages=layout.stages, micro_batches=count, cost=segment_flops(model.sizes),
-            multiple=math.lcm(mesh.sequence, mesh.hidden), schedule=pipeline.schedule,
+            length, stages=layout.stages, micro_batches=layout.micro_batches, cost=segment_flops(model.sizes),
+            multiple=multiple, schedule=pipeline.schedule,
         )  # fmt: skip
-    return replace(layout, segments=segments, schedule=pipeline.schedule)
+    layout = replace(layout, segments=segments)
+    if isinstance(pipeline.partition, tuple):
+        check_lengths(pipeline.partition, length=length, segments=segments, multiple=multiple)
+        return replace(layout, lengths=pipeline.partition)
+    if pipeline.partition == "even":
+        return replace(layout, lengths=even_cut(length, segments, multiple))
+    return layout
+
+
+def _checked_balance(balance: tuple[int, ...], model: ModelDescription) -> tuple[int, ...]:
+    if sum(balance) != len(model.layers):
+        raise ConfigError(
+            f"pipeline.stage_balance {list(balance)} adds up to {sum(balance)}, but {model.name} has "
+            f"{len(model.layers)} layers"
+        )
+    return balance
 
 
 def _batch_sizes(rest: Mapping[str, Any], replicas: int) -> tuple[int, int]:
@@ -277,6 +312,7 @@ def remedies(found: Estimate) -> list[tuple[str, Estimate]]:
     tried = []
     for name, changed in changes:
         try:
+            changed = replace(changed, lengths=())
             tried.append((name, estimate(found.cost.model, changed, found.cost.cluster, found.cost.length)))
         except ConfigError:
             continue

@@ -35,6 +35,12 @@ class _Place:
     def shard(self) -> nn.Parameter:
         return self.module.get_parameter(self.name)
 
+    def cast(self, dtype: torch.dtype) -> torch.Tensor:
+        """The shard as it is to be gathered."""
+        shard = self.shard
+        self.param.is_made_of(shard)
+        return shard.to(dtype)
+
 
 class LayerPrefetcher:
     """Hooks of a layer that unshard its parameters, and prefetch those of its neighbours.
@@ -85,8 +91,12 @@ class LayerPrefetcher:
         self._started = [group.start() for group in self._groups]
         if not self._weights:
             return
-        shards = [place.shard.to(autocast_dtype(place.shard)) for place in self._weights]
-        trained = [number for number, shard in enumerate(shards) if torch.is_grad_enabled() and shard.requires_grad]
+        shards = [place.cast(autocast_dtype(place.shard)) for place in self._weights]
+        trained = [
+            number
+            for number, (place, shard) in enumerate(zip(self._weights, shards, strict=True))
+            if torch.is_grad_enabled() and shard.requires_grad and not place.module.defers_gradient(place.name)
+        ]
         if trained:
             shards_in_use, deferred = deferred_shards([shards[number] for number in trained])
             for number, shard in zip(trained, shards_in_use, strict=True):
@@ -118,7 +128,7 @@ class LayerPrefetcher:
 
     def _begin_backward(self, dtypes: Sequence[torch.dtype]) -> None:
         """Start to unshard the weights, the last first."""
-        shards = [place.shard.to(dtype) for place, dtype in zip(self._weights, dtypes, strict=True)]
+        shards = [place.cast(dtype) for place, dtype in zip(self._weights, dtypes, strict=True)]
         start_unshards([place.param for place in reversed(self._weights)], shards[::-1])
 
 

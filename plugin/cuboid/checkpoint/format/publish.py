@@ -64,7 +64,8 @@ def publish(folder: Path) -> None:
     """Move what was written into the folder of :func:`begin_export` to its final place.
 
     A crash at any moment leaves the old weights or the new ones loadable; other files that it leaves are removed by
-    the next save.
+    the next save. Config and tokenizer can't change in the same moment as the weights: a crash just before the switch
+    leaves the new ones beside the old weights, which matters only if a save replaces another model's.
 
     Raises:
         CheckpointError: a folder has the name of a file to be saved.

@@ -25,7 +25,12 @@ from cuboid.tensor3d.unshard import UnshardedParam
 
 
 def forward_with_bounded_loss(
-    model: PreTrainedModel, forward: Callable[[], Any], *, unbound: Callable[..., Any], mesh: Mesh, chunk_bytes: int
+    model: PreTrainedModel,
+    forward: Callable[[], Any],
+    *,
+    unbound: Callable[..., Any],
+    mesh: Mesh,
+    chunk_bytes: int | None,
 ) -> Any:
     """Run a model's own forward so that its ``loss_function`` computes logits by itself, chunk by chunk.
 
@@ -74,7 +79,7 @@ class _Ending:
     model: PreTrainedModel
     unbound: Callable[..., Any]
     mesh: Mesh
-    chunk_bytes: int
+    chunk_bytes: int | None
     stack: ExitStack
     is_done: bool = False
     hidden: torch.Tensor | None = None

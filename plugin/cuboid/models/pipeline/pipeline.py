@@ -20,6 +20,7 @@ from cuboid.distributed.rank_agreement import StepGuard
 from cuboid.errors import CuboidError
 from cuboid.models.batch.broadcast import MicroBatch, ReplicasInStep, share_micro_batches
 from cuboid.models.pipeline.sequence_cut import Cutter
+from cuboid.models.pipeline.step_schedule import StepSchedules
 from cuboid.models.pipeline.step_trace import StepTrace
 from cuboid.models.sharded.sharded_model import unwrap
 from cuboid.models.stages.stage_model import StageModel
@@ -30,9 +31,9 @@ from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
 from cuboid.seq1f1b.runtime.p2p import Channel
 from cuboid.seq1f1b.runtime.profiler import Profiler
 from cuboid.seq1f1b.runtime.runtime import Interpreter
-from cuboid.seq1f1b.schedule.actions import Program
+from cuboid.seq1f1b.schedule.actions import Op, Program
 from cuboid.seq1f1b.schedule.lowering import lower
-from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape, gpipe, only_forward
+from cuboid.seq1f1b.schedule.schedules import PipelineShape, gpipe, only_forward
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,11 @@ class Pipeline:
         self._config = stage.staging.config.pipeline
         self.mesh: Mesh = stage.cuboid.mesh
         self.mesh.connect()
-        self._cutter = Cutter(self._config, stage.staging.sizes, self.mesh)
+        tiles = self._device.type != "cpu"
+        self._cutter = Cutter(self._config, stage.staging.sizes, self.mesh, tiles=tiles)
         #: Buffers of keys and values, for reports of memory.
         self.pool = KVCachePool()
+        self._schedules = StepSchedules(stage.staging)
         self._channels = open_channels(self.mesh, self._device)
         self._step = 0
         #: Rows of this replica in the last step.
@@ -110,12 +113,14 @@ class Pipeline:
         measures = self._cutter.measures(self._step)
         profiler = Profiler(self._device) if traces or measures else None
         scale = gradient_scale / step.items
-        runner = self._run(_programs(self._config.schedule, step.shape), step, scale, profiler)
+        recomputes = bool(self._model.is_gradient_checkpointing)
+        schedule, programs = self._schedules.of(step.shape, max(step.lengths, key=sum), recomputes=recomputes)
+        runner = self._run(programs, step, scale, profiler)
         if complete:
             self.add_shared_gradients()
         self.recut = None
         if profiler is not None:
-            trace = StepTrace.gather(profiler, step.shape, self._config.schedule, self.mesh, self._device)
+            trace = StepTrace.gather(profiler, step.shape, schedule, self.mesh, self._device)
             if measures:
                 self._cutter.note(trace, step.lengths)
                 self.recut = self._cutter.lengths(max(map(sum, step.lengths)), step.shape.micro_batches)
@@ -207,7 +212,8 @@ class Pipeline:
         training: bool = True,
     ) -> StageRunner:
         stage = self._staging.cut.stage
-        runner = StageRunner(self._model, step.batches, scale=scale, training=training)
+        splits = any(action.op is Op.WEIGHT_GRADIENT for action in programs[stage])
+        runner = StageRunner(self._model, step.batches, scale=scale, training=training, splits=splits)
         observe = (lambda _: nullcontext()) if profiler is None else profiler.observe
         interpreter = Interpreter({stage: runner}, self._channels, observe)
         try:
@@ -215,6 +221,7 @@ class Pipeline:
         except Exception as error:
             error.add_note(f"in {interpreter.running} on rank {self.mesh.rank}")
             raise
+        self._staging.weight_gradients.check_empty()
         return runner
 
     def _trace_folder(self) -> Path:
@@ -249,6 +256,7 @@ class Pipeline:
 
 def open_channels(mesh: Mesh, device: torch.device) -> dict[tuple[int, int], Channel]:
     """Between this rank and its neighbours in the pipeline, in both directions. Collective."""
+    mesh.meet(device)
     stage = mesh.coordinate.pipe
     count = functools.partial(mesh.comm_counter.record_send, "pipe")
     channels = {}
@@ -259,11 +267,6 @@ def open_channels(mesh: Mesh, device: torch.device) -> dict[tuple[int, int], Cha
                 channels[ends] = Channel(mesh.channel(*ends), peer, count)
                 channels[ends].meet(device, sends=stage == ends[0])
     return channels
-
-
-@functools.cache
-def _programs(schedule: str, shape: PipelineShape) -> tuple[Program, ...]:
-    return lower(SCHEDULES[schedule](shape), shape)
 
 
 @functools.cache

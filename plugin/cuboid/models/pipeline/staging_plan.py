@@ -17,6 +17,7 @@ from cuboid.models.certification.certificates import certificate_of
 from cuboid.models.stages.model_costs import model_sizes
 from cuboid.models.stages.stage_model import Staging
 from cuboid.models.stages.stages import cut_at, draw_outline, plan_stages
+from cuboid.seq1f1b.schedule.schedules import SCHEDULES
 
 
 def plan_staging(cls: type[PreTrainedModel], hf_config: Any, config: CuboidConfig, mesh: Mesh) -> Staging:
@@ -52,4 +53,5 @@ def _check_positions(hf_config: Any, segments: int | str) -> None:
 
 def _asks_for_costs(pipeline: PipelineConfig) -> bool:
     counted = pipeline.partition in ("flops", "measured") and pipeline.segments != 1
-    return counted or pipeline.segments == "auto" or pipeline.trace is not False
+    generated = pipeline.schedule not in SCHEDULES
+    return counted or generated or pipeline.segments == "auto" or pipeline.trace is not False

@@ -12,7 +12,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.models.stages.stage_model import Staging
 from cuboid.seq1f1b.runtime.profiler import Profiler, gather_times_s
 from cuboid.seq1f1b.schedule.actions import Schedule
-from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
+from cuboid.seq1f1b.schedule.schedules import PipelineShape
 from cuboid.seq1f1b.schedule.simulator import Span, Timeline, simulate
 from cuboid.seq1f1b.schedule.unit_costs import unit_flops
 
@@ -28,10 +28,9 @@ class StepTrace:
 
     @classmethod
     def gather(
-        cls, profiler: Profiler, shape: PipelineShape, schedule: str, mesh: Mesh, device: torch.device
+        cls, profiler: Profiler, shape: PipelineShape, order: Schedule, mesh: Mesh, device: torch.device
     ) -> StepTrace:
         """Bring the stages' times together, the same on every rank. Collective over the world."""
-        order = SCHEDULES[schedule](shape)
         actions, own_s = profiler.times_s()
         assert tuple(actions) == order[mesh.coordinate.pipe], "a step did something else than its schedule"
         times_s = [own_s] if shape.stages == 1 else gather_times_s(own_s, mesh.pipe_group, device)

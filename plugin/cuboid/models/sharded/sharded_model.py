@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.masking_utils import find_packed_sequence_indices
 
 from cuboid.config.schema import TensorParallelConfig
 from cuboid.distributed.mesh import Mesh
@@ -29,16 +30,16 @@ from cuboid.models.attention.interface import (
     use_sharded_attention,
     whole_sequence,
 )
+from cuboid.models.attention.packing import known_packing
 from cuboid.models.batch.batch import LocalBatch, take_local_batch
 from cuboid.models.batch.batch_check import BatchCheck, Limits
-from cuboid.models.cross_entropy.chunked import CHUNK_BYTES
 from cuboid.models.cross_entropy.lm_head import is_in_head
 from cuboid.models.cross_entropy.loss_forward import forward_with_bounded_loss
 from cuboid.models.sharded.model_interface import WholeInterface
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.parallelize import ShardOf, attention_modules, parallelize_modules
 from cuboid.tensor3d.layers.vocab_cross_entropy import gather_hidden, gather_logits, predicted, sharded_cross_entropy
-from cuboid.tensor3d.sharding.sharded_param import disable_reshard_after_forward, is_recomputing
+from cuboid.tensor3d.sharding.sharded_param import disable_reshard_after_forward, is_recomputing, set_gradient_reduce
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,8 @@ class Sharding:
     whole: WholeModel
     #: The model's modules and their classes, as they were made, so that others in their places are found out.
     modules: dict[nn.Module, type[nn.Module]] = field(default_factory=dict)
-    #: Largest size in float32 of the logits of which a loss alone is made, on one rank.
-    chunk_bytes: int = CHUNK_BYTES
+    #: Largest size in float32 of the logits of which a loss alone is made, on one rank; None for one by the device.
+    chunk_bytes: int | None = None
     checked: bool = False
     former: FormerParameters = field(default_factory=FormerParameters)
     #: Writes the model as a Hugging Face checkpoint. Whoever loads or shards a model for users hands it in, for saving
@@ -134,6 +135,7 @@ def shard_modules(
     shapes = {name: layout.shape for name, layout in parallel_plan.by_parameter.items()}
     whole = WholeModel.of(model, _learned_positions(model), shapes)
     parallelize_modules(model, parallel_plan, mesh, shard_of)
+    set_gradient_reduce(model, config.gradient_reduce)
     if config.weight_gather == "step":
         disable_reshard_after_forward(model)
     attention = {name: model.get_submodule(name) for name in attention_modules(parallel_plan)}
@@ -314,7 +316,7 @@ def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
     check.read_if_there()
     sharding.check = check
     try:
-        with whole_sequence(Lengths(batch.length, batch.padded)):
+        with whole_sequence(Lengths(batch.length, batch.padded)), known_packing(*_packing_of(arguments, batch)):
             yield batch
         check.read()
     finally:
@@ -322,6 +324,14 @@ def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
     if not sharding.checked:
         check_attention_ran(sharding.attention)
         sharding.checked = True
+
+
+def _packing_of(arguments: dict[str, Any], batch: LocalBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The positions that the model gets, and which packed sequences they belong to."""
+    positions = batch.tensors["position_ids"]
+    # Those that nobody gave count from one end to the other. Beside a mask nobody asks.
+    may_be_packed = arguments.get("position_ids") is not None and arguments.get("attention_mask") is None
+    return positions, find_packed_sequence_indices(positions) if may_be_packed else None
 
 
 def _check_modules(model: nn.Module, made: dict[nn.Module, type[nn.Module]]) -> None:

@@ -19,11 +19,15 @@ from cuboid.models.attention.whole_sequence import WholeSequence
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.parallelize import ShardOf, parallelize_modules
 from cuboid.models.sharded.sharded_model import ShardedModel, Sharding, WholeModel, sharded_loss
+from cuboid.models.stages.deferred_linear import defer_weight_gradients
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.placeholders import PlaceholderEnd, PlaceholderModule, StageInput
 from cuboid.models.stages.stages import StageCut, cut_stage, shared_parameters
 from cuboid.models.stages.whole_recorder import WholeSequenceRecorder
+from cuboid.seq1f1b.schedule.schedules import SCHEDULES
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
+from cuboid.tensor3d.layers.weight_gradients import WeightGradientStore
+from cuboid.tensor3d.sharding.sharded_param import disable_reshard_after_forward, set_gradient_reduce
 
 
 @dataclass
@@ -43,6 +47,7 @@ class Staging:
         shared: parameters that the first and the last stage both have, by name.
         slot: tells the attention functions which unit is running.
         recorder: looks at whole sequences.
+        weight_gradients: where the stage's linear layers defer their weight gradients to while it is open.
     """
 
     outline: Outline
@@ -57,6 +62,7 @@ class Staging:
     shared: dict[str, nn.Parameter] = field(default_factory=dict)
     slot: UnitSlot = field(default_factory=UnitSlot)
     recorder: WholeSequenceRecorder | None = None
+    weight_gradients: WeightGradientStore = field(default_factory=WeightGradientStore)
 
     def recorded(self, *arguments: Any) -> WholeSequence:
         """See :meth:`WholeSequenceRecorder.record`."""
@@ -118,11 +124,17 @@ def finish_stage(
     """
     if parallel_plan is not None:
         parallelize_modules(model, parallel_plan, mesh, shard_of)
+        set_gradient_reduce(model, staging.config.tensor_parallel.gradient_reduce)
+        if staging.config.tensor_parallel.weight_gather == "step":
+            disable_reshard_after_forward(model)
         model.loss_function = functools.partial(sharded_loss, mesh=mesh)
     layers = model.get_submodule(staging.outline.layers)
     assert isinstance(layers, nn.ModuleList)
     own = {staging.outline.layer(index): layers[index] for index in range(staging.cut.first, staging.cut.stop)}
     use_segment_attention(model.config, own, staging.slot, mesh)
+    assert staging.config.pipeline is not None
+    if staging.config.pipeline.schedule not in SCHEDULES:
+        defer_weight_gradients(own.values(), staging.weight_gradients)
     staging.recorder = WholeSequenceRecorder(
         model, staging.outline, own, staging.slot, gives_start=staging.certificate.gives_start
     )

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from cuboid.distributed.mesh import Mesh
+from cuboid.models.attention.packing import known_packing
 from cuboid.models.cross_entropy.chunked import chunked_loss
 from cuboid.models.cross_entropy.lm_head import Head
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.models.stages.stages import run_base
 from cuboid.models.stages.units import SegmentedBatch
+from cuboid.tensor3d.layers.weight_gradients import WeightGradientStore
 
 Unit = tuple[int, int]
 
@@ -54,9 +57,18 @@ class StageRunner:
         batches: the step's micro-batches.
         scale: what each token's loss is multiplied by.
         training: whether units will run backward.
+        splits: whether they will do so in two parts.
     """
 
-    def __init__(self, model: StageModel, batches: Sequence[SegmentedBatch], *, scale: float, training: bool) -> None:
+    def __init__(
+        self,
+        model: StageModel,
+        batches: Sequence[SegmentedBatch],
+        *,
+        scale: float,
+        training: bool,
+        splits: bool = False,
+    ) -> None:
         self._model: Any = model
         self._staging = model.staging
         self._mesh: Mesh = model.cuboid.mesh
@@ -64,6 +76,11 @@ class StageRunner:
         self._scale = scale
         self._training = training
         self._head = Head(self._model, self._staging.outline, self._model.cuboid.base.forward)
+        #: Open while units run whose weight gradients are to come in an action of their own.
+        self._weight_gradients: WeightGradientStore = model.staging.weight_gradients
+        # A step that failed may have left something.
+        self._weight_gradients.clear()
+        self._splits = splits
         self._pending: dict[Unit, _Pending] = {}
         #: On the last stage: the sum of all units' scaled losses.
         self.loss: torch.Tensor | None = None
@@ -104,6 +121,23 @@ class StageRunner:
 
     def backward(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """See :class:`cuboid.seq1f1b.runtime.runtime.Stage`."""
+        if not self._splits:
+            return self._backward(micro_batch, segment, gradient)
+        # The forward couldn't know that this unit's backward is one action.
+        result = self.input_gradient(micro_batch, segment, gradient)
+        self.weight_gradients(micro_batch, [segment])
+        return result
+
+    def input_gradient(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """See :class:`cuboid.seq1f1b.runtime.runtime.Stage`."""
+        with self._weight_gradients.filling((micro_batch, segment)):
+            return self._backward(micro_batch, segment, gradient)
+
+    def weight_gradients(self, micro_batch: int, segments: Sequence[int]) -> None:
+        """See :class:`cuboid.seq1f1b.runtime.runtime.Stage`."""
+        self._weight_gradients.run([(micro_batch, segment) for segment in segments])
+
+    def _backward(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         pending = self._pending.pop((micro_batch, segment))
         if gradient is not None:
             pending.gradient.append(gradient)
@@ -125,7 +159,9 @@ class StageRunner:
                 options["inputs_embeds"] = self._model.get_input_embeddings()(ids)
             else:
                 options["ids"] = ids
-        with self._staging.slot.running(batch.unit(segment)):
+        deferring = self._weight_gradients.open() if self._splits else nullcontext()
+        known = known_packing(batch.positions, batch.packed)
+        with known, self._staging.slot.running(batch.unit(segment)), deferring:
             return run_base(self._model, self._staging.outline, self._staging.stage_input, hidden=hidden, **options)
 
     def _positions_and_mask(self, batch: SegmentedBatch, segment: int) -> dict[str, torch.Tensor]:
@@ -134,9 +170,9 @@ class StageRunner:
             return batch.given
         if batch.whole is None:
             uncut = {name: x[:, : batch.length] for name, x in batch.given.items()}
-            batch.whole = self._staging.recorded(
-                batch.ids.shape[0], batch.length, self.device, uncut.get("position_ids"), uncut.get("attention_mask")
-            )
+            positions, mask = uncut.get("position_ids"), uncut.get("attention_mask")
+            with known_packing(positions, batch.packed):
+                batch.whole = self._staging.recorded(batch.ids.shape[0], batch.length, self.device, positions, mask)
         return {name: batch.cut(x, segment) for name, x in {**batch.given, "position_ids": batch.positions}.items()}
 
     def _run_head(self, batch: SegmentedBatch, segment: int, output: torch.Tensor) -> torch.Tensor | None:

@@ -26,6 +26,8 @@ class Layout:
         chunks: pieces of layers that each pipeline rank has (interleaved where more than one).
         schedule: a name in :data:`~cuboid.seq1f1b.schedule.schedules.SCHEDULES`.
         stage_layers: layers of each stage, in order of the stages; () for a balanced cut.
+        lengths: of the segments; () for a cut by cost.
+        key_value_gradient_bytes: of a number that segments add gradients of keys and values up in.
         zero_stage: of the optimizer over the replicas.
         checkpointing: what is recomputed.
         weight_gather: how long gathered weights are kept; see docs/config.md.
@@ -43,6 +45,8 @@ class Layout:
     chunks: int = 1
     schedule: str = "seq1f1b"
     stage_layers: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    key_value_gradient_bytes: int = 4
     zero_stage: int = 1
     checkpointing: Checkpointing = "none"
     weight_gather: Literal["layer", "step"] = "layer"

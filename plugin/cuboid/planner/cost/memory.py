@@ -246,8 +246,8 @@ class _Stage:
                 now += kept(action)
                 opened.setdefault(action.micro_batch, store)
             elif action.op is Op.BACKWARD and segments > 1 and action.segment == segments - 1:
-                # Gradients of keys and values, in float32.
-                opened[action.micro_batch] = store * 3
+                # With the gradients of keys and values.
+                opened[action.micro_batch] = store * (1 + layout.key_value_gradient_bytes / _ELEMENT)
             if now + sum(opened.values()) > sum(most):
                 most = now, sum(opened.values())
             if action.op is Op.BACKWARD:

@@ -113,6 +113,8 @@ class StepCost:
     def lengths(self) -> tuple[int, ...]:
         """Lengths of the segments, as ``"partition": "flops"`` cuts them."""
         mesh, segments = self.layout.mesh, self.layout.segments
+        if self.layout.lengths:
+            return self.layout.lengths
         if segments == 1:
             return (self.length,)
         return _cut(self.model, self.length, segments, math.lcm(mesh.sequence, mesh.hidden))

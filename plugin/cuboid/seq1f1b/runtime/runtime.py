@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -33,6 +34,12 @@ class Stage(Protocol):
 
     def backward(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Gradient for the previous stage; nothing comes into the last stage, and nothing out of the first."""
+
+    def input_gradient(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """As :meth:`backward`, without what :meth:`weight_gradients` will do."""
+
+    def weight_gradients(self, micro_batch: int, segments: Sequence[int]) -> None:
+        """What is left of the backward of some segments, in their order, perhaps computed as one."""
 
 
 #: Called with each action that computes; what it returns is entered for the time of the computation.
@@ -67,13 +74,15 @@ class Interpreter:
         Raises:
             PeerLostError: a neighbour went away.
         """
-        for action in program:
-            self.running = action
+        for run in _runs(program):
+            action = self.running = run[0]
             match action.op:
                 case Op.RECEIVE_ACTIVATION | Op.RECEIVE_GRADIENT:
                     self._receive(action)
                 case Op.SEND_ACTIVATION | Op.SEND_GRADIENT:
                     self._channels[channel(action)].send(self._outgoing.pop(action))
+                case Op.WEIGHT_GRADIENT:
+                    self._weight_gradients(run)
                 case _:
                     self._compute(action, shape)
         for each in self._channels.values():
@@ -88,8 +97,12 @@ class Interpreter:
 
     def _compute(self, action: Action, shape: PipelineShape) -> None:
         stage = self._stages[action.stage]
-        assert action.op in (Op.FORWARD, Op.BACKWARD), f"no computation for {action}"
-        compute = stage.forward if action.op is Op.FORWARD else stage.backward
+        computations = {
+            Op.FORWARD: stage.forward,
+            Op.BACKWARD: stage.backward,
+            Op.INPUT_GRADIENT: stage.input_gradient,
+        }
+        compute = computations[action.op]
         taken = self._take(incoming(action, shape))
         with self._observe(action):
             result = compute(action.micro_batch, action.segment, taken)
@@ -101,8 +114,29 @@ class Interpreter:
         else:
             self._outgoing[send] = result
 
+    def _weight_gradients(self, run: Sequence[Action]) -> None:
+        """One computation, which is all noted as the first action's time: the others follow it in no time."""
+        first = run[0]
+        with self._observe(first):
+            self._stages[first.stage].weight_gradients(first.micro_batch, [action.segment for action in run])
+        for action in run[1:]:
+            with self._observe(action):
+                pass
+
     def _take(self, receive: Action | None) -> torch.Tensor | None:
         if receive is None:
             return None
         arrival = self._arrivals.pop(receive, None)
         return self._here.pop(receive) if arrival is None else arrival.wait()
+
+
+def _runs(program: Program) -> Iterator[tuple[Action, ...]]:
+    """The actions of a program one by one, but those weight gradients together that one product can give."""
+
+    def key(numbered: tuple[int, Action]) -> tuple[int, ...]:
+        index, action = numbered
+        # No other action has a stage for its first number.
+        return (action.stage, action.micro_batch) if action.op is Op.WEIGHT_GRADIENT else (-1, index)
+
+    for _, run in groupby(enumerate(program), key):
+        yield tuple(action for _, action in run)

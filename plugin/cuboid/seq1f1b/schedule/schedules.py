@@ -1,8 +1,9 @@
 """The schedules, each a pure function of the pipeline's shape.
 
-To add one, write the function and enter it in :data:`SCHEDULES`. Nothing else changes: what depends on what, the
-validator, the messages and the simulator all follow from the actions. A rank may have several stages (it then has
-their actions in its tuple), and a backward may be split into its two halves.
+Those in :data:`SCHEDULES` have one stage on each rank; to add one, write the function and enter it there. Nothing else
+changes: what depends on what, the validator, the messages and the simulator all follow from the actions. A rank may
+have several stages, its *chunks* (it then has their actions in its tuple), and a backward may be split into its two
+halves; which schedules do is in :mod:`.choice`.
 """
 
 from __future__ import annotations
@@ -71,6 +72,41 @@ def seq1f1b(shape: PipelineShape) -> Schedule:
     return tuple(_seq1f1b_rank(stage, shape) for stage in range(shape.stages))
 
 
+def interleaved_placement(ranks: int, chunks: int) -> tuple[int, ...]:
+    """The rank of each of ``ranks × chunks`` stages: round and round, so that rank p has stages p, p + P, p + 2P, …"""
+    return tuple(stage % ranks for stage in range(ranks * chunks))
+
+
+def v_placement(ranks: int, chunks: int) -> tuple[int, ...]:
+    """The rank of each of ``ranks × chunks`` stages: to and fro, with the stages on both sides of a turn on one rank.
+
+    With two chunks that is a V, and rank 0 has the first stage and the last one.
+    """
+    there = tuple(range(ranks))
+    return tuple(rank for chunk in range(chunks) for rank in (there[::-1] if chunk % 2 else there))
+
+
+def seq1f1b_interleaved(shape: PipelineShape, ranks: int) -> Schedule:
+    """Seq1F1B-I (arXiv 2406.03488): one forward, one backward in turn, with stages placed round and round.
+
+    A rank goes through its chunks in groups of micro-batches: all forwards of a group on its first chunk, then on the
+    next; backwards the same way from the last chunk. A group of g units, whole micro-batches and at least P where there
+    are as many, keeps all ranks busy until its first unit has been through the P stages of a chunk. Rank p of P with v
+    chunks warms up with (v−1)·g + 2(P−p−1) + k − 1 forwards. Groups are as small and as equal as can be, larger ones
+    first, since the warm-up is for the first; so the bubble of equal units is (P−1)/(v·k·M + P−1) for any M ≥ ⌈P/k⌉.
+
+    Args:
+        shape: of the pipeline; its stages are those of all ranks.
+        ranks: P.
+
+    Raises:
+        ConfigError: P doesn't divide the number of stages.
+    """
+    if shape.stages % ranks:
+        raise ConfigError(f"{shape.stages} stages can't be placed on {ranks} ranks in equal numbers")
+    return tuple(_interleaved_rank(rank, shape, ranks) for rank in range(ranks))
+
+
 #: The schedules by their names in the config.
 SCHEDULES: Mapping[str, Callable[[PipelineShape], Schedule]] = MappingProxyType(
     {"gpipe": gpipe, "1f1b": one_f_one_b, "seq1f1b": seq1f1b}
@@ -83,10 +119,35 @@ def only_forward(schedule: Schedule) -> Schedule:
 
 
 def _seq1f1b_rank(stage: int, shape: PipelineShape) -> tuple[Action, ...]:
-    forwards, backwards = _forwards(stage, shape), _backwards(stage, shape)
-    warm_up = min(shape.stages - stage - 2 + shape.segments, shape.units)
+    warm_up = shape.stages - stage - 2 + shape.segments
+    return _one_by_one(_forwards(stage, shape), _backwards(stage, shape), warm_up)
+
+
+def _interleaved_rank(rank: int, shape: PipelineShape, ranks: int) -> tuple[Action, ...]:
+    stages = range(rank, shape.stages, ranks)
+    count = max(1, shape.micro_batches // -(-ranks // shape.segments))
+    each, rest = divmod(shape.micro_batches, count)
+    by_stage = {stage: (_forwards(stage, shape), _backwards(stage, shape)) for stage in stages}
+    forwards: list[Action] = []
+    backwards: list[Action] = []
+    start = 0
+    for group in range(count):
+        stop = start + (each + (group < rest)) * shape.segments
+        for stage in stages:
+            forwards += by_stage[stage][0][start:stop]
+        for stage in reversed(stages):
+            backwards += by_stage[stage][1][start:stop]
+        start = stop
+    first = (each + (rest > 0)) * shape.segments
+    warm_up = (len(stages) - 1) * first + 2 * (ranks - rank - 1) + shape.segments - 1
+    return _one_by_one(forwards, backwards, warm_up)
+
+
+def _one_by_one(forwards: list[Action], backwards: list[Action], warm_up: int) -> tuple[Action, ...]:
+    """So many forwards, then one forward and one backward in turn, then what is left of the backwards."""
+    warm_up = min(warm_up, len(forwards))
     steady = chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))
-    return (*forwards[:warm_up], *steady, *backwards[shape.units - warm_up :])
+    return (*forwards[:warm_up], *steady, *backwards[len(forwards) - warm_up :])
 
 
 def _forwards(stage: int, shape: PipelineShape) -> list[Action]:

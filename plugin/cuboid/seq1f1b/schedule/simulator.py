@@ -20,6 +20,10 @@ class Span:
     end_s: float
 
 
+#: Points of a step function: the time from which on so much was in use.
+MemoryCurve = tuple[tuple[float, float], ...]
+
+
 @dataclass(frozen=True)
 class Timeline:
     """One step of the pipeline, simulated or measured.
@@ -27,10 +31,12 @@ class Timeline:
     Args:
         spans: for each rank what it did, in time order. Messages may be among it; they don't count as work.
         peak_bytes: for each rank the most that its units in flight took; 0 where it isn't known.
+        memory: for each rank what its units took from when on; empty where it isn't known.
     """
 
     spans: tuple[tuple[Span, ...], ...]
-    peak_bytes: tuple[int, ...]
+    peak_bytes: tuple[float, ...]
+    memory: tuple[MemoryCurve, ...] = ()
 
     @property
     def makespan_s(self) -> float:
@@ -63,7 +69,8 @@ def simulate(
     duration_s: Callable[[Action], float],
     *,
     transfer_s: Callable[[Action], float] | None = None,
-    kept_bytes: Callable[[Action], int] | None = None,
+    kept_bytes: Callable[[Action], float] | None = None,
+    input_gradient_frees: float = 0,
 ) -> Timeline:
     """Let every rank start each of its actions as soon as the one before is done and what it depends on has come.
 
@@ -74,7 +81,9 @@ def simulate(
         transfer_s: seconds from the end of an action until its result is there on another rank. Ranks compute
             meanwhile, and messages don't hold up one another. None: no time.
         kept_bytes: bytes that a unit holds from the start of its forward, which is what is passed, until its gradients
-            are done. None: nothing is known.
+            are done; or any other measure of memory. None: nothing is known.
+        input_gradient_frees: the part of it that is freed by the first half of a split backward; negative where that
+            half needs more than it frees.
 
     Raises:
         ScheduleError: the schedule can't be run to its end.
@@ -90,21 +99,50 @@ def simulate(
             start_s = max(start_s, ends[needed] + (transfer_s(needed) if crosses and transfer_s else 0))
         clocks[rank] = ends[fulfils(action)] = start_s + duration_s(action)
         spans[rank].append(Span(action, start_s, clocks[rank]))
-    peaks = [0 if kept_bytes is None else peak_bytes(actions, kept_bytes) for actions in schedule]
-    return Timeline(tuple(tuple(rank) for rank in spans), tuple(peaks))
+    memory = () if kept_bytes is None else tuple(memory_curve(rank, kept_bytes, input_gradient_frees) for rank in spans)
+    peaks = [max((now for _, now in curve), default=0) for curve in memory] or [0] * len(spans)
+    return Timeline(tuple(tuple(rank) for rank in spans), tuple(peaks), memory)
 
 
-def peak_bytes(actions: Iterable[Action], kept_bytes: Callable[[Action], int]) -> int:
-    """The most that the units in flight on one rank take together, by :func:`simulate`'s ``kept_bytes``.
+def memory_curve(
+    spans: Iterable[Span], kept_bytes: Callable[[Action], float], input_gradient_frees: float = 0
+) -> MemoryCurve:
+    """What the units of one rank take, over time; see :func:`simulate`.
+
+    Memory is taken when an action starts and freed when it ends.
+    """
+    now: float = 0
+    curve: list[tuple[float, float]] = []
+    for span in spans:
+        action = span.action
+        if not action.op.computes:
+            continue
+        kept = kept_bytes(Action(Op.FORWARD, action.stage, action.micro_batch, action.segment))
+        freed = kept * _freed(action.op, input_gradient_frees)
+        now -= freed
+        curve.append((span.start_s if freed < 0 else span.end_s, now))
+    return tuple(curve)
+
+
+def _freed(op: Op, input_gradient_frees: float) -> float:
+    """The part of what a unit keeps that is free after an action of it."""
+    match op:
+        case Op.FORWARD:
+            return -1
+        case Op.INPUT_GRADIENT:
+            return input_gradient_frees
+        case Op.WEIGHT_GRADIENT:
+            return 1 - input_gradient_frees
+    return 1
+
+
+def peak_bytes(
+    actions: Iterable[Action], kept_bytes: Callable[[Action], float], input_gradient_frees: float = 0
+) -> float:
+    """The most that the units of one rank take together; see :func:`simulate`.
 
     With 1 for each unit this is the number of units in flight.
     """
-    now = peak = 0
-    for action in actions:
-        forward = Action(Op.FORWARD, action.stage, action.micro_batch, action.segment)
-        if action.op is Op.FORWARD:
-            now += kept_bytes(forward)
-            peak = max(peak, now)
-        elif action.op in (Op.BACKWARD, Op.WEIGHT_GRADIENT):
-            now -= kept_bytes(forward)
-    return peak
+    # Actions of a rank follow one another, so their places do for times.
+    order = (Span(action, index, index) for index, action in enumerate(actions))
+    return max((now for _, now in memory_curve(order, kept_bytes, input_gradient_frees)), default=0)

@@ -1,8 +1,8 @@
-"""Timelines as pictures: a lane for each stage, idle time left blank."""
+"""Timelines as pictures: a lane for each rank, idle time left blank, with the memory of its units below if known."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ _NAMES = {
     Op.INPUT_GRADIENT: "input gradient",
     Op.WEIGHT_GRADIENT: "weight gradient",
 }
-_MESSAGE, _TEXT = "#444444", "#1A1A1A"
-_LANE, _MESSAGE_LANE = 0.84, 0.1
+_MESSAGE, _TEXT, _MEMORY = "#444444", "#1A1A1A", "#B8B8B8"
+#: Of a lane's height: boxes alone, boxes with a curve of the memory below, messages, and the curve.
+_LANE, _SHARED_LANE, _MESSAGE_LANE, _CURVE = 0.84, 0.56, 0.1, 0.28
 #: Inches.
 _WIDTH, _LANE_HEIGHT, _PANEL_HEIGHT = 13.0, 0.4, 0.85
 _FONT_POINTS = 7.0
@@ -36,11 +37,9 @@ _DIGIT_WIDTH = 0.64
 _LANES_SHARE = 0.8
 
 
-def draw_timeline(
-    timeline: Timeline, path: str | Path, *, title: str = "", caption: str = "", time_label: str | None = None
-) -> None:
+def draw_timeline(timeline: Timeline, path: str | Path, *, title: str = "", **options: Any) -> None:
     """Draw one timeline; see :func:`draw_timelines`."""
-    draw_timelines([(title, timeline)], path, caption=caption, time_label=time_label)
+    draw_timelines([(title, timeline)], path, **options)
 
 
 def draw_timelines(
@@ -49,17 +48,20 @@ def draw_timelines(
     *,
     caption: str = "",
     time_label: str | None = None,
+    memory_label: Callable[[float], str] | None = None,
 ) -> None:
     """Draw timelines below one another on a common axis of time, each from its own beginning.
 
     Boxes are marked ``micro-batch.segment`` where there is room. To the right of each lane stand the stage's idle
-    share, the most units that were in flight, and the most bytes that they took if that is known.
+    share, the most units that were in flight, and the most memory that they took if that is known. Its curve over time
+    is drawn below the boxes, in a timeline's lanes to one scale.
 
     Args:
         timelines: titles and timelines.
         path: of the picture; its suffix (.png, .svg or .pdf) says the format.
         caption: below the picture.
         time_label: for the axis, where times aren't seconds.
+        memory_label: writes an amount of memory, where they aren't bytes.
 
     Raises:
         CuboidError: no such format.
@@ -81,6 +83,7 @@ def draw_timelines(
     factor, unit = (1.0, time_label) if time_label else _unit(longest_s)
     for axes, (title, timeline) in zip(panels, timelines, strict=True):
         _draw_panel(axes, timeline, longest_s * factor, factor)
+        _add_numbers(axes, timeline, memory_label or format_bytes)
         axes.set_title(title, loc="left", fontsize="medium")
     panels[-1].set_xlabel(unit)
     _add_legend(figure, timelines, caption)
@@ -97,9 +100,18 @@ def _unit(longest_s: float) -> tuple[float, str]:
 def _draw_panel(axes: Any, timeline: Timeline, width: float, factor: float) -> None:
     begin_s = min((spans[0].start_s for spans in timeline.spans if spans), default=0.0)
     points_per_unit = 72 * _WIDTH * _LANES_SHARE / width
+    most = max(timeline.peak_bytes, default=0)
+    with_memory = bool(timeline.memory) and most > 0
+    height = _SHARED_LANE if with_memory else _LANE
     for lane, spans in enumerate(timeline.spans):
         boxes = [((span.start_s - begin_s) * factor, (span.end_s - span.start_s) * factor) for span in spans]
-        _draw_lane(axes, lane, spans, boxes, points_per_unit)
+        _draw_lane(axes, lane - _LANE / 2, height, spans, boxes, points_per_unit)
+        if with_memory:
+            times = [(time_s - begin_s) * factor for time_s, _ in timeline.memory[lane]]
+            floor = lane + _LANE / 2
+            amounts = [floor - _CURVE * amount / most for _, amount in timeline.memory[lane]]
+            # The axis points down. Each amount lasts until the next time.
+            axes.fill_between(times, floor, amounts, step="post", color=_MEMORY, linewidth=0)
     axes.set_xlim(0, width * 1.002)
     axes.set_ylim(len(timeline.spans) - 0.5, -0.5)
     labels = [f"stage {rank_label(spans, lane)}" for lane, spans in enumerate(timeline.spans)]
@@ -107,11 +119,15 @@ def _draw_panel(axes: Any, timeline: Timeline, width: float, factor: float) -> N
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    _add_numbers(axes, timeline)
 
 
 def _draw_lane(
-    axes: Any, lane: int, spans: Sequence[Span], boxes: list[tuple[float, float]], points_per_unit: float
+    axes: Any,
+    top: float,
+    height: float,
+    spans: Sequence[Span],
+    boxes: list[tuple[float, float]],
+    points_per_unit: float,
 ) -> None:
     work = [(span, box) for span, box in zip(spans, boxes, strict=True) if span.action.op.computes]
     messages = [box for span, box in zip(spans, boxes, strict=True) if not span.action.op.computes]
@@ -119,19 +135,19 @@ def _draw_lane(
     narrow = min((points_per_unit * width for _, (_, width) in work), default=0) < 3
     axes.broken_barh(
         [box for _, box in work],
-        (lane - _LANE / 2, _LANE),
+        (top, height),
         facecolors=[_shade(span) for span, _ in work],
         edgecolor="white",
         linewidth=0.1 if narrow else 0.6,
     )
-    axes.broken_barh(messages, (lane + _LANE / 2 - _MESSAGE_LANE, _MESSAGE_LANE), facecolor=_MESSAGE)
+    axes.broken_barh(messages, (top + height - _MESSAGE_LANE, _MESSAGE_LANE), facecolor=_MESSAGE)
     for span, (left, width) in work:
         text = f"{span.action.micro_batch}.{span.action.segment}"
         points = points_per_unit * width
         upright = len(text) * _DIGIT_WIDTH * _FONT_POINTS < points
         if upright or points > _FONT_POINTS:
             rotation = "horizontal" if upright else "vertical"
-            middle = (left + width / 2, lane)
+            middle = (left + width / 2, top + height / 2)
             axes.text(*middle, text, ha="center", va="center", fontsize=_FONT_POINTS, color=_TEXT, rotation=rotation)
 
 
@@ -140,14 +156,14 @@ def _shade(span: Span) -> str:
     return shades[span.action.micro_batch % len(shades)]
 
 
-def _add_numbers(axes: Any, timeline: Timeline) -> None:
+def _add_numbers(axes: Any, timeline: Timeline, memory_label: Callable[[float], str]) -> None:
     """The columns on the right."""
     columns = [
         ("idle", [f"{bubble:.1%}" for bubble in timeline.bubbles]),
         ("in flight", [str(peak_bytes([s.action for s in spans], lambda _: 1)) for spans in timeline.spans]),
     ]
     if any(timeline.peak_bytes):
-        columns.append(("memory", [format_bytes(peak) for peak in timeline.peak_bytes]))
+        columns.append(("memory", [memory_label(peak) for peak in timeline.peak_bytes]))
     position = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right", "va": "center"}
     for number, (header, cells) in enumerate(columns):
         right = 48 + 56 * number
@@ -163,6 +179,8 @@ def _add_legend(figure: Any, timelines: Sequence[tuple[str, Timeline]], caption:
     handles = [Patch(color=_SHADES[op][0], label=name) for op, name in _NAMES.items() if op in ops]
     if any(not op.computes for op in ops):
         handles.append(Patch(color=_MESSAGE, label="message"))
+    if any(timeline.memory for _, timeline in timelines):
+        handles.append(Patch(color=_MEMORY, label="memory"))
     title = "; ".join(filter(None, (caption, "boxes: micro-batch.segment, a shade for each micro-batch")))
     figure.legend(
         handles=handles, loc="outside lower center", ncol=len(handles), frameon=False, fontsize=8, title=title,

@@ -12,8 +12,9 @@ from torch.autograd.graph import Node
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.tensor3d.layers.input_gather import GatherFeatures, InputGather, NoGather
-from cuboid.tensor3d.layers.linear_op import LinearOp, Operand, Product
+from cuboid.tensor3d.layers.linear_op import Later, LinearOp, Operand, Product
 from cuboid.tensor3d.layers.output_reduce import ScatterFeatures, ScatterSequence
+from cuboid.tensor3d.layers.weight_gradients import WeightGradientStore
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
@@ -25,9 +26,11 @@ class ShardedLinear(ShardedModule, nn.Linear):
 
     Attributes:
         before: for the next call, the node of the fused projections, whose backward follows this layer's.
+        weight_gradients: where the weight's gradients may be deferred to; None where they never are.
     """
 
     bias_rows: torch.Tensor | None
+    weight_gradients: WeightGradientStore | None = None
 
     def __init__(
         self,
@@ -73,16 +76,29 @@ class ShardedLinear(ShardedModule, nn.Linear):
         _, (result,) = self._linear_op(x.to(dtype), [self.operand(dtype)], before=before)
         return result
 
+    def defers_gradient(self, name: str) -> bool:
+        """See :class:`ShardedModule`."""
+        return name == "weight" and self.weight_gradients is not None and self.weight_gradients.defers(self.weight)
+
     def operand(self, dtype: torch.dtype) -> Operand:
         """What the next multiplication takes of this layer; the input has ``dtype``."""
+        if self.defers_gradient("weight"):
+            assert self.weight_gradients is not None
+            weight = self.weight.detach()
+            if torch.is_autocast_enabled(weight.device.type):
+                weight = weight.to(dtype)
+            return Operand(weight, None, self._bias_block(dtype), Later(self.weight, self.weight_gradients))
         weight, deferred = self.prefetched_shards.pop("weight", (self.weight, None))
+        self.sharded_params["weight"].is_made_of(self.weight)
         if weight.dtype != dtype and torch.is_autocast_enabled(weight.device.type):
             # Only this cast's own gradient may be on its way, not one that is yet to be cast.
             weight, deferred = self.weight.to(dtype), None
+        return Operand(weight, deferred, self._bias_block(dtype))
+
+    def _bias_block(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """The entries of the bias that are added here."""
         bias = None if self.bias is None else self.unsharded("bias").to(dtype)
-        if bias is not None and self.bias_rows is not None:
-            bias = bias[self.bias_rows]
-        return Operand(weight, deferred, bias)
+        return bias if bias is None or self.bias_rows is None else bias[self.bias_rows]
 
     def extra_repr(self) -> str:
         """Unsplit sizes and the mesh."""

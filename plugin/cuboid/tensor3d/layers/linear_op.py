@@ -26,7 +26,7 @@ Where the collectives cross a network, a few rows of the batch are multiplied wh
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import compress, repeat
@@ -40,6 +40,7 @@ from cuboid.distributed.axis_collectives import SEQUENCE_DIM, scatter_dim
 from cuboid.tensor3d.layers.input_gather import GatherSequence, InputGather
 from cuboid.tensor3d.layers.norm import statistics_dtype
 from cuboid.tensor3d.layers.output_reduce import Columns, OutputReduce, Pieces, share_reduces
+from cuboid.tensor3d.layers.weight_gradients import WeightGradientStore, new_edge
 from cuboid.tensor3d.sharding.bucketing import start_reduce_scatters, start_unshards
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce
 from cuboid.tensor3d.sharding.sharded_param import ShardedParam
@@ -78,6 +79,14 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Later:
+    """A weight whose gradient is computed behind the backward, and the store that has it done."""
+
+    weight: torch.Tensor
+    store: WeightGradientStore
+
+
+@dataclass(frozen=True)
 class Operand:
     """What varies from one call to the next.
 
@@ -85,11 +94,13 @@ class Operand:
         weight: the shard.
         deferred: who waits for the shard's gradient; None if it must be complete at once.
         bias: added to the result, ``[O']``; perhaps None.
+        later: where the shard is detached and its gradient isn't part of this backward.
     """
 
     weight: torch.Tensor
     deferred: DeferredReduce | None = None
     bias: torch.Tensor | None = None
+    later: Later | None = None
 
 
 class LinearOp:
@@ -130,12 +141,15 @@ class LinearOp:
         Returns:
             The gathered input, if wanted, and what the products are.
         """
-        weights, biases, deferrals = [], [], []
+        weights, biases, deferrals, later = [], [], [], []
         for operand in operands:
             weights.append(operand.weight)
             biases.append(operand.bias)
             deferrals.append(operand.deferred)
-        given, *outs = _LinearFunction.apply(x, _Call(self, deferrals, wants_input, before), *weights, *biases)
+            later.append(operand.later)
+        edge = new_edge(x) if any(later) else None
+        call = _Call(self, deferrals, later, wants_input, before)
+        given, *outs = _LinearFunction.apply(x, call, edge, *weights, *biases)
         return given, outs
 
     def parts(self, x: torch.Tensor) -> int:
@@ -178,6 +192,14 @@ class LinearOp:
                 rows += map(torch.t, output_reduce.rows(self.block(weights, number), place))
         return self.input_gather.transpose.start(pieces, (rows,))
 
+    def start_transposes(self, dy: Sequence[torch.Tensor], parts: int) -> list[list[AsyncResult[Sequence[Pieces]]]]:
+        """Bring the gradients of the outputs to what the products made, for each part of the rows and each group."""
+        started = []
+        for part in zip(*map(torch.tensor_split, dy, repeat(parts)), strict=False):
+            own = [reduce.start_transpose(list(map(part.__getitem__, numbers))) for reduce, numbers in self.groups]
+            started.append(own)
+        return started
+
     def block_gradient(self, number: int, dy: Pieces, x: Pieces) -> torch.Tensor:
         """dyᵀ x, as ``[out, in]`` or ``[in, out]``, with zeros in the rows that were not multiplied."""
         product = self.products[number]
@@ -202,18 +224,20 @@ class LinearOp:
 class _Call:
     linear_op: LinearOp
     deferrals: Sequence[DeferredReduce | None]
+    later: Sequence[Later | None]
     wants_input: bool
     before: weakref.ref[Node] | None
 
 
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, call: _Call, *operands: Any) -> tuple[Any, ...]:
+    def forward(ctx: Any, x: torch.Tensor, call: _Call, edge: torch.Tensor | None, *operands: Any) -> tuple[Any, ...]:
+        del edge
         own, count = call.linear_op, len(call.deferrals)
         weights, biases = operands[:count], operands[count:]
         ctx.save_for_backward(x, *weights)
         ctx.call, ctx.begun, ctx.kept = call, None, None
-        ctx.parts = own.parts(x) if own.mesh.spans_networks else 1
+        ctx.parts = own.parts(x) if own.mesh.spans_nodes else 1
         ctx.set_materialize_grads(False)
         gathering = list(map(own.input_gather.start, x.tensor_split(ctx.parts)))
         if own.is_sharded:
@@ -244,7 +268,7 @@ class _LinearFunction(torch.autograd.Function):
         own: LinearOp = ctx.call.linear_op
         begun, ctx.begun = _begun(ctx), None
         weights = begun.weights
-        needs_x, _, *needs = ctx.needs_input_grad
+        needs_x, _, _, *needs = ctx.needs_input_grad
         wanted = list(compress(range(len(weights)), needs))
         dy, dbiases = [], []
         for gradient, shape, needs_bias in zip(gradients, ctx.shapes, needs[len(weights) :], strict=True):
@@ -252,12 +276,9 @@ class _LinearFunction(torch.autograd.Function):
             dbiases.append(dy[-1].flatten(0, -2).sum(0) if needs_bias else None)
         if needs_x and own.is_sharded:
             start_unshards(own.params, weights)
-        transposing = []
-        for part in zip(*map(torch.tensor_split, dy, repeat(ctx.parts)), strict=False):
-            started = []
-            for output_reduce, numbers in own.groups:
-                started.append(output_reduce.start_transpose(list(map(part.__getitem__, numbers))))
-            transposing.append(started)
+        if any(ctx.call.later):
+            _DeferredWeights.add(ctx, begun, dy)
+        transposing = own.start_transposes(dy, ctx.parts)
         reducing: list[AsyncResult[Sequence[torch.Tensor]]] = []
         blocks: dict[int, torch.Tensor] = {}
         for index, started in enumerate(transposing):
@@ -300,15 +321,74 @@ class _LinearFunction(torch.autograd.Function):
             # The gradient of a gathered input that was used elsewhere too, to that of the rank's own part.
             assert isinstance(own.input_gather, GatherSequence)
             dx = dx + scatter_dim(given, SEQUENCE_DIM, own.input_gather.along)
-        return dx, None, *dweights, *dbiases
+        return dx, None, None, *dweights, *dbiases
+
+
+@dataclass(frozen=True)
+class _DeferredWeights:
+    """See :class:`~cuboid.tensor3d.layers.weight_gradients.DeferredProduct`; shards only.
+
+    Args:
+        linear_op: whose products they are.
+        parts: into which the rows are cut.
+        later: the weight of each product, or None where its gradient isn't deferred.
+        x: the rank's part of the input.
+        dy: the rank's part of the gradient of each output.
+    """
+
+    linear_op: LinearOp
+    parts: int
+    later: Sequence[Later | None]
+    x: torch.Tensor
+    dy: Sequence[torch.Tensor]
+
+    @classmethod
+    def add(cls, ctx: Any, begun: _Begun, dy: Sequence[torch.Tensor]) -> None:
+        """Leave the weight gradients of a backward to their store."""
+        assert begun.x is not None
+        call: _Call = ctx.call
+        store = next(each.store for each in call.later if each is not None)
+        # By ``data``, for any view of the input would keep its whole graph, with all that other backwards have saved.
+        store.add(cls(call.linear_op, ctx.parts, call.later, begun.x.data, [gradient.data for gradient in dy]))
+
+    @property
+    def key(self) -> Hashable:
+        """One for each set of weights."""
+        return tuple(None if each is None else id(each.weight) for each in self.later)
+
+    def gradients(self, others: Sequence[_DeferredWeights]) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """Blocks are added up over the units, and reduce-scattered once."""
+        own = self.linear_op
+        wanted = [number for number, each in enumerate(self.later) if each is not None]
+        sums: dict[int, torch.Tensor] = {}
+        is_sum = bool(others) or self.parts > 1
+        for each in (self, *others):
+            gathering = list(map(own.input_gather.start, each.x.tensor_split(each.parts)))
+            for gathered, started in zip(gathering, own.start_transposes(each.dy, each.parts), strict=True):
+                whole, pieces = own.in_order(started), gathered.wait()
+                for number in wanted:
+                    block = own.block_gradient(number, whole[number], pieces)
+                    if is_sum:
+                        block = block.to(statistics_dtype(block.dtype))
+                    sums[number] = sums[number].add_(block) if number in sums else block
+        blocks = [sums[number].to(self.dy[number].dtype) for number in wanted]
+        if own.is_sharded:
+            reducing = start_reduce_scatters([own.params[number] for number in wanted], blocks)
+            blocks = [reduced.wait() for reduced in reducing]
+        weights = [each.weight for each in self.later if each is not None]
+        return [(weight, block.to(weight.dtype)) for weight, block in zip(weights, blocks, strict=True)]
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """What of a backward needs no gradient: the saved weights, and the input on its way, part by part, if wanted."""
+    """What of a backward needs no gradient: the saved weights, and the input on its way, part by part, if wanted.
+
+    The rank's own part of the input is there for weight gradients that are deferred.
+    """
 
     weights: Sequence[torch.Tensor]
     gathering: Sequence[AsyncResult[Pieces]]
+    x: torch.Tensor | None
 
 
 def _begun(ctx: Any) -> _Begun:
@@ -319,9 +399,10 @@ def _begun(ctx: Any) -> _Begun:
         # Unless the graph is retained, the rank's own part of the input is freed as soon as it is copied into the
         # buffer of the all-gather.
         ctx.maybe_clear_saved_tensors()
-        wanted = any(ctx.needs_input_grad[2 : 2 + len(weights)])
+        wanted = any(ctx.needs_input_grad[3 : 3 + len(weights)])
         start = partial(ctx.call.linear_op.input_gather.start, in_place=True)
-        ctx.begun = _Begun(weights, list(map(start, x.tensor_split(ctx.parts))) if wanted else [])
+        gathering = list(map(start, x.tensor_split(ctx.parts))) if wanted else []
+        ctx.begun = _Begun(weights, gathering, x if any(ctx.call.later) else None)
     return ctx.begun
 
 

@@ -75,8 +75,23 @@ class Tokens:
         return cls(folder, meta)
 
     def stream(self, split: Split) -> Stream:
-        """A stream as a memory map."""
-        stream: Stream = np.load(self.folder / f"{split}.npy", mmap_mode="r", allow_pickle=False)
+        """A stream as a memory map.
+
+        Raises:
+            CuboidError: the file isn't what the description says, as after a `cuboid prepare` that was interrupted
+                while it replaced an older corpus.
+        """
+        path = self.folder / f"{split}.npy"
+        expected = self.meta.train if split == "train" else self.meta.heldout
+        try:
+            stream: Stream = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise CuboidError(f"{path} can't be read ({error}); run `cuboid prepare` again") from error
+        if stream.dtype != np.int32 or stream.shape != (expected,):
+            raise CuboidError(
+                f"{path} has {stream.dtype} of shape {list(stream.shape)}, but {_META} says int32 of shape "
+                f"[{expected}]; run `cuboid prepare` again"
+            )
         return stream
 
 

@@ -1,0 +1,72 @@
+"""Whether a micro-batch's rows are packed sequences: found out once, and not again for each mask and each segment.
+
+transformers looks at the values of ``position_ids`` for every mask that it makes without an ``attention_mask``, for
+which the host waits until the device is through with everything before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What is known of the positions that a forward gets.
+
+    Args:
+        positions: ``[B, S]`` or ``[1, S]``; None if the model counts them by itself, so that none restart.
+        packed: ``[B, S]`` or ``[1, S]``, the number of the packed sequence that a position belongs to; None for one.
+    """
+
+    positions: torch.Tensor | None
+    packed: torch.Tensor | None
+
+    def of(
+        self, position_ids: torch.Tensor, search: Callable[[torch.Tensor], torch.Tensor | None]
+    ) -> torch.Tensor | None:
+        """The part of ``packed`` for some columns of the positions; of other ones what ``search`` finds."""
+        if self.positions is None:
+            return None
+        first = _first_column(position_ids, self.positions)
+        if first is None:
+            return search(position_ids)
+        if self.packed is None:
+            return None
+        own = self.packed[:, first : first + position_ids.shape[1]]
+        return own.expand(position_ids.shape[0], -1)
+
+
+def _first_column(part: torch.Tensor, whole: torch.Tensor) -> int | None:
+    """Where columns of ``whole`` begin that ``part`` is a view of; None if it isn't one."""
+    if part.untyped_storage()._cdata != whole.untyped_storage()._cdata or part.dtype != whole.dtype:
+        return None
+    first = int(part.storage_offset() - whole.storage_offset())
+    is_inside = 0 <= first <= whole.shape[1] - part.shape[1]
+    return first if is_inside and part.stride(1) == whole.stride(1) else None
+
+
+#: Of the forward that is running, for transformers' mask functions.
+_known: ContextVar[Packing | None] = ContextVar("cuboid_packing", default=None)
+
+
+@contextmanager
+def known_packing(positions: torch.Tensor | None, packed: torch.Tensor | None) -> Iterator[None]:
+    """Masks made inside are for such positions; see :class:`Packing`."""
+    token = _known.set(Packing(positions, packed))
+    try:
+        yield
+    finally:
+        _known.reset(token)
+
+
+def packed_indices(
+    position_ids: torch.Tensor, search: Callable[[torch.Tensor], torch.Tensor | None]
+) -> torch.Tensor | None:
+    """In place of transformers' ``find_packed_sequence_indices``, which is ``search``."""
+    known = _known.get()
+    return search(position_ids) if known is None else known.of(position_ids, search)

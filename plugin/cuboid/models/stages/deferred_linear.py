@@ -1,0 +1,131 @@
+"""Plain linear layers whose weight gradient can be computed later, for stages without a mesh.
+
+The products are those of ``nn.Linear`` and of Hugging Face's ``Conv1D``, forward and backward, so results are the same
+to the bit; see :mod:`cuboid.tensor3d.layers.weight_gradients` for how it is deferred.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from transformers.pytorch_utils import Conv1D
+
+from cuboid.tensor3d.layers.linear import ShardedLinear, autocast_dtype
+from cuboid.tensor3d.layers.weight_gradients import WeightGradientStore, new_edge
+
+
+def defer_weight_gradients(modules: Iterable[nn.Module], store: WeightGradientStore) -> None:
+    """Let the linear layers in some modules defer to a store whenever that is open.
+
+    Those are exactly ``nn.Linear`` and ``Conv1D``, and :class:`ShardedLinear` on a mesh. A subclass of somebody else's
+    may compute something else, and keeps its weight gradient where it was.
+    """
+    for parent in modules:
+        for module in parent.modules():
+            if isinstance(module, ShardedLinear):
+                module.weight_gradients = store
+            elif type(module) in _DEFERRED:
+                module.__class__ = _DEFERRED[type(module)]
+                module.weight_gradients = store  # type: ignore[assignment]
+
+
+class _DeferredLinear(nn.Linear):
+    weight_gradients: WeightGradientStore
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[…, I]`` to ``[…, O]``."""
+        if not self.weight_gradients.defers(self.weight):
+            return super().forward(x)
+        return _multiply(x, self.bias, _Layer(self.weight, self.weight_gradients, in_first=False))
+
+
+class _DeferredConv1D(Conv1D):  # type: ignore[misc]
+    weight_gradients: WeightGradientStore
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[…, I]`` to ``[…, O]``."""
+        if not self.weight_gradients.defers(self.weight):
+            return super().forward(x)  # type: ignore[no-any-return]
+        return _multiply(x, self.bias, _Layer(self.weight, self.weight_gradients, in_first=True))
+
+
+_DEFERRED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: _DeferredLinear, Conv1D: _DeferredConv1D}
+for _plain, _deferred in _DEFERRED.items():
+    # Reports and PEFT's rules read a module's class by its name.
+    _deferred.__name__ = _plain.__name__
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What is no tensor of the graph: the weight, whose gradient goes another way, and how it lies."""
+
+    weight: torch.Tensor
+    store: WeightGradientStore
+    in_first: bool
+
+
+def _multiply(x: torch.Tensor, bias: torch.Tensor | None, layer: _Layer) -> torch.Tensor:
+    weight = layer.weight.detach()
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = autocast_dtype(x)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    out: torch.Tensor = _Multiply.apply(x, bias, new_edge(x), weight, layer)
+    return out
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, edge: torch.Tensor, weight: torch.Tensor, layer: _Layer
+    ) -> torch.Tensor:
+        del edge
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        rows, weight_oi = x.flatten(0, -2), weight.t() if layer.in_first else weight
+        return nn.functional.linear(rows, weight_oi, bias).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        layer: _Layer = ctx.layer
+        needs_x, needs_bias, *_ = ctx.needs_input_grad
+        rows = dy.flatten(0, -2)
+        # By ``data``, for any view of the input would keep its whole graph, with all that other backwards have saved.
+        layer.store.add(_DeferredProduct(layer, x.data.flatten(0, -2), rows.data))
+        dx = rows.mm(weight.t() if layer.in_first else weight).view(x.shape) if needs_x else None
+        return dx, rows.sum(0) if needs_bias else None, None, None, None
+
+
+@dataclass(frozen=True)
+class _DeferredProduct:
+    """See :class:`~cuboid.tensor3d.layers.weight_gradients.DeferredProduct`.
+
+    Args:
+        layer: whose product it is.
+        x: input, ``[tokens, I]``.
+        dy: gradient of the output, ``[tokens, O]``.
+    """
+
+    layer: _Layer
+    x: torch.Tensor
+    dy: torch.Tensor
+
+    @property
+    def key(self) -> Hashable:
+        """One for each weight."""
+        return id(self.layer.weight)
+
+    def gradients(self, others: Sequence[_DeferredProduct]) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """One product over the tokens of all units."""
+        x, dy = self.x, self.dy
+        if others:
+            x, dy = torch.cat([x, *(each.x for each in others)]), torch.cat([dy, *(each.dy for each in others)])
+        # The same products as autograd's own, so that the same numbers come out.
+        gradient = x.t().mm(dy) if self.layer.in_first else dy.t().mm(x)
+        return [(self.layer.weight, gradient.to(self.layer.weight.dtype))]

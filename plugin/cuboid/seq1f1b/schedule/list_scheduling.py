@@ -1,0 +1,373 @@
+"""Schedules by list scheduling: actions of any cost, split backwards, several stages a rank, a limit of memory.
+
+The step is gone through in time. A rank that is free begins at once one of the actions whose inputs have arrived; a
+rule says which. Three orders are fixed, so that gradients add up in the order of 1F1B: a stage's forwards go through
+the micro-batches and segments from first to last, its backwards through the micro-batches from first to last and
+through each one's segments from last to first, its weight gradients as its backwards.
+
+**No deadlock.** A segment's backward needs the forward of all segments of its micro-batch on all stages, so a rank
+whose memory is full of forwards may wait for ever. As in the banker's algorithm (Dijkstra, 1965), a forward of
+micro-batch m is therefore begun only if, for each unfinished micro-batch j < m on this rank,
+
+    what the micro-batches from j on keep + what j's missing forwards will keep <= limit
+
+stays true. Weight gradients that wait for their turn don't count there: they need nothing and free what they keep. The
+condition depends on one rank alone, and the order of micro-batches is the same on all. So there is always something to
+do. Take the first unfinished micro-batch: if a forward of it is missing, one whose input has arrived fits, at the
+latest after the waiting weight gradients of its rank; if none is missing, its next backward can run, in the headroom
+that is left where backwards take more memory than they free.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import islice, product
+
+from cuboid.errors import ConfigError
+from cuboid.seq1f1b.schedule.actions import Action, Op, Schedule
+from cuboid.seq1f1b.schedule.schedules import PipelineShape
+from cuboid.seq1f1b.schedule.unit_costs import INPUT_GRADIENT_FREES
+
+#: Actions that may be scheduled for trying rules and modes, in all; a few seconds of Python. One is always tried.
+_TRIED_ACTIONS = 400_000
+#: What a step may take longer where the weight gradients of whole micro-batches are one product each.
+_MICRO_BATCH_GAIN = 0.005
+#: For sums of floats.
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class ActionCosts:
+    """What a schedule is made for.
+
+    Args:
+        duration_s: seconds of an action, or any other unit of time.
+        kept: of a forward: what its unit keeps for backward, in sequences of the rank's share. The units of a
+            micro-batch on one rank add up to 1 where all sequences are equally long.
+        transfer_s: seconds from the end of an action until its result is there on another rank.
+        input_gradient_frees: the part of ``kept`` that I frees; W frees the rest. Negative where I makes more than it
+            frees.
+        most_waiting: the most units of a rank that may be between I and W; None for any number. Under activation
+            checkpointing I makes what W needs, many times of what the forward kept: with 1, no more of it is there at
+            a time than in a whole backward.
+    """
+
+    duration_s: Callable[[Action], float]
+    kept: Callable[[Action], float]
+    transfer_s: float = 0.0
+    input_gradient_frees: float = INPUT_GRADIENT_FREES
+    most_waiting: int | None = None
+
+
+class BackwardMode(Enum):
+    """How units run backward."""
+
+    SPLIT = "the input gradient in I, the weight gradient in W when there is time"
+    WHOLE = "in one action, B"
+    #: Each run of W can be computed as one product and be reduced once.
+    SPLIT_BY_MICRO_BATCH = "as SPLIT, with the W of a micro-batch's segments in a run where memory allows"
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """Which of several actions that can begin is begun.
+
+    Args:
+        forward_first: a forward before a backward.
+        early_forward: of the forwards of one micro-batch, that of the earliest stage; else of the latest.
+        early_backward: of several backwards, that of the earliest stage; else of the latest.
+    """
+
+    forward_first: bool
+    early_forward: bool
+    early_backward: bool
+
+
+#: In the order in which they are tried where there is no time for all.
+_RULES = tuple(_Rule(*given) for given in product((False, True), (False, True), (True, False)))
+
+
+def list_schedule(
+    shape: PipelineShape,
+    rank_of: Sequence[int],
+    costs: ActionCosts,
+    limits: Sequence[float],
+    modes: Sequence[BackwardMode] = tuple(BackwardMode),
+) -> Schedule:
+    """The shortest of the schedules that several rules lead to. The same input gives the same schedule everywhere.
+
+    Of large pipelines not all rules and modes are tried: the first of ``modes`` is, for others as time allows. Among
+    schedules of about the same length one that has the weight gradients of a micro-batch together is taken.
+
+    Args:
+        shape: of the pipeline; its stages are those of all ranks.
+        rank_of: the rank of each stage.
+        costs: of the actions.
+        limits: for each rank the most that its units may keep at a time, in sequences of its share.
+        modes: how units may run backward.
+
+    Raises:
+        ConfigError: a limit is less than what one micro-batch needs.
+    """
+    # With one stage a rank there is never more than one forward and one backward to choose from.
+    rules = _RULES if shape.stages > len(limits) else (_RULES[0], _RULES[4])
+    tables: dict[BackwardMode, _Tables] = {}
+    best: tuple[float, Schedule] | None = None
+    for rule, mode in islice(product(rules, modes), max(1, _TRIED_ACTIONS // (3 * shape.stages * shape.units))):
+        if mode not in tables:
+            tables[mode] = _Tables(shape, rank_of, costs, limits, mode)
+        end_s, schedule = _Search(tables[mode], rule).run()
+        score = end_s * (1 if mode is BackwardMode.SPLIT_BY_MICRO_BATCH else 1 + _MICRO_BATCH_GAIN)
+        if best is None or score < best[0]:
+            best = score, schedule
+    assert best is not None
+    return best[1]
+
+
+class _Tables:
+    """The constants of a search.
+
+    Tables go by stage and by unit; a stage's units are numbered in the order of its forwards. A whole backward is
+    entered as I.
+    """
+
+    def __init__(
+        self,
+        shape: PipelineShape,
+        rank_of: Sequence[int],
+        costs: ActionCosts,
+        limits: Sequence[float],
+        mode: BackwardMode,
+    ) -> None:
+        self.shape, self.rank_of, self.limits, self.mode = shape, rank_of, limits, mode
+        self.transfer_s = costs.transfer_s
+        self.stages_of: list[list[int]] = [[] for _ in range(max(rank_of) + 1)]
+        for stage, rank in enumerate(rank_of):
+            self.stages_of[rank].append(stage)
+        whole = mode is BackwardMode.WHOLE
+        ops = {Op.FORWARD: Op.FORWARD, Op.INPUT_GRADIENT: Op.BACKWARD if whole else Op.INPUT_GRADIENT}
+        if not whole:
+            ops[Op.WEIGHT_GRADIENT] = Op.WEIGHT_GRADIENT
+        self.actions = {
+            place: [
+                [Action(op, stage, *divmod(unit, shape.segments)) for unit in range(shape.units)]
+                for stage in range(shape.stages)
+            ]
+            for place, op in ops.items()
+        }
+        self.duration_s = {
+            op: [list(map(costs.duration_s, own)) for own in table] for op, table in self.actions.items()
+        }
+        self.kept = [list(map(costs.kept, own)) for own in self.actions[Op.FORWARD]]
+        self.frees = 1.0 if whole else costs.input_gradient_frees
+        self.most_waiting = None if whole else costs.most_waiting
+        #: For each rank and micro-batch, what all its units keep.
+        self.totals = [[self._total(rank, m) for m in range(shape.micro_batches)] for rank in range(len(limits))]
+        #: For each rank the most that an I needs beyond what its unit keeps already.
+        self.headroom = [max(0.0, -self.frees) * max(max(self.kept[stage]) for stage in own) for own in self.stages_of]
+        for rank, (limit, headroom) in enumerate(zip(limits, self.headroom, strict=True)):
+            least = max(self.totals[rank]) + headroom
+            if limit < least - _TOLERANCE:
+                raise ConfigError(
+                    f"a memory limit of {limit:.4g} sequences is too little: rank {rank} of the pipeline keeps all "
+                    f"of a micro-batch before that runs backward, {least:.4g} sequences; give at least that"
+                )
+
+    def _total(self, rank: int, micro_batch: int) -> float:
+        own = slice(micro_batch * self.shape.segments, (micro_batch + 1) * self.shape.segments)
+        return sum(sum(self.kept[stage][own]) for stage in self.stages_of[rank])
+
+
+class _Memory:
+    """What one rank keeps, and what it may still begin.
+
+    Args:
+        limit: of all units together.
+        headroom: what forwards must leave of it.
+        totals: for each micro-batch what all its units keep.
+    """
+
+    def __init__(self, limit: float, headroom: float, totals: Sequence[float]) -> None:
+        self._limit = limit + _TOLERANCE
+        self._safe = self._limit - headroom
+        self._now = 0.0
+        #: For each micro-batch: units between F and I, and forwards that are missing.
+        self._open = [0.0] * len(totals)
+        self._missing = list(totals)
+        self._first = 0
+
+    def fits(self, kept: float) -> bool:
+        """Whether there is room for so much more."""
+        return self._now + kept <= self._limit
+
+    def is_safe(self, micro_batch: int, kept: float, newest: int) -> bool:
+        """Whether a forward leaves enough for the missing forwards of all micro-batches before its own.
+
+        Args:
+            micro_batch: the forward's.
+            kept: by its unit.
+            newest: no micro-batch after this one has begun.
+        """
+        held = kept
+        for j in range(newest, self._first - 1, -1):
+            held += self._open[j]
+            if j < micro_batch and held + self._missing[j] > self._safe:
+                return False
+        return True
+
+    def forward(self, micro_batch: int, kept: float) -> None:
+        """A unit begins."""
+        self._now += kept
+        self._open[micro_batch] += kept
+        self._missing[micro_batch] -= kept
+
+    def input_gradient(self, micro_batch: int, kept: float, freed: float) -> None:
+        """A unit keeps no more than what its W needs."""
+        self._now -= freed
+        self._open[micro_batch] -= kept
+        while self._first < len(self._open) and self._missing[self._first] + self._open[self._first] < _TOLERANCE:
+            self._first += 1
+
+    def weight_gradient(self, freed: float) -> None:
+        """A unit is done."""
+        self._now -= freed
+
+
+#: An operation with its stage and the number of times it was done there before.
+_Choice = tuple[Op, int, int]
+
+
+class _Search:
+    """One way through the step, by one rule."""
+
+    def __init__(self, tables: _Tables, rule: _Rule) -> None:
+        self._tables, self._rule = tables, rule
+        stages, units = tables.shape.stages, tables.shape.units
+        self._segments, self._units = tables.shape.segments, units
+        never = [float("inf")] * units
+        #: By stage and unit, when the input of F and the gradient for I arrive from another stage.
+        self._hidden_s = [[0.0] * units, *(never[:] for _ in range(stages - 1))]
+        self._gradient_s = [*(never[:] for _ in range(stages - 1)), [0.0] * units]
+        #: By stage, how many of each operation were begun.
+        self._begun = {op: [0] * stages for op in (Op.FORWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT)}
+        self._memory = list(map(_Memory, tables.limits, tables.headroom, tables.totals))
+        self._found: list[list[Action]] = [[] for _ in tables.limits]
+        #: When something may have changed for a rank.
+        self._events = [(0.0, rank) for rank in range(len(tables.limits))]
+
+    def run(self) -> tuple[float, Schedule]:
+        """The time at which all is done, and the schedule."""
+        free_s = [0.0] * len(self._found)
+        while self._events:
+            now_s, rank = heapq.heappop(self._events)
+            if free_s[rank] > now_s:
+                continue
+            choice = self._choose(rank, now_s)
+            if choice is not None:
+                free_s[rank] = self._begin(rank, now_s, choice)
+                heapq.heappush(self._events, (free_s[rank], rank))
+        assert sum(map(len, self._found)) == len(self._tables.actions) * self._tables.shape.stages * self._units
+        return max(free_s), tuple(map(tuple, self._found))
+
+    def _choose(self, rank: int, now_s: float) -> _Choice | None:
+        """What a free rank does next, if anything."""
+        stages = self._tables.stages_of[rank]
+        forward = self._next_forward(rank, stages, now_s)
+        if forward is not None and self._rule.forward_first:
+            return forward
+        backward = self._next_backward(rank, stages, now_s)
+        return backward or forward or self._next_weight_gradient(rank, stages, now_s)
+
+    def _next_forward(self, rank: int, stages: Sequence[int], now_s: float, *, drained: bool = False) -> _Choice | None:
+        """Of the earliest micro-batch that may begin or go on; with ``drained`` were all waiting W done."""
+        begun, memory, best = self._begun[Op.FORWARD], self._memory[rank], None
+        # Stages begin in their order.
+        newest = min(begun[stages[0]], self._units - 1) // self._segments
+        for stage in stages if self._rule.early_forward else reversed(stages):
+            unit = begun[stage]
+            if unit == self._units or self._hidden_s[stage][unit] > now_s:
+                continue
+            micro_batch, kept = unit // self._segments, self._tables.kept[stage][unit]
+            if best is not None and best[0] <= micro_batch:
+                continue
+            if (drained or memory.fits(kept)) and memory.is_safe(micro_batch, kept, newest):
+                best = (micro_batch, stage, unit)
+        return None if best is None else (Op.FORWARD, *best[1:])
+
+    def _next_backward(
+        self, rank: int, stages: Sequence[int], now_s: float, *, drained: bool = False
+    ) -> _Choice | None:
+        begun, forwards = self._begun[Op.INPUT_GRADIENT], self._begun[Op.FORWARD]
+        most = self._tables.most_waiting
+        if most is not None and not drained:
+            waiting = sum(begun[stage] - self._begun[Op.WEIGHT_GRADIENT][stage] for stage in stages)
+            if waiting >= most:
+                return None
+        for stage in stages if self._rule.early_backward else reversed(stages):
+            number = begun[stage]
+            if number == self._units:
+                continue
+            unit = self._backward_unit(number)
+            # All of this rank's actions that have begun are done.
+            if forwards[stage] > unit and self._gradient_s[stage][unit] <= now_s:
+                needed = -self._tables.frees * self._tables.kept[stage][unit]
+                if drained or needed <= 0 or self._memory[rank].fits(needed):
+                    return Op.INPUT_GRADIENT, stage, number
+        return None
+
+    def _next_weight_gradient(self, rank: int, stages: Sequence[int], now_s: float) -> _Choice | None:
+        """Of the earliest micro-batch that has one; of the latest stage, whose input gradients came first."""
+        if Op.WEIGHT_GRADIENT not in self._tables.actions:
+            return None
+        begun, ready = self._begun[Op.WEIGHT_GRADIENT], self._begun[Op.INPUT_GRADIENT]
+        waiting = [(begun[stage] // self._segments, -stage) for stage in stages if begun[stage] < ready[stage]]
+        if self._tables.mode is BackwardMode.SPLIT_BY_MICRO_BATCH:
+            whole = [(m, stage) for m, stage in waiting if ready[-stage] >= (m + 1) * self._segments]
+            # A part of a micro-batch's is begun only for the room that something else needs.
+            lacks_room = any(
+                find(rank, stages, now_s, drained=True) for find in (self._next_forward, self._next_backward)
+            )
+            waiting = whole or (waiting if lacks_room else [])
+        if not waiting:
+            return None
+        stage = -min(waiting)[1]
+        return Op.WEIGHT_GRADIENT, stage, begun[stage]
+
+    def _begin(self, rank: int, now_s: float, choice: _Choice) -> float:
+        """Enter an action, and a whole run of W; when that is done."""
+        op, stage, number = choice
+        self._begun[op][stage] += 1
+        unit = number if op is Op.FORWARD else self._backward_unit(number)
+        self._found[rank].append(self._tables.actions[op][stage][unit])
+        end_s = now_s + self._tables.duration_s[op][stage][unit]
+        kept, micro_batch = self._tables.kept[stage][unit], unit // self._segments
+        if op is Op.FORWARD:
+            self._memory[rank].forward(micro_batch, kept)
+            if stage + 1 < self._tables.shape.stages:
+                self._arrive(self._hidden_s, rank, stage + 1, unit, end_s)
+        elif op is Op.INPUT_GRADIENT:
+            self._memory[rank].input_gradient(micro_batch, kept, self._tables.frees * kept)
+            if stage > 0:
+                self._arrive(self._gradient_s, rank, stage - 1, unit, end_s)
+        else:
+            self._memory[rank].weight_gradient((1 - self._tables.frees) * kept)
+            number += 1
+            run_on = self._tables.mode is BackwardMode.SPLIT_BY_MICRO_BATCH and number % self._segments
+            if run_on and number < self._begun[Op.INPUT_GRADIENT][stage]:
+                return self._begin(rank, end_s, (op, stage, number))
+        return end_s
+
+    def _arrive(self, arrivals: list[list[float]], rank: int, stage: int, unit: int, end_s: float) -> None:
+        """Note when a result is there on the stage that waits for it."""
+        target = self._tables.rank_of[stage]
+        arrival_s = end_s + (self._tables.transfer_s if target != rank else 0)
+        arrivals[stage][unit] = arrival_s
+        heapq.heappush(self._events, (arrival_s, target))
+
+    def _backward_unit(self, number: int) -> int:
+        """The unit of a stage's backward of this number: first micro-batch first, last segment first."""
+        micro_batch, place = divmod(number, self._segments)
+        return (micro_batch + 1) * self._segments - 1 - place
