@@ -11,7 +11,9 @@ import typer
 from cuboid import CuboidError
 from cuboid.cli.bench import bench
 from cuboid.cli.convert import convert
+from cuboid.cli.estimate import estimate
 from cuboid.cli.inspect import inspect
+from cuboid.cli.plan import plan
 from cuboid.cli.prepare import prepare
 from cuboid.cli.timeline import timeline
 from cuboid.cli.train import train
@@ -26,7 +28,9 @@ commands = typer.Typer(
 )
 commands.command()(bench)
 commands.command()(convert)
+commands.command()(estimate)
 commands.command()(inspect)
+commands.command()(plan)
 commands.command()(prepare)
 commands.command()(timeline)
 commands.command()(train)

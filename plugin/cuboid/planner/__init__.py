@@ -1,1 +1,1 @@
-"""Closed formulas for communication and memory, and the search for the mesh with the least communication."""
+"""What a step costs, before it is run: formulas of bytes, estimates of time and memory, the search for a layout."""

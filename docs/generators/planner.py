@@ -1,0 +1,164 @@
+"""Write the tables of docs/planner.md: what the planner predicts beside what others have measured."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cache
+from itertools import combinations
+
+import numpy as np
+
+from cuboid.planner.cost.memory import USABLE, fullest
+from cuboid.planner.description.cluster import GPUS
+from generators.marked import table
+from generators.planner_fit import FITS, left_out, log_errors, rows_of
+from generators.planner_rows import GIB, TABLES, Row
+
+#: Tables that are shown row by row; vtrain_single has too many.
+_LISTED = ("simumax", "kwai", "korthikanti", "vtrain_multi", "seq1f1b", "torchtitan")
+_TARGETS = {"simumax": "5 / 12", "kwai": "5 / 12", "vtrain_multi": "8", "vtrain_single": "8", "korthikanti": "8"}
+
+
+@cache
+def rows(name: str) -> tuple[Row, ...]:
+    """Of a table."""
+    return tuple(TABLES[name]())
+
+
+@cache
+def errors(name: str) -> tuple[float, ...]:
+    """Relative errors of a table's times."""
+    return tuple(np.expm1(log_errors(_timed(name), {})))
+
+
+def _timed(name: str) -> list[Row]:
+    return [row for row in rows(name) if row.measured_s is not None]
+
+
+def _percent(value: float) -> str:
+    return f"{value:+.1%}".replace("-", "−")
+
+
+def _size(values: Sequence[float]) -> tuple[str, str]:
+    sizes = np.abs(values)
+    return f"{np.median(sizes):.1%}", f"{sizes.max():.1%}"
+
+
+@cache
+def _left_out() -> dict[str, list[float]]:
+    """By table, errors of rows that were left out."""
+    found = defaultdict(list)
+    for gpu, (_, names) in FITS.items():
+        own = rows_of(gpu)
+        for row, error in zip(own, left_out(own, names), strict=True):
+            found[row.table].append(float(error))
+    return found
+
+
+def times() -> str:
+    """Table of the errors of times, by table."""
+    lines = []
+    for name in (*_LISTED, "vtrain_single"):
+        found = errors(name)
+        lines.append([name, str(len(found)), *_size(found), *_size(_left_out()[name]), _TARGETS.get(name, "–")])
+    header = ["table", "rows", "median", "worst", "median, left out", "worst, left out", "wanted, %"]
+    return table(header, lines, "lrrrrrr")
+
+
+def every_time() -> str:
+    """Table of all predicted times."""
+    lines = []
+    for name in _LISTED:
+        for row, error in zip(_timed(name), errors(name), strict=True):
+            assert row.measured_s is not None
+            predicted = row.measured_s * (1 + error)
+            lines.append([name, row.name, f"{row.measured_s:.3f}", f"{predicted:.3f}", _percent(error)])
+    return table(["table", "row", "measured, s", "predicted, s", "error"], lines, "llrrr")
+
+
+def single() -> str:
+    """Table of the errors of vtrain_single, by how the work is cut."""
+    groups = defaultdict(list)
+    for row, error in zip(_timed("vtrain_single"), errors("vtrain_single"), strict=True):
+        groups[row.layout.mesh.sequence, row.layout.stages].append(error)
+    lines = []
+    for (tp, pp), own in sorted(groups.items()):
+        quantiles = [_percent(value) for value in np.quantile(own, [0.1, 0.5, 0.9])]
+        lines.append([str(tp), str(pp), str(len(own)), *_size(own), *quantiles])
+    header = ["tensor parallel", "stages", "rows", "median", "worst", "10 %", "50 %", "90 % of errors below"]
+    return table(header, lines, "r" * 8)
+
+
+def memory() -> str:
+    """Table of all predicted memory."""
+    lines = []
+    for name in ("simumax", "kwai_memory", "seq1f1b_memory", "torchtitan"):
+        source = "seq1f1b" if name == "seq1f1b_memory" else name
+        seen = set()
+        for row in rows(source):
+            if row.table != name or (row.measured_bytes is None and not row.out_of_memory):
+                continue
+            predicted = fullest(row.cost()).total
+            key = row.measured_bytes, round(predicted)
+            if name == "simumax" and key in seen:
+                # Memory doesn't depend on the number of micro-batches.
+                continue
+            seen.add(key)
+            fits = predicted <= USABLE * row.cluster.gpu.memory_bytes
+            measured = "out of memory" if row.measured_bytes is None else f"{row.measured_bytes / GIB:.1f}"
+            error = "" if row.measured_bytes is None else _percent(predicted / row.measured_bytes - 1)
+            lines.append([name, row.name, measured, f"{predicted / GIB:.1f}", error, "yes" if fits else "no"])
+    header = ["table", "row", "measured, GiB", "predicted, GiB", "error", "fits"]
+    return table(header, lines, "llrrrl")
+
+
+def scaling() -> str:
+    """Table of MLPerf's series: each row from each two others of its series."""
+    series = defaultdict(dict)
+    for row in rows("mlperf"):
+        series[row.table][row.measured_s] = row
+    lines = []
+    for name, by_time in series.items():
+        own = [(time, row.cost().step_time().pipeline_s, row) for time, row in by_time.items()]
+        for first, second in combinations(own, 2):
+            slope = (first[0] - second[0]) / (first[1] - second[1])
+            for measured, pipeline_s, row in own:
+                if row not in (first[2], second[2]):
+                    predicted = first[0] + slope * (pipeline_s - first[1])
+                    used = f"{first[2].layout.micro_batches} and {second[2].layout.micro_batches}"
+                    error = f"{predicted / measured - 1:+.2%}".replace("-", "−")
+                    to = str(row.layout.micro_batches)
+                    series_name = name.removeprefix("mlperf ")
+                    lines.append([series_name, used, to, f"{measured:.2f}", f"{predicted:.2f}", error])
+    header = ["series", "from micro-batches", "to", "measured, s", "predicted, s", "error"]
+    return table(header, lines, "llrrrr")
+
+
+def constants() -> str:
+    """Table of the GPUs' constants."""
+    lines = []
+    for gpu in GPUS.values():
+        shares = (gpu.matmul_efficiency, gpu.attention_efficiency, gpu.memory_efficiency, gpu.link_efficiency,
+                  gpu.network_efficiency)  # fmt: skip
+        rates = [gpu.peak_flops / 1e12, gpu.memory_bytes_per_s / 1e9, gpu.link_bytes_per_s / 1e9]
+        cells = [gpu.name, *(f"{rate:.0f}" for rate in rates), f"{gpu.network_bytes_per_s / 1e9:.1f}"]
+        cells += [f"{share:.2f}" for share in shares]
+        lines.append([*cells, f"{gpu.kernel_s * 1e6:.1f}", f"{gpu.step_s * 1e3:.0f}"])
+    header = ["GPU", "TFLOP/s", "memory, GB/s", "link", "network", "of products", "attention", "memory", "link",
+              "network", "kernel, µs", "step, ms"]  # fmt: skip
+    return table(header, lines, "l" + "r" * 11)
+
+
+def parts() -> dict[str, dict[str, str]]:
+    """All tables of the page."""
+    return {
+        "planner.md": {
+            "times": times(),
+            "memory": memory(),
+            "scaling": scaling(),
+            "single": single(),
+            "every time": every_time(),
+            "constants": constants(),
+        }
+    }

@@ -1,0 +1,60 @@
+"""``cuboid estimate``: time and memory of a step with a config, on a cluster that needn't be there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def estimate(
+    model: Annotated[Path, typer.Option(help="Hugging Face checkpoint, or its config.json.", exists=True)],
+    config: Annotated[Path, typer.Option(help="DeepSpeed config; JSON or YAML.", exists=True, dir_okay=False)],
+    cluster: Annotated[str, typer.Option(help="Nodes x GPUs x kind, such as 8x8xH100-80GB, or a profile's .json.")],
+    sequence_length: Annotated[
+        int, typer.Option("--seq-len", "--sequence-length", help="Tokens of a sequence.", min=1)
+    ],
+    checkpointing: Annotated[
+        bool, typer.Option(help="Whether the script enables the model's gradient checkpointing.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the result there, as JSON.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw it there: .png, .svg or .pdf.")] = None,
+    timeline: Annotated[Path | None, typer.Option(help="Draw the pipeline's simulated schedule there.")] = None,
+) -> None:
+    """Predict the time and memory of a training step. Nothing is allocated, and no GPU is needed.
+
+    Prints time by kind, memory by kind and stage, tokens/s and MFU, whether it fits, and if not what would make it fit.
+    """
+    from rich.console import Console
+
+    from cuboid.config.compatibility import check_framework_config
+    from cuboid.config.schema import require_config
+    from cuboid.planner.description.cluster import Cluster
+    from cuboid.planner.description.model import describe
+    from cuboid.planner.estimate import estimate as predict
+    from cuboid.planner.estimate import layout_of_config
+    from cuboid.planner.report import draw_estimate, print_estimate
+    from cuboid.seq1f1b.schedule.timeline_picture import draw_timeline
+    from cuboid.weights.model_folder import model_config
+
+    described, machines = describe(model_config(model)), Cluster.parse(cluster)
+    own, rest = require_config(config)
+    check_framework_config(own, rest, machines.gpus, is_complete=True)
+    layout = layout_of_config(own, rest, described, machines, sequence_length, checkpointing=checkpointing)
+    found = predict(described, layout, machines, sequence_length)
+    print_estimate(found, Console())
+    if json is not None:
+        _write_json(json, found.as_dict())
+    if picture is not None:
+        draw_estimate(found, picture)
+    if timeline is not None:
+        if layout.stages == 1:
+            raise typer.BadParameter("--timeline needs a pipeline section with more than one stage")
+        draw_timeline(found.cost.simulated(), timeline, title=str(layout))
+
+
+def _write_json(path: Path, content: object) -> None:
+    import json
+
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,72 @@
+"""``cuboid plan``: the fastest layout of a model on a cluster that fits, as a config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+
+def plan(
+    model: Annotated[Path, typer.Option(help="Hugging Face checkpoint, or its config.json.", exists=True)],
+    cluster: Annotated[str, typer.Option(help="Nodes x GPUs x kind, such as 8x8xH100-80GB, or a profile's .json.")],
+    sequence_length: Annotated[
+        int, typer.Option("--seq-len", "--sequence-length", help="Tokens of a sequence.", min=1)
+    ],
+    global_batch: Annotated[int, typer.Option(help="Sequences of an optimizer step, on all GPUs together.", min=1)],
+    goal: Annotated[Literal["fastest", "smallest"], typer.Option(help="What the best layout is.")] = "fastest",
+    out: Annotated[Path | None, typer.Option(help="Write the best layout's DeepSpeed config there.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the ten best there, as JSON.")] = None,
+    explain: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            metavar="A B",
+            help="Compare two layouts term by term instead, such as 1x8x1 and 2x2x1,stages=2,segments=4,rows=2. "
+            "Further keys: zero, checkpointing (none, full), gather (layer, step).",
+        ),
+    ] = None,
+) -> None:
+    """Search meshes, stages, segments, micro-batches, replicas, ZeRO stage and checkpointing for the best that fits.
+
+    Prints the ten best with the reason why each loses to the first. Nothing is allocated, and no GPU is needed.
+    """
+    from rich.console import Console
+
+    from cuboid.config.compatibility import check_framework_config
+    from cuboid.config.schema import require_config
+    from cuboid.planner.description.cluster import Cluster
+    from cuboid.planner.description.model import describe
+    from cuboid.planner.estimate import estimate
+    from cuboid.planner.report import print_comparison, print_estimate, print_plan
+    from cuboid.planner.search import config_of, parse_layout, search
+    from cuboid.weights.model_folder import model_config
+
+    console = Console()
+    # Rows are longer than the 80 columns that are assumed where there is no terminal.
+    wide = console if console.is_terminal else Console(width=140)
+    described, machines = describe(model_config(model)), Cluster.parse(cluster)
+    if explain is not None:
+        pair = [
+            estimate(described, parse_layout(text, machines, global_batch), machines, sequence_length)
+            for text in explain
+        ]
+        print_comparison(pair[0], pair[1], console)
+        return
+    found = search(described, machines, sequence_length, global_batch, goal=goal)
+    print_plan(found, wide)
+    best = found.best[0]
+    print_estimate(best, console)
+    config = config_of(best.layout)
+    # What is written is what Cuboid itself would read.
+    check_framework_config(*require_config(config), machines.gpus, is_complete=True)
+    if out is not None:
+        _write_json(out, config)
+    if json is not None:
+        _write_json(json, {"best": [each.as_dict() for each in found.best], "config": config})
+
+
+def _write_json(path: Path, content: object) -> None:
+    import json
+
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

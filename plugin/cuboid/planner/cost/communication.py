@@ -1,0 +1,79 @@
+"""Time of collectives and messages, by how the ranks of each group lie on the nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cuboid.distributed.topology import RANK_ORDER
+from cuboid.planner.cost.layout import Layout
+from cuboid.planner.description.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate.
+
+    Args:
+        size: how many.
+        rate: bytes a second that each of them sends at most.
+        latency_s: of each step of a ring.
+        within_node: whether all are on one node.
+    """
+
+    size: int
+    rate: float
+    latency_s: float
+    within_node: bool
+
+    def gather_s(self, whole_bytes: float, count: float = 1) -> float:
+        """``count`` all-gathers to, or reduce-scatters from, tensors of ``whole_bytes``."""
+        if self.size == 1:
+            return 0.0
+        steps = self.size - 1
+        return count * (whole_bytes * steps / self.size / self.rate + self._latency_s())
+
+    def reduce_s(self, whole_bytes: float, count: float = 1) -> float:
+        """``count`` all-reduces."""
+        return 2 * self.gather_s(whole_bytes, count)
+
+    def exchange_s(self, own_bytes: float, count: float = 1) -> float:
+        """``count`` all-to-alls of ``own_bytes`` on each rank."""
+        return self.gather_s(own_bytes, count)
+
+    def send_s(self, moved_bytes: float) -> float:
+        """A message to one other rank."""
+        return moved_bytes / self.rate + self.latency_s if self.size > 1 else 0.0
+
+    def _latency_s(self) -> float:
+        # Libraries switch from rings to trees where there are many ranks.
+        return self.latency_s * min(self.size - 1, 2 * (self.size - 1).bit_length() + 4)
+
+
+class Links:
+    """Groups of a layout on a cluster, in Cuboid's rank order: pipe, data, batch, hidden, context, sequence."""
+
+    def __init__(self, cluster: Cluster, layout: Layout) -> None:
+        self._cluster = cluster
+        mesh = layout.mesh
+        self.sequence = self._group(mesh.sequence, 1)
+        self.context = self._group(layout.context, mesh.sequence)
+        inner = mesh.sequence * layout.context
+        assert RANK_ORDER == ("batch", "hidden", "sequence")
+        self.hidden = self._group(mesh.hidden, inner)
+        self.batch = self._group(mesh.batch, inner * mesh.hidden)
+        replica = inner * mesh.hidden * mesh.batch
+        #: Whole experts are divided among neighbours in the ranks that have different rows.
+        self.experts = self._group(layout.expert_ranks, inner)
+        #: Those that hold the same weights: replicas, and the ranks that share sequences.
+        self.replicas = self._group(layout.replicas * layout.context, replica if layout.context == 1 else mesh.sequence)
+        self.stages = self._group(layout.stages, replica * layout.replicas)
+
+    def _group(self, size: int, stride: int) -> Group:
+        cluster, gpu = self._cluster, self._cluster.gpu
+        link = gpu.link_bytes_per_s * gpu.link_efficiency
+        per_node = max(1, min(size, cluster.gpus_per_node // stride)) if stride <= cluster.gpus_per_node else 1
+        if size <= per_node:
+            return Group(size, link, gpu.link_latency_s, within_node=True)
+        # Every byte crosses each border between nodes once, by all network cards that the group's ranks have there.
+        network = gpu.network_bytes_per_s * gpu.network_efficiency * per_node
+        return Group(size, min(link, network), gpu.network_latency_s, within_node=False)

@@ -1,0 +1,135 @@
+"""How a model is laid out over the ranks, and how the software that runs it behaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cuboid.distributed.topology import MeshShape
+
+#: What is recomputed in backward: nothing; attention's scores; the MLP's product before its nonlinearity and the norm
+#: before that; or whole layers.
+Checkpointing = Literal["none", "attention", "mlp_up", "full"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to run a step.
+
+    Args:
+        mesh: b × s × h. Megatron's tensor parallelism is 1×t×1, FSDP is b×1×1.
+        stages: P of the pipeline.
+        micro_batch: rows that the mesh works on together.
+        micro_batches: M of each replica in a step.
+        replicas: copies of all that.
+        segments: k of each sequence.
+        chunks: pieces of layers that each pipeline rank has (interleaved where more than one).
+        schedule: a name in :data:`~cuboid.seq1f1b.schedule.schedules.SCHEDULES`.
+        stage_layers: layers of each stage, in order of the stages; () for a balanced cut.
+        lengths: of the segments; () for a cut by cost.
+        key_value_gradient_bytes: of a number that segments add gradients of keys and values up in.
+        zero_stage: of the optimizer over the replicas.
+        checkpointing: what is recomputed.
+        weight_gather: how long gathered weights are kept; see docs/config.md.
+        context: ranks that share each sequence in attention too (only in layouts of other frameworks).
+        expert_ranks: ranks among which whole experts are divided (likewise).
+        offload: part of the activations that waits in the host's memory (likewise).
+    """
+
+    mesh: MeshShape
+    stages: int = 1
+    micro_batch: int = 1
+    micro_batches: int = 1
+    replicas: int = 1
+    segments: int = 1
+    chunks: int = 1
+    schedule: str = "seq1f1b"
+    stage_layers: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    key_value_gradient_bytes: int = 4
+    zero_stage: int = 1
+    checkpointing: Checkpointing = "none"
+    weight_gather: Literal["layer", "step"] = "layer"
+    context: int = 1
+    expert_ranks: int = 1
+    offload: float = 0.0
+
+    @property
+    def ranks(self) -> int:
+        """Of all replicas."""
+        return self.mesh.size * self.context * self.stages * self.replicas
+
+    @property
+    def rows(self) -> int:
+        """Of all micro-batches and replicas in a step."""
+        return self.micro_batch * self.micro_batches * self.replicas
+
+    def __str__(self) -> str:
+        parts = [f"{self.mesh}"]
+        parts += [f"{self.stages} stages × {self.segments} segments"] if self.stages > 1 else []
+        parts += [f"{self.replicas} replicas"] if self.replicas > 1 else []
+        parts += [f"{self.micro_batches} micro-batches of {self.micro_batch}", f"ZeRO {self.zero_stage}"]
+        parts += ["checkpointing"] if self.checkpointing == "full" else []
+        parts += ["weights kept"] if self.weight_gather == "step" else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Software:
+    """What a framework does whatever the layout. The defaults are Cuboid's under DeepSpeed.
+
+    Args:
+        attention: "flash" keeps no scores; "scores" writes, masks and drops out the whole matrix of them.
+        loss: "chunked" makes logits a part at a time; "fused" keeps them once, in 16 bits; "whole" in 32 as well.
+        gradient_bytes: of a number that gradients are added up in.
+        reduce_bytes: of a number as gradients are sent between replicas.
+        sequence_parallel: whether the residual stream is cut over the `sequence` axis, as it always is in Cuboid.
+        regathers: all-gathers of an input once more in backward, for each block: exposed as a part.
+        hides_exchange: part of the communication over `sequence` that runs behind products.
+        overlaps_reduction: whether gradients of replicas are reduced behind the last backward.
+        overlaps_messages: whether a stage computes while messages to its neighbours are under way.
+        dropout: whether there are masks to draw, apply and keep.
+        fused_weight_gradients: whether each weight's gradient is added to its buffer by the product itself.
+        buffers_weight_gradients: whether a 16-bit gradient of each shape of weight stays allocated (TransformerEngine).
+        fused_nonlinearity: whether nothing between the MLP's products is kept but their results.
+        shares_keys: whether segments of a micro-batch share one store of keys and values.
+        keeps_prefixes: whether each segment keeps all keys and values before it once more.
+        balances_context: whether the ranks that share a sequence have equal parts of causal attention.
+        shards_over_context: whether the ranks that share a sequence divide weights among them too.
+        keeps_whole_gradients: whether gradients stay whole over the micro-batches of a step as long as weights do.
+        own_bytes: of the framework's and libraries' own buffers on a GPU.
+        passes: elementwise traffic for that of fused kernels.
+        host_s: of each layer's forward on the host, and half of its backward; the device waits where it is faster.
+        host_collective_s: likewise, of each collective over `sequence`.
+        products_speed: of products with weights for that in 16 bits: more than 1 in 8 or 4 bits.
+        unsplit_head: part of the usual rate at which the head's products run where its vocabulary isn't cut.
+    """
+
+    attention: Literal["flash", "scores"] = "flash"
+    loss: Literal["chunked", "fused", "whole"] = "chunked"
+    gradient_bytes: int = 2
+    reduce_bytes: int = 2
+    sequence_parallel: bool = True
+    regathers: float = 1.0
+    hides_exchange: float = 0.0
+    overlaps_reduction: bool = False
+    overlaps_messages: bool = True
+    dropout: bool = False
+    fused_weight_gradients: bool = False
+    buffers_weight_gradients: bool = False
+    fused_nonlinearity: bool = False
+    shares_keys: bool = True
+    keeps_prefixes: bool = False
+    balances_context: bool = True
+    shards_over_context: bool = False
+    keeps_whole_gradients: bool = False
+    own_bytes: int = 2**30
+    passes: float = 1.0
+    host_s: float = 0.0
+    host_collective_s: float = 0.0
+    products_speed: float = 1.0
+    unsplit_head: float = 1.0
+
+
+#: The host's time was counted as Python calls of a layer, not measured on a GPU (docs/planner.md).
+CUBOID = Software(host_s=1.5e-3)

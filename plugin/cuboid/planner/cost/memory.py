@@ -1,0 +1,306 @@
+"""Memory of a rank at its fullest, by kind and stage.
+
+Kept activations are those of docs/formulas.md, for whole layers of any architecture and for other frameworks' ways too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+from cuboid.planner.cost.step import StepCost, own_parameters
+from cuboid.planner.description.model import Layer
+from cuboid.seq1f1b.schedule.actions import Action, Op, Schedule
+from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
+
+#: Part of a GPU's memory that tensors can have. The rest is the context, the buffers of the communication library, and
+#: gaps between tensors: runs in docs/data that are counted at 0.92 of it ran, and those at 0.94 didn't.
+USABLE = 0.93
+#: Of logits in float32 that exist at a time; as of :data:`cuboid.models.cross_entropy.chunked.CHUNK_BYTES`.
+_CHUNK_BYTES = 64 * 2**20
+#: Master weights and two moments in float32.
+_OPTIMIZER_BYTES = 12
+_ELEMENT = 2
+_STATISTIC = 4
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at its fullest, by kind.
+
+    Args:
+        parameters: that it owns, in 16 bits.
+        gradients: of these.
+        optimizer: float32 masters and moments.
+        gathered: blocks of weights that are whole while layers run.
+        activations: kept from forward to backward.
+        key_value_store: keys and values that segments share, and their gradients.
+        logits: and what the loss needs beside them.
+        working: of the layer that runs: gradients inside of it, and what is recomputed.
+        messages: between stages.
+        own: the framework's and its libraries'.
+    """
+
+    parameters: float = 0
+    gradients: float = 0
+    optimizer: float = 0
+    gathered: float = 0
+    activations: float = 0
+    key_value_store: float = 0
+    logits: float = 0
+    working: float = 0
+    messages: float = 0
+    own: float = 0
+
+    @property
+    def total(self) -> float:
+        """Of all kinds."""
+        return sum(self.by_kind().values())
+
+    def by_kind(self) -> dict[str, float]:
+        """In the order of the fields."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def stage_memory(cost: StepCost) -> list[Memory]:
+    """Memory of a rank of each stage."""
+    return [_Stage(cost, stage).memory() for stage in range(cost.layout.stages)]
+
+
+def states_bytes(cost: StepCost) -> float:
+    """A bound that takes microseconds: parameters, gradients and optimizer, as if stages had equal parts of them."""
+    layout = cost.layout
+    own = cost.model.parameters / (layout.mesh.size * layout.stages * layout.expert_ranks)
+    shared = layout.replicas * layout.context
+    gradients = cost.software.gradient_bytes / (shared if layout.zero_stage >= 2 else 1)
+    return own * (_ELEMENT + gradients + _OPTIMIZER_BYTES / (shared if layout.zero_stage else 1))
+
+
+def ends_memory(cost: StepCost) -> float:
+    """Bytes of the fuller one of the first and the last stage, which are the fullest where stages are balanced."""
+    return max(_Stage(cost, stage).memory().total for stage in {0, cost.layout.stages - 1})
+
+
+def fullest(cost: StepCost) -> Memory:
+    """Memory of the rank that has the least room left."""
+    return max(stage_memory(cost), key=lambda memory: memory.total)
+
+
+class _Stage:
+    """One stage of a layout."""
+
+    def __init__(self, cost: StepCost, stage: int) -> None:
+        self.cost, self.stage = cost, stage
+        self.model, self.layout, self.software = cost.model, cost.layout, cost.software
+        first, stop = list(pairwise(accumulate(cost.stage_layers, initial=0)))[stage]
+        self.layers = cost.model.layers[first:stop]
+        self.is_last = stage == cost.layout.stages - 1
+        self._ranks = self.layout.mesh.of("sequence", "hidden")
+
+    def memory(self) -> Memory:
+        layout, software = self.layout, self.software
+        dense, experts = own_parameters(self.model, layout, self.cost.stage_layers)[self.stage]
+        shared = layout.replicas * layout.context
+        optimizer = dense / (shared if layout.zero_stage else 1)
+        optimizer += experts / (max(1, shared // layout.expert_ranks) if layout.zero_stage else 1)
+        own = (dense + experts) / (layout.context if software.shards_over_context else 1)
+        gradients = own * software.gradient_bytes / (shared if layout.zero_stage >= 2 else 1)
+        activations, store = self._activations()
+        logits = self._logits() if self.is_last else 0.0
+        return Memory(
+            parameters=own * _ELEMENT,
+            gradients=gradients,
+            optimizer=optimizer * _OPTIMIZER_BYTES,
+            gathered=self._gathered(),
+            activations=activations,
+            key_value_store=store,
+            logits=logits,
+            # The fullest moment is either that of the loss or that of a layer's backward.
+            working=self._buffers() + max(0.0, self._working() - logits),
+            messages=self._messages(),
+            own=software.own_bytes,
+        )
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    def _block_bytes(self, layer: Layer) -> float:
+        own = sum(each.weights / (1 if each.kind == "whole" else self._ranks) for each in layer.projections)
+        if layer.experts is not None:
+            own += layer.experts.parameters / (self._ranks * self.layout.expert_ranks)
+        return own * _ELEMENT
+
+    def _gathered(self) -> float:
+        if self.layout.mesh.batch == 1:
+            return 0
+        blocks = [self._block_bytes(layer) for layer in self.layers]
+        head = self.model.vocabulary * self.model.hidden / self._ranks * _ELEMENT
+        ends = head if self.is_last or self.stage == 0 else 0
+        if self.layout.weight_gather == "step":
+            return sum(blocks) * (2 if self.software.keeps_whole_gradients else 1) + ends
+        # One that runs and one that is on its way.
+        return max(2 * max(blocks), ends)
+
+    # --- activations --------------------------------------------------------------------------------------------
+
+    def _tokens(self, positions: int) -> float:
+        return self.layout.micro_batch / self.layout.mesh.batch * positions / self.layout.context
+
+    def _kept(self, layer: Layer, tokens: float) -> tuple[float, float]:
+        """Bytes that a layer keeps of so many tokens: keys and values, and everything else."""
+        software, hidden, own = self.software, self.model.hidden, layer.attention
+        residual = 2 * hidden * _ELEMENT
+        if software.dropout:
+            residual += 2 * hidden
+        norms = 2 * hidden * _ELEMENT + 2 * _STATISTIC
+        attention = (own.query + own.output) * _ELEMENT + own.heads * _STATISTIC
+        latent = sum(each.outputs for each in layer.projections if each.kind == "whole" and each.name != "router")
+        attention += 2 * latent * _ELEMENT
+        if own.head_norms:
+            attention += (own.query + own.key) * (_STATISTIC + _ELEMENT)
+        between = self.model.nonlinearity if not software.fused_nonlinearity else (2 if layer.gated else 1)
+        mlp = (between + 1) * layer.intermediate * _ELEMENT
+        if layer.experts is not None:
+            width = layer.experts.projections[-1].inputs
+            # Of each expert that a token goes to: its input, and what is between.
+            mlp += layer.experts.per_token * (hidden + (between + 1) * width) * _ELEMENT
+        if software.attention == "scores":
+            # The softmax's result, and with dropout its mask and what is left.
+            attention += own.heads * self.cost.length * (2 + (3 if software.dropout else 0)) * self._with_scores()
+        if self.layout.checkpointing == "mlp_up":
+            mlp -= between * layer.intermediate * _ELEMENT
+            residual -= hidden * _ELEMENT
+        residual_ranks = self._ranks if software.sequence_parallel else self.layout.mesh.hidden
+        rest = (residual + norms) / residual_ranks + (attention + mlp) / self._ranks
+        return tokens * self._key_value(layer), tokens * rest
+
+    def _with_scores(self) -> int:
+        return 0 if self.layout.checkpointing == "attention" else 1
+
+    def _key_value(self, layer: Layer) -> float:
+        """Bytes of keys and values of one token."""
+        own = layer.attention
+        heads = max(own.key_value_heads / self._ranks, 1)
+        return heads * (own.query_dim + own.value_dim) * _ELEMENT
+
+    def _layer_input(self, tokens: float) -> float:
+        ranks = self._ranks if self.software.sequence_parallel else self.layout.mesh.hidden
+        return tokens * self.model.hidden / ranks * _ELEMENT
+
+    def _unit(self, segment: int) -> float:
+        """What a unit keeps until its backward, without keys and values where segments share them."""
+        tokens = self._tokens(self.cost.lengths[segment])
+        if self.layout.checkpointing == "full":
+            return len(self.layers) * self._layer_input(tokens)
+        kept = [self._kept(layer, tokens) for layer in self.layers]
+        shared = self._shares_keys
+        own = sum(rest + (0 if shared else key_value) for key_value, rest in kept)
+        if self.software.keeps_prefixes:
+            before = self._tokens(sum(self.cost.lengths[:segment]))
+            own += before * sum(self._key_value(layer) for layer in self.layers)
+        return own
+
+    @property
+    def _shares_keys(self) -> bool:
+        return len(self.cost.lengths) > 1 and self.software.shares_keys
+
+    def _activations(self) -> tuple[float, float]:
+        """What units in flight keep, and the stores of keys and values."""
+        layout = self.layout
+        ends = self._tokens(self.cost.length) * 8
+        if layout.chunks > 1:
+            chunk = sum(self._unit(segment) for segment in range(len(self.cost.lengths))) / layout.chunks
+            in_flight = self._chunks_in_flight()
+            resident = in_flight - layout.offload * max(0.0, in_flight - _NEVER_OFFLOADED)
+            return chunk * resident + ends, 0
+        units = [self._unit(segment) for segment in range(len(self.cost.lengths))]
+        store = self._store_bytes() if self._shares_keys else 0.0
+        activations, stores = self._peak(lambda action: units[action.segment], store)
+        return activations * (1 - layout.offload) + ends, stores
+
+    def _chunks_in_flight(self) -> float:
+        """Interleaved, on stage p: 2(P−p−1) + (v−1)P + k units of a chunk and a segment, counted in chunks."""
+        layout, segments = self.layout, len(self.cost.lengths)
+        units = 2 * (layout.stages - self.stage - 1) + (layout.chunks - 1) * layout.stages + segments
+        return min(units / segments, layout.micro_batches * layout.chunks)
+
+    def _store_bytes(self) -> float:
+        """Keys and values of one micro-batch in all layers of this stage."""
+        tokens = self._tokens(self.cost.length)
+        return tokens * sum(self._key_value(layer) for layer in self.layers)
+
+    def _peak(self, kept: Callable[[Action], float], store: float) -> tuple[float, float]:
+        """The most that units and stores take together, going through the stage's actions in order."""
+        layout = self.layout
+        segments = len(self.cost.lengths)
+        # Enough micro-batches for all units that are ever in flight.
+        enough = layout.micro_batches
+        if layout.schedule != "gpipe":
+            enough = min(enough, (layout.stages - 1 + segments) // segments + 2)
+        schedule = _schedule(layout.schedule, layout.stages, enough, segments)
+        now, most = 0.0, (0.0, 0.0)
+        opened: dict[int, float] = {}
+        for action in schedule[self.stage]:
+            if action.op is Op.FORWARD:
+                now += kept(action)
+                opened.setdefault(action.micro_batch, store)
+            elif action.op is Op.BACKWARD and segments > 1 and action.segment == segments - 1:
+                # With the gradients of keys and values.
+                opened[action.micro_batch] = store * (1 + layout.key_value_gradient_bytes / _ELEMENT)
+            if now + sum(opened.values()) > sum(most):
+                most = now, sum(opened.values())
+            if action.op is Op.BACKWARD:
+                now -= kept(action)
+                if action.segment == 0:
+                    opened.pop(action.micro_batch)
+        return most
+
+    # --- while it runs ------------------------------------------------------------------------------------------
+
+    def _logits(self) -> float:
+        model, mesh = self.model, self.layout.mesh
+        tokens = max(self._tokens(each) for each in self.cost.lengths)
+        weight = model.vocabulary * model.hidden / self._ranks * _ELEMENT
+        numbers = tokens * model.vocabulary / self._ranks
+        if self.software.loss == "chunked":
+            # A chunk in 32 bits, with its gradient and both in 16; and the gradient of the weight.
+            return min(3 * _CHUNK_BYTES, numbers * 12) + weight / mesh.batch
+        return numbers * (4 if self.software.loss == "fused" else 14)
+
+    def _working(self) -> float:
+        """Of the layer in backward: gradients of the MLP's inner features; with checkpointing all that it keeps."""
+        tokens = max(self._tokens(each) for each in self.cost.lengths)
+        widest = max(self.layers, key=lambda layer: layer.intermediate)
+        working = tokens * 3 * widest.intermediate / self._ranks * _ELEMENT
+        if self.layout.mesh.batch > 1:
+            # The gradient of a block before it is scattered.
+            working += max(self._block_bytes(layer) for layer in self.layers)
+        if self.layout.checkpointing == "full":
+            working += max(sum(self._kept(layer, tokens)) for layer in self.layers)
+        return working
+
+    def _buffers(self) -> float:
+        """A gradient in 16 bits of each shape of weight, where the software keeps it allocated."""
+        if not self.software.buffers_weight_gradients:
+            return 0.0
+        shapes = {(each.inputs, each.outputs, each.kind) for layer in self.layers for each in layer.projections}
+        if self.is_last:
+            shapes.add((self.model.hidden, self.model.vocabulary, "up"))
+        return _ELEMENT * sum(i * o / (1 if kind == "whole" else self._ranks) for i, o, kind in shapes)
+
+    def _messages(self) -> float:
+        if self.layout.stages == 1:
+            return 0
+        tokens = max(self._tokens(each) for each in self.cost.lengths)
+        # One that comes and one that goes, of either kind.
+        return 4 * tokens * self.model.hidden / self._ranks * _ELEMENT
+
+
+@lru_cache(maxsize=256)
+def _schedule(name: str, stages: int, micro_batches: int, segments: int) -> Schedule:
+    return SCHEDULES[name](PipelineShape(stages, micro_batches, segments))
+
+
+#: Chunks that are about to run, or have just run.
+_NEVER_OFFLOADED = 3

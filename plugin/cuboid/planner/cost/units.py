@@ -1,0 +1,263 @@
+"""Time of one unit's forward and backward: computing, and the communication that nothing hides.
+
+Where no other source is named, counts are those of docs/formulas.md and docs/traffic.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from cuboid.planner.cost.communication import Links
+from cuboid.planner.cost.kernels import ATTENTION_BACKWARD, Kernels
+from cuboid.planner.cost.layout import Layout, Software
+from cuboid.planner.description.cluster import Cluster
+from cuboid.planner.description.model import Layer, ModelDescription, Projection
+from cuboid.seq1f1b.schedule.unit_costs import seen_keys
+
+_ELEMENT = 2
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """What a part of a step takes: computing, and waiting for messages that nothing hides."""
+
+    compute: float = 0.0
+    exposed: float = 0.0
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.compute + other.compute, self.exposed + other.exposed)
+
+    def __mul__(self, factor: float) -> Seconds:
+        return Seconds(self.compute * factor, self.exposed * factor)
+
+    @property
+    def total(self) -> float:
+        """Of both."""
+        return self.compute + self.exposed
+
+
+class UnitTimes:
+    """Times of the parts of one micro-batch's segments on one rank.
+
+    Args:
+        model, layout, cluster, software: what runs.
+    """
+
+    def __init__(self, model: ModelDescription, layout: Layout, cluster: Cluster, software: Software) -> None:
+        self._model, self._layout, self._software = model, layout, software
+        self.links = Links(cluster, layout)
+        self.kernels = Kernels(cluster.gpu, software.products_speed)
+        self._rows = layout.micro_batch / layout.mesh.batch
+        self._ranks = layout.mesh.of("sequence", "hidden")
+
+    @cached_property
+    def _residual_ranks(self) -> int:
+        """Ranks that share what is done on the residual stream."""
+        return self._ranks if self._software.sequence_parallel else self._layout.mesh.hidden
+
+    def _tokens(self, start: int, stop: int) -> float:
+        """Tokens of this rank's rows, before they are cut over `sequence`."""
+        return self._rows * (stop - start) / self._layout.context
+
+    # --- a layer ------------------------------------------------------------------------------------------------
+
+    def layer_forward(self, layer: Layer, start: int, stop: int) -> Seconds:
+        """Forward of positions ``[start, stop)``."""
+        tokens = self._tokens(start, stop)
+        compute = self._products(layer, tokens) + self._attention(layer, start, stop, backward=False)
+        compute += self._elementwise(layer, tokens, backward=False)
+        exposed = self._mesh_exchange(layer, tokens, backward=False) + self._expert_exchange(layer, tokens)
+        own = self._at_host_speed(Seconds(compute, exposed), launches=1)
+        return self._with_weights(layer, own, gathers=1)
+
+    def layer_backward(self, layer: Layer, start: int, stop: int) -> Seconds:
+        """Backward of positions ``[start, stop)``, with what is recomputed."""
+        tokens, layout = self._tokens(start, stop), self._layout
+        compute = 2 * self._products(layer, tokens) + self._attention(layer, start, stop, backward=True)
+        compute += self._elementwise(layer, tokens, backward=True) + self._add_weight_gradients(layer)
+        exposed = self._mesh_exchange(layer, tokens, backward=True) + self._expert_exchange(layer, tokens)
+        again = Seconds()
+        if layout.checkpointing == "full":
+            again = Seconds(
+                self._products(layer, tokens)
+                + self._attention(layer, start, stop, backward=False)
+                + self._elementwise(layer, tokens, backward=False),
+                self._mesh_exchange(layer, tokens, backward=False) + self._expert_exchange(layer, tokens),
+            )
+        elif layout.checkpointing == "attention" and self._software.attention == "scores":
+            again = Seconds(self._attention(layer, start, stop, backward=False))
+        elif layout.checkpointing == "mlp_up":
+            norm = self.kernels.elementwise_s(tokens * 4 * self._model.hidden / self._residual_ranks)
+            again = Seconds(norm + self._product(self._mlp_up(layer), tokens))
+        gathers = 2 if layout.weight_gather == "layer" else 1
+        own = self._at_host_speed(
+            Seconds(compute, exposed) + again, launches=3 if layout.checkpointing == "full" else 2
+        )
+        return self._with_weights(layer, own, gathers=gathers)
+
+    def _at_host_speed(self, own: Seconds, launches: int) -> Seconds:
+        """At least what the host takes to launch it, in forwards of a layer."""
+        host_s = self._software.host_s
+        if self._layout.mesh.sequence > 1:
+            host_s += 2 * self._software.host_collective_s
+        return Seconds(max(own.compute, launches * host_s - own.exposed), own.exposed)
+
+    def _products(self, layer: Layer, tokens: float) -> float:
+        total = sum(self._product(each, tokens) for each in layer.projections)
+        if layer.experts is not None:
+            own = layer.experts.count / self._layout.expert_ranks
+            each_rows = tokens * layer.experts.per_token / own
+            for each in layer.experts.projections:
+                total += self.kernels.matmul_s(each_rows, each.outputs / self._ranks, each.inputs, round(own))
+        return total
+
+    def _product(self, each: Projection, tokens: float) -> float:
+        mesh, kernels = self._layout.mesh, self.kernels
+        if each.kind == "up":
+            return kernels.matmul_s(tokens, each.outputs / mesh.sequence, each.inputs / mesh.hidden)
+        if each.kind == "down":
+            return kernels.matmul_s(tokens, each.outputs / mesh.hidden, each.inputs / mesh.sequence)
+        return kernels.matmul_s(tokens, each.outputs, each.inputs)
+
+    @staticmethod
+    def _mlp_up(layer: Layer) -> Projection:
+        return next(each for each in layer.projections if each.name in ("gate_up", "up"))
+
+    def _attention(self, layer: Layer, start: int, stop: int, *, backward: bool) -> float:
+        own, rows = layer.attention, self._rows
+        share = self._ranks * self._layout.context
+        features = own.query_dim + own.value_dim
+        heads = own.heads / share
+        if self._software.attention == "flash":
+            pairs = rows * heads * seen_keys(start, stop, own.window)
+            if not self._software.balances_context:
+                # The last rank sees all keys; the others wait for it.
+                pairs *= (2 * self._layout.context - 1) / self._layout.context
+            return self.kernels.attention_s(pairs, features) * (ATTENTION_BACKWARD if backward else 1)
+        # The whole rectangle is multiplied. Each score is written, scaled and masked, normalized, dropped out and read.
+        pairs = rows * heads * (stop - start) * stop
+        times = 2 if backward else 1
+        moved = (19 if self._software.dropout else 14) if backward else (13 if self._software.dropout else 8)
+        length = stop - start
+        products = sum(
+            self.kernels.matmul_s(length, stop, dim, count=1) + (rows * heads - 1) * 2 * length * stop * dim
+            / self.kernels.product_flops
+            for dim in (own.query_dim, own.value_dim)
+        )  # fmt: skip
+        return times * products + self.kernels.elementwise_s(
+            pairs * moved * self._software.passes, 4 if backward else 2
+        )
+
+    def _elementwise(self, layer: Layer, tokens: float, *, backward: bool) -> float:
+        """Norms, residual additions, rotations and the nonlinearity; bytes that they read and write."""
+        software, hidden = self._software, self._model.hidden
+        residual = (24 if backward else 20) * hidden
+        if software.dropout:
+            residual += 10 * hidden
+        inner = 4 * (layer.attention.query + layer.attention.key) if layer.attention.rotary else 0
+        inner += self._nonlinearity_bytes(layer.intermediate, layer.gated, backward=backward)
+        if layer.experts is not None:
+            routed = layer.experts.per_token
+            width = layer.experts.projections[-1].inputs
+            inner += routed * self._nonlinearity_bytes(width, layer.gated, backward=backward)
+            # Tokens are put in the experts' order and back.
+            inner += routed * 8 * hidden
+        moved = tokens * (residual / self._residual_ranks + inner / self._ranks)
+        return self.kernels.elementwise_s(moved * software.passes, 14 if backward else 8)
+
+    @staticmethod
+    def _nonlinearity_bytes(features: int, gated: bool, *, backward: bool) -> int:
+        if gated:
+            return (10 if backward else 6) * features
+        return (6 if backward else 4) * features
+
+    def _block_weights(self, layer: Layer) -> float:
+        """Elements of the weights that a rank multiplies with."""
+        own = sum(each.weights / (1 if each.kind == "whole" else self._ranks) for each in layer.projections)
+        if layer.experts is not None:
+            own += layer.experts.parameters / (self._layout.expert_ranks * self._ranks)
+        return own
+
+    def _add_weight_gradients(self, layer: Layer) -> float:
+        """Adding a unit's weight gradients to those before: reading and writing the sum, and reading the gradient."""
+        software = self._software
+        per_weight = 2 * software.gradient_bytes + (0 if software.fused_weight_gradients else _ELEMENT)
+        if not software.fused_weight_gradients and self._layout.micro_batches * self._layout.segments == 1:
+            per_weight = 0
+        return self.kernels.elementwise_s(self._block_weights(layer) / self._layout.mesh.batch * per_weight, 0)
+
+    # --- communication ------------------------------------------------------------------------------------------
+
+    def _mesh_exchange(self, layer: Layer, tokens: float, *, backward: bool) -> float:
+        mesh, links, software = self._layout.mesh, self.links, self._software
+        hidden_bytes = tokens * self._model.hidden / mesh.hidden * _ELEMENT
+        count = 4 + (2 * software.regathers if backward and software.sequence_parallel else 0)
+        total = links.sequence.gather_s(hidden_bytes, count) * (1 - software.hides_exchange)
+        if mesh.hidden > 1:
+            ups = sum(each.outputs for each in layer.projections if each.kind == "up")
+            downs = sum(each.inputs for each in layer.projections if each.kind == "down")
+            total += links.hidden.gather_s(tokens * ups / mesh.sequence * _ELEMENT)
+            total += links.hidden.gather_s(tokens * downs / mesh.sequence * _ELEMENT, 2 if backward else 1)
+        return total + self._context_exchange(layer, backward=backward)
+
+    def _context_exchange(self, layer: Layer, *, backward: bool) -> float:
+        """Keys and values of the ranks that share a sequence; half of it is behind attention of what is there."""
+        if self._layout.context == 1:
+            return 0.0
+        own = layer.attention
+        length_bytes = self._context_length * self._rows * (own.key + own.value) / self._ranks * _ELEMENT
+        return 0.5 * self.links.context.gather_s(length_bytes, 2 if backward else 1)
+
+    #: Tokens of a sequence, for what its ranks send each other.
+    _context_length = 0
+
+    def for_length(self, length: int) -> UnitTimes:
+        """Let sequences have this many tokens."""
+        self._context_length = length
+        return self
+
+    def _expert_exchange(self, layer: Layer, tokens: float) -> float:
+        """Tokens to the experts' ranks and back."""
+        if layer.experts is None or self._layout.expert_ranks == 1:
+            return 0.0
+        return self.links.experts.exchange_s(tokens * layer.experts.per_token * self._model.hidden * _ELEMENT, 2)
+
+    def _with_weights(self, layer: Layer, own: Seconds, gathers: int) -> Seconds:
+        """With the gathers of weights over `batch`, and in backward the reduction of gradients, which run meanwhile."""
+        if self._layout.mesh.batch == 1:
+            return own
+        needed = self.links.batch.gather_s(self._block_weights(layer) * _ELEMENT, gathers)
+        return Seconds(own.compute, own.exposed + max(0.0, needed - own.compute))
+
+    # --- the ends -----------------------------------------------------------------------------------------------
+
+    def head_forward(self, start: int, stop: int) -> Seconds:
+        """The head with its loss; forward and, as logits aren't kept, backward."""
+        tokens, mesh, model = self._tokens(start, stop), self._layout.mesh, self._model
+        own_vocabulary = model.vocabulary / mesh.sequence
+        product = self.kernels.matmul_s(tokens, own_vocabulary, model.hidden / mesh.hidden)
+        if mesh.sequence == 1:
+            product /= self._software.unsplit_head
+        passes = {"chunked": 16, "fused": 10, "whole": 26}[self._software.loss]
+        moved = tokens * own_vocabulary / mesh.hidden * passes
+        weights = own_vocabulary * model.hidden / mesh.hidden
+        add = weights / mesh.batch * 2 * self._software.gradient_bytes
+        exposed = self.links.sequence.gather_s(tokens * model.hidden / mesh.hidden * _ELEMENT, 3)
+        exposed += self.links.hidden.gather_s(tokens * own_vocabulary * _ELEMENT, 2)
+        exposed += self.links.batch.gather_s(weights * _ELEMENT, 2)
+        return Seconds(3 * product + self.kernels.elementwise_s(moved + add, 8), exposed)
+
+    def embedding(self, start: int, stop: int) -> Seconds:
+        """Looking tokens up, and adding the gradient of the whole table, forward and backward together."""
+        tokens, mesh, model = self._tokens(start, stop), self._layout.mesh, self._model
+        rows = model.vocabulary * model.hidden / self._ranks
+        moved = 8 * tokens * model.hidden / self._ranks + rows / mesh.batch * (2 * self._software.gradient_bytes + 4)
+        exposed = self.links.sequence.gather_s(tokens * model.hidden / mesh.hidden * _ELEMENT, 2)
+        exposed += self.links.batch.gather_s(rows * _ELEMENT, 2)
+        return Seconds(self.kernels.elementwise_s(moved, 4), exposed)
+
+    def message_s(self, start: int, stop: int) -> float:
+        """The hidden state of a unit to the next stage."""
+        own = self._tokens(start, stop) * self._model.hidden / self._ranks * _ELEMENT
+        return self.links.stages.send_s(own)

@@ -1,0 +1,206 @@
+"""The machines: GPUs, the links between them, and how many there are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from cuboid.errors import ConfigError
+
+_GB = 10**9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU with its links, by its data sheet and by few calibrated constants.
+
+    Args:
+        name: such as "H100-80GB".
+        memory_bytes: of the device.
+        peak_flops: dense matrix products in 16-bit floats, by the data sheet.
+        memory_bytes_per_s: of the device's memory, by the data sheet.
+        link_bytes_per_s: between GPUs of a node, each way, by the data sheet.
+        network_bytes_per_s: of a GPU's share of its node's network cards, each way.
+        matmul_efficiency: part of the peak that a large product reaches in training; small ones reach less, by the
+            bytes that they move and the time of a kernel.
+        attention_efficiency: part of the peak that attention reaches, forward and backward together.
+        memory_efficiency: part of the memory's rate that elementwise kernels reach.
+        link_efficiency, network_efficiency: part of a link's rate that collectives reach.
+        link_latency_s, network_latency_s: of each step of a collective.
+        kernel_s: of each kernel beyond its work.
+        step_s: of each optimizer step, whatever its size.
+    """
+
+    name: str
+    memory_bytes: int
+    peak_flops: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    network_bytes_per_s: float
+    matmul_efficiency: float = 0.7
+    attention_efficiency: float = 0.5
+    memory_efficiency: float = 0.8
+    link_efficiency: float = 0.75
+    network_efficiency: float = 0.75
+    link_latency_s: float = 4e-6
+    network_latency_s: float = 12e-6
+    kernel_s: float = 4e-6
+    step_s: float = 0.01
+
+
+def _gpu(name: str, memory_gib: float, tflops: float, memory: float, link: float, network: float, **more: float) -> Gpu:
+    """Rates in 10⁹ bytes a second. Memory is what a process finds, which is less than the name says."""
+    return Gpu(name, round(memory_gib * 2**30), tflops * 1e12, memory * _GB, link * _GB, network * _GB, **more)
+
+
+# Calibrated by docs/generators/planner_fit.py on the measured tables in docs/data, as docs/planner.md tells: one set of
+# constants for all tables of a kind of GPU. V100 has no measurements there and takes the A100's constants. The
+# H800's were then moved within what the rows leave open, for its worst row. The
+# H100-80GB and H200 have the H800's chip and take its constants; the H100-96GB of the tables runs at 500 W.
+_A100 = {
+    "matmul_efficiency": 0.94, "attention_efficiency": 0.5, "memory_efficiency": 0.61, "link_efficiency": 0.64,
+    "network_efficiency": 0.66, "kernel_s": 13e-6, "step_s": 0.012,
+}  # fmt: skip
+_H800 = {
+    "matmul_efficiency": 0.79, "attention_efficiency": 0.28, "memory_efficiency": 0.75, "link_efficiency": 0.8,
+    "network_efficiency": 0.75,
+}  # fmt: skip
+_H100_500W = {
+    "matmul_efficiency": 0.52, "attention_efficiency": 0.34, "memory_efficiency": 0.45, "link_efficiency": 0.95,
+    "network_efficiency": 0.7,
+}  # fmt: skip
+_B200 = {
+    "matmul_efficiency": 0.53, "attention_efficiency": 0.355, "memory_efficiency": 0.48, "link_efficiency": 0.56,
+    "kernel_s": 4.4e-6, "step_s": 0.005,
+}  # fmt: skip
+
+#: By name.
+GPUS: Mapping[str, Gpu] = MappingProxyType(
+    {
+        gpu.name: gpu
+        for gpu in (
+            _gpu("V100-16GB", 15.77, 125, 900, 150, 12.5, **_A100),
+            _gpu("V100-32GB", 31.74, 125, 900, 150, 12.5, **_A100),
+            _gpu("A100-40GB", 39.39, 312, 1555, 300, 25, **_A100),
+            _gpu("A100-80GB", 79.15, 312, 2039, 300, 25, **_A100),
+            _gpu("H100-80GB", 79.11, 989.5, 3350, 450, 50, **_H800),
+            _gpu("H100-96GB", 95.0, 989.5, 2400, 450, 50, **_H100_500W),
+            _gpu("H200-141GB", 139.8, 989.5, 4800, 450, 50, **_H800),
+            _gpu("H800-80GB", 79.11, 989.5, 3350, 200, 12.5, **_H800),
+            _gpu("B200-180GB", 178.4, 2250, 8000, 900, 50, **_B200),
+            _gpu("GB200-186GB", 184.0, 2500, 8000, 900, 50, **_B200),
+        )
+    }
+)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of equal GPUs.
+
+    Args:
+        gpu: of all nodes.
+        nodes: how many.
+        gpus_per_node: of each; those of a node are linked directly.
+    """
+
+    gpu: Gpu
+    nodes: int
+    gpus_per_node: int
+
+    @property
+    def gpus(self) -> int:
+        """Of all nodes."""
+        return self.nodes * self.gpus_per_node
+
+    def __str__(self) -> str:
+        return f"{self.nodes}x{self.gpus_per_node}x{self.gpu.name}"
+
+    @classmethod
+    def parse(cls, text: str) -> Cluster:
+        """Read ``"8x8xH100-80GB"`` (nodes × GPUs × kind), ``"8xH100"`` (one node), or the path of a profile.
+
+        Raises:
+            ConfigError: it is none of these; names the kinds that there are.
+        """
+        if text.endswith(".json"):
+            return read_profile(Path(text))
+        match = re.fullmatch(r"(?:(\d+)[x×])?(\d+)[x×]([A-Za-z].*)", text.strip())
+        if match is None:
+            raise ConfigError(
+                f"cluster {text!r} is not of the form NODESxGPUSxKIND, such as 8x8xH100-80GB, nor a profile, whose "
+                "name ends in .json"
+            )
+        nodes, gpus = int(match[1] or 1), int(match[2])
+        if nodes < 1 or gpus < 1 or nodes * gpus > 2**20:
+            raise ConfigError(f"cluster {text!r} has {nodes} nodes of {gpus} GPUs; it needs 1 to {2**20} in all")
+        return cls(_find_gpu(match[3]), nodes, gpus)
+
+
+def _find_gpu(name: str) -> Gpu:
+    """A GPU by its name, or by the beginning of it: H100 is the first of that name."""
+    wanted = name.upper()
+    for known, gpu in GPUS.items():
+        if known == wanted or known.split("-")[0] == wanted:
+            return gpu
+    raise ConfigError(
+        f"no profile of a GPU {name!r}; there are {', '.join(GPUS)}. Describe another one in a JSON profile"
+    )
+
+
+def read_profile(path: Path) -> Cluster:
+    """Read a cluster from a profile: ``{"nodes": 1, "gpus_per_node": 8, "gpu": {…}}``, or one with ``"gpu": "H100"``.
+
+    Args:
+        path: of the JSON file. Keys of ``"gpu"`` are those of :class:`Gpu`; with ``"like"``, the name of a known one,
+            only those that differ.
+
+    Raises:
+        ConfigError: it can't be read, or a key or value isn't one of a profile.
+    """
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"cluster profile {path} can't be read: {error}") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"cluster profile {path} is not a JSON object")
+    unknown = given.keys() - {"nodes", "gpus_per_node", "gpu"}
+    if unknown or "gpu" not in given:
+        raise ConfigError(
+            f"cluster profile {path} needs the keys nodes, gpus_per_node and gpu"
+            + (f", and has {', '.join(sorted(unknown))}" if unknown else "")
+        )
+    counts = [given.get(name, 1) for name in ("nodes", "gpus_per_node")]
+    if not all(type(count) is int and 1 <= count <= 2**20 for count in counts):
+        raise ConfigError(f"cluster profile {path}: nodes and gpus_per_node are {counts}; both are counts")
+    gpu = given["gpu"]
+    return Cluster(_find_gpu(gpu) if isinstance(gpu, str) else _read_gpu(gpu, path), *counts)
+
+
+def _read_gpu(given: Any, path: Path) -> Gpu:
+    fields = {field.name: field for field in dataclasses.fields(Gpu)}
+    values = dict(given) if isinstance(given, dict) else {}
+    base = dataclasses.asdict(_find_gpu(str(values.pop("like")))) if "like" in values else {}
+    unknown = sorted(values.keys() - fields.keys())
+    if unknown:
+        raise ConfigError(f"cluster profile {path}: gpu has no {', '.join(unknown)}; it has {', '.join(fields)}")
+    for name, value in values.items():
+        good = isinstance(value, str) if name == "name" else _is_positive(value)
+        if not good:
+            raise ConfigError(f"cluster profile {path}: gpu.{name} is {value!r}, not a number above zero")
+    base.update(values)
+    missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in base]
+    if missing:
+        raise ConfigError(f'cluster profile {path}: gpu lacks {", ".join(missing)}; or give "like": "H100-80GB"')
+    return Gpu(**base)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0

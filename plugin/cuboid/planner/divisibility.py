@@ -1,0 +1,56 @@
+"""Whether a mesh can cut a model, by its description alone; the rules are those of sharding itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cuboid.distributed.topology import MeshShape, divisors
+from cuboid.errors import MeshError
+from cuboid.planner.description.model import ModelDescription
+
+
+def mesh_misfit(model: ModelDescription, mesh: MeshShape) -> str | None:
+    """Why a mesh can't cut a model, in words; None if it can."""
+    if mesh.size == 1:
+        return None
+    ranks = mesh.of("sequence", "hidden")
+    for layer in model.kinds:
+        if layer.experts is not None:
+            return f"{model.name} has experts, which have no rule on a mesh yet; use 1×1×1 with stages and replicas"
+        if any(each.kind == "whole" for each in layer.projections):
+            return f"{model.name} has low-rank attention, which has no rule on a mesh yet; use 1×1×1"
+        if layer.attention.heads % ranks:
+            return f"{layer.attention.heads} attention heads don't divide by sequence × hidden = {ranks}"
+        features = (model.hidden, layer.attention.query, layer.intermediate)
+        for size in features:
+            for pieces in (ranks, mesh.of("sequence", "batch"), mesh.of("hidden", "batch")):
+                if size % pieces:
+                    return f"{size} features don't divide by {pieces}"
+        if model.hidden % mesh.size:
+            return f"{model.hidden} features of the residual stream don't divide by {mesh.size}"
+    return None
+
+
+def check_mesh(model: ModelDescription, mesh: MeshShape) -> None:
+    """Raise if a mesh can't cut a model.
+
+    Raises:
+        MeshError: why, with meshes of the same size that can.
+    """
+    reason = mesh_misfit(model, mesh)
+    if reason is not None:
+        near = [str(other) for other in fitting(model, mesh.size)] or ["none"]
+        raise MeshError(
+            f"tensor_parallel.mesh {mesh} can't cut {model.name}: {reason}; meshes of {mesh.size} ranks that can: "
+            f"{', '.join(near[:6])}"
+        )
+
+
+def fitting(model: ModelDescription, size: int) -> Iterator[MeshShape]:
+    """Meshes of ``size`` ranks that can cut a model."""
+    return (mesh for mesh in MeshShape.of_size(size) if mesh_misfit(model, mesh) is None)
+
+
+def stage_counts(model: ModelDescription, ranks: int) -> list[int]:
+    """Numbers of stages that divide the ranks and have a layer each."""
+    return [count for count in divisors(ranks) if count <= len(model.layers)]

@@ -1,0 +1,319 @@
+"""What a step will take on a cluster, in time and memory, before anything is allocated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from cuboid.config.schema import CuboidConfig, PipelineConfig
+from cuboid.distributed.topology import Coordinate
+from cuboid.errors import ConfigError
+from cuboid.models.architectures.attention_heads import HeadCounts, plan_key_value_heads
+from cuboid.planner.comm_formula import BlockSizes, layer_bytes
+from cuboid.planner.cost.layout import CUBOID, Layout, Software
+from cuboid.planner.cost.memory import USABLE, Memory, stage_memory
+from cuboid.planner.cost.step import StepCost, StepTime
+from cuboid.planner.description.cluster import Cluster
+from cuboid.planner.description.model import ModelDescription
+from cuboid.planner.divisibility import check_mesh
+from cuboid.seq1f1b.schedule.partition import check_lengths, choose_segments, even_cut
+from cuboid.seq1f1b.schedule.schedules import SCHEDULES
+from cuboid.seq1f1b.schedule.unit_costs import segment_flops
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A layout's step, predicted.
+
+    Args:
+        cost: what it was computed from.
+        time: of a step, by kind.
+        stages: memory of a rank of each stage, by kind.
+    """
+
+    cost: StepCost
+    time: StepTime
+    stages: tuple[Memory, ...]
+
+    @property
+    def layout(self) -> Layout:
+        """Of the ranks."""
+        return self.cost.layout
+
+    @property
+    def memory_bytes(self) -> float:
+        """Of the fullest rank."""
+        return max(stage.total for stage in self.stages)
+
+    @property
+    def limit_bytes(self) -> float:
+        """What tensors can have of a GPU."""
+        return USABLE * self.cost.cluster.gpu.memory_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank has enough memory."""
+        return self.memory_bytes <= self.limit_bytes
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks together."""
+        return self.layout.rows * self.cost.length / self.time.total_s
+
+    @property
+    def mfu(self) -> float:
+        """Part of what the GPUs could multiply, by the data sheet, that the model needs; without recomputation."""
+        peak = self.cost.cluster.gpu.peak_flops * self.layout.ranks
+        return self.cost.model.step_flops(self.layout.rows, self.cost.length) / (peak * self.time.total_s)
+
+    @cached_property
+    def bytes_by_axis(self) -> dict[str, int]:
+        """Bytes that a rank of the busiest stage sends in a step inside of its layers, by the mesh's axes."""
+        cost, layout = self.cost, self.layout
+        layers = max(cost.stage_layers)
+        total: dict[str, int] = {}
+        for length in cost.lengths:
+            sizes = block_sizes(cost.model, layout)
+            one = layer_bytes(sizes, layout.mesh, layout.micro_batch, length, weight_gather=layout.weight_gather)
+            for axis, count in one.items():
+                total[axis] = total.get(axis, 0) + count * layers * layout.micro_batches
+        return total
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        layout = self.layout
+        return {
+            "model": {"type": self.cost.model.name, "parameters": self.cost.model.parameters},
+            "cluster": str(self.cost.cluster),
+            "sequence_length": self.cost.length,
+            "layout": {**asdict(layout), "mesh": asdict(layout.mesh), "stage_layers": list(self.cost.stage_layers),
+                       "segment_lengths": list(self.cost.lengths), "ranks": layout.ranks},
+            "fits": self.fits,
+            "memory_bytes": round(self.memory_bytes),
+            "memory_limit_bytes": round(self.limit_bytes),
+            "memory_by_stage": [{kind: round(size) for kind, size in each.by_kind().items()} for each in self.stages],
+            "step_s": self.time.total_s,
+            "time": asdict(self.time),
+            "bubble": self.time.bubble,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "sent_bytes_by_axis": self.bytes_by_axis,
+        }  # fmt: skip
+
+
+def estimate(
+    model: ModelDescription,
+    layout: Layout,
+    cluster: Cluster,
+    length: int,
+    software: Software | None = None,
+    *,
+    known: dict[Any, Any] | None = None,
+) -> Estimate:
+    """Predict a step.
+
+    Args:
+        model: what is trained.
+        layout: of all the cluster's GPUs.
+        cluster: the machines.
+        length: S, tokens of a sequence.
+        software: whose step it is; None for Cuboid under DeepSpeed.
+        known: times of layers, for estimates of many layouts of the same model, cluster and length.
+
+    Raises:
+        MeshError: the mesh can't cut the model.
+        ConfigError: the layout doesn't fit the cluster, or the sequence is longer than the model's.
+    """
+    _check(model, layout, cluster, length)
+    cost = StepCost(model, layout, cluster, length, software or cuboid_software(layout), known=known)
+    return Estimate(cost, cost.step_time(), tuple(stage_memory(cost)))
+
+
+def cuboid_software(layout: Layout) -> Software:
+    """Cuboid's behaviour: under a pipeline gradients are added up in float32, as units add to them."""
+    return replace(CUBOID, gradient_bytes=4) if layout.stages > 1 else CUBOID
+
+
+def _check(model: ModelDescription, layout: Layout, cluster: Cluster, length: int) -> None:
+    if layout.ranks != cluster.gpus:
+        raise ConfigError(f"the layout has {layout.ranks} ranks, but the cluster {cluster} has {cluster.gpus} GPUs")
+    if layout.stages > len(model.layers):
+        raise ConfigError(
+            f"pipeline.stages is {layout.stages}, but {model.name} has {len(model.layers)} layers, and each stage "
+            "needs at least one"
+        )
+    if layout.micro_batch % layout.mesh.batch:
+        raise ConfigError(
+            f"train_micro_batch_size_per_gpu is {layout.micro_batch}, which mesh.batch = {layout.mesh.batch} doesn't "
+            f"divide; use a multiple of {layout.mesh.batch}"
+        )
+    granule = math.lcm(layout.mesh.sequence, layout.mesh.hidden)
+    grain = layout.segments * granule
+    if length < grain or length % granule:
+        raise ConfigError(
+            f"{length} tokens can't be cut into {layout.segments} segments that the mesh's axes sequence = "
+            f"{layout.mesh.sequence} and hidden = {layout.mesh.hidden} share; use a multiple of {granule}, "
+            f"at least {grain}"
+        )
+    if model.positions and length > model.positions:
+        raise ConfigError(f"{length} tokens are more than the {model.positions} positions that {model.name} has")
+    check_mesh(model, layout.mesh)
+
+
+def block_sizes(model: ModelDescription, layout: Layout) -> BlockSizes:
+    """Sizes of the first layer, for the formula of its bytes."""
+    layer = model.layers[0]
+    own = layer.attention
+    counts = HeadCounts(own.heads, own.key_value_heads, own.query_dim)
+    plan = plan_key_value_heads(counts, layout.mesh, Coordinate(0, 0, 0, 0, 0))
+    by_name = {each.name: each for each in layer.projections}
+    qkv, up = by_name.get("qkv"), by_name.get("gate_up") or by_name.get("up")
+    return BlockSizes(
+        hidden=model.hidden,
+        query=own.query,
+        key_value=own.key,
+        intermediate=layer.intermediate,
+        gated=layer.gated,
+        summed=None if plan.scattered else plan.heads * own.query_dim,
+        whole_key_value=not plan.split_by_sequence,
+        norm=model.norm,
+        qkv_bias=qkv is not None and qkv.bias,
+        out_bias=by_name["o"].bias,
+        mlp_bias=up is not None and up.bias,
+    )
+
+
+def layout_of_config(
+    config: CuboidConfig, rest: Mapping[str, Any], model: ModelDescription, cluster: Cluster, length: int, *,
+    checkpointing: bool = False,
+) -> Layout:  # fmt: skip
+    """The layout that a config describes, on all GPUs of a cluster.
+
+    Args:
+        config, rest: as of :func:`cuboid.config.schema.require_config`.
+        model, cluster, length: what runs where.
+        checkpointing: whether the script enables the model's gradient checkpointing, which no config says.
+
+    Raises:
+        ConfigError: it leaves open what would have to be known, or doesn't fit the cluster.
+    """
+    mesh = config.tensor_parallel.mesh
+    if mesh == "auto":
+        raise ConfigError(
+            'tensor_parallel.mesh is "auto"; `cuboid estimate` needs its sizes, and `cuboid plan` finds some'
+        )
+    zero = rest.get("zero_optimization") or {}
+    offloads = [key for key in ("offload_optimizer", "offload_param") if zero.get(key)]
+    if offloads:
+        raise ConfigError(f"zero_optimization.{offloads[0]} has no estimate; leave it out")
+    if not (rest.get("bf16") or {}).get("enabled"):
+        raise ConfigError('the planner counts training in bf16; add "bf16": {"enabled": true}')
+    if cluster.gpus % config.ranks:
+        raise ConfigError(
+            f"the config has {config.ranks} ranks for each replica of the model, which the {cluster.gpus} GPUs of "
+            f"{cluster} aren't a multiple of"
+        )
+    replicas = cluster.gpus // config.ranks
+    rows, count = _batch_sizes(rest, replicas)
+    layout = Layout(
+        mesh.shape,
+        config.stages,
+        rows,
+        count,
+        replicas,
+        zero_stage=int(zero.get("stage", 0)),
+        checkpointing="full" if checkpointing else "none",
+        weight_gather=config.tensor_parallel.weight_gather,
+    )
+    if config.tensor_parallel.gather_logits is True:
+        raise ConfigError('tensor_parallel.gather_logits is true: whole logits have no estimate; write "auto"')
+    pipeline = config.pipeline
+    return layout if pipeline is None else _with_pipeline(layout, pipeline, model, length)
+
+
+def _with_pipeline(layout: Layout, pipeline: PipelineConfig, model: ModelDescription, length: int) -> Layout:
+    """The layout with what the config's pipeline section says."""
+    if pipeline.schedule not in SCHEDULES:
+        raise ConfigError(
+            f"pipeline.schedule {pipeline.schedule!r} has no estimate yet; there are {', '.join(SCHEDULES)}"
+        )
+    if pipeline.partition == "measured":
+        raise ConfigError('pipeline.partition "measured" cuts by the times of real steps; estimate it as "flops"')
+    multiple = math.lcm(layout.mesh.sequence, layout.mesh.hidden)
+    layout = replace(layout, schedule=pipeline.schedule)
+    if pipeline.kv_gradients == "parameter":
+        layout = replace(layout, key_value_gradient_bytes=2)
+    if isinstance(pipeline.stage_balance, tuple):
+        layout = replace(layout, stage_layers=_checked_balance(pipeline.stage_balance, model))
+    elif pipeline.stage_balance == "layers":
+        even, rest_ = divmod(len(model.layers), layout.stages)
+        layout = replace(layout, stage_layers=tuple(even + (stage < rest_) for stage in range(layout.stages)))
+    segments = pipeline.segments
+    if segments == "auto":
+        segments = choose_segments(
+            length, stages=layout.stages, micro_batches=layout.micro_batches, cost=segment_flops(model.sizes),
+            multiple=multiple, schedule=pipeline.schedule,
+        )  # fmt: skip
+    layout = replace(layout, segments=segments)
+    if isinstance(pipeline.partition, tuple):
+        check_lengths(pipeline.partition, length=length, segments=segments, multiple=multiple)
+        return replace(layout, lengths=pipeline.partition)
+    if pipeline.partition == "even":
+        return replace(layout, lengths=even_cut(length, segments, multiple))
+    return layout
+
+
+def _checked_balance(balance: tuple[int, ...], model: ModelDescription) -> tuple[int, ...]:
+    if sum(balance) != len(model.layers):
+        raise ConfigError(
+            f"pipeline.stage_balance {list(balance)} adds up to {sum(balance)}, but {model.name} has "
+            f"{len(model.layers)} layers"
+        )
+    return balance
+
+
+def _batch_sizes(rest: Mapping[str, Any], replicas: int) -> tuple[int, int]:
+    """Rows of a micro-batch, and micro-batches of a step."""
+    rows, total = rest.get("train_micro_batch_size_per_gpu"), rest.get("train_batch_size")
+    steps = rest.get("gradient_accumulation_steps") or 1
+    if type(rows) is int and type(total) is int and rest.get("gradient_accumulation_steps") is None:
+        steps = max(1, total // (rows * replicas))
+    if type(steps) is not int or type(rows) is not int or min(rows, steps) < 1:
+        raise ConfigError(
+            f"train_micro_batch_size_per_gpu is {rows!r} and gradient_accumulation_steps {steps!r}; the planner needs "
+            "numbers"
+        )
+    return rows, steps
+
+
+def remedies(found: Estimate) -> list[tuple[str, Estimate]]:
+    """Single changes of a layout that doesn't fit which make it fit, the fastest first."""
+    layout = found.layout
+    changes: list[tuple[str, Layout]] = []
+    if layout.checkpointing == "none":
+        changes.append(("gradient checkpointing", replace(layout, checkpointing="full")))
+    if layout.weight_gather == "step":
+        changes.append(('"weight_gather": "layer"', replace(layout, weight_gather="layer")))
+    if layout.zero_stage == 0 and layout.replicas > 1:
+        changes.append(("ZeRO stage 1", replace(layout, zero_stage=1)))
+    if layout.zero_stage == 1 and layout.replicas > 1 and layout.stages == 1:
+        changes.append(("ZeRO stage 2", replace(layout, zero_stage=2)))
+    if layout.stages > 1:
+        changes += [(f"{k} segments", replace(layout, segments=k)) for k in (2, 4, 8, 16) if k > layout.segments]
+    rows = layout.micro_batch // 2
+    if layout.micro_batch % 2 == 0 and rows % layout.mesh.batch == 0:
+        smaller = replace(layout, micro_batch=rows, micro_batches=2 * layout.micro_batches)
+        changes.append((f"micro-batches of {rows} rows, twice as many", smaller))
+    if layout.checkpointing == "none" and layout.stages > 1 and layout.segments < 8:
+        changes.append(("gradient checkpointing and 8 segments", replace(layout, checkpointing="full", segments=8)))
+    tried = []
+    for name, changed in changes:
+        try:
+            changed = replace(changed, lengths=())
+            tried.append((name, estimate(found.cost.model, changed, found.cost.cluster, found.cost.length)))
+        except ConfigError:
+            continue
+    return sorted(((n, each) for n, each in tried if each.fits), key=lambda pair: pair[1].time.total_s)

@@ -1,0 +1,176 @@
+"""Estimates and plans as tables and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cuboid.errors import CuboidError
+from cuboid.planner.estimate import Estimate, remedies
+from cuboid.planner.search import Plan, reason, terms
+from cuboid.seq1f1b.schedule.timeline_picture import format_bytes
+
+_GIB = 2**30
+
+
+def print_estimate(found: Estimate, console: Any) -> None:
+    """Time by kind, memory by kind and stage, and what to change if it doesn't fit.
+
+    Args:
+        found: to be printed.
+        console: of rich.
+    """
+    from rich.table import Table
+
+    layout, cost = found.layout, found.cost
+    console.print(
+        f"{cost.model.name}, {cost.model.parameters / 1e9:.2f}B parameters, {cost.length} tokens, on {cost.cluster}"
+    )
+    console.print(f"{layout}")
+    table = Table(title="a step", title_justify="left")
+    table.add_column("kind")
+    table.add_column("seconds", justify="right")
+    table.add_column("share", justify="right")
+    for name, seconds in terms(found).items():
+        table.add_row(name, f"{seconds:.4f}", f"{seconds / found.time.total_s:.1%}")
+    table.add_row("all", f"{found.time.total_s:.4f}", "", style="bold")
+    console.print(table)
+    console.print(
+        f"{found.tokens_per_s:,.0f} tokens/s, MFU {found.mfu:.1%}, bubble {found.time.bubble:.1%}", highlight=False
+    )
+    console.print(_memory_table(found))
+    if found.bytes_by_axis:
+        sent = ", ".join(f"{axis} {format_bytes(count)}" for axis, count in found.bytes_by_axis.items())
+        console.print(f"sent by a rank in a step inside of layers: {sent}", highlight=False)
+    console.print(_verdict(found), highlight=False)
+
+
+def _memory_table(found: Estimate) -> Any:
+    from rich.table import Table
+
+    # With many stages the first, the middle and the last one stand for all, and the fullest.
+    stages = found.stages
+    fullest = max(range(len(stages)), key=lambda stage: stages[stage].total)
+    shown = sorted({0, len(stages) // 2, len(stages) - 1, fullest})
+    table = Table(title="memory of a rank, GiB", title_justify="left")
+    table.add_column("kind")
+    for stage in shown:
+        table.add_column(f"stage {stage}", justify="right")
+    for kind in stages[0].by_kind():
+        sizes = [stages[stage].by_kind()[kind] for stage in shown]
+        if any(sizes):
+            table.add_row(kind.replace("_", " "), *(f"{size / _GIB:.2f}" for size in sizes))
+    table.add_row("all", *(f"{stages[stage].total / _GIB:.2f}" for stage in shown), style="bold")
+    return table
+
+
+def _verdict(found: Estimate) -> str:
+    spare = found.limit_bytes - found.memory_bytes
+    limit = f"{found.limit_bytes / _GIB:.1f} GiB that tensors can have of {found.cost.cluster.gpu.name}"
+    if spare >= 0:
+        return f"It fits: {spare / _GIB:.1f} GiB are left of the {limit}."
+    lines = [f"It does not fit: {-spare / _GIB:.1f} GiB more than the {limit}."]
+    for name, changed in remedies(found)[:4]:
+        lines.append(
+            f"  with {name} it does: {changed.memory_bytes / _GIB:.1f} GiB, a step of {changed.time.total_s:.3f} s"
+        )
+    if len(lines) == 1:
+        lines.append("  No single change makes it fit; `cuboid plan` looks for another layout.")
+    return "\n".join(lines)
+
+
+def print_plan(plan: Plan, console: Any) -> None:
+    """The best layouts, with the reason why each loses to the first."""
+    from rich.table import Table
+
+    best = plan.best[0]
+    table = Table(title=f"the best of {plan.considered:,} layouts", title_justify="left")
+    for name in ("", "layout", "step, s", "tokens/s", "MFU", "GiB", "against the first"):
+        left = name in ("layout", "against the first")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for number, each in enumerate(plan.best, 1):
+        table.add_row(
+            str(number), str(each.layout), f"{each.time.total_s:.3f}", f"{each.tokens_per_s:,.0f}", f"{each.mfu:.1%}",
+            f"{each.memory_bytes / _GIB:.1f}", reason(each, best),
+        )  # fmt: skip
+    console.print(table)
+
+
+def print_comparison(first: Estimate, second: Estimate, console: Any) -> None:
+    """Two layouts, term by term."""
+    from rich.table import Table
+
+    table = Table(title=f"A: {first.layout}\nB: {second.layout}", title_justify="left")
+    for name in ("", "A", "B", "B − A"):
+        table.add_column(name, justify="left" if not name else "right")
+    for (name, own), other in zip(terms(first).items(), terms(second).values(), strict=True):
+        table.add_row(f"{name}, s", f"{own:.4f}", f"{other:.4f}", f"{other - own:+.4f}")
+    a, b = first.time.total_s, second.time.total_s
+    table.add_row("step, s", f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}", style="bold")
+    memories = [max(each.stages, key=lambda stage: stage.total).by_kind() for each in (first, second)]
+    for kind in memories[0]:
+        own, other = (memory[kind] / _GIB for memory in memories)
+        if own or other:
+            table.add_row(f"{kind.replace('_', ' ')}, GiB", f"{own:.2f}", f"{other:.2f}", f"{other - own:+.2f}")
+    own, other = first.memory_bytes / _GIB, second.memory_bytes / _GIB
+    table.add_row("memory, GiB", f"{own:.2f}", f"{other:.2f}", f"{other - own:+.2f}", style="bold")
+    for name, one in (("A", first), ("B", second)):
+        if not one.fits:
+            table.add_row(f"{name} does not fit: {one.limit_bytes / _GIB:.1f} GiB can be used", "", "", "")
+    console.print(table)
+
+
+#: Told apart with any colour vision.
+_COLOURS = (
+    "#5B9BD5",
+    "#E8893B",
+    "#8CBF6A",
+    "#C3DEF5",
+    "#F7C08F",
+    "#9E86C8",
+    "#7F7F7F",
+    "#D9C54A",
+    "#C97B7B",
+    "#444444",
+)
+
+
+def draw_estimate(found: Estimate, path: Path) -> None:
+    """Draw memory by stage and kind beside the limit, and the step by kind.
+
+    Args:
+        found: to be drawn.
+        path: of the picture; its suffix (.png, .svg or .pdf) says the format.
+
+    Raises:
+        CuboidError: no such format.
+    """
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise CuboidError(f"pictures are written as .png, .svg or .pdf, not as {path.name!r}")
+    # It takes a second to import, which only those who draw should wait for.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=[max(2, min(len(found.stages), 12)), 2])
+    names = [str(stage) for stage in range(len(found.stages))]
+    kinds = {kind: [stage.by_kind()[kind] / _GIB for stage in found.stages] for kind in found.stages[0].by_kind()}
+    _stack(left, names, kinds)
+    left.axhline(found.limit_bytes / _GIB, color="#1A1A1A", linestyle="--", linewidth=1)
+    left.set(title="memory of a rank, GiB; dashed: what tensors can have", xlabel="stage")
+    _stack(right, ["step"], {name: [seconds] for name, seconds in terms(found).items()})
+    right.set(title=f"a step, s: {found.tokens_per_s:,.0f} tokens/s")
+    figure.suptitle(f"{found.cost.model.name} on {found.cost.cluster}: {found.layout}", fontsize="medium")
+    figure.savefig(path)
+
+
+def _stack(axes: Any, names: Sequence[str], kinds: dict[str, list[float]]) -> None:
+    bottom = [0.0] * len(names)
+    for colour, (kind, sizes) in zip(_COLOURS, kinds.items(), strict=False):
+        if any(sizes):
+            axes.bar(names, sizes, bottom=bottom, color=colour, label=kind.replace("_", " "), width=0.7)
+            bottom = [low + size for low, size in zip(bottom, sizes, strict=True)]
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))

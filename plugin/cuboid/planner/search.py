@@ -1,0 +1,270 @@
+"""``cuboid plan``: the fastest layout of a model on a cluster that fits, and why others lose to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from cuboid.distributed.topology import MeshShape, divisors
+from cuboid.errors import ConfigError
+from cuboid.planner.cost.layout import Layout
+from cuboid.planner.cost.memory import USABLE, ends_memory, stage_memory, states_bytes
+from cuboid.planner.cost.step import StepCost
+from cuboid.planner.description.cluster import Cluster
+from cuboid.planner.description.model import ModelDescription
+from cuboid.planner.divisibility import mesh_misfit, stage_counts
+from cuboid.planner.estimate import Estimate, cuboid_software
+
+#: Numbers of segments, and of rows for each rank of the `batch` axis, that are tried.
+_SEGMENTS = (1, 2, 4, 8, 16)
+_ROWS = (1, 2, 4, 8)
+#: A mesh whose sequence × hidden axes span more nodes than these is never fast.
+_MOST_NODES_OF_MESH = 2
+
+Goal = Literal["fastest", "smallest"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a search has found.
+
+    Args:
+        best: the best layouts, in order.
+        considered: layouts that divide model, batch and cluster.
+    """
+
+    best: tuple[Estimate, ...]
+    considered: int
+
+
+def search(
+    model: ModelDescription,
+    cluster: Cluster,
+    length: int,
+    global_batch: int,
+    *,
+    goal: Goal = "fastest",
+    count: int = 10,
+) -> Plan:
+    """Go through the layouts of all GPUs of a cluster.
+
+    A bound of each is computed first; they are then estimated in its order, until no other can be among the best.
+
+    Args:
+        model: what is trained.
+        cluster: the machines.
+        length: S, tokens of a sequence.
+        global_batch: rows of a step, of all replicas together.
+        goal: what is best.
+        count: how many to return.
+
+    Raises:
+        ConfigError: no layout divides model, batch and cluster, or none fits; says what would come nearest.
+    """
+    known: dict[Any, Any] = {}
+    limit = USABLE * cluster.gpu.memory_bytes
+    candidates = []
+    for number, layout in enumerate(layouts(model, cluster, length, global_batch)):
+        cost = StepCost(model, layout, cluster, length, cuboid_software(layout), known=known)
+        least = states_bytes(cost)
+        candidates.append((least if goal == "smallest" else cost.least_s(), number, least, cost))
+    candidates.sort(key=lambda candidate: candidate[:2])
+    found: list[Estimate] = []
+    smallest: tuple[float, Layout] | None = None
+    for bound, _, least, cost in candidates:
+        if len(found) >= count and bound > _value(found[count - 1], goal):
+            break
+        memory = least if least > limit else ends_memory(cost)
+        if smallest is None or memory < smallest[0]:
+            smallest = memory, cost.layout
+        if memory <= limit:
+            one = Estimate(cost, cost.step_time(), tuple(stage_memory(cost)))
+            if one.fits:
+                found = _with(found, one, goal)
+    if not found:
+        raise ConfigError(_nothing_fits(model, cluster, length, global_batch, smallest, limit))
+    return Plan(tuple(found[:count]), len(candidates))
+
+
+def _with(found: list[Estimate], one: Estimate, goal: Goal) -> list[Estimate]:
+    """The list with one more, in order; of those that differ only in what changes little the better one stays."""
+    best: dict[Any, Estimate] = {}
+    for each in sorted([*found, one], key=lambda each: _value(each, goal)):
+        layout = each.layout
+        best.setdefault((layout.mesh, layout.stages, layout.replicas, layout.segments), each)
+    return list(best.values())
+
+
+def _value(found: Estimate, goal: Goal) -> float:
+    return found.memory_bytes if goal == "smallest" else found.time.total_s
+
+
+def _nothing_fits(
+    model: ModelDescription,
+    cluster: Cluster,
+    length: int,
+    global_batch: int,
+    least: tuple[float, Layout] | None,
+    limit: float,
+) -> str:
+    what = f"{model.name} with {length} tokens and a global batch of {global_batch} on {cluster}"
+    if least is None:
+        return (
+            f"no layout divides {what}: the batch must be a multiple of the replicas times their rows, and heads and "
+            "features of the mesh; try a global batch with more divisors, or another number of GPUs"
+        )
+    return (
+        f"no layout fits {what}: the smallest, {least[1]}, needs {least[0] / 2**30:.1f} GiB a GPU, and "
+        f"{limit / 2**30:.1f} can be used; take more GPUs, or shorter sequences"
+    )
+
+
+def layouts(model: ModelDescription, cluster: Cluster, length: int, global_batch: int) -> Iterator[Layout]:
+    """Every layout of all GPUs that divides model, batch and sequence."""
+    for stages in stage_counts(model, cluster.gpus):
+        for size in divisors(cluster.gpus // stages):
+            replicas = cluster.gpus // (stages * size)
+            if global_batch % replicas:
+                continue
+            for mesh in MeshShape.of_size(size):
+                if _is_possible(model, mesh, cluster, length):
+                    base = Layout(mesh, stages, replicas=replicas)
+                    yield from _variants(base, length, global_batch // replicas)
+
+
+def _is_possible(model: ModelDescription, mesh: MeshShape, cluster: Cluster, length: int) -> bool:
+    inner = mesh.of("sequence", "hidden")
+    if inner > _MOST_NODES_OF_MESH * cluster.gpus_per_node or length % math.lcm(mesh.sequence, mesh.hidden):
+        return False
+    return mesh_misfit(model, mesh) is None
+
+
+def _variants(base: Layout, length: int, rows_of_replica: int) -> Iterator[Layout]:
+    """One mesh with all that is chosen besides it."""
+    batch = base.mesh.batch
+    pipelined = base.stages > 1
+    zeros = (1, 2) if base.replicas > 1 and not pipelined else (1,)
+    gathers: tuple[Literal["layer", "step"], ...] = ("layer", "step") if batch > 1 else ("layer",)
+    grain = 64 * math.lcm(base.mesh.sequence, base.mesh.hidden)
+    for rows in (batch * each for each in _ROWS):
+        if rows_of_replica % rows:
+            continue
+        sized = replace(base, micro_batch=rows, micro_batches=rows_of_replica // rows)
+        for segments in _SEGMENTS if pipelined else (1,):
+            if segments > 1 and length < segments * grain:
+                continue
+            for gather in gathers:
+                for zero in zeros:
+                    one = replace(sized, segments=segments, weight_gather=gather, zero_stage=zero)
+                    yield one
+                    yield replace(one, checkpointing="full")
+
+
+# --- reasons ----------------------------------------------------------------------------------------------------
+
+
+def terms(found: Estimate) -> dict[str, float]:
+    """Seconds of a step by kind, under the names that tables use."""
+    time = found.time
+    return {
+        "computing": time.compute_s,
+        "communication": time.exposed_s,
+        "bubble": time.bubble_s,
+        "gradients of replicas": time.reduce_s,
+        "optimizer": time.optimizer_s,
+        "constant": time.constant_s,
+    }
+
+
+def reason(found: Estimate, best: Estimate) -> str:
+    """Why a layout loses to the best one: the terms that cost it most."""
+    pairs = zip(terms(found).items(), terms(best).values(), strict=True)
+    behind = sorted(((own - other, name) for (name, own), other in pairs), reverse=True)
+    worst = [(more, name) for more, name in behind if more > 0.002 * best.time.total_s][:2]
+    if found is best:
+        return "the best"
+    if not worst:
+        return "no slower" if found.time.total_s <= best.time.total_s * 1.002 else "a little of everything"
+    return ", ".join(f"{more / best.time.total_s:+.1%} {name}" for more, name in worst)
+
+
+def config_of(layout: Layout) -> dict[str, Any]:
+    """A complete config for DeepSpeed with this layout, as :func:`cuboid.config.schema.split_config` accepts it."""
+    mesh = layout.mesh
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": layout.micro_batch,
+        "gradient_accumulation_steps": layout.micro_batches,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": layout.zero_stage},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True},
+        },
+        "tensor_parallel": {
+            "mode": "3d_tensor",
+            "mesh": {"batch": mesh.batch, "sequence": mesh.sequence, "hidden": mesh.hidden},
+            "weight_gather": layout.weight_gather,
+        },
+    }
+    if layout.checkpointing == "full":
+        config["_gradient_checkpointing"] = "call model.gradient_checkpointing_enable() before training"
+    if layout.stages > 1:
+        config["pipeline"] = {
+            "engine": "seq1f1b",
+            "stages": layout.stages,
+            "segments": layout.segments,
+            "partition": "flops",
+        }
+    return config
+
+
+def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
+    """A layout as ``--explain`` takes it: ``2x4x1``, ``stages=4``, … joined by commas.
+
+    Args:
+        text: a mesh, and of ``stages``, ``segments``, ``rows``, ``zero``, ``checkpointing`` (full, none) and ``gather``
+            (layer, step) those that aren't 1, 1, one for each rank of `batch`, 1, none and layer.
+        cluster, global_batch: from which replicas and micro-batches follow.
+
+    Raises:
+        ConfigError: it isn't of that form, or doesn't divide the cluster or the batch.
+    """
+    head, *rest = (part.strip() for part in text.split(","))
+    mesh = MeshShape.parse(head)
+    given = {
+        "stages": "1",
+        "segments": "1",
+        "rows": str(mesh.batch),
+        "zero": "1",
+        "checkpointing": "none",
+        "gather": "layer",
+    }
+    for part in rest:
+        key, _, value = part.partition("=")
+        if key not in given:
+            raise ConfigError(f"layout {text!r}: {key!r} is not one of {', '.join(given)}")
+        given[key] = value
+    numbers = {}
+    for key in ("stages", "segments", "rows", "zero"):
+        if not given[key].isdigit():
+            raise ConfigError(f"layout {text!r}: {key}={given[key]!r} is not a number")
+        numbers[key] = int(given[key])
+    checkpointing, gather = given["checkpointing"], given["gather"]
+    if checkpointing not in ("none", "full") or gather not in ("layer", "step"):
+        raise ConfigError(f"layout {text!r}: checkpointing is none or full, and gather layer or step")
+    ranks = mesh.size * max(1, numbers["stages"])
+    replicas = cluster.gpus // ranks
+    per_step = max(1, numbers["rows"]) * max(1, replicas)
+    if cluster.gpus % ranks or global_batch % per_step:
+        raise ConfigError(
+            f"layout {text!r}: {ranks} ranks and {numbers['rows']} rows of each replica don't divide {cluster.gpus} "
+            f"GPUs and a global batch of {global_batch}"
+        )
+    return Layout(
+        mesh, numbers["stages"], numbers["rows"], global_batch // per_step, replicas, numbers["segments"],
+        zero_stage=numbers["zero"], checkpointing="full" if checkpointing == "full" else "none",
+        weight_gather="step" if gather == "step" else "layer",
+    )  # fmt: skip

@@ -1,0 +1,320 @@
+"""The planner: models by their configs, clusters, memory and time of a step, the search, and the measured tables."""
+
+import itertools
+import json
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from cuboid.cli import commands
+from cuboid.config.schema import split_config
+from cuboid.distributed.topology import MeshShape
+from cuboid.errors import ConfigError, MeshError, UnsupportedModelError
+from cuboid.models.sharded.parallel_plan import fitting_meshes
+from cuboid.planner.cost.layout import Layout
+from cuboid.planner.cost.memory import USABLE, _Stage, fullest
+from cuboid.planner.cost.step import StepCost
+from cuboid.planner.description.cluster import GPUS, Cluster
+from cuboid.planner.description.model import ARCHITECTURES, describe
+from cuboid.planner.divisibility import mesh_misfit
+from cuboid.planner.estimate import block_sizes, estimate, layout_of_config
+from cuboid.planner.layer_memory import KeptSizes, layer_kept_bytes
+from cuboid.planner.search import config_of, layouts, parse_layout, search
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "benchmarks")]
+
+from generators import planner, planner_rows  # noqa: E402
+
+COMMON = {
+    "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 130,
+    "intermediate_size": 96, "head_dim": 4, "pad_token_id": 0, "n_embd": 48, "n_layer": 3, "n_head": 12,
+    "n_positions": 64, "num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40, "q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+LLAMA_8B = planner_rows.CONFIGS["llama3.1-8b"]
+
+
+def small(name, **more):
+    known = set(vars(AutoConfig.for_model(name))) | set(type(AutoConfig.for_model(name)).attribute_map)
+    return AutoConfig.for_model(name, **{key: value for key, value in {**COMMON, **more}.items() if key in known})
+
+
+def on_meta(config):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_parameters_are_those_of_the_real_model(name):
+    config = small(name)
+    model = on_meta(config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert describe(config).parameters == parameters
+    # And from the mapping in a config.json.
+    assert describe(config.to_dict()).parameters == parameters
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "qwen3", "mistral"])
+def test_meshes_that_divide_a_model_are_those_that_sharding_accepts(name):
+    config = small(name)
+    model = on_meta(config)
+    for size in (1, 2, 3, 4, 6, 8, 12, 16, 24):
+        fitting = set(fitting_meshes(model, size))
+        assert {m for m in MeshShape.of_size(size) if mesh_misfit(describe(config), m) is None} == fitting
+
+
+def test_unknown_models_are_rejected():
+    with pytest.raises(UnsupportedModelError, match=r"'mamba'.*llama"):
+        describe({"model_type": "mamba"})
+    with pytest.raises(UnsupportedModelError, match="hidden_size"):
+        describe({"model_type": "llama"})
+    with pytest.raises(UnsupportedModelError, match="num_hidden_layers is 'three'"):
+        describe({**LLAMA_8B, "num_hidden_layers": "three"})
+
+
+def test_clusters_are_read(tmp_path):
+    cluster = Cluster.parse("4x8xH100-80GB")
+    assert (cluster.nodes, cluster.gpus_per_node, cluster.gpus, cluster.gpu.name) == (4, 8, 32, "H100-80GB")
+    assert Cluster.parse("8xA100-40GB").nodes == 1
+    profile = tmp_path / "ours.json"
+    profile.write_text(json.dumps({"nodes": 2, "gpus_per_node": 4, "gpu": {"like": "H200-141GB", "kernel_s": 1e-6}}))
+    ours = Cluster.parse(str(profile))
+    assert ours.gpu == replace(GPUS["H200-141GB"], kernel_s=1e-6)
+    assert ours.gpus == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("8x8", "form NODESxGPUSxKIND"), ("8x8xTPU", "no profile of a GPU 'TPU'.*H100-80GB"), ("0x8xH100", "0 nodes")],
+)
+def test_clusters_that_mean_nothing_are_rejected(text, message):
+    with pytest.raises(ConfigError, match=message):
+        Cluster.parse(text)
+
+
+@pytest.mark.parametrize(
+    "gpu", [{"like": "H100-80GB", "speed": 1}, {"name": "x"}, {"like": "H100-80GB", "kernel_s": -1}]
+)
+def test_profiles_that_mean_nothing_are_rejected(tmp_path, gpu):
+    (tmp_path / "a.json").write_text(json.dumps({"gpu": gpu}))
+    with pytest.raises(ConfigError, match=r"a\.json"):
+        Cluster.parse(str(tmp_path / "a.json"))
+
+
+@given(st.sampled_from(["1x1x1", "1x2x1", "2x1x1", "1x1x2", "1x2x2", "2x2x2"]), st.sampled_from(["llama", "gpt2"]))
+def test_kept_activations_are_those_of_the_formulas_that_counters_confirm(mesh, name):
+    """Those of test_memory_formula.py, but for the gathered weights of norms."""
+    shape = MeshShape.parse(mesh)
+    heads = {"num_key_value_heads": 12} if name == "llama" else {}
+    model = describe({"model_type": name, **COMMON, **heads, "activation_function": "gelu_new"})
+    layout = Layout(shape, micro_batch=4)
+    cost = StepCost(model, layout, Cluster.parse("8xH100"), 32)
+    own = model.layers[0].attention
+    sizes = KeptSizes(own.heads, own.key // shape.of("sequence", "hidden"), model.nonlinearity)
+    exact = layer_kept_bytes(block_sizes(model, layout), sizes, shape, 4, 32)
+    counted = sum(_Stage(cost, 0)._kept(model.layers[0], 4 / shape.batch * 32))
+    assert counted == pytest.approx(sum(exact.values()), rel=0.03)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (4, 4), (4, 16), (8, 12)])
+def test_closed_form_of_whole_sequences_is_the_simulators(stages, micro_batches):
+    layout = Layout(MeshShape(), stages, 1, micro_batches)
+    cost = StepCost(describe(LLAMA_8B), layout, Cluster(GPUS["H100-80GB"], 1, stages), 4096)
+    times = cost.stage_times()
+    assert cost._whole_sequences_s(times) == pytest.approx(cost.pipeline_s(times), rel=0.03)
+
+
+def test_estimates_of_a_layout_add_up():
+    model, cluster = describe(LLAMA_8B), Cluster.parse("2x8xH100-80GB")
+    found = estimate(model, Layout(MeshShape(2, 2, 1), 2, 2, 8, 2, segments=4), cluster, 8192)
+    assert sum(found.cost.lengths) == 8192
+    assert found.fits
+    assert found.as_dict()["step_s"] == pytest.approx(sum(found.as_dict()["time"].values()))
+    assert 4 * sum(own.parameters for own in found.stages) == pytest.approx(2 * model.parameters)
+    assert 0 < found.time.bubble < 0.5
+    assert 0.05 < found.mfu < 0.8
+
+
+def test_more_segments_keep_less_and_wait_less():
+    model, cluster = describe(LLAMA_8B), Cluster.parse("8xH100-80GB")
+    found = [estimate(model, Layout(MeshShape(), 8, 1, 8, segments=k), cluster, 32768) for k in (1, 2, 4)]
+    for one, more in itertools.pairwise(found):
+        assert more.memory_bytes < one.memory_bytes
+        assert more.time.bubble < one.time.bubble
+
+
+@pytest.mark.parametrize(
+    ("layout", "error", "message"),
+    [
+        (Layout(MeshShape(1, 3, 1)), ConfigError, "3 ranks"),
+        (Layout(MeshShape(1, 64, 1)), MeshError, "32 attention heads don't divide.*that can"),
+        (Layout(MeshShape(2, 1, 1), replicas=32, micro_batch=3), ConfigError, "mesh.batch = 2 doesn't divide"),
+        (Layout(MeshShape(), stages=64), ConfigError, "32 layers"),
+    ],
+)
+def test_layouts_that_cannot_run_are_rejected(layout, error, message):
+    with pytest.raises(error, match=message):
+        estimate(describe(LLAMA_8B), layout, Cluster.parse("8x8xH100"), 4096)
+
+
+def test_search_finds_what_going_through_all_layouts_finds():
+    model, cluster = describe({**LLAMA_8B, "num_hidden_layers": 4}), Cluster.parse("4xA100-40GB")
+    every = [estimate(model, layout, cluster, 4096) for layout in layouts(model, cluster, 4096, 8)]
+    fastest = min((each for each in every if each.fits), key=lambda each: each.time.total_s)
+    found = search(model, cluster, 4096, 8)
+    assert found.considered == len(every)
+    assert found.best[0].time.total_s == pytest.approx(fastest.time.total_s)
+    smallest = min(each.memory_bytes for each in every)
+    assert search(model, cluster, 4096, 8, goal="smallest").best[0].memory_bytes == pytest.approx(smallest)
+
+
+def test_search_says_why_nothing_fits():
+    model = describe(planner_rows.CONFIGS["llama3.1-405b"])
+    with pytest.raises(ConfigError, match=r"no layout fits llama with 4096 tokens.*needs .* GiB a GPU.*more GPUs"):
+        search(model, Cluster.parse("2xV100-16GB"), 4096, 2)
+    with pytest.raises(ConfigError, match="no layout divides"):
+        search(
+            describe({**LLAMA_8B, "num_attention_heads": 7, "num_hidden_layers": 1}), Cluster.parse("5xH100"), 4097, 3
+        )
+
+
+@given(st.data())
+def test_configs_of_layouts_are_what_the_parser_accepts(data):
+    model, cluster = describe(LLAMA_8B), Cluster.parse("8xH100")
+    layout = data.draw(st.sampled_from(list(layouts(model, cluster, 4096, 16))))
+    config, rest = split_config(config_of(layout))
+    assert config is not None
+    assert (config.tensor_parallel.mesh.shape, config.stages) == (layout.mesh, layout.stages)
+    assert rest["gradient_accumulation_steps"] == layout.micro_batches
+
+
+def test_explained_layouts_are_read():
+    cluster = Cluster.parse("8xH100")
+    layout = parse_layout("2x1x2,stages=2,segments=4,rows=2,checkpointing=full,gather=step", cluster, 8)
+    assert layout == Layout(
+        MeshShape(2, 1, 2), 2, 2, 4, 1, 4, checkpointing="full", weight_gather="step"
+    )  # fmt: skip
+    for text, message in (("2x1x2,what=3", "'what'"), ("2x1x2,rows=two", "'two'"), ("3x1x1", "don't divide")):
+        with pytest.raises(ConfigError, match=message):
+            parse_layout(text, cluster, 8)
+
+
+# --- the command line -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model_path(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA_8B, "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 8192}))
+    return path
+
+
+def run(*arguments):
+    result = CliRunner().invoke(commands, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_estimate_and_plan_from_the_command_line(tmp_path, model_path):
+    config, out = tmp_path / "ds.json", tmp_path / "out.json"
+    output = run("plan", "--model", model_path, "--cluster", "8xH100-80GB", "--seq-len", 4096, "--global-batch", 32,
+                 "--out", config, "--json", out)  # fmt: skip
+    assert "against the first" in output
+    best = json.loads(out.read_text())["best"]
+    assert all(each["fits"] for each in best)
+    arguments = ["--model", model_path, "--cluster", "8xH100-80GB", "--seq-len", 4096]
+    arguments += ["--checkpointing"] if best[0]["layout"]["checkpointing"] == "full" else []
+    output = run("estimate", *arguments, "--config", config, "--json", out, "--picture", tmp_path / "a.png")
+    assert "It fits" in output
+    found = json.loads(out.read_text())
+    assert found["step_s"] == pytest.approx(best[0]["step_s"])
+    assert {"fits", "step_s", "memory_bytes", "tokens_per_s", "bubble"} <= found.keys()
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_estimate_says_what_would_make_it_fit(tmp_path, model_path):
+    config, out = tmp_path / "ds.json", tmp_path / "out.json"
+    config.write_text(json.dumps(config_of(Layout(MeshShape(2, 4, 1), micro_batch=8, micro_batches=4))))
+    arguments = ["--model", model_path, "--config", config, "--cluster", "8xA100-40GB", "--seq-len", 8192]
+    assert "does not fit" in (output := run("estimate", *arguments, "--json", out))
+    assert "with gradient checkpointing it does" in output
+    assert json.loads(out.read_text())["fits"] is False
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "message"),
+    [
+        ("pipeline", {"schedule": "zero_bubble"}, "'zero_bubble' has no estimate yet"),
+        ("pipeline", {"partition": "measured"}, "times of real steps"),
+        ("pipeline", {"segments": 2, "partition": [4096, 4]}, "adds up to 4100"),
+        ("pipeline", {"stage_balance": [16, 17]}, "adds up to 33"),
+        ("tensor_parallel", {"mesh": "auto", "size": 4}, "cuboid plan"),
+        ("tensor_parallel", {"gather_logits": True}, "whole logits"),
+        ("bf16", {"enabled": False}, "bf16"),
+        ("zero_optimization", {"offload_optimizer": {"device": "cpu"}}, "offload_optimizer has no estimate"),
+    ],
+)
+def test_configs_without_an_estimate_are_rejected(section, change, message):
+    config = config_of(Layout(MeshShape(1, 4, 1), 2, 1, 4, segments=2))
+    config[section] = {**config[section], **change}
+    with pytest.raises(ConfigError, match=message):
+        read_layout(config)
+
+
+def read_layout(config):
+    own, rest = split_config(config)
+    return layout_of_config(own, rest, describe(LLAMA_8B), Cluster.parse("8xH100"), 8192)
+
+
+def test_what_a_config_says_of_segments_is_counted():
+    config = config_of(Layout(MeshShape(), 8, 1, 4, segments=4))
+    by_cost = estimate(describe(LLAMA_8B), read_layout(config), Cluster.parse("8xH100"), 8192)
+    config["pipeline"] |= {"partition": "even", "kv_gradients": "parameter"}
+    even = estimate(describe(LLAMA_8B), read_layout(config), Cluster.parse("8xH100"), 8192)
+    assert even.cost.lengths == (2048,) * 4
+    assert by_cost.cost.lengths[0] > 2048
+    assert even.stages[0].key_value_store < by_cost.stages[0].key_value_store
+
+
+# --- measured tables --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "median", "worst"),
+    [("simumax", 0.05, 0.12), ("kwai", 0.05, 0.12), ("vtrain_multi", 0.08, 1), ("vtrain_single", 0.08, 1),
+     ("korthikanti", 0.08, 1)],
+)  # fmt: skip
+def test_times_are_as_near_to_measured_ones_as_promised(name, median, worst):
+    errors = [abs(error) for error in planner.errors(name)]
+    assert statistics.median(errors) <= median
+    assert max(errors) <= worst
+
+
+@pytest.mark.parametrize(("name", "most"), [("simumax", 0.02), ("kwai_memory", 0.08)])
+def test_memory_is_as_near_to_measured_as_promised(name, most):
+    measured = [row for row in planner.rows(name) if row.measured_bytes is not None]
+    for row in measured:
+        assert fullest(row.cost()).total == pytest.approx(row.measured_bytes, rel=most), row.name
+
+
+def test_what_ran_out_of_memory_does_not_fit_and_what_ran_does():
+    for name in ("simumax", "kwai_memory", "seq1f1b"):
+        for row in planner.rows(name):
+            if row.out_of_memory or row.measured_bytes is not None:
+                fits = fullest(row.cost()).total <= USABLE * row.cluster.gpu.memory_bytes
+                assert fits is not row.out_of_memory, row.name
+
+
+def test_series_are_continued_from_two_of_their_rows():
+    errors = [float(line.split("|")[-2].strip(" %").replace("−", "-")) for line in planner.scaling().splitlines()[2:]]
+    assert max(map(abs, errors)) <= 1.5
