@@ -36,11 +36,11 @@ def _from_pretrained(original: Any) -> Any:
 
 def _from_config(original: Any) -> Any:
     @functools.wraps(original.__func__)
-    def from_config(cls: Any, config: Any, **kwargs: Any) -> Any:
+    def from_config(cls: Any, *args: Any, **kwargs: Any) -> Any:
         active = active_config()
         if active is None or is_plain_construction() or is_loading_class(cls):
-            return original.__func__(cls, config, **kwargs)
-        return make_sharded(cls, original.__func__, active, config, kwargs)
+            return original.__func__(cls, *args, **kwargs)
+        return make_sharded(cls, original.__func__, active, args, kwargs)
 
     return classmethod(from_config)
 

@@ -45,7 +45,7 @@ class ThreadGroup(dist.ProcessGroup):
     in_threads = True
 
     def __init__(self, meeting: _Meeting, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._meeting, self._rank, self._size = meeting, rank, size
 
     def rank(self) -> int:
@@ -56,7 +56,7 @@ class ThreadGroup(dist.ProcessGroup):
         """How many threads."""
         return self._size
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         """``dist.all_reduce``. The order of the sum is that of the ranks, so that all get the same."""
         (own,) = tensors if isinstance(tensors, list | tuple) else (tensors,)
         is_max = opts is not None and opts.reduceOp == dist.ReduceOp.MAX
@@ -83,8 +83,8 @@ class ThreadGroup(dist.ProcessGroup):
         return _Done()
 
     # The names of the same in earlier versions of torch.
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def _meet(self, own: torch.Tensor, read: Callable[[list[torch.Tensor]], torch.Tensor]) -> torch.Tensor:
         meeting = self._meeting

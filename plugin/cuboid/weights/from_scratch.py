@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from cuboid.config.schema import CuboidConfig
@@ -30,9 +30,9 @@ from cuboid.weights.load import loading_class
 
 
 def make_sharded(
-    cls: type[PreTrainedModel], from_config: Any, config: CuboidConfig, model_config: PretrainedConfig, kwargs: dict
+    cls: type[PreTrainedModel], from_config: Any, config: CuboidConfig, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> PreTrainedModel:
-    """``cls._from_config(model_config, **kwargs)``, sharded and split into pipeline stages as ``config`` says.
+    """``cls._from_config(*args, **kwargs)``, sharded and split into pipeline stages as ``config`` says.
 
     All ranks must have the same state of torch's generator on the CPU, which all of them draw one number from.
 
@@ -40,25 +40,24 @@ def make_sharded(
         cls: the architecture's class.
         from_config: transformers' original function (unbound), because the patched one calls this.
         config: Cuboid's config.
-        model_config: of the model.
-        kwargs: of the function, such as ``dtype``.
+        args, kwargs: of the function: the model's config, and such as ``dtype``.
 
     Raises:
         MeshError, UnsupportedModelError, ConfigError: before any weight is made.
     """
     check_class(cls)
     return run_on_all_ranks(
-        lambda: _make_sharded(cls, from_config, config, model_config, kwargs), what=f"{cls.__name__}.from_config"
+        lambda: _make_sharded(cls, from_config, config, args, kwargs), what=f"{cls.__name__}.from_config"
     )
 
 
 def _make_sharded(
-    cls: type[PreTrainedModel], from_config: Any, config: CuboidConfig, model_config: PretrainedConfig, kwargs: dict
+    cls: type[PreTrainedModel], from_config: Any, config: CuboidConfig, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> PreTrainedModel:
     with plain_construction(), torch.device("meta"):
-        whole: PreTrainedModel = from_config(cls, copy.deepcopy(model_config), **kwargs)
+        whole: PreTrainedModel = from_config(cls, *copy.deepcopy(args), **copy.deepcopy(kwargs))
         # A copy too: it will name our attention, and the user may make other models of theirs.
-        model: Any = from_config(loading_class(cls, config, marks=False), copy.deepcopy(model_config), **kwargs)
+        model: Any = from_config(loading_class(cls, config, marks=False), *copy.deepcopy(args), **copy.deepcopy(kwargs))
     seed = int(torch.randint(2**62, (), device="cpu"))
     # By the name of the parameter that others are tied to; a stage may have one of these without it.
     ties = dict(model.all_tied_weights_keys) | dict(whole.all_tied_weights_keys)

@@ -34,7 +34,8 @@ def keep_whole(
     module: nn.Module, parameters: dict[str, nn.Parameter], *, mesh: Mesh, layouts: dict[str, ShardingSpec]
 ) -> None:
     """Give a module inside of a block, or the block, its shards, in place. Its class keeps its name and its code."""
-    module.__class__ = _with_shards(type(module))
+    cls: Any = type(module)
+    module.__class__ = _with_shards(cls)
     for name, parameter in parameters.items():
         module.register_parameter(name, parameter)
     assert isinstance(module, ShardedModule)
@@ -107,16 +108,17 @@ def compute_whole(block: nn.Module, mesh: Mesh, late: LateSplit | None = None) -
     """
     if mesh.shape.size > 1:
         vars(block)["cuboid_late"] = late
-        block.__class__ = _computed_whole(type(block))
+        cls: Any = type(block)
+        block.__class__ = _computed_whole(cls)
 
 
 @cache
-def _with_shards(own: type[nn.Module]) -> type[nn.Module]:
+def _with_shards(own: Any) -> type[nn.Module]:
     return type(own.__name__, (own, ShardedModule), {"__module__": own.__module__, "__qualname__": own.__qualname__})
 
 
 @cache
-def _computed_whole(own: type[nn.Module]) -> type[nn.Module]:
+def _computed_whole(own: Any) -> type[nn.Module]:
     @uncompiled
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _run(self, own, args, kwargs)
@@ -203,7 +205,7 @@ def _unsharded(block: nn.Module) -> Iterator[None]:
         if isinstance(module, ShardedModule)
         for name, param in module.sharded_params.items()
     ]
-    shards = [module._parameters[name] for module, name, _ in owners]
+    shards: list[Any] = [module._parameters[name] for module, name, _ in owners]
     params = [param for _, _, param in owners]
     wholes = _UnshardAll.apply(params, *shards) if owners else ()
     again = _Again(params, shards, wholes)
