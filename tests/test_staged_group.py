@@ -35,6 +35,12 @@ def everything(group):
     parts = [torch.empty_like(x) for _ in range(RANKS)]
     dist.all_gather(parts, x, group=group)
     found += parts
+    parts = [torch.empty_like(x) for _ in range(RANKS)] if rank == 2 else None
+    dist.gather(x, parts, dst=2, group=group)
+    found += parts or []
+    own = torch.empty_like(x)
+    dist.scatter(own, [x * (r + 1) for r in range(RANKS)] if rank == 1 else None, src=1, group=group)
+    found.append(own)
     own = torch.empty(3)
     dist.reduce_scatter_tensor(own, x.clone(), group=group)
     found.append(own)

@@ -109,6 +109,23 @@ class StagedGroup(_ProcessGroup):
         work = self._all_gather_single(host, self._to_host([tensor])[0], opts)
         return self._returning(work, [out], [host])
 
+    def gather(self, outs: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any) -> dist.Work:
+        """One list of tensors on the rank that gathers, none on the others."""
+        hosts = [[self._empty(x) for x in each] for each in outs]
+        work = self._gloo.gather(hosts, self._to_host(tensors), opts)
+        flat = [x for each in outs for x in each]
+        return self._returning(work, flat, [x for each in hosts for x in each])
+
+    def scatter(self, outs: Sequence[torch.Tensor], tensors: Sequence[Sequence[torch.Tensor]], opts: Any) -> dist.Work:
+        """One list of tensors on the rank that scatters, none on the others."""
+        hosts = [self._empty(x) for x in outs]
+        work = self._gloo.scatter(hosts, [self._to_host(each) for each in tensors], opts)
+        return self._returning(work, outs, hosts)
+
+    def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> dist.Work:
+        """In place."""
+        return self._in_place(tensors, lambda host: self._gloo.reduce(host, opts))
+
     def reduce_scatter(
         self, outs: Sequence[torch.Tensor], tensors: Sequence[Sequence[torch.Tensor]], opts: Any
     ) -> dist.Work:
