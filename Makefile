@@ -38,7 +38,7 @@ endif
 export OMP_NUM_THREADS ?= 1
 FREE_PORT := $(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'
 
-.PHONY: help install train colossalai test test-slow test-versions bench docs lint clean
+.PHONY: help install train colossalai test test-slow test-versions gpu bench docs lint clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -98,6 +98,10 @@ test-slow: install ## Run the sweeps that are too long for every change.
 
 test-versions: install ## Run a part of the tests with each version of transformers and accelerate that is supported.
 	@$(BIN)/python .ci/versions
+
+gpu: install ## Run the checks that need a GPU, in about ten minutes on one; they write docs/gpu.md.
+	@test "$(GPUS)" -gt 0 || { echo "make gpu: nvidia-smi finds no GPU" >&2; exit 1; }
+	@env -u DS_ACCELERATOR CUBOID_GPU_PAGE=docs/gpu.md $(BIN)/python -m pytest tests/gpu
 
 bench: install ## Measure everything that can run here, or CASE=…, with ARGS="…"; CASE=list says which, how long, with what needs.
 	@$(BIN)/python benchmarks/run.py $(or $(CASE),all) $(ARGS)

@@ -32,7 +32,7 @@ setup(
     packages=[*find_packages("plugin"), "cuboid_patches"],
     package_data={
         "cuboid": ["py.typed"],
-        "cuboid.models.certification": ["certified.json"],
+        "cuboid.models.certification": ["certified.json", "certified_meshes.json"],
         "cuboid_patches": ["py.typed"],
     },
     install_requires=[

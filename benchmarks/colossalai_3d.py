@@ -1,6 +1,6 @@
 """Time, bytes, memory and error of Colossal-AI's legacy 3-D layers and of Cuboid, for the same block on 8 ranks.
 
-python benchmarks/colossalai_3d.py [--peer-1d] …
+python benchmarks/colossalai_3d.py [--peer-1d PYTHON] …
 """
 
 from __future__ import annotations
@@ -9,31 +9,112 @@ import argparse
 import contextlib
 import importlib.util
 import logging
-import statistics
+import multiprocessing
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
 import torch.distributed as dist
-from harness import freshness, pictures
-from harness.case import Case, chosen
-from harness.rounds import Record, run_rounds, undisturbed
-from harness.tables import MIB, Column, Row, Table, in_order, ranged, versions
+from harness import freshness
+from harness.case import Case
+from harness.rounds import Record, run_rounds
+from harness.tables import MIB, Column, Row, Table, in_order, ranged
 from harness.watch import Watch, pin
 from network.networks import Loopback
-from network.ranks import Ranks, forked_ranks
+from network.ranks import TIMEOUT_S, Member, Ranks, forked_ranks
 from network.rate import Link, timed_step
-from network.serving import Step
-from three_d import gpt2
-from three_d.instruments import Collective
-from three_d.one_dimension import prepare, ranks_1d
-from three_d.ours import build_ours, chosen_mesh, cube, formula_bytes
-from three_d.sides import Side
+from three_d.sides import BLOCKS, QUICK, Block, Collective, Place, Side
 
-from cuboid.distributed.comm_counter import Operation, sent_bytes
+import cuboid
+from cuboid.distributed.comm_counter import sent_bytes
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError
+from cuboid.planner.mesh_search import choose_mesh
+from cuboid.tensor3d.layers.linear import ShardedLinear
+from cuboid.tensor3d.sharding.sharded_param import ShardedModule
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
+
+#: Run by the Python of an environment of its own, for Colossal-AI's versions of 1-D exclude ours.
+_WORKER = Path(__file__).parent / "three_d" / "worker_1d.py"
+
+
+class PausedRanks(Ranks):
+    """Ranks that stand still between two calls, or their threads would wake up while others are measured."""
+
+    def call(self, method: str, *arguments: object, timeout_s: float = TIMEOUT_S) -> list[Any]:
+        for member in self.members:
+            member.process.resume()
+        answers = super().call(method, *arguments, timeout_s=timeout_s)
+        for member in self.members:
+            member.process.suspend()
+        return answers
+
+
+@contextlib.contextmanager
+def ranks_1d(python: Path, ranks: int, worker: Path = _WORKER) -> Iterator[Ranks]:
+    """Ranks of an environment's Python for the time of a ``with`` block, each with a :class:`network.serving.Host`."""
+    members: list[Member] = []
+    found = PausedRanks(members)
+    with tempfile.TemporaryDirectory(prefix="cuboid-") as folder:
+        try:
+            for rank in range(ranks):
+                ours, theirs = multiprocessing.Pipe()
+                world = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+                paths = {"PYTHONPATH": str(_WORKER.parents[1]), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+                process = psutil.Popen(
+                    [str(python), str(worker), str(theirs.fileno()), f"file://{folder}/meeting_point"],
+                    env={**os.environ, **world, **paths},
+                    pass_fds=[theirs.fileno()],
+                )
+                theirs.close()
+                members.append(Member(process, ours))
+            found.collect("its start", TIMEOUT_S)
+            yield found
+        finally:
+            found.close()
+
+
+# --- ours ---
+
+
+def chosen_mesh(block: Block, ranks: int) -> MeshShape:
+    """What ``"mesh": "auto"`` takes for the model and its rows."""
+    section = {"mode": "3d_tensor", "mesh": "auto", "size": ranks}
+    source = {"tensor_parallel": section, "train_micro_batch_size_per_gpu": block.batch}
+    return choose_mesh(block.model(), cuboid.parse_config(source))
+
+
+def build_ours(block: Block, shape: MeshShape | None = None) -> Side:
+    """The block with its weights, on a mesh or the one that is chosen for it. All ranks must call."""
+    shape = chosen_mesh(block, dist.get_world_size()) if shape is None else shape
+    axes = {"batch": shape.batch, "sequence": shape.sequence, "hidden": shape.hidden}
+    model = cuboid.shard(block.model(), {"tensor_parallel": {"mode": "3d_tensor", "mesh": axes}})
+    mesh = cuboid.mesh_of(model)
+    mesh.connect()
+    part = model.get_submodule(block.path)
+    parameters, gathered = {}, set()
+    for path, layer in part.named_modules():
+        for name in layer.sharded_params if isinstance(layer, ShardedModule) else ():
+            parameters[f"{path}.{name}"] = layer.get_parameter(name), _place(layer.layout(name), mesh)
+            gathered.add(layer.layout(name).block_shape(mesh.shape))
+    # The residual stream is cut as a parameter of its shape would be.
+    stream = ShardingSpec((block.batch, block.length, block.hidden), (("batch",), ("sequence",), ("hidden",)))
+    return Side(block, part, _place(stream, mesh), parameters, (ShardedLinear,), gathered)
+
+
+def _place(layout: ShardingSpec, mesh: Mesh) -> Place:
+    by_dim = layout.shard_intervals(mesh.shape, mesh.coordinate)
+    return tuple(torch.cat([torch.arange(low, high) for low, high in intervals]) for intervals in by_dim)
+
+
+# --- the case ---
 
 #: b, s and h of the mesh, and Colossal-AI's depth.
 DEPTH = 2
@@ -49,20 +130,6 @@ NAMES = {
 YARDSTICK = "colossalai_3d"
 #: A larger error than this is a mistake and no rounding.
 TOLERANCE = 1e-5
-#: Ranks send their slices of a reduce-scatter either way.
-_OPERATIONS: dict[str, Operation] = {
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "all_to_all": "reduce_scatter",
-    "all_reduce": "all_reduce",
-}
-_COLOURS = {
-    "colossalai_1d": pictures.YELLOW,
-    "colossalai_3d": pictures.GREY,
-    "colossalai_3d_exchange": pictures.DARK_GREY,
-    "cuboid": pictures.BLUE,
-    "cuboid_auto": pictures.CYAN,
-}
 
 
 class Colossalai3d(Case):
@@ -71,36 +138,36 @@ class Colossalai3d(Case):
     name = "colossalai_3d"
     sources = freshness.MESHES
     packages = (*Case.packages, "colossalai")
-    page, part = "colossalai.md", "measured"
     limit_s = 900.0
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        text = "Colossal-AI's HybridParallelPlugin with tp_size=8 too, in an environment of 6 GB that is made for it"
-        parser.add_argument("--peer-1d", action="store_true", help=text)
+        text = (
+            "Colossal-AI's HybridParallelPlugin with tp_size=8 too, by the Python of an environment for it: README.md"
+        )
+        parser.add_argument("--peer-1d", type=Path, metavar="PYTHON", help=text)
 
     def check(self, given: argparse.Namespace, error: Callable[[str], Any]) -> None:  # noqa: ARG002
         if importlib.util.find_spec("colossalai") is None:
             error("colossalai isn't installed; `make colossalai` does that")
 
     def measure(self, given: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
-        cases = gpt2.QUICK if given.quick else gpt2.CASES
-        keys = chosen(given, [key for key in NAMES if given.peer_1d or key != "colossalai_1d"], NAMES.__getitem__)
-        result.update(mesh=[DEPTH] * 3, workload=[case.numbers() for case in cases])
-        for case in cases:
+        blocks = QUICK if given.quick else BLOCKS
+        keys = [key for key in NAMES if given.peer_1d or key != "colossalai_1d"]
+        result.update(mesh=[DEPTH] * 3, workload=[block.numbers() for block in blocks])
+        for block in blocks:
             # Here, for all ranks that are forked.
-            case.truth()
+            block.truth()
         with contextlib.ExitStack() as stack:
             ours = stack.enter_context(forked_ranks(Loopback(RANKS), _keep))
             of_key = dict.fromkeys(keys, ours)
             if "colossalai_1d" in keys:
-                python = prepare(given.out.resolve() / "environment_1d")
-                of_key["colossalai_1d"] = stack.enter_context(ranks_1d(python, RANKS))
-            for case in cases:
-                records = [_prepared(case, key, of_key[key]) for key in keys]
+                of_key["colossalai_1d"] = stack.enter_context(ranks_1d(given.peer_1d, RANKS))
+            for block in blocks:
+                records = [_prepared(block, key, of_key[key]) for key in keys]
                 watch = Watch(given.limit)
 
                 def step(record: Record, watch: Watch = watch) -> Any:
-                    return timed_step(of_key[record.entry[1]], watch, record, figures=_by_rank)
+                    return timed_step(of_key[record.entry[1]], watch, record, figures=lambda *_: {})
 
                 run_rounds(records, given.repeats, watch, step)
                 result["rows"] += [_row(record, records) for record in records]
@@ -109,61 +176,26 @@ class Colossalai3d(Case):
                 write()
 
     def facts(self, result: Row) -> list[str]:
-        own = result["machine"]
-        return [
-            f"Measured on {own['processor']}, {own['cores']} cores for 8 ranks, gloo, float32; {versions(result)}; "
-            f"`{result['command']}`. Slowest or largest rank; times are medians of {result['repeats']} steps with "
-            "quartiles, in brackets how many times as fast as Colossal-AI's 3-D in the same rounds."
-        ]
-
-    def remarks(self, result: Row) -> list[str]:
-        doubtful = in_order([row["name"] for row in result["rows"] if row["undisturbed"] == 0])
-        if doubtful:
-            return [f"The machine was busy in all steps of {', '.join(doubtful)}: those times say nothing."]
-        return []
+        what = "Slowest or largest rank; in brackets how many times as fast as Colossal-AI's 3-D in the same rounds."
+        return [self.machine(result), self.command(result), what]
 
     def tables(self, result: Row) -> list[Table]:
-        figures: list[Row] = [
-            {"name": "forward + backward, s", "of": _time},
-            {"name": "sent by a rank, MiB", "of": lambda row: _mib(row["sent_bytes"])},
-            {"name": "kept for backward, MiB", "of": lambda row: _mib(row["saved_bytes"])},
-            {"name": "of it inputs of linear layers", "of": lambda row: _mib(row["saved_by_kind"]["linear_inputs"])},
-            {"name": "peak of live tensors, MiB", "of": lambda row: _mib(row["peak_bytes"])},
-            {"name": "largest error against float64", "of": lambda row: f"{max(row['errors'].values()):.1e}"},
-        ]
-        found = []
-        for rows in _by_part(result).values():
-            columns = [Column(rows[0]["title"], lambda figure: figure["name"], "l")]
-            columns += [Column(row["name"], lambda figure, row=row: figure["of"](row)) for row in rows]
-            found.append(Table(columns, figures))
-        return found
-
-    def draw(self, result: Row, folder: Path) -> list[Path]:
-        """Bars for time, bytes, saved activations and peak, a row of panels for each case."""
-        shown: dict[str, Callable[[Row], float]] = {
-            "forward + backward, s": lambda row: row["step_s"]["median"],
-            "sent for each rank, MiB": lambda row: max(row["sent_bytes"]) / MIB,
-            "saved for backward, MiB": lambda row: max(row["saved_bytes"]) / MIB,
-            "peak of live tensors, MiB": lambda row: max(row["peak_bytes"]) / MIB,
+        figures = {
+            "forward + backward, s": _time,
+            "sent by a rank, MiB": lambda row: _mib(row["sent_bytes"]),
+            "kept for backward, MiB": lambda row: _mib(row["saved_bytes"]),
+            "of it inputs of linear layers": lambda row: _mib(row["saved_by_kind"]["linear_inputs"]),
+            "peak of live tensors, MiB": lambda row: _mib(row["peak_bytes"]),
+            "largest error against float64": lambda row: f"{max(row['errors'].values()):.1e}",
         }
-        parts, path = _by_part(result), folder / "colossalai_3d.png"
-        figure, grid = pictures.panels(13, 2.6 * len(parts), len(parts), len(shown))
-        for line, rows in zip(grid, parts.values(), strict=True):
-            for axes, (name, value_of) in zip(line, shown.items(), strict=True):
-                for place, row in enumerate(rows):
-                    value, colour = value_of(row), _COLOURS[row["key"]]
-                    if axes is line[0]:
-                        pictures.bar(axes, place, row["step_s"], colour)
-                    else:
-                        axes.barh(place, value, color=colour, height=0.7)
-                    axes.text(0, place, f" {value:.3g}", va="center", fontsize=8)
-                names = [row["name"] for row in rows]
-                pictures.finish(axes, names, name, fontsize=8)
-                if axes is not line[0]:
-                    axes.set_yticks([])
-            line[0].set_title(rows[0]["title"], loc="left", fontsize=9)
-        pictures.save(figure, path)
-        return [path]
+        found = []
+        lines = [{"name": name, "of": of} for name, of in figures.items()]
+        for title in in_order([row["title"] for row in result["rows"]]):
+            columns = [Column(title, lambda line: line["name"], "l")]
+            for row in (row for row in result["rows"] if row["title"] == title):
+                columns.append(Column(row["name"], lambda line, row=row: line["of"](row)))
+            found.append(Table(columns, lines))
+        return found
 
 
 def _keep(rank: int) -> Link:
@@ -175,71 +207,50 @@ def _keep(rank: int) -> Link:
     from three_d.peer import build_peer, launch
 
     launch(DEPTH)
-    builders: dict[str, Callable[[gpt2.Case], Side]] = {
+    builders = {
         "colossalai_3d": build_peer,
         "colossalai_3d_exchange": partial(build_peer, exchange=True),
-        "cuboid": partial(build_ours, shape=cube(DEPTH)),
+        "cuboid": partial(build_ours, shape=MeshShape(DEPTH, DEPTH, DEPTH)),
         "cuboid_auto": build_ours,
     }
     return Link(Loopback(dist.get_world_size()), lambda entry: builders[entry[1]](entry[0]))
 
 
-def _prepared(case: gpt2.Case, key: str, ranks: Ranks) -> Record:
-    """Build a contestant and check what it computes.
-
-    Raises:
-        CuboidError: it computes something else than one process in float64.
-    """
-    answers: list[Row] = ranks.call("prepare", (case, key))
+def _prepared(block: Block, key: str, ranks: Ranks) -> Record:
+    """Build a contestant, and check that it computes what one process does in float64."""
+    answers: list[Row] = ranks.call("prepare", (block, key))
     errors = answers[0]["errors"]
-    worst = max(errors, key=lambda name: errors[name])
+    worst = max(errors, key=errors.__getitem__)
     if not errors[worst] <= TOLERANCE:
         message = f"{errors[worst]:.1e} away from float64, where {TOLERANCE} is the most that rounding explains"
-        raise CuboidError(f"{case.part}: {worst} of {NAMES[key]} is {message}")
-    return Record((case, key), NAMES[key], errors[worst], {"answers": answers})
-
-
-def _by_rank(_: Record, steps: Sequence[Step]) -> Row:
-    return {"step_s_by_rank": [step.duration_s for step in steps]}
+        raise CuboidError(f"{block.part}: {worst} of {NAMES[key]} is {message}")
+    return Record((block, key), NAMES[key], errors[worst], {"answers": answers})
 
 
 def _row(record: Record, records: Sequence[Record]) -> Row:
-    (case, key), answers = record.entry, record.facts["answers"]
-    mesh = {"cuboid": cube(DEPTH), "cuboid_auto": chosen_mesh(case, RANKS)}.get(key)
-    by_rank = zip(*(sample.figures["step_s_by_rank"] for sample in undisturbed(record.samples)), strict=True)
+    (block, key), answers = record.entry, record.facts["answers"]
     saved = [answer["saved_bytes"] for answer in answers]
     return {
-        "part": case.part,
-        "title": case.title,
+        "part": block.part,
+        "title": block.title,
         "key": key,
-        "name": record.name + (f" ({mesh})" if key == "cuboid_auto" else ""),
-        "step_s_by_rank": [statistics.median(own) for own in by_rank],
+        "name": record.name + (f" ({chosen_mesh(block, RANKS)})" if key == "cuboid_auto" else ""),
         "sent_bytes": [sent(answer["collectives"]) for answer in answers],
-        "calls": [sum(answer["collectives"].values()) for answer in answers],
-        "counted_bytes": None if mesh is None else [answer["counted_bytes"] for answer in answers],
-        "formula_bytes": None if mesh is None else formula_bytes(case, mesh),
         "saved_bytes": [sum(each.values()) for each in saved],
         "saved_by_kind": {kind: [each[kind] for each in saved] for kind in saved[0]},
         "peak_bytes": [answer["peak_bytes"] for answer in answers],
         "errors": answers[0]["errors"],
-        "collectives": [
-            {**collective._asdict(), "calls": calls} for collective, calls in sorted(answers[0]["collectives"].items())
-        ],
+        "collectives": sorted({collective.operation for collective in answers[0]["collectives"]}),
         **record.numbers([(other.entry[1], other) for other in records if other.entry[1] == YARDSTICK]),
     }
 
 
 def sent(collectives: Mapping[Collective, int]) -> int:
-    """Bytes that a rank sends in these calls, as :func:`cuboid.distributed.comm_counter.sent_bytes` counts."""
+    """Bytes that a rank sends in these calls. Ranks send their slices of a reduce-scatter by an exchange, too."""
     return sum(
-        calls * round(sent_bytes(_OPERATIONS[each.operation], each.whole_bytes, each.ranks))
+        calls * round(sent_bytes(each.operation.replace("all_to_all", "reduce_scatter"), each.whole_bytes, each.ranks))
         for each, calls in collectives.items()
     )
-
-
-def _by_part(result: Row) -> dict[str, list[Row]]:
-    parts = in_order([row["part"] for row in result["rows"]])
-    return {part: [row for row in result["rows"] if row["part"] == part] for part in parts}
 
 
 def _time(row: Row) -> str:
@@ -249,7 +260,8 @@ def _time(row: Row) -> str:
     return ranged(row["step_s"], 3) + ("" if ratio is None else f" [{ratio['median']:.2f}]")
 
 
-def _mib(by_rank: list[int]) -> str:
+def _mib(by_rank: Sequence[int]) -> str:
+    """Of the rank that has most."""
     return f"{max(by_rank) / MIB:.1f}"
 
 

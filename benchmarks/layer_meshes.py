@@ -6,41 +6,179 @@ python benchmarks/layer_meshes.py [--network loopback|shaped] [--ranks 8|64] [--
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from contestants.layer import (
-    LayerWorkload,
-    ShardedLayers,
-    check_error,
-    compute_reference,
-    distinct,
-    interface_doubts,
-    interface_numbers,
-    layer_fact,
-    mesh_name,
-)
-from harness import freshness, pictures
+import torch
+from harness import freshness, links, llama, tables
 from harness.case import Case
-from harness.rounds import Record, run_rounds
+from harness.llama import AUTO, Llama
+from harness.rounds import Record
 from harness.tables import MB, Column, Row, Table, known, ranged
-from harness.watch import Watch
 from network.networks import open_network
 from network.ranks import forked_ranks
-from network.rate import Link, limit_rate, timed_step, traffic
+from network.rate import Link, measure
+from network.serving import Contestant
+from transformers import LlamaForCausalLM
+
+import cuboid
+from cuboid.distributed.axis_collectives import own_slice
+from cuboid.distributed.topology import AXES, MeshShape
+from cuboid.errors import CuboidError
+from cuboid.models.certification.float64 import precision
+from cuboid.planner.comm_formula import layer_bytes
+from cuboid.planner.mesh_search import block_sizes
+from cuboid.tensor3d.sharding.sharding_spec import take_shard
+from cuboid.verify.compare import relative_error
+from cuboid.weights.state_dict_map import sharded_layouts
+
+_SEED = 0
+#: How far a float32 layer may be from float64, relatively; it is at 1e-5 and below.
+AGREEMENT = 1e-4
+
+
+@dataclass(frozen=True)
+class LayerWorkload(Llama):
+    """Layers one after another; embedding and head never run."""
+
+    layers: int = 1
+    vocabulary: int = 256
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first layer's input and the last one's output gradient, ``[B, S, H]`` both, in float64."""
+        generator = torch.Generator().manual_seed(_SEED)
+        shape = (self.batch, self.length, self.hidden)
+        given, gradient = torch.randn((2, *shape), generator=generator, dtype=torch.float64)
+        return given, gradient
+
+    def formula_bytes(self, mesh: MeshShape, model: LlamaForCausalLM) -> int:
+        """What a rank sends in forward and backward, by the closed count."""
+        one = layer_bytes(block_sizes(model, mesh), mesh, self.batch, self.length, element_bytes=4)
+        return self.layers * sum(one.values())
+
+
+class Reference(NamedTuple):
+    """What one process computes in float64, whole: ``[B, S, H]``, and gradients by parameters' names."""
+
+    given: torch.Tensor
+    gradient: torch.Tensor
+    output: torch.Tensor
+    given_gradient: torch.Tensor
+    gradients: dict[str, torch.Tensor]  # of the layers' parameters, by their names in the model
+
+
+def compute_reference(workload: LayerWorkload, model: LlamaForCausalLM) -> Reference:
+    """The plain Hugging Face layers in float64."""
+    whole = copy.deepcopy(model).double()
+    given, gradient = workload.inputs()
+    given.requires_grad_()
+    with precision(keep_float64=True):
+        output = run_layers(whole, given, rotary_tables(whole, workload.length))
+        output.backward(gradient)
+    gradients = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    return Reference(given.detach(), gradient, output.detach(), given.grad, gradients)
+
+
+def rotary_tables(model: LlamaForCausalLM, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of the rotary embedding, ``[1, S, head_dim]`` each."""
+    weight = model.model.layers[0].input_layernorm.weight
+    return model.model.rotary_emb(weight, torch.arange(length)[None])
+
+
+def run_layers(model: LlamaForCausalLM, given: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """All of the model's layers, on ``[B, S, H]`` or a rank's part of it."""
+    for layer in model.model.layers:
+        given = layer(given, position_embeddings=tables)
+    return given
+
+
+class ShardedLayers(Contestant):
+    """Forward and backward of the layers on a mesh, as the command line has it. Making one is collective."""
+
+    def __init__(self, workload: LayerWorkload, model: LlamaForCausalLM, reference: Reference, mesh: str) -> None:
+        ranks = torch.distributed.get_world_size()
+        self.model = cuboid.shard(copy.deepcopy(model), workload.sharding(mesh, ranks))
+        self.mesh = cuboid.mesh_of(self.model)
+        self.mesh.connect()
+        self._tables = rotary_tables(self.model, workload.length)
+        self._reference = reference
+        self._given = self._part(reference.given).float().requires_grad_()
+        self._gradient = self._part(reference.gradient).float()
+        self._output: torch.Tensor | None = None
+
+    def _part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's ``[B/b, S/s, H/h]`` of a ``[B, S, H]``."""
+        for dim, axis in enumerate(AXES):
+            whole = own_slice(whole, dim, self.mesh.along(axis))
+        return whole.contiguous()
+
+    def first(self) -> tuple[str, float]:
+        """The mesh that it is, and how far it is from float64 on this rank."""
+        self.step()
+        return str(self.mesh.shape), self.error()
+
+    def begin(self) -> None:
+        self._output = self._given.grad = None
+        self.model.zero_grad(set_to_none=True)
+        self.mesh.comm_counter.reset()
+
+    def step(self) -> None:
+        output = run_layers(self.model, self._given, self._tables)
+        output.backward(self._gradient)
+        self._output = output.detach()
+
+    def figures(self) -> dict[str, Any]:
+        """What was sent, by Cuboid's own counter."""
+        return {"sent_bytes": sum(self.mesh.comm_counter.snapshot().values())}
+
+    def error(self) -> float:
+        """The largest difference of any tensor of the last step from float64, as a part of its largest element."""
+        pairs = [
+            (self._output, self._part(self._reference.output)),
+            (self._given.grad, self._part(self._reference.given_gradient)),
+        ]
+        layouts, own = sharded_layouts(self.model), dict(self.model.named_parameters())
+        for name, whole in self._reference.gradients.items():
+            pairs.append((own[name].grad, take_shard(whole, layouts[name], self.mesh)))
+        return max(relative_error(right, ours) for ours, right in pairs)
+
+
+def check_error(answers: Sequence[tuple[str, float]]) -> tuple[str, float]:
+    """The mesh, and the error of the rank that is farthest from float64, which is refused where it is too large."""
+    shape, error = answers[0][0], max(error for _, error in answers)
+    if not error <= AGREEMENT:
+        raise CuboidError(f"mesh {shape} is {error:.1e} away from float64: it doesn't do the same")
+    return shape, error
+
+
+def distinct(meshes: Sequence[str], ranks: int, workload: Llama, model: LlamaForCausalLM) -> dict[str, MeshShape]:
+    """The meshes by how they were asked for: each only once, as ``"auto"`` where that is one of them."""
+    asked_as: dict[MeshShape, str] = {}
+    for mesh in meshes:
+        shape = workload.shape(mesh, ranks, model)
+        if shape.size != ranks:
+            raise CuboidError(f"mesh {shape} has {shape.size} ranks, but there are {ranks}")
+        if mesh == AUTO or shape not in asked_as:
+            asked_as[shape] = mesh
+    return {mesh: shape for shape, mesh in asked_as.items()}
+
+
+def mesh_name(row: dict[str, Any], mark: str = "`") -> str:
+    return f"{row['shape']} ({mark}auto{mark})" if row["mesh"] == AUTO else row["shape"]
+
+
+# --- the case ---
 
 _MESHES = {8: ["1x8x1", "1x4x2", "2x2x2", "auto"], 64: ["1x64x1", "1x8x8", "4x4x4", "auto"]}
 #: At which the links take three times as long as two cores do, even on the mesh that sends least.
 _RATES_MBIT = {8: 40.0, 64: 4.0}
-#: Below this, the links' time isn't what a step is made of.
-_LEAST_LINK_TO_FLOOR = 3.0
 #: Sixty-four heads and features that divide by 64 let 1×64×1 take part, Megatron's 1-D; the heads are small because 64
 #: ranks share a few cores.
 WORKLOAD = LayerWorkload(batch=16, length=256, hidden=256, intermediate=704, heads=64)
-#: In a few seconds, to see whether everything works. The times say nothing.
 QUICK = LayerWorkload(batch=8, length=64, hidden=128, intermediate=192, heads=64)
 
 
@@ -50,7 +188,6 @@ class LayerMeshes(Case):
     name = "layer_meshes"
     sources = freshness.MESHES
     networks = ("loopback", "shaped")
-    selects = False
     rate_mbit = _RATES_MBIT[8]
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
@@ -63,38 +200,37 @@ class LayerMeshes(Case):
             given.rate_mbit = _RATES_MBIT[given.ranks]
 
     def measure(self, given: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
-        with open_network(given.network, given.ranks) as network:
-            workload = QUICK if given.quick else WORKLOAD
-            model = workload.model()
-            meshes = distinct(given.meshes, given.ranks, workload, model)
-            result.update(workload=workload.numbers(), ranks=given.ranks)
-            reference = compute_reference(workload, model)
-            build = partial(ShardedLayers, workload, model, reference)
-            with forked_ranks(network, lambda _: Link(network, build)) as ranks:
-                records = [Record(mesh, *check_error(ranks.call("prepare", mesh))) for mesh in meshes]
-                sent = {record.name: workload.formula_bytes(meshes[record.entry], model) for record in records}
+        workload = QUICK if given.quick else WORKLOAD
+        model = workload.model()
+        meshes = distinct(given.meshes, given.ranks, workload, model)
+        result.update(workload=workload.numbers(), ranks=given.ranks)
+        build = partial(ShardedLayers, workload, model, compute_reference(workload, model))
+        with (
+            open_network(given.network, given.ranks) as network,
+            forked_ranks(network, lambda _: Link(network, build)) as ranks,
+        ):
+            records = [Record(mesh, *check_error(ranks.call("prepare", mesh))) for mesh in meshes]
+            for record in records:
+                record.facts["formula_bytes"] = workload.formula_bytes(meshes[record.entry], model)
 
-                def write_rows() -> None:
-                    result["rows"] = [_row(record, records, sent, given.rate_mbit) for record in records]
-                    write()
+            def write_rows() -> None:
+                result["rows"] = [_row(record, records, given.rate_mbit) for record in records]
+                write()
 
-                watch = Watch(given.limit)
-                step = partial(timed_step, ranks, watch, figures=traffic)
-                rounds = (given.repeats, watch, step)
-                result["measured_mbit"] = limit_rate(network, ranks, records, given.rate_mbit, *rounds)
-                run_rounds(records, *rounds, write_rows)
+            measure(ranks, records, given, result, write_rows)
 
     def facts(self, result: Row) -> list[str]:
-        return [
-            self.machine(result),
-            f"Layer: {layer_fact(result['workload'])}",
-            f"Links: {links(result)}.",
-            self.command(result),
-        ]
+        model = f"Model: {llama.described(result['workload'])}, layers alone; {llama.batch(result['workload'])}."
+        return [self.machine(result), model, f"Links: {links.links(result)}.", self.command(result)]
 
     def remarks(self, result: Row) -> list[str]:
-        doubts = interface_doubts(result["rows"])
-        return self.busy(result) + processor_counts(result["rows"], "shape") + doubts + shared_cores(result)
+        rows = result["rows"]
+        return [
+            *self.busy(result),
+            *links.processor_counts(rows, "shape"),
+            *links.interface_doubts(rows),
+            *links.shared_cores(result),
+        ]
 
     def tables(self, result: Row) -> list[Table]:
         rows = result["rows"]
@@ -104,90 +240,26 @@ class LayerMeshes(Case):
                 Column(f"× {shape}", lambda row, shape=shape: ranged(row["ratios"].get(shape), none="1")),
                 Column("by bytes", lambda row, shape=shape: known(row["ratios_theory"].get(shape), ".2f", none="1")),
             ]
-        columns += [
-            Column("MB sent", lambda row: f"{row['counted_bytes'] / MB:.2f}"),
-            Column("bytes ÷ rate, s", lambda row: known(row["link_s"], ".1f")),
-            Column("without a limit, s", lambda row: known((row["floor_s"] or {}).get("median"), ".1f")),
-            Column("error", lambda row: f"{row['error']:.0e}"),
-        ]
-        return [Table(columns, rows)]
-
-    def draw(self, result: Row, folder: Path) -> list[Path]:
-        """Bars of step times, with what the links alone and the processors alone take."""
-        rows, path = result["rows"], folder / f"{self.record_name(result)}.png"
-        figure, ((axes,),) = pictures.panels(9, 1.2 + 0.55 * len(rows))
-        for place, row in enumerate(rows):
-            pictures.bar(axes, place, row["step_s"], pictures.BLUE if row["mesh"] == "auto" else pictures.GREY)
-        mark_limits(axes, rows, size=16)
-        names = [mesh_name(row).replace("`", "") for row in rows]
-        rate = "loopback" if result["rate_mbit"] is None else f"{result['rate_mbit']:g} Mbit/s each"
-        what = f"seconds for a layer's forward and backward, {result['ranks']} ranks, {rate}"
-        pictures.finish(axes, names, what)
-        if axes.get_legend_handles_labels()[1]:
-            axes.legend(frameon=False)
-        pictures.save(figure, path)
-        return [path]
+        sent = Column("MB sent", lambda row: f"{row['counted_bytes'] / MB:.2f}")
+        return [Table([*columns, sent, *links.LIMITS, Column("error", tables.error)], rows)]
 
     def record_name(self, result: Row) -> str:
         return f"{self.name}_{result['ranks']}"
 
-    def parts(self, results: dict[str, Row]) -> dict[str, str]:
-        return {f"{result['ranks']} ranks": self.markdown(result) for result in results.values()}
 
-
-def _row(record: Record, records: list[Record], sent: dict[str, int], rate_mbit: float | None) -> Row:
-    others = [(other.name, other) for other in records if other is not record]
-    numbers = record.numbers(others)
+def _row(record: Record, records: list[Record], rate_mbit: float | None) -> Row:
+    others = {other.name: other for other in records if other is not record}
+    numbers, sent = record.numbers(others.items()), record.facts["formula_bytes"]
     return {
         "mesh": record.entry,
         "shape": record.name,
         "error": record.error,
-        "formula_bytes": sent[record.name],
-        **interface_numbers(record),
-        **link_numbers(sent[record.name], rate_mbit, numbers["floor_s"]),
+        **record.facts,
+        **links.interface_numbers(record.samples[-1].figures),
+        **links.link_numbers(sent, rate_mbit, numbers["floor_s"]),
         **numbers,
-        "ratios_theory": {other: sent[other] / sent[record.name] for other, _ in others},
+        "ratios_theory": {name: other.facts["formula_bytes"] / sent for name, other in others.items()},
     }
-
-
-def link_numbers(sent_bytes: float | None, rate_mbit: float | None, floor_s: Row | None) -> Row:
-    """How long the links need for so many bytes, alone and beside a step without a limit."""
-    link_s = None if rate_mbit is None or sent_bytes is None else sent_bytes * 8 / (rate_mbit * 1e6)
-    return {
-        "link_s": link_s,
-        "link_to_floor": None if link_s is None or floor_s is None else link_s / floor_s["median"],
-    }
-
-
-def links(result: Row) -> str:
-    """What ranks communicate over, in words."""
-    if result["rate_mbit"] is None:
-        return "loopback, without a limit"
-    return f"{result['rate_mbit']:g} Mbit/s for each rank, {result['measured_mbit']:.2f} measured before"
-
-
-def mark_limits(axes: Any, rows: list[Row], size: float) -> None:
-    """What the links alone and the processors alone would take, beside bars."""
-    pictures.ticks(axes, [row["link_s"] for row in rows], pictures.RED, "bytes ÷ rate", size)
-    floors = [None if row["floor_s"] is None else row["floor_s"]["median"] for row in rows]
-    pictures.ticks(axes, floors, pictures.GREEN, "links without limit", size)
-
-
-def processor_counts(rows: list[Row], name: str) -> list[str]:
-    """Which steps aren't made of the links' time, in sentences."""
-    return [
-        f"{row[name]}: the links' time is only {row['link_to_floor']:.1f} times the step without them; the processor "
-        "counts."
-        for row in rows
-        if row["link_to_floor"] is not None and row["link_to_floor"] < _LEAST_LINK_TO_FLOOR
-    ]
-
-
-def shared_cores(result: Row) -> list[str]:
-    """What times on loopback are of."""
-    if result["network"] != "loopback":
-        return []
-    return ["On loopback the ranks share the machine's cores: the times are of computing, not of links."]
 
 
 CASE = LayerMeshes()

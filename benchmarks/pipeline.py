@@ -8,39 +8,333 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
+import math
+import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+# DeepSpeed looks for this when it is imported.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+import torch
 import torch.distributed as dist
-from contestants.pipelines import (
-    CuboidPipeline,
-    DeepSpeedPipeline,
-    Entry,
-    Pipeline,
-    RealTask,
-    TorchPipeline,
-    cuts,
-    read_timeline,
-    row_name,
-    timeline_text,
-    together,
-)
-from harness import freshness, pictures
-from harness.case import Case, at_least, chosen
-from harness.rounds import Record, run_rounds, undisturbed
-from harness.tables import DASH, MIB, Column, Row, Table, in_order, ranged, versions
+from deepspeed.pipe import PipelineModule
+from harness import freshness, llama
+from harness.case import Case, at_least
+from harness.llama import Llama
+from harness.rounds import Record, check_equal, run_rounds, undisturbed
+from harness.tables import DASH, MIB, Column, Row, Table, in_order, ranged
 from harness.watch import Watch, pin
 from network.networks import Loopback
 from network.ranks import Ranks, forked_ranks
 from network.rate import Link, timed_step
-from network.serving import Step
+from network.serving import Contestant, Step
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from transformers import LlamaForCausalLM
 
-from cuboid.errors import CuboidError
-from cuboid.seq1f1b.schedule.timeline_picture import draw_timelines
+import cuboid
+from cuboid.models.batch.batch import IGNORE_INDEX
+from cuboid.models.stages.model_costs import model_sizes
+from cuboid.seq1f1b.runtime.memory import LiveActivations, MeteredPool
+from cuboid.seq1f1b.runtime.profiler import Profiler
+from cuboid.seq1f1b.schedule.actions import Action
+from cuboid.seq1f1b.schedule.partition import cut_sequence, even_cut, segment_cost
+from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
+from cuboid.seq1f1b.schedule.simulator import Span, Timeline, simulate
+from cuboid.seq1f1b.schedule.timeline_trace import read_chrome_trace
+from cuboid.seq1f1b.schedule.unit_costs import ModelSizes, unit_flops
+from cuboid_patches.deepspeed import SHARED_MEMORY_BUILD
+
+_SEED = 20240605
+_PEERS = {"deepspeed": "DeepSpeed PipelineEngine", "torch": "torch.distributed.pipelining 1F1B"}
+#: Counted from 1; the first one warms up.
+_TRACED_STEP = 2
+
+
+# --- what is done ---
+
+
+class Task:
+    """A step of one pipeline: P stages, M micro-batches of one sequence of S tokens each. Hashable.
+
+    ``stage`` gives a stage as peers take one; ``data`` what the first one is given and what the last one should give,
+    by micro-batch and the same every time; ``loss`` the mean of a micro-batch; ``sizes`` what the model multiplies.
+    """
+
+    @property
+    def balance(self) -> tuple[int, ...]:
+        """Layers of each stage."""
+        return (self.layers // self.stages,) * self.stages
+
+    def cost(self, lengths: Sequence[int]) -> Callable[[Action], float]:
+        """Of each unit, in seconds or in any unit of time; by default its operations."""
+        return unit_flops(self.sizes, self.balance, tuple(lengths))
+
+
+@dataclass(frozen=True)
+class RealTask(Llama, Task):
+    """A Llama whose stages really compute; all is in float32."""
+
+    length: int = 2048
+    hidden: int = 320
+    intermediate: int = 864
+    heads: int = 4
+    key_value_heads: int | None = 2
+    #: Bytes for tokens: with so small a head, all stages have the same work, as the theory assumes.
+    vocabulary: int = 256
+    stages: int = 2
+    micro_batches: int = 2
+    learning_rate: float = 1e-4
+    is_emulated = False  # or stages record their units themselves, and each step is to be checked
+
+    @property
+    def sizes(self) -> ModelSizes:
+        return model_sizes(self.config())
+
+    def stage(self, number: int) -> nn.Module:
+        return PlainStage(self.model(), number, self.stages)
+
+    def data(self) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(_SEED)
+        ids = torch.randint(self.vocabulary, (self.micro_batches, self.length), generator=generator)
+        return ids, nn.functional.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX)
+
+    def loss(self, output: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1).float(), wanted.flatten(), ignore_index=IGNORE_INDEX)
+
+
+class PlainStage(nn.Module):
+    """A stage as users of the peers write one, of Hugging Face's own layers: from ids ``[B, S]`` on the first stage or
+    hidden states ``[B, S, H]`` to hidden states, or logits ``[B, S, V]`` on the last."""
+
+    def __init__(self, model: LlamaForCausalLM, stage: int, stages: int) -> None:
+        super().__init__()
+        each = len(model.model.layers) // stages
+        self.layers = model.model.layers[stage * each : (stage + 1) * each]
+        self.rotary = model.model.rotary_emb
+        self.embedding = model.model.embed_tokens if stage == 0 else None
+        self.head = nn.Sequential(model.model.norm, model.lm_head) if stage == stages - 1 else None
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        hidden = given if self.embedding is None else self.embedding(given)
+        positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        cosine_and_sine = self.rotary(hidden, positions)
+        for layer in self.layers:
+            hidden = layer(hidden, position_ids=positions, position_embeddings=cosine_and_sine)
+        return hidden if self.head is None else self.head(hidden)
+
+
+# --- who does it ---
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Which pipeline takes part."""
+
+    kind: str  # "cuboid", "deepspeed" or "torch"
+    schedule: str = "1f1b"  # a name in :data:`~cuboid.seq1f1b.schedule.schedules.SCHEDULES`; the peers have "1f1b"
+    segments: int = 1  # k; 1 for all but "seq1f1b"
+    partition: str = "flops"  # where sequences are cut, "flops" or "even"
+
+    @property
+    def name(self) -> str:
+        if self.kind != "cuboid":
+            return _PEERS[self.kind]
+        segments = f", k={self.segments}" if self.schedule == "seq1f1b" else ""
+        return f"Cuboid {self.schedule}{segments}" + (f", {self.partition} cut" if self.segments > 1 else "")
+
+    def lengths(self, task: Task) -> tuple[int, ...]:
+        if self.partition == "even":
+            return even_cut(task.length, self.segments)
+        return cut_sequence(task.length, self.segments, cost=segment_cost(task.sizes))
+
+    def shape(self, task: Task) -> PipelineShape:
+        return PipelineShape(task.stages, task.micro_batches, self.segments)
+
+    def theory(self, task: Task) -> float:
+        """The bubble of equal units: (P − 1)/(kM + P − 1), for GPipe and 1F1B with k = 1."""
+        others = task.stages - 1
+        return others / (self.segments * task.micro_batches + others)
+
+    def simulated(self, task: Task) -> Timeline:
+        """The step as it would be with nothing but the units' times. For bytes it has tokens."""
+        lengths, shape = self.lengths(task), self.shape(task)
+        schedule = SCHEDULES[self.schedule](shape)
+        return simulate(schedule, shape, task.cost(lengths), kept_bytes=lambda action: lengths[action.segment])
+
+
+def cuts(segments: Sequence[int]) -> list[Entry]:
+    """Cuboid with each number of segments and both cuts."""
+    return [
+        Entry("cuboid", "seq1f1b", k, cut) for k in segments for cut in (("flops", "even") if k > 1 else ("flops",))
+    ]
+
+
+def together(first: Sequence[Row]) -> Row:
+    """Loss, gradient norm and each stage's peak, of all ranks."""
+    norm = math.sqrt(sum(each["squares"] for each in first))
+    peaks = [each["peak_bytes"] for each in first]
+    return {"loss": first[-1]["loss"], "gradient_norm": norm, "peak_bytes": peaks}
+
+
+class Pipeline(Contestant):
+    """A stage of one pipeline, the optimizer of its weights, and the pool of its key/value stores, if any."""
+
+    optimizer: torch.optim.Optimizer
+    pool: MeteredPool | None = None
+    loss = 0.0
+    _module: nn.Module | None = None
+    _squares = 0.0
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.number = task, dist.get_rank()
+        self.is_last = self.number == task.stages - 1
+
+    def first(self) -> Row:
+        """A step, in which all but the time is measured: loss, squares of gradients, peak of live activations."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+
+        def note(*_: object) -> None:
+            gradients = (p.grad for p in parameters if p.grad is not None)
+            self._squares = sum(gradient.double().square().sum().item() for gradient in gradients)
+
+        hook = self.optimizer.register_step_pre_hook(note)
+        self.begin()
+        with LiveActivations(parameters, self.pool) as live:
+            self.step()
+        if not self.task.is_emulated:
+            # It would take time that counts.
+            hook.remove()
+        return {"loss": self.loss, "squares": self._squares, "peak_bytes": live.peak_bytes}
+
+    def begin(self) -> None:
+        """Record units anew, where stages do."""
+        if self.task.is_emulated:
+            self._recorder = Profiler(torch.device("cpu"))
+            if self._module is not None:
+                self._module.begin(self._recorder)
+
+    def figures(self) -> Row:
+        """Loss, sum of the gradients' squares and units, where each step is to be checked."""
+        if not self.task.is_emulated:
+            return {}
+        spans = tuple(Span(action, *times_s) for action, times_s in zip(*self._recorder.times_s(), strict=True))
+        return {"loss": self.loss, "squares": self._squares, "spans": spans}
+
+
+class TorchPipeline(Pipeline):
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self._module = task.stage(self.number)
+        stage = PipelineStage(self._module, self.number, task.stages, torch.device("cpu"))
+        self._schedule = Schedule1F1B(stage, task.micro_batches, loss_fn=task.loss)
+        self._given, self._wanted = task.data()
+        self.optimizer = torch.optim.SGD(self._module.parameters(), lr=task.learning_rate)
+
+    def step(self) -> None:
+        losses: list[torch.Tensor] = []
+        if self.is_last:
+            self._schedule.step(target=self._wanted, losses=losses, return_outputs=False)
+        else:
+            self._schedule.step(*([self._given] if self.number == 0 else []), return_outputs=False)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.loss = torch.stack(losses).mean().item() if self.is_last else 0.0
+
+
+class _UnderDeepSpeed(Pipeline):
+    """What DeepSpeed's engine and Cuboid's share."""
+
+    def _config(self) -> Row:
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": self.task.micro_batches,
+            "optimizer": {"type": "SGD", "params": {"lr": self.task.learning_rate}},
+            "gradient_clipping": 0.0,  # it would clip at 1 by default
+            "steps_per_print": 10**9,
+        }
+
+    def _start(self, module: nn.Module, batches: Iterator[Any], config: Row) -> None:
+        self.engine, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)
+        self._batches = batches
+        self.optimizer = self.engine.optimizer
+
+    def _micro_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The task's batch over and over, row by row."""
+        return itertools.cycle(zip(*(rows.split(1) for rows in self.task.data()), strict=True))
+
+    def step(self) -> None:
+        loss: torch.Tensor = self.engine.train_batch(self._batches)
+        self.loss = loss.item() if self.is_last else 0.0
+
+    def close(self) -> None:
+        self.engine.destroy()
+        super().close()
+
+
+class DeepSpeedPipeline(_UnderDeepSpeed):
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        SHARED_MEMORY_BUILD.skip()  # it takes half a minute, and point-to-point messages don't use it
+        deepspeed.init_distributed()
+        stages = [task.stage(number) for number in range(task.stages)]
+        self._module = stages[self.number]
+        module = PipelineModule(stages, num_stages=task.stages, loss_fn=task.loss, partition_method="uniform")
+        self._start(module, self._micro_batches(), self._config())
+
+
+class CuboidPipeline(_UnderDeepSpeed):
+    """Cuboid as users have it: given the whole model, which it cuts. Of its second step it writes a trace."""
+
+    def __init__(self, entry: Entry, task: RealTask, traces: Path) -> None:
+        super().__init__(task)
+        self._trace = traces / f"p{task.stages}_m{task.micro_batches}_k{entry.segments}_{entry.partition}"
+        self._steps = 0
+        pipeline = {
+            "engine": "seq1f1b",
+            "stages": task.stages,
+            "segments": entry.segments,
+            "partition": entry.partition,
+            "stage_balance": list(task.balance),
+            "trace": str(self._trace),
+            "trace_step": _TRACED_STEP,
+        }
+        config = {**self._config(), "pipeline": pipeline}
+        batches = ({"input_ids": ids, "shift_labels": labels} for ids, labels in self._micro_batches())
+        self._start(cuboid.shard(task.model(), config), batches, config)
+        self.pool = MeteredPool()
+        self.engine.pipeline.pool = self.pool
+
+    def step(self) -> None:
+        super().step()
+        self._steps += 1
+
+    def figures(self) -> Row:
+        """After the second step its timeline, on the first rank."""
+        if self._steps != _TRACED_STEP or self.number > 0:
+            return {}
+        return {"timeline": read_chrome_trace(self._trace / f"step_{_TRACED_STEP}.json")}
+
+
+# --- how they are shown ---
+
+
+def row_name(row: Row) -> str:
+    """A peer, or Cuboid's cut, for tables."""
+    if row["kind"] != "cuboid":
+        return {"torch": "`torch.distributed.pipelining`", "deepspeed": "DeepSpeed `PipelineEngine`"}[row["kind"]]
+    return f"k = {row['segments']}" + (f", {row['partition']}" if row["segments"] > 1 else "")
+
+
+# --- the case ---
 
 #: How far losses and gradient norms of two contestants may be apart, relatively.
 AGREEMENT = 1e-5
@@ -48,12 +342,6 @@ AGREEMENT = 1e-5
 _MANY_STAGES = 4
 #: Whom every contestant is compared with.
 YARDSTICKS = {"torch": Entry("torch"), "deepspeed": Entry("deepspeed"), "own_1f1b": Entry("cuboid", "seq1f1b")}
-_COLOURS = {
-    "torch": pictures.GREY,
-    "deepspeed": pictures.DARK_GREY,
-    "flops": pictures.BLUE,
-    "even": pictures.CYAN,
-}
 
 
 class PipelineCase(Case):
@@ -69,8 +357,8 @@ class PipelineCase(Case):
 
     def measure(self, given: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
         task = RealTask(length=256, hidden=64, intermediate=128) if given.quick else RealTask()
-        entries = chosen(given, [Entry("torch"), Entry("deepspeed"), *cuts(given.segments)], lambda entry: entry.name)
-        result.update(workload=task.numbers(), memory=[], timelines=[])
+        entries = [Entry("torch"), Entry("deepspeed"), *cuts(given.segments)]
+        result.update(workload=task.numbers(), memory=[])
         own = partial(build, traces=given.out / "traces")
 
         def keep(_: int) -> Link:
@@ -90,98 +378,27 @@ class PipelineCase(Case):
                 result["rows"] = [_row(record, records) for record in records]
                 write()
         many = dataclasses.replace(task, stages=_MANY_STAGES, micro_batches=_MANY_STAGES)
+        kept = []
         with forked_ranks(Loopback(many.stages), keep) as ranks:
-            kept = []
             for entry in entries:
                 kept.append(Record((entry, many), entry.name, facts=together(ranks.call("prepare", (entry, many)))))
                 ranks.call("discard")
                 gc.collect()
         check_agreement(kept)
         result["memory"] = [_memory_row(record) for record in kept]
-        result["timelines"] = timelines(records, lambda entry: entry.partition == "flops")
 
     def facts(self, result: Row) -> list[str]:
-        own, sizes = result["machine"], result["workload"]
-        return [
-            f"Machine: {own['processor']}, {own['cores']} cores, {own['memory_bytes'] / 2**30:.0f} GiB; "
-            f"{own['system']}, Python {own['python']}, {versions(result)}.",
-            f"Model: a Llama of {sizes['layers']} layers (hidden {sizes['hidden']}, MLP {sizes['intermediate']}, "
-            f"{sizes['heads']} query and {sizes['key_value_heads']} key/value heads, vocabulary {sizes['vocabulary']}) "
-            f"in {sizes['dtype']}, S = {sizes['length']} tokens, one row in each micro-batch.",
-            self.command(result),
-        ]
+        sizes = result["workload"]
+        model = f"Model: {llama.described(sizes)}, {sizes['dtype']}; S = {sizes['length']} tokens"
+        return [self.machine(result), f"{model}, one row in each micro-batch.", self.command(result)]
 
     def tables(self, result: Row) -> list[Table]:
-        counts = in_order([row["micro_batches"] for row in result["rows"]])
-        by_count = {count: [row for row in result["rows"] if row["micro_batches"] == count] for count in counts}
-        found = []
-        for count, rows in by_count.items():
-            columns = [
-                Column("", row_name, "l"),
-                Column("step, s", lambda row: ranged(row["step_s"])),
-                *(
-                    Column(f"÷ {title}", lambda row, key=key: _ratio(row, key))
-                    for title, key in (("torch", "torch"), ("DeepSpeed", "deepspeed"), ("k = 1", "own_1f1b"))
-                ),
-                Column("simulated", lambda row: f"{row['ratio_simulated']:.2f}"),
-                Column("theory", lambda row: f"{row['ratio_theory']:.2f}"),
-            ]
-            found.append(Table(columns, rows, part=f"steps, M = {count}"))
-        kinds = {
-            "measured": "bubble",
-            "traced": "bubble_traced",
-            "simulated": "bubble_simulated",
-            "theory": "bubble_theory",
-        }
-        # A row of this table has a row of each number of micro-batches.
-        pairs = [dict(zip(counts, rows, strict=True)) for rows in zip(*by_count.values(), strict=True)]
-        bubbles = [Column("", lambda pair: row_name(pair[counts[0]]), "l")]
-        for count in counts:
-            for kind, key in kinds.items():
-                bubbles.append(
-                    Column(f"M = {count}: {kind}", lambda pair, count=count, key=key: _share(pair[count][key]))
-                )
-        found.append(Table(bubbles, pairs, part="bubbles"))
-        memory = result["memory"]
-        whole = next((row for row in memory if row["kind"] == "cuboid" and row["segments"] == 1), None)
-        stages = range(len(memory[0]["peak_bytes"]) if memory else 0)
-        peaks = [
-            Column("MiB", row_name, "l"),
-            *(Column(f"stage {n}", lambda row, n=n: f"{row['peak_bytes'][n] / MIB:.0f}") for n in stages),
-            Column("largest ÷ k = 1", lambda row: f"**{_largest(row, whole, 'peak_bytes')}**"),
-            Column("by tokens in flight", lambda row: _largest(row, whole, "sequences_in_flight")),
-        ]
-        return [*found, Table(peaks, memory, part="memory")]
+        by_count = settings(result, "micro_batches")
+        memory = _memory_table(result["memory"])
+        return [*(_step_table(rows, *count) for count, rows in by_count.items()), _bubble_table(by_count), memory]
 
-    def draw(self, result: Row, folder: Path) -> list[Path]:
-        """Bars of step times, a panel for each number of micro-batches, with what was simulated; and timelines."""
-        counts, path = sorted({row["micro_batches"] for row in result["rows"]}), folder / "pipeline.png"
-        figure, (grid,) = pictures.panels(12, 4.2, columns=len(counts))
-        for axes, count in zip(grid, counts, strict=True):
-            own = [row for row in result["rows"] if row["micro_batches"] == count]
-            base = next((row for row in own if row["kind"] == "cuboid" and row["segments"] == 1), own[0])
-            for place, row in enumerate(own):
-                kind = row["partition"] if row["kind"] == "cuboid" else row["kind"]
-                pictures.bar(axes, place, row["step_s"], _COLOURS[kind])
-                inside = 0.01 * base["step_s"]["median"]
-                axes.text(inside, place, f"bubble {row['bubble']:.1%}", va="center", fontsize=8)
-            expected = [base["step_s"]["median"] / row["ratio_simulated"] for row in own]
-            label = "simulated, from Cuboid's k=1"
-            axes.plot(expected, range(len(own)), "|", color=pictures.RED, markersize=13, label=label)
-            pictures.finish(axes, [row["name"] for row in own], "seconds for a step", fontsize=8)
-            axes.set_title(f"M = {count}", loc="left")
-        for axes in grid[1:]:
-            axes.set_yticklabels([])
-        figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", frameon=False)
-        pictures.save(figure, path)
-        return [path, *draw_recorded(result, folder / "pipeline_timelines.png", "measured, one step each")]
 
-    def parts(self, results: dict[str, Row]) -> dict[str, str]:
-        (result,) = results.values()
-        tables = self.tables(result)
-        parts = {str(table.part): table.markdown() for table in tables}
-        # What is common to all tables comes first on the page.
-        return {"machine": self.markdown(result), **parts}
+# --- measuring ---
 
 
 def build(key: tuple[Entry, RealTask], traces: Path) -> Pipeline:
@@ -193,125 +410,134 @@ def build(key: tuple[Entry, RealTask], traces: Path) -> Pipeline:
 
 
 def _prepare(ranks: Ranks, entry: Entry, task: RealTask, watch: Watch) -> Record:
-    """Build a contestant and have its first two steps. Of the second one Cuboid records a timeline, only once in a
-    pipeline's life, so the pipeline is built again where somebody disturbed that."""
-    while True:
-        record = Record((entry, task), entry.name, facts=together(ranks.call("prepare", (entry, task))))
-        watch.wait()
-        sample = timed_step(ranks, watch, record, figures=_timeline)
-        if entry.kind != "cuboid" or sample.is_quiet or watch.is_over():
-            return record
+    """Build a contestant and have its first two steps. Of the second one Cuboid records a timeline."""
+    record = Record((entry, task), entry.name, facts=together(ranks.call("prepare", (entry, task))))
+    watch.wait()
+    timed_step(ranks, watch, record, figures=_timeline)
+    return record
 
 
 def _timeline(record: Record, steps: Sequence[Step]) -> Row:
-    record.facts["timeline"] = steps[0].figures.get("timeline")
+    timeline = steps[0].figures.get("timeline")
+    record.facts["bubble_traced"] = None if timeline is None else timeline.bubble
     return {}
 
 
 def _idle(_: Record, steps: Sequence[Step]) -> Row:
-    """For each rank the part of the step in which it didn't compute."""
+    """The part of the step in which ranks didn't compute."""
     step_s = max(step.duration_s for step in steps)
-    return {"idle": [1 - step.thread_s / step_s for step in steps]}
+    return {"idle": statistics.fmean(1 - step.thread_s / step_s for step in steps)}
 
 
 def check_agreement(records: Sequence[Record]) -> None:
-    """Make sure that all did the same work.
-
-    Raises:
-        CuboidError: a loss or a gradient norm isn't the first one's.
-    """
+    """Refuse whose loss or gradient norm isn't the first one's."""
     first = records[0]
+    expected = {key: first.facts[key] for key in ("loss", "gradient_norm")}
     for record in records[1:]:
-        for name in ("loss", "gradient_norm"):
-            one, other = first.facts[name], record.facts[name]
-            if not abs(one - other) <= AGREEMENT * abs(one):
-                raise CuboidError(
-                    f"{record.name} has {name} {other}, but {first.name} has {one}: they don't do the same"
-                )
+        check_equal(record.name, record.facts, first.name, expected, AGREEMENT)
 
 
 def _row(record: Record, records: Sequence[Record]) -> Row:
-    entry, task = record.entry
-    by_key = {other.entry: other for other in records}
-    yardsticks = {key: by_key.get((own, task)) for key, own in YARDSTICKS.items()}
-    timeline = record.facts["timeline"]
-    samples = undisturbed(record.samples)
     return {
-        "name": entry.name,
-        **dataclasses.asdict(entry),
-        "micro_batches": task.micro_batches,
-        "lengths": list(entry.lengths(task)),
-        **{key: record.facts[key] for key in ("loss", "gradient_norm", "peak_bytes")},
-        "bubble": statistics.median(statistics.fmean(sample.figures["idle"]) for sample in samples),
-        "bubble_traced": None if timeline is None else timeline.bubble,
-        **schedule_numbers(entry, YARDSTICKS["own_1f1b"], task),
-        **record.numbers([(key, other) for key, other in yardsticks.items() if other is not None]),
-    }
-
-
-def schedule_numbers(entry: Entry, own: Entry, task: Any, transfer_s: Callable[[Entry], Any] = lambda _: None) -> Row:
-    """What theory and simulator say of a contestant, and of how many times as fast as Cuboid's 1F1B it is.
-
-    Args:
-        entry: the contestant.
-        own: Cuboid's 1F1B.
-        task: what both do.
-        transfer_s: gives the time of each unit's message, for either.
-    """
-    cut, whole = (each.simulated(task, transfer_s(each)) for each in (entry, own))
-    return {
-        "bubble_theory": entry.theory(task),
-        "bubble_simulated": cut.bubble,
-        "ratio_theory": (1 - entry.theory(task)) / (1 - own.theory(task)),
-        "ratio_simulated": whole.makespan_s / cut.makespan_s,
+        **record.facts,
+        "bubble": statistics.median(sample.figures["idle"] for sample in undisturbed(record.samples)),
+        **pipeline_row(record, records, YARDSTICKS),
     }
 
 
 def _memory_row(record: Record) -> Row:
-    """What each stage keeps, and how many sequences it has in flight by the schedule."""
     entry, task = record.entry
     return {
-        "name": entry.name,
         **dataclasses.asdict(entry),
-        "micro_batches": task.micro_batches,
         "peak_bytes": record.facts["peak_bytes"],
         "sequences_in_flight": [tokens / task.length for tokens in entry.simulated(task).peak_bytes],
     }
 
 
-def timelines(records: Sequence[Record], shown: Callable[[Entry], bool]) -> list[Row]:
-    """Of the first task's contestants, for the record."""
-    task = records[0].entry[1]
-    return [
-        {
-            "title": f"{record.name}, M={task.micro_batches}: bubble {record.facts['timeline'].bubble:.1%}",
-            "ranks": timeline_text(record.facts["timeline"]),
-        }
-        for record in records
-        if record.facts["timeline"] is not None and record.entry[1] == task and shown(record.entry[0])
+# --- what the emulated case shares ---
+
+
+def pipeline_row(record: Record, records: Sequence[Record], yardsticks: Mapping[str, Entry]) -> Row:
+    """What samples, theory and simulator say of a contestant; ``own_1f1b`` of the yardsticks is Cuboid's 1F1B."""
+    (entry, task), whole = record.entry, yardsticks["own_1f1b"]
+    by_entry = {other.entry: other for other in records}
+    others = {key: by_entry[other, task] for key, other in yardsticks.items() if (other, task) in by_entry}
+    own, base = (each.simulated(task) for each in (entry, whole))
+    return {
+        "name": entry.name,
+        **dataclasses.asdict(entry),
+        "stages": task.stages,
+        "micro_batches": task.micro_batches,
+        "lengths": list(entry.lengths(task)),
+        "simulated_s": own.makespan_s,
+        "bubble_theory": entry.theory(task),
+        "bubble_simulated": own.bubble,
+        "ratio_theory": (1 - entry.theory(task)) / (1 - whole.theory(task)),
+        "ratio_simulated": base.makespan_s / own.makespan_s,
+        **record.numbers(others.items()),
+    }
+
+
+def settings(result: Row, *keys: str) -> dict[tuple[int, ...], list[Row]]:
+    """Rows by what was set, in the order in which they were measured."""
+    values = in_order([tuple(row[key] for key in keys) for row in result["rows"]])
+    return {value: [row for row in result["rows"] if tuple(row[key] for key in keys) == value] for value in values}
+
+
+# --- tables ---
+
+
+def _own_1f1b(rows: Sequence[Row]) -> Row | None:
+    return next((row for row in rows if row["kind"] == "cuboid" and row["segments"] == 1), None)
+
+
+def _step_table(rows: Sequence[Row], count: int) -> Table:
+    def ratio(row: Row, key: str) -> str:
+        is_itself = row["segments"] == 1 and key == {"cuboid": "own_1f1b"}.get(row["kind"], row["kind"])
+        return "1" if is_itself else ranged(row["ratios"].get(key))
+
+    columns = [
+        Column("", row_name, "l"),
+        Column("step, s", lambda row: ranged(row["step_s"])),
+        Column("÷ torch", lambda row: ratio(row, "torch")),
+        Column("÷ DeepSpeed", lambda row: ratio(row, "deepspeed")),
+        Column("÷ k = 1", lambda row: ratio(row, "own_1f1b")),
+        Column("simulated", lambda row: f"{row['ratio_simulated']:.2f}"),
+        Column("theory", lambda row: f"{row['ratio_theory']:.2f}"),
     ]
+    return Table(columns, rows, part=f"steps, M = {count}")
 
 
-def draw_recorded(result: Row, path: Path, caption: str) -> list[Path]:
-    """The timelines of a record, if it has any."""
-    found = [(each["title"], read_timeline(each["ranks"])) for each in result.get("timelines", [])]
-    if not found:
-        return []
-    draw_timelines(found, path, caption=caption)
-    return [path]
+def _bubble_table(by_count: Mapping[tuple[int, ...], Sequence[Row]]) -> Table:
+    def cell(rows: Row, count: int, key: str) -> str:
+        return DASH if rows[count][key] is None else f"{100 * rows[count][key]:.1f} %"
+
+    kinds = {"measured": "bubble", "traced": "bubble_traced"}
+    kinds |= {"simulated": "bubble_simulated", "theory": "bubble_theory"}
+    counts = [count for (count,) in by_count]
+    columns = [Column("", lambda rows: row_name(rows[counts[0]]), "l")]
+    for count in counts:
+        for kind, key in kinds.items():
+            columns.append(Column(f"M = {count}: {kind}", partial(cell, count=count, key=key)))
+    # A row of this table has a row of each number of micro-batches.
+    joined = [dict(zip(counts, rows, strict=True)) for rows in zip(*by_count.values(), strict=True)]
+    return Table(columns, joined, part="bubbles")
 
 
-def _ratio(row: Row, key: str) -> str:
-    is_itself = row["segments"] == 1 and key == {"cuboid": "own_1f1b"}.get(row["kind"], row["kind"])
-    return "1" if is_itself else ranged(row["ratios"].get(key))
+def _memory_table(rows: Sequence[Row]) -> Table:
+    whole = _own_1f1b(rows)
 
+    def largest(row: Row, key: str) -> str:
+        return DASH if whole is None else f"{max(row[key]) / max(whole[key]):.2f}"
 
-def _share(value: float | None) -> str:
-    return DASH if value is None else f"{100 * value:.1f} %"
-
-
-def _largest(row: Row, whole: Row | None, key: str) -> str:
-    return DASH if whole is None else f"{max(row[key]) / max(whole[key]):.2f}"
+    stages = range(len(rows[0]["peak_bytes"]) if rows else 0)
+    columns = [
+        Column("MiB", row_name, "l"),
+        *(Column(f"stage {n}", lambda row, n=n: f"{row['peak_bytes'][n] / MIB:.0f}") for n in stages),
+        Column("largest ÷ k = 1", lambda row: f"**{largest(row, 'peak_bytes')}**"),
+        Column("by tokens in flight", lambda row: largest(row, "sequences_in_flight")),
+    ]
+    return Table(columns, rows, part="memory")
 
 
 CASE = PipelineCase()

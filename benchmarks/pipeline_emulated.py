@@ -1,7 +1,6 @@
 """The pipeline on 8 and 16 stages, with computing emulated by sleeping: schedules, beside theory and other pipelines.
 
-python benchmarks/pipeline_emulated.py [--network loopback|shaped] [--rate-mbit R] [--stages 8 16]
-                                       [--micro-batches 8 16] [--segments 2 4 8] [--forward-ms T] [--width W] …
+python benchmarks/pipeline_emulated.py [--stages 8 16] [--micro-batches 8 16] [--segments 2 4 8] …
 
 The runtime is the real one; only a layer's computing sleeps, for a time in proportion to a real layer's operations.
 """
@@ -9,61 +8,302 @@ The runtime is the real one; only a layer's computing sleeps, for a time in prop
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import functools
+import itertools
 import math
-import os
-import statistics
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import product
-from pathlib import Path
+from itertools import accumulate, pairwise, product, starmap
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from contestants.emulation import Channels, CuboidRuntime, Work, programs
-from contestants.pipelines import DeepSpeedPipeline, Entry, First, Pipeline, TorchPipeline, cuts, row_name, together
-from harness import freshness, pictures
-from harness.case import Case, at_least, chosen, positive
-from harness.rounds import Record, run_rounds, spread, undisturbed
-from harness.tables import Column, Row, Table, in_order, ranged
+from harness import freshness
+from harness.case import Case, at_least
+from harness.rounds import Record, check_equal, run_rounds, spread, undisturbed
+from harness.tables import Column, Row, Table, ranged
 from harness.watch import Watch
-from layer_meshes import links
-from network.names import burst_bytes
-from network.networks import Network, open_network
+from network.networks import Loopback
 from network.ranks import Ranks, forked_ranks
-from network.rate import Link, timed_step, verify_rate
-from network.serving import Step
-from pipeline import draw_recorded, schedule_numbers, timelines
+from network.rate import Link, timed_step
+from network.serving import Step, sleep_until
+from pipeline import (
+    DeepSpeedPipeline,
+    Entry,
+    Pipeline,
+    Task,
+    TorchPipeline,
+    cuts,
+    pipeline_row,
+    row_name,
+    settings,
+    together,
+)
+from torch import nn
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError
 from cuboid.models.pipeline.pipeline import open_channels
+from cuboid.seq1f1b.runtime.p2p import Channel
+from cuboid.seq1f1b.runtime.profiler import Profiler
+from cuboid.seq1f1b.runtime.runtime import Interpreter
 from cuboid.seq1f1b.schedule.actions import Action, Op
+from cuboid.seq1f1b.schedule.lowering import lower
+from cuboid.seq1f1b.schedule.schedules import SCHEDULES
 from cuboid.seq1f1b.schedule.simulator import Timeline, peak_bytes
+from cuboid.seq1f1b.schedule.unit_costs import LayerSizes, ModelSizes
+
+_SEED = 20240605
+#: Llama-2-7B's layers (Touvron et al. 2023).
+_HIDDEN, _INTERMEDIATE = 4096, 11008
+#: What weights start from: near 1, so that hidden states neither grow nor shrink over the stages.
+_WEIGHT, _MIX = 0.9, 0.1
+
+
+@dataclass(frozen=True)
+class Work(Task):
+    """A task of P stages, which must divide the layers, and M micro-batches."""
+
+    stages: int  # P, which must divide the layers
+    micro_batches: int  # M
+    forward_s: float = 0.16  # what the forward of a whole sequence takes on one stage; backward takes twice as long
+    width: int = 4  # features of a token in the messages between stages, in float32
+    length: int = 32768  # S, tokens of a sequence
+    layers: int = 32  # of the whole model
+    #: Each step does the same.
+    learning_rate = 0.0
+    is_emulated = True
+
+    @property
+    def sizes(self) -> ModelSizes:
+        """The head is left out, for it would make the last stage slower than the others."""
+        layer = LayerSizes.decoder(_HIDDEN, _HIDDEN, _HIDDEN, _INTERMEDIATE)
+        return ModelSizes((layer,) * self.layers, head=0)
+
+    def cost(self, lengths: Sequence[int]) -> Callable[[Action], float]:
+        """Seconds of each unit's forward and backward, whole or in parts, in proportion to its operations."""
+        flops = super().cost(lengths)
+        whole = super().cost((self.length,))(Action(Op.FORWARD, 0, 0, 0))
+        # Equal for all stages and micro-batches, and asked for in the middle of what is timed.
+        table = {
+            (op, segment): self.forward_s * flops(Action(op, 0, 0, segment)) / whole
+            for op in (Op.FORWARD, Op.BACKWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT)
+            for segment in range(len(lengths))
+        }
+        return lambda action: table[action.op, action.segment]
+
+    def stage(self, number: int) -> nn.Module:
+        return WholeStage(self, number)
+
+    # All contestants of a rank share it.
+    @functools.lru_cache(maxsize=1)  # noqa: B019 -- as long as the rank lives
+    def data(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states for the first stage and what the last one should give, ``[M, S, W]`` each."""
+        generator = torch.Generator().manual_seed(_SEED)
+        given, wanted = torch.rand((2, self.micro_batches, self.length, self.width), generator=generator)
+        return given, wanted
+
+    def loss(self, output: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return 0.5 * (output - wanted).square().mean()
+
+    def reference(self) -> Row:
+        """Loss and gradient norm of the step in float64, by autograd, without any pipeline."""
+        hidden, wanted = (tensor.double() for tensor in self.data())
+        stages = [Mixer(self, stage).double() for stage in range(self.stages)]
+        for stage in stages:
+            hidden, _ = stage(hidden)
+        loss = self.loss(hidden, wanted)
+        loss.backward()
+        gradients = torch.stack([p.grad for stage in stages for p in stage.parameters()])
+        return {"loss": loss.item(), "gradient_norm": gradients.norm().item()}
+
+    def numbers(self) -> Row:
+        return {**asdict(self), "hidden": _HIDDEN, "intermediate": _INTERMEDIATE}
+
+
+@contextmanager
+def _lasting(seconds: float) -> Iterator[None]:
+    """Compute inside; the rest of the time is slept."""
+    end_s = time.perf_counter() + seconds
+    yield
+    sleep_until(end_s)
+
+
+class Mixer(nn.Module):
+    """What a stage really computes, with two parameters ``[W]``."""
+
+    def __init__(self, work: Work, stage: int) -> None:
+        super().__init__()
+        noise = 0.1 * torch.rand((2, work.width), generator=torch.Generator().manual_seed(_SEED + stage))
+        self.weight, self.mix = nn.Parameter(_WEIGHT + noise[0]), nn.Parameter(_MIX + noise[1])
+        self._length = work.length
+
+    def forward(self, given: torch.Tensor, before: torch.Tensor | float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states ``[B, L, W]`` of a segment for the next stage, and the sum of all up to here; ``before`` is
+        that of earlier segments, ``[B, 1, W]``: what keys and values are in attention."""
+        sums = given.cumsum(dim=1) + before
+        return self.weight * given + (self.mix / self._length) * sums, sums[:, -1:]
+
+
+class SegmentedStage:
+    """A stage as Cuboid's interpreter takes one (:class:`cuboid.seq1f1b.runtime.runtime.Stage`)."""
+
+    hidden_dtype = torch.float32
+    device = torch.device("cpu")
+
+    def __init__(self, work: Work, lengths: tuple[int, ...], stage: int) -> None:
+        self._work, self._stage, self._is_last = work, stage, stage == work.stages - 1
+        self._ends = list(pairwise(accumulate(lengths, initial=0)))
+        self._given, self._wanted = work.data()
+        self._duration_s = work.cost(lengths)
+        self.mixer = Mixer(work, stage)
+        #: By unit: what it was given, the sum before it, what came of it, and the sum up to its end.
+        self._pending: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
+        #: By unit: gradients of the weights that aren't added up yet.
+        self._waiting: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """A step. Gradients add up to those that are there."""
+        #: Of the step so far, on the last stage.
+        self.loss = 0.0
+        #: By micro-batch: the sum of earlier segments' hidden states, and its gradient from later ones.
+        self._before: dict[int, torch.Tensor] = {}
+        self._after: dict[int, torch.Tensor] = {}
+
+    def hidden_shape(self, micro_batch: int, segment: int) -> tuple[int, ...]:  # noqa: ARG002 -- all are cut alike
+        start, stop = self._ends[segment]
+        return 1, stop - start, self._work.width
+
+    def forward(self, micro_batch: int, segment: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
+        """The last stage computes the loss too."""
+        unit = micro_batch, segment
+        with _lasting(self._duration_s(Action(Op.FORWARD, self._stage, *unit))):
+            given = (self._part(self._given, unit) if hidden is None else hidden).detach().requires_grad_()
+            before = self._before.get(micro_batch, torch.zeros(1, 1, self._work.width)).requires_grad_()
+            output, sums = self.mixer(given, before)
+            self._before[micro_batch] = sums.detach()
+            if self._is_last:
+                share = output.shape[1] / (self._work.length * self._work.micro_batches)
+                output = self._work.loss(output, self._part(self._wanted, unit)) * share
+                self.loss += output.item()
+            self._pending[unit] = given, before, output, sums
+        return None if self._is_last else output.detach()
+
+    def backward(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        with _lasting(self._duration_s(Action(Op.BACKWARD, self._stage, micro_batch, segment))):
+            found = self._find_gradients((micro_batch, segment), gradient)
+            self._add((micro_batch, segment))
+        return found
+
+    def input_gradient(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """The weights' gradients, which are as good as free here, wait for :meth:`weight_gradients`."""
+        with _lasting(self._duration_s(Action(Op.INPUT_GRADIENT, self._stage, micro_batch, segment))):
+            return self._find_gradients((micro_batch, segment), gradient)
+
+    def weight_gradients(self, micro_batch: int, segments: Sequence[int]) -> None:
+        """Takes as long as those of the segments together."""
+        for segment in segments:
+            with _lasting(self._duration_s(Action(Op.WEIGHT_GRADIENT, self._stage, micro_batch, segment))):
+                self._add((micro_batch, segment))
+
+    def _find_gradients(self, unit: tuple[int, int], gradient: torch.Tensor | None) -> torch.Tensor | None:
+        given, before, output, sums = self._pending.pop(unit)
+        after = self._after.get(unit[0], torch.zeros_like(sums))
+        wanted = (given, before, *self.mixer.parameters())
+        found = torch.autograd.grad((output, sums), wanted, (gradient, after))
+        self._after[unit[0]] = found[1]
+        self._waiting[unit] = found[2:]
+        return None if self._stage == 0 else found[0]
+
+    def _add(self, unit: tuple[int, int]) -> None:
+        for parameter, own in zip(self.mixer.parameters(), self._waiting.pop(unit), strict=True):
+            parameter.grad = own if parameter.grad is None else parameter.grad + own
+
+    def _part(self, whole: torch.Tensor, unit: tuple[int, int]) -> torch.Tensor:
+        micro_batch, segment = unit
+        start, stop = self._ends[segment]
+        return whole[micro_batch : micro_batch + 1, start:stop]
+
+
+class WholeStage(nn.Module):
+    """A stage as peers take one: a module of hidden states ``[1, S, W]``, whose gradient autograd asks for."""
+
+    def __init__(self, work: Work, stage: int) -> None:
+        super().__init__()
+        self.mixer = Mixer(work, stage)
+        self._stage, self._duration_s = stage, work.cost((work.length,))
+        self.begin(None)
+
+    def begin(self, recorder: Profiler | None) -> None:
+        """Count micro-batches anew; ``recorder`` sees each unit from now on."""
+        self._recorder = recorder
+        self._counts = {op: itertools.count() for op in (Op.FORWARD, Op.BACKWARD)}
+
+    @contextmanager
+    def unit(self, op: Op) -> Iterator[None]:
+        """Enter for the time of the next unit; 1F1B runs micro-batches in order, forward and backward."""
+        action = Action(op, self._stage, next(self._counts[op]), 0)
+        if self._recorder is None:
+            yield
+            return
+        with self._recorder.observe(action), _lasting(self._duration_s(action)):
+            yield
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return _Whole.apply(given, self.mixer.weight, self.mixer.mix, self)
+
+
+class _Whole(torch.autograd.Function):
+    """Forward and backward of a stage, each a unit."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, _: torch.Tensor, __: torch.Tensor, stage: WholeStage) -> torch.Tensor:
+        with stage.unit(Op.FORWARD), torch.enable_grad():
+            given = given.detach().requires_grad_()
+            output, _ = stage.mixer(given)
+            ctx.stage, ctx.kept = stage, (given, output)
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        given, output = ctx.kept
+        with ctx.stage.unit(Op.BACKWARD):
+            parameters = ctx.stage.mixer.parameters()
+            of_given, *found = torch.autograd.grad(output, (given, *parameters), gradient)
+        return of_given if ctx.needs_input_grad[0] else None, *found, None
+
+
+class CuboidRuntime(Pipeline):
+    def __init__(self, entry: Entry, work: Work, channels: dict[tuple[int, int], Channel]) -> None:
+        super().__init__(work)
+        self._shape, self._channels = entry.shape(work), channels
+        self._program = lower(SCHEDULES[entry.schedule](self._shape), self._shape)[self.number]
+        self._stage = SegmentedStage(work, entry.lengths(work), self.number)
+        self.optimizer = torch.optim.SGD(self._stage.mixer.parameters(), lr=work.learning_rate)
+
+    def step(self) -> None:
+        self._stage.begin()
+        Interpreter({self.number: self._stage}, self._channels, self._recorder.observe).run(self._program, self._shape)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.loss = self._stage.loss
+
+
+# --- the case ---
 
 #: The label that everything carries.
 EMULATED = "computing emulated by sleeping"
 #: How far a float32 loss or gradient norm may be from float64, relatively; they are at 1e-6 and below.
 AGREEMENT = 1e-5
-#: Above this, processes wait for cores, which stages of their own wouldn't.
-_MOST_PROCESSOR_SHARE = 0.5
-#: Below this, what a unit costs beyond its sleep weighs too much.
-_LEAST_UNIT_S = 0.010
-#: By how much units may be late, as a part of their time, and steps longer than simulated, before it is told.
-_MOST_LATE, _MOST_EXCESS = 0.01, 0.05
 #: Whom every contestant is compared with.
 YARDSTICKS = {"own_1f1b": Entry("cuboid"), "torch": Entry("torch"), "deepspeed": Entry("deepspeed")}
-_COLOURS = {
-    "torch": pictures.GREY,
-    "deepspeed": pictures.DARK_GREY,
-    "gpipe": pictures.YELLOW,
-    "flops": pictures.BLUE,
-    "even": pictures.CYAN,
-}
 
 
 def entries(segments: Sequence[int]) -> list[Entry]:
@@ -75,121 +315,61 @@ class EmulatedPipeline(Case):
     """Each step must have the loss and the gradient norm that plain autograd in float64 gives."""
 
     name = "pipeline_emulated"
-    part = "emulated stages"
     sources = freshness.SEQ1F1B
     repeats, limit_s = 5, 600.0
-    networks = ("loopback", "shaped")
-    #: With the other defaults a message takes half as long as its forward.
-    rate_mbit = 50.0
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--stages", type=at_least(2), nargs="+", metavar="P", help="each divides 32 (default 8 16)")
+        parser.add_argument("--stages", type=int, choices=[2, 4, 8, 16, 32], nargs="+", help="(default 8 16)")
         parser.add_argument("--micro-batches", type=at_least(1), nargs="+", metavar="M", help="(default 8 16)")
         parser.add_argument("--segments", type=at_least(2), nargs="+", metavar="K", help="beside 1 (default 2 4 8)")
-        forward = "of a whole sequence on one stage; backward is 2 T (default 160)"
-        parser.add_argument("--forward-ms", type=positive, metavar="T", help=forward)
-        width = "float32 numbers a token sends (default 4)"
-        parser.add_argument("--width", type=at_least(1), default=4, metavar="W", help=width)
 
-    def check(self, given: argparse.Namespace, error: Callable[[str], Any]) -> None:
-        usual = ([4], [4], [2, 4], 20.0) if given.quick else ([8, 16], [8, 16], [2, 4, 8], 160.0)
-        for name, value in zip(("stages", "micro_batches", "segments", "forward_ms"), usual, strict=True):
-            if getattr(given, name) is None:
-                setattr(given, name, value)
-        for name in ("stages", "micro_batches", "segments"):
-            if len(set(getattr(given, name))) < len(getattr(given, name)):
-                error(f"--{name.replace('_', '-')} has a number twice")
+    def check(self, given: argparse.Namespace, error: Callable[[str], Any]) -> None:  # noqa: ARG002
+        given.stages = given.stages or ([4] if given.quick else [8, 16])
+        given.micro_batches = given.micro_batches or ([4] if given.quick else [8, 16])
+        given.segments = given.segments or ([2, 4] if given.quick else [2, 4, 8])
 
     def measure(self, given: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
-        # Errors are reported before anything takes time.
-        forward_s, counts = given.forward_ms / 1e3, given.micro_batches
-        works = {p: [Work(p, count, forward_s, given.width) for count in counts] for p in given.stages}
-        everyone = chosen(given, entries(given.segments), lambda entry: entry.name)
+        forward_s = 0.02 if given.quick else Work.forward_s
+        works = {p: [Work(p, count, forward_s) for count in given.micro_batches] for p in given.stages}
+        everyone = entries(given.segments)
         first = works[given.stages[0]][0]
-        result.update(emulated=EMULATED, refusals=[], workload=first.numbers(), timelines=[])
+        result.update(emulated=EMULATED, workload=first.numbers())
         records: list[Record] = []
 
         def write_rows() -> None:
-            result["rows"] = [_row(record, records, given.rate_mbit) for record in records]
+            result["rows"] = [_row(record, records) for record in records]
             write()
 
         for stages, own in works.items():
-            for entry, work in product(everyone, own):
-                # So that ranks, which are forked from here, needn't all find out.
-                programs(entry.schedule, entry.shape(work))
             with (
-                open_network(given.network, stages) as network,
-                forked_ranks(network, partial(_keep, network)) as ranks,
+                forked_ranks(Loopback(stages), _keep) as ranks,
             ):
-                if given.rate_mbit is not None:
-                    network.set_rate(given.rate_mbit)
-                    measured = verify_rate(network, ranks)
-                    result["measured_mbit"] = min(measured, result["measured_mbit"] or measured)
                 for work in own:
-                    able = []
-                    for entry in everyone:
-                        reason = refusal(entry, work)
-                        if reason is None:
-                            able.append(entry)
-                        else:
-                            result["refusals"].append(reason)
+                    able = [entry for entry in everyone if entry.kind != "torch" or work.micro_batches >= stages]
                     _measure(ranks, work, able, given, records, write_rows)
-        result["timelines"] = timelines(records, lambda entry: entry.kind == "cuboid" and entry.partition == "flops")
 
     def facts(self, result: Row) -> list[str]:
-        sizes, where = result["workload"], "loopback" if result["rate_mbit"] is None else links(result)
+        sizes = result["workload"]
         return [
             self.machine(result, "{} cores for all stages"),
             f"Emulated: {sizes['layers']} layers like Llama-2-7B's (hidden {sizes['hidden']}, MLP "
             f"{sizes['intermediate']}), sequences of {sizes['length']} tokens; the forward of a whole sequence sleeps "
             f"for {1e3 * sizes['forward_s']:g} ms on each stage.",
-            f"Messages: {sizes['width']} float32 numbers a token; {where}.",
+            f"Messages: {sizes['width']} float32 numbers a token; loopback.",
             self.command(result),
         ]
 
     def remarks(self, result: Row) -> list[str]:
-        table = result["rows"]
         said = [
             "Computing is emulated: a unit sleeps for as long as its operations say. Schedules, messages and "
             "everything else between two units are real.",
-            *result["refusals"],
             *self.busy(result),
         ]
-        shortest_s = min(row["shortest_forward_s"] for row in table)
-        if shortest_s < _LEAST_UNIT_S:
-            said.append(
-                f"The shortest unit takes {1e3 * shortest_s:.1f} ms forward, so that what it costs beyond its sleep "
-                "weighs more than it would in practice."
-            )
-        busiest = max(table, key=lambda row: row["processor_share"])
-        if busiest["processor_share"] > _MOST_PROCESSOR_SHARE:
-            said.append(
-                f"The ranks kept the cores busy for {busiest['processor_share']:.0%} of the time ({_place(busiest)}): "
-                "they may have waited for one another's cores, which ranks on machines of their own don't."
-            )
-        latest = max(table, key=lambda row: row["late"])
-        if latest["late"] > _MOST_LATE:
-            said.append(f"Units took up to {latest['late']:.1%} longer than they should ({_place(latest)}).")
-        longer = [row for row in table if row["excess"] > _MOST_EXCESS]
-        if longer:
-            worst = max(longer, key=lambda row: row["excess"])
-            said.append(
-                f"Steps took more than {_MOST_EXCESS:.0%} longer than simulated in {len(longer)} of {len(table)} rows, "
-                f"at most {worst['excess']:.1%} ({_place(worst)})."
-            )
-        if result["rate_mbit"] is None:
-            return [*said, "On loopback messages cost hardly any time."]
-        least, burst = min(min(row["message_bytes"]) for row in table), burst_bytes(result["rate_mbit"])
-        if least < 4 * burst:
-            said.append(
-                f"The smallest message has {least} bytes, of which the links let {burst} pass at once: it isn't "
-                "slowed as the simulation assumes; give more --width."
-            )
-        return said
+        return [*said, "On loopback messages cost hardly any time."]
 
     def tables(self, result: Row) -> list[Table]:
         columns = [
-            Column("", lambda row: row_name(row) if row["kind"] != "cuboid" else _cuboid_name(row), "l"),
+            Column("", _name, "l"),
             Column("step, s", lambda row: ranged(row["step_s"])),
             Column("simulated", lambda row: f"{row['simulated_s']:.2f}"),
             Column("÷ 1F1B", lambda row: ranged(row["ratios"].get("own_1f1b"))),
@@ -204,53 +384,15 @@ class EmulatedPipeline(Case):
         ]
         return [
             Table(columns, rows, f"{stages} stages, M = {count} ({EMULATED})")
-            for (stages, count), rows in _settings(result).items()
+            for (stages, count), rows in settings(result, "stages", "micro_batches").items()
         ]
 
-    def draw(self, result: Row, folder: Path) -> list[Path]:
-        """Bars of step times, a panel for each setting, with what was simulated; and timelines."""
-        shown, path = _settings(result), folder / "pipeline_emulated.png"
-        columns = min(2, len(shown))
-        lines = -(-len(shown) // columns)
-        figure, grid = pictures.panels(6.5 * columns, 1 + 3.8 * lines, lines, columns)
-        panels = list(grid.flat)
-        for axes, ((stages, count), own) in zip(panels, shown.items(), strict=False):
-            longest_s = max(row["step_s"]["median"] for row in own)
-            for place, row in enumerate(own):
-                kind = row["kind"] if row["kind"] != "cuboid" else row["partition"]
-                pictures.bar(axes, place, row["step_s"], _COLOURS["gpipe" if row["schedule"] == "gpipe" else kind])
-                text = f"bubble {row['bubble']['median']:.1%}, theory {row['bubble_theory']:.1%}"
-                axes.text(0.01 * longest_s, place, text, va="center", fontsize=8)
-            simulated = [row["simulated_s"] for row in own]
-            axes.plot(simulated, range(len(own)), "|", color=pictures.RED, markersize=13, label="simulated")
-            pictures.finish(axes, [row["name"] for row in own], "seconds for a step", fontsize=8)
-            axes.set_title(f"{stages} stages, M = {count}", loc="left")
-        for axes in panels[len(shown) :]:
-            axes.set_axis_off()
-        where = "loopback" if result["rate_mbit"] is None else f"links of {result['rate_mbit']:g} Mbit/s"
-        figure.suptitle(f"{EMULATED[0].upper()}{EMULATED[1:]}; {where}", fontsize=10)
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", frameon=False)
-        pictures.save(figure, path)
-        caption = f"measured, one step each; {EMULATED}"
-        return [path, *draw_recorded(result, folder / "pipeline_emulated_timelines.png", caption)]
 
-
-def refusal(entry: Entry, work: Work) -> str | None:
-    """Why a pipeline can't do this work; None if it can."""
-    if entry.kind == "torch" and work.micro_batches < work.stages:
-        return (
-            f"torch's Schedule1F1B refuses {work.micro_batches} micro-batches on {work.stages} stages: it wants "
-            "no fewer micro-batches than stages."
-        )
-    return None
-
-
-def _keep(network: Network, _: int) -> Link:
+def _keep(_: int) -> Link:
     """What a rank keeps: the channels that Cuboid's contestants share, and whatever is built."""
-    mesh = Mesh(MeshShape(), pipe=network.ranks)
+    mesh = Mesh(MeshShape(), pipe=dist.get_world_size())
     mesh.connect()
-    assert mesh.coordinate.pipe == dist.get_rank()
-    channels: Channels = open_channels(mesh, torch.device("cpu"))
+    channels = open_channels(mesh, torch.device("cpu"))
 
     def build(key: tuple[Entry, Work]) -> Pipeline:
         entry, work = key
@@ -258,13 +400,13 @@ def _keep(network: Network, _: int) -> Link:
             return CuboidRuntime(entry, work, channels)
         return DeepSpeedPipeline(work) if entry.kind == "deepspeed" else TorchPipeline(work)
 
-    return Link(network, build)
+    return Link(Loopback(dist.get_world_size()), build)
 
 
 def _measure(
     ranks: Ranks,
     work: Work,
-    able: list[Entry],
+    able: Sequence[Entry],
     given: argparse.Namespace,
     records: list[Record],
     write_rows: Callable[[], None],
@@ -274,125 +416,59 @@ def _measure(
     own = [Record((entry, work), entry.name) for entry in able]
     for record in own:
         # The first step connects, and PyTorch tries each stage out in it.
-        first: list[First] = ranks.call("prepare", record.entry)
-        found = together(first)
-        check_agreement(record, (found["loss"], found["gradient_norm"]), reference)
+        check_agreement(record, together(ranks.call("prepare", record.entry)), reference)
     watch = Watch(given.limit)
-    figures = partial(_figures, reference)
     records += own
-    run_rounds(own, given.repeats, watch, partial(timed_step, ranks, watch, figures=figures))
+    run_rounds(own, given.repeats, watch, partial(timed_step, ranks, watch, figures=partial(_figures, reference)))
     write_rows()
     ranks.call("discard")
 
 
-def _figures(reference: tuple[float, float], record: Record, steps: Sequence[Step]) -> Row:
-    """Check a step, and see how it went.
-
-    Raises:
-        CuboidError: it computed something else, or left something out.
-    """
-    entry, work = record.entry
+def _figures(reference: Row, record: Record, steps: Sequence[Step]) -> Row:
+    """Check a step, and see how it went."""
     norm = math.sqrt(sum(step.figures["squares"] for step in steps))
-    check_agreement(record, (steps[-1].figures["loss"], norm), reference)
+    check_agreement(record, {"loss": steps[-1].figures["loss"], "gradient_norm": norm}, reference)
     timeline = Timeline(tuple(step.figures["spans"] for step in steps), (0,) * len(steps))
     check_complete(record, timeline)
     record.facts["timeline"] = timeline
-    duration_s, step_s = work.cost(entry.lengths(work)), max(step.duration_s for step in steps)
-    wanted_s = sum(duration_s(span.action) for spans in timeline.spans for span in spans)
-    busy_s = sum(timeline.busy_s)
-    # The part of the step, over all stages, in which no unit was under way; and by how much units took longer than
-    # they should, as a part of that.
-    return {"bubble": 1 - busy_s / (step_s * len(steps)), "late": busy_s / wanted_s - 1}
+    step_s = max(step.duration_s for step in steps)
+    # The part of the step, over all stages, in which no unit was under way.
+    return {"bubble": 1 - sum(timeline.busy_s) / (step_s * len(steps))}
 
 
-def check_agreement(record: Record, own: tuple[float, float], reference: tuple[float, float]) -> None:
-    """Make sure that a step did the same as the reference; loss and gradient norm of both are given.
-
-    Raises:
-        CuboidError: with who didn't.
-    """
-    for name, ours, right in zip(("loss", "gradient norm"), own, reference, strict=True):
-        error = abs(ours / right - 1)
-        if not error <= AGREEMENT:
-            raise CuboidError(
-                f"{record.name} has {name} {ours}, but without a pipeline it is {right}: it doesn't do the same"
-            )
-        record.error = max(record.error, error)
+def check_agreement(record: Record, found: Row, reference: Row) -> None:
+    """Make sure that a step did the same as the reference."""
+    error = check_equal(record.name, found, "plain autograd without a pipeline", reference, AGREEMENT)
+    record.error = max(record.error, error)
 
 
 def check_complete(record: Record, timeline: Timeline) -> None:
-    """Make sure that every unit ran forward and backward once, for else no time means anything.
-
-    Raises:
-        CuboidError: with the unit.
-    """
+    """Make sure that every unit ran forward and backward once, for else no time means anything."""
     entry, work = record.entry
+    units = product((Op.FORWARD, Op.BACKWARD), range(work.stages), range(work.micro_batches), range(entry.segments))
     ran = Counter(span.action for spans in timeline.spans for span in spans)
-    units = product(range(work.stages), range(work.micro_batches), range(entry.segments))
-    for action in (Action(op, *unit) for unit in units for op in (Op.FORWARD, Op.BACKWARD)):
-        count = ran.pop(action, 0)
-        if count != 1:
-            raise CuboidError(f"{record.name} ran {action} {count} times instead of once")
-    if ran:
-        raise CuboidError(f"{record.name} ran {next(iter(ran))}, which isn't part of the step")
+    wanted = Counter(starmap(Action, units))
+    for action in (ran - wanted) + (wanted - ran):
+        raise CuboidError(f"{record.name} ran {action} {ran[action]} times instead of {wanted[action]}")
 
 
-def transfer_s(entry: Entry, work: Work, rate_mbit: float | None) -> Callable[[Action], float] | None:
-    """Of each unit's message over the links."""
-    if rate_mbit is None:
-        return None
-    lengths = entry.lengths(work)
-    return lambda action: work.message_bytes(lengths[action.segment]) * 8 / (rate_mbit * 1e6)
-
-
-def _row(record: Record, records: Sequence[Record], rate_mbit: float | None) -> Row:
-    entry, work = record.entry
-    by_key = {other.entry: other for other in records}
-    yardsticks = [(key, by_key.get((own, work))) for key, own in YARDSTICKS.items()]
-    numbers = record.numbers([(key, other) for key, other in yardsticks if other is not None])
-    quiet, lengths = undisturbed(record.samples), entry.lengths(work)
-    forward_s = [work.cost(lengths)(Action(Op.FORWARD, 0, 0, segment)) for segment in range(len(lengths))]
-    cut = entry.simulated(work, transfer_s(entry, work, rate_mbit))
+def _row(record: Record, records: Sequence[Record]) -> Row:
+    _, work = record.entry
+    row = pipeline_row(record, records, YARDSTICKS)
+    quiet, lengths = undisturbed(record.samples), row["lengths"]
     ran = [[span.action for span in spans] for spans in record.facts["timeline"].spans]
     return {
-        "name": entry.name,
-        **dataclasses.asdict(entry),
-        "stages": work.stages,
-        "micro_batches": work.micro_batches,
-        "lengths": list(lengths),
-        "message_bytes": [work.message_bytes(length) for length in lengths],
-        "shortest_forward_s": min(forward_s),
+        **row,
         "error": record.error,
-        "simulated_s": cut.makespan_s,
-        "excess": numbers["step_s"]["median"] / cut.makespan_s - 1,
         "bubble": spread([sample.figures["bubble"] for sample in quiet]),
-        **schedule_numbers(entry, YARDSTICKS["own_1f1b"], work, partial(transfer_s, work=work, rate_mbit=rate_mbit)),
         "sequences_in_flight": [peak_bytes(own, lambda action: lengths[action.segment]) / work.length for own in ran],
-        "sequences_in_flight_simulated": [peak / work.length for peak in cut.peak_bytes],
-        "kept_bytes_estimated": [peak_bytes(own, work.kept_bytes(lengths)) for own in ran],
-        "late": statistics.median(sample.figures["late"] for sample in quiet),
-        "processor_share": statistics.median(
-            sample.computing_s / (sample.step_s * (os.cpu_count() or 1)) for sample in quiet
-        ),
-        **numbers,
     }
 
 
-def _settings(result: Row) -> dict[tuple[int, int], list[Row]]:
-    """Rows by numbers of stages and of micro-batches, in the order in which they were measured."""
-    settings = in_order([(row["stages"], row["micro_batches"]) for row in result["rows"]])
-    return {
-        setting: [row for row in result["rows"] if (row["stages"], row["micro_batches"]) == setting]
-        for setting in settings
-    }
-
-
-def _cuboid_name(row: Row) -> str:
+def _name(row: Row) -> str:
+    if row["kind"] != "cuboid":
+        return row_name(row)
     return f"`{row['schedule']}`" + (f", {row_name(row)}" if row["segments"] > 1 else "")
-
-
-def _place(row: Row) -> str:
-    return f"{row['name']} on {row['stages']} stages, M = {row['micro_batches']}"
 
 
 CASE = EmulatedPipeline()

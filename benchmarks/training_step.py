@@ -6,68 +6,334 @@ python benchmarks/training_step.py [--network loopback|shaped] [--dtype float32|
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import dataclasses
-import math
 import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 # DeepSpeed looks for this when it is imported.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+import deepspeed
 import torch
-from contestants.whole_steps import ADAMW, AUTO_KEY, CLIP, DEFAULT, RANKS, Entry, FirstSteps, build, find
-from harness import freshness, pictures
-from harness.case import Case, chosen
-from harness.llama import Llama
-from harness.rounds import Record, run_rounds
+import torch.distributed as dist
+from deepspeed.runtime.utils import clip_grad_norm_ as deepspeed_clip_grad_norm_
+from deepspeed.utils import groups
+from harness import freshness, links, llama, tables
+from harness.case import Case
+from harness.llama import AUTO, Llama
+from harness.rounds import Record, check_equal
 from harness.tables import MB, Column, Row, Table, known, ranged
-from harness.watch import Watch
-from layer_meshes import link_numbers, links, mark_limits, processor_counts, shared_cores
 from network.networks import open_network
 from network.ranks import forked_ranks
-from network.rate import Link, limit_rate, timed_step, traffic
-from overhead import model_fact
+from network.rate import Link, measure
+from network.serving import Contestant
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from transformers import LlamaForCausalLM
+from transformers.distributed.configuration_utils import DistributedConfig
 
+import cuboid
+from cuboid.config.schema import suggestion
+from cuboid.distributed.topology import MeshShape, Topology
 from cuboid.errors import CuboidError
 from cuboid.models.certification.float64 import precision
 from cuboid_patches.deepspeed import SHARED_MEMORY_BUILD
 
+#: All contestants' processes; the global batch has a row for each, so that every layout can share it out.
+RANKS = 8
+#: What a user would write; a step's time doesn't depend on it.
+ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+#: Below the first gradient's norm, so that clipping has something to do.
+CLIP = 0.1
+#: Ends the key of a mesh whose gathered weights are kept for the step.
+_KEPT = "-kept"
+
+
+# --- who there is ---
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One contestant."""
+
+    key: str  # what the command line and the records call it
+    name: str  # for people
+    family: str  # whose layouts it is one of: "cuboid", "autotp", "tp_plan" or "fsdp2"
+    mesh: str = ""  # Cuboid's, or ``"auto"``
+    tensor_parallel: int = 1  # ranks that share a layer (AutoTP, ``tp_plan``); the others are replicas of them
+    split_head: bool = False  # whether AutoTP splits the LM head by vocabulary and computes the loss so
+    reshard: bool = True  # whether Cuboid or FSDP2 frees a layer's weights between its forward and its backward
+
+    @property
+    def gathers(self) -> Literal["layer", "step"]:
+        """Cuboid's ``weight_gather``."""
+        return "layer" if self.reshard else "step"
+
+    def shape(self, workload: Llama, model: LlamaForCausalLM) -> MeshShape:
+        return workload.shape(self.mesh, RANKS, model, weight_gather=self.gathers)
+
+
+def _autotp(size: int, *, split_head: bool) -> Entry:
+    replicas = RANKS // size
+    layout = f"TP {size}" + (f" × DP {replicas}" if replicas > 1 else "")
+    head = ", head split" if split_head else ""
+    key = f"autotp-{size}" + ("-head" if split_head else "")
+    return Entry(key, f"DeepSpeed AutoTP, {layout}{head}", "autotp", tensor_parallel=size, split_head=split_head)
+
+
+_PEERS = [
+    *(_autotp(size, split_head=split_head) for size in (8, 4, 2) for split_head in (False, True)),
+    Entry("tp-plan", "Transformers tp_plan, TP 8", "tp_plan", tensor_parallel=RANKS),
+    Entry("fsdp2", "FSDP2, weights freed", "fsdp2"),
+    Entry("fsdp2-keep", "FSDP2, weights kept", "fsdp2", reshard=False),
+]
+_MESHES = ["1x8x1", "1x4x2", "2x2x2", "8x1x1", f"8x1x1{_KEPT}", AUTO, f"{AUTO}{_KEPT}"]
+DEFAULT = [f"cuboid-{mesh}" for mesh in _MESHES] + [entry.key for entry in _PEERS]
+AUTO_KEY = f"cuboid-{AUTO}"
+
+
+def find(keys: Sequence[str], workload: Llama, model: LlamaForCausalLM) -> list[Entry]:
+    """The contestants of these names, each mesh only once: as ``"auto"`` where the automatic choice is one of them.
+    After ``cuboid-`` any mesh may stand, of which one with fewer ranks has replicas, and ``-kept`` behind it."""
+    peers = {entry.key: entry for entry in _PEERS}
+    chosen: dict[object, Entry] = {}
+    for key in keys:
+        if key in peers:
+            chosen[key] = peers[key]
+            continue
+        family, _, mesh = key.partition("-")
+        if family != "cuboid":
+            raise CuboidError(f"there is no contestant {key}; {suggestion(key, DEFAULT)}")
+        reshard, mesh = not mesh.endswith(_KEPT), mesh.removesuffix(_KEPT)
+        shape = Entry(key, "", "cuboid", mesh=mesh, reshard=reshard).shape(workload, model)
+        if RANKS % shape.size:
+            raise CuboidError(f"contestant {key}: mesh {shape} has {shape.size} ranks, which don't divide {RANKS}")
+        replicas = f" × DP {RANKS // shape.size}" if shape.size < RANKS else ""
+        kept = "" if reshard else ", weights kept"
+        name = f"Cuboid, {shape}{replicas}{kept}" + (" (auto)" if mesh == AUTO else "")
+        if mesh == AUTO or (shape, reshard) not in chosen:
+            chosen[shape, reshard] = Entry(key, name, "cuboid", mesh=mesh, reshard=reshard)
+    return list(chosen.values())
+
+
+# --- what each does on a rank ---
+
+
+class FirstSteps(NamedTuple):
+    """What a contestant computes at first, on one rank."""
+
+    losses: tuple[float, float]  # of the rank's rows, before and after a step
+    gradient_norm: float  # of the first step, before clipping
+
+
+class _Training(Contestant):
+    #: Whether the gradient norm is wanted even where that takes more work.
+    _tells_norm = False
+
+    def first(self) -> FirstSteps:
+        """Two steps, which also connect process groups."""
+        self._tells_norm = True
+        (first, norm), (second, _) = self.step(), self.step()
+        self._tells_norm = False
+        return FirstSteps((first.item(), second.item()), float(norm))
+
+    def step(self) -> tuple[torch.Tensor, Any]:
+        """Forward, backward, clipping and AdamW: the mean loss of the rank's rows before the step, and the norm of the
+        whole gradient before clipping, which a framework may keep to itself."""
+        raise NotImplementedError
+
+    def figures(self) -> Row:
+        """Bytes that this rank sent by the framework's own counter, if it counts."""
+        return {"sent_bytes": 0}
+
+
+class _Engine(_Training):
+    """A model under DeepSpeed; this rank's part of the global batch is one of as many as there are replicas."""
+
+    def __init__(self, workload: Llama, model: LlamaForCausalLM, section: Row, replicas: int, own: int) -> None:
+        self._rows = workload.tokens().chunk(replicas)[own]
+        self._groups = _own_groups()
+        # ZeRO is off in float32, where it would only add work: no contestant has optimizer state that it could save by
+        # splitting among many replicas. In bfloat16 it is stage 1, without which DeepSpeed 0.19.8 tells a wrong norm
+        # under any tensor parallelism.
+        low_precision = workload.dtype == "bfloat16"
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": len(self._rows),
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": CLIP,
+            "zero_optimization": {"stage": 1 if low_precision else 0},
+            "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
+            "steps_per_print": 10**9,
+            "tensor_parallel": section,
+            **({"bf16": {"enabled": True}} if low_precision else {}),
+        }
+        copied = copy.deepcopy(model)
+        with self._in_own_groups():
+            self.engine, *_ = deepspeed.initialize(
+                model=copied, model_parameters=list(copied.parameters()), config=config
+            )
+
+    def step(self) -> tuple[torch.Tensor, Any]:
+        with self._in_own_groups():
+            loss = self.engine(input_ids=self._rows, labels=self._rows).loss
+            self.engine.backward(loss)
+            norm = self._norm_before_step() if self._tells_norm else None
+            self.engine.step()
+            kept = self.engine.get_global_grad_norm()
+        return loss.detach(), norm if kept is None else kept
+
+    def _norm_before_step(self) -> float | None:
+        """Where the engine won't tell it afterwards."""
+        return None
+
+    @contextlib.contextmanager
+    def _in_own_groups(self) -> Iterator[None]:
+        """Inside, DeepSpeed has this engine's process groups, and what it adds to them is kept.
+
+        It keeps groups in global variables, and takes those of an earlier engine for a later one. So each engine gets
+        variables of its own; in the benchmark's own processes alone.
+        """
+        before = _own_groups()
+        vars(groups).update(self._groups)
+        try:
+            yield
+        finally:
+            self._groups = _own_groups()
+            vars(groups).update(before)
+
+
+def _own_groups() -> dict[str, Any]:
+    """All that DeepSpeed's functions declare ``global``: names in capitals, and three others. Dicts as copies."""
+    found = {}
+    for name, value in vars(groups).items():
+        private = name.startswith("_") and not name.startswith("__") and name.isupper()
+        if private or name in {"mpu", "mesh_device", "expert_tensor_parallel_world_size"}:
+            found[name] = dict(value) if isinstance(value, dict) else value
+    return found
+
+
+class MeshStep(_Engine):
+    """Cuboid on a mesh, whose ranks are all given the whole batch, or what is their replica's of it."""
+
+    def __init__(self, entry: Entry, workload: Llama, model: LlamaForCausalLM) -> None:
+        place = Topology(entry.shape(workload, model), RANKS)
+        own = place.coordinate(dist.get_rank()).data
+        section = workload.section(entry.mesh, RANKS, weight_gather=entry.gathers)
+        super().__init__(workload, model, section, place.data, own)
+        self._counter = cuboid.mesh_of(self.engine).comm_counter
+
+    def begin(self) -> None:
+        self._counter.reset()
+
+    def figures(self) -> dict[str, Any]:
+        """Without the gradient norm's sum, which DeepSpeed sends."""
+        return {"sent_bytes": sum(self._counter.snapshot().values())}
+
+
+class AutoTpStep(_Engine):
+    """DeepSpeed's AutoTP: replicas of tensor-parallel ranks, which are neighbours and are given the same rows."""
+
+    def __init__(self, entry: Entry, workload: Llama, model: LlamaForCausalLM) -> None:
+        section: dict[str, Any] = {"autotp_size": entry.tensor_parallel}
+        if entry.split_head:
+            section["vocab_parallel_lm_head"] = True
+        own, replicas = dist.get_rank() // entry.tensor_parallel, RANKS // entry.tensor_parallel
+        super().__init__(workload, model, section, replicas, own)
+
+    def _norm_before_step(self) -> float | None:
+        if self.engine.zero_optimization_stage() > 0:
+            return None
+        # Without ZeRO it clips by this function, and forgets what that returns.
+        parameters, mpu = self.engine.module.parameters(), self.engine.mpu
+        return float(deepspeed_clip_grad_norm_(parameters, max_norm=float("inf"), mpu=mpu))
+
+
+class TpPlanStep(_Training):
+    """``from_pretrained(tp_plan="auto")``, of a checkpoint: layers split among all ranks as DTensors, embedding and
+    norms whole on each. Every rank computes the loss of the whole batch. bfloat16 is autocast, as the HF ``Trainer``
+    has it."""
+
+    def __init__(self, workload: Llama, folder: Path) -> None:
+        plan = DistributedConfig(tp_plan="auto")
+        self._model = LlamaForCausalLM.from_pretrained(folder, distributed_config=plan, dtype=torch.float32).train()
+        self._rows, self._low_precision = workload.tokens(), workload.dtype == "bfloat16"
+        parameters = list(self._model.parameters())
+        # Neither the optimizer nor clipping takes both kinds in one group.
+        split = [p for p in parameters if isinstance(p, DTensor)]
+        whole = [p for p in parameters if not isinstance(p, DTensor)]
+        self._parameters = [split, whole]
+        self._optimizer = torch.optim.AdamW([{"params": group} for group in self._parameters], **ADAMW)
+
+    def step(self) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._low_precision):
+            loss = self._model(input_ids=self._rows, labels=self._rows).loss
+        loss.backward()
+        gradients = [[p.grad for p in group if p.grad is not None] for group in self._parameters]
+        norm = torch.linalg.vector_norm(torch.stack([_whole(get_total_norm(group)) for group in gradients]))
+        for group in self._parameters:
+            clip_grads_with_norm_(group, CLIP, norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.detach(), norm
+
+
+class FullyShardedStep(_Training):
+    """FSDP2: each layer, and what is left of the model, a unit of its own; each rank has its own row. bfloat16 is its
+    mixed-precision policy; gradients are summed in bfloat16, too, which sends least."""
+
+    def __init__(self, entry: Entry, workload: Llama, model: LlamaForCausalLM) -> None:
+        self._model = copy.deepcopy(model)
+        options: Row = {"mesh": init_device_mesh("cpu", (RANKS,)), "reshard_after_forward": entry.reshard}
+        if workload.dtype == "bfloat16":
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for layer in self._model.model.layers:
+            fully_shard(layer, **options)
+        fully_shard(self._model, **options)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), **ADAMW)
+        self._rows = workload.tokens().chunk(RANKS)[dist.get_rank()]
+
+    def step(self) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = self._model(input_ids=self._rows, labels=self._rows).loss
+        loss.backward()
+        norm = _whole(clip_grad_norm_(self._model.parameters(), CLIP))
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.detach(), norm
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def build(entry: Entry, workload: Llama, model: LlamaForCausalLM, folder: Path) -> _Training:
+    """Set up a contestant from the whole model in float32, or its checkpoint in a folder. All ranks must call."""
+    if entry.family == "tp_plan":
+        return TpPlanStep(workload, folder)
+    classes = {"cuboid": MeshStep, "autotp": AutoTpStep, "fsdp2": FullyShardedStep}
+    return classes[entry.family](entry, workload, model)
+
+
+# --- the case ---
+
 WORKLOAD = Llama()
-#: In a few seconds, to see whether everything works. The times say nothing.
 QUICK = Llama(length=32, hidden=64, intermediate=176, layers=2, vocabulary=256)
 #: How far losses and the gradient norm may be from one process in float64, relatively. A norm is a sum of millions of
 #: squares, which frameworks add up in float32.
 AGREEMENT = {"float32": (1e-5, 5e-5), "bfloat16": (0.02, 0.02)}
 #: Whom the automatic mesh is compared with, at the best of each one's layouts.
 PEERS = {"autotp": "DeepSpeed AutoTP", "tp_plan": "Transformers tp_plan", "fsdp2": "FSDP2"}
-#: Of the page.
-SETTINGS = [(network, dtype) for network in ("shaped", "loopback") for dtype in ("float32", "bfloat16")]
-_COLOURS = {
-    "cuboid": pictures.CYAN,
-    "autotp": pictures.GREY,
-    "tp_plan": pictures.YELLOW,
-    "fsdp2": pictures.PURPLE,
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Reference:
-    """What plain Hugging Face computes in one process in float64.
-
-    Args:
-        losses: of the batch, before and after a step.
-        gradient_norm: of that step, before clipping.
-    """
-
-    losses: tuple[float, float]
-    gradient_norm: float
+_DTYPES = ["float32", "bfloat16"]
 
 
 class TrainingStep(Case):
@@ -81,8 +347,7 @@ class TrainingStep(Case):
     rate_mbit = 80.0
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        dtypes = ["float32", "bfloat16"]
-        parser.add_argument("--dtype", choices=dtypes, default="float32", help="bfloat16 is mixed precision")
+        parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="bfloat16 is mixed precision")
         default = f"default: {' '.join(DEFAULT)}"
         parser.add_argument("--contestants", nargs="+", metavar="KEY", default=DEFAULT, help=default)
 
@@ -90,49 +355,39 @@ class TrainingStep(Case):
         SHARED_MEMORY_BUILD.skip()  # it takes half a minute
         workload = dataclasses.replace(QUICK if given.quick else WORKLOAD, dtype=given.dtype)
         model = workload.model()
-        entries = chosen(given, find(given.contestants, workload, model), lambda entry: entry.name)
-        with (
-            open_network(given.network, RANKS) as network,
-            tempfile.TemporaryDirectory(prefix="cuboid-") as directory,
-        ):
-            model.save_pretrained(directory)
-            reference = compute_reference(workload, model)
-            sizes = {**workload.numbers(), "model": "LlamaForCausalLM", "clip": CLIP, "adamw": ADAMW}
-            result.update(workload=sizes, ranks=RANKS, reference=dataclasses.asdict(reference))
-            own = partial(build, workload=workload, model=model, folder=Path(directory))
+        entries = find(given.contestants, workload, model)
+        reference = compute_reference(workload, model)
+        sizes = {**workload.numbers(), "model": "LlamaForCausalLM", "clip": CLIP, "adamw": ADAMW}
+        result.update(workload=sizes, ranks=RANKS, reference=reference._asdict())
+        with open_network(given.network, RANKS) as network, tempfile.TemporaryDirectory(prefix="cuboid-") as folder:
+            model.save_pretrained(folder)
+            own = partial(build, workload=workload, model=model, folder=Path(folder))
             with forked_ranks(network, lambda _: Link(network, own)) as ranks:
                 records = [check(entry, ranks.call("prepare", entry), reference, given.dtype) for entry in entries]
                 for record, entry in zip(records, entries, strict=True):
                     shape = str(entry.shape(workload, model)) if entry.family == "cuboid" else None
-                    record.facts.update(shape=shape, formula_bytes=entry.formula_bytes(workload, model))
+                    record.facts["shape"] = shape
 
                 def write_rows() -> None:
                     result["rows"] = [_row(record, records, given.rate_mbit) for record in records]
                     write()
 
-                watch = Watch(given.limit)
-                rounds = (given.repeats, watch, partial(timed_step, ranks, watch, figures=traffic))
-                result["measured_mbit"] = limit_rate(network, ranks, records, given.rate_mbit, *rounds)
-                run_rounds(records, *rounds, write_rows)
+                measure(ranks, records, given, result, write_rows)
 
     def facts(self, result: Row) -> list[str]:
+        sizes = result["workload"]
         return [
             self.machine(result),
-            f"{model_fact(result['workload'])} in all, {result['workload']['dtype']}.",
-            f"Links: {links(result)}.",
+            f"Model: {llama.described(sizes)}; {llama.batch(sizes)}.",
+            f"Links: {links.links(result)}.",
             self.command(result),
         ]
 
     def remarks(self, result: Row) -> list[str]:
-        said = [f"The automatic mesh is **{_compared(one)}**." for one in comparisons(result["rows"])]
-        said += self.busy(result) + processor_counts(result["rows"], "name")
-        said += [
-            f"{row['name']}: sends {row['sent_bytes'] / row['formula_bytes']:.2f} times what its collectives need, "
-            "since PyTorch's reduce-scatter over gloo sends as much as an all-reduce; over NCCL it doesn't."
-            for row in result["rows"]
-            if row["family"] == "fsdp2" and row["sent_bytes"] is not None
-        ]
-        return said + shared_cores(result)
+        rows = result["rows"]
+        said = [f"The automatic mesh is **{_compared(one)}**." for one in comparisons(rows)]
+        said += self.busy(result) + links.processor_counts(rows, "name")
+        return said + links.shared_cores(result)
 
     def tables(self, result: Row) -> list[Table]:
         rows = result["rows"]
@@ -147,41 +402,16 @@ class TrainingStep(Case):
             columns += [
                 Column("MB sent", lambda row: f"{row['sent_bytes'] / MB:.1f}"),
                 Column("by bytes", lambda row: known(auto["ratios_bytes"].get(row["key"]), ".2f", none="1")),
-                Column("bytes ÷ rate, s", lambda row: f"{row['link_s']:.1f}"),
-                Column("without a limit, s", lambda row: f"{row['floor_s']['median']:.1f}"),
+                *links.LIMITS,
             ]
-        return [Table([*columns, Column("error", lambda row: f"{row['error']:.0e}")], rows)]
-
-    def draw(self, result: Row, folder: Path) -> list[Path]:
-        """Bars of step times, with what the links alone and the processors alone take."""
-        rows, path = result["rows"], folder / f"{self.record_name(result)}.png"
-        figure, ((axes,),) = pictures.panels(9, 1.2 + 0.42 * len(rows))
-        for place, row in enumerate(rows):
-            colour = pictures.BLUE if row["key"] == AUTO_KEY else _COLOURS[row["family"]]
-            pictures.bar(axes, place, row["step_s"], colour)
-        mark_limits(axes, rows, size=14)
-        rate = "loopback" if result["rate_mbit"] is None else f"{result['rate_mbit']:g} Mbit/s each"
-        what = f"seconds for a training step, {result['workload']['dtype']}, {result['ranks']} ranks, {rate}"
-        pictures.finish(axes, [row["name"] for row in rows], what)
-        if axes.get_legend_handles_labels()[1]:
-            figure.legend(loc="outside lower center", ncols=2, frameon=False)
-        pictures.save(figure, path)
-        return [path]
+        return [Table([*columns, Column("error", tables.error)], rows)]
 
     def record_name(self, result: Row) -> str:
         return f"{self.name}_{result['network']}_{result['workload']['dtype']}"
 
-    def parts(self, results: dict[str, Row]) -> dict[str, str]:
-        found = {}
-        for network, dtype in SETTINGS:
-            result = results.get(f"{self.name}_{network}_{dtype}")
-            text = "Not measured yet." if result is None else self.markdown(result, "Step times of all contestants")
-            found[f"training step, {network}, {dtype}"] = text
-        return found
 
-
-def compute_reference(workload: Llama, model: LlamaForCausalLM) -> Reference:
-    """A whole training step of the whole model in this process."""
+def compute_reference(workload: Llama, model: LlamaForCausalLM) -> FirstSteps:
+    """A whole training step of plain Hugging Face in float64, in this process."""
     whole, rows = copy.deepcopy(model).double(), workload.tokens()
     optimizer = torch.optim.AdamW(whole.parameters(), **ADAMW)
     with precision(keep_float64=True):
@@ -191,51 +421,35 @@ def compute_reference(workload: Llama, model: LlamaForCausalLM) -> Reference:
         optimizer.step()
         with torch.no_grad():
             second = whole(input_ids=rows, labels=rows).loss
-    return Reference((first.item(), second.item()), norm.item())
+    return FirstSteps((first.item(), second.item()), norm.item())
 
 
-def check(entry: Entry, told: Sequence[FirstSteps], reference: Reference, dtype: str) -> Record:
-    """Compare what all ranks tell with the reference; each replica has as many ranks and rows as any other, so that
-    the mean of the ranks' losses is that of the batch.
-
-    Raises:
-        CuboidError: it differs, on any rank.
-    """
+def check(entry: Entry, told: Sequence[FirstSteps], reference: FirstSteps, dtype: str) -> Record:
+    """Compare what all ranks tell with the reference; the mean of their losses is that of the batch."""
     of_loss, of_norm = AGREEMENT[dtype]
     losses = [statistics.fmean(rank.losses[number] for rank in told) for number in range(2)]
-    compared = [
-        ("the first loss", losses[0], reference.losses[0], of_loss),
-        ("the loss after a step", losses[1], reference.losses[1], of_loss),
-        *(
-            (f"the gradient norm on rank {number}", rank.gradient_norm, reference.gradient_norm, of_norm)
-            for number, rank in enumerate(told)
-        ),
-    ]
-    worst = 0.0
-    for what, found, right, allowed in compared:
-        error = abs(found / right - 1) if math.isfinite(found) else math.inf
-        if error > allowed:
-            raise CuboidError(
-                f"{entry.name} doesn't compute what plain Hugging Face does: {what} is {found:.7g} instead of "
-                f"{right:.7g}, {error:.1e} away, where {allowed:g} is allowed"
-            )
-        worst = max(worst, error)
+    names = ("first loss", "loss after a step")
+    found, expected = (dict(zip(names, each, strict=True)) for each in (losses, reference.losses))
+    norms = {f"gradient norm on rank {number}": rank.gradient_norm for number, rank in enumerate(told)}
+    plain = "plain Hugging Face in float64"
+    worst = max(
+        check_equal(entry.name, found, plain, expected, of_loss),
+        check_equal(entry.name, norms, plain, dict.fromkeys(norms, reference.gradient_norm), of_norm),
+    )
     return Record(entry, entry.name, worst, {"losses": losses, "gradient_norm": told[0].gradient_norm})
 
 
 def _row(record: Record, records: list[Record], rate_mbit: float | None) -> Row:
-    others = [other for other in records if other is not record]
-    numbers = record.numbers([(other.entry.key, other) for other in others])
-    sent, last = _sent_bytes(record), record.samples[-1].figures
-    by_others = {other.entry.key: _sent_bytes(other) for other in others}
+    others = {other.entry.key: other for other in records if other is not record}
+    numbers, sent = record.numbers(others.items()), _sent_bytes(record)
+    by_others = {key: _sent_bytes(other) for key, other in others.items()}
     return {
         **dataclasses.asdict(record.entry),
         **record.facts,
         "error": record.error,
         "sent_bytes": sent,
-        "counted_bytes": last["counted_bytes"] or None,
-        "interface_bytes": last["interface_bytes"],
-        **link_numbers(sent, rate_mbit, numbers["floor_s"]),
+        **record.samples[-1].figures,
+        **links.link_numbers(sent, rate_mbit, numbers["floor_s"]),
         **numbers,
         "ratios_bytes": {key: theirs / sent for key, theirs in by_others.items() if None not in (theirs, sent)},
     }
@@ -248,12 +462,8 @@ def _sent_bytes(record: Record) -> float | None:
 
 
 def comparisons(rows: Sequence[Row]) -> list[Row]:
-    """The automatic mesh beside each peer's layout that has the shortest median step, and beside AutoTP on all ranks.
-
-    Returns:
-        For each: ``against`` (key), ``what`` (a name), ``ratio`` (times as fast, of paired rounds), ``bytes`` (times as
-        much sent, or None). Empty where the automatic mesh or all peers didn't take part.
-    """
+    """The automatic mesh beside each peer's fastest layout, and beside AutoTP on all ranks: whom and what it is
+    compared ``against``, and ``ratio`` (times as fast, of paired rounds) and ``bytes`` (times as much sent)."""
     own = next((row for row in rows if row["key"] == AUTO_KEY), None)
     if own is None:
         return []

@@ -6,7 +6,7 @@ import pytest
 
 from cuboid.train.bench.report import BenchReport
 from cuboid.verify import SmallModel
-from launching import BIN, run
+from launching import BIN, world
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -21,9 +21,8 @@ STAGES = {"pipeline": {"engine": "seq1f1b", "stages": 2, "segments": 2}}
 def bench(checkpoint, folder, config, *options):
     """Exit status, what was printed, and the report if there is one."""
     (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
-    command = (BIN / "torchrun", "--standalone", "--nproc-per-node", 2, "-m", "cuboid.cli", "bench")
     given = ("--model", checkpoint, "--config", folder / "config.json", "--json", folder / "out" / "report.json")
-    status, output = run(*command, *given, "--seq-len", 32, "--steps", 2, "--warmup", 1, *options)
+    status, output = world(2, BIN / "cuboid", "bench", *given, "--seq-len", 32, "--steps", 2, "--warmup", 1, *options)
     report = folder / "out" / "report.json"
     return status, output, json.loads(report.read_text()) if report.exists() else None
 

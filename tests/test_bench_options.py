@@ -11,11 +11,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 sys.path.insert(0, str(ROOT / "docs"))
 
 import generate
-from harness import case as harness
+from generators.measured import SHOWN
 from harness.tables import Column, Table, ranged
-from run import CASES
-
-from cuboid.errors import CuboidError
+from run import CASES, SHAPED
 
 cases = pytest.mark.parametrize("name", CASES)
 
@@ -25,7 +23,7 @@ def case_of(name):
 
 
 def test_every_case_has_its_part_of_the_pages():
-    assert set(generate.MEASURED) == set(CASES)
+    assert set(generate.MEASURED) == set(SHOWN) == set(CASES)
     for name in CASES:
         assert case_of(name).name == name
 
@@ -38,7 +36,7 @@ def test_options_that_all_cases_have(name):
     given = case.parse(["--quick", "--repeats", "3"])
     assert (given.repeats, given.limit) == (1, 0.0)
     assert case.parse([]).network == "loopback"
-    assert CASES[name].shaped <= ("shaped" in case.networks)
+    assert (name in SHAPED) == ("shaped" in case.networks)
 
 
 @cases
@@ -48,17 +46,6 @@ def test_what_makes_no_sense_is_refused(name, options, capsys):
         case_of(name).parse(options)
     assert ended.value.code == 2
     assert options[0] in capsys.readouterr().err
-
-
-def test_contestants_are_chosen_by_a_part_of_their_name():
-    given = case_of("loading").parse(["--only", "cuboid", "FSDP"])
-    names = ["Cuboid 2×2×2", "whole, then cuboid.shard", "FSDP2", "transformers"]
-    assert harness.chosen(given, names, str) == names[:3]
-    given.only = ["megatron"]
-    with pytest.raises(CuboidError, match="--only megatron: no contestant; there are Cuboid 2×2×2, whole"):
-        harness.chosen(given, names, str)
-    given.only = None
-    assert harness.chosen(given, names, str) == names
 
 
 def test_one_table_for_pages_and_console():

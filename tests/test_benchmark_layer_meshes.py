@@ -12,8 +12,7 @@ from launching import ROOT, finish, start
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from contestants.layer import distinct
-from layer_meshes import CASE, QUICK
+from layer_meshes import CASE, QUICK, distinct
 from network.networks import why_not_shaped
 
 from cuboid.errors import CuboidError
@@ -26,7 +25,6 @@ def measured(out, *options):
     """Numbers of a quick run, which has written all that it should."""
     status, output = finish(start(sys.executable, SCRIPT, "--quick", *options, "--out", out), TIMEOUT_S)
     assert status == 0, output
-    assert (out / "layer_meshes_8.png").read_bytes().startswith(b"\x89PNG")
     numbers = json.loads((out / "layer_meshes.json").read_text(encoding="utf-8"))
     assert all(row["shape"] in output for row in numbers["rows"])
     return numbers
@@ -54,7 +52,7 @@ def test_all_compute_what_float64_gives(result):
 def test_the_counter_agrees_with_the_formula(result):
     for row in result["rows"]:
         # Every collective's bytes are rounded.
-        assert row["counted_bytes"] == pytest.approx(row["formula_bytes"], abs=sum(row["calls"].values()))
+        assert row["counted_bytes"] == pytest.approx(row["formula_bytes"], abs=100)
     assert result["rows"][-1]["formula_bytes"] == min(row["formula_bytes"] for row in result["rows"])
 
 
@@ -82,7 +80,7 @@ def test_interfaces_send_what_the_counter_counts(tmp_path):
     numbers = measured(tmp_path, "--network", "shaped", "--meshes", "1x8x1", "2x2x2", "--rate-mbit", "50")
     assert numbers["measured_mbit"] == pytest.approx(50, rel=0.1)
     for row in numbers["rows"]:
-        assert 0 < row["interface_excess"] < row["excess_allowed"]
+        assert 0 < row["interface_excess"] < 0.5
         assert row["link_s"] == pytest.approx(row["formula_bytes"] * 8 / 50e6)
         assert row["floor_s"]["count"] == 1
 

@@ -10,7 +10,7 @@ from launching import ROOT, finish, start
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from overhead import CASE, OUTSIDE, differences, largest_differences
+from overhead import CASE, differences
 
 from cuboid.errors import CuboidError
 
@@ -23,9 +23,8 @@ SCRIPT = ROOT / "benchmarks" / "overhead.py"
 def run(tmp_path_factory):
     """Numbers and output of the smallest run that has everything in it."""
     out = tmp_path_factory.mktemp("overhead")
-    status, output = finish(start(sys.executable, SCRIPT, "--quick", "--profile", "--out", out), TIMEOUT_S)
+    status, output = finish(start(sys.executable, SCRIPT, "--quick", "--out", out), TIMEOUT_S)
     assert status == 0, output
-    assert (out / "overhead.png").read_bytes().startswith(b"\x89PNG")
     return json.loads((out / "overhead.json").read_text(encoding="utf-8")), output
 
 
@@ -40,7 +39,7 @@ def test_every_training_takes_part_in_both_dtypes(run):
 
 def test_losses_and_gradients_are_the_same(run):
     for row in run[0]["rows"]:
-        assert row["loss"]["cuboid"] == pytest.approx(row["loss"]["plain"], rel=1e-5)
+        assert row["loss_difference"] < 1e-5
         assert row["gradient_difference"] < {"float32": 1e-5, "bfloat16": 1e-2}[row["dtype"]]
 
 
@@ -53,14 +52,6 @@ def test_ratios_are_those_of_the_rounds(run):
         assert row["ratio"]["count"] == result["repeats"] == 1
 
 
-def test_the_profile_says_first_what_differs_most(run):
-    for row in run[0]["rows"]:
-        more = [abs(each["cuboid"]["seconds"] - each["plain"]["seconds"]) for each in row["profile"]]
-        assert more == sorted(more, reverse=True)
-        # Cuboid's own operators, at least.
-        assert any(each["cuboid"]["calls"] != each["plain"]["calls"] for each in row["profile"])
-
-
 def first(loss, gradients):
     """What a training tells of its first step."""
     return loss, torch.tensor(gradients, dtype=torch.float64)
@@ -68,28 +59,18 @@ def first(loss, gradients):
 
 def test_trainings_that_differ_are_refused_by_name():
     plain = first(2.0, [3.0, 4.0])
-    assert differences("A and B", plain, first(2.0, [3.0, 4.0]), 1e-5) == (0.0, 0.0)
+    assert differences("A", plain, first(2.0, [3.0, 4.0]), 1e-5) == (0.0, 0.0)
     for ours, message in [
-        (first(2.2, [3.0, 4.0]), r"A and B: losses are 1.0e-01"),
-        (first(2.0, [3.0, 4.5]), r"gradients are 1.0e-01 apart"),
-        (first(2.0, [3.0]), "2 and 1 elements have gradients"),
-        (first(2.0, [3.0, float("nan")]), "gradients are nan apart"),
+        (first(2.2, [3.0, 4.0]), "A has loss 2.2, but the same without it has 2.0"),
+        (first(2.0, [3.0, 4.5]), "A: gradients are 1.0e-01 away"),
+        (first(2.0, [3.0]), "A: 1 elements have gradients, but 2 without it"),
+        (first(2.0, [3.0, float("nan")]), "gradients are nan away"),
     ]:
         with pytest.raises(CuboidError, match=message):
-            differences("A and B", plain, ours, 1e-5)
+            differences("A", plain, ours, 1e-5)
 
 
-def test_operators_of_only_one_training_are_told_of():
-    plain = {"mm": (1.0, 3), OUTSIDE: (0.5, 1)}
-    ours = {"mm": (1.1, 3), "copy": (0.3, 2), OUTSIDE: (0.5, 1)}
-    copy, mm, outside = largest_differences(plain, ours)
-    assert copy["operator"] == "copy"
-    assert copy["plain"] == {"seconds": 0.0, "calls": 0}
-    assert copy["cuboid"] == {"seconds": 0.3, "calls": 2}
-    assert (mm["operator"], outside["operator"]) == ("mm", OUTSIDE)
-
-
-@pytest.mark.parametrize("options", [["--dtypes", "float16"], ["--repeats", "0"], ["--engines", "jax"]])
+@pytest.mark.parametrize("options", [["--repeats", "0"], ["--engines", "jax"]])
 def test_options_that_make_no_sense_are_refused(capsys, options):
     with pytest.raises(SystemExit) as ended:
         CASE.parse(options)

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from launching import ROOT, finish, start
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "docs"))
 
-from contestants.emulation import SegmentedStage, Work
-from contestants.pipelines import Entry
+from generators.measured import Measured
 from harness.rounds import Record
-from network.networks import why_not_shaped
-from pipeline_emulated import CASE, EMULATED, check_agreement, check_complete, entries
+from pipeline import Entry
+from pipeline_emulated import CASE, EMULATED, SegmentedStage, Work, check_agreement, check_complete, entries
 
-from cuboid.errors import ConfigError, CuboidError
+from cuboid.errors import CuboidError
 from cuboid.seq1f1b.schedule.actions import Action, Op
 from cuboid.seq1f1b.schedule.schedules import SCHEDULES
 from cuboid.seq1f1b.schedule.simulator import Span, Timeline
@@ -35,8 +35,6 @@ def measured(out, *options):
     """Numbers of a quick run, which has written all that it should."""
     status, output = finish(start(sys.executable, SCRIPT, "--quick", *options, "--out", out), TIMEOUT_S)
     assert status == 0, output
-    for picture in ("pipeline_emulated.png", "pipeline_emulated_timelines.png"):
-        assert (out / picture).read_bytes().startswith(b"\x89PNG")
     numbers = json.loads((out / "pipeline_emulated.json").read_text(encoding="utf-8"))
     assert all(table.text() in output for table in CASE.tables(numbers))
     assert all(sentence in output for sentence in CASE.remarks(numbers))
@@ -75,10 +73,6 @@ def test_everyone_takes_part_who_can(result):
     everyone = [entry.name for entry in entries([2, 4])]
     assert list(rows_of(result, 4)) == everyone
     assert list(rows_of(result, 2)) == [name for name in everyone if not name.startswith("torch")]
-    assert result["refusals"] == [
-        "torch's Schedule1F1B refuses 2 micro-batches on 4 stages: it wants no fewer micro-batches than stages."
-    ]
-    assert result["refusals"][0] in CASE.remarks(result)
 
 
 def test_all_compute_what_float64_gives(result):
@@ -119,29 +113,10 @@ def test_ratios_are_those_of_the_rounds(result):
 
 
 def test_the_page_can_be_written_from_it(result):
-    (text,) = CASE.parts({"pipeline_emulated": result}).values()
+    (text,) = Measured("pipeline_emulated").parts_of({"pipeline_emulated": result}).values()
     assert text.count(EMULATED) == 2
     assert text.count("| `seq1f1b`, k = 4, even |") == 2
     assert all(sentence in text for sentence in CASE.remarks(result))
-
-
-def test_timelines_are_kept_for_the_page(result, tmp_path):
-    assert [each["title"].partition(",")[0] for each in result["timelines"]][:2] == ["Cuboid gpipe", "Cuboid 1f1b"]
-    assert tmp_path / "pipeline_emulated_timelines.png" in CASE.draw(result, tmp_path)
-    result = {**result, "timelines": []}
-    assert CASE.draw(result, tmp_path) == [tmp_path / "pipeline_emulated.png"]
-
-
-@pytest.mark.skipif(why_not_shaped() is not None, reason=str(why_not_shaped()))
-def test_links_of_a_set_rate_are_simulated_too(tmp_path):
-    numbers = measured(tmp_path, "--network", "shaped", "--rate-mbit", "100", "--segments", "2")
-    assert numbers["measured_mbit"] == pytest.approx(100, rel=0.1)
-    for row in numbers["rows"]:
-        alone = entry_of(row).simulated(work_of(row, numbers))
-        assert row["simulated_s"] > alone.makespan_s
-        if row["segments"] == 1:
-            # Nothing overlaps with the first hidden states on three links, and with the last gradients on three.
-            assert row["simulated_s"] >= alone.makespan_s + 6 * row["message_bytes"][0] * 8 / 100e6
 
 
 @st.composite
@@ -162,8 +137,8 @@ def test_segments_compute_what_whole_sequences_do(lengths):
         for segment in reversed(range(len(lengths))):
             gradient = last.backward(micro_batch, segment, None)
             assert first.backward(micro_batch, segment, gradient) is None
-    squares = sum(p.grad.double().square().sum().item() for each in (first, last) for p in each.parameters.parameters())
-    assert (last.loss, sqrt(squares)) == pytest.approx(SMALL.reference(), rel=1e-5)
+    squares = sum(p.grad.double().square().sum().item() for each in (first, last) for p in each.mixer.parameters())
+    assert {"loss": last.loss, "gradient_norm": sqrt(squares)} == pytest.approx(SMALL.reference(), rel=1e-5)
 
 
 def test_another_order_of_segments_gives_other_gradients():
@@ -195,12 +170,13 @@ def test_cuts_by_operations_are_simulated_as_theory_says(stages, micro_batches, 
 
 def test_who_computes_something_else_is_named():
     record = Record((Entry("torch"), SMALL), Entry("torch").name)
-    check_agreement(record, (1.0, 2.0 + 1e-6), (1.0, 2.0))
+    right = {"loss": 1.0, "gradient_norm": 2.0}
+    check_agreement(record, {**right, "gradient_norm": 2.0 + 1e-6}, right)
     assert record.error == pytest.approx(5e-7)
-    with pytest.raises(CuboidError, match=r"torch.distributed.pipelining 1F1B has gradient norm 2.1, but .* 2.0"):
-        check_agreement(record, (1.0, 2.1), (1.0, 2.0))
+    with pytest.raises(CuboidError, match=r"torch.distributed.pipelining 1F1B has gradient_norm 2.1, but .* 2.0"):
+        check_agreement(record, {**right, "gradient_norm": 2.1}, right)
     with pytest.raises(CuboidError, match="has loss nan"):
-        check_agreement(record, (float("nan"), 2.0), (1.0, 2.0))
+        check_agreement(record, {**right, "loss": float("nan")}, right)
 
 
 def test_a_step_that_leaves_something_out_or_does_it_twice_is_refused():
@@ -213,22 +189,17 @@ def test_a_step_that_leaves_something_out_or_does_it_twice_is_refused():
     for wrong, message in (
         (units[0][1:], r"DeepSpeed PipelineEngine ran F0\.0\.0 0 times"),
         ([*units[0], units[0][3]], r"ran B0\.1\.0 2 times"),
-        ([*units[0], Span(Action(Op.FORWARD, 0, 2, 0), 0.0, 1.0)], r"ran F0\.2\.0, which isn't part"),
+        ([*units[0], Span(Action(Op.FORWARD, 0, 2, 0), 0.0, 1.0)], r"ran F0\.2\.0 1 times instead of 0"),
     ):
         with pytest.raises(CuboidError, match=message):
             check_complete(record, Timeline((tuple(wrong), tuple(units[1])), (0, 0)))
 
 
-def test_stages_that_cannot_be_equal_are_refused():
-    with pytest.raises(ConfigError, match=r"5 stages can't share 32 layers equally.* 2, 4, 8, 16, 32 would work"):
-        Work(5, 8, 0.1, 4)
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        *(["--rate-mbit", "10"], ["--repeats", "0"], ["--segments", "1"], ["--forward-ms", "0"], ["--width", "0"]),
-        *(["--stages", "8", "8"], ["--micro-batches", "0"]),
+        *(["--network", "shaped"], ["--repeats", "0"], ["--segments", "1"]),
+        *(["--stages", "5"], ["--micro-batches", "0"]),
     ],
 )
 def test_options_that_make_no_sense_are_refused(capsys, options):

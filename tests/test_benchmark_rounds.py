@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,8 +10,10 @@ from launching import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from harness.rounds import Record, Sample, in_turn, run_rounds, undisturbed_sample
+from harness.rounds import Record, Sample, check_equal, in_turn, run_rounds, undisturbed_sample
 from harness.watch import QUIET
+
+from cuboid.errors import CuboidError
 
 
 class Patience:
@@ -39,7 +42,7 @@ def test_everybody_is_in_every_place_once(members):
 def test_the_first_quiet_sample_counts_and_any_once_patience_is_over(foreign, times):
     shares = iter([*foreign, *[0.0] * times])
     record, patience = Record("one", "one"), Patience(times)
-    sample = undisturbed_sample(lambda: Sample(1.0, 1.0, next(shares)), patience, record)
+    sample = undisturbed_sample(lambda _: Sample(1.0, 1.0, next(shares)), patience, record)
     quiet = [place for place, share in enumerate([*foreign, 0.0]) if share <= QUIET]
     assert record.rejected == min(quiet[0], times - 1)
     assert patience.waited == record.rejected + 1
@@ -63,3 +66,18 @@ def test_ratios_are_of_rounds_in_which_both_were_undisturbed(times, repeats):
     assert numbers["undisturbed"] == repeats
     assert numbers["step_s"]["median"] == times[0]
     assert abs(numbers["ratios"]["second"]["median"] - times[1] / times[0]) < 1e-9
+
+
+@given(st.floats(1, 9), st.floats(-0.1, 0.1))
+def test_numbers_that_are_too_far_apart_are_refused_by_name(right, difference):
+    found, expected = {"loss": right * (1 + difference), "other": 1.0}, {"loss": right}
+    if abs(difference) < 0.01:
+        assert check_equal("A", found, "B", expected, 0.0101) == pytest.approx(abs(difference), abs=1e-9)
+    elif abs(difference) > 0.011:
+        with pytest.raises(CuboidError, match=r"A has loss .*, but B has .*: they don't compute the same"):
+            check_equal("A", found, "B", expected, 0.0101)
+
+
+def test_what_is_no_number_is_refused():
+    with pytest.raises(CuboidError, match=r"A has loss nan, but B has 1\.0"):
+        check_equal("A", {"loss": float("nan")}, "B", {"loss": 1.0}, 0.1)

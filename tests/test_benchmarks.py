@@ -24,10 +24,7 @@ def result(tmp_path_factory):
     command = [sys.executable, str(ROOT / "benchmarks" / "pipeline.py"), *options, "--out", str(out)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    for picture in ("pipeline.png", "pipeline_timelines.png"):
-        assert (out / picture).read_bytes().startswith(b"\x89PNG")
     numbers = json.loads((out / "pipeline.json").read_text(encoding="utf-8"))
-    assert all(len(each["ranks"]) == 2 for each in numbers["timelines"])
     assert all(table.text() in ended.stdout for table in CASE.tables(numbers))
     return numbers
 

@@ -1,6 +1,7 @@
 """A loss that nobody wants the logits of: the same numbers from a chunk of logits at a time, and what that takes."""
 
 import contextlib
+import dataclasses
 import math
 import sys
 from pathlib import Path
@@ -15,13 +16,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from three_d.instruments import Meter
+from three_d.sides import Meter
 
 import cuboid
 from comparing import mesh_section
 from conftest import TIMEOUT_S
 from cuboid.distributed.topology import MeshShape
 from cuboid.models.certification.float64 import KeepFloat64, precision
+from cuboid.models.cross_entropy.chunked import ChunkedCrossEntropy
 from cuboid.verify import SmallModel
 
 ROWS, LENGTH = 6, 13
@@ -429,3 +431,17 @@ def test_a_forward_that_has_another_loss_is_refused(pool):
 
 def test_a_head_that_reads_the_base_model_is_refused(pool):
     assert "computes with a parameter of its base model" in on_ranks(pool, "1x1x1", of_class, Reading, "1x1x1")
+
+
+# --- on a GPU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("device", "chunks"), [("cpu", 32), ("meta", 2)])
+def test_chunks_on_an_accelerator_have_two_thousand_tokens(device, chunks):
+    # Each chunk reads and writes the head's whole gradient: 1 GB with these sizes.
+    hidden = torch.empty(1, 4096, 4096, device=device)
+    labels = torch.empty(1, 4096, dtype=torch.int64, device=device)
+    loss = ChunkedCrossEntropy(None, labels, 1.0, 128 * 1024)
+    assert len(list(loss._chunks(hidden))) == chunks
+    few = dataclasses.replace(loss, chunk_bytes=64 * 2**20)
+    assert len(list(few._chunks(hidden))) == 32

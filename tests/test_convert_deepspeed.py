@@ -174,7 +174,7 @@ def written(tmp_path_factory):
     for name, small in MODELS.items():
         small.write(root / name)
     (root / "script.py").write_text(textwrap.dedent(TRAINED))
-    status, output = launching.torchrun(2, root / "script.py", root)
+    status, output = launching.world(2, root / "script.py", root)
     assert status == 0, output
     return root
 

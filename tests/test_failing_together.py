@@ -1,20 +1,28 @@
 """What fails on one rank ends all of them: loading, starting, reading, uneven data, ranks that die in a step."""
 
 import os
+import textwrap
 import threading
 import time
+from datetime import timedelta
 
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
 import cuboid
+from cuboid.distributed import rank_agreement, rendezvous
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.rank_agreement import StepGuard, run_on_all_ranks
 from cuboid.distributed.startup import Launch, await_all_ranks, report_early_failure
+from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError, PeerLostError
 from cuboid.verify import SmallModel
 from fresh_ranks import endings_of
-from launching import free_port
+from launching import free_port, torchrun
+from proofs import stuck_group
 from training import make_engine, settings, train
 
 TIMEOUT_S = 90.0
@@ -222,3 +230,107 @@ def test_a_rank_of_a_mesh_that_is_gone_in_a_step_is_named_by_the_others(checkpoi
                 "forward: MemoryError: no room for more",
                 1,
             ), ending
+
+
+# --- a backend that doesn't notice --------------------------------------------------------------------------------
+
+
+def _fail_where_nothing_notices(aborts, failing):
+    stuck_group.register()
+    rendezvous.waits_for_lost_ranks = lambda: aborts
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    mesh = Mesh(MeshShape(1, 2, 1))
+    run_on_all_ranks(lambda: None, mesh)
+    group = dist.new_group([0, 1], backend="stuck")
+    started = time.monotonic()
+    try:
+        with StepGuard(mesh, "step 1"):
+            if rank == failing:
+                raise ValueError("boom")
+            dist.all_reduce(torch.ones(1), group=group)
+    except Exception as error:
+        error.add_note(f"after {time.monotonic() - started:.1f} s")
+        raise
+    finally:
+        if rank == failing:
+            # The process doesn't end, so that no connection is lost either.
+            time.sleep(8)
+
+
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_where_nothing_tells_of_a_failed_rank_groups_are_aborted_and_all_raise_its_error(failing):
+    endings = endings_of(2, _fail_where_nothing_notices, True, failing, timeout_s=60.0)
+    own, told = endings[failing], endings[1 - failing]
+    assert (own.kind, own.text) == ("ValueError", "boom")
+    assert (told.kind, told.text, told.rank) == ("RankError", "step 1: ValueError: boom", failing)
+    # The others' two seconds to fail alike, and half a second until the next look.
+    assert told.after_s < own.after_s - 2
+
+
+@pytest.mark.slow
+def test_without_aborted_groups_the_others_wait_on():
+    endings = endings_of(2, _fail_where_nothing_notices, False, 0, timeout_s=20.0)
+    assert endings[0].kind == "ValueError"
+    assert endings[1] is None
+
+
+_LINGERING = """
+    import sys, time
+    sys.path.insert(0, "tests")
+    import torch, torch.distributed as dist
+    from cuboid.distributed import rendezvous
+    from cuboid.distributed.mesh import Mesh
+    from cuboid.distributed.rank_agreement import StepGuard, run_on_all_ranks
+    from cuboid.distributed.topology import MeshShape
+    from proofs import stuck_group
+
+    stuck_group.register()
+    rendezvous.waits_for_lost_ranks = lambda: True
+    dist.init_process_group("gloo")
+    mesh = Mesh(MeshShape(1, 2, 1))
+    run_on_all_ranks(lambda: None, mesh)
+    group = dist.new_group([0, 1], backend="stuck")
+    print("started", time.time(), flush=True)
+    try:
+        with StepGuard(mesh, "step 1"):
+            if dist.get_rank() == 0:
+                raise ValueError("boom")
+            dist.all_reduce(torch.ones(1), group=group)
+    finally:
+        if dist.get_rank() == 0:
+            # What it still does doesn't keep the others, nor the launcher.
+            time.sleep(600)
+        print("ended", time.time(), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_launcher_sees_an_exit_status_within_seconds_of_a_failure_that_nothing_notices(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(_LINGERING))
+    status, output = torchrun(2, script, timeout_s=120)
+    assert status == 1, output
+    assert "RankError: step 1: ValueError: boom" in output
+    times = dict(line.split()[:2] for line in output.splitlines() if line.startswith(("started", "ended")))
+    assert float(times["ended"]) - float(times["started"]) < 10
+
+
+def _return_from_what_was_aborted():
+    rendezvous.waits_for_lost_ranks = lambda: True
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    mesh = Mesh(MeshShape(1, 2, 1))
+    run_on_all_ranks(lambda: None, mesh)
+    with StepGuard(mesh, "step 1"):
+        if rank == 0:
+            raise ValueError("boom")
+        # A kernel that was aborted ends, and whoever waited for it goes on with what it has left.
+        while not rank_agreement._world(mesh).aborted_for:
+            time.sleep(0.01)
+    return "a result"
+
+
+def test_nobody_goes_on_with_what_an_aborted_collective_has_left():
+    told = endings_of(2, _return_from_what_was_aborted, timeout_s=60.0)[1]
+    assert (told.kind, told.text, told.rank) == ("RankError", "step 1: ValueError: boom", 0)

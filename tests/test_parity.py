@@ -70,7 +70,7 @@ def rows(mesh: str | dict[str, Any]) -> int | None:
     return MeshShape.parse(mesh).batch if isinstance(mesh, str) else None
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("mesh", "architecture"), COVERING)
 def test_every_mesh_and_architecture(parity: Compare, mesh: str, architecture: Architecture) -> None:
     report = parity(mesh, architecture, accumulate=2)
@@ -91,7 +91,7 @@ def test_the_whole_product(parity: Compare, mesh: str, architecture: Architectur
     parity(mesh, architecture, accumulate=2, sequence_length=29, shard_in_memory=in_memory)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kv_heads", [2, 1])
 @pytest.mark.parametrize("mesh", ["2x2x2", "1x2x4", "1x8x1", "1x1x8", "8x1x1"])
 def test_grouped_query_attention(parity: Compare, mesh: str, kv_heads: int) -> None:
@@ -103,7 +103,7 @@ def test_grouped_query_attention_where_groups_straddle_ranks(parity: Compare) ->
     parity("3x1x2", SmallModel("llama", heads=12, kv_heads=3))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mesh", ["2x2x2", "1x8x1", "8x1x1"])
 @pytest.mark.parametrize(
     "small",
@@ -128,7 +128,7 @@ def test_a_sliding_window(parity: Compare) -> None:
     parity("1x2x4", SmallModel("mistral", sliding_window=8))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 @pytest.mark.parametrize("mesh", ["2x2x2", "1x8x1", "1x2x3"])
 def test_sequences_that_do_not_divide(parity: Compare, mesh: str, architecture: Architecture) -> None:

@@ -18,7 +18,7 @@ import cuboid
 from cuboid import requirements
 from cuboid_patches.base import Patch, PatchError
 from cuboid_patches.deepspeed import SHARED_MEMORY_BUILD
-from launching import as_ranks, run, torchrun
+from launching import as_ranks, run, torchrun, world
 
 
 def touched():
@@ -172,7 +172,9 @@ def script(tmp_path_factory):
 def test_autotp_and_plain_zero_run_as_before(script):
     results = {}
     for with_cuboid in ("no", "yes"):
-        status, output = torchrun(2, script(OTHERS), WITH_CUBOID=with_cuboid)
+        # Without, from the start in processes that have never seen Cuboid.
+        launch = world if with_cuboid == "yes" else torchrun
+        status, output = launch(2, script(OTHERS), WITH_CUBOID=with_cuboid)
         assert status == 0, output
         line = next(line for line in output.splitlines() if line.startswith("RESULT"))
         results[with_cuboid] = json.loads(line.removeprefix("RESULT"))

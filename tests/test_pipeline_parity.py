@@ -85,7 +85,7 @@ def section(stages: int = 2, segments: Any = 3, **keys: Any) -> dict[str, Any]:
     return {"engine": "seq1f1b", "stages": stages, "segments": segments, **keys}
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("stages", "segments", "micro_batches", "mesh", "replicas", "small"),
     [

@@ -1,5 +1,6 @@
 """What a step of a pipeline is made of: micro-batches in every form, cuts, clocks, and messages."""
 
+import math
 import time
 
 import pytest
@@ -29,6 +30,21 @@ SIZES = ModelSizes((LayerSizes.decoder(32, 32, 32, 64),) * 4, head=32 * 64)
 def cutter(shape=ONE, stages=2, **keys):
     config, _ = split_config({"pipeline": {"engine": "seq1f1b", "stages": stages, **keys}})
     return Cutter(config.pipeline, SIZES, Mesh(shape, pipe=stages, rank=0, world_size=shape.size * stages))
+
+
+@pytest.mark.parametrize("partition", ["flops", "even"])
+def test_a_gpu_is_given_whole_tiles_of_long_sequences(partition):
+    config, _ = split_config({"pipeline": {"engine": "seq1f1b", "stages": 2, "segments": 4, "partition": partition}})
+    shape = MeshShape(1, 2, 3)
+    mesh = Mesh(shape, pipe=2, rank=0, world_size=2 * shape.size)
+    tile = math.lcm(128, 2 * 3)
+    tiled, plain = Cutter(config.pipeline, SIZES, mesh, tiles=True), Cutter(config.pipeline, SIZES, mesh)
+    lengths = tiled.lengths(32 * tile, 1)
+    assert sum(lengths) == 32 * tile
+    assert all(length % tile == 0 for length in lengths)
+    # Too short to be balanced in tiles, or no whole number of them.
+    for length in (15 * tile, 32 * tile + 6):
+        assert tiled.lengths(length, 1) == plain.lengths(length, 1)
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,19 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 
 import cuboid
 from cuboid.config.schema import parse_config
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import MeshError, UnsupportedModelError
-from cuboid.models.architectures.norm_formula import rms_norm_settings
-from cuboid.models.architectures.roles import find_roles
+from cuboid.models.architectures.norm_formula import NormFormula, norm_formula
+from cuboid.models.architectures.roles import Role, find_roles, split_blocks
+from cuboid.models.certification.mesh_certificates import certified_plan
 from cuboid.models.sharded.parallel_plan import fitting_meshes, make_parallel_plan
 from cuboid.planner.comm_formula import layer_bytes
 from cuboid.planner.mesh_search import block_sizes, choose_mesh
@@ -38,31 +41,51 @@ def test_every_parameter_of_the_supported_architectures_has_a_role():
     assert find_roles(model)["transformer.h.0.attn.c_attn"].heads == "query_key_value"
 
 
-def test_an_unknown_architecture_is_refused_by_name():
-    with pytest.raises(UnsupportedModelError, match="'opt' yet; supported: gpt2, llama, mistral, qwen2, qwen3"):
-        find_roles(on_meta(OPTConfig(num_hidden_layers=1, hidden_size=32, ffn_dim=32, num_attention_heads=2)))
+def test_blocks_with_a_module_that_no_rule_covers_are_whole():
+    model = llama()
+    model.model.layers[0].mlp.adapter = nn.Linear(4, 4, device="meta")
+    roles = find_roles(model)
+    assert roles["model.layers.0.mlp"].kind == "whole"
+    assert {roles[f"model.layers.0.mlp.{name}"].kind for name in ("adapter", "up_proj", "down_proj")} == {"inside"}
+    assert roles["model.layers.0.self_attn.q_proj"].heads == "query"
+    model = llama()
+    model.model.layers[0].mlp.up_proj = type("Quantised", (nn.Linear,), {})(96, 192, bias=False, device="meta")
+    assert find_roles(model)["model.layers.0.mlp"].kind == "whole"
 
 
-def test_a_module_that_no_rule_covers_is_refused_by_name():
+def test_styles_come_from_the_plan_of_the_model_then_from_the_table():
+    neox = find_roles(on_meta(AutoConfig.for_model("gpt_neox", num_hidden_layers=1)))
+    assert neox["gpt_neox.layers.0.attention.query_key_value"] == Role("up", "query_key_value")
+    phi3 = find_roles(on_meta(AutoConfig.for_model("glm", num_hidden_layers=1)))
+    assert phi3["model.layers.0.mlp.gate_up_proj"] == Role("up", parts=2)
+    gpt2 = find_roles(on_meta(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64)))
+    assert gpt2["transformer.h.0.attn.c_attn"] == Role("up", "query_key_value", 3)
+    opt = find_roles(on_meta(OPTConfig(num_hidden_layers=1, hidden_size=32, ffn_dim=32, num_attention_heads=2)))
+    assert opt["model.decoder.layers.0.fc1"] == Role("up", alone=True)
+    assert opt["model.decoder.embed_positions"].kind == "embedding"
+
+
+def test_layers_and_what_is_around_them_can_be_whole():
+    model = llama()
+    roles = find_roles(model, [""])
+    assert roles["model.layers.0"].kind == "whole"
+    assert {role.kind for name, role in roles.items() if name.startswith("model.layers.0.")} == {"inside"}
+    late = find_roles(model, splits_late=True)
+    assert late["model.norm"] == Role("whole", late=True)
+    assert late["model.embed_tokens"] == Role("embedding", late=True)
+    assert split_blocks(model) == ["self_attn", "mlp"]
+
+
+def test_what_a_model_has_beyond_its_architecture_is_rejected_by_name():
     model = llama()
     model.model.layers[0].mlp.adapter = nn.Linear(4, 4, device="meta")
     with pytest.raises(
-        UnsupportedModelError, match=r"'model\.layers\.0\.mlp\.adapter' \(Linear, parameters: weight, bias\)"
+        UnsupportedModelError, match=r"'model\.layers\.0\.mlp\.adapter' is a Linear \(parameters: weight, bias\), which"
     ):
-        find_roles(model)
-    gpt2 = on_meta(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, add_cross_attention=True))
-    with pytest.raises(UnsupportedModelError, match="crossattention"):
-        find_roles(gpt2)
+        certified_plan(model, MeshShape())
 
 
-def test_a_known_module_of_another_class_is_refused():
-    class Quantised(nn.Linear):
-        pass
-
-    model = llama()
-    model.model.layers[0].mlp.up_proj = Quantised(96, 192, bias=False, device="meta")
-    with pytest.raises(UnsupportedModelError, match="up_proj' is a Quantised"):
-        find_roles(model)
+def test_tables_with_options_of_their_own_are_rejected():
     model = llama()
     model.set_input_embeddings(nn.Embedding(131, 96, max_norm=1.0, device="meta"))
     with pytest.raises(UnsupportedModelError, match="max_norm"):
@@ -147,14 +170,16 @@ def test_auto_says_so_where_nothing_fits():
 
 
 def test_the_formula_of_a_norm_is_found_out_by_running_it():
-    assert rms_norm_settings(LlamaRMSNorm(16, eps=1e-5)) == (1e-5, 0.0)
-    assert rms_norm_settings(GemmaRMSNorm(16, eps=1e-6)) == (1e-6, 1.0)
+    assert norm_formula(LlamaRMSNorm(16, eps=1e-5)) == NormFormula("rms", 1e-5)
+    assert norm_formula(GemmaRMSNorm(16, eps=1e-6)) == NormFormula("rms", 1e-6, 1.0)
 
     class SquaredRMSNorm(LlamaRMSNorm):
         def forward(self, x):
             return super().forward(x) ** 2
 
-    with pytest.raises(UnsupportedModelError, match="SquaredRMSNorm doesn't compute"):
-        rms_norm_settings(SquaredRMSNorm(16))
-    with pytest.raises(UnsupportedModelError, match="has none of the attributes"):
-        rms_norm_settings(nn.RMSNorm(16))
+    assert norm_formula(SquaredRMSNorm(16)) is None
+    assert norm_formula(nn.RMSNorm(16, eps=1e-3)) == NormFormula("rms", 1e-3)
+    assert norm_formula(nn.LayerNorm(16, eps=1e-12)) == NormFormula("layer", 1e-12)
+    assert norm_formula(nn.LayerNorm(16, elementwise_affine=False)) == NormFormula("layer", 1e-5)
+    assert norm_formula(OlmoLayerNorm(16)) == NormFormula("layer", 1e-5)
+    assert norm_formula(Gemma3nRMSNorm(16, eps=1e-4, with_scale=False)) == NormFormula("rms", 1e-4)

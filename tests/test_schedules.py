@@ -1,6 +1,7 @@
 """Schedules as data: valid, free of deadlock, as quick and as small as the theory says, and refused where wrong."""
 
 import queue
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from functools import cache
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 from cuboid.errors import ConfigError, CuboidError
 from cuboid.seq1f1b.schedule.actions import Action, Op
 from cuboid.seq1f1b.schedule.dependencies import channel, counterpart, dependencies, fulfils, incoming, outgoing
-from cuboid.seq1f1b.schedule.lowering import insert_messages, lower
+from cuboid.seq1f1b.schedule.lowering import insert_messages, insert_messages_once_sent, lower
 from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape, only_forward
 from cuboid.seq1f1b.schedule.simulator import Span, Timeline, peak_bytes, simulate
-from cuboid.seq1f1b.schedule.validation import DeadlockError, ScheduleError, validate, validate_programs
+from cuboid.seq1f1b.schedule.validation import DeadlockError, ScheduleError, validate, validate_programs, walk
+from proofs.former import former_programs
 
 shapes = st.builds(PipelineShape, st.integers(1, 16), st.integers(1, 32), st.integers(1, 16))
 small_shapes = st.builds(PipelineShape, st.integers(2, 5), st.integers(1, 4), st.integers(1, 4)).filter(
@@ -74,25 +76,39 @@ def list_schedule(placement, shape, split, priorities):
     return tuple(map(tuple, ranks))
 
 
-def run_threads(programs, shape):
-    """Every rank a thread, with blocking sends: the results pass through all stages and come to the end."""
+def run_threads(programs, shape, timeout_s=5.0):
+    """Every rank a thread: the results pass through all stages and come to the end.
+
+    Each action begins as one does that synchronises a CUDA device whose sends and receives are kernels: it waits until
+    all messages that its rank has posted have been sent, and all that it has sent have been posted.
+    """
     messages = [action for program in programs for action in program if not action.op.computes]
     posted = {channel(action): queue.Queue() for action in messages}
-    here = {}
+    happened = {action: threading.Event() for action in messages}
+    here, stuck = {}, threading.Event()
 
     def run(program):
-        receives, results, got = {}, {}, {}
+        under_way, receives, results, got = [], {}, {}, {}
         for action in program:
+            for message in under_way:
+                if stuck.is_set() or not happened[counterpart(message)].wait(timeout_s):
+                    stuck.set()
+                    raise DeadlockError(f"{action} waits for {counterpart(message)}")
+            under_way = []
             if action.op in RECEIVES:
                 receives[action] = queue.Queue(1)
                 posted[channel(action)].put(receives[action])
+                happened[action].set()
+                under_way.append(action)
             elif action.op in SENDS:
-                buffer = posted[channel(action)].get(timeout=5)
+                happened[action].set()
+                buffer = posted[channel(action)].get(timeout=timeout_s)
                 buffer.put((action, results.pop(dependencies(action, shape)[0])))
+                under_way.append(action)
             else:
                 receive, path = incoming(action, shape), ()
                 if receive in receives:
-                    sent, path = receives.pop(receive).get(timeout=5)
+                    sent, path = receives.pop(receive).get(timeout=timeout_s)
                     assert sent == counterpart(receive)
                 elif receive is not None:
                     path = here.pop(counterpart(receive))
@@ -197,17 +213,48 @@ def test_equal_units_have_the_published_bubble_and_units_in_flight_everywhere(na
 
 @settings(max_examples=12)
 @given(whole, shapes.filter(lambda shape: shape.units < 40))
-def test_the_look_ahead_of_one_receive_is_enough(name, shape):
+def test_the_schedules_receive_most_messages_one_computation_ahead(name, shape):
     schedule = SCHEDULES[name](shape)
-    validate_programs(insert_messages(schedule, shape, 1), shape)
-    assert lower(schedule, shape) == insert_messages(schedule, shape, 1)
-    assert lower(schedule, shape, ahead=0) in (insert_messages(schedule, shape, ahead) for ahead in (0, 1))
+    programs = lower(schedule, shape)
+    assert programs == insert_messages(schedule, shape)
+    for program in programs:
+        order = {action: number for number, action in enumerate(program)}
+        computations = [action for action in program if action.op.computes]
+        for before, action in pairwise(computations):
+            receive = incoming(action, shape)
+            if receive is not None:
+                early = action.op is Op.FORWARD or before.op is not Op.FORWARD
+                assert (order[receive] < order[before]) == early
+                assert order[receive] < order[action]
 
 
-def test_no_look_ahead_deadlocks():
-    shape = PipelineShape(3, 4, 2)
-    with pytest.raises(DeadlockError, match=r"rank 0 waits at SA0.* for RA1.*; rank 1 waits at .*; rank 2 waits at"):
-        validate_programs(insert_messages(SCHEDULES["seq1f1b"](shape), shape, 0), shape)
+@settings(max_examples=30)
+@given(whole, small_shapes)
+def test_other_receives_one_computation_ahead_would_deadlock_or_gain_nothing(name, shape):
+    """A gradient that is offered a buffer before the forward in front of its use keeps that forward waiting."""
+    programs = list(lower(SCHEDULES[name](shape), shape))
+    for rank, program in enumerate(programs):
+        forwards = [i for i, (a, b) in enumerate(pairwise(program)) if a.op in SENDS and b.op is Op.RECEIVE_GRADIENT]
+        if not forwards:
+            continue
+        sent = forwards[0]
+        early = [*program[: sent - 1], program[sent + 1], *program[sent - 1 : sent + 1], *program[sent + 2 :]]
+        with pytest.raises(DeadlockError, match=f"rank {rank} waits at {program[sent - 1]} for "):
+            validate_programs(replaced(tuple(programs), rank, early), shape)
+        return
+
+
+def test_a_gradient_that_is_received_from_the_start_of_the_program_deadlocks_a_device_that_is_synchronised():
+    """As programs were until November 2026: an activation and a gradient posted at the start, and always one ahead."""
+    shape = PipelineShape(2, 1, 2)
+    first = actions("RG0.0.1 F0.0.0 SA0.0.0 F0.0.1 SA0.0.1 RG0.0.0 B0.0.1 B0.0.0")
+    last = actions("RA1.0.0 RA1.0.1 F1.0.0 F1.0.1 B1.0.1 SG1.0.1 B1.0.0 SG1.0.0")
+    stalls = r"rank 0 waits at F0\.0\.0 for SG1\.0\.1; rank 1 waits at RA1\.0\.1 for SA0\.0\.0"
+    with pytest.raises(DeadlockError, match=stalls):
+        validate_programs((first, last), shape)
+    with pytest.raises((DeadlockError, queue.Empty)):
+        run_threads((first, last), shape, timeout_s=0.2)
+    run_threads(lower(SCHEDULES["seq1f1b"](shape), shape), shape)
 
 
 @given(whole, small_shapes)
@@ -226,26 +273,67 @@ def test_evaluation_runs_forward_only(name, shape):
 # Messages
 
 
-def test_a_program_posts_the_next_receive_before_it_uses_the_last_and_sends_at_once():
+def test_a_program_receives_behind_a_computation_and_sends_at_once():
     shape = PipelineShape(2, 1, 2)
     first, last = lower(SCHEDULES["seq1f1b"](shape), shape)
-    assert first == actions("RG0.0.1 F0.0.0 SA0.0.0 F0.0.1 SA0.0.1 RG0.0.0 B0.0.1 B0.0.0")
+    assert first == actions("F0.0.0 SA0.0.0 F0.0.1 SA0.0.1 RG0.0.1 RG0.0.0 B0.0.1 B0.0.0")
     assert last == actions("RA1.0.0 RA1.0.1 F1.0.0 F1.0.1 B1.0.1 SG1.0.1 B1.0.0 SG1.0.0")
+    steady = lower(SCHEDULES["1f1b"](PipelineShape(3, 3, 1)), PipelineShape(3, 3, 1))[1]
+    assert steady == actions(
+        "RA1.0.0 RA1.1.0 F1.0.0 SA1.0.0 F1.1.0 SA1.1.0 RG1.0.0 RA1.2.0 B1.0.0 SG1.0.0 "
+        "F1.2.0 SA1.2.0 RG1.1.0 RG1.2.0 B1.1.0 SG1.1.0 B1.2.0 SG1.2.0"
+    )
 
 
-def test_more_receives_are_posted_where_one_ahead_is_too_few():
+def test_where_one_computation_ahead_deadlocks_receives_follow_the_sends():
     shape = PipelineShape(2, 4, 1)
     schedule = (SCHEDULES["gpipe"](shape)[0], SCHEDULES["1f1b"](shape)[1])
-    with pytest.raises(
-        DeadlockError, match=r"rank 0 waits at SA0.3.0 for RA1.3.0; rank 1 waits at SG1.1.0 for RG0.1.0"
-    ):
-        validate_programs(insert_messages(schedule, shape, 1), shape)
-    assert lower(schedule, shape) == insert_messages(schedule, shape, 2)
+    with pytest.raises(DeadlockError, match=r"rank 0 waits at F0\.3\.0 for RA1\.2\.0; rank 1 waits at"):
+        validate_programs(insert_messages(schedule, shape), shape)
+    programs = lower(schedule, shape)
+    assert programs == insert_messages_once_sent(schedule, shape)
+    run_threads(programs, shape)
+
+
+def makespan(programs, shape, duration, transfer):
+    """Of programs whose messages begin to travel when they are sent and posted."""
+    clocks, when = [0.0] * len(programs), {}
+
+    def needs(action):
+        own = [incoming(action, shape)] if action.op.computes else [] if action.op in RECEIVES else [action]
+        ends = [receive for receive in own if receive in messages and action.op.computes]
+        return [*ends, *map(counterpart, ends), *(d for d in dependencies(action, shape) if d.stage == action.stage)]
+
+    messages = {action for program in programs for action in program if not action.op.computes}
+    for rank, action in walk(programs, needs):
+        receive = incoming(action, shape) if action.op.computes else None
+        if receive in when:
+            clocks[rank] = max(clocks[rank], max(when[receive], when[counterpart(receive)]) + transfer)
+        clocks[rank] += duration(action) if action.op.computes else 0
+        when[action] = clocks[rank]
+    return max(clocks)
+
+
+@pytest.mark.parametrize(("slow_stage", "most"), [(None, 0.002), (0, 0.011), (3, 0.001)])
+def test_receives_that_are_posted_later_than_they_could_be_cost_little(slow_stage, most):
+    shape = PipelineShape(4, 4, 4)
+
+    def duration(action):
+        return (1 if action.op is Op.FORWARD else 2) * (1.3 if action.stage == slow_stage else 1)
+
+    before = makespan(former_programs(SCHEDULES["seq1f1b"](shape), shape), shape, duration, 0.1)
+    now = makespan(lower(SCHEDULES["seq1f1b"](shape), shape), shape, duration, 0.1)
+    assert 0 <= now / before - 1 < most * 1.1
+
+
+@given(whole, small_shapes)
+def test_receives_that_follow_the_sends_are_never_blocked(name, shape):
+    validate_programs(insert_messages_once_sent(SCHEDULES[name](shape), shape), shape)
 
 
 @settings(max_examples=10)
 @given(whole, small_shapes)
-def test_threads_with_blocking_sends_come_to_the_end(name, shape):
+def test_threads_that_synchronise_their_device_at_every_action_come_to_the_end(name, shape):
     run_threads(lower(SCHEDULES[name](shape), shape), shape)
 
 
@@ -290,8 +378,8 @@ def test_a_v_placement_by_hand():
     assert timeline.bubbles == (1 - 8 / 12, 1 - 8 / 12)
     assert timeline.peak_bytes == (22, 22)
     assert lower(schedule, shape)[1] == actions(
-        "RA1.0.0 RG2.0.1 RA1.0.1 F1.0.0 F2.0.0 SA2.0.0 F1.0.1 F2.0.1 SA2.0.1 "
-        "RG2.0.0 B2.0.1 B1.0.1 SG1.0.1 B2.0.0 B1.0.0 SG1.0.0"
+        "RA1.0.0 RA1.0.1 F1.0.0 F2.0.0 SA2.0.0 F1.0.1 F2.0.1 SA2.0.1 "
+        "RG2.0.1 RG2.0.0 B2.0.1 B1.0.1 SG1.0.1 B2.0.0 B1.0.0 SG1.0.0"
     )
 
 
@@ -307,7 +395,7 @@ def test_a_split_backward_by_hand():
     # A unit's activations are kept for its W.
     assert timeline.peak_bytes == (2, 2)
     assert lower(schedule, shape)[1] == actions(
-        "RA1.0.0 RA1.1.0 F1.0.0 I1.0.0 SG1.0.0 F1.1.0 W1.0.0 I1.1.0 SG1.1.0 W1.1.0"
+        "RA1.0.0 F1.0.0 RA1.1.0 I1.0.0 SG1.0.0 F1.1.0 W1.0.0 I1.1.0 SG1.1.0 W1.1.0"
     )
     mixed = replaced(schedule, 0, actions("F0.0.0 F0.1.0 I0.0.0 W0.0.0 B0.1.0"))
     validate(mixed, shape)

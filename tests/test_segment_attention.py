@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.attention.interface import check_attention_ran
 from cuboid.models.attention.segments import (
     Unit,
     UnitSlot,
@@ -139,6 +138,36 @@ def test_math_is_what_flash_is(causal, monkeypatch):
         results.append((out, lse, *kernel.backward(grad, query, key, value, out, lse, **options)))
     for ours, theirs in zip(*results, strict=True):
         assert (ours - theirs).abs().max() < 1e-12
+
+
+class Grouped(CpuFlash):
+    """Takes fewer heads of keys than of queries, as CUDA's flash kernel does."""
+
+    knows_groups = True
+
+    def forward(self, query, key, value, **options):
+        group = query.shape[1] // key.shape[1]
+        assert group > 1, "keys were expanded"
+        return super().forward(query, *(x.repeat_interleave(group, dim=1) for x in (key, value)), **options)
+
+    def backward(self, grad, query, key, value, out, lse, **options):
+        group = query.shape[1] // key.shape[1]
+        expanded = (x.repeat_interleave(group, dim=1) for x in (key, value))
+        dq, *gradients = super().backward(grad, query, *expanded, out, lse, **options)
+        return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in gradients)
+
+
+def test_kernels_that_know_groups_are_given_them(monkeypatch):
+    inputs, grad = random_heads(12, 8, 2, 8, 8, 2)
+    monkeypatch.setattr("cuboid.seq1f1b.attention.chunked_attention.choose_kernel", lambda *_: Grouped())
+    result = in_segments(inputs, grad, [5, 4, 3], KVCache(12, KVCachePool()))
+    assert largest_error(result, whole(inputs, grad)) < 1e-12
+
+
+def test_a_device_without_a_fused_kernel_is_warned_of():
+    query = torch.empty(1, 4, 6, 512, dtype=torch.float64, device="meta")
+    with pytest.warns(UserWarning, match="float64 with a head dim of 512 has no fused kernel on meta"):
+        assert isinstance(choose_kernel(query, query[:, :2], query[:, :2]), ChunkedMath)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -354,7 +383,7 @@ class Segmented:
             with self.slot.running(unit):
                 loss.backward()
         assert store.held_bytes == 0
-        check_attention_ran(self.layers)
+        assert all(record_of(layer).calls for layer in self.layers.values())
         return sum(loss.item() for loss in losses), gradients_of(self.model)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cuboid import CheckpointError, ConfigError, CuboidError
 from cuboid.cli import app
+from cuboid.distributed.startup import bound_device
+from cuboid.train import process
 from cuboid.train.data import tokens as tokens_module
 from cuboid.train.data.batches import IGNORED, Blocks, Share, Shuffle, heldout_batches, heldout_blocks
 from cuboid.train.data.corpus import Corpus, python_sources, read_corpus, split_files
@@ -394,6 +397,48 @@ def test_a_port_in_use_is_named(monkeypatch):
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
         with pytest.raises(CuboidError, match=r"can't meet at 127\.0\.0\.1:\d+ .*--master_port"):
             World(rank=0, size=2, local_rank=0).connect()
+
+
+class _Accelerator:
+    """One of CUDA's, as far as it is asked before there is a process group."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def device_name(self):
+        return self.kind
+
+    def current_device_name(self):
+        return self.kind if self.kind == "cpu" else f"{self.kind}:1"
+
+    def communication_backend_name(self):
+        return "gloo" if self.kind == "cpu" else "nccl"
+
+    def set_device(self, index):
+        assert index == 1
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("cuda", torch.device("cuda", 1)), ("cpu", None)])
+def test_the_process_group_is_bound_to_the_ranks_device_as_deepspeed_binds_it(monkeypatch, kind, bound):
+    made = {}
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr(process, "get_accelerator", lambda: _Accelerator(kind))
+    monkeypatch.setattr(process, "await_all_ranks", lambda _: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: made.update(options, backend=backend))
+    assert World(rank=3, size=4, local_rank=1).connect() == (bound or torch.device("cpu"))
+    assert (made["device_id"], made["backend"]) == (bound, "nccl" if bound else "gloo")
+    assert bound_device(torch.device("cuda", 0), 1) is None
+
+
+def test_cuda_is_told_to_load_kernels_at_once_and_to_let_segments_grow_unless_the_user_has_said():
+    environment = {}
+    process.set_cuda_defaults(environment)
+    assert environment == {"CUDA_MODULE_LOADING": "EAGER", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    chosen = {"CUDA_MODULE_LOADING": "LAZY", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    environment = dict(chosen)
+    process.set_cuda_defaults(environment)
+    assert environment == chosen
 
 
 def test_the_report_round_trips_and_its_curve_is_a_picture(tmp_path):

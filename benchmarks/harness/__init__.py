@@ -1,1 +1,1 @@
-"""What all cases share: quiet times, rounds, records, tables, pictures, and the options of the command line."""
+"""What all cases share: quiet times, rounds, records, tables, and the options of the command line."""

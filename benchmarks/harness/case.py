@@ -6,53 +6,33 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import torch
-from network.interrupts import signals_as_exceptions
 
 from cuboid.errors import CuboidError
 from cuboid.library_warnings import quiet
 from harness import freshness
-from harness.tables import Row, Table, versions
+from harness.tables import Row, Table
 from harness.watch import QUIET
-
-T = TypeVar("T")
 
 
 class Case:
-    """One benchmark; a script makes one and calls :meth:`main`.
+    """One benchmark; a script makes one and calls :meth:`main`."""
 
-    Attributes:
-        name: of the script and of the files that it writes.
-        sources: globs of the code whose behaviour it measures; see :mod:`harness.freshness`.
-        packages: whose versions are in the record.
-        page, part: of docs/, where the numbers are.
-        picture: its description there; None where the page has it elsewhere.
-        repeats, limit_s: rounds, and time to wait for quiet, where the command line doesn't say.
-        networks: what ranks may communicate over.
-        rate_mbit: of each rank's link on the shaped network; None where the case finds it by itself.
-        unit: what the rounds consist of.
-        selects: whether ``--only`` chooses among contestants, as :func:`chosen` does; others have an option for meshes.
-    """
-
-    name: str
-    sources: Sequence[str]
-    packages: Sequence[str] = ("torch", "transformers", "deepspeed")
-    page = "performance.md"
-    part: str = ""
-    picture: str | None = None
-    repeats = 10
-    limit_s = 1800.0
-    networks: Sequence[str] = ("loopback",)
-    rate_mbit: float | None = None
-    unit = "steps"
-    selects = True
+    name: str  # of the script and of the files that it writes
+    sources: Sequence[str]  # globs of the code whose behaviour it measures; see :mod:`harness.freshness`
+    packages: Sequence[str] = ("torch", "transformers", "deepspeed")  # whose versions are in the record
+    repeats, limit_s = 10, 1800.0  # rounds, and time to wait for quiet, where the command line doesn't say
+    networks: Sequence[str] = ("loopback",)  # what ranks may communicate over
+    rate_mbit: float | None = None  # of each rank's link on the shaped network; None where the case finds it by itself
+    unit = "steps"  # what the rounds consist of
 
     # --- measuring ---
 
@@ -63,11 +43,7 @@ class Case:
         """Complete the options, and call ``error`` with a sentence where they contradict one another."""
 
     def measure(self, given: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
-        """Measure all of it into ``result``, and call ``write`` whenever a part is complete.
-
-        Raises:
-            CuboidError: contestants don't compute the same, or something can't be had here.
-        """
+        """Measure all of it into ``result``, and call ``write`` whenever a part is complete."""
         raise NotImplementedError
 
     # --- showing ---
@@ -81,33 +57,11 @@ class Case:
         return self.busy(result)
 
     def tables(self, result: Row) -> list[Table]:
-        """The numbers."""
-        raise NotImplementedError
-
-    def draw(self, result: Row, folder: Path) -> list[Path]:
-        """Draw the pictures that can be drawn, under the names that they have among those of the pages."""
         raise NotImplementedError
 
     def record_name(self, result: Row) -> str:  # noqa: ARG002 -- most cases have one record only
         """Of the record among those that are kept, and of its picture."""
         return self.name
-
-    def parts(self, results: dict[str, Row]) -> dict[str, str]:
-        """The page's parts in Markdown, from all records of this case by name; by default one part, of one record."""
-        texts = [self.markdown(result, self.picture) for result in results.values()]
-        return {self.part: "\n\n".join(texts) or "Not measured yet."}
-
-    def markdown(self, result: Row, picture: str | None = None) -> str:
-        """Facts, remarks, tables that aren't parts of their own, and perhaps a picture whose description is given."""
-        stale = freshness.remark(result)
-        sentences = [*self.facts(result), *([] if stale is None else [stale]), *self.remarks(result)]
-        blocks = ["\n".join(f"* {sentence}" for sentence in sentences)]
-        for table in self.tables(result):
-            if table.part is None:
-                blocks.append(f"{table.title}:\n\n{table.markdown()}" if table.title else table.markdown())
-        if picture is not None:
-            blocks.append(f"![{picture}](figures/{self.record_name(result)}.png)")
-        return "\n\n".join(blocks)
 
     def machine(self, result: Row, cores: str = "{} cores for all ranks") -> str:
         """The machine in a sentence; ``cores`` says who had how many of them."""
@@ -119,9 +73,9 @@ class Case:
         rounds = result["repeats"]
         return f"Command: `{result['command']}`; {rounds} round{'s' if rounds > 1 else ''}."
 
-    def busy(self, result: Row, rows: Sequence[Row] | None = None) -> list[str]:
+    def busy(self, result: Row) -> list[str]:
         """That others used the machine meanwhile, if they did."""
-        rows = result["rows"] if rows is None else rows
+        rows = result["rows"]
         taken = sum(len(row["samples"]) if isinstance(row["samples"], list) else result["repeats"] for row in rows)
         busy = taken - sum(row["undisturbed"] for row in rows)
         return [f"The machine was busy with other work during {busy} of {taken} {self.unit}."] if busy else []
@@ -129,29 +83,26 @@ class Case:
     # --- the script ---
 
     def parse(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-        """Options of the command line."""
         described = sys.modules[type(self).__module__].__doc__ or ""
         parser = argparse.ArgumentParser(description=described.partition("\n\n")[0])
         rounds, out = f"rounds (default {self.repeats})", Path("runs") / "benchmarks" / self.name
         limit = f"seconds to wait for quiet times, or to repeat what was disturbed (default {self.limit_s:g})"
         parser.add_argument("--repeats", "--rounds", type=at_least(1), default=self.repeats, metavar="N", help=rounds)
         parser.add_argument("--limit", type=float, default=self.limit_s, metavar="S", help=limit)
-        if self.selects:
-            parser.add_argument("--only", nargs="+", metavar="WORD", help="contestants with one of these in their name")
         parser.add_argument("--network", choices=self.networks, default="loopback", help="shaped needs root")
-        parser.add_argument(
-            "--quick", action="store_true", help="small sizes and one round, to see that everything works"
-        )
+        quick = "small sizes and one round, to see that everything works; the times say nothing"
+        parser.add_argument("--quick", action="store_true", help=quick)
         parser.add_argument("--out", type=Path, default=out, metavar="DIR", help=f"for the results (default {out})")
         if self.rate_mbit is not None:
-            help_text = f"of each rank's link, either way (default {self.rate_mbit:g})"
-            parser.add_argument("--rate-mbit", type=positive, metavar="R", help=help_text)
+            rate = f"of each rank's link, either way (default {self.rate_mbit:g})"
+            parser.add_argument("--rate-mbit", type=at_least(0.1, float), metavar="R", help=rate)
         self.add_options(parser)
         given = parser.parse_args(arguments)
-        if self.rate_mbit is not None and given.network == "loopback" and given.rate_mbit is not None:
-            parser.error("--rate-mbit needs --network shaped: loopback has no rate that could be set")
-        if self.rate_mbit is not None and given.network == "shaped" and given.rate_mbit is None:
-            given.rate_mbit = self.rate_mbit
+        if self.rate_mbit is not None:
+            if given.network == "loopback" and given.rate_mbit is not None:
+                parser.error("--rate-mbit needs --network shaped: loopback has no rate that could be set")
+            if given.network == "shaped" and given.rate_mbit is None:
+                given.rate_mbit = self.rate_mbit
         if given.quick:
             given.repeats, given.limit = 1, 0.0
         self.check(given, parser.error)
@@ -182,9 +133,12 @@ class Case:
         def write() -> None:
             file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
+        # As Ctrl-C, they end the run by an exception, so that what it has made is removed.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda number, _: sys.exit(128 + number))
         try:
-            with signals_as_exceptions():
-                self.measure(given, result, write)
+            self.measure(given, result, write)
         except CuboidError as error:
             print(f"{self.name}: {error}", file=sys.stderr)
             return 1
@@ -192,20 +146,17 @@ class Case:
         for table in self.tables(result):
             print(f"\n{table.title or table.part or self.name} (medians, quartiles)\n{table.text()}")
         print("\n".join(["", *self.facts(result), *self.remarks(result)]).replace("**", ""))
-        pictures = self.draw(result, given.out)
-        print(f"\n{file}, {', '.join(path.name for path in pictures)}")
+        print(f"\n{file}")
         return 0
 
 
 def machine() -> Row:
-    """What the numbers depend on, but for versions of packages."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "system": platform.platform(),
         "python": platform.python_version(),
-        "load_before": os.getloadavg()[0],
     }
 
 
@@ -220,33 +171,17 @@ def _processor() -> str:
     return f"{name}, family {found['cpu family']} model {found['model']}" if "cpu family" in found else name
 
 
-def chosen(given: argparse.Namespace, entries: Sequence[T], name: Callable[[T], str]) -> list[T]:
-    """Of all contestants those that ``--only`` names.
-
-    Raises:
-        CuboidError: it names none.
-    """
-    words = [word.lower() for word in given.only or [""]]
-    found = [entry for entry in entries if any(word in name(entry).lower() for word in words)]
-    if not found:
-        raise CuboidError(f"--only {' '.join(given.only)}: no contestant; there are {', '.join(map(name, entries))}")
-    return found
+def versions(result: Row) -> str:
+    return ", ".join(f"{name} {number}" for name, number in result["machine"]["versions"].items())
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """A type of options: whole numbers from ``least`` on."""
+def at_least(least: float, kind: type = int) -> Callable[[str], float]:
+    """A type of options: numbers from ``least`` on."""
 
-    def parse(text: str) -> int:
-        if int(text) < least:
+    def parse(text: str) -> float:
+        if kind(text) < least:
             raise argparse.ArgumentTypeError(f"must be {least} or more")
-        return int(text)
+        return kind(text)
 
-    parse.__name__ = "whole number"
+    parse.__name__ = "number"
     return parse
-
-
-def positive(text: str) -> float:
-    """A type of options: numbers above 0."""
-    if not float(text) > 0:
-        raise argparse.ArgumentTypeError("must be more than 0")
-    return float(text)

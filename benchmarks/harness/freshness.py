@@ -34,7 +34,7 @@ LOADING = (f"{_CUBOID}/weights/**/*.py",)
 
 
 def stamp(sources: Sequence[str], root: Path = ROOT) -> dict[str, Any]:
-    """What a record keeps: ``sources``, their ``fingerprint`` now, the ``commit`` if there is one, and the ``date``."""
+    """What a record keeps of its sources: globs, their fingerprint now, the commit if there is one, and the date."""
     return {
         "sources": list(sources),
         "fingerprint": fingerprint(sources, root),
@@ -44,10 +44,7 @@ def stamp(sources: Sequence[str], root: Path = ROOT) -> dict[str, Any]:
 
 
 def remark(result: dict[str, Any], root: Path = ROOT) -> str | None:
-    """In a sentence, that the code has changed since a result was measured; None where it hasn't.
-
-    The sentence is the same for every later change, so that pages don't have to be made again after each of them.
-    """
+    """That the code has changed since a result was measured, in a sentence that later changes don't change; or None."""
     measures = result["measures"]
     if measures["fingerprint"] == fingerprint(measures["sources"], root):
         return None

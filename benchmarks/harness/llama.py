@@ -18,14 +18,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Llama:
-    """A model and the global batch for it, which are the same for all contestants.
-
-    Args:
-        batch, length: B rows of S tokens.
-        hidden, intermediate, heads, layers, vocabulary: of the model.
-        key_value_heads: as many as heads if None.
-        dtype: what it computes in; ``"bfloat16"`` is mixed precision, as each framework has it.
-    """
+    """A model, and the global batch for it of B rows of S tokens, which are the same for all contestants."""
 
     batch: int = 8
     length: int = 512
@@ -34,11 +27,10 @@ class Llama:
     heads: int = 8
     layers: int = 4
     vocabulary: int = 4096
-    key_value_heads: int | None = None
-    dtype: str = "float32"
+    key_value_heads: int | None = None  # as many as heads if None
+    dtype: str = "float32"  # what it computes in; ``"bfloat16"`` is mixed precision, as each framework has it
 
     def config(self, **more: Any) -> LlamaConfig:
-        """Hugging Face's."""
         return LlamaConfig(
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
@@ -70,22 +62,26 @@ class Llama:
         return {"mode": "3d_tensor", "mesh": axes, **more}
 
     def sharding(self, mesh: str, ranks: int, **more: Any) -> CuboidConfig:
-        """What that section means for the whole batch.
-
-        Raises:
-            CuboidError: it isn't a mesh.
-        """
         section = self.section(mesh, ranks, **more)
         return parse_config({"tensor_parallel": section, "train_micro_batch_size_per_gpu": self.batch})
 
     def shape(self, mesh: str, ranks: int, model: LlamaForCausalLM, **more: Any) -> MeshShape:
-        """The mesh that is meant.
-
-        Raises:
-            CuboidError: it isn't one, or can't cut the model.
-        """
+        """The mesh that is meant."""
         return choose_mesh(model, self.sharding(mesh, ranks, **more))
 
     def numbers(self) -> dict[str, Any]:
-        """For the record."""
         return asdict(self)
+
+
+def described(sizes: dict[str, Any]) -> str:
+    """A record's workload in words, without its batch."""
+    heads = f"{sizes['heads']} heads"
+    if sizes.get("key_value_heads"):
+        heads = f"{sizes['heads']} query and {sizes['key_value_heads']} key/value heads"
+    layers = f"{sizes['layers']} layer{'s' if sizes['layers'] > 1 else ''}"
+    widths = f"hidden {sizes['hidden']}, MLP {sizes['intermediate']}, {heads}"
+    return f"a Llama of {layers}, {widths}" + (f", vocabulary {sizes['vocabulary']}" if "vocabulary" in sizes else "")
+
+
+def batch(sizes: dict[str, Any]) -> str:
+    return f"{sizes['batch']} rows of {sizes['length']} tokens, {sizes['dtype']}"

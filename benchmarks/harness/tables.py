@@ -9,71 +9,47 @@ from typing import Any, TypeVar
 Row = dict[str, Any]
 T = TypeVar("T")
 
-MIB, MB = 2**20, 1e6
+GIB, MIB, MB = 2**30, 2**20, 1e6
 DASH = "–"
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column.
+    """One column."""
 
-    Args:
-        title: over it.
-        cell: of a row, in Markdown.
-        align: ``"r"`` for numbers, ``"l"`` for names.
-    """
-
-    title: str
-    cell: Callable[[Row], str]
-    align: str = "r"
+    title: str  # over it
+    cell: Callable[[Row], str]  # of a row, in Markdown
+    align: str = "r"  # ``"r"`` for numbers, ``"l"`` for names
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows as they are shown.
+    """Rows as they are shown."""
 
-    Args:
-        columns: from the left.
-        rows: from the top.
-        title: above it; on pages with a colon behind it.
-        part: name of the page's part that it is alone in, if it is.
-    """
-
-    columns: Sequence[Column]
-    rows: Sequence[Row]
-    title: str = ""
-    part: str | None = None
+    columns: Sequence[Column]  # from the left
+    rows: Sequence[Row]  # from the top
+    title: str = ""  # above it; on pages with a colon behind it
+    part: str | None = None  # name of the page's part that it is alone in, if it is
 
     def cells(self) -> list[list[str]]:
-        """The titles and all rows."""
-        return [
-            [column.title for column in self.columns],
-            *([column.cell(row) for column in self.columns] for row in self.rows),
-        ]
+        titles = [column.title for column in self.columns]
+        return [titles, *([column.cell(row) for column in self.columns] for row in self.rows)]
 
     def markdown(self) -> str:
-        """For a page."""
         return markdown(self.cells(), "".join(column.align for column in self.columns))
 
     def text(self) -> str:
-        """For the console."""
         return text([[cell.replace("**", "").replace("`", "") for cell in line] for line in self.cells()])
 
 
 def markdown(cells: Sequence[Sequence[str]], align: str) -> str:
-    """A Markdown table.
-
-    Args:
-        cells: line by line, of which the first is the header.
-        align: one of ``l`` and ``r`` for each column.
-    """
+    """A Markdown table, whose first line is the header, with one of ``l`` and ``r`` for each column."""
     lines = [[cell.replace("|", "\\|") for cell in line] for line in cells]
     lines.insert(1, [{"l": "---", "r": "---:"}[side] for side in align])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def text(cells: Sequence[Sequence[str]]) -> str:
-    """Columns under one another."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
     return "\n".join(line.rstrip() for line in lines)
@@ -98,9 +74,8 @@ def known(value: float | None, form: str, *, none: str = DASH, unit: float = 1.0
     return none if value is None else f"{value / unit:{form}}"
 
 
-def versions(result: Row) -> str:
-    """Of the packages that were measured with."""
-    return ", ".join(f"{name} {number}" for name, number in result["machine"]["versions"].items())
+def error(row: Row) -> str:
+    return f"{row['error']:.0e}"
 
 
 def in_order(values: Sequence[T]) -> list[T]:

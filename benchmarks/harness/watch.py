@@ -1,4 +1,7 @@
-"""Time that is worth measuring: nobody else computes on the cores that the ranks have."""
+"""Time that is worth measuring: nobody else computes on the cores that the ranks have.
+
+Only psutil is needed here, so that ranks in an environment without Cuboid can be pinned too.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,7 @@ def pin(rank: int) -> int | None:
 
 
 class Watch:
-    """Tells how much other processes compute, seen from the process that has the ranks.
-
-    Args:
-        limit_s: how long in all to wait for quiet times, or to repeat what was disturbed.
-        core: the only core that counts; by default all of the machine do.
-    """
+    """Tells how much other processes compute; waits for quiet times, or has steps repeated, up to a limit in all."""
 
     def __init__(self, limit_s: float, core: int | None = None) -> None:
         self._core = core
@@ -39,15 +37,10 @@ class Watch:
         self.start()
 
     def start(self) -> None:
-        """Count from now on."""
         self._begin = self._now()
 
     def share(self, ranks_s: float = 0.0) -> float:
-        """The part of the cores that others took since :meth:`start`, from 0 to 1.
-
-        Args:
-            ranks_s: processor time of all ranks in processes of their own since then.
-        """
+        """The part of the cores, from 0 to 1, that neither this process nor its ranks took since :meth:`start`."""
         wall_s, busy_s, own_s = (now - then for now, then in zip(self._now(), self._begin, strict=True))
         return max(0.0, (busy_s - own_s - ranks_s) / (wall_s * self._cores))
 
@@ -60,7 +53,6 @@ class Watch:
                 return
 
     def is_over(self) -> bool:
-        """Whether the time for waiting is."""
         return time.monotonic() > self._deadline_s
 
     def _now(self) -> tuple[float, float, float]:

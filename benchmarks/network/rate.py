@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from harness.rounds import Record, Sample, run_rounds
+from harness.tables import Row
 from harness.watch import Watch
 
-from network.names import burst_bytes
-from network.networks import Network, NetworkError
+from network.networks import Loopback, NetworkError, burst_bytes
 from network.ranks import Ranks
 from network.serving import LEAD_S, Contestant, Host, Step, sleep_until
 
@@ -31,66 +32,30 @@ _TIMEOUT_S = 120.0
 _FLOOR_STEPS = 3
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """What one rank saw of sending and receiving.
-
-    Args:
-        duration_s: since the start that all ranks were told.
-        message_bytes: sent, and as many received.
-        interface_bytes: sent by the interface meanwhile; None where it isn't the rank's own.
-    """
-
-    duration_s: float
-    message_bytes: int
-    interface_bytes: int | None
-
-    @property
-    def rate_mbit(self) -> float:
-        """Megabits a second, each way."""
-        return self.message_bytes * 8 / 1e6 / self.duration_s
-
-
 class Link(Host):
     """What a rank of :func:`network.ranks.forked_ranks` keeps: its end of the network, and contestants."""
 
-    def __init__(self, network: Network, build: Callable[[Any], Contestant] | None = None) -> None:
-        super().__init__(build or _nobody, network.sent_bytes)
-        self.network = network
+    def __init__(self, network: Loopback, build: Callable[[Any], Contestant]) -> None:
+        super().__init__(build, network.sent_bytes)
+        self.set_rate = network.set_rate
 
-    def exchange(self, message_bytes: int, start_s: float) -> Exchange:
-        """Send to the next rank and receive from the one before, beginning at a time that all ranks are told."""
+    def exchange(self, message_bytes: int, start_s: float) -> float:
+        """Send to the next rank and receive from the one before, from a common start; the rate each way in Mbit/s."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         sent, received = (torch.zeros(message_bytes, dtype=torch.uint8) for _ in range(2))
-        before = self.network.sent_bytes()
         sleep_until(start_s)
         receiving = dist.irecv(received, (rank - 1) % ranks)
         sending = dist.isend(sent, (rank + 1) % ranks)
-        for work in (receiving, sending):
-            assert work is not None
-            work.wait()
+        receiving.wait()
+        sending.wait()
         duration_s = time.perf_counter() - start_s
-        # What is on its way from here, the next rank has only when it has said so.
+        # Nobody computes while others still send.
         dist.barrier()
-        after = self.network.sent_bytes()
-        return Exchange(duration_s, message_bytes, None if before is None or after is None else after - before)
+        return message_bytes * 8 / 1e6 / duration_s
 
 
-def _nobody(entry: Any) -> Contestant:
-    raise KeyError(f"nobody here knows how to build {entry}")
-
-
-def timed_step(
-    ranks: Ranks, watch: Watch, record: Record, figures: Callable[[Record, Sequence[Step]], dict[str, Any]]
-) -> Sample:
-    """Have all ranks do a step of a contestant.
-
-    Args:
-        ranks: who keep a :class:`network.serving.Host`.
-        watch: tells what others computed meanwhile.
-        record: of the contestant.
-        figures: makes those of the sample from all ranks' steps.
-    """
+def timed_step(ranks: Ranks, watch: Watch, record: Record, figures: Callable[[Record, Sequence[Step]], Row]) -> Sample:
+    """Have all ranks do a step of a record's contestant; ``figures`` makes those of the sample."""
     watch.start()
     steps: list[Step] = ranks.call("step", record.entry, time.perf_counter() + LEAD_S)
     computing_s = sum(step.computing_s for step in steps)
@@ -98,64 +63,50 @@ def timed_step(
     return Sample(max(step.duration_s for step in steps), computing_s, foreign, figures(record, steps))
 
 
-def traffic(record: Record, steps: Sequence[Step]) -> dict[str, Any]:
-    """Bytes that a rank sent in a step, the mean of all ranks: by the contestant's own counter and by the interfaces;
-    the contestants tell ``sent_bytes`` and ``calls``."""
-    record.facts["calls"] = steps[0].figures["calls"]
+def traffic(_: Record, steps: Sequence[Step]) -> Row:
+    """Bytes that a rank sent in a step, the mean of all ranks: by the contestant's own counter, whose ``sent_bytes`` is
+    among its figures, and by the interfaces."""
     carried = [step.interface_bytes for step in steps if step.interface_bytes is not None]
     return {
-        "counted_bytes": sum(step.figures["sent_bytes"] for step in steps) / len(steps),
-        "interface_bytes": sum(carried) / len(steps) if carried else None,
+        "counted_bytes": statistics.fmean(step.figures["sent_bytes"] for step in steps),
+        "interface_bytes": statistics.fmean(carried) if carried else None,
     }
 
 
-def limit_rate(
-    network: Network,
-    ranks: Ranks,
-    records: Sequence[Record],
-    rate_mbit: float | None,
-    repeats: int,
-    watch: Watch,
-    measure: Callable[[Record], Sample],
-) -> float | None:
-    """Measure what the processors take alone, with steps on links without a limit; then set the rate.
-
-    Returns:
-        The rate that was found, in Mbit/s; None where there is to be no limit.
-    """
-    if rate_mbit is None:
-        return None
-    run_rounds(records, min(_FLOOR_STEPS, repeats), watch, measure, floor=True)
-    network.set_rate(rate_mbit)
-    return verify_rate(network, ranks)
+def measure(
+    ranks: Ranks, records: Sequence[Record], given: argparse.Namespace, result: Row, write_rows: Callable[[], None]
+) -> None:
+    """All rounds of a case; where links have a rate, first some on links without a limit, for what processors take."""
+    watch = Watch(given.limit)
+    step = partial(timed_step, ranks, watch, figures=traffic)
+    if given.rate_mbit is not None:
+        run_rounds(records, min(_FLOOR_STEPS, given.repeats), watch, step, floor=True)
+        result["measured_mbit"] = set_rate(ranks, given.rate_mbit)
+    run_rounds(records, given.repeats, watch, step, write_rows)
 
 
-def verify_rate(network: Network, ranks: Ranks) -> float:
-    """The median rank's rate in Mbit/s, sending and receiving at once, found to be what was set.
+def set_rate(ranks: Ranks, rate_mbit: float) -> float:
+    """Limit every link, either way, of ranks who keep a :class:`Link`, and see that it is: the median rank's rate in
+    Mbit/s, sending and receiving at once. Another one than was set is a :class:`NetworkError`."""
+    ranks.call("set_rate", rate_mbit)
+    return verify_rate(ranks, rate_mbit)
 
-    Args:
-        network: whose ``rate_mbit`` is set.
-        ranks: who keep a :class:`Link`.
 
-    Raises:
-        NetworkError: a rank's rate is another one.
-    """
-    wanted = network.rate_mbit
-    assert wanted is not None, "no rate was set"
-    message_bytes = max(_LEAST_BURSTS * burst_bytes(wanted), round(wanted * 1e6 / 8 * _SECONDS))
-    timeout_s = _TIMEOUT_S + 4 * message_bytes * 8 / (wanted * 1e6)
+def verify_rate(ranks: Ranks, rate_mbit: float) -> float:
+    """As :func:`set_rate`, of links whose rate is set."""
+    message_bytes = max(_LEAST_BURSTS * burst_bytes(rate_mbit), round(rate_mbit * 1e6 / 8 * _SECONDS))
+    timeout_s = _TIMEOUT_S + 4 * message_bytes * 8 / (rate_mbit * 1e6)
     # The first exchange connects.
-    ranks.call("exchange", 1, time.perf_counter(), timeout_s=timeout_s)
-    rates = [0.0] * network.ranks
+    rates = ranks.call("exchange", 1, time.perf_counter(), timeout_s=timeout_s)
     for _ in range(_ATTEMPTS):
         seen = ranks.call("exchange", message_bytes, time.perf_counter() + LEAD_S, timeout_s=timeout_s)
-        rates = [max(rate, each.rate_mbit) for rate, each in zip(rates, seen, strict=True)]
-        if min(rates) >= LOWEST * wanted or max(rates) > HIGHEST * wanted:
+        rates = list(map(max, rates, seen))
+        if min(rates) >= LOWEST * rate_mbit or max(rates) > HIGHEST * rate_mbit:
             break
-    odd = [rate for rate in rates if not LOWEST * wanted <= rate <= HIGHEST * wanted]
+    odd = [rate for rate in rates if not LOWEST * rate_mbit <= rate <= HIGHEST * rate_mbit]
     if odd:
         raise NetworkError(
-            f"the links were set to {wanted:g} Mbit/s, but {len(odd)} of {len(rates)} ranks send and receive at "
+            f"the links were set to {rate_mbit:g} Mbit/s, but {len(odd)} of {len(rates)} ranks send and receive at "
             f"{min(odd):.1f} to {max(odd):.1f} Mbit/s; where that is too slow, the machine is too busy: set a lower "
             "rate, or run when nothing else does"
         )

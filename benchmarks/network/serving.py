@@ -9,16 +9,14 @@ import contextlib
 import time
 import traceback
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 #: From the word to the start, enough for the word to reach everyone.
 LEAD_S = 0.3
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     """What a rank answers: a result, or the traceback of what it ran into and when."""
 
     result: Any = None
@@ -46,23 +44,14 @@ def sleep_until(start_s: float) -> None:
     time.sleep(max(0.0, start_s - time.perf_counter()))
 
 
-@dataclass(frozen=True)
-class Step:
-    """One step of one contestant on one rank.
+class Step(NamedTuple):
+    """One step of one contestant on one rank."""
 
-    Args:
-        duration_s: since the start that all ranks were told.
-        computing_s: processor time of all of the rank's threads.
-        thread_s: of the thread that runs the step, which sleeps while it waits for a message.
-        interface_bytes: sent, by the interface; None where it isn't the rank's own.
-        figures: what the contestant tells of the step.
-    """
-
-    duration_s: float
-    computing_s: float
-    thread_s: float
-    interface_bytes: int | None
-    figures: dict[str, Any]
+    duration_s: float  # since the start that all ranks were told
+    computing_s: float  # processor time of all of the rank's threads
+    thread_s: float  # of the thread that runs the step, which sleeps while it waits for a message
+    interface_bytes: int | None  # sent, by the interface; None where it isn't the rank's own
+    figures: dict[str, Any]  # what the contestant tells of the step
 
 
 class Contestant:
@@ -83,17 +72,11 @@ class Contestant:
         return {}
 
     def close(self) -> None:
-        """Free everything."""
         vars(self).clear()
 
 
 class Host:
-    """What a rank keeps: the contestants that were built, by their entries.
-
-    Args:
-        build: makes one for an entry. All ranks call it together.
-        sent_bytes: what the rank's interface has sent; None where it isn't its own.
-    """
+    """What a rank keeps: the contestants that were built, by their entries."""
 
     def __init__(self, build: Callable[[Any], Contestant], sent_bytes: Callable[[], int | None] = lambda: None) -> None:
         self._build, self._sent_bytes = build, sent_bytes
@@ -120,7 +103,6 @@ class Host:
         return Step(duration_s, computing_s, thread_s, carried, contestant.figures())
 
     def discard(self) -> None:
-        """Free all contestants. Collective."""
         for contestant in self.kept.values():
             contestant.close()
         self.kept.clear()

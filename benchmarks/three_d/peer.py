@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from three_d.gpt2 import Case, Place, chunk, everything, take
-from three_d.sides import Side
+from three_d.sides import Block, Place, Side, chunk, everything, take
 
 with warnings.catch_warnings():
     # It decorates its functions with torch.cuda.amp's deprecated names, which warn at import.
@@ -26,32 +25,11 @@ with warnings.catch_warnings():
     from colossalai.legacy.communication import collective
     from colossalai.legacy.context import ParallelMode, add_seed
     from colossalai.legacy.context.random import _helper
-    from colossalai.legacy.context.random.seed_manager import SeedManager
     from colossalai.legacy.core import global_context
     from colossalai.legacy.nn.layer.parallel_3d import LayerNorm3D, Linear3D
 
 _SEED = 1024
 _EPS = 1e-5  # GPT-2's; LayerNorm3D's own is 1e-12
-
-
-class _CpuSeedManager(SeedManager):
-    """The seed manager with the CPU's random state: colossalai 0.5.0's always goes by ``torch.cuda``'s."""
-
-    def set_mode(self, parallel_mode: ParallelMode) -> None:
-        """As its parent's."""
-        if self.current_mode:
-            self._seed_states[self.current_mode] = torch.get_rng_state()
-        self._current_mode: ParallelMode | None = parallel_mode
-        torch.set_rng_state(self._seed_states[parallel_mode])
-
-    def add_seed(self, parallel_mode: ParallelMode, seed: int, overwrite: bool = False) -> None:
-        """As its parent's."""
-        assert overwrite or parallel_mode not in self._seed_states, f"the seed for {parallel_mode} has been added"
-        before = torch.get_rng_state()
-        torch.manual_seed(seed)
-        self._seed_states[parallel_mode] = torch.get_rng_state()
-        self._seeds[parallel_mode] = seed
-        torch.set_rng_state(before)
 
 
 def launch(depth: int) -> None:
@@ -67,7 +45,9 @@ def launch(depth: int) -> None:
     global_context._register_dist(rank, size, dist.GroupMember.WORLD, None, list(range(size)), ParallelMode.GLOBAL)
     global_context.add_global_rank(ParallelMode.GLOBAL, rank)
     global_context.init_parallel_groups()
-    _helper._SEED_MANAGER = _CpuSeedManager()
+    # Its manager of random states always goes by CUDA's; this process has the CPU's alone.
+    torch.cuda.get_rng_state, torch.cuda.set_rng_state = torch.get_rng_state, torch.set_rng_state
+    torch.cuda.manual_seed = torch.manual_seed
     # The seeds and the mode that `ParallelContext.set_seed` sets with CUDA.
     add_seed(ParallelMode.DATA, _SEED)
     add_seed(ParallelMode.TENSOR, _SEED + global_context.get_local_rank(ParallelMode.TENSOR))
@@ -87,7 +67,6 @@ class _Exchange:
         self._work = dist.all_to_all_single(self._pieces.view(-1), whole.view(-1), group=group, async_op=True)
 
     def wait(self) -> None:
-        """Until ``out`` is complete."""
         self._work.wait()
         torch.sum(self._pieces.view(-1, *self._out.shape), 0, out=self._out)
 
@@ -105,11 +84,8 @@ def _reduce_scatter(
 
 @contextlib.contextmanager
 def exchanging() -> Iterator[None]:
-    """Inside, its reduce-scatters are exchanges and sums, as ours are over gloo.
-
-    gloo's own reduce-scatter sends twice the bytes. With NCCL there is no such thing, so this shows how much of a
-    difference in time is due to gloo and to nothing in the layers.
-    """
+    """Inside, its reduce-scatters are exchanges and sums, as ours are over gloo, whose own sends twice the bytes. So
+    this shows how much of a difference in time is due to gloo, and to nothing in the layers."""
     before = collective._reduce_scatter_func
     collective._reduce_scatter_func = _reduce_scatter
     try:
@@ -156,20 +132,14 @@ class _Layer(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-def build_peer(case: Case, *, exchange: bool = False) -> Side:
-    """The case's part with its weights, cut as Colossal-AI cuts. :func:`launch` must have run.
-
-    Args:
-        case: what is computed.
-        exchange: whether its reduce-scatters are exchanges; see :func:`exchanging`.
-    """
-    module: nn.Module = _Layer(case.hidden, case.heads) if case.part == "layer" else _Mlp(case.hidden)
-    whole = dict(case.model().get_submodule(case.path).named_parameters())
-    parameters: dict[str, tuple[nn.Parameter, Place]] = {}
-    gathered: set[tuple[int, ...]] = set()
+def build_peer(block: Block, *, exchange: bool = False) -> Side:
+    """The block with its weights, cut as Colossal-AI cuts, perhaps :func:`exchanging`. :func:`launch` must have run."""
+    module: nn.Module = _Layer(block.hidden, block.heads) if block.part == "layer" else _Mlp(block.hidden)
+    whole = dict(block.model().get_submodule(block.path).named_parameters())
+    parameters, gathered = {}, set()
     for path, layer in module.named_modules():
         if isinstance(layer, LayerNorm3D | Linear3D):
-            for name, place in _places(layer, path, case).items():
+            for name, place in _places(layer, path, block).items():
                 parameters[f"{path}.{name}"] = layer.get_parameter(name), place
         if isinstance(layer, Linear3D):
             gathered.add((layer.in_features // layer.depth, layer.out_features // layer.depth))
@@ -177,27 +147,27 @@ def build_peer(case: Case, *, exchange: bool = False) -> Side:
         for path, (parameter, place) in parameters.items():
             parameter.copy_(take(whole[path], place))
     around = exchanging if exchange else contextlib.nullcontext
-    return Side(case, module, _activation(case), parameters, linear=(Linear3D,), gathered=gathered, around=around)
+    return Side(block, module, _activation(block), parameters, (Linear3D,), gathered, around)
 
 
-def _activation(case: Case) -> Place:
+def _activation(block: Block) -> Place:
     """Rows over the weight group, then the input group; features over the output group."""
     rows = chunk(
-        chunk(case.batch, *place_in(ParallelMode.PARALLEL_3D_WEIGHT)), *place_in(ParallelMode.PARALLEL_3D_INPUT)
+        chunk(block.batch, *place_in(ParallelMode.PARALLEL_3D_WEIGHT)), *place_in(ParallelMode.PARALLEL_3D_INPUT)
     )
-    features = chunk(case.hidden, *place_in(ParallelMode.PARALLEL_3D_OUTPUT))
-    return rows, everything(case.length), features
+    features = chunk(block.hidden, *place_in(ParallelMode.PARALLEL_3D_OUTPUT))
+    return rows, everything(block.length), features
 
 
-def _places(layer: LayerNorm3D | Linear3D, path: str, case: Case) -> dict[str, Place]:
+def _places(layer: LayerNorm3D | Linear3D, path: str, block: Block) -> dict[str, Place]:
     """Where its parameters belong in GPT-2's, whose linear weights are ``[in, out]`` too."""
     if isinstance(layer, LayerNorm3D):
-        features = chunk(case.hidden, *place_in(layer.output_parallel_mode))
+        features = chunk(block.hidden, *place_in(layer.output_parallel_mode))
         return {"weight": (features,), "bias": (features,)}
     rows = chunk(layer.in_features, *place_in(layer.output_parallel_mode))
     order = everything(layer.out_features)
     if path.endswith("c_attn"):
         # GPT-2 has all queries, then all keys, then all values.
-        order = order.view(3, case.heads, -1).transpose(0, 1).flatten()
+        order = order.view(3, block.heads, -1).transpose(0, 1).flatten()
     columns = chunk(order, *place_in(layer.input_parallel_mode))
     return {"weight": (chunk(rows, *place_in(layer.weight_parallel_mode)), columns), "bias": (columns,)}

@@ -1,85 +1,291 @@
-"""One contestant on one rank: a module, what it holds of the whole, and what a forward and backward of it takes.
+"""What is computed: two parts of GPT-2 with one block, the same weights and batch for everyone, and the truth; and a
+contestant on one rank: what it holds of the whole, and what a forward and backward of it sends, holds and saves.
 
-Only torch is needed here, so that an environment without Cuboid can take part.
+A GPT-2 block is what Colossal-AI's 3-D layers can build too: LayerNorms, linear layers with biases, causal attention,
+GELU. Only torch and transformers are needed here, so that an environment without Cuboid can take part.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from network.serving import Contestant
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from three_d.gpt2 import Case, Piece, Place, relative_error, take
-from three_d.instruments import Meter, Saved
+_SEED = 20240607
+#: The vocabulary isn't used; it must be there.
+_VOCABULARY = 128
+#: For each dim of the whole tensor the indices, int64, of what a rank holds: its part is their outer product.
+Place = tuple[torch.Tensor, ...]
+#: A rank's part of a tensor, and where it belongs.
+Piece = tuple[torch.Tensor, Place]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Sizes, and which part of the model runs."""
+
+    part: str  # "mlp" (linear H→4H, GELU, linear 4H→H) or "layer" (the whole block)
+    batch: int = 8
+    length: int = 512
+    hidden: int = 512
+    heads: int = 8
+
+    @property
+    def title(self) -> str:
+        what = {"mlp": "linear, GELU, linear", "layer": "transformer layer"}[self.part]
+        return f"{what}: B={self.batch}, S={self.length}, H={self.hidden}, {self.heads} heads, float32"
+
+    @property
+    def path(self) -> str:
+        return {"mlp": "transformer.h.0.mlp", "layer": "transformer.h.0"}[self.part]
+
+    def model(self) -> GPT2LMHeadModel:
+        """The whole model, with the same weights every time. Biases aren't zero and norms aren't one, or errors would
+        hide."""
+        config = GPT2Config(
+            n_embd=self.hidden,
+            n_head=self.heads,
+            n_layer=1,
+            n_positions=self.length,
+            vocab_size=_VOCABULARY,
+            activation_function="gelu",
+            bos_token_id=0,
+            eos_token_id=0,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            attn_implementation="sdpa",
+        )
+        model = GPT2LMHeadModel(config)
+        generator = torch.Generator().manual_seed(_SEED)
+        with torch.no_grad():
+            for name, parameter in sorted(model.named_parameters()):
+                is_norm = "ln_" in name and name.endswith("weight")
+                scale = 0.1 if parameter.dim() == 1 else 0.02
+                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator) + is_norm)
+        return model
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Input and output gradient, ``[B, S, H]`` each, the same every time."""
+        generator = torch.Generator().manual_seed(_SEED)
+        shape = (self.batch, self.length, self.hidden)
+        return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+    @functools.cache  # noqa: B019 -- there are two of them
+    def truth(self) -> dict[str, torch.Tensor]:
+        """One process in float64: "output", "input" for the input's gradient, and every weight's gradient by name."""
+        part = self.model().get_submodule(self.path).double()
+        x, dy = (tensor.double() for tensor in self.tensors())
+        x.requires_grad_()
+        y = part(x)
+        y.backward(dy)
+        gradients = {name: p.grad for name, p in part.named_parameters() if p.grad is not None}
+        return {"output": y.detach(), "input": x.grad, **gradients}
+
+    def numbers(self) -> dict[str, Any]:
+        return {**asdict(self), "dtype": "float32"}
+
+
+BLOCKS = (Block("mlp"), Block("layer"))
+QUICK = (Block("mlp", 8, 32, 64, 8), Block("layer", 8, 32, 64, 8))
+
+
+def everything(size: int) -> torch.Tensor:
+    """Indices of a dim that isn't cut."""
+    return torch.arange(size)
+
+
+def chunk(size: int | torch.Tensor, index: int, pieces: int) -> torch.Tensor:
+    """Indices in one of so many equal pieces of a dim, or of what is left of it."""
+    whole = everything(size) if isinstance(size, int) else size
+    return whole.chunk(pieces)[index]
+
+
+def take(whole: torch.Tensor, place: Place) -> torch.Tensor:
+    return whole[torch.meshgrid(*place, indexing="ij")].contiguous()
+
+
+def relative_error(
+    whole: torch.Tensor, pieces: Iterable[Piece], add_up: Callable[[torch.Tensor], Any] = lambda _: None
+) -> float:
+    """How far the pieces are from ``whole``: ‖pieces − their places in whole‖ / ‖the same places of whole‖.
+
+    Frobenius norms over all pieces; infinite where a number isn't finite or an element of ``whole`` is in no piece.
+    ``add_up`` adds a tensor up over all ranks, where there are others.
+    """
+    found = torch.zeros(whole.shape, dtype=torch.int32)
+    squares = torch.zeros(2, dtype=torch.float64)
+    for part, place in pieces:
+        index = torch.meshgrid(*place, indexing="ij")
+        expected = whole[index].double()
+        if part.shape == expected.shape:
+            difference = (part.detach().double() - expected).square().sum()
+            squares += torch.stack([difference, expected.square().sum()])
+            found[index] = 1
+        else:
+            squares += math.inf
+    add_up(squares)
+    add_up(found)
+    difference, magnitude = squares.tolist()
+    if not found.all() or not math.isfinite(difference) or magnitude == 0.0:
+        return math.inf
+    return math.sqrt(difference / magnitude)
+
+
+# --- who computes it, and what that takes ---
+
+
+class Collective(NamedTuple):
+    """One kind of call."""
+
+    operation: str  # "all_gather", "reduce_scatter", "all_reduce", or "all_to_all"
+    whole_bytes: int  # of the unsplit tensor: the output of an all-gather, the input of the others
+    ranks: int
+
+
+class Meter(TorchDispatchMode):
+    """Inside, counts collectives, and the bytes of all tensors that were made inside and are still alive.
+
+    A tensor counts from the end of the operation that made it until nothing refers to its memory any more; views count
+    once. What a kernel allocates and frees again by itself isn't seen. Tensors that are ``existing`` don't count.
+    """
+
+    def __init__(self, existing: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.collectives: Counter[Collective] = Counter()
+        self.peak_bytes = self._live_bytes = 0
+        self._known = {_storage(tensor) for tensor in existing}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Run an operation and look at what came of it."""
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self.collectives[_collective(func, args)] += 1
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and _storage(leaf) not in self._known:
+                self._add(leaf.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        self._known.add(key)
+        self._live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        # A storage has one Python object as long as it lives.
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self._live_bytes -= size
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _collective(func: Any, args: tuple[Any, ...]) -> Collective:
+    name = func._schema.name.removeprefix("c10d::")
+    if name == "_allgather_base_":
+        return Collective("all_gather", args[0].nbytes, args[0].numel() // args[1].numel())
+    if name == "_reduce_scatter_base_":
+        return Collective("reduce_scatter", args[1].nbytes, args[1].numel() // args[0].numel())
+    if name == "alltoall_base_":
+        ranks = _ranks(args[2])
+        # With sizes, this is an exchange of two ranks, whose own slices aren't in it.
+        return Collective("all_to_all", args[1].nbytes * (ranks if args[3] else 1), ranks)
+    if name == "allreduce_":
+        return Collective("all_reduce", sum(tensor.nbytes for tensor in args[0]), _ranks(args[1]))
+    raise NotImplementedError(f"{name} has no rule yet for how many bytes it sends; add one to {__name__}")
+
+
+def _ranks(group: Any) -> int:
+    return dist.ProcessGroup.unbox(group).size()
+
+
+@contextlib.contextmanager
+def saved_bytes(
+    module: nn.Module,
+    linear: tuple[type[nn.Module], ...],
+    gathered: set[tuple[int, ...]],
+    parameters: Iterable[torch.Tensor],
+) -> Iterator[dict[str, int]]:
+    """Inside, counts the bytes that autograd saves for backward: whole storages, each once; what ``linear`` layers
+    save, and weights, which alone have the shapes of ``gathered``, are told apart."""
+    found = {"linear_inputs": 0, "other_activations": 0, "gathered_weights": 0}
+    seen = {_storage(parameter) for parameter in parameters}
+    # As long as these are kept here, no other storage can come to their addresses.
+    kept: list[torch.Tensor] = []
+    inside: list[nn.Module] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if _storage(tensor) not in seen:
+            seen.add(_storage(tensor))
+            kept.append(tensor.detach())
+            kind = "linear_inputs" if inside else "other_activations"
+            kind = "gathered_weights" if tuple(tensor.shape) in gathered else kind
+            found[kind] += tensor.untyped_storage().nbytes()
+        return tensor
+
+    handles = []
+    for layer in (each for each in module.modules() if isinstance(each, linear)):
+        handles.append(layer.register_forward_pre_hook(lambda layer, _: inside.append(layer)))
+        handles.append(layer.register_forward_hook(lambda *_: inside.clear()))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
+    for handle in handles:
+        handle.remove()
 
 
 @dataclass
 class Side(Contestant):
-    """Forward and backward of a module.
-
-    Args:
-        case: what is computed.
-        module: takes this rank's part of the input and returns this rank's part of the output.
-        place: of the input and of the output.
-        parameters: by Hugging Face's name in the part of the model that runs.
-        linear: classes of the linear layers.
-        gathered: shapes to which weights are gathered.
-        sent_bytes: what the contestant counted itself since it was last asked, by mesh axes; None if it doesn't count.
-        around: entered around every forward and backward.
+    """Forward and backward of a module, which takes this rank's part of the input and returns its part of the output;
+    ``parameters`` have their places, by Hugging Face's names in the block, and ``around`` is entered around the step.
     """
 
-    case: Case
-    module: nn.Module
-    place: Place
+    block: Block  # what is computed
+    module: nn.Module  # this rank's part of it
+    place: Place  # of the input and of the output
     parameters: dict[str, tuple[nn.Parameter, Place]]
-    linear: tuple[type[nn.Module], ...]
-    gathered: set[tuple[int, ...]]
-    sent_bytes: Callable[[], dict[str, int]] | None = None
-    around: Callable[[], AbstractContextManager[None]] = field(default=contextlib.nullcontext)
+    linear: tuple[type[nn.Module], ...]  # classes of the linear layers
+    gathered: set[tuple[int, ...]]  # shapes to which weights are gathered
+    around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     def __post_init__(self) -> None:
-        x, dy = (take(whole, self.place) for whole in self.case.tensors())
-        self._x, self._dy = x.requires_grad_(), dy
+        x, self._dy = (take(whole, self.place) for whole in self.block.tensors())
+        self._x = x.requires_grad_()
 
     def first(self) -> dict[str, Any]:
-        """The first steps, which warm up, and in which all but the time is measured.
-
-        Returns:
-            ``errors`` by what :meth:`three_d.gpt2.Case.truth` has, of all ranks together; and of this rank the
-            ``collectives`` of a step with their calls, ``counted_bytes`` that the contestant counted itself,
-            ``saved_bytes`` by kind, and ``peak_bytes``.
-        """
+        """The first steps, in which all but the time is measured: errors of all ranks together, by what
+        :meth:`Block.truth` has, and what this rank sends, saves, and has at a time."""
         errors = self._errors(self.step())
         self.begin()
-        if self.sent_bytes is not None:
-            self.sent_bytes()
         parameters = [parameter for parameter, _ in self.parameters.values()]
         with Meter([self._x, self._dy, *parameters]) as meter:
             self.step()
-        counted = None if self.sent_bytes is None else self.sent_bytes()
         self.begin()
-        with Saved(self.module, self.linear, self.gathered, parameters) as saved, self.around():
+        with saved_bytes(self.module, self.linear, self.gathered, parameters) as saved, self.around():
             y = self.module(self._x)
         y.backward(self._dy)
-        return {
-            "errors": errors,
-            "collectives": dict(meter.collectives),
-            "counted_bytes": counted,
-            "saved_bytes": saved.bytes,
-            "peak_bytes": meter.peak_bytes,
-        }
+        answers = {"collectives": dict(meter.collectives), "saved_bytes": saved, "peak_bytes": meter.peak_bytes}
+        return {"errors": errors, **answers}
 
     def begin(self) -> None:
         self._x.grad = None
-        for parameter, _ in self.parameters.values():
-            parameter.grad = None
+        self.module.zero_grad()
 
     def step(self) -> torch.Tensor:
         """Forward and backward; gradients are then with the input and the parameters."""
@@ -90,15 +296,9 @@ class Side(Contestant):
 
     def _errors(self, y: torch.Tensor) -> dict[str, float]:
         """Of the output and all gradients. Collective."""
-        assert self._x.grad is not None
-        pieces: dict[str, Piece] = {"output": (y, self.place), "input": (self._x.grad, self.place)}
+        pieces = {"output": (y, self.place), "input": (self._x.grad, self.place)}
         pieces |= {name: (p.grad, place) for name, (p, place) in self.parameters.items() if p.grad is not None}
-        truth = self.case.truth()
+        truth = self.block.truth()
         missing = truth.keys() ^ pieces.keys()
         assert not missing, f"only one of this and GPT-2 has {', '.join(sorted(missing))}"
-
-        def add_up(squares: torch.Tensor, found: torch.Tensor) -> None:
-            dist.all_reduce(squares)
-            dist.all_reduce(found)
-
-        return {name: relative_error(whole, [pieces[name]], add_up) for name, whole in truth.items()}
+        return {name: relative_error(whole, [pieces[name]], dist.all_reduce) for name, whole in truth.items()}

@@ -1,4 +1,4 @@
-"""One rank of Colossal-AI's 1-D tensor parallelism; run by :mod:`three_d.one_dimension` in an environment of its own.
+"""One rank of Colossal-AI's 1-D tensor parallelism, in an environment of its own; run by ``colossalai_3d.py``.
 
 Written for colossalai 0.5.0 with torch 2.5.1 and transformers 4.51.3. Of this repository only modules that need no
 Cuboid are imported.
@@ -21,8 +21,7 @@ from harness.watch import pin
 from network.serving import Host, serve
 from torch import nn
 
-from three_d.gpt2 import Case, Place, chunk, everything
-from three_d.sides import Side
+from three_d.sides import Block, Place, Side, chunk, everything
 
 _TIMEOUT = datetime.timedelta(seconds=600)
 
@@ -31,11 +30,9 @@ class _CpuAccelerator(CpuAccelerator):
     """With the random state that 1-D layers need even without dropout; colossalai 0.5.0's own raises."""
 
     def get_rng_state(self, *_: object) -> torch.Tensor:
-        """Of the CPU, which is the only device."""
         return torch.get_rng_state()
 
     def manual_seed(self, seed: int) -> None:
-        """Of the CPU."""
         torch.manual_seed(seed)
 
 
@@ -51,23 +48,23 @@ class _First(nn.Module):
         return output[0] if isinstance(output, tuple) else output
 
 
-def build(case: Case) -> Side:
-    """The case's part of a boosted model. In 1-D every rank has the whole input and output."""
+def build(block: Block) -> Side:
+    """The block as a part of a boosted model. In 1-D every rank has the whole input and output."""
     plugin = HybridParallelPlugin(tp_size=dist.get_world_size(), pp_size=1, precision="fp32")
-    boosted, *_ = Booster(plugin=plugin).boost(case.model())
-    part = boosted.unwrap().get_submodule(case.path)
-    parameters = {name: (parameter, _place(name, case)) for name, parameter in part.named_parameters()}
+    boosted, *_ = Booster(plugin=plugin).boost(block.model())
+    part = boosted.unwrap().get_submodule(block.path)
+    parameters = {name: (parameter, _place(name, block)) for name, parameter in part.named_parameters()}
     for name, (parameter, place) in parameters.items():
         assert tuple(parameter.shape) == tuple(map(len, place)), f"{name} is cut in another way"
-    everywhere = (everything(case.batch), everything(case.length), everything(case.hidden))
+    everywhere = (everything(block.batch), everything(block.length), everything(block.hidden))
     linear = (GPT2FusedLinearConv1D_Col, GPT2FusedLinearConv1D_Row)
-    return Side(case, _First(part), everywhere, parameters, linear, gathered=set())
+    return Side(block, _First(part), everywhere, parameters, linear, set())
 
 
-def _place(name: str, case: Case) -> Place:
+def _place(name: str, block: Block) -> Place:
     """By columns: c_attn (queries, keys and values each) and c_fc; by rows: c_proj; the rest is on every rank."""
     own = dist.get_rank(), dist.get_world_size()
-    hidden, is_weight = case.hidden, name.endswith("weight")
+    hidden, is_weight = block.hidden, name.endswith("weight")
     if "c_attn" in name:
         columns = torch.cat([part * hidden + chunk(hidden, *own) for part in range(3)])
         return (everything(hidden), columns) if is_weight else (columns,)
@@ -75,25 +72,20 @@ def _place(name: str, case: Case) -> Place:
         columns = chunk(4 * hidden, *own)
         return (everything(hidden), columns) if is_weight else (columns,)
     if "c_proj" in name and is_weight:
-        rows = 4 * hidden if name.startswith("mlp") or case.part == "mlp" else hidden
+        rows = 4 * hidden if name.startswith("mlp") or block.part == "mlp" else hidden
         return chunk(rows, *own), everything(hidden)
     return (everything(hidden),)
 
 
-def main() -> None:
-    """Meet the others, and do what the parent says."""
-    connection, meeting_point = Connection(int(sys.argv[1])), sys.argv[2]
-
-    def start() -> Host:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        pin(rank)
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=size, timeout=_TIMEOUT)
-        set_accelerator(_CpuAccelerator())
-        return Host(lambda entry: build(entry[0]))
-
-    serve(start, connection)
+def start() -> Host:
+    """Meet the others; what this rank keeps."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    pin(rank)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=size, timeout=_TIMEOUT)
+    set_accelerator(_CpuAccelerator())
+    return Host(lambda entry: build(entry[0]))
 
 
 if __name__ == "__main__":
-    main()
+    serve(start, Connection(int(sys.argv[1])))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,11 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.certification.certificates import TABLE, entry_of, features_of, find_out
+from cuboid.models.architectures.supported_tasks import check_class
+from cuboid.models.certification.certificates import TABLE, digest_of, entry_of, features_of, find_out
+from cuboid.models.certification.check import CannotProbe
+from cuboid.models.certification.mesh_certificates import MESH_TABLE, written_verdict
+from cuboid.models.certification.mesh_check import check_meshes
 from generators.marked import table
 
 _ROPE = {"rope_theta": 10000.0}
@@ -69,37 +74,46 @@ _REPAIRS: dict[str, dict[str, Any]] = {
 
 
 def parts() -> dict[str, dict[str, str]]:
-    """The page, from the table as it is."""
-    return {"architectures.md": _parts(json.loads(TABLE.read_text(encoding="utf-8")))}
+    """The page, from the tables as they are."""
+    tables = [json.loads(path.read_text(encoding="utf-8")) for path in (TABLE, MESH_TABLE)]
+    return {"architectures.md": {**_parts(tables[0]), **_mesh_parts(tables[1])}}
 
 
 def probe(model_types: list[str]) -> None:
-    """Probe these architectures again, or all in minutes; what the table has of others stays."""
-    _write_table(model_types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    """Probe these architectures again, or all; what the tables have of others stays.
 
-
-def _write_table(model_types: list[str]) -> None:
-    """Probe some architectures; what the table has of others stays."""
-    cases = list(_cases(model_types))
+    Each takes 10 to 15 s of a processor. What was found is written down as soon as it is known.
+    """
+    cases = list(_cases(model_types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)))
     with ProcessPoolExecutor(2) as pool:
-        found = list(pool.map(_probe, cases))
-    before = json.loads(TABLE.read_text(encoding="utf-8"))
-    architectures: dict[str, dict[str, Any]] = _without(before["architectures"], model_types)
-    names: dict[str, dict[str, str]] = _without(before["flavours"], model_types)
-    rejected: dict[str, str] = _without(before["rejected"], model_types)
-    for (model_type, flavour), (key, entry) in zip(cases, found, strict=True):
-        if key is None:
-            rejected.setdefault(model_type, entry)
-        else:
-            architectures.setdefault(model_type, {})[key] = entry
-            names.setdefault(model_type, {})[flavour] = key
-    content = {"architectures": architectures, "flavours": names, "rejected": rejected}
-    in_order = {part: dict(sorted(entries.items())) for part, entries in content.items()}
-    TABLE.write_text(json.dumps(in_order, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        for path, find in ((TABLE, _probe), (MESH_TABLE, _probe_meshes)):
+            for case, (key, entry) in zip(cases, pool.map(find, cases), strict=True):
+                write_entry(path, case, key, entry)
 
 
-def _without(entries: dict[str, Any], model_types: list[str]) -> dict[str, Any]:
-    return {name: entry for name, entry in entries.items() if name not in model_types}
+def write_entry(path: Path, case: tuple[str, str], key: str | None, entry: Any) -> None:
+    """Put what was found out about an architecture into a table, in place of what was there.
+
+    Args:
+        path: of the table.
+        case: model type and flavour.
+        key: of the architecture's features; None if it was rejected.
+        entry: what was found, or the reason.
+    """
+    content = json.loads(path.read_text(encoding="utf-8"))
+    model_type, flavour = case
+    names = content["flavours"].setdefault(model_type, {})
+    content["architectures"].setdefault(model_type, {}).pop(names.pop(flavour, None), None)
+    if key is None:
+        content["rejected"][model_type] = entry
+    else:
+        content["rejected"].pop(model_type, None)
+        content["architectures"][model_type][key] = entry
+        names[flavour] = key
+    in_order = {
+        part: {name: entry for name, entry in sorted(entries.items()) if entry} for part, entries in content.items()
+    }
+    path.write_text(json.dumps(in_order, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _cases(model_types: list[str]) -> Iterator[tuple[str, str]]:
@@ -131,6 +145,59 @@ def _probe(case: tuple[str, str]) -> tuple[str | None, Any]:
         return None, str(error)
     except Exception as error:
         return None, f"transformers' own defaults make no model: {type(error).__name__}: {error}"
+
+
+def _probe_meshes(case: tuple[str, str]) -> tuple[str | None, Any]:
+    """The same for meshes."""
+    torch.set_num_threads(1)
+    try:
+        cls, config = config_of(*case)
+        check_class(cls)
+        return digest_of(features_of(cls, config)), written_verdict(check_meshes(cls, config))
+    except (UnsupportedModelError, CannotProbe) as error:
+        return None, str(error)
+    except Exception as error:
+        return None, f"transformers' own defaults make no model: {type(error).__name__}: {error}"
+
+
+def _mesh_parts(meshes: dict[str, Any]) -> dict[str, str]:
+    """What meshes were seen to do, and together with a pipeline."""
+    rows, rejected = [], dict(meshes["rejected"])
+    split, accepted, both = set(), set(), set()
+    for model_type, flavours in meshes["flavours"].items():
+        for flavour, key in flavours.items():
+            entry = meshes["architectures"][model_type][key]
+            reason = entry["refused"].get("whole rows")
+            if reason is not None:
+                rejected.setdefault(model_type, reason)
+                continue
+            stages = "no" if "whole" in entry["with_stages"] else "yes"
+            segments = "no" if "segments" in entry["with_stages"] else "yes"
+            accepted.add(model_type)
+            if not entry["blocks"] and not entry["splits_late"]:
+                split.add(model_type)
+            if segments == "yes":
+                both.add(model_type)
+            row = [_name(model_type, flavour), _extent(entry), stages, segments, f"{entry['error']:.0e}"]
+            rows.append([*row, ", ".join(kind for kind in entry["refused"])])
+    known = len({*meshes["flavours"], *meshes["rejected"]})
+    counts = (
+        f"{known} architectures were probed on meshes: {len(accepted)} are right there, {len(split)} of them with "
+        f"every block split; {len(both)} are right on a mesh and in a pipeline with segments at once. "
+        "The others are rejected before weights are read."
+    )
+    head = ["architecture", "computed whole", "with stages", "with segments", "largest error", "rejected kinds"]
+    why = [[f"`{name}`", _short(reason)] for name, reason in sorted(rejected.items()) if name not in accepted]
+    return {
+        "mesh_counts": counts,
+        "mesh_accepted": table(head, rows),
+        "mesh_rejected": table(["architecture", "why"], why),
+    }
+
+
+def _extent(entry: dict[str, Any]) -> str:
+    whole = ["layers" if name == "" else f"`{name}`" for name in entry["blocks"]]
+    return ", ".join([*whole, *(["around the layers"] if entry["splits_late"] else [])])
 
 
 def _parts(entries: dict[str, Any]) -> dict[str, str]:

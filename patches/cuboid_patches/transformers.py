@@ -5,15 +5,19 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from transformers.integrations.deepspeed import deepspeed_config
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig, split_config
 from cuboid.models.attention.interface import IMPLEMENTATIONS, attention_twin, mask_twin
+from cuboid.models.attention.packing import packed_indices
+from cuboid.models.plain_construction import is_plain_construction
 from cuboid.models.sharded.sharded_model import ShardedModel
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.weights.api import active_config
+from cuboid.weights.from_scratch import make_sharded
 from cuboid.weights.load import is_loading_class, load_sharded
 from cuboid.weights.model_folder import CONFIG, as_damage_of, folder_of, has_config, read_config
 from cuboid_patches.base import Patch, Registration
@@ -28,6 +32,17 @@ def _from_pretrained(original: Any) -> Any:
         return load_sharded(cls, original.__func__, active, args, kwargs)
 
     return classmethod(from_pretrained)
+
+
+def _from_config(original: Any) -> Any:
+    @functools.wraps(original.__func__)
+    def from_config(cls: Any, config: Any, **kwargs: Any) -> Any:
+        active = active_config()
+        if active is None or is_plain_construction() or is_loading_class(cls):
+            return original.__func__(cls, config, **kwargs)
+        return make_sharded(cls, original.__func__, active, config, kwargs)
+
+    return classmethod(from_config)
 
 
 def _config_from_pretrained(original: Any) -> Any:
@@ -85,6 +100,14 @@ def _config_kept_alive() -> CuboidConfig | None:
     return None if source is None else split_config(source)[0]
 
 
+def _find_packed(original: Any) -> Any:
+    @functools.wraps(original)
+    def find_packed_sequence_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
+        return packed_indices(position_ids, original)
+
+    return find_packed_sequence_indices
+
+
 PATCHES: list[Patch | Registration] = [
     Patch(
         target="transformers.modeling_utils:PreTrainedModel.from_pretrained",
@@ -92,6 +115,13 @@ PATCHES: list[Patch | Registration] = [
         reason="read only this rank's slices when a config of ours is active",
         parameters=("pretrained_model_name_or_path", "config", "kwargs"),
         replace=_from_pretrained,
+    ),
+    Patch(
+        target="transformers.modeling_utils:PreTrainedModel._from_config",
+        package="transformers",
+        reason="make only this rank's slices in a scope of ours",
+        parameters=("config", "kwargs"),
+        replace=_from_config,
     ),
     Patch(
         target="transformers.models.auto.configuration_auto:AutoConfig.from_pretrained",
@@ -113,6 +143,13 @@ PATCHES: list[Patch | Registration] = [
         reason="count the operations of a batch once, though several ranks compute it together",
         parameters=("inputs",),
         replace=_floating_point_ops,
+    ),
+    Patch(
+        target="transformers.masking_utils:find_packed_sequence_indices",
+        package="transformers",
+        reason="don't wait for the device at every mask to know whether a micro-batch is packed",
+        parameters=("position_ids",),
+        replace=_find_packed,
     ),
     Registration(AttentionInterface, {f"cuboid_{name}": attention_twin(name) for name in IMPLEMENTATIONS}),
     Registration(AttentionMaskInterface, {f"cuboid_{name}": mask_twin(name) for name in IMPLEMENTATIONS}),

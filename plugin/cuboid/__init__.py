@@ -11,7 +11,7 @@ check_installed()
 from cuboid.config.schema import CuboidConfig, parse_config, split_config
 from cuboid.config.config_file import load_config
 from cuboid.errors import CheckpointError, ConfigError, CuboidError, MeshError, OptimizerError, UnsupportedModelError
-from cuboid.weights.api import from_pretrained, save_pretrained, scope, shard
+from cuboid.weights.api import from_config, from_pretrained, save_pretrained, scope, shard
 from cuboid.models.sharded.sharded_model import mesh_of
 from cuboid.models.pipeline.pipeline import Pipeline
 from cuboid.weights.save import full_gradients, full_state_dict
@@ -33,6 +33,7 @@ __all__ = [
     "Pipeline",
     "Topology",
     "UnsupportedModelError",
+    "from_config",
     "from_pretrained",
     "full_gradients",
     "full_state_dict",

@@ -29,8 +29,9 @@ def bench(
 
     from cuboid.library_warnings import quiet
     from cuboid.train.bench.measure import BenchOptions, run
-    from cuboid.train.process import World
+    from cuboid.train.process import World, set_cuda_defaults
 
+    set_cuda_defaults()
     del local_rank  # some launchers append it; LOCAL_RANK is read instead
     world = World.from_environment()
     quiet(speaks=world.is_first)

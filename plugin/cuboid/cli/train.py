@@ -64,9 +64,10 @@ def train(
     with Interrupts() as interrupts:
         from cuboid.library_warnings import quiet
         from cuboid.train.job import TrainOptions
-        from cuboid.train.process import World
+        from cuboid.train.process import World, set_cuda_defaults
         from cuboid.train.run import Stopped, run
 
+        set_cuda_defaults()
         world = World.from_environment()
         quiet(speaks=world.is_first)
         options = TrainOptions(

@@ -67,6 +67,14 @@ class TensorParallelConfig(Section):
         "to the last backward that needs them, which sends a third less over `batch` and takes the memory of all of "
         "the mesh's layers, divided by sequence × hidden.",
     )
+    gradient_reduce: Literal["auto", "fp32", "backend"] = Field(
+        "auto",
+        description="How gradients of weights in bf16 or fp16 are added up over the ranks that share them. "
+        '"fp32": ranks exchange slices, and each adds up its own in fp32, for as many bytes as a reduce-scatter '
+        'and the memory of one more gradient of a weight; "backend": by the reduce-scatter of the backend, which '
+        'under NCCL rounds to bf16 once for each rank but the first; "auto": "fp32" on a mesh of one node, "backend" '
+        "on several, between which the rings of NCCL pass fewer bytes than an exchange.",
+    )
     autotp_size: int | None = Field(
         None,
         description="Written by Cuboid for accelerate and the HF Trainer: the ranks that share their data. If given, "
@@ -361,7 +369,7 @@ def require_config(source: ConfigSource) -> tuple[CuboidConfig, dict[str, Any]]:
 _MARKS = ("3d_tensor", "seq1f1b")
 #: Keys that identify a section as Cuboid's. Any of them is enough, so that a section whose ``mode`` or ``engine`` was
 #: forgotten or misspelt is diagnosed instead of being passed on.
-_MODE_KEYS = ("mode", "mesh", "size", "gather_logits", "weight_gather")
+_MODE_KEYS = ("mode", "mesh", "size", "gather_logits", "weight_gather", "gradient_reduce")
 # This matters for the pipeline section in particular, in which DeepSpeed silently ignores unknown keys.
 _ENGINE_KEYS = (
     "engine",

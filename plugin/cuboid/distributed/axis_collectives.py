@@ -53,7 +53,7 @@ def all_gather(x: torch.Tensor, along: AxisGroup) -> torch.Tensor:
 
 
 def start_reduce_scatter_parts(
-    x: torch.Tensor, shapes: Sequence[Sequence[int]], along: AxisGroup
+    x: torch.Tensor, shapes: Sequence[Sequence[int]], along: AxisGroup, *, exchange: bool = False
 ) -> AsyncResult[Sequence[torch.Tensor]]:
     """Add up the ranks' ``[ranks, n]`` and leave slice r of the sum with rank r, as several tensors.
 
@@ -61,18 +61,23 @@ def start_reduce_scatter_parts(
         x: contiguous; it may be overwritten.
         shapes: of the tensors that the n elements of a slice are, one after the other.
         along: several ranks.
+        exchange: see :func:`~cuboid.distributed.collectives.start_reduce_scatter_into`.
     """
     assert along.process_group is not None, "a mesh that isn't connected"
     along.counted["reduce_scatter", x.nbytes] += 1
     outs = list(map(x.new_empty, shapes))
-    return start_reduce_scatter_into(outs, x, along.process_group, direct=along.mesh.spans_networks)
+    direct = along.mesh.spans_networks
+    return start_reduce_scatter_into(outs, x, along.process_group, direct=direct, exchange=exchange)
 
 
-def start_reduce_scatter(x: torch.Tensor, along: AxisGroup) -> AsyncResult[torch.Tensor]:
-    """Add up the ranks' ``[ranks, ...]`` and leave slice r of the sum with rank r, as ``[...]``."""
+def start_reduce_scatter(x: torch.Tensor, along: AxisGroup, *, exchange: bool = False) -> AsyncResult[torch.Tensor]:
+    """Add up the ranks' ``[ranks, ...]`` and leave slice r of the sum with rank r, as ``[...]``.
+
+    For ``exchange`` see :func:`~cuboid.distributed.collectives.start_reduce_scatter_into`.
+    """
     if along.size == 1:
         return AsyncResult(x.squeeze(0))
-    scattering = start_reduce_scatter_parts(x.contiguous(), (x.shape[1:],), along)
+    scattering = start_reduce_scatter_parts(x.contiguous(), (x.shape[1:],), along, exchange=exchange)
     return scattering.giving(scattering.incomplete()[0])
 
 

@@ -66,7 +66,12 @@ def gather_into(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, *,
 
 
 def start_reduce_scatter_into(
-    outs: Sequence[torch.Tensor], x: torch.Tensor, group: dist.ProcessGroup, *, direct: bool = False
+    outs: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    direct: bool = False,
+    exchange: bool = False,
 ) -> AsyncResult[Sequence[torch.Tensor]]:
     """Add up the ranks' tensors of ranks·n elements, and leave the r-th n of the sum with rank r.
 
@@ -75,11 +80,16 @@ def start_reduce_scatter_into(
         x: contiguous, of ranks·n elements; it may be overwritten.
         group: the ranks.
         direct: as for :func:`start_gather_into`.
+        exchange: whether other backends than gloo are to exchange the slices too, for each rank to add up its own. They
+            add in x's dtype on the way otherwise, which rounds a sum of bfloat16 once for each rank but the first.
 
     Returns:
         ``outs``.
     """
-    if dist.get_backend(group) != "gloo":
+    # Groups of threads aren't registered with torch.distributed, which knows no backend of theirs.
+    is_gloo = not getattr(group, "in_threads", False) and dist.get_backend(group) == "gloo"
+    # Two terms are rounded once in any way.
+    if not is_gloo and (not exchange or group.size() <= 2 or getattr(group, "in_threads", False)):
         return _own_reduce_scatter(outs, x, group)
     # gloo's own reduce-scatter is an all-reduce in disguise and sends twice the bytes. Exchanging the slices and
     # adding them here sends what is needed, and adds in the accumulation dtype of `sum` rather than in bfloat16.

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
 from itertools import chain, combinations
 
+import torch
 import torch.distributed as dist
 
 from cuboid.distributed.collectives import own_network
 from cuboid.distributed.comm_counter import CommCounter, axes_label
+from cuboid.distributed.process_groups import Purpose, make_groups, make_host_groups, make_lone_group
 from cuboid.distributed.topology import AXES, Axis, MeshShape, Topology
 from cuboid.errors import MeshError
 
@@ -83,8 +86,13 @@ class Mesh:
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._host_groups: dict[str, dist.ProcessGroup] = {}
         self._connected = False
-        #: Whether gloo connects ranks on several machines, or in several network namespaces; known once connected.
+        #: Whether its ranks are threads of this process, which no process group of torch.distributed knows.
+        self.in_threads = False
+        #: Whether gloo connects ranks on several machines, or in several network namespaces, and its ranks are to send
+        #: to one another directly. Never so with another backend. Known once connected.
         self.spans_networks = False
+        #: Whether the ranks of this mesh lie on several nodes, with a network between them. Known once connected.
+        self.spans_nodes = False
 
     def size(self, *axes: Axis) -> int:
         """Number of ranks along the axes together."""
@@ -119,21 +127,34 @@ class Mesh:
             return
         if self.topology.world_size > 1:
             self._check_world()
-            self.spans_networks = self._find_networks()
+            self._find_nodes()
             timeout = group_timeout()
-            made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+            made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
             for names, axes in self._group_axes().items():
                 ranks = self.topology.groups(axes)
-                key = tuple(tuple(peers) for peers in ranks)
+                key = tuple(map(tuple, ranks))
                 if key not in made:
-                    made[key] = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)[0]
-                self._groups[names] = made[key]
-            for ends in self._channel_ends():
-                columns = self.topology.columns(sorted(ends))
-                self._channels[ends] = dist.new_subgroups_by_enumeration(columns, timeout=timeout)[0]
+                    purpose: Purpose = "axis" if set(axes) <= set(AXES) else "other"
+                    made[key] = make_groups(ranks, purpose=purpose, timeout=timeout)
+                group = made[key]
+                if group is not None:
+                    self._groups[names] = group
+            for channels in self._disjoint_channels():
+                columns = [column for ends in channels for column in self.topology.columns(sorted(ends))]
+                group = make_groups(columns, purpose="channel", timeout=timeout)
+                self._channels.update(
+                    {ends: group for ends in channels if group is not None and self.coordinate.pipe in ends}
+                )
         for along in self._along.values():
             along.connect(self._groups)
         self._connected = True
+
+    def connect_threads(self, groups: Mapping[frozenset[str], dist.ProcessGroup]) -> None:
+        """Take groups of threads, by their axes, in place of :meth:`connect`; see :mod:`.thread_ranks`."""
+        self._groups = dict(groups)
+        for along in self._along.values():
+            along.connect(self._groups)
+        self._connected = self.in_threads = True
 
     def connect_host(self) -> None:
         """Make the process groups for what lies in the host's memory, which has a network of its own: checkpoints.
@@ -144,12 +165,12 @@ class Mesh:
         if self._host_groups or self.topology.world_size == 1:
             return
         self._check_world()
-        stages = self.topology.groups(("data", *AXES))
         timeout = group_timeout()
-        self._host_groups = {
-            "world": dist.new_group(backend="gloo", timeout=timeout),
-            "stage": dist.new_subgroups_by_enumeration(stages, backend="gloo", timeout=timeout)[0],
-        }
+        everyone = [list(range(self.topology.world_size))]
+        for name, partition in {"world": everyone, "stage": self.topology.groups(("data", *AXES))}.items():
+            group = make_host_groups(partition, timeout)
+            if group is not None:
+                self._host_groups[name] = group
 
     @property
     def host_group(self) -> dist.ProcessGroup | None:
@@ -158,7 +179,7 @@ class Mesh:
 
     @property
     def stage_host_group(self) -> dist.ProcessGroup | None:
-        """All ranks of this pipeline stage, replicas included, over gloo; None in a world of one."""
+        """All ranks of this pipeline stage, replicas included, over gloo; None for a stage of one rank."""
         return self._host_groups.get("stage")
 
     def split_axes(self, axes: Sequence[Axis]) -> tuple[Axis, ...]:
@@ -168,22 +189,22 @@ class Mesh:
     @property
     def data_parallel_group(self) -> dist.ProcessGroup:
         """The ranks that hold the same slices for other data."""
-        return self._groups[frozenset({"data"})]
+        return self._group("data")
 
     @property
     def mesh_group(self) -> dist.ProcessGroup:
         """All ranks of this mesh: of one pipeline stage."""
-        return self._groups[frozenset({"mesh"})]
+        return self._group("mesh")
 
     @property
     def pipe_group(self) -> dist.ProcessGroup:
         """The ranks at this one's place in every stage."""
-        return self._groups[frozenset({"pipe"})]
+        return self._group("pipe")
 
     @property
     def model_parallel_group(self) -> dist.ProcessGroup:
         """All ranks that hold one copy of the model together: the meshes of all stages."""
-        return self._groups[frozenset({"model"})]
+        return self._group("model")
 
     @cached_property
     def copy_ranks(self) -> list[int]:
@@ -204,6 +225,15 @@ class Mesh:
             if self.topology.coordinate(ranks[0]).pipe == self.coordinate.pipe
         ]
 
+    def meet(self, device: torch.device) -> None:
+        """One small collective over each group, so that whatever the backend sets up at the first one is there.
+
+        NCCL does so with the host waiting for the other ranks, which must not happen while a message is on its way.
+        Collective over the world.
+        """
+        for group in dict.fromkeys((*self._groups.values(), *self._channels.values())):
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+
     def channel(self, source: int, target: int) -> dist.ProcessGroup:
         """Process group of this rank's place in two stages, for what ``source`` sends to ``target`` alone.
 
@@ -215,6 +245,14 @@ class Mesh:
     def peer(self, stage: int) -> int:
         """World rank at this one's place in another stage."""
         return self.topology.rank(dataclasses.replace(self.coordinate, pipe=stage))
+
+    def _group(self, name: str) -> dist.ProcessGroup:
+        return self._groups.get(frozenset({name}), self._lone_group)
+
+    @cached_property
+    def _lone_group(self) -> dist.ProcessGroup:
+        # Frameworks want an object for the replicas of a single one too; nothing here does.
+        return make_lone_group()
 
     def _own(self, sets: list[list[int]]) -> list[int]:
         return next(ranks for ranks in sets if self.rank in ranks)
@@ -231,13 +269,15 @@ class Mesh:
                 f"has this process as rank {dist.get_rank()} of {dist.get_world_size()}"
             )
 
-    def _find_networks(self) -> bool:
-        # Other backends find out for themselves, and send as they like.
-        if dist.get_backend() != "gloo":
-            return False
-        places = [""] * self.topology.world_size
-        dist.all_gather_object(places, own_network())
-        return len(set(places)) > 1
+    def _find_nodes(self) -> None:
+        """Learn which ranks reach one another without a network."""
+        own = own_network() if dist.get_backend() == "gloo" else socket.gethostname()
+        nodes = [""] * self.topology.world_size
+        dist.all_gather_object(nodes, own)
+        # Other backends than gloo choose their routes by themselves. Unbatched receives and sends, as gloo has them
+        # directly, would wait for one another on NCCL's one stream.
+        self.spans_networks = dist.get_backend() == "gloo" and len(set(nodes)) > 1
+        self.spans_nodes = len({nodes[rank] for rank in self.mesh_ranks}) > 1
 
     def _group_axes(self) -> dict[frozenset[str], tuple[str, ...]]:
         split = self.split_axes(AXES)
@@ -247,11 +287,13 @@ class Mesh:
         sets: dict[str, tuple[str, ...]] = {"data": ("data",), "mesh": AXES, "pipe": ("pipe",), "model": copy}
         return {**named, **{frozenset({name}): axes for name, axes in sets.items()}}
 
-    def _channel_ends(self) -> list[tuple[int, int]]:
+    def _disjoint_channels(self) -> list[list[tuple[int, int]]]:
+        """Ends of all channels, in lists in which no stage comes twice: what one partition of the ranks can hold."""
         stages = self.topology.pipe
-        ends = [(stage, stage + 1) for stage in range(stages - 1)]
+        forward = [[(stage, stage + 1) for stage in range(first, stages - 1, 2)] for first in (0, 1)]
+        backward = [[(target, source) for source, target in ends] for ends in forward]
         around = [(0, stages - 1)] if stages > 2 else []
-        return [*ends, *((target, source) for source, target in ends), *around]
+        return [ends for ends in (*forward, *backward, around) if ends]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
         # A copied module lives on the same mesh; process groups can't be copied.

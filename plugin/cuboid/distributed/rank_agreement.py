@@ -90,8 +90,9 @@ class StepGuard:
     """Entered around a part of a training step in which no rank waits for the others: they hear of its failures too.
 
     It costs nothing as long as all goes well. A rank that fails tells the store why before it raises, and those that
-    then lose the connection to it (gloo's end with the process; a backend's timeout bounds the wait in any case) raise
-    the same error. Where a process just ended, the error names it and what the others waited for.
+    then lose the connection to it raise the same error: with gloo when its process ends, with NCCL once they have heard
+    of it and aborted their groups. A timeout bounds the wait in any case. Where a process just ended, the error names
+    it and what the others waited for.
 
     Args:
         mesh: of this rank.
@@ -105,6 +106,15 @@ class StepGuard:
         """Nothing is done beforehand."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None:
+            # Nothing of ours is called: this is on the way of every step.
+            group = dist.group.WORLD
+            met = None if group is None else _worlds.get(group)
+            if met is not None and met.aborted_for is not None:
+                heard = met.aborted_for.error()
+                heard.cuboid_told = True  # type: ignore[attr-defined]
+                raise heard
+            return
         # The end of the data is nobody's failure.
         if not isinstance(error, Exception) or isinstance(error, StopIteration) or hasattr(error, "cuboid_told"):
             return
@@ -153,7 +163,7 @@ _worlds_lock = threading.Lock()
 
 def _world(mesh: Mesh | None) -> World | None:
     """The ranks to meet; None where there are no others, or no process group yet."""
-    alone = mesh is not None and mesh.topology.world_size == 1
+    alone = mesh is not None and (mesh.topology.world_size == 1 or mesh.in_threads)
     if alone or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     group = dist.group.WORLD

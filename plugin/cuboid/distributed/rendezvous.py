@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from cuboid.distributed.mesh import Mesh, group_timeout
+from cuboid.distributed.process_groups import abort_groups, waits_for_lost_ranks
 from cuboid.errors import CheckpointError, CuboidError, PeerLostError, RankError
 
 #: The lane of the meetings of main threads; those of threads beside them have numbers of their own.
@@ -134,14 +135,19 @@ class World:
         self._store.set(f"member/{rank}", json.dumps([self._host, os.getpid()]))
         #: What a step failed with, of the number of broken steps then, as far as this process has heard.
         self._heard: tuple[int, Failure] | None = None
-        if _ends_with_rank_0(store):
+        #: Whether this rank has to end the groups itself where another one fails in a step.
+        self._aborts = waits_for_lost_ranks()
+        #: The failure for which it did so, if it did.
+        self.aborted_for: Failure | None = None
+        if self._aborts or _ends_with_rank_0(store):
             group = weakref.ref(dist.group.WORLD)
             threading.Thread(target=self._listen, args=(group,), name="cuboid failures", daemon=True).start()
 
     def _listen(self, group: Callable[[], dist.ProcessGroup | None]) -> None:
         """Hear of a step's failure while the store is there: where rank 0 ends too, it can't be asked later.
 
-        The process's other threads may be inside of a collective, of which nothing tells them before a process ends.
+        The process's other threads may be inside of a collective, of which nothing tells them before a process ends;
+        with NCCL nothing does before the timeout. There, the groups are aborted, and the threads go on.
         """
         try:
             while group() is not None and group() is dist.group.WORLD:
@@ -150,10 +156,19 @@ class World:
                     key = f"step/{step}/outcome"
                     failure = Failure.decode(self._store.get(key)) if self._store.check([key]) else None
                     self._heard = None if failure is None else (step, failure)
+                    if failure is not None and not failure.everywhere and failure.rank != self.rank:
+                        self._abort(failure)
                 time.sleep(_LISTEN_S)
         except (dist.DistError, RuntimeError):
             # The store is gone, and there is nothing more to hear.
             return
+
+    def _abort(self, failure: Failure) -> None:
+        """End the groups, where those that wait in them wouldn't learn of a failure."""
+        if self._aborts and self.aborted_for is None:
+            # First, so that nobody takes what an aborted collective has left behind for a result.
+            self.aborted_for = failure
+            abort_groups()
 
     def meet(self, what: str, error: BaseException | None, lane: str) -> None:
         """Come to the next meeting of a lane, and raise there what any rank has failed with."""
@@ -207,6 +222,8 @@ class World:
         """Tell the others, and give the error to raise."""
         if isinstance(error, CuboidError) and error.shared:
             return error
+        if self.aborted_for is not None:
+            return self.aborted_for.error()
         meeting = Rendezvous(self, self._store, f"step/{self._broken_steps}", what)
         try:
             outcome = meeting.hold_after_loss(self._loss(what, error)) if is_lost(error) else meeting.report(error)
@@ -220,6 +237,9 @@ class World:
             time.sleep(2 * _LISTEN_S)
         if outcome.everywhere:
             self._broken_steps += 1
+        else:
+            # What this rank has begun would keep its process from ending.
+            self._abort(outcome)
         if outcome.rank != self.rank and not outcome.alike:
             return outcome.error()
         if isinstance(error, CuboidError):

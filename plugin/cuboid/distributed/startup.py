@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
@@ -87,6 +88,15 @@ class Launch:
             f"{timeout_s:g} s; see its own messages. DEEPSPEED_TIMEOUT, in minutes, sets how long the ranks wait for "
             "one another"
         ).arising_on(ranks[0])
+
+
+def bound_device(device: torch.device, world_size: int) -> torch.device | None:
+    """The ``device_id`` for ``init_process_group``: as DeepSpeed gives it, so that groups are made in one way.
+
+    NCCL then connects all ranks at once and splits every further group off that communicator. gloo has no use for it,
+    and neither has a rank without others.
+    """
+    return device if device.type == "cuda" and world_size > 1 else None
 
 
 def timeout_of_environment() -> float:

@@ -9,6 +9,7 @@ from cuboid.distributed.topology import Coordinate, MeshShape
 from cuboid.errors import MeshError
 from cuboid.models.architectures.attention_heads import HeadCounts, plan_key_value_heads
 from cuboid.models.architectures.roles import find_roles
+from cuboid.models.certification.mesh_certificates import mesh_verdict
 from cuboid.models.sharded.parallel_plan import fitting_meshes, out_features
 from cuboid.planner.comm_formula import BlockSizes, layer_bytes
 
@@ -19,8 +20,16 @@ _ASSUMED_BATCH, _ASSUMED_LENGTH = 8, 2048
 _ASSUMED_SEGMENTS = 4
 
 
-def choose_mesh(model: PreTrainedModel, config: CuboidConfig) -> MeshShape:
+def choose_mesh(model: PreTrainedModel, config: CuboidConfig, cls: type[PreTrainedModel] | None = None) -> MeshShape:
     """The configured mesh, or for ``"auto"`` the best of its size that fits the model and the micro-batch.
+
+    Where blocks are computed whole, that is the one with the longest `batch` axis, for all others compute them several
+    times.
+
+    Args:
+        model: on any device, meta included.
+        config: Cuboid's.
+        cls: the architecture's class, where the model's is one that was derived from it.
 
     Raises:
         MeshError: no mesh of that size fits.
@@ -31,12 +40,15 @@ def choose_mesh(model: PreTrainedModel, config: CuboidConfig) -> MeshShape:
     if settings.mesh_size == 1:
         return MeshShape()
     rows = config.micro_batch
-    fitting = [m for m in fitting_meshes(model, settings.mesh_size) if rows is None or rows % m.batch == 0]
+    verdict = mesh_verdict(cls or type(model), model.config)
+    fitting = [m for m in fitting_meshes(model, settings.mesh_size, verdict) if rows is None or rows % m.batch == 0]
     if not fitting:
         raise MeshError(
             f"no mesh of tensor_parallel.size = {settings.mesh_size} ranks fits {type(model).__name__} and "
             f"train_micro_batch_size_per_gpu = {rows}; a multiple of {settings.mesh_size} rows always does"
         )
+    if any(role.kind == "whole" for role in find_roles(model, verdict.whole).values()):
+        return max(fitting, key=lambda mesh: (mesh.batch, mesh.sequence))
     # Weights are gathered, and their gradients reduced, once for each segment.
     length: int = min(_ASSUMED_LENGTH, model.config.max_position_embeddings)
     if config.pipeline is not None:
@@ -68,7 +80,7 @@ def block_sizes(model: PreTrainedModel, mesh: MeshShape) -> BlockSizes:
         gated=len(ups) == 2,
         summed=None if plan.scattered else plan.heads * counts.dim,
         whole_key_value=not plan.split_by_sequence,
-        norm="layer" if any(role.kind == "layer_norm" for _, role in layer) else "rms",
+        norm="layer" if any(role.norm is not None and role.norm.kind == "layer" for _, role in layer) else "rms",
         qkv_bias=into_attention[0].bias is not None,
         out_bias=downs[0].bias is not None,
         mlp_bias=ups[0].bias is not None,

@@ -52,7 +52,7 @@ def end_sizes(model: PreTrainedModel) -> EndSizes:
         vocabulary=config.vocab_size,
         positions=config.max_position_embeddings if learned else 0,
         rotary=0 if learned else HeadCounts.of(config).dim,
-        norm="layer" if any(role.kind == "layer_norm" for role in roles) else "rms",
+        norm="layer" if any(role.norm is not None and role.norm.kind == "layer" for role in roles) else "rms",
     )
 
 

@@ -35,6 +35,13 @@ class _Place:
     def shard(self) -> nn.Parameter:
         return self.module.get_parameter(self.name)
 
+    def cast(self, dtype: torch.dtype) -> torch.Tensor:
+        """The shard as it is to be gathered."""
+        shard = self.module.get_parameter(self.name)
+        if self.param.keeps is not None:
+            self.param.is_made_of(shard)
+        return shard.to(dtype)
+
 
 class LayerPrefetcher:
     """Hooks of a layer that unshard its parameters, and prefetch those of its neighbours.
@@ -46,7 +53,8 @@ class LayerPrefetcher:
     def __init__(self, layer: nn.Module) -> None:
         self._weights: list[_Place] = []
         small: list[_Place] = []
-        for module in (module for module in layer.modules() if isinstance(module, ShardedModule)):
+        sharded = (module for module in layer.modules() if isinstance(module, ShardedModule) and module.is_prefetched)
+        for module in sharded:
             for name, param in module.sharded_params.items():
                 if param.ranks > 1:
                     (small if len(param.layout.shape) == 1 else self._weights).append(_Place(module, name, param))
@@ -85,7 +93,7 @@ class LayerPrefetcher:
         self._started = [group.start() for group in self._groups]
         if not self._weights:
             return
-        shards = [place.shard.to(autocast_dtype(place.shard)) for place in self._weights]
+        shards = [place.cast(autocast_dtype(place.shard)) for place in self._weights]
         trained = [
             number
             for number, (place, shard) in enumerate(zip(self._weights, shards, strict=True))
@@ -122,7 +130,7 @@ class LayerPrefetcher:
 
     def _begin_backward(self, dtypes: Sequence[torch.dtype]) -> None:
         """Start to unshard the weights, the last first."""
-        shards = [place.shard.to(dtype) for place, dtype in zip(self._weights, dtypes, strict=True)]
+        shards = [place.cast(dtype) for place, dtype in zip(self._weights, dtypes, strict=True)]
         start_unshards([place.param for place in reversed(self._weights)], shards[::-1])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -13,9 +13,30 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from cuboid import CuboidError
-from cuboid.distributed.startup import Launch, await_all_ranks, timeout_of_environment
+from cuboid.distributed.startup import Launch, await_all_ranks, bound_device, timeout_of_environment
 
 T = TypeVar("T")
+
+#: What is set in the environment for CUDA, by variable.
+_CUDA_DEFAULTS = {
+    # All kernels are loaded at the start, not each at its first launch, for which CUDA synchronises the device.
+    "CUDA_MODULE_LOADING": "EAGER",
+    # Segments that grow don't fragment, so that the allocator seldom has to free cached memory, for which it
+    # synchronises the device as well.
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+}
+#: Older names: whoever has set one of them has set the variable.
+_ALIASES = {"PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")}
+
+
+def set_cuda_defaults(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set what is sound for ranks on GPUs; call it before CUDA is first used, without which it has no effect.
+
+    A variable that is there already, under any of its names, stays as it is.
+    """
+    for name, value in _CUDA_DEFAULTS.items():
+        if not any(known in environment for known in (name, *_ALIASES.get(name, ()))):
+            environment[name] = value
 
 
 @dataclass(frozen=True)
@@ -66,10 +87,10 @@ class World:
                 os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it
                 dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
             else:
-                self._rendezvous(backend)
+                self._rendezvous(backend, torch.device(accelerator.current_device_name()))
         return torch.device(accelerator.current_device_name())
 
-    def _rendezvous(self, backend: str) -> None:
+    def _rendezvous(self, backend: str, device: torch.device) -> None:
         address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
         if not address or not port.isdigit():
             raise CuboidError(
@@ -78,7 +99,11 @@ class World:
             )
         store = await_all_ranks(Launch(self.rank, self.size, address, int(port)))
         dist.init_process_group(
-            backend, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=timeout_of_environment())
+            backend,
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=timeout_of_environment()),
+            device_id=bound_device(device, self.size),
         )
         del store  # not earlier: rank 0's serves the others until the process group has its own
 

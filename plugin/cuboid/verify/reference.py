@@ -69,7 +69,7 @@ def load_plain(plan: Plan) -> Any:
 
 def device() -> torch.device:
     """This worker's device."""
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    return torch.device("cpu" if dist.get_backend() == "gloo" else "cuda")
 
 
 @contextlib.contextmanager

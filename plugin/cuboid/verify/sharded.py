@@ -17,7 +17,6 @@ import cuboid
 from cuboid import Mesh, MeshShape
 from cuboid.integrations.deepspeed.optimizer_state import adapt_optimizer
 from cuboid.models.certification.float64 import precision
-from cuboid.models.cross_entropy.chunked import CHUNK_BYTES
 from cuboid.models.pipeline.pipeline import Pipeline
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.verify.plan import Plan, tokens_of, vocabulary_of
@@ -157,7 +156,7 @@ def cut_logits(model: Any, plan: Plan, step: int, mesh: Mesh) -> None:
     """Set the size of the loss's chunks for a step, so that both the single-chunk and the chunked loss are tested."""
     share = mesh.size("batch") * mesh.size("hidden")
     few = plan.chunk_bytes(step, vocabulary_of(model), share)
-    model.cuboid.chunk_bytes = CHUNK_BYTES if few is None else few
+    model.cuboid.chunk_bytes = few
 
 
 def _moments(engine: Any, mesh: Mesh) -> Tensors:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from cuboid.config.compatibility import check_framework_config
 from cuboid.config.config_file import ConfigSource
@@ -19,6 +19,7 @@ from cuboid.distributed.mesh import Mesh, current_world_size
 from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.errors import CuboidError
 from cuboid.models.architectures.supported_tasks import check_model
+from cuboid.models.certification.mesh_certificates import certified_plan
 from cuboid.models.pipeline.staging_plan import plan_staging
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.sharded.sharded_model import FormerParameters, ShardedModel, shard_modules, sharding_of, unwrap
@@ -33,6 +34,8 @@ _active: ContextVar[CuboidConfig | None] = ContextVar("cuboid_active_config", de
 @contextmanager
 def scope(config: ConfigSource | CuboidConfig) -> Iterator[CuboidConfig]:
     """Context in which every ``from_pretrained`` of a causal language model reads only this rank's slices.
+
+    And ``from_config`` makes them; see :func:`from_config`.
 
     Args:
         config: a DeepSpeed config (path or dict) with Cuboid's keys.
@@ -86,6 +89,26 @@ def from_pretrained(path: str | Path, config: ConfigSource | CuboidConfig, /, **
         return AutoModelForCausalLM.from_pretrained(path, **kwargs)
 
 
+def from_config(
+    model_config: PretrainedConfig, config: ConfigSource | CuboidConfig, /, **kwargs: Any
+) -> PreTrainedModel:
+    """``AutoModelForCausalLM.from_config``, sharded as ``config`` says: each rank makes its own slices only.
+
+    With the same seed of torch's generator on all ranks, the weights are the same on every mesh, with every number of
+    stages, and on one rank. They are others than those of plain transformers; see :mod:`cuboid.weights.from_scratch`.
+
+    Args:
+        model_config: of the model to be made.
+        config: a DeepSpeed config (path or dict) with Cuboid's keys.
+        kwargs: passed to ``from_config``, such as ``dtype``.
+
+    Raises:
+        ConfigError, MeshError, UnsupportedModelError: before any weight is made.
+    """
+    with scope(config):
+        return AutoModelForCausalLM.from_config(model_config, **kwargs)
+
+
 def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTrainedModel:
     """Shard a model in memory, in place, and reduce it to this rank's pipeline stage, as the config says.
 
@@ -114,12 +137,12 @@ def _shard(model: PreTrainedModel, parsed: CuboidConfig) -> PreTrainedModel:
         return take_shard(whole, layout, mesh)
 
     if parsed.pipeline is None:
-        return shard_modules(model, make_parallel_plan(model, shape), mesh, parsed.tensor_parallel, shard_of)
+        return shard_modules(model, certified_plan(model, shape), mesh, parsed.tensor_parallel, shard_of)
     staging = plan_staging(type(model), model.config, parsed, mesh)
-    if shape.size > 1:
-        make_parallel_plan(model, shape)  # raises for unsupported models while nothing is changed yet
+    # Made of the whole model first: it raises for unsupported ones while nothing is changed yet.
+    verdict = certified_plan(model, shape, pipeline=parsed.pipeline).verdict if shape.size > 1 else None
     cut_model(model, staging)
-    parallel_plan = make_parallel_plan(model, shape) if shape.size > 1 else None
+    parallel_plan = None if verdict is None else make_parallel_plan(model, shape, verdict)
     return finish_stage(model, staging, mesh, parallel_plan, shard_of)
 
 

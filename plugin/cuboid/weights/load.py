@@ -23,6 +23,7 @@ from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.models.architectures.supported_tasks import adapters_refused, check_checkpoint, check_class
 from cuboid.models.attention.segments import UnitSlot
+from cuboid.models.certification.mesh_certificates import certified_plan
 from cuboid.models.pipeline.staging_plan import plan_staging
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.sharded.sharded_model import shard_modules
@@ -88,7 +89,7 @@ def _load_sharded(
             )
     check_class(cls)
     check_checkpoint(args, kwargs)
-    loading, kwargs = _loading_class(cls, config), dict(kwargs)
+    loading, kwargs = loading_class(cls, config), dict(kwargs)
     folder, rank_folder = folder_of(args, kwargs), rank_folder_of(args, kwargs)
     if rank_folder is not None:
         loading, args, kwargs = from_rank_file(loading, config, rank_folder, args, kwargs)
@@ -130,7 +131,7 @@ def read_weights(model: Any, folder: str | Path) -> dict[str, torch.Tensor]:
     if config.model_type != model.config.model_type:
         raise CheckpointError(f"{folder}: holds a {config.model_type}, but the model is a {model.config.model_type}")
     settings = CuboidConfig() if staging is None else staging.config
-    cls = _loading_class(model.cuboid.base, settings, _Plan(model.cuboid.mesh, staging))
+    cls = loading_class(model.cuboid.base, settings, _Plan(model.cuboid.mesh, staging))
     with as_damage_of(folder):
         asked = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         loaded, info = cls.from_pretrained(folder, config=config, dtype=model.dtype, **asked)
@@ -147,12 +148,20 @@ class _Plan:
     staging: Staging | None
 
 
-def _loading_class(
-    cls: type[PreTrainedModel], config: CuboidConfig, plan: _Plan | None = None
+def loading_class(
+    cls: type[PreTrainedModel], config: CuboidConfig, plan: _Plan | None = None, *, marks: bool = True
 ) -> type[PreTrainedModel]:
+    """A subclass that is cut and planned as it is made, on the meta device, and waits for its weights.
+
+    Args:
+        cls: the architecture's class.
+        config: Cuboid's.
+        plan: of an existing model; by default one is made.
+        marks: whether parameters become DTensors, of which transformers reads slices.
+    """
     # transformers finds the conversions of old checkpoints by the class's module and name.
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_cuboid_base": cls}
-    members.update(_cuboid_config=config, _cuboid_plan=plan)
+    members.update(_cuboid_config=config, _cuboid_plan=plan, _cuboid_marks=marks)
     return type(cls.__name__, (_Loading, cls), members)
 
 
@@ -167,6 +176,7 @@ class _Loading:
     _cuboid_base: type[PreTrainedModel]
     _cuboid_config: CuboidConfig
     _cuboid_plan: _Plan | None
+    _cuboid_marks: bool
     # From the architecture's class.
     named_parameters: Any
     config: Any
@@ -175,9 +185,11 @@ class _Loading:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[safe-super]
         config, plan = self._cuboid_config, self._cuboid_plan
-        shape = choose_mesh(self, config) if plan is None else plan.mesh.shape
+        shape = choose_mesh(self, config, self._cuboid_base) if plan is None else plan.mesh.shape
         # Stages of one rank each don't shard parameters, so need no parallel plan for the architecture.
-        self._parallel_plan = make_parallel_plan(self, shape) if config.pipeline is None or shape.size > 1 else None
+        self._parallel_plan = None
+        if config.pipeline is None or shape.size > 1:
+            self._parallel_plan = certified_plan(self, shape, self._cuboid_base, config.pipeline)
         self._mesh = Mesh(shape, pipe=config.stages) if plan is None else plan.mesh
         self._staging = None
         if config.pipeline is not None:
@@ -190,8 +202,13 @@ class _Loading:
         if self._parallel_plan is not None:
             # The first plan was made for the full model, so that an unsupported module raises on all stages; this one
             # is for the modules that the stage has.
-            self._parallel_plan = make_parallel_plan(self, shape)
-            mark_parameters(self, self._parallel_plan, self._mesh)
+            self._parallel_plan = make_parallel_plan(self, shape, self._parallel_plan.verdict)
+            if self._cuboid_marks:
+                mark_parameters(self, self._parallel_plan, self._mesh)
+
+    def layout_of(self, name: str) -> ShardingSpec | None:
+        """How a parameter is split; None if it isn't."""
+        return None if self._parallel_plan is None else self._parallel_plan.by_parameter.get(name)
 
     def _move_missing_keys_from_meta_to_device(self, missing_keys: Any, *args: Any) -> None:
         parameters = {name for name, _ in self.named_parameters(remove_duplicate=False)}

@@ -14,8 +14,8 @@ from cuboid.convert.formats.parameter_names import LoadTarget, blank_model, is_e
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CheckpointError, UnsupportedModelError
+from cuboid.models.certification.mesh_certificates import certified_plan
 from cuboid.models.pipeline.staging_plan import plan_staging
-from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.stages.stages import cut_at, cut_stage
 from cuboid.planner.mesh_search import choose_mesh
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
@@ -64,7 +64,7 @@ def plan_ranks(
     layouts: Mapping[str, ShardingSpec] = {}
     # Stages of one rank each have full tensors, which works for architectures without a parallel plan too.
     if config.pipeline is None or shape.size > 1:
-        layouts = make_parallel_plan(model, shape).by_parameter
+        layouts = certified_plan(model, shape, pipeline=config.pipeline).by_parameter
     layers, stages = _stages(model_config, model, config, mesh)
     targets = load_targets(model, specs)
     unused = tuple(name for name in specs if name not in targets)

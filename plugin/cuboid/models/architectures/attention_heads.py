@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from transformers import PretrainedConfig
@@ -19,11 +20,24 @@ class HeadCounts:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> HeadCounts:
-        """Read the counts from a Hugging Face config."""
-        query = config.num_attention_heads
-        key_value = getattr(config, "num_key_value_heads", None) or query
-        dim = getattr(config, "head_dim", None) or config.hidden_size // query
+        """Read the counts from a Hugging Face config. One without attention has a single head of each."""
+        with suppress(ValueError):  # Several parts that could be meant.
+            config = config.get_text_config()
+        query = _number(config, ("num_attention_heads", "num_heads", "n_heads", "n_head")) or 1
+        key_value = _number(config, ("num_key_value_heads", "num_kv_heads")) or query
+        dim = _number(config, ("head_dim",)) or (_number(config, ("hidden_size",)) or query) // query
         return cls(query, key_value, dim)
+
+
+def _number(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
+    """The first of some attributes that is a count; models with several kinds of layers have lists of them."""
+    for name in names:
+        # Some raise an error of their own where layers differ.
+        with suppress(Exception):
+            value = getattr(config, name)
+            if isinstance(value, int):
+                return value
+    return None
 
 
 @dataclass(frozen=True)

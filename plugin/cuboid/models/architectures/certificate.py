@@ -105,6 +105,59 @@ class Certificate:
         return self.verdict is not None and self.verdict.gives_start
 
 
+@dataclass(frozen=True)
+class MeshVerdict:
+    """What came of one architecture and config on meshes.
+
+    Args:
+        refused: kinds of micro-batches that are not right, and why. If whole rows aren't right, nothing is.
+        whole: blocks that have to be computed whole, by their names inside their layer; ``""`` for the layers.
+        splits_late: whether activations have to be whole up to the first layer, because the model's own code takes
+            lengths from them, and are split there.
+        gathers_logits: whether logits have to be whole on every rank, because the model has a loss of its own.
+        with_stages: why a mesh can't be used together with stages, or with segments too, where it can't.
+        error: the largest relative error of what was found right.
+        blocks: all that is computed whole in layers, by such names, also for want of rules.
+    """
+
+    refused: dict[Kind, str] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
+    splits_late: bool = False
+    gathers_logits: bool = False
+    with_stages: dict[Mode, str] = field(default_factory=dict)
+    error: float = 0.0
+    blocks: tuple[str, ...] = ()
+
+    def check_model(self, name: str, mode: Mode | None = None) -> None:
+        """Make sure that a model of a class of this name can be used on a mesh at all.
+
+        Args:
+            name: of the class.
+            mode: how its stages run, if it is to be cut into stages as well.
+
+        Raises:
+            UnsupportedModelError: it can't.
+        """
+        reason = self.refused.get("whole rows")
+        if reason is not None:
+            raise UnsupportedModelError(f"{name} isn't right on a mesh: {reason}")
+        reason = None if mode is None else self.with_stages.get(mode)
+        if reason is not None:
+            assert mode is not None
+            raise UnsupportedModelError(f"{name} isn't right on a mesh {_WORDS[mode]}: {reason}")
+
+    def check_batch(self, batch: Mapping[str, torch.Tensor], name: str) -> None:
+        """Make sure that a kind of micro-batch was seen to be right.
+
+        Raises:
+            CuboidError: it was seen to be wrong.
+        """
+        for kind in _kinds_of(batch) if self.refused else ():
+            reason = self.refused.get(kind)
+            if reason is not None:
+                raise CuboidError(f"the micro-batch has {kind}, with which {name} isn't right on a mesh: {reason}")
+
+
 _WORDS: dict[Mode, str] = {
     "whole": "when it is cut into stages",
     "segments": "when its sequences are cut into segments",

@@ -1,46 +1,91 @@
-"""Which formula an RMSNorm class of Hugging Face computes, found out by running it."""
+"""Which formula a norm's class of Hugging Face computes, found out by running it."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from cuboid.errors import UnsupportedModelError
-
-_EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
+_EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+#: Written into the code of those that have no attribute.
+_EPS_VALUES = (1e-5, 1e-6, 1e-8, 1e-12)
 #: What is added to the weight: nothing (Llama and most others) or one (Gemma).
 _OFFSETS = (0.0, 1.0)
+#: Features of the probe where the module has no parameter that says how many.
+_SIZE = 24
 
 
-def rms_norm_settings(module: nn.Module) -> tuple[float, float]:
-    """(eps, offset) of an RMSNorm: ``y = (offset + weight) · x / sqrt(mean(x²) + eps)``.
+@dataclass(frozen=True)
+class NormFormula:
+    """A norm over the last dim.
+
+    ``"rms"``: ``(offset + weight) · x / sqrt(mean(x²) + eps)``. ``"layer"``:
+    ``weight · (x - mean(x)) / sqrt(var(x) + eps) + bias``. Without a weight that factor is 1, without a bias 0.
+    """
+
+    kind: Literal["rms", "layer"]
+    eps: float
+    offset: float = 0.0
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+        """``[..., H]`` to ``[..., H]``."""
+        if self.kind == "rms":
+            y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        else:
+            y = nn.functional.layer_norm(x, x.shape[-1:], eps=self.eps)
+        if weight is not None:
+            y = (self.offset + weight) * y
+        return y if bias is None else y + bias
+
+
+def norm_formula(module: nn.Module) -> NormFormula | None:
+    """The formula of a module that normalizes its last dim; None if it computes something else, or can't be asked.
 
     The classes differ in name and in formula, so the module's own forward is asked, on a few numbers, instead of
-    trusting the name.
-
-    Raises:
-        UnsupportedModelError: it has no eps, or computes something else.
+    trusting the name. Their scale is such that eps matters.
     """
-    eps = next((getattr(module, name) for name in _EPS_NAMES if isinstance(getattr(module, name, None), float)), None)
-    name = type(module).__name__
-    if eps is None:
-        raise UnsupportedModelError(f"{name} has none of the attributes {', '.join(_EPS_NAMES)}: no rule for it")
-    probe: Any = copy.deepcopy(module).to_empty(device="cpu").float()
-    size = int(probe.weight.shape[0])
+    own = dict(module.named_parameters())
+    if own.keys() - {"weight", "bias"} or any(parameter.dim() != 1 for parameter in own.values()):
+        return None
     # Fixed numbers, so that the user's random generator isn't touched.
     exact: Any = {"dtype": torch.float32, "device": "cpu"}
-    weight = torch.linspace(0.5, 1.5, size, **exact)
-    x = torch.linspace(-1.0, 2.0, size, **exact).unsqueeze(0)
-    with torch.no_grad():
-        probe.weight.copy_(weight)
-        expected = probe(x)
-    for offset in _OFFSETS:
-        own = (offset + weight) * x * torch.rsqrt(x.pow(2).mean() + eps)
-        if torch.allclose(expected, own, atol=1e-5):
-            return eps, offset
-    raise UnsupportedModelError(
-        f"{name} doesn't compute (offset + weight) · x / rms(x) for offset 0 or 1: no rule for it"
-    )
+    size = next((len(parameter) for parameter in own.values()), _size_of(module))
+    x = torch.stack([torch.linspace(-1.0, 2.0, size, **exact), torch.linspace(-1e-3, 2e-3, size, **exact)]).unsqueeze(0)
+    weight = torch.linspace(0.5, 1.5, size, **exact) if "weight" in own else None
+    bias = torch.linspace(-0.3, 0.4, size, **exact) if "bias" in own else None
+    try:
+        expected = _asked(module, x, {"weight": weight, "bias": bias})
+    except Exception:
+        return None
+    if not isinstance(expected, torch.Tensor) or expected.shape != x.shape:
+        return None
+    for formula in _candidates(module, has_weight=weight is not None):
+        if torch.allclose(expected, formula(x, weight, bias), atol=1e-5, rtol=1e-4):
+            return formula
+    return None
+
+
+def _size_of(module: nn.Module) -> int:
+    shape = getattr(module, "normalized_shape", None) or getattr(module, "hidden_size", None) or _SIZE
+    return int(shape[-1] if isinstance(shape, tuple | list | torch.Size) else shape)
+
+
+def _asked(module: nn.Module, x: torch.Tensor, values: dict[str, torch.Tensor | None]) -> Any:
+    probe: Any = copy.deepcopy(module)
+    probe._forward_hooks.clear()
+    probe._forward_pre_hooks.clear()
+    probe = probe.to_empty(device="cpu").float()
+    with torch.no_grad(), torch.device("cpu"):
+        for name, parameter in probe.named_parameters():
+            parameter.copy_(values[name])
+        return probe(x)
+
+
+def _candidates(module: nn.Module, *, has_weight: bool) -> list[NormFormula]:
+    found = [getattr(module, name) for name in _EPS_NAMES if isinstance(getattr(module, name, None), float)]
+    kinds: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
+    offsets = _OFFSETS if has_weight else (0.0,)
+    return [NormFormula(kind, eps, offset) for eps in (*found, *_EPS_VALUES) for kind in kinds for offset in offsets]

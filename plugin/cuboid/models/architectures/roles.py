@@ -1,161 +1,269 @@
 """What each module of a Hugging Face model is for: its role on the mesh.
 
-Roles come from the model's own ``base_model_tp_plan`` where it has one, else from the table below, and for
-embeddings, head and norms from what they are. A module with parameters that no rule covers is an error.
+A module of a block gets its role from the model's own ``base_model_tp_plan``, else from :mod:`.plans`; embeddings, head
+and norms get theirs from what they are. A block that has a module without a role is computed whole: every rank of
+sequence × hidden gathers its input and its weights, which stay sharded in between, and computes all of it.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from cuboid.distributed.topology import Axis
 from cuboid.errors import UnsupportedModelError
+from cuboid.models.architectures.attention_heads import HeadCounts
+from cuboid.models.architectures.norm_formula import NormFormula, norm_formula
+from cuboid.models.architectures.plans import COMMON, PLANS
 
-Kind = Literal["embedding", "up", "down", "head", "rms_norm", "layer_norm", "gathered"]
+Kind = Literal["embedding", "up", "down", "head", "norm", "gathered", "whole", "inside", "tied"]
 Heads = Literal["query", "key_value", "query_key_value"]
 
 
 @dataclass(frozen=True)
 class Role:
-    """What a module is for. ``heads`` says what its out features are, where they are attention heads."""
+    """What a module is for.
+
+    Args:
+        kind: ``"whole"``: the module, with all inside of it, is computed whole; what is inside has the kind
+            ``"inside"``. ``"gathered"``: of each head by itself, with the same parameters. ``"tied"``: its parameters
+            are the head's, which is inside of it.
+        heads: what its out features are, where they are attention heads.
+        parts: of how many projections, one behind the other, the out features consist.
+        norm: what a norm computes.
+        alone: whether it is called by a layer itself, with a part of the sequence.
+        late: whether it may run before activations are split; see :class:`MeshVerdict`.
+    """
 
     kind: Kind
     heads: Heads | None = None
+    parts: int = 1
+    norm: NormFormula | None = None
+    alone: bool = False
+    late: bool = False
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """Roles of an architecture that has no tensor-parallel plan of its own.
-
-    Args:
-        roles: patterns of names inside the base model (``*`` matches one part of a name) and their roles.
-        split_attributes: sizes that a module's forward reads, by pattern and attribute, with the axes that cut them.
-    """
-
-    roles: dict[str, Role]
-    split_attributes: dict[tuple[str, str], tuple[Axis, ...]] = field(default_factory=dict)
-
-
-#: Architectures without a plan, by ``config.model_type``.
-ARCHITECTURES: dict[str, Architecture] = {
-    "gpt2": Architecture(
-        roles={
-            "wpe": Role("embedding"),
-            "h.*.attn.c_attn": Role("up", "query_key_value"),
-            "h.*.attn.c_proj": Role("down"),
-            "h.*.mlp.c_fc": Role("up"),
-            "h.*.mlp.c_proj": Role("down"),
-        },
-        split_attributes={("h.*.attn", "split_size"): ("sequence", "hidden")},
-    ),
+_HEADS: dict[str, Heads] = {
+    **dict.fromkeys(("q_proj", "query", "query_proj"), "query"),
+    **dict.fromkeys(("k_proj", "v_proj", "key", "value", "key_proj", "value_proj"), "key_value"),
+    **dict.fromkeys(("query_key_value", "c_attn", "qkv_proj", "Wqkv"), "query_key_value"),
 }
 
-#: Architectures whose plan is known to be all there is to say. Others may compute between the projections what
-#: isn't local to a head or a feature; they are rejected until somebody has looked.
-PLANNED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
-_STYLES: dict[str, Kind] = {"colwise": "up", "rowwise": "down", "replicated_with_grad_allreduce": "gathered"}
-_HEADS: dict[str, Heads] = {"q_proj": "query", "k_proj": "key_value", "v_proj": "key_value"}
+def find_roles(model: PreTrainedModel, whole: Collection[str] = (), *, splits_late: bool = False) -> dict[str, Role]:
+    """Roles of all modules that own parameters or normalize, and of blocks that are computed whole, by their names.
 
-
-def architecture_of(model: PreTrainedModel) -> Architecture:
-    """Rules of the model's architecture.
-
-    Raises:
-        UnsupportedModelError: no rules for it, or a style of its plan that isn't known.
-    """
-    model_type = model.config.model_type
-    if model_type in ARCHITECTURES:
-        return ARCHITECTURES[model_type]
-    if model_type not in PLANNED:
-        known = ", ".join(sorted({*ARCHITECTURES, *PLANNED}))
-        raise UnsupportedModelError(f"no rules for the architecture {model_type!r} yet; supported: {known}")
-    return Architecture(roles={name: _from_style(name, style) for name, style in _plan(model).items()})
-
-
-def _plan(model: PreTrainedModel) -> dict[str, str]:
-    return model.config.base_model_tp_plan or {}
-
-
-def _from_style(name: str, style: str) -> Role:
-    if style not in _STYLES:
-        raise UnsupportedModelError(f"the model's plan gives {name!r} the style {style!r}, for which there is no rule")
-    return Role(_STYLES[style], _HEADS.get(name.rpartition(".")[2]))
-
-
-def find_roles(model: PreTrainedModel) -> dict[str, Role]:
-    """Roles of all modules that own parameters, by their name in ``model``.
+    Args:
+        model: on any device.
+        whole: names of blocks inside their layer, such as ``"self_attn"``, that are computed whole in any case; ``""``
+            stands for the layers themselves.
+        splits_late: whether activations are whole up to the first layer.
 
     Raises:
-        UnsupportedModelError: a module that no rule covers, by name.
+        UnsupportedModelError: a parameter that can't be split in any way, by name.
     """
-    architecture = architecture_of(model)
-    prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
-    patterns = [(_regex(prefix + pattern), role) for pattern, role in architecture.roles.items()]
-    input_embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    roles = {}
+    finder = _Finder(model, frozenset(whole), splits_late)
+    roles: dict[str, Role] = {}
+    for block, members in finder.blocks().items():
+        roles.update(finder.block_roles(block, members))
+    order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    return dict(sorted(roles.items(), key=lambda item: order[item[0]]))
+
+
+def split_blocks(model: PreTrainedModel) -> list[str]:
+    """Names, inside their layer, of the blocks that aren't computed whole, which one could."""
+    finder = _Finder(model, frozenset(), splits_late=False)
+    found: dict[str, None] = {}
+    for name, role in find_roles(model).items():
+        if role.kind in ("up", "down") and not role.alone:
+            found.setdefault(finder.inside_of_layer(finder.block_of(name)), None)
+    return list(found)
+
+
+def blocks_computed_whole(model: PreTrainedModel, whole: Collection[str] = ()) -> tuple[str, ...]:
+    """Names, inside their layer, of all blocks of layers that are computed whole; ``""`` for layers."""
+    finder = _Finder(model, frozenset(whole), splits_late=False)
+    layers = layer_names(model)
+    found: dict[str, None] = {}
+    for name, role in find_roles(model, whole).items():
+        if role.kind == "whole" and (name in layers or any(name.startswith(f"{layer}.") for layer in layers)):
+            found.setdefault(finder.inside_of_layer(name), None)
+    return tuple(found)
+
+
+def layer_names(model: nn.Module) -> list[str]:
+    """Names of the modules in the outermost lists of modules: decoder layers and the like."""
+    found: list[str] = []
     for name, module in model.named_modules():
-        if not any(True for _ in module.parameters(recurse=False)):
-            continue
-        if module is head:
-            roles[name] = Role("head")
-        elif module is input_embeddings:
-            roles[name] = Role("embedding")
-        else:
-            roles[name] = _planned(name, patterns) or _by_class(name, module, model.config.hidden_size)
-        _check_class(name, module, roles[name])
-    return roles
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{layer}.") for layer in found):
+            found += [f"{name}.{child}" for child, _ in module.named_children()]
+    return found
 
 
-def matching_modules(model: PreTrainedModel, pattern: str) -> dict[str, nn.Module]:
-    """Modules of the base model whose names match a pattern."""
-    prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
-    regex = _regex(prefix + pattern)
-    return {name: module for name, module in model.named_modules() if regex.fullmatch(name)}
+class _Finder:
+    def __init__(self, model: PreTrainedModel, whole: frozenset[str], splits_late: bool) -> None:
+        self._model, self._whole, self._splits_late = model, whole, splits_late
+        self._modules = dict(model.named_modules())
+        self._layers = set(layer_names(model))
+        self._styles = [(_regex(pattern), style) for pattern, style in _plan(model.config).items()]
+        self._ends = {model.get_input_embeddings(): "embedding", model.get_output_embeddings(): "head"}
+        self._norms: dict[tuple[object, ...], NormFormula | None] = {}
+
+    def blocks(self) -> dict[str, list[str]]:
+        """By the name of what is computed as one: the modules in it that need a role."""
+        found: dict[str, list[str]] = {}
+        for name, module in self._modules.items():
+            if _owns(module) or _is_norm_without_parameters(module):
+                found.setdefault(self.block_of(name), []).append(name)
+        # What is inside of a layer that is computed whole is no block of its own.
+        outer = [block for block in found if block in self._layers]
+        inner = {name: layer for layer in outer for name in found if name.startswith(f"{layer}.")}
+        for name, layer in inner.items():
+            found[layer] += found.pop(name)
+        return found
+
+    def block_of(self, name: str) -> str:
+        """The child of a layer that a module is in, or is; or the layer; outside of layers the module itself."""
+        parts = name.split(".")
+        layer = next((".".join(parts[:end]) for end in range(1, len(parts) + 1) if self._is_layer(parts[:end])), None)
+        if layer is None:
+            return name
+        if "" in self._whole:
+            return layer
+        for end in range(layer.count(".") + 2, len(parts) + 1):
+            block = ".".join(parts[:end])
+            # Lists aren't called themselves.
+            if not isinstance(self._modules[block], nn.ModuleList | nn.ModuleDict):
+                return block
+        return layer
+
+    def inside_of_layer(self, block: str) -> str:
+        """A block's name without its layer's."""
+        layer = next((layer for layer in self._layers if block.startswith(f"{layer}.")), block)
+        return re.sub(r"\.\d+", ".*", block[len(layer) + 1 :])
+
+    def _is_layer(self, parts: list[str]) -> bool:
+        return ".".join(parts) in self._layers
+
+    def block_roles(self, block: str, members: list[str]) -> dict[str, Role]:
+        """Of one block."""
+        if self._is_around_head(block):
+            return {block: Role("tied")}
+        is_late = self._splits_late and not self._inside_layers(block) and block not in self._layers
+        if is_late and self._modules[block] not in self._ends:
+            return {**dict.fromkeys(members, Role("inside")), block: Role("whole", late=True)}
+        if block not in self._layers and not (
+            self._inside_layers(block) and self.inside_of_layer(block) in self._whole
+        ):
+            roles = {name: self._role(name, is_block=name == block) for name in members}
+            known = {name: role for name, role in roles.items() if role is not None}
+            if len(known) == len(members) and _fits_together(known):
+                return known
+        module = self._modules[block]
+        if module in self._ends:
+            raise UnsupportedModelError(f"{block!r} is a {type(module).__name__}, for which there is no rule on a mesh")
+        return {**dict.fromkeys(members, Role("inside")), block: Role("whole")}
+
+    def _is_around_head(self, name: str) -> bool:
+        head = self._model.get_output_embeddings()
+        module = self._modules[name]
+        if head is None or module is head or not any(inner is head for inner in module.modules()):
+            return False
+        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        return bool(own) and own <= {id(parameter) for parameter in head.parameters()}
+
+    def _inside_layers(self, name: str) -> bool:
+        return any(name.startswith(f"{layer}.") for layer in self._layers)
+
+    def _role(self, name: str, *, is_block: bool) -> Role | None:
+        module = self._modules[name]
+        _check_table(name, module)
+        if module in self._ends:
+            end = self._ends[module]
+            if end == "embedding":
+                return Role("embedding", late=self._splits_late) if isinstance(module, nn.Embedding) else None
+            return Role("head") if type(module) is nn.Linear else None
+        leaf = name.rpartition(".")[2]
+        if isinstance(module, nn.Embedding):
+            return Role("embedding") if not self._inside_layers(name) else None
+        if type(module) in (nn.Linear, Conv1D):
+            return self._linear(name, leaf, alone=is_block) if self._inside_layers(name) else None
+        formula = self._norm(module)
+        if formula is None:
+            return None
+        if is_block:
+            return Role("norm", norm=formula)
+        return Role("gathered") if _owns(module) and self._is_of_heads(module) else None
+
+    def _linear(self, name: str, leaf: str, *, alone: bool) -> Role | None:
+        style = next((style for regex, style in self._styles if regex.fullmatch(name)), COMMON.get(leaf))
+        match = re.fullmatch(
+            r"(packed_colwise|colwise|rowwise)(?:_gather_output|_split_input)?(?:_(\d+))?", style or ""
+        )
+        if match is None:
+            return None
+        if match[1] == "rowwise":
+            return Role("down", alone=alone)
+        parts = int(match[2] or 2) if match[1] == "packed_colwise" or leaf == "gate_up_proj" else 1
+        return Role("up", _HEADS.get(leaf), parts, alone=alone)
+
+    def _is_of_heads(self, module: nn.Module) -> bool:
+        """Whether a norm inside of a block is one of each head by itself."""
+        sizes = {len(parameter) for parameter in module.parameters()}
+        return sizes == {HeadCounts.of(self._model.config).dim}
+
+    def _norm(self, module: nn.Module) -> NormFormula | None:
+        # The same in every layer, as a rule.
+        sizes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
+        numbers = tuple((name, x) for name, x in vars(module).items() if isinstance(x, float | int | tuple))
+        key = (type(module), sizes, numbers)
+        if key not in self._norms:
+            self._norms[key] = norm_formula(module) if _may_normalize(module) else None
+        return self._norms[key]
+
+
+def _fits_together(roles: Mapping[str, Role]) -> bool:
+    """Whether a block's projections are of both kinds, as the layout needs it: features are split in between."""
+    kinds = {role.kind for role in roles.values() if not role.alone}
+    return not kinds & {"up", "down"} or kinds >= {"up", "down"}
+
+
+def _plan(config: PretrainedConfig) -> dict[str, str]:
+    text = _text_config(config)
+    plans = [PLANS.get(own.model_type, {}) | (getattr(own, "base_model_tp_plan", None) or {}) for own in (text, config)]
+    return {pattern: style for plan in plans for pattern, style in plan.items()}
+
+
+def _text_config(config: PretrainedConfig) -> PretrainedConfig:
+    try:
+        return config.get_text_config()
+    except ValueError:  # several
+        return config
 
 
 def _regex(pattern: str) -> re.Pattern[str]:
-    return re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+    # Plans count from the base model, which is somewhere in the model.
+    return re.compile(r"(?:.+\.)?" + re.escape(pattern).replace(r"\*", r"[^.]+"))
 
 
-def _planned(name: str, patterns: list[tuple[re.Pattern[str], Role]]) -> Role | None:
-    return next((role for regex, role in patterns if regex.fullmatch(name)), None)
+def _owns(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
 
 
-def _by_class(name: str, module: nn.Module, hidden_size: int) -> Role:
-    weight = getattr(module, "weight", None)
-    if weight is not None and tuple(weight.shape) == (hidden_size,):
-        if isinstance(module, nn.LayerNorm):
-            return Role("layer_norm")
-        if type(module).__name__.endswith("RMSNorm"):
-            return Role("rms_norm")
-    own = ", ".join(parameter for parameter, _ in module.named_parameters(recurse=False))
-    raise UnsupportedModelError(
-        f"no rule covers {name!r} ({type(module).__name__}, parameters: {own}), and nothing is left unsplit "
-        "in silence; a rule can be added in cuboid.models.architectures.roles"
-    )
+def _may_normalize(module: nn.Module) -> bool:
+    is_leaf = not any(True for _ in module.children())
+    return is_leaf and (isinstance(module, nn.LayerNorm | nn.RMSNorm) or "norm" in type(module).__name__.lower())
 
 
-_CLASSES: dict[Kind, tuple[type[nn.Module], ...]] = {
-    "embedding": (nn.Embedding,),
-    "up": (nn.Linear, Conv1D),
-    "down": (nn.Linear, Conv1D),
-    "head": (nn.Linear,),
-}
+def _is_norm_without_parameters(module: nn.Module) -> bool:
+    return _may_normalize(module) and not any(True for _ in module.parameters())
 
 
-def _check_class(name: str, module: nn.Module, role: Role) -> None:
-    expected = _CLASSES.get(role.kind)
-    if expected is not None and type(module) not in expected:
-        names = " or ".join(cls.__name__ for cls in expected)
-        raise UnsupportedModelError(
-            f"{name!r} is a {type(module).__name__}, but the role {role.kind!r} has a rule for {names} only"
-        )
+def _check_table(name: str, module: nn.Module) -> None:
     if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
         raise UnsupportedModelError(f"{name!r}: no rule for max_norm, scale_grad_by_freq or sparse embeddings")

@@ -23,7 +23,14 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.attention.segment_call import Call, attend_plain, check_call, is_plain, with_prefix
 from cuboid.models.attention.segment_mask import segment_mask
-from cuboid.models.attention.segments import PREFIX, AttentionRecord, hang_record, record_of, running_unit
+from cuboid.models.attention.segments import (
+    PREFIX,
+    AttentionRecord,
+    hang_record,
+    record_of,
+    running_unit,
+    uses_interface,
+)
 from cuboid.models.attention.whole_sequence import fake_mask, is_recording
 from cuboid.tensor3d.layers.dropout import own_random_numbers
 
@@ -58,11 +65,19 @@ def is_in_forward() -> bool:
     return _lengths.get(None) is not None
 
 
-def use_sharded_attention(config: PretrainedConfig, modules: list[nn.Module], mesh: Mesh) -> None:
-    """Point a model's config at the twin of its attention implementation, which :func:`check_attention` found."""
+def use_sharded_attention(config: PretrainedConfig, modules: list[nn.Module], mesh: Mesh | None) -> None:
+    """Point a model's config at the twin of its attention implementation, which :func:`check_attention` found.
+
+    Args:
+        config: of the model.
+        modules: that may call the attention function.
+        mesh: that their heads are split over; None if they are whole.
+    """
     for module in modules:
         hang_record(module, AttentionRecord(mesh))
-    config._attn_implementation = PREFIX + config._attn_implementation
+    # Those that bypass the interface look for their implementation's own name.
+    if any(uses_interface(module) for module in modules) and not config._attn_implementation.startswith(PREFIX):
+        config._attn_implementation = PREFIX + config._attn_implementation
 
 
 def check_attention(config: PretrainedConfig) -> None:
@@ -124,6 +139,8 @@ def mask_twin(name: str) -> Callable[..., Any]:
             return segment_mask(name, unit, kwargs)
         lengths = _lengths.get()
         sizes = {"q_length": lengths.padded, "kv_length": lengths.padded}
+        if kwargs.get("allow_is_bidirectional_skip") and lengths.padded > lengths.real:
+            return _bidirectional_mask(name, {**kwargs, **sizes}, lengths)
         mask = ALL_MASK_ATTENTION_FUNCTIONS[name](**{**kwargs, **sizes})
         if isinstance(mask, torch.Tensor) and mask.is_floating_point():
             # A position that may see nothing, as in padding on the left, sees everything alike under an additive
@@ -132,6 +149,19 @@ def mask_twin(name: str) -> Callable[..., Any]:
         return mask
 
     return make_mask
+
+
+def _bidirectional_mask(name: str, arguments: dict[str, Any], lengths: Lengths) -> Any:
+    """Where positions see later ones, they must not see what a sequence was filled up with."""
+    mask = ALL_MASK_ATTENTION_FUNCTIONS[name](**{**arguments, "allow_is_bidirectional_skip": False})
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 4:
+        raise UnsupportedModelError(
+            f"attn_implementation {name!r} has no rule for a model whose positions see later ones, with sequences that "
+            "the mesh doesn't divide"
+        )
+    mask = mask.expand(*mask.shape[:2], lengths.padded, lengths.padded).clone()
+    mask[..., lengths.real :] = -torch.inf if mask.is_floating_point() else False
+    return mask
 
 
 def _mask_without_values(name: str, arguments: dict[str, Any]) -> torch.Tensor | None:
@@ -147,14 +177,3 @@ def _mask_without_values(name: str, arguments: dict[str, Any]) -> torch.Tensor |
 def _eager_of(module: nn.Module) -> Callable[..., Any]:
     """The eager attention function of the file that defines an attention module."""
     return sys.modules[type(module).__module__].eager_attention_forward
-
-
-def check_attention_ran(modules: dict[str, nn.Module]) -> None:
-    """Make sure that attention went through the interface; some architectures bypass it.
-
-    Raises:
-        UnsupportedModelError: a module computed attention elsewhere.
-    """
-    bypassed = [name for name, module in modules.items() if not record_of(module).calls]
-    if bypassed:
-        raise UnsupportedModelError(f"{bypassed[0]} computed attention without Hugging Face's attention interface")

@@ -65,7 +65,7 @@ def _flash_mask(unit: Unit, padding: torch.Tensor | None) -> torch.Tensor | None
         raise UnsupportedModelError(
             'packed sequences (position_ids that restart) in segments have no rule with flash attention; use "sdpa"'
         )
-    return None if padding is None or bool(padding.all()) else padding
+    return None if padding is None or unit.stop <= unit.visible else padding
 
 
 def _causal_pattern(arguments: dict[str, Any], unit: Unit) -> Pattern:

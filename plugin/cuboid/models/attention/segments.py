@@ -37,6 +37,7 @@ class Unit:
         packed: ``[B, S]`` or ``[1, S]``, the number of the packed sequence that a position belongs to; None for one.
         replay: what the base model's code made of the whole sequence, of which this unit takes its part; None where
             that code sees the whole sequence itself.
+        visible: positions from the first on that ``attention_mask`` lets every row see.
     """
 
     store: KVCache
@@ -46,6 +47,7 @@ class Unit:
     attention_mask: torch.Tensor | None = None
     packed: torch.Tensor | None = None
     replay: Replay | None = None
+    visible: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -154,7 +156,7 @@ def use_segment_attention(
         for part in module.modules():
             hang_record(part, record)
     # Those that bypass the interface may look for their implementation's own name, and only run on whole sequences.
-    if any(_uses_interface(module) for module in modules.values()):
+    if any(uses_interface(module) for module in modules.values()):
         config._attn_implementation = PREFIX + config._attn_implementation
 
 
@@ -162,12 +164,13 @@ def _obstacle(name: str, layer: nn.Module) -> str | None:
     for inner, part in layer.named_modules(prefix=name):
         if isinstance(part, (nn.Conv1d, nn.Conv2d)):
             return f"{inner} mixes neighbouring positions, which may lie in different segments"
-    if not _uses_interface(layer):  # so that it would attend to its segment alone
+    if not uses_interface(layer):  # so that it would attend to its segment alone
         return f"{name} ({type(layer).__name__}) computes attention without Hugging Face's attention interface"
     return None
 
 
-def _uses_interface(layer: nn.Module) -> bool:
+def uses_interface(layer: nn.Module) -> bool:
+    """Whether a module, or one inside of it, may compute attention by Hugging Face's attention interface."""
     # Whoever uses Hugging Face's attention interface imports this name.
     return any(hasattr(sys.modules[type(part).__module__], "ALL_ATTENTION_FUNCTIONS") for part in layer.modules())
 
@@ -228,6 +231,11 @@ def prepare_masks(
             packed = torch.cat([packed, packed[:, -1:].expand(-1, length - packed.shape[1])], dim=1)
         return None, packed
     mask = nn.functional.pad(attention_mask.bool(), (0, length - attention_mask.shape[1]))
-    only_on_the_right = bool((mask[:, 1:] <= mask[:, :-1]).all())
-    labelled = labels is not None and bool(((labels != IGNORE_INDEX) & ~mask).any())
-    return (None if only_on_the_right and not labelled else mask), None
+    only_on_the_right = (mask[:, 1:] <= mask[:, :-1]).all()
+    labelled = torch.zeros_like(only_on_the_right) if labels is None else ((labels != IGNORE_INDEX) & ~mask).any()
+    return (None if bool(only_on_the_right & ~labelled) else mask), None
+
+
+def visible_to_all(attention_mask: torch.Tensor | None) -> int:
+    """Positions from the first on that a mask ``[B, S]`` lets every row see. The host waits for it."""
+    return 0 if attention_mask is None else int(attention_mask.all(0).cumprod(0).sum())

@@ -199,7 +199,7 @@ class ReplicasInStep:
             summary[0] = self.items
         if self.out_of_range is not None:
             summary[1] = self.out_of_range
-        summary[2 + self._mesh.coordinate.data] = status
+        summary[2 + self._mesh.coordinate.data].fill_(status)
         if self._mesh.topology.data > 1:
             dist.all_reduce(summary, group=self._mesh.data_parallel_group)
         self.total_items, self.total_out_of_range, *statuses = summary.tolist()

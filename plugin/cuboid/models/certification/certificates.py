@@ -7,13 +7,13 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -21,11 +21,14 @@ from cuboid.models.architectures.certificate import MODES, Certificate, Kind, Mo
 from cuboid.models.certification.check import CannotProbe, check
 from cuboid.models.certification.small_config import meaningful_fields, small_config
 
+T = TypeVar("T")
+
 TABLE = Path(__file__).with_name("certified.json")
 #: Files whose change may change what is right; of the cache's key, not of the table's, which the tests hold.
-_SOURCES = (Path(__file__).parents[1], Path(__file__).parents[2] / "seq1f1b")
+_SOURCES = (Path(__file__).parents[1], *(Path(__file__).parents[2] / name for name in ("seq1f1b", "tensor3d")))
 _LARGEST_CACHE_FILE_BYTES = 100_000
-_KINDS: tuple[Kind, ...] = get_args(Kind)
+#: What a micro-batch may have.
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def certificate_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> Certificate:
@@ -39,11 +42,11 @@ def certificate_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> Cert
         features = features_of(cls, config)
     except CannotProbe as error:
         return Certificate(None, str(error))
-    known = _table().get(_digest(features))
+    known = _table().get(digest_of(features))
     if known is not None:
         return _read(known)
     file = cache_file(features)
-    remembered = _from_cache(file)
+    remembered = from_cache(file, _read)
     if remembered is not None:
         return remembered
     found = find_out(cls, config)
@@ -79,10 +82,11 @@ def features_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[st
 
 def entry_of(features: Mapping[str, Any], certificate: Certificate) -> tuple[str, dict[str, Any]]:
     """A line of the table."""
-    return _digest(features), _written(certificate)
+    return digest_of(features), _written(certificate)
 
 
-def _digest(features: Mapping[str, Any]) -> str:
+def digest_of(features: Mapping[str, Any]) -> str:
+    """A key for :func:`features_of`."""
     text = json.dumps(features, sort_keys=True, default=str, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -102,11 +106,11 @@ def _sources_digest() -> str:
     return total.hexdigest()
 
 
-def cache_file(features: Mapping[str, Any]) -> Path:
+def cache_file(features: Mapping[str, Any], folder: str = "certificates") -> Path:
     """Where this machine keeps what this version of Cuboid found out about such a model."""
     base = os.environ.get("XDG_CACHE_HOME")
-    folder = (Path(base) if base else Path.home() / ".cache") / "cuboid" / "certificates"
-    return folder / f"{_digest({**features, 'sources': _sources_digest()})}.json"
+    own = (Path(base) if base else Path.home() / ".cache") / "cuboid" / folder
+    return own / f"{digest_of({**features, 'sources': _sources_digest()})}.json"
 
 
 def _written(certificate: Certificate) -> dict[str, Any]:
@@ -127,26 +131,31 @@ def _read(entry: Any) -> Certificate:
     refused: dict[Mode, dict[Kind, str]] = {mode: {} for mode in MODES}
     for mode, kinds in entry["refused"].items():
         for kind, reason in kinds.items():
-            if mode not in MODES or kind not in _KINDS:
+            if mode not in MODES or kind not in KINDS:
                 raise ValueError(f"unknown: {mode}, {kind}")
             refused[mode][kind] = str(reason)
     return Certificate(Verdict(refused, float(entry["error"]), gives_start=entry["gives_start"] is True))
 
 
-def _from_cache(file: Path) -> Certificate | None:
-    """None where there is nothing, or nothing to be trusted; it is then found out again."""
+def from_cache(file: Path, read: Callable[[Any], T]) -> T | None:
+    """What ``read`` makes of a file of the cache; None where there is nothing, or nothing to be trusted."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         if file.is_file() and file.stat().st_size <= _LARGEST_CACHE_FILE_BYTES:
-            return _read(json.loads(file.read_text(encoding="utf-8")))
+            return read(json.loads(file.read_text(encoding="utf-8")))
     return None
 
 
 def remember(file: Path, certificate: Certificate) -> None:
-    """Write a certificate to its file of the cache, whole or not at all."""
+    """Write a certificate to its file of the cache."""
+    to_cache(file, _written(certificate))
+
+
+def to_cache(file: Path, entry: dict[str, Any]) -> None:
+    """Write a file of the cache, whole or not at all."""
     # A cache that can't be written costs seconds at the next start, and nothing else. Ranks may write the same at once.
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
         with os.fdopen(handle, "w", encoding="utf-8") as part:
-            json.dump(_written(certificate), part, ensure_ascii=False)
+            json.dump(entry, part, ensure_ascii=False)
         Path(name).replace(file)

@@ -17,18 +17,21 @@ from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError
-from cuboid.models.architectures.certificate import MODES, Certificate, Kind, Mode, Verdict
+from cuboid.models.architectures.certificate import MODES, Certificate, Kind, MeshVerdict, Mode, Verdict
 from cuboid.models.batch.batch import IGNORE_INDEX
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import LONGEST, Case, cases
 from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.models.certification.small_config import small_config
+from cuboid.models.plain_construction import plain_construction
+from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.stage_model import Staging, cut_model, finish_stage
 from cuboid.models.stages.stage_runner import StageRunner
 from cuboid.models.stages.stages import cut_at, draw_outline
 from cuboid.models.stages.units import SegmentedBatch, label_tokens, with_shifted_labels
 from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, take_shard
 
 _ROWS = 3
 _STAGES = 3
@@ -39,7 +42,7 @@ _WEIGHT_STD, _VECTOR_STD = 0.15, 0.2
 
 
 @dataclass(frozen=True)
-class _Attempt:
+class Attempt:
     """In what to compute. What models compute in float32 on purpose hides small differences; some can't do without."""
 
     dtype: torch.dtype
@@ -47,10 +50,10 @@ class _Attempt:
     tolerance: float
 
 
-_ATTEMPTS = (
-    _Attempt(torch.float64, KeepFloat64, 1e-8),
-    _Attempt(torch.float64, nullcontext, 1e-4),
-    _Attempt(torch.float32, nullcontext, 1e-3),
+ATTEMPTS = (
+    Attempt(torch.float64, KeepFloat64, 1e-8),
+    Attempt(torch.float64, nullcontext, 1e-4),
+    Attempt(torch.float32, nullcontext, 1e-3),
 )
 
 
@@ -69,14 +72,14 @@ def check(cls: type[PreTrainedModel], config: PretrainedConfig) -> Verdict:
         CannotProbe: with the reason.
         UnsupportedModelError: a pipeline can't cut it at all.
     """
-    with _quiet_cpu():
+    with quiet_cpu():
         try:
             small = small_config(config)
         except Exception as error:
             raise CannotProbe(f"its config can't be made small: {type(error).__name__}: {error}") from error
         outline = draw_outline(cls, small)
-        for attempt in _ATTEMPTS:
-            model = _random_model(cls, small, config._attn_implementation, attempt.dtype)
+        for attempt in ATTEMPTS:
+            model = random_model(cls, small, config._attn_implementation, attempt.dtype)
             try:
                 return _best(model, outline, attempt)
             except CannotProbe as error:
@@ -85,7 +88,7 @@ def check(cls: type[PreTrainedModel], config: PretrainedConfig) -> Verdict:
 
 
 @contextmanager
-def _quiet_cpu() -> Iterator[None]:
+def quiet_cpu() -> Iterator[None]:
     """Whatever the surroundings: on the CPU, with numbers of its own, and without warnings about tiny models."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
@@ -98,14 +101,15 @@ def _quiet_cpu() -> Iterator[None]:
         torch.set_default_dtype(default)
 
 
-def _random_model(
+def random_model(
     cls: type[PreTrainedModel], config: PretrainedConfig, attention: str | None, dtype: torch.dtype
 ) -> PreTrainedModel:
     try:
         own = copy.deepcopy(config)
         # "sdpa" stands for flash attention, which has no float64.
         wanted = "eager" if attention == "eager" else None
-        model: PreTrainedModel = cls._from_config(own, dtype=dtype, attn_implementation=wanted)
+        with plain_construction():
+            model: PreTrainedModel = cls._from_config(own, dtype=dtype, attn_implementation=wanted)
     except Exception as error:
         raise CannotProbe(f"a small one can't be made: {type(error).__name__}: {error}") from error
     generator = torch.Generator().manual_seed(1)
@@ -121,7 +125,7 @@ def _random_model(
     return model.train()
 
 
-def _best(model: PreTrainedModel, outline: Outline, attempt: _Attempt) -> Verdict:
+def _best(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verdict:
     """With layers that don't know where their segment begins, if that is right: few models' code asks for it."""
     verdict = _compare(model, outline, attempt, MODES, gives_start=False)
     if verdict.reason_against("segments") is None:
@@ -133,17 +137,17 @@ def _best(model: PreTrainedModel, outline: Outline, attempt: _Attempt) -> Verdic
 
 
 def _compare(
-    model: PreTrainedModel, outline: Outline, attempt: _Attempt, modes: Sequence[Mode], *, gives_start: bool
+    model: PreTrainedModel, outline: Outline, attempt: Attempt, modes: Sequence[Mode], *, gives_start: bool
 ) -> Verdict:
     verdict: dict[Mode, dict[Kind, str]] = {mode: {} for mode in modes}
     largest = 0.0
     vocabulary = model.config.get_text_config().vocab_size
     first = True
-    for kind, case in _cases(model.config):
-        batch = _micro_batch(case, vocabulary)
+    for kind, case in probe_cases(model.config):
+        batch = probe_batch(case, vocabulary)
         try:
             with attempt.precision():
-                expected = _run_plain(model, batch)
+                expected = run_plain(model, batch)
         except Exception as error:
             if first:
                 raise CannotProbe(f"a small one doesn't run: {type(error).__name__}: {error}") from error
@@ -157,7 +161,7 @@ def _compare(
             try:
                 with attempt.precision():
                     found = _run_cut(model, outline, batch, mode, gives_start=gives_start)
-                error_of, name = _largest_error(found, expected)
+                error_of, name = largest_error(found, expected)
             except CuboidError as error:
                 verdict[mode][kind] = f"{error} ({case.name})"
                 continue
@@ -171,7 +175,7 @@ def _compare(
     return Verdict(verdict, largest, gives_start)
 
 
-def _cases(config: PretrainedConfig) -> Iterator[tuple[Kind, Case]]:
+def probe_cases(config: PretrainedConfig) -> Iterator[tuple[Kind, Case]]:
     """Whole rows at all lengths that matter, first of all the longest; the longest ones with padding and packed."""
     found = cases(config, LONGEST)
     longest = max(case.length for case in found if not case.packed)
@@ -185,7 +189,7 @@ def _cases(config: PretrainedConfig) -> Iterator[tuple[Kind, Case]]:
             yield ("padding on the left" if case.padding == "left" else "padding on the right"), case
 
 
-def _micro_batch(case: Case, vocabulary: int) -> MicroBatch:
+def probe_batch(case: Case, vocabulary: int) -> MicroBatch:
     generator = torch.Generator().manual_seed(case.length)
     ids = torch.randint(4, vocabulary, (_ROWS, case.length), generator=generator)  # the first ones pad, begin and end
     batch = {"input_ids": ids, "labels": ids.clone()}
@@ -200,12 +204,12 @@ def _micro_batch(case: Case, vocabulary: int) -> MicroBatch:
 
 
 @dataclass
-class _Outcome:
+class Outcome:
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
 
 
-def _run_plain(model: PreTrainedModel, batch: MicroBatch) -> _Outcome:
+def run_plain(model: PreTrainedModel, batch: MicroBatch) -> Outcome:
     own = copy.deepcopy(model)
     arguments = {name: x for name, x in batch.items() if name != "labels"}
     logits = own(**arguments, use_cache=False).logits
@@ -214,7 +218,7 @@ def _run_plain(model: PreTrainedModel, batch: MicroBatch) -> _Outcome:
     loss.backward()
     if not bool(loss.isfinite()):
         raise ValueError("its loss isn't finite")
-    return _Outcome(loss.detach(), _gradients([own]))
+    return Outcome(loss.detach(), _gradients([own]))
 
 
 def _gradients(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
@@ -227,18 +231,37 @@ def _gradients(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
     return total
 
 
-def _run_cut(model: PreTrainedModel, outline: Outline, batch: MicroBatch, mode: Mode, *, gives_start: bool) -> _Outcome:
+def _run_cut(model: PreTrainedModel, outline: Outline, batch: MicroBatch, mode: Mode, *, gives_start: bool) -> Outcome:
     """One step of all stages in one process, unit by unit."""
+    counts = stage_counts(outline)
+    meshes = [Mesh(MeshShape(), pipe=len(counts), rank=stage, world_size=len(counts)) for stage in range(len(counts))]
+    stages = [make_stage(model, outline, counts, mesh, gives_start=gives_start) for mesh in meshes]
+    return Outcome(run_stages(stages, batch, unit_lengths(batch["input_ids"].shape[1], mode)), _gradients(stages))
+
+
+def stage_counts(outline: Outline) -> tuple[int, ...]:
+    """Layers of each of the probe's stages."""
     count = min(_STAGES, outline.count)
-    counts = tuple(outline.count // count + (stage < outline.count % count) for stage in range(count))
-    stages = [_stage(model, outline, counts, stage, gives_start=gives_start) for stage in range(count)]
+    return tuple(outline.count // count + (stage < outline.count % count) for stage in range(count))
+
+
+def run_stages(stages: Sequence[Any], batch: MicroBatch, lengths: tuple[int, ...]) -> torch.Tensor:
+    """Forward and backward of all stages, unit by unit; gradients are left with the stages' parameters.
+
+    Args:
+        stages: of one rank of each mesh.
+        batch: the whole micro-batch.
+        lengths: of its segments.
+
+    Returns:
+        The loss.
+    """
     shifted = with_shifted_labels(batch)
     items = max(int(label_tokens(shifted)), 1)
-    lengths = _lengths(batch["input_ids"].shape[1], mode)
     runners = []
     for stage in stages:
         store = KVCache(sum(lengths), KVCachePool())
-        cut = SegmentedBatch.of(shifted, lengths, store, model.config, stage.cuboid.mesh)
+        cut = SegmentedBatch.of(shifted, lengths, store, stage.config, stage.cuboid.mesh)
         runners.append(StageRunner(stage, [cut], scale=1.0 / items, training=True))
     for segment in range(len(lengths)):
         hidden = None
@@ -250,17 +273,39 @@ def _run_cut(model: PreTrainedModel, outline: Outline, batch: MicroBatch, mode: 
             gradient = runner.backward(0, segment, gradient)
     loss = runners[-1].loss
     assert loss is not None
-    return _Outcome(loss, _gradients(stages))
+    return loss
 
 
-def _stage(model: PreTrainedModel, outline: Outline, counts: tuple[int, ...], stage: int, *, gives_start: bool) -> Any:
+def make_stage(
+    model: PreTrainedModel,
+    outline: Outline,
+    counts: tuple[int, ...],
+    mesh: Mesh,
+    *,
+    gives_start: bool,
+    verdict: MeshVerdict | None = None,
+) -> Any:
+    """A copy of a model, cut to the stage of a rank, and sharded over its mesh if there is a verdict that says how."""
     own = copy.deepcopy(model)
-    mesh = Mesh(MeshShape(), pipe=len(counts), rank=stage, world_size=len(counts))
     config = CuboidConfig.model_validate({"pipeline": {"engine": "seq1f1b", "stages": len(counts), "segments": 1}})
     certificate = Certificate(Verdict(gives_start=gives_start))
-    staging = Staging(outline, counts, cut_at(counts, stage), None, config, certificate)
+    staging = Staging(outline, counts, cut_at(counts, mesh.coordinate.pipe), None, config, certificate)
     cut_model(own, staging)
-    return finish_stage(own, staging, mesh, None, lambda parameter, _: parameter)
+    plan = None if verdict is None else make_parallel_plan(own, mesh.shape, verdict)
+
+    def shard_of(parameter: nn.Parameter, layout: ShardingSpec) -> torch.Tensor:
+        return take_shard(parameter, layout, mesh)
+
+    return finish_stage(own, staging, mesh, plan, shard_of)
+
+
+def unit_lengths(length: int, mode: Mode, multiple: int = 1) -> tuple[int, ...]:
+    """Lengths of a micro-batch's segments, each a multiple of what a mesh needs."""
+    if multiple > 1:
+        units = -(-length // multiple)
+        own = _lengths(units, "whole" if mode == "filled" else mode)
+        return tuple(multiple * each for each in own)
+    return _lengths(length, mode)
 
 
 def _lengths(length: int, mode: Mode) -> tuple[int, ...]:
@@ -273,7 +318,7 @@ def _lengths(length: int, mode: Mode) -> tuple[int, ...]:
     return (first, second, max(length - first - second, 1))
 
 
-def _largest_error(found: _Outcome, expected: _Outcome) -> tuple[float, str]:
+def largest_error(found: Outcome, expected: Outcome) -> tuple[float, str]:
     """Of the loss and all gradients, relative to the gradient's own norm where that isn't nothing beside the others."""
     errors = {"the loss": float((found.loss - expected.loss).abs() / expected.loss.abs().clamp(min=1e-6))}
     norms = {name: float(gradient.norm()) for name, gradient in expected.gradients.items()}

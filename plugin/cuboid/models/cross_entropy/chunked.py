@@ -19,6 +19,9 @@ from cuboid.tensor3d.unshard import UnshardedParam
 
 #: Of logits in float32, for one chunk.
 CHUNK_BYTES = 64 * 2**20
+#: Fewest tokens of a chunk on an accelerator. Each chunk writes the gradient of the head's whole weight, so that few
+#: tokens are bound by memory: with 128k words and 4,096 features 64 MiB are 130 tokens.
+_CHUNK_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class ChunkedCrossEntropy:
         vocabulary: V.
         mesh: what the head is split over, if it is. All of its ranks must call.
         chunk_bytes: largest size of a chunk's logits in float32, on one rank. One position of each row (on a mesh up to
-            s·h) is the least that a chunk has, however many bytes it takes.
+            s·h) is the least that a chunk has, however many bytes it takes. None for 64 MiB and, on an accelerator, at
+            least 2048 tokens.
         ignore_index: label of tokens without a loss.
     """
 
@@ -42,7 +46,7 @@ class ChunkedCrossEntropy:
     scale: torch.Tensor | float
     vocabulary: int
     mesh: Mesh | None = None
-    chunk_bytes: int = CHUNK_BYTES
+    chunk_bytes: int | None = None
     ignore_index: int = IGNORE_INDEX
 
     def value(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -123,7 +127,10 @@ class ChunkedCrossEntropy:
         rows, length, _ = hidden.shape
         position_bytes = 4 * rows * sequence * math.ceil(self.vocabulary / sequence) / spread
         grain = least_positions(self.mesh)
-        step = max(1, int(self.chunk_bytes / position_bytes) // grain) * grain
+        positions = (CHUNK_BYTES if self.chunk_bytes is None else self.chunk_bytes) / position_bytes
+        if self.chunk_bytes is None and hidden.device.type != "cpu":
+            positions = max(positions, math.ceil(_CHUNK_TOKENS / (rows * sequence)))
+        step = max(1, int(positions) // grain) * grain
         by_rank = self.labels.to(hidden.device).unflatten(1, (sequence, length))
         for start in range(0, length, step):
             own = slice(start, min(start + step, length))
@@ -155,7 +162,7 @@ def chunked_loss(
     scale: torch.Tensor | float,
     vocabulary: int,
     mesh: Mesh | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The loss of a last stage's hidden states, and its gradient with respect to them.
 

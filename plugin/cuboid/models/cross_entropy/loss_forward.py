@@ -20,12 +20,17 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.models.cross_entropy.chunked import ChunkedCrossEntropy, least_positions
 from cuboid.models.cross_entropy.lm_head import Head
 from cuboid.tensor3d.layers.norm import statistics_dtype
-from cuboid.tensor3d.layers.vocab_cross_entropy import divisor, predicted
+from cuboid.tensor3d.layers.vocab_cross_entropy import divisor, predicted, sharded_cross_entropy
 from cuboid.tensor3d.unshard import UnshardedParam
 
 
 def forward_with_bounded_loss(
-    model: PreTrainedModel, forward: Callable[[], Any], *, unbound: Callable[..., Any], mesh: Mesh, chunk_bytes: int
+    model: PreTrainedModel,
+    forward: Callable[[], Any],
+    *,
+    unbound: Callable[..., Any],
+    mesh: Mesh,
+    chunk_bytes: int | None,
 ) -> Any:
     """Run a model's own forward so that its ``loss_function`` computes logits by itself, chunk by chunk.
 
@@ -74,7 +79,7 @@ class _Ending:
     model: PreTrainedModel
     unbound: Callable[..., Any]
     mesh: Mesh
-    chunk_bytes: int
+    chunk_bytes: int | None
     stack: ExitStack
     is_done: bool = False
     hidden: torch.Tensor | None = None
@@ -104,12 +109,20 @@ class _Ending:
         **_: Any,
     ) -> torch.Tensor:
         """In place of Hugging Face's ``ForCausalLMLoss``, without the logits of those few positions."""
-        if self.hidden is None or self.is_done:
-            raise UnsupportedModelError(
-                f"the forward of {type(self.model).__name__} calls its loss_function before its base model, or twice"
-            )
+        if self.is_done:
+            raise UnsupportedModelError(f"the forward of {type(self.model).__name__} calls its loss_function twice")
         self.is_done = True
         targets = predicted(labels, shift_labels, ignore_index)
+        if self.hidden is None:
+            # The forward calls a part of its base model, past the hook that would have cut its output.
+            return sharded_cross_entropy(
+                logits,
+                targets,
+                vocabulary=vocab_size,
+                mesh=self.mesh,
+                items=num_items_in_batch,
+                ignore_index=ignore_index,
+            )
         like = logits.new_empty((), dtype=statistics_dtype(logits.dtype))
         scale = divisor(targets, self.mesh, num_items_in_batch, ignore_index, like).reciprocal()
         loss = ChunkedCrossEntropy(self.head, targets, scale, vocab_size, self.mesh, self.chunk_bytes, ignore_index)

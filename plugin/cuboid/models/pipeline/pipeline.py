@@ -63,7 +63,8 @@ class Pipeline:
         self._config = stage.staging.config.pipeline
         self.mesh: Mesh = stage.cuboid.mesh
         self.mesh.connect()
-        self._cutter = Cutter(self._config, stage.staging.sizes, self.mesh)
+        tiles = self._device.type != "cpu"
+        self._cutter = Cutter(self._config, stage.staging.sizes, self.mesh, tiles=tiles)
         #: Buffers of keys and values, for reports of memory.
         self.pool = KVCachePool()
         self._schedules = StepSchedules(stage.staging)
@@ -255,6 +256,7 @@ class Pipeline:
 
 def open_channels(mesh: Mesh, device: torch.device) -> dict[tuple[int, int], Channel]:
     """Between this rank and its neighbours in the pipeline, in both directions. Collective."""
+    mesh.meet(device)
     stage = mesh.coordinate.pipe
     count = functools.partial(mesh.comm_counter.record_send, "pipe")
     channels = {}

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import math
+
 from cuboid.config.schema import PipelineConfig
 from cuboid.distributed.axis_collectives import padded_length
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import ConfigError
 from cuboid.models.batch.batch import granule
 from cuboid.models.pipeline.step_trace import StepTrace
-from cuboid.seq1f1b.schedule.partition import MeasuredCut, choose_segments, cut_sequence, even_cut, segment_cost
+from cuboid.seq1f1b.schedule.partition import (
+    MOST_SEGMENTS,
+    MeasuredCut,
+    choose_segments,
+    cut_sequence,
+    even_cut,
+    segment_cost,
+)
 from cuboid.seq1f1b.schedule.schedules import SCHEDULES
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
+
+#: Products on a GPU work on tiles of so many tokens; a segment of a few more takes as long as one of a tile more.
+_TILE_TOKENS = 128
 
 #: Steps that are measured for ``"partition": "measured"``; the first one warms up.
 MEASURED_STEPS = range(2, 5)
@@ -23,13 +35,15 @@ class Cutter:
         config: the pipeline's.
         sizes: of the model; None where whole sequences or even segments need no costs.
         mesh: whose `sequence` and `hidden` axes divide segments once more.
+        tiles: whether sequences that are long enough are cut at multiples of 128 tokens.
 
     Raises:
         ConfigError: explicit lengths that the mesh can't divide.
     """
 
-    def __init__(self, config: PipelineConfig, sizes: ModelSizes | None, mesh: Mesh) -> None:
+    def __init__(self, config: PipelineConfig, sizes: ModelSizes | None, mesh: Mesh, *, tiles: bool = False) -> None:
         self._config = config
+        self._tiles = tiles
         self._cost = _equal_cost if sizes is None else segment_cost(sizes)
         self._stages = mesh.topology.pipe
         self._granule = granule(mesh)
@@ -56,7 +70,7 @@ class Cutter:
                 padded_length(length, self._granule),
                 stages=self._stages,
                 micro_batches=micro_batches,
-                multiple=self._granule,
+                multiple=self._multiple(padded_length(length, self._granule), MOST_SEGMENTS),
                 cost=self._cost,
                 # A generated schedule has the same order of forwards in principle, and takes longer to make.
                 schedule=self._config.schedule if self._config.schedule in SCHEDULES else "seq1f1b",
@@ -83,9 +97,14 @@ class Cutter:
                 )
             return partition
         if partition == "even":
-            return even_cut(length, segments, self._granule)
+            return even_cut(length, segments, self._multiple(length, segments))
         cost = self._measured.cost() if self._measured is not None and self._measured.is_ready else self._cost
-        return cut_sequence(length, segments, multiple=self._granule, cost=cost)
+        return cut_sequence(length, segments, multiple=self._multiple(length, segments), cost=cost)
+
+    def _multiple(self, length: int, segments: int) -> int:
+        """What the segments of a sequence are to be multiples of: tiles, if that leaves room to balance them."""
+        tile = self._granule * (_TILE_TOKENS // math.gcd(self._granule, _TILE_TOKENS))
+        return tile if self._tiles and length % tile == 0 and length >= 4 * segments * tile else self._granule
 
     def _check_explicit(self, lengths: tuple[int, ...]) -> None:
         for length in lengths:

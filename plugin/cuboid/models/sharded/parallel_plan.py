@@ -13,11 +13,14 @@ from transformers.pytorch_utils import Conv1D
 from cuboid.distributed.topology import Axis, Coordinate, MeshShape
 from cuboid.errors import MeshError
 from cuboid.models.architectures.attention_heads import HeadCounts, plan_key_value_heads
+from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.architectures.roles import Role, find_roles
 from cuboid.models.attention.interface import check_attention
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 _SHOWN_MESHES = 6
+#: Of nothing that was found out: all that there are rules for is split.
+_SPLIT = MeshVerdict()
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class ParallelPlan:
     roles: dict[str, Role]
     #: By module name, then parameter name.
     layouts: dict[str, dict[str, ShardingSpec]]
+    verdict: MeshVerdict
 
     @property
     def by_parameter(self) -> dict[str, ShardingSpec]:
@@ -43,28 +47,33 @@ class ParallelPlan:
                 yield module, name, layout
 
 
-def make_parallel_plan(model: PreTrainedModel, mesh: MeshShape) -> ParallelPlan:
-    """Lay a model (on any device, meta included) out on a mesh.
+def make_parallel_plan(model: PreTrainedModel, mesh: MeshShape, verdict: MeshVerdict = _SPLIT) -> ParallelPlan:
+    """Lay a model out on a mesh.
+
+    Args:
+        model: on any device, meta included.
+        mesh: its shape.
+        verdict: of the architecture's certification, which says what has to be computed whole.
 
     Raises:
         UnsupportedModelError: a module or the attention implementation has no rule.
         MeshError: the mesh doesn't divide the model; names what, and the nearest meshes that do.
     """
     check_attention(model.config)
-    roles = find_roles(model)
+    roles = find_roles(model, verdict.whole, splits_late=verdict.splits_late)
     misfits = _misfits(model, roles, mesh)
     if misfits:
         raise MeshError(_misfit_message(model, roles, mesh, misfits))
     heads = HeadCounts.of(model.config)
     layouts = {name: _module_layouts(model.get_submodule(name), role, heads, mesh) for name, role in roles.items()}
-    return ParallelPlan(mesh, heads, roles, layouts)
+    return ParallelPlan(mesh, heads, roles, layouts, verdict)
 
 
 def _misfits(model: PreTrainedModel, roles: dict[str, Role], mesh: MeshShape) -> list[str]:
     """What the mesh can't cut, in words; empty if it fits."""
     heads = HeadCounts.of(model.config)
     head_ranks = mesh.of("sequence", "hidden")
-    if heads.query % head_ranks:
+    if heads.query % head_ranks and any(role.heads for role in roles.values()):
         # Which also leaves key/value heads without a layout.
         return [f"{heads.query} attention heads don't divide by sequence × hidden = {head_ranks}"]
     misfits: list[str] = []
@@ -92,9 +101,9 @@ def out_features(module: nn.Module) -> int:
     return module.nf if isinstance(module, Conv1D) else module.out_features  # type: ignore[return-value]
 
 
-def fitting_meshes(model: PreTrainedModel, size: int) -> list[MeshShape]:
-    """All meshes of ``size`` ranks that can cut the model."""
-    roles = find_roles(model)
+def fitting_meshes(model: PreTrainedModel, size: int, verdict: MeshVerdict = _SPLIT) -> list[MeshShape]:
+    """All meshes of ``size`` ranks that can cut the model. For ``verdict`` see :func:`make_parallel_plan`."""
+    roles = find_roles(model, verdict.whole, splits_late=verdict.splits_late)
     return [mesh for mesh in MeshShape.of_size(size) if not _misfits(model, roles, mesh)]
 
 
@@ -124,14 +133,14 @@ def _module_layouts(module: nn.Module, role: Role, heads: HeadCounts, mesh: Mesh
 def _layout(
     name: str, shape: tuple[int, ...], module: nn.Module, role: Role, heads: HeadCounts, mesh: MeshShape
 ) -> ShardingSpec:
-    if role.kind == "gathered":
+    if role.kind in ("gathered", "whole", "inside"):
         return ShardingSpec(shape, ((),) * len(shape))
-    if role.kind in ("rms_norm", "layer_norm"):
+    if role.kind == "norm":
         return ShardingSpec(shape, (("hidden",),))
-    if role.kind in ("embedding", "head"):
+    if role.kind in ("embedding", "head", "tied"):
         split: tuple[tuple[Axis, ...], ...] = (("sequence",), ("hidden",))
         return ShardingSpec(shape, split[: len(shape)], ragged=True)
-    parts = 3 if role.heads == "query_key_value" else 1
+    parts = role.parts
     out, into = _feature_axes(name, role, heads, mesh)
     if name == "bias":
         return ShardingSpec(shape, (out,), (parts,))

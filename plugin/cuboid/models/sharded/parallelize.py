@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
@@ -11,8 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.models.architectures.attention_heads import KeyValuePlan, plan_key_value_heads
-from cuboid.models.architectures.norm_formula import rms_norm_settings
-from cuboid.models.architectures.roles import Role, architecture_of, matching_modules
+from cuboid.models.architectures.roles import Role, layer_names
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.tensor3d.layers.dropout import ShardedDropout
 from cuboid.tensor3d.layers.fused_projections import FusedProjections
@@ -21,10 +20,15 @@ from cuboid.tensor3d.layers.linear_op import Product
 from cuboid.tensor3d.layers.norm import ShardedLayerNorm, ShardedRMSNorm
 from cuboid.tensor3d.layers.output_reduce import SelectHeads
 from cuboid.tensor3d.layers.unsharded_module import UnshardedModule
-from cuboid.tensor3d.layers.vocab_embedding import ShardedEmbedding
+from cuboid.tensor3d.layers.vocab_embedding import shard_embedding
+from cuboid.tensor3d.layers.whole_block import LateSplit, compute_whole, keep_whole
 from cuboid.tensor3d.prefetch import ModelPrefetcher
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
+#: Attributes of attention modules, by what they count.
+_QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
+_FEATURES = ("split_size", "embed_dim", "hidden_size", "all_head_size", "attn_hidden_size", "hidden_dim")
 #: Gives the shard of a parameter: cut from a whole tensor, or already read as a slice.
 ShardOf = Callable[[nn.Parameter, ShardingSpec], torch.Tensor]
 
@@ -34,23 +38,31 @@ def parallelize_modules(model: PreTrainedModel, parallel_plan: ParallelPlan, mes
 
     Tied parameters stay one parameter. The whole tensors are freed one by one as their modules are swapped.
     """
-    # First, for it can reject a norm, and the model must then be as it was.
-    rms_settings = {name: _settings(model.get_submodule(name), role) for name, role in parallel_plan.roles.items()}
-    _split_attributes(model, mesh)
+    _split_attributes(model, parallel_plan, mesh)
     shards = _Shards(model, shard_of)
     for name, role in parallel_plan.roles.items():
         old = model.get_submodule(name)
         parameters = {key: shards.take(old, key, layout) for key, layout in parallel_plan.layouts[name].items()}
-        new = _build(old, role, parameters, parallel_plan.layouts[name], mesh, rms_settings[name])
+        if role.kind in ("whole", "inside", "tied"):
+            keep_whole(old, parameters, mesh=mesh, layouts=parallel_plan.layouts[name])
+            continue
+        new = _build(old, role, parameters, parallel_plan.layouts[name], mesh)
         if isinstance(new, ShardedLinear):
-            new.configure(*_product(new, role, parallel_plan, isinstance(old, Conv1D)))
+            product, bias_rows = _product(new, role, parallel_plan, isinstance(old, Conv1D))
+            new.configure(product, bias_rows, gathers_sequence=role.kind == "up" and role.alone)
         new.train(old.training)
         model.set_submodule(name, new)
+    blocks = whole_blocks(parallel_plan)
+    late = LateSplit(mesh) if parallel_plan.verdict.splits_late else None
+    for name in blocks:
+        compute_whole(model.get_submodule(name), mesh, late if parallel_plan.roles[name].late else None)
+    if late is not None:
+        _split_late(model, late)
     if mesh.shape.size > 1:
         _fuse_projections(model, parallel_plan)
         _prefetch_layers(model, parallel_plan)
     _share_key_value_heads(model, parallel_plan, mesh)
-    _swap_dropouts(model, mesh)
+    _swap_dropouts(model, blocks, mesh)
 
 
 class _Shards:
@@ -76,30 +88,20 @@ class _Shards:
         return shard
 
 
-def _settings(module: nn.Module, role: Role) -> tuple[float, float]:
-    return rms_norm_settings(module) if role.kind == "rms_norm" else (0.0, 0.0)
-
-
 def _build(
-    old: nn.Module,
-    role: Role,
-    parameters: dict[str, nn.Parameter],
-    layouts: dict[str, ShardingSpec],
-    mesh: Mesh,
-    rms: tuple[float, float],
+    old: nn.Module, role: Role, parameters: dict[str, nn.Parameter], layouts: dict[str, ShardingSpec], mesh: Mesh
 ) -> nn.Module:
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if role.kind == "gathered":
         return UnshardedModule(old.to("meta"), parameters, mesh=mesh, layouts=layouts)
-    if role.kind == "layer_norm":
-        assert isinstance(old, nn.LayerNorm)
-        return ShardedLayerNorm(weight, bias, mesh=mesh, layouts=layouts, eps=old.eps)
+    if role.kind == "norm":
+        assert role.norm is not None
+        norm = ShardedLayerNorm if role.norm.kind == "layer" else ShardedRMSNorm
+        return norm(weight, bias, mesh=mesh, layouts=layouts, eps=role.norm.eps, offset=role.norm.offset)
     assert weight is not None
-    if role.kind == "rms_norm":
-        return ShardedRMSNorm(weight, mesh=mesh, layout=layouts["weight"], eps=rms[0], offset=rms[1])
     if role.kind == "embedding":
         assert isinstance(old, nn.Embedding)
-        return ShardedEmbedding(weight, mesh=mesh, layout=layouts["weight"], padding_idx=old.padding_idx)
+        return shard_embedding(old, weight, mesh=mesh, layout=layouts["weight"])
     out_features, in_features = layouts["weight"].shape
     if isinstance(old, Conv1D):
         in_features, out_features = out_features, in_features
@@ -121,8 +123,7 @@ def _product(
             return _selecting_product(linear, plan, parallel_plan.heads.dim, in_first), _bias_rows(
                 plan, parallel_plan.heads.dim
             )
-    parts = 3 if role.heads == "query_key_value" else 1
-    return up_product(weight, in_first=in_first, parts=parts), None
+    return up_product(weight, in_first=in_first, parts=role.parts), None
 
 
 def _selecting_product(linear: ShardedLinear, plan: KeyValuePlan, head_dim: int, in_first: bool) -> Product:
@@ -141,7 +142,7 @@ def _fuse_projections(model: PreTrainedModel, parallel_plan: ParallelPlan) -> No
     behind: dict[str, list[ShardedLinear]] = {}
     exits: dict[str, list[ShardedLinear]] = {}
     for name, role in parallel_plan.roles.items():
-        if role.kind in ("up", "down", "head"):
+        if role.kind in ("up", "down", "head") and not role.alone:
             place = name if role.kind == "head" else name.rpartition(".")[0]
             linear = model.get_submodule(name)
             assert isinstance(linear, ShardedLinear)
@@ -159,16 +160,33 @@ def _prefetch_layers(model: PreTrainedModel, parallel_plan: ParallelPlan) -> Non
         runner.register_forward_pre_hook(ModelPrefetcher([model.get_submodule(layer) for layer in layers]))
 
 
-def _split_attributes(model: PreTrainedModel, mesh: Mesh) -> None:
-    for (pattern, attribute), axes in architecture_of(model).split_attributes.items():
-        for module in matching_modules(model, pattern).values():
-            setattr(module, attribute, getattr(module, attribute) // mesh.size(*axes))
+def _split_attributes(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh) -> None:
+    """Give attention modules the counts of this rank's heads, which some of them read in their forward."""
+    attention = attention_modules(parallel_plan)
+    if not attention:
+        return
+    heads = parallel_plan.heads
+    plan = plan_key_value_heads(heads, mesh.shape, mesh.coordinate)
+    ranks = mesh.size("sequence", "hidden")
+    for name in attention:
+        module = model.get_submodule(name)
+        for names, whole, own in (
+            (_QUERY_HEADS, heads.query, heads.query // ranks),
+            (_KEY_VALUE_HEADS, heads.key_value, len(plan.keep)),
+            (_FEATURES, heads.query * heads.dim, heads.query * heads.dim // ranks),
+        ):
+            for attribute in names:
+                if getattr(module, attribute, None) == whole:
+                    setattr(module, attribute, own)
 
 
 def _share_key_value_heads(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh) -> None:
     """Tell attention modules how many query heads share a KV head on this rank."""
+    attention = attention_modules(parallel_plan)
+    if not attention:
+        return
     plan = plan_key_value_heads(parallel_plan.heads, mesh.shape, mesh.coordinate)
-    for name in attention_modules(parallel_plan):
+    for name in attention:
         module = model.get_submodule(name)
         if hasattr(module, "num_key_value_groups"):
             module.num_key_value_groups = plan.groups
@@ -180,7 +198,31 @@ def attention_modules(parallel_plan: ParallelPlan) -> list[str]:
     return [name.rpartition(".")[0] for name in with_queries]
 
 
-def _swap_dropouts(model: PreTrainedModel, mesh: Mesh) -> None:
+def whole_blocks(parallel_plan: ParallelPlan) -> list[str]:
+    """Names of the blocks that are computed whole."""
+    return [name for name, role in parallel_plan.roles.items() if role.kind == "whole"]
+
+
+def _split_late(model: PreTrainedModel, late: LateSplit) -> None:
+    """Have activations split in layers, and whole around them."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding is not None:
+        embedding.register_forward_hook(late.begin)
+    layers = layer_names(model)
+    for name in layers:
+        layer = model.get_submodule(name)
+        layer.register_forward_pre_hook(late.enter, with_kwargs=True)
+        group, _, number = name.rpartition(".")
+        if f"{group}.{int(number) + 1}" not in layers:
+            layer.register_forward_hook(late.leave)
+    if model.base_model is not model:
+        model.base_model.register_forward_hook(late.end)
+    if head is not None:
+        head.register_forward_pre_hook(late.enter, with_kwargs=True, prepend=True)
+
+
+def _swap_dropouts(model: PreTrainedModel, blocks: Collection[str], mesh: Mesh) -> None:
+    """Outside of blocks that are computed whole, and have their own way with random numbers."""
     for name, module in list(model.named_modules()):
-        if type(module) is nn.Dropout:
+        if type(module) is nn.Dropout and not any(name.startswith(f"{block}.") for block in blocks):
             model.set_submodule(name, ShardedDropout(module.p, mesh).train(module.training))

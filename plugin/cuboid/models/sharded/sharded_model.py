@@ -14,31 +14,32 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.masking_utils import find_packed_sequence_indices
 
 from cuboid.config.schema import TensorParallelConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.distributed.rank_agreement import StepGuard
 from cuboid.errors import CuboidError, UnsupportedModelError
+from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.architectures.supported_tasks import compiling_refused
 from cuboid.models.architectures.transformers_names import keep_logits
 from cuboid.models.attention.interface import (
     Lengths,
-    check_attention_ran,
     is_in_forward,
     use_sharded_attention,
     whole_sequence,
 )
-from cuboid.models.batch.batch import LocalBatch, take_local_batch
+from cuboid.models.attention.packing import known_packing
+from cuboid.models.batch.batch import LABELS, LocalBatch, given_tensors, take_local_batch
 from cuboid.models.batch.batch_check import BatchCheck, Limits
-from cuboid.models.cross_entropy.chunked import CHUNK_BYTES
 from cuboid.models.cross_entropy.lm_head import is_in_head
 from cuboid.models.cross_entropy.loss_forward import forward_with_bounded_loss
 from cuboid.models.sharded.model_interface import WholeInterface
 from cuboid.models.sharded.parallel_plan import ParallelPlan
-from cuboid.models.sharded.parallelize import ShardOf, attention_modules, parallelize_modules
+from cuboid.models.sharded.parallelize import ShardOf, attention_modules, parallelize_modules, whole_blocks
 from cuboid.tensor3d.layers.vocab_cross_entropy import gather_hidden, gather_logits, predicted, sharded_cross_entropy
-from cuboid.tensor3d.sharding.sharded_param import disable_reshard_after_forward, is_recomputing
+from cuboid.tensor3d.sharding.sharded_param import disable_reshard_after_forward, is_recomputing, set_gradient_reduce
 
 
 @dataclass(frozen=True)
@@ -94,15 +95,19 @@ class Sharding:
     whole: WholeModel
     #: The model's modules and their classes, as they were made, so that others in their places are found out.
     modules: dict[nn.Module, type[nn.Module]] = field(default_factory=dict)
-    #: Largest size in float32 of the logits of which a loss alone is made, on one rank.
-    chunk_bytes: int = CHUNK_BYTES
+    #: Largest size in float32 of the logits of which a loss alone is made, on one rank; None for one by the device.
+    chunk_bytes: int | None = None
     checked: bool = False
     former: FormerParameters = field(default_factory=FormerParameters)
     #: Writes the model as a Hugging Face checkpoint. Whoever loads or shards a model for users hands it in, for saving
     #: knows the model.
     save: Callable[..., None] | None = None
+    #: What the architecture was seen to be right with.
+    verdict: MeshVerdict = field(default_factory=MeshVerdict)
     #: Of the micro-batch that the forward which is running was given.
     check: BatchCheck | None = None
+    #: That micro-batch, where logits are gathered.
+    batch: LocalBatch | None = None
 
 
 class ShardedModel(WholeInterface):
@@ -132,31 +137,47 @@ def shard_modules(
 ) -> PreTrainedModel:
     """Turn a model into its sharded self, in place."""
     shapes = {name: layout.shape for name, layout in parallel_plan.by_parameter.items()}
-    whole = WholeModel.of(model, _learned_positions(model), shapes)
+    whole = WholeModel.of(model, learned_positions(model), shapes)
     parallelize_modules(model, parallel_plan, mesh, shard_of)
+    set_gradient_reduce(model, config.gradient_reduce)
     if config.weight_gather == "step":
         disable_reshard_after_forward(model)
     attention = {name: model.get_submodule(name) for name in attention_modules(parallel_plan)}
     use_sharded_attention(model.config, list(attention.values()), mesh)
+    for name in whole_blocks(parallel_plan):
+        # Their heads are all there, and their random numbers are the block's affair.
+        use_sharded_attention(model.config, list(model.get_submodule(name).modules()), None)
     model.loss_function = functools.partial(sharded_loss, mesh=mesh)
     base = type(model)
-    model.cuboid = Sharding(mesh, config, base, attention, whole)
+    model.cuboid = Sharding(mesh, config, base, attention, whole, verdict=parallel_plan.verdict)
     inner: Any = model.base_model
     if inner is not model:
         inner.cuboid = model.cuboid
         inner.__class__ = _sharded_base_class(type(inner))  # type: ignore[arg-type]
     _guard_ends(model)
-    next(iter(attention.values())).register_forward_hook(_VerdictReader(model.cuboid))
+    if parallel_plan.verdict.gathers_logits:
+        head = model.get_output_embeddings()
+        assert head is not None
+        head.register_forward_hook(functools.partial(_gather_logits, model.cuboid))
+    early = next(iter((*attention, *whole_blocks(parallel_plan))), None)
+    if early is not None:
+        model.get_submodule(early).register_forward_hook(_VerdictReader(model.cuboid))
     model.__class__ = _sharded_class(base)  # type: ignore[arg-type]
     model.cuboid.modules = {module: type(module) for module in model.modules()}
     return model
 
 
-def _learned_positions(model: PreTrainedModel) -> int | None:
-    """Rows of the position table. The architectures with rules for a mesh have no other tables but that of tokens."""
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    others = [table.num_embeddings for table in tables if table is not model.get_input_embeddings()]
-    return min(others, default=None)
+def learned_positions(model: PreTrainedModel) -> int | None:
+    """Positions that a model has learned, where it has a table of them."""
+    try:
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    except ValueError:  # Several parts that could be meant.
+        return None
+    if limit is None:
+        return None
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
+    # Some tables have a few rows more than there are positions.
+    return limit if any(limit <= table.num_embeddings <= limit + 8 for table in tables) else None
 
 
 @dataclass
@@ -271,20 +292,36 @@ def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
     keep = arguments.pop("logits_to_keep", 0)
     if keep is not None and arguments.get("labels") is not None and not (isinstance(keep, int) and keep == 0):
         raise UnsupportedModelError("logits_to_keep has no rule beside labels: the loss needs all logits")
+    gathers = sharding.verdict.gathers_logits
     with _taken(model, arguments) as batch:
-        bounded = _wants_loss_only(model, batch)
-        run = functools.partial(base_forward, **_local_arguments(model, batch), return_dict=True)
+        bounded = not gathers and _wants_loss_only(model, batch)
+        local = _local_arguments(model, batch)
+        if gathers:
+            # For a loss of the model's own, of whole logits.
+            sharding.batch = batch
+            local.update({name: arguments[name] for name in LABELS if name in local})
+        run = functools.partial(base_forward, **local, return_dict=True)
         if bounded:
             output = forward_with_bounded_loss(
                 model, run, unbound=sharding.base.forward, mesh=sharding.mesh, chunk_bytes=sharding.chunk_bytes
             )
         else:
             output = run()
-    if not bounded:
+    if not bounded and not gathers:
         output.logits = _whole_logits(model, output.logits, batch, has_loss=output.loss is not None)
     if keep is not None and output.logits is not None:
         output.logits = keep_logits(output.logits, keep)
     return output.to_tuple() if as_tuple else output
+
+
+@uncompiled
+def _gather_logits(sharding: Sharding, head: Any, _: Any, logits: torch.Tensor) -> torch.Tensor:
+    """A forward hook of a head behind which the model's own code computes a loss."""
+    batch = sharding.batch
+    assert batch is not None
+    size = head.out_features
+    whole = gather_logits(logits, sharding.mesh, rows=batch.rows, length=batch.length, vocabulary=size)
+    return whole.contiguous()
 
 
 def _base_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
@@ -309,19 +346,26 @@ def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
         raise UnsupportedModelError(
             "neftune_noise_alpha: its noise depends on the sizes of the whole embeddings; a rank has a part of them"
         )
+    sharding.verdict.check_batch(given_tensors(arguments), type(model).__name__)
     batch = take_local_batch(arguments, model.config, sharding.mesh)
     check = BatchCheck(arguments, sharding.whole.limits, sharding.mesh, (model.training, torch.is_grad_enabled()))
     check.read_if_there()
     sharding.check = check
     try:
-        with whole_sequence(Lengths(batch.length, batch.padded)):
+        with whole_sequence(Lengths(batch.length, batch.padded)), known_packing(*_packing_of(arguments, batch)):
             yield batch
         check.read()
     finally:
         sharding.check = None
-    if not sharding.checked:
-        check_attention_ran(sharding.attention)
-        sharding.checked = True
+    sharding.checked = True
+
+
+def _packing_of(arguments: dict[str, Any], batch: LocalBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The positions that the model gets, and which packed sequences they belong to."""
+    positions = batch.tensors["position_ids"]
+    # Those that nobody gave count from one end to the other. Beside a mask nobody asks.
+    may_be_packed = arguments.get("position_ids") is not None and arguments.get("attention_mask") is None
+    return positions, find_packed_sequence_indices(positions) if may_be_packed else None
 
 
 def _check_modules(model: nn.Module, made: dict[nn.Module, type[nn.Module]]) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from cuboid.errors import UnsupportedModelError
+from cuboid.models.plain_construction import plain_construction
 from cuboid.seq1f1b.schedule.unit_costs import LayerSizes, ModelSizes
 
 #: Names under which configs say how many experts there are, and to how many of them a token is sent.
@@ -27,7 +28,7 @@ def model_sizes(config: PretrainedConfig) -> ModelSizes:
     Raises:
         UnsupportedModelError: it has experts, and the config doesn't say how many a token is sent to; or no layers.
     """
-    with torch.device("meta"):
+    with plain_construction(), torch.device("meta"):
         return sizes_of(AutoModelForCausalLM.from_config(copy.deepcopy(config)))
 
 

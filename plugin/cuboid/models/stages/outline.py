@@ -19,6 +19,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from cuboid.errors import UnsupportedModelError
+from cuboid.models.plain_construction import plain_construction
+from cuboid.models.sharded.sharded_model import learned_positions
 from cuboid.models.stages.module_flow import ForwardLog
 
 _TRACED_LENGTH = 8
@@ -86,7 +88,8 @@ def _build_on_meta(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreT
     own = copy.deepcopy(config)
     with torch.device("meta"):
         own.return_dict, own.use_cache = True, False
-        model: PreTrainedModel = cls._from_config(own, dtype=_TRACED_DTYPE, attn_implementation="eager")
+        with plain_construction():
+            model: PreTrainedModel = cls._from_config(own, dtype=_TRACED_DTYPE, attn_implementation="eager")
     return model.eval()
 
 
@@ -225,7 +228,7 @@ def _outline_of(model: PreTrainedModel, layers: str, log: ForwardLog) -> Outline
         dtype=None if hidden.dtype == _TRACED_DTYPE else hidden.dtype,
         output=type(output),
         options=frozenset(inspect.signature(type(model.get_submodule(base)).forward).parameters),
-        longest=_learned_positions(model),
+        longest=learned_positions(model),
     )
     _check_ties(cls, outline)
     return outline
@@ -240,15 +243,6 @@ def _base_of(cls: type, layers: str, log: ForwardLog) -> tuple[str, Any]:
     if not isinstance(output, ModelOutput) or not hasattr(output, "last_hidden_state"):
         raise _unsupported(cls, f"{name} returns a {type(output).__name__} without last_hidden_state")
     return name, output
-
-
-def _learned_positions(model: PreTrainedModel) -> int | None:
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is None:
-        return None
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
-    # Some tables have a few rows more than there are positions.
-    return limit if any(limit <= table.num_embeddings <= limit + 8 for table in tables) else None
 
 
 def _embedding_of(model: PreTrainedModel) -> str:

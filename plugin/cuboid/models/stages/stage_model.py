@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -14,10 +14,10 @@ from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError
 from cuboid.models.architectures.certificate import Certificate
-from cuboid.models.attention.segments import UnitSlot, running_unit, use_segment_attention
+from cuboid.models.attention.segments import UnitSlot, hang_record, record_of, running_unit, use_segment_attention
 from cuboid.models.attention.whole_sequence import WholeSequence
 from cuboid.models.sharded.parallel_plan import ParallelPlan
-from cuboid.models.sharded.parallelize import ShardOf, parallelize_modules
+from cuboid.models.sharded.parallelize import ShardOf, parallelize_modules, whole_blocks
 from cuboid.models.sharded.sharded_model import ShardedModel, Sharding, WholeModel, sharded_loss
 from cuboid.models.stages.deferred_linear import defer_weight_gradients
 from cuboid.models.stages.outline import Outline
@@ -27,6 +27,7 @@ from cuboid.models.stages.whole_recorder import WholeSequenceRecorder
 from cuboid.seq1f1b.schedule.schedules import SCHEDULES
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
 from cuboid.tensor3d.layers.weight_gradients import WeightGradientStore
+from cuboid.tensor3d.sharding.sharded_param import disable_reshard_after_forward, set_gradient_reduce
 
 
 @dataclass
@@ -123,11 +124,18 @@ def finish_stage(
     """
     if parallel_plan is not None:
         parallelize_modules(model, parallel_plan, mesh, shard_of)
+        set_gradient_reduce(model, staging.config.tensor_parallel.gradient_reduce)
+        if staging.config.tensor_parallel.weight_gather == "step":
+            disable_reshard_after_forward(model)
         model.loss_function = functools.partial(sharded_loss, mesh=mesh)
     layers = model.get_submodule(staging.outline.layers)
     assert isinstance(layers, nn.ModuleList)
     own = {staging.outline.layer(index): layers[index] for index in range(staging.cut.first, staging.cut.stop)}
     use_segment_attention(model.config, own, staging.slot, mesh)
+    for name in () if parallel_plan is None else whole_blocks(parallel_plan):
+        # Their heads are all there, and their random numbers are the block's affair.
+        for module in model.get_submodule(name).modules() if name.startswith(f"{staging.outline.layers}.") else ():
+            hang_record(module, replace(record_of(module), mesh=None))
     assert staging.config.pipeline is not None
     if staging.config.pipeline.schedule not in SCHEDULES:
         defer_weight_gradients(own.values(), staging.weight_gradients)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cuboid.distributed.mesh import Mesh
+from cuboid.models.attention.packing import known_packing
 from cuboid.models.cross_entropy.chunked import chunked_loss
 from cuboid.models.cross_entropy.lm_head import Head
 from cuboid.models.stages.stage_model import StageModel
@@ -159,7 +160,8 @@ class StageRunner:
             else:
                 options["ids"] = ids
         deferring = self._weight_gradients.open() if self._splits else nullcontext()
-        with self._staging.slot.running(batch.unit(segment)), deferring:
+        known = known_packing(batch.positions, batch.packed)
+        with known, self._staging.slot.running(batch.unit(segment)), deferring:
             return run_base(self._model, self._staging.outline, self._staging.stage_input, hidden=hidden, **options)
 
     def _positions_and_mask(self, batch: SegmentedBatch, segment: int) -> dict[str, torch.Tensor]:
@@ -168,9 +170,9 @@ class StageRunner:
             return batch.given
         if batch.whole is None:
             uncut = {name: x[:, : batch.length] for name, x in batch.given.items()}
-            batch.whole = self._staging.recorded(
-                batch.ids.shape[0], batch.length, self.device, uncut.get("position_ids"), uncut.get("attention_mask")
-            )
+            positions, mask = uncut.get("position_ids"), uncut.get("attention_mask")
+            with known_packing(positions, batch.packed):
+                batch.whole = self._staging.recorded(batch.ids.shape[0], batch.length, self.device, positions, mask)
         return {name: batch.cut(x, segment) for name, x in {**batch.given, "position_ids": batch.positions}.items()}
 
     def _run_head(self, batch: SegmentedBatch, segment: int, output: torch.Tensor) -> torch.Tensor | None:

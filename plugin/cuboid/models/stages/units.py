@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError
-from cuboid.models.attention.segments import Unit, prepare_masks
+from cuboid.models.attention.segments import Unit, prepare_masks, visible_to_all
 from cuboid.models.attention.whole_sequence import Replay, WholeSequence
 from cuboid.models.batch.batch import IGNORE_INDEX, take_local_batch
 from cuboid.models.batch.broadcast import MicroBatch
@@ -50,6 +50,7 @@ class SegmentedBatch:
         bounds: start of each segment, and the end of the last, in 0 … S'.
         store: keys and values of this stage's layers.
         attention_mask, packed: see :func:`cuboid.models.attention.segments.prepare_masks`.
+        visible: see :func:`cuboid.models.attention.segments.visible_to_all`.
         length: S, without what was filled up.
         given: ``position_ids`` and ``attention_mask`` ``[B/b, S']``, where the user gave them.
         whole: what the stage's base model made of the whole sequence; None until that is known, or where it needn't be.
@@ -62,6 +63,7 @@ class SegmentedBatch:
     store: KVCache
     attention_mask: torch.Tensor | None
     packed: torch.Tensor | None
+    visible: int
     length: int
     given: dict[str, torch.Tensor]
     whole: WholeSequence | None = None
@@ -91,6 +93,7 @@ class SegmentedBatch:
             store=store,
             attention_mask=attention_mask,
             packed=packed,
+            visible=visible_to_all(attention_mask),
             length=taken.length,
             given={name: local[name] for name in ("position_ids", "attention_mask") if name in batch},
         )
@@ -108,7 +111,9 @@ class SegmentedBatch:
         """What attention must know of a segment."""
         start, stop = self.bounds[segment : segment + 2]
         replay = None if self.whole is None else Replay(self.whole, start, stop)
-        return Unit(self.store, start, stop, self.bounds[-1], self.attention_mask, self.packed, replay)
+        return Unit(
+            self.store, start, stop, self.bounds[-1], self.attention_mask, self.packed, replay, visible=self.visible
+        )
 
     def cut(self, tensor: torch.Tensor, segment: int) -> torch.Tensor:
         """A segment's part of ``[B/b, S']``."""

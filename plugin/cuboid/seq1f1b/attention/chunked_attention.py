@@ -79,9 +79,9 @@ class _AttendSegment(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         store.write(layer, start, key, value)
-        group = query.shape[1] // key.shape[1]
+        kernel = choose_kernel(query, key, value)
+        group = 1 if kernel.knows_groups else query.shape[1] // key.shape[1]
         own = _expand(key, group), _expand(value, group)
-        kernel = choose_kernel(query, *own)
         out, lse = kernel.forward(query, *own, causal=True, scale=scale)
         if start > 0:
             past = kernel.forward(_fold(query, group), *store.read(layer, 0, start), causal=False, scale=scale)
@@ -133,9 +133,9 @@ class _Prefix(torch.autograd.Function):
         return dk, dv, None, None, None, None
 
 
-# A group is the query heads that share one key head. Kernels are given as many query heads as key heads: for the
-# segment itself its few keys are repeated; for the past, which may be long, the group becomes more queries. That
-# is right as no mask tells one query from another.
+# A group is the query heads that share one key head. For kernels that know groups by themselves it is taken to be one
+# head. Others are given as many query heads as key heads: for the segment itself its few keys are repeated; for the
+# past, which may be long, the group becomes more queries. That is right as no mask tells one query from another.
 
 
 def _expand(x: torch.Tensor, group: int) -> torch.Tensor:

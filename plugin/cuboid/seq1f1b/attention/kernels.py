@@ -1,13 +1,15 @@
 """Fused attention kernels that tell the log-sum-exp of each query's scores, and their backward.
 
-All take as many key heads as query heads and know no mask but the causal one. With ``out`` and ``lse`` merged from
+All know no mask but the causal one. Some know groups, of query heads that share a key head; the others take as many key
+heads as query heads. With ``out`` and ``lse`` merged from
 several calls, each backward yields its own call's share of the gradients: a kernel recomputes the probabilities from
 ``lse``, and the rest of the formula needs ``out`` only.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import warnings
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -17,7 +19,13 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Kernel(Protocol):
-    """Attention of ``[B, H, L, D]`` queries to ``[B, H, S, D]`` keys and ``[B, H, S, Dv]`` values."""
+    """Attention of ``[B, H, L, D]`` queries to ``[B, H, S, D]`` keys and ``[B, H, S, Dv]`` values.
+
+    Attributes:
+        knows_groups: whether keys and values may have fewer heads, of which H is a multiple.
+    """
+
+    knows_groups: ClassVar[bool]
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
@@ -40,7 +48,7 @@ class Kernel(Protocol):
 
 
 def choose_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Kernel:
-    """The fastest kernel for such tensors on their device."""
+    """The fastest kernel for such tensors on their device; keys and values may have fewer heads than queries."""
     one_dtype = query.dtype == key.dtype == value.dtype
     one_head_dim = query.shape[-1] == value.shape[-1]
     if query.device.type == "cpu" and one_dtype and one_head_dim:
@@ -48,16 +56,35 @@ def choose_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
     # Elsewhere than on NVIDIA's GPUs these operators have other conventions for the log-sum-exp.
     if query.device.type == "cuda" and one_dtype and torch.version.hip is None:
         cuda = torch.backends.cuda
-        parameters = cuda.SDPAParams(query, key, value, None, 0.0, False, False)
+        is_grouped = query.shape[1] != key.shape[1]
+        parameters = cuda.SDPAParams(query, key, value, None, 0.0, False, is_grouped)
         if one_head_dim and query.shape[-1] % 8 == 0 and cuda.can_use_flash_attention(parameters):
             return CudaFlash()
-        if cuda.can_use_efficient_attention(parameters):
+        # It is given as many key heads as query heads, of which these have the sizes.
+        alike = cuda.SDPAParams(query[:, : key.shape[1]], key, value, None, 0.0, False, False)
+        if cuda.can_use_efficient_attention(alike):
             return CudaEfficient()
+    if query.device.type != "cpu":
+        _warn_of_no_kernel(query, key, value)
     return ChunkedMath()
+
+
+def _warn_of_no_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    # Python shows a warning of the same words and place once.
+    kinds = "/".join(dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in (query, key, value)))
+    sizes = "/".join(dict.fromkeys(str(x.shape[-1]) for x in (query, key, value)))
+    warnings.warn(
+        f"attention in {kinds} with a head dim of {sizes} has no fused kernel on {query.device.type} in this "
+        "version of torch, or torch.backends.cuda has it switched off, so segments compute it by plain products, which "
+        "take several times as long; bfloat16 with a head dim up to 256 that 8 divides has one on NVIDIA's GPUs",
+        stacklevel=2,
+    )
 
 
 class CpuFlash:
     """torch's flash kernel for CPUs, in any floating dtype."""
+
+    knows_groups: ClassVar[bool] = False
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
@@ -87,6 +114,8 @@ class CpuFlash:
 
 class CudaFlash:
     """FlashAttention-2 as torch brings it, in float16 and bfloat16."""
+
+    knows_groups: ClassVar[bool] = True
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
@@ -121,6 +150,8 @@ class CudaFlash:
 
 class CudaEfficient:
     """torch's memory-efficient kernel, for float32 and head dims that flash rejects."""
+
+    knows_groups: ClassVar[bool] = False
 
     #: The kernel's log-sum-exp has room for a multiple of so many queries, infinity in the rest.
     _ALIGNMENT = 32
@@ -160,6 +191,8 @@ class CudaEfficient:
 
 class ChunkedMath:
     """Plain tensor operations on any device, for a few queries at a time."""
+
+    knows_groups: ClassVar[bool] = False
 
     #: Most scores that exist at a time.
     _SCORES = 1 << 24

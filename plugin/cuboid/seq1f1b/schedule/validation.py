@@ -42,9 +42,12 @@ def validate(schedule: Schedule, shape: PipelineShape, *, backward: bool = True)
 def validate_programs(programs: Sequence[Program], shape: PipelineShape) -> None:
     """Check the messages of all ranks' programs, and that no order in which they block leads to a deadlock.
 
-    What is taken for granted of the transport: a receive is posted without waiting; each channel
-    (:func:`cuboid.seq1f1b.schedule.dependencies.channel`) is on its own and keeps its order; a computation waits until
-    its input is there. The proof takes the harshest case, in which a send blocks its rank until its receive is posted.
+    What is taken for granted of the transport: each channel (:func:`cuboid.seq1f1b.schedule.dependencies.channel`) is
+    on its own and keeps its order; a computation waits until its input is there. The proof takes the harshest case, in
+    which every action begins by waiting for the other end of all messages that its rank has sent or posted before. So
+    does whatever synchronises a CUDA device, on which NCCL's sends and receives are kernels that spin until the peer
+    comes: the first launch of a kernel that isn't loaded yet, an allocation for which cached memory is freed, the first
+    collective of a group.
 
     Raises:
         ScheduleError: with the action that is wrong.
@@ -55,7 +58,15 @@ def validate_programs(programs: Sequence[Program], shape: PipelineShape) -> None
             raise ScheduleError(f"{action} is done more than once (on ranks {_listed(ranks)})")
     rank_of = placement(programs)
     _check_messages(programs, shape, rank_of)
-    for _ in walk(programs, lambda action: _needs(action, shape, rank_of)):
+    needs: dict[Action, tuple[Action, ...]] = {}
+    for program in programs:
+        before: Action | None = None
+        for action in program:
+            # Earlier messages have been waited for by the actions behind them.
+            under_way = () if before is None or before.op.computes else (counterpart(before),)
+            needs[action] = _needs(action, shape, rank_of) + under_way
+            before = action
+    for _ in walk(programs, needs.__getitem__):
         pass
 
 
@@ -178,12 +189,12 @@ def _check_messages(programs: Sequence[Program], shape: PipelineShape, rank_of: 
 
 
 def _needs(action: Action, shape: PipelineShape, rank_of: dict[int, int]) -> tuple[Action, ...]:
-    """What must have happened before an action of a program can end."""
+    """What must have happened before an action of a program can begin, were nothing else under way on its rank."""
     match action.op:
         case Op.RECEIVE_ACTIVATION | Op.RECEIVE_GRADIENT:
             return ()
         case Op.SEND_ACTIVATION | Op.SEND_GRADIENT:
-            return (*dependencies(action, shape), counterpart(action))
+            return dependencies(action, shape)
     needs = dependencies(action, shape)
     receive = incoming(action, shape)
     if receive is None or rank_of.get(counterpart(receive).stage) == rank_of[action.stage]:

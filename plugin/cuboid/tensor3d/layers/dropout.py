@@ -16,17 +16,20 @@ from torch import nn
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
-from cuboid.distributed.topology import AXES
+from cuboid.distributed.topology import AXES, Axis
 
 
 @contextmanager
-def own_random_numbers(mesh: Mesh, device: torch.device) -> Iterator[None]:
-    """Random numbers inside differ between the ranks of the mesh; the generators outside stay in step."""
-    if mesh.shape.size == 1:
+def own_random_numbers(mesh: Mesh, device: torch.device, axes: tuple[Axis, ...] = AXES) -> Iterator[None]:
+    """Random numbers inside differ between the ranks of the mesh; the generators outside stay in step.
+
+    Along other axes than ``axes`` they are the same.
+    """
+    if mesh.size(*axes) == 1:
         yield
         return
     seed = int(torch.randint(2**62, ()))
-    seed += mesh.index(*AXES)
+    seed += mesh.index(*axes)
     if device.type == "cpu":
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)

@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
-from cuboid.tensor3d.layers.input_gather import GatherFeatures, InputGather, NoGather
+from cuboid.tensor3d.layers.input_gather import GatherFeatures, GatherSequence, InputGather, NoGather
 from cuboid.tensor3d.layers.linear_op import Later, LinearOp, Operand, Product
 from cuboid.tensor3d.layers.output_reduce import ScatterFeatures, ScatterSequence
 from cuboid.tensor3d.layers.weight_gradients import WeightGradientStore
@@ -48,13 +48,23 @@ class ShardedLinear(ShardedModule, nn.Linear):
         self.register_parameter("bias", bias)
         self.init_sharding(mesh, layouts)
 
-    def configure(self, product: Product, bias_rows: torch.Tensor | None = None) -> None:
-        """Set the multiplication, and the entries of the bias block to add where they are not all."""
+    def configure(
+        self, product: Product, bias_rows: torch.Tensor | None = None, *, gathers_sequence: bool = False
+    ) -> None:
+        """Set the multiplication.
+
+        Args:
+            product: of the layer's role.
+            bias_rows: the entries of the bias block to add where they are not all.
+            gathers_sequence: whether an "up" projection gathers its input by itself, because nobody does it for it.
+        """
         self.product = product
         self.register_buffer("bias_rows", bias_rows, persistent=False)
         # "Up" and head get an input that was gathered for several, and "down" gathers its own.
         is_down = product.output_reduce == ScatterSequence(self.mesh.along("sequence"))
         input_gather: InputGather = GatherFeatures(self.mesh) if is_down else NoGather()
+        if gathers_sequence:
+            input_gather = GatherSequence(self.mesh)
         self._linear_op = LinearOp(input_gather, [product])
         self._is_alone = self.mesh.shape.size == 1
         self.before: weakref.ref[Node] | None = None
@@ -88,6 +98,9 @@ class ShardedLinear(ShardedModule, nn.Linear):
             weight, deferred, later = self.weight.detach(), None, Later(self.weight, store)
         else:
             weight, deferred = self.prefetched_shards.pop("weight", (self.weight, None))
+        param = self.sharded_params["weight"]
+        if param.keeps is not None:
+            param.is_made_of(self.weight)
         if weight.dtype != dtype and torch.is_autocast_enabled(weight.device.type):
             # Only this cast's own gradient may be on its way, not one that is yet to be cast.
             weight, deferred = (weight if later else self.weight).to(dtype), None

@@ -229,7 +229,7 @@ class _LinearFunction(torch.autograd.Function):
         weights, biases = operands[:count], operands[count:]
         ctx.save_for_backward(x, *weights)
         ctx.call, ctx.begun, ctx.kept = call, None, None
-        ctx.parts = own.parts(x) if own.mesh.spans_networks else 1
+        ctx.parts = own.parts(x) if own.mesh.spans_nodes else 1
         ctx.set_materialize_grads(False)
         gathering = list(map(own.input_gather.start, x.tensor_split(ctx.parts)))
         if own.is_sharded:

@@ -98,27 +98,8 @@ def _moments(x: torch.Tensor, along: AxisGroup) -> tuple[torch.Tensor, torch.Ten
     return mean, (variances + (means - mean).pow(2)).mean(0)
 
 
-class ShardedRMSNorm(ShardedModule):
-    """RMSNorm of a split hidden dim. ``offset`` is added to the weight (1 in Gemma, 0 elsewhere)."""
-
-    def __init__(self, weight: nn.Parameter, *, mesh: Mesh, layout: ShardingSpec, eps: float, offset: float) -> None:
-        super().__init__()
-        self.weight, self.eps, self.offset = weight, eps, offset
-        self._along = mesh.along("hidden")
-        self.init_sharding(mesh, {"weight": layout})
-
-    @uncompiled
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., H/h]`` to ``[..., H/h]``."""
-        return _RMSNorm.apply(x, self.unsharded("weight"), self.eps, self.offset, self._along)
-
-    def extra_repr(self) -> str:
-        """Unsplit size and the mesh."""
-        return f"{self.layout('weight').shape[0]}, eps={self.eps}, mesh={self.mesh.shape}"
-
-
-class ShardedLayerNorm(ShardedModule):
-    """LayerNorm of a split hidden dim."""
+class _ShardedNorm(ShardedModule):
+    """A norm of a split hidden dim, with or without weight and bias. ``offset`` is added to the weight (1 in Gemma)."""
 
     def __init__(
         self,
@@ -128,19 +109,41 @@ class ShardedLayerNorm(ShardedModule):
         mesh: Mesh,
         layouts: dict[str, ShardingSpec],
         eps: float,
+        offset: float = 0.0,
     ) -> None:
         super().__init__()
-        self.weight, self.bias, self.eps = weight, bias, eps
+        self.weight, self.bias, self.eps, self.offset = weight, bias, eps, offset
         self._along = mesh.along("hidden")
         self.init_sharding(mesh, layouts)
 
-    @uncompiled
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., H/h]`` to ``[..., H/h]``."""
+    def _blocks(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         weight = None if self.weight is None else self.unsharded("weight")
-        bias = None if self.bias is None else self.unsharded("bias")
-        return _LayerNorm.apply(x, weight, bias, self.eps, self._along)
+        return weight, None if self.bias is None else self.unsharded("bias")
 
     def extra_repr(self) -> str:
         """The mesh."""
         return f"eps={self.eps}, mesh={self.mesh.shape}"
+
+
+class ShardedRMSNorm(_ShardedNorm):
+    """RMSNorm of a split hidden dim."""
+
+    @uncompiled
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., H/h]`` to ``[..., H/h]``."""
+        weight, bias = self._blocks()
+        weight = x.new_ones(x.shape[-1]) if weight is None else weight
+        y: torch.Tensor = _RMSNorm.apply(x, weight, self.eps, self.offset, self._along)
+        return y if bias is None else y + bias
+
+
+class ShardedLayerNorm(_ShardedNorm):
+    """LayerNorm of a split hidden dim."""
+
+    @uncompiled
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., H/h]`` to ``[..., H/h]``."""
+        weight, bias = self._blocks()
+        if weight is not None and self.offset:
+            weight = self.offset + weight
+        return _LayerNorm.apply(x, weight, bias, self.eps, self._along)

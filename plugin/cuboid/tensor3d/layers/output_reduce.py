@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Protocol
 
@@ -205,10 +205,14 @@ class SelectHeads(_InOnePiece):
     head_dim: int
     heads: int
     keep: tuple[int, ...]
+    #: ``keep`` on each device. Made for every call, the copy to the device would make the host wait.
+    _indices: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def start(self, x: Pieces, weights: Iterable[Columns]) -> AsyncResult[Sequence[torch.Tensor]]:
         """See :class:`OutputReduce`."""
         weights = list(weights)
+        if x[0].device not in self._indices:
+            self._indices[x[0].device] = torch.tensor(self.keep, device=x[0].device)
         shape = (*x[0].shape[:-1], self.heads * self.head_dim)
         wholes = x[0].new_empty((len(weights), *shape))
         for columns, whole in zip(weights, wholes, strict=True):
@@ -217,13 +221,14 @@ class SelectHeads(_InOnePiece):
 
     def _select(self, wholes: torch.Tensor) -> Sequence[torch.Tensor]:
         by_head = wholes.unflatten(-1, (self.heads, self.head_dim))
-        return [whole[..., list(self.keep), :].flatten(-2) for whole in by_head]
+        keep = self._indices[wholes.device]
+        return [whole.index_select(-2, keep).flatten(-2) for whole in by_head]
 
     def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[Pieces]]:
         """See :class:`OutputReduce`."""
         kept = torch.stack(list(gradients)).unflatten(-1, (len(self.keep), self.head_dim))
         wholes = kept.new_zeros((*kept.shape[:-2], self.heads, self.head_dim))
-        wholes.index_add_(-2, torch.tensor(self.keep, device=kept.device), kept)
+        wholes.index_add_(-2, self._indices[kept.device], kept)
         return start_all_reduce(wholes.flatten(-2), self.along, lambda summed: list(zip(summed, strict=True)))
 
 

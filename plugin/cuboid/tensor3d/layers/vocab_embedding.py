@@ -69,3 +69,22 @@ class ShardedEmbedding(ShardedModule, nn.Embedding):
     def extra_repr(self) -> str:
         """Unsplit sizes and the mesh."""
         return f"{self.num_embeddings}, {self.embedding_dim}, mesh={self.mesh.shape}"
+
+
+def shard_embedding(old: nn.Embedding, weight: nn.Parameter, *, mesh: Mesh, layout: ShardingSpec) -> nn.Embedding:
+    """The sharded counterpart of an embedding, whose class may do more than look up, such as to scale or to shift ids.
+
+    Args:
+        old: the embedding; one of a class of its own is changed in place, and keeps all else that it has.
+        weight: the shard.
+        mesh, layout: of the shard.
+    """
+    if type(old) is nn.Embedding:
+        return ShardedEmbedding(weight, mesh=mesh, layout=layout, padding_idx=old.padding_idx)
+    own = type(old)
+    # Behind its own class comes ours, so that its ``super().forward(ids)`` looks up in the shards.
+    old.__class__ = type(own.__name__, (own, ShardedEmbedding), {"__module__": own.__module__})
+    new: Any = old
+    new.register_parameter("weight", weight)
+    new.init_sharding(mesh, {"weight": layout})
+    return new

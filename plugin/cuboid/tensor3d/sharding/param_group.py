@@ -98,7 +98,8 @@ class ParamGroupUnshard:
         for param, gradient, slot in zip(self.params, gradients, slots.split(widths, 1), strict=True):
             if gradient is not None:
                 slot.copy_(param.stacked(gradient))
-        reducing = start_reduce_scatter(slots, self._along)
+        exchange = slots.dtype.itemsize < torch.float32.itemsize and self.params[0].exchanges
+        reducing = start_reduce_scatter(slots, self._along, exchange=exchange)
         assert self.deferred is not None
         self.deferred.defer(reducing)
         return list(reducing.incomplete().split(widths))

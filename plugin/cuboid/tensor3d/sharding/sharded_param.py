@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import start_all_gather, start_reduce_scatter
@@ -22,6 +23,12 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce
 from cuboid.tensor3d.sharding.param_versions import Updates
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
+
+#: How gradients of blocks are added up; see :func:`set_gradient_reduce`.
+GradientReduce = Literal["auto", "fp32", "backend"]
+
+
+_FULL = torch.float32.itemsize
 
 
 class ShardedState(Enum):
@@ -33,19 +40,29 @@ class ShardedState(Enum):
 
 
 class UnshardedCopy:
-    """An unsharded parameter that is kept while somebody refers to it, and the shard's values that it was made of."""
+    """An unsharded parameter that is kept while somebody refers to it, and the values that it was made of.
 
-    def __init__(self, whole: torch.Tensor, shard: torch.Tensor, updates: Updates) -> None:
+    Args:
+        whole: unsharded, perhaps cast.
+        parameter: the shard as the model has it. What is gathered may be a temporary cast of it, whose place in memory
+            says nothing: each rank's allocator would decide by itself whether a collective is needed.
+        updates: counts the optimizer's steps.
+    """
+
+    def __init__(self, whole: torch.Tensor, parameter: torch.Tensor, updates: Updates) -> None:
         self.whole = whole
-        self._origin = self._origin_of(shard, updates)
+        # Weak, but its address isn't given to another storage as long as this is there.
+        self._storage = StorageWeakRef(parameter.untyped_storage())
+        self._values = self._values_of(parameter, updates)
 
-    def is_of(self, shard: torch.Tensor, updates: Updates) -> bool:
-        """Whether these are still the shard's values."""
-        return self._origin == self._origin_of(shard, updates)
+    def is_of(self, parameter: torch.Tensor, dtype: torch.dtype, updates: Updates) -> bool:
+        """Whether these are still the parameter's values, in this dtype."""
+        is_same = self._storage.cdata == parameter.untyped_storage()._cdata and self.whole.dtype == dtype
+        return is_same and self._values == self._values_of(parameter, updates)
 
     @staticmethod
-    def _origin_of(shard: torch.Tensor, updates: Updates) -> tuple[Any, ...]:
-        return shard.data_ptr(), shard._version, shard.dtype, updates.count
+    def _values_of(parameter: torch.Tensor, updates: Updates) -> tuple[int, ...]:
+        return int(parameter.storage_offset()), parameter._version, updates.count
 
 
 class ShardedParam:
@@ -71,6 +88,13 @@ class ShardedParam:
         #: Whether blocks are kept from a forward to its backward, and by whose count they are out of date.
         self.keeps: Updates | None = None
         self._kept: weakref.ref[UnshardedCopy] | None = None
+        #: Of which the shards are views or casts, as far as blocks are kept.
+        self._parameter: weakref.ref[torch.Tensor] | None = None
+        self.gradient_reduce: GradientReduce = "auto"
+
+    def is_made_of(self, parameter: torch.Tensor) -> None:
+        """Say which parameter the shards that are gathered from now on are views or casts of, where blocks are kept."""
+        self._parameter = weakref.ref(parameter)
 
     def start_unshard(self, shard: torch.Tensor) -> None:
         """Start to unshard ``[rows/fsdp, ...]``, unless its block ``[rows, ...]`` is there or on its way."""
@@ -84,7 +108,7 @@ class ShardedParam:
         if self.state is not ShardedState.SHARDED and self._dtype != shard.dtype:
             # Started outside of autocast and needed inside, or the other way round.
             self.discard()
-        kept = None if self._kept is None else self._kept_block(shard)
+        kept = None if self._kept is None else self._kept_block(shard.dtype)
         if self.state is ShardedState.SHARDED and kept is not None:
             self._block, self._dtype, self.state = kept.whole, shard.dtype, ShardedState.UNSHARDED
         return self.state is ShardedState.SHARDED
@@ -125,17 +149,21 @@ class ShardedParam:
             return None
         whole = self.unsharded()
         self.reshard()
-        if not keep or self.keeps is None:
+        parameter = None if self._parameter is None else self._parameter()
+        if not keep or self.keeps is None or parameter is None:
             return None
-        kept = self._kept_block(shard)
+        kept = self._kept_block(shard.dtype)
         if kept is None:
-            kept = UnshardedCopy(whole, shard, self.keeps)
+            kept = UnshardedCopy(whole, parameter, self.keeps)
             self._kept = weakref.ref(kept)
         return kept
 
-    def _kept_block(self, shard: torch.Tensor) -> UnshardedCopy | None:
+    def _kept_block(self, dtype: torch.dtype) -> UnshardedCopy | None:
         kept = None if self._kept is None else self._kept()
-        return kept if kept is not None and self.keeps is not None and kept.is_of(shard, self.keeps) else None
+        parameter = None if self._parameter is None else self._parameter()
+        if kept is None or parameter is None or self.keeps is None:
+            return None
+        return kept if kept.is_of(parameter, dtype, self.keeps) else None
 
     def discard(self) -> None:
         """Discard an unused all-gather, if there is one."""
@@ -159,7 +187,13 @@ class ShardedParam:
         """Sum the ranks' gradients of the block and leave each rank its shard's."""
         if self.ranks == 1:
             return AsyncResult(block_gradient)
-        return start_reduce_scatter(self.stacked(block_gradient), self.along)
+        exchange = block_gradient.dtype.itemsize < _FULL and self.exchanges
+        return start_reduce_scatter(self.stacked(block_gradient), self.along, exchange=exchange)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether ranks exchange a gradient's slices to add them up in float32; see :func:`set_gradient_reduce`."""
+        return self.gradient_reduce == "fp32" or (self.gradient_reduce == "auto" and not self.mesh.spans_nodes)
 
     def stacked(self, block: torch.Tensor) -> torch.Tensor:
         """Cut a block into what the ranks keep, ``[fsdp, rows/fsdp, ...]``; rows that nobody has are zeros."""
@@ -207,9 +241,11 @@ class ShardedModule(nn.Module):
     Attributes:
         prefetched_params, prefetched_shards: what the prefetcher has ready for this module's forward, by the
             parameter's name: unsharded small parameters, and shards whose reduce-scatter may be deferred.
+        is_prefetched: whether the prefetcher is to unshard its parameters.
     """
 
     mesh: Mesh
+    is_prefetched = True
 
     def init_sharding(self, mesh: Mesh, layouts: dict[str, ShardingSpec]) -> None:
         """Attach the mesh and the layouts, by the parameter's name in this module."""
@@ -262,6 +298,22 @@ def check_knows_of_shards(module: nn.Module) -> None:
             "tensors; cuboid.full_state_dict(model), which all ranks call, gives the whole ones to the first rank, and "
             "cuboid.save_pretrained(model, folder) or an engine's save_checkpoint writes them"
         )
+
+
+def set_gradient_reduce(model: nn.Module, how: GradientReduce) -> None:
+    """Say how gradients of weights that are shorter than float32 are added up over the axes that shard them.
+
+    Over gloo, and from float32 on, all is alike. Two ranks' sums are rounded once in any way.
+
+    Args:
+        model: sharded.
+        how: ``"fp32"``: ranks exchange slices, and each adds up its own in float32. ``"backend"``: by the backend's
+            reduce-scatter, which under NCCL rounds once for each rank but the first. ``"auto"``: ``"fp32"`` on a mesh
+            of one node, where it moves no more bytes over any link; NCCL's rings pass fewer between nodes.
+    """
+    for module in (module for module in model.modules() if isinstance(module, ShardedModule)):
+        for param in module.sharded_params.values():
+            param.gradient_reduce = how
 
 
 def disable_reshard_after_forward(model: nn.Module) -> None:

@@ -89,8 +89,8 @@ class Tokens:
             raise CuboidError(f"{path} can't be read ({error}); run `cuboid prepare` again") from error
         if stream.dtype != np.int32 or stream.shape != (expected,):
             raise CuboidError(
-                f"{path} has {stream.dtype} of shape {list(stream.shape)}, but {_META} says int32 of shape [{expected}]; "
-                "run `cuboid prepare` again"
+                f"{path} has {stream.dtype} of shape {list(stream.shape)}, but {_META} says int32 of shape "
+                f"[{expected}]; run `cuboid prepare` again"
             )
         return stream
 

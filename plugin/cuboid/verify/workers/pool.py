@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from cuboid.errors import CuboidError
+from cuboid.verify.workers.staged_group import STAGED
 from cuboid.verify.workers.worker import HOST, Failure, Job, Success, environment, serve
 
 #: After a rank has failed, how long the others have to report before they are killed.
@@ -63,8 +65,9 @@ class _Worker:
 class WorkerPool:
     """Up to ``max_size`` processes on this machine, started when first needed and kept until the pool closes.
 
-    If there are ``max_size`` GPUs, each rank has one, with NCCL; if not, all ranks are on the CPU, with gloo. Use it as
-    a context manager, or call :meth:`close`.
+    If there are ``max_size`` GPUs, each rank has one, with NCCL. If there are fewer, ranks share them, and messages go
+    through the host (:mod:`.staged_group`). Without GPUs, or with ``DS_ACCELERATOR=cpu`` in the environment, all ranks
+    are on the CPU, with gloo. Use it as a context manager, or call :meth:`close`.
     """
 
     max_size: int
@@ -72,9 +75,11 @@ class WorkerPool:
 
     @property
     def backend(self) -> str:
-        """``"nccl"`` or ``"gloo"``."""
+        """``"nccl"``, ``"staged"`` or ``"gloo"``."""
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        return "nccl" if gpus >= self.max_size else "gloo"
+        if not gpus or os.environ.get("DS_ACCELERATOR") == "cpu":
+            return "gloo"
+        return "nccl" if gpus >= self.max_size else STAGED
 
     def run(
         self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120.0
@@ -172,7 +177,7 @@ def _start_worker(backend: str) -> _Worker:
     # A fork server imports everything once for all workers, so that starting another one takes a fraction of a second.
     # It can't be used with CUDA, whose state doesn't survive a fork.
     context: Any
-    if backend == "nccl" or torch.cuda.is_available():
+    if torch.cuda.is_available():
         context = multiprocessing.get_context("spawn")
     else:
         context = multiprocessing.get_context("forkserver")
@@ -181,7 +186,7 @@ def _start_worker(backend: str) -> _Worker:
     process = context.Process(target=serve, args=(theirs,), daemon=True)
     # Set before the process starts, because torch and DeepSpeed read them when they are imported.
     variables = {"OMP_NUM_THREADS": "1"}
-    if backend != "nccl":
+    if backend == "gloo":
         variables |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     with environment(variables):
         process.start()

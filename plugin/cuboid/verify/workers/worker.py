@@ -18,8 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cuboid.distributed.startup import bound_device
 from cuboid.errors import CuboidError
 from cuboid.library_warnings import quiet
+from cuboid.verify.workers.staged_group import register_staged
 
 HOST = "127.0.0.1"
 
@@ -33,7 +35,7 @@ class Job:
         rank, world_size: of the process group in which it runs.
         meeting_point: URL at which its ranks rendezvous.
         port: of a store in the parent process, for code that uses MASTER_PORT.
-        backend: ``"nccl"`` or ``"gloo"``.
+        backend: ``"nccl"``, ``"staged"`` or ``"gloo"``.
         timeout_s: for every collective.
     """
 
@@ -107,14 +109,20 @@ def _exit_with_parent() -> None:
 
 
 def _work(job: Job) -> Any:
-    if job.backend == "nccl":
-        torch.cuda.set_device(job.rank)
+    register_staged()
+    bound: torch.device | None = None
+    if job.backend != "gloo" and torch.cuda.is_available():
+        device = torch.device("cuda", job.rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        # Ranks that share a device can't be bound to it: a group that is takes part in NCCL's way to make others.
+        bound = bound_device(device, job.world_size) if job.backend == "nccl" else None
     dist.init_process_group(
         job.backend,
         init_method=job.meeting_point,
         rank=job.rank,
         world_size=job.world_size,
         timeout=datetime.timedelta(seconds=job.timeout_s),
+        device_id=bound,
     )
     # A rank whose job ends the group at once would otherwise close its connections while others are still connecting.
     dist.barrier()

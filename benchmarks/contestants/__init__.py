@@ -1,1 +1,0 @@
-"""Who and what the cases compare."""

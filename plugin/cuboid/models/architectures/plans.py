@@ -1,0 +1,41 @@
+"""How architectures are split that have no ``base_model_tp_plan`` of their own, in the words of such plans.
+
+Nothing here decides what is accepted: a small model of the architecture is run on small meshes first
+(``models/certification``), and what isn't right then is computed whole or rejected.
+
+To add an architecture, give the modules of its layers a style, as ``config.json``'s plan would:
+
+* ``"colwise"``: the input is the block's own, the features of the output are split. Those of attention are whole heads,
+  also where query, key and value of one head lie side by side in one weight.
+* ``"packed_colwise"``: the same of several projections in one weight, one behind the other; ``"packed_colwise_3"`` says
+  how many, where they aren't two.
+* ``"rowwise"``: the features of the input are split, and the output is the block's.
+
+``*`` stands for one part of a name. A block with a module that has no style, such as a convolution, is computed whole.
+"""
+
+from __future__ import annotations
+
+#: By the last part of a module's name, for all architectures: names that many share. A plan of its own goes first.
+COMMON: dict[str, str] = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "query_proj", "key_proj", "value_proj"), "colwise"),
+    **dict.fromkeys(("query", "key", "value", "query_key_value", "g_proj"), "colwise"),
+    **dict.fromkeys(("gate_proj", "up_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h", "w1", "w3", "wi"), "colwise"),
+    "gate_up_proj": "packed_colwise",
+    **dict.fromkeys(("o_proj", "out_proj", "down_proj", "fc2", "fc_out", "dense_4h_to_h", "w2", "wo"), "rowwise"),
+}
+
+#: By ``config.model_type``; patterns of names behind the base model's.
+PLANS: dict[str, dict[str, str]] = {
+    "gpt2": {"h.*.attn.c_attn": "packed_colwise_3", "h.*.attn.c_proj": "rowwise", "h.*.mlp.c_proj": "rowwise"},
+    "gpt_bigcode": {"h.*.mlp.c_proj": "rowwise"},
+    "bloom": {"h.*.self_attention.dense": "rowwise"},
+    "falcon": {"h.*.self_attention.dense": "rowwise"},
+    "mpt": {"blocks.*.attn.Wqkv": "packed_colwise_3", "blocks.*.ffn.up_proj": "colwise"},
+    "gpt_neox_japanese": {"layers.*.attention.dense": "rowwise"},
+    "persimmon": {"layers.*.self_attn.dense": "rowwise"},
+    "gpt_oss": {},
+    "codegen": {},
+    "openai-gpt": {"h.*.attn.c_attn": "packed_colwise_3", "h.*.attn.c_proj": "rowwise", "h.*.mlp.c_proj": "rowwise"},
+    "biogpt": {},
+}

@@ -1,0 +1,161 @@
+"""What is known of an architecture and its config on meshes, and the parallel plan that follows from it.
+
+As for pipelines (:mod:`.certificates`): from the table that ships with Cuboid, from this machine's cache, or found out
+now, in seconds.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from cuboid.config.schema import PipelineConfig
+from cuboid.distributed.mesh import current_rank
+from cuboid.distributed.topology import MeshShape
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.architectures.certificate import MODES, MeshVerdict, Mode
+from cuboid.models.attention.interface import check_attention
+from cuboid.models.certification.certificates import (
+    KINDS,
+    cache_file,
+    digest_of,
+    features_of,
+    from_cache,
+    to_cache,
+)
+from cuboid.models.certification.check import CannotProbe
+from cuboid.models.certification.mesh_check import check_meshes
+from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
+
+MESH_TABLE = Path(__file__).with_name("certified_meshes.json")
+_logger = logging.getLogger(__name__)
+_FOLDER = "mesh_certificates"
+
+
+def certified_plan(
+    model: PreTrainedModel,
+    mesh: MeshShape,
+    cls: type[PreTrainedModel] | None = None,
+    pipeline: PipelineConfig | None = None,
+) -> ParallelPlan:
+    """Lay a model out on a mesh, if its architecture is right there.
+
+    Args:
+        model: on any device, meta included.
+        mesh: its shape.
+        cls: the architecture's class, where the model's is one that was derived from it.
+        pipeline: what of the config is about stages.
+
+    Raises:
+        UnsupportedModelError: it isn't right, or nobody can find out, or the model isn't what its config says.
+        MeshError: the mesh doesn't divide the model; names what, and the nearest meshes that do.
+    """
+    cls = cls or type(model)
+    check_attention(model.config)
+    verdict = mesh_verdict(cls, model.config)
+    mode: Mode | None = None
+    if pipeline is not None and mesh.size > 1:
+        mode = "whole" if pipeline.segments == 1 else "segments"
+    verdict.check_model(cls.__name__, mode)
+    _check_modules(model, cls)
+    if verdict.blocks and mesh.of("sequence", "hidden") > 1 and current_rank() == 0:
+        names = ", ".join(name or "the whole layer" for name in verdict.blocks)
+        _logger.warning(
+            "%s: of each layer, %s has no rule and is computed by each of the %d ranks of sequence × hidden. A mesh of "
+            "a batch axis alone computes nothing twice",
+            cls.__name__,
+            names,
+            mesh.of("sequence", "hidden"),
+        )
+    return make_parallel_plan(model, mesh, verdict)
+
+
+def mesh_verdict(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVerdict:
+    """What is known of a class with a config; found out, where nobody knew.
+
+    Raises:
+        UnsupportedModelError: no small model of it can be run.
+    """
+    try:
+        features = features_of(cls, config)
+        known = _table().get(digest_of(features))
+        if known is not None:
+            return read_verdict(known)
+        file = cache_file(features, _FOLDER)
+        verdict = from_cache(file, read_verdict)
+        if verdict is None:
+            verdict = check_meshes(cls, config)
+            to_cache(file, written_verdict(verdict))
+        return verdict
+    except CannotProbe as error:
+        raise UnsupportedModelError(f"{cls.__name__} can't be probed before its weights are read: {error}") from error
+
+
+def written_verdict(verdict: MeshVerdict) -> dict[str, Any]:
+    """For a table or a cache."""
+    return {
+        "refused": verdict.refused,
+        "whole": list(verdict.whole),
+        "splits_late": verdict.splits_late,
+        "gathers_logits": verdict.gathers_logits,
+        "with_stages": verdict.with_stages,
+        "error": verdict.error,
+        "blocks": list(verdict.blocks),
+    }
+
+
+def read_verdict(entry: Any) -> MeshVerdict:
+    """The inverse of :func:`written_verdict`.
+
+    Raises:
+        ValueError, KeyError, TypeError: it isn't what that writes.
+    """
+    refused = {kind: str(entry["refused"][kind]) for kind in KINDS if kind in entry["refused"]}
+    if len(refused) != len(entry["refused"]):
+        raise ValueError(f"unknown: {entry['refused']}")
+    whole = tuple(str(name) for name in entry["whole"])
+    flags = entry["splits_late"] is True, entry["gathers_logits"] is True
+    stages = {mode: str(entry["with_stages"][mode]) for mode in MODES if mode in entry["with_stages"]}
+    return MeshVerdict(refused, whole, *flags, stages, float(entry["error"]), tuple(entry["blocks"]))
+
+
+@cache
+def _table() -> Mapping[str, Any]:
+    table: dict[str, Any] = json.loads(MESH_TABLE.read_text(encoding="utf-8"))
+    return {key: entry for group in table["architectures"].values() for key, entry in group.items()}
+
+
+def _check_modules(model: PreTrainedModel, cls: type[PreTrainedModel]) -> None:
+    """Make sure that a model has the modules that its architecture was certified with.
+
+    Raises:
+        UnsupportedModelError: one with parameters, or one that normalizes, isn't among them.
+    """
+    expected = _modules_of(cls, model.config)
+    for name, module in model.named_modules():
+        wanted = expected.get(name)
+        if wanted is not type(module) and not isinstance(module, cls) and _matters(module):
+            own = ", ".join(parameter for parameter, _ in module.named_parameters(recurse=False))
+            what = f"where {cls.__name__} has a {wanted.__name__}" if wanted else f"which {cls.__name__} hasn't"
+            raise UnsupportedModelError(
+                f"{name!r} is a {type(module).__name__} (parameters: {own}), {what} with this config; only what was "
+                "seen to be right is split over a mesh"
+            )
+
+
+def _matters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False)) or "norm" in type(module).__name__.lower()
+
+
+def _modules_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, type[nn.Module]]:
+    with torch.device("meta"):
+        return {name: type(module) for name, module in cls(copy.deepcopy(config)).named_modules()}

@@ -1,0 +1,272 @@
+"""Run an architecture's own class whole, and split over small meshes, and compare loss and every gradient."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from cuboid.config.schema import CuboidConfig
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.thread_ranks import ThreadRanks
+from cuboid.distributed.topology import MeshShape
+from cuboid.errors import CuboidError, UnsupportedModelError
+from cuboid.models.architectures.certificate import Kind, MeshVerdict, Mode
+from cuboid.models.architectures.roles import blocks_computed_whole, split_blocks
+from cuboid.models.batch.batch import granule
+from cuboid.models.batch.broadcast import MicroBatch
+from cuboid.models.batch.length_cases import Case
+from cuboid.models.certification.check import (
+    ATTEMPTS,
+    Attempt,
+    CannotProbe,
+    Outcome,
+    largest_error,
+    make_stage,
+    probe_batch,
+    probe_cases,
+    quiet_cpu,
+    random_model,
+    run_plain,
+    run_stages,
+    stage_counts,
+    unit_lengths,
+)
+from cuboid.models.certification.small_config import small_config
+from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
+from cuboid.models.sharded.sharded_model import shard_modules
+from cuboid.models.stages.outline import Outline
+from cuboid.models.stages.stages import draw_outline
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, put_shard, take_shard
+
+#: The axes one by one, and all together. Key/value heads divide by the first ones, and not by the last.
+MESHES = (MeshShape(1, 2, 1), MeshShape(1, 1, 2), MeshShape(2, 1, 1), MeshShape(2, 2, 2))
+_EXACT = replace(ATTEMPTS[0], tolerance=1e-9)
+#: For micro-batches of other kinds: along `batch` they are only rows.
+_OTHER_KINDS = MeshShape(1, 2, 2)
+
+
+def check_meshes(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVerdict:
+    """Compare a small model of a class with itself on small meshes, on all that its config says may matter.
+
+    Blocks are split if that is right. If not, as few of them as possible are computed whole.
+
+    Args:
+        cls: the architecture's class.
+        config: of the real model.
+
+    Raises:
+        CannotProbe: with the reason.
+    """
+    with quiet_cpu():
+        try:
+            small = small_config(config)
+        except Exception as error:
+            raise CannotProbe(f"its config can't be made small: {type(error).__name__}: {error}") from error
+        model = random_model(cls, small, config._attn_implementation, _EXACT.dtype)
+        return _best(_Probe(model, _EXACT))
+
+
+class _Probe:
+    """A small model, its micro-batches, and what they should give."""
+
+    def __init__(self, model: PreTrainedModel, attempt: Attempt) -> None:
+        self.model, self.attempt = model, attempt
+        self.has_own_loss = False
+        self.refused: dict[Kind, str] = {}
+        self.cases: list[tuple[Kind, Case, MicroBatch, Outcome]] = []
+        vocabulary = model.config.get_text_config().vocab_size
+        for kind, case in probe_cases(model.config):
+            batch = probe_batch(case, vocabulary)
+            try:
+                with attempt.precision():
+                    self.cases.append((kind, case, batch, self._run_plain(batch)))
+            except Exception as error:
+                if not self.cases:
+                    raise CannotProbe(f"a small one doesn't run: {type(error).__name__}: {error}") from error
+                self.refused.setdefault(kind, f"the model itself fails there: {type(error).__name__}: {error}")
+
+    def _run_plain(self, batch: MicroBatch) -> Outcome:
+        own = copy.deepcopy(self.model)
+        called: list[bool] = []
+        loss_function = own.loss_function
+
+        def note(*args: Any, **kwargs: Any) -> Any:
+            called.append(True)
+            return loss_function(*args, **kwargs)
+
+        own.loss_function = note
+        loss = own(**batch, use_cache=False).loss
+        loss.backward()
+        if not bool(loss.isfinite()):
+            raise ValueError("its loss isn't finite")
+        self.has_own_loss = not called
+        gradients = {name: own.grad for name, own in own.named_parameters() if own.grad is not None}
+        return Outcome(loss.detach(), gradients)
+
+
+def _best(probe: _Probe) -> MeshVerdict:
+    """As much split as is right."""
+    reasons = []
+    for choice in _choices(probe.model, probe.has_own_loss):
+        reason = _reason_against(probe, choice)
+        if reason is None:
+            return _verdict(probe, choice)
+        reasons.append(reason)
+    # The last choice takes the least for granted, so that its reason says the most about the model.
+    return MeshVerdict({"whole rows": reasons[-1]})
+
+
+def _choices(model: PreTrainedModel, has_own_loss: bool) -> Iterator[MeshVerdict]:
+    """What may be computed whole, little first."""
+    blocks = split_blocks(model)
+    wholes = [(), *((block,) for block in blocks), *([tuple(blocks)] if len(blocks) > 1 else []), ("",)]
+    for splits_late in (False, True):
+        for whole in wholes:
+            yield MeshVerdict(whole=whole, splits_late=splits_late, gathers_logits=has_own_loss)
+
+
+def _reason_against(probe: _Probe, choice: MeshVerdict) -> str | None:
+    """What is wrong with the longest micro-batch, on some mesh."""
+    kind, case, batch, expected = probe.cases[0]
+    for shape in MESHES:
+        try:
+            error, name = _Split(probe, shape, choice).largest_error(batch, expected)
+        except Exception as failure:
+            return f"{_words(failure)} (mesh {shape}, {kind}, {case.name})"
+        if error > probe.attempt.tolerance:
+            return f"{name} differs by {error:.1e} (mesh {shape}, {kind}, {case.name})"
+    return None
+
+
+def _verdict(probe: _Probe, choice: MeshVerdict) -> MeshVerdict:
+    """Of all micro-batches, of which the longest was right."""
+    refused, largest = dict(probe.refused), 0.0
+    split = _Split(probe, _OTHER_KINDS, choice)
+    for kind, case, batch, expected in probe.cases:
+        place = f"({case.name}, {case.length} tokens)"
+        try:
+            error, name = split.largest_error(batch, expected)
+        except Exception as failure:
+            refused.setdefault(kind, f"{_words(failure)} {place}")
+        else:
+            if error > probe.attempt.tolerance:
+                refused.setdefault(kind, f"{name} differs by {error:.1e} {place}")
+            else:
+                largest = max(largest, error)
+    blocks = blocks_computed_whole(probe.model, choice.whole)
+    found = replace(choice, refused=refused, error=largest, blocks=blocks)
+    return found if "whole rows" in refused else replace(found, with_stages=_reasons_against_stages(probe, found))
+
+
+def _reasons_against_stages(probe: _Probe, choice: MeshVerdict) -> dict[Mode, str]:
+    """What is wrong with the longest micro-batch on a mesh and in stages, whole or in segments."""
+    modes: tuple[Mode, ...] = ("whole", "segments")
+    try:
+        outline = draw_outline(type(probe.model), probe.model.config)
+    except UnsupportedModelError as error:
+        return dict.fromkeys(modes, str(error))
+    return {mode: reason for mode in modes if (reason := _reason_against_stages(probe, choice, outline, mode))}
+
+
+def _reason_against_stages(probe: _Probe, choice: MeshVerdict, outline: Outline, mode: Mode) -> str | None:
+    _, case, batch, _ = probe.cases[0]
+    reason = ""
+    # Few models' layers ask where their segment begins.
+    for gives_start in (False, True) if mode == "segments" else (False,):
+        try:
+            error, name = _SplitStages(probe, choice, outline, gives_start=gives_start).largest_error(batch, mode)
+        except Exception as failure:
+            reason = reason or f"{_words(failure)} ({case.name})"
+            continue
+        if error <= probe.attempt.tolerance:
+            return None
+        reason = reason or f"{name} differs by {error:.1e} ({case.name})"
+    return reason
+
+
+def _words(failure: Exception) -> str:
+    return str(failure) if isinstance(failure, CuboidError) else f"{type(failure).__name__}: {failure}"
+
+
+class _Split:
+    """A probe's model on all ranks of a mesh."""
+
+    def __init__(self, probe: _Probe, shape: MeshShape, choice: MeshVerdict) -> None:
+        self._probe = probe
+        self._plan = make_parallel_plan(probe.model, shape, choice)
+        self._ranks = ThreadRanks(shape)
+        self._models = [self._sharded(mesh) for mesh in self._ranks.meshes]
+
+    def _sharded(self, mesh: Mesh) -> PreTrainedModel:
+        def shard_of(parameter: nn.Parameter, layout: ShardingSpec) -> torch.Tensor:
+            return take_shard(parameter, layout, mesh)
+
+        own = copy.deepcopy(self._probe.model)
+        return shard_modules(own, self._plan, mesh, CuboidConfig().tensor_parallel, shard_of)
+
+    def largest_error(self, batch: MicroBatch, expected: Outcome) -> tuple[float, str]:
+        """Of the loss and all gradients of a step, and of which."""
+        losses = self._ranks.run(lambda mesh: self._step(mesh, batch))
+        return max(largest_error(Outcome(loss, self._gradients()), expected) for loss in losses)
+
+    def _step(self, mesh: Mesh, batch: MicroBatch) -> torch.Tensor:
+        model = self._models[mesh.rank]
+        model.zero_grad()
+        with self._probe.attempt.precision():
+            loss: torch.Tensor = model(**batch, use_cache=False).loss
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        return _put_together(self._plan, zip(self._ranks.meshes, self._models, strict=True))
+
+
+class _SplitStages:
+    """A probe's model in stages, each on all ranks of a mesh."""
+
+    def __init__(self, probe: _Probe, choice: MeshVerdict, outline: Outline, *, gives_start: bool) -> None:
+        self._probe = probe
+        counts = stage_counts(outline)
+        self._plan = make_parallel_plan(probe.model, _OTHER_KINDS, choice)
+        self._ranks = ThreadRanks(_OTHER_KINDS, len(counts))
+        self._stages = [
+            make_stage(probe.model, outline, counts, mesh, gives_start=gives_start, verdict=choice)
+            for mesh in self._ranks.meshes
+        ]
+
+    def largest_error(self, batch: MicroBatch, mode: Mode) -> tuple[float, str]:
+        """Of the loss and all gradients of a step, and of which."""
+        with self._probe.attempt.precision():
+            expected = run_plain(self._probe.model, batch)
+        lengths = unit_lengths(batch["input_ids"].shape[1], mode, granule(self._ranks.meshes[0]))
+        losses = self._ranks.run(lambda mesh: self._step(mesh.rank, batch, lengths))
+        gradients: dict[str, torch.Tensor] = {}
+        for stage in range(self._ranks.meshes[0].topology.pipe):
+            own = slice(stage * _OTHER_KINDS.size, (stage + 1) * _OTHER_KINDS.size)
+            ranks = zip(self._ranks.meshes[own], self._stages[own], strict=True)
+            for name, gradient in _put_together(self._plan, ranks).items():
+                # What two stages share has a part of its gradient on each.
+                gradients[name] = gradients[name] + gradient if name in gradients else gradient
+        return max(largest_error(Outcome(loss, gradients), expected) for loss in losses)
+
+    def _step(self, place: int, batch: MicroBatch, lengths: tuple[int, ...]) -> torch.Tensor:
+        with self._probe.attempt.precision():
+            return run_stages(self._stages[place :: _OTHER_KINDS.size], batch, lengths)
+
+
+def _put_together(plan: ParallelPlan, ranks: Iterable[tuple[Mesh, PreTrainedModel]]) -> dict[str, torch.Tensor]:
+    """Gradients, from all ranks' shards."""
+    layouts = plan.by_parameter
+    wholes: dict[str, torch.Tensor] = {}
+    for mesh, model in ranks:
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                whole = wholes.setdefault(name, parameter.new_zeros(layouts[name].shape))
+                put_shard(whole, parameter.grad, layouts[name], mesh.shape, mesh.coordinate)
+    return wholes

@@ -1,0 +1,283 @@
+"""Blocks that are computed whole: of convolutions, state spaces, or attention whose heads aren't known.
+
+Parameters are shards like all others, 1/(b·s·h) on a rank. While the block's own code runs, it has them unsharded, and
+the input ``[B/b, S/s, H/h]`` gathered to ``[B/b, S, H]``; of the output each rank keeps its own part. All ranks of
+sequence × hidden compute the same, so this is as good as any other layout along `batch` (where it is FSDP), and work
+done several times along the other axes.
+
+Autograd keeps activations of the block, whole; of parameters it keeps shards, which are gathered again in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from cuboid.distributed.axis_collectives import SEQUENCE_DIM, gather_dim, own_slice
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.no_compile import uncompiled
+from cuboid.errors import UnsupportedModelError
+from cuboid.tensor3d.layers.dropout import own_random_numbers
+from cuboid.tensor3d.sharding.bucketing import start_reduce_scatters, start_unshards
+from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam
+from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
+
+_FEATURE_DIM = -1
+
+
+def keep_whole(
+    module: nn.Module, parameters: dict[str, nn.Parameter], *, mesh: Mesh, layouts: dict[str, ShardingSpec]
+) -> None:
+    """Give a module inside of a block, or the block, its shards, in place. Its class keeps its name and its code."""
+    module.__class__ = _with_shards(type(module))
+    for name, parameter in parameters.items():
+        module.register_parameter(name, parameter)
+    assert isinstance(module, ShardedModule)
+    module.init_sharding(mesh, layouts)
+    # The block gathers all of them together.
+    module.is_prefetched = False
+
+
+class LateSplit:
+    """Splits activations at the first layer and joins them behind the last one, for code around them that wants them
+    whole.
+
+    Attributes:
+        is_whole: whether what the forward that is running has in hand is whole.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._is_split = mesh.size("sequence", "hidden") > 1
+        self.is_whole = False
+
+    @uncompiled
+    def begin(self, _: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+        """A forward hook of the embedding: ``[B/b, S/s, H/h]`` to ``[B/b, S, H]``."""
+        if not self._is_split:
+            return output
+        self.is_whole = True
+        whole: torch.Tensor = _Whole.apply(output, self._mesh)
+        return whole
+
+    @uncompiled
+    def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward pre-hook of layers and of the head, of which the first one is given a whole ``[B/b, S, H]``."""
+        if not self.is_whole:
+            return None
+        self.is_whole = False
+        stream = next(x for x in (*args, *kwargs.values()) if _is_activation(x))
+
+        def part(x: Any) -> Any:
+            return _Part.apply(x, self._mesh) if _is_activation(x) and x.shape == stream.shape else x
+
+        return tuple(map(part, args)), {name: part(x) for name, x in kwargs.items()}
+
+    @uncompiled
+    def leave(self, _: nn.Module, __: Any, output: Any) -> Any:
+        """A forward hook of the last layer."""
+        if not self._is_split:
+            return output
+        self.is_whole = True
+        if isinstance(output, tuple):
+            return _Whole.apply(output[0], self._mesh), *output[1:]
+        return _Whole.apply(output, self._mesh)
+
+    @uncompiled
+    def end(self, _: nn.Module, __: Any, output: Any) -> Any:
+        """A forward hook of the base model, whose hidden state becomes the rank's part."""
+        if self.is_whole:
+            self.is_whole = False
+            output.last_hidden_state = _Part.apply(output.last_hidden_state, self._mesh)
+        return output
+
+
+def compute_whole(block: nn.Module, mesh: Mesh, late: LateSplit | None = None) -> None:
+    """Let a block whose modules :func:`keep_whole` went through be computed whole, in place.
+
+    Args:
+        block: the module.
+        mesh: that its parameters are split over.
+        late: says whether activations are whole, if the block isn't in a layer and they may be.
+    """
+    if mesh.shape.size > 1:
+        vars(block)["cuboid_late"] = late
+        block.__class__ = _computed_whole(type(block))
+
+
+@cache
+def _with_shards(own: type[nn.Module]) -> type[nn.Module]:
+    return type(own.__name__, (own, ShardedModule), {"__module__": own.__module__, "__qualname__": own.__qualname__})
+
+
+@cache
+def _computed_whole(own: type[nn.Module]) -> type[nn.Module]:
+    @uncompiled
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _run(self, own, args, kwargs)
+
+    members = {"forward": forward, "__module__": own.__module__, "__qualname__": own.__qualname__}
+    return type(own.__name__, (own,), members)
+
+
+def _run(block: Any, own: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    mesh: Mesh = block.mesh
+    late: LateSplit | None = block.cuboid_late
+    if late is not None and (late.is_whole or mesh.size("sequence", "hidden") == 1):
+        with _unsharded(block):
+            return own.forward(block, *args, **kwargs)
+    stream = next((x for x in (*args, *kwargs.values()) if _is_activation(x)), None)
+    if stream is None:
+        raise UnsupportedModelError(
+            f"{own.__name__} would have to be computed whole, and isn't called with an activation [B, S, H]"
+        )
+    batch, length, width = stream.shape
+    is_split = mesh.size("sequence", "hidden") > 1
+
+    def whole(x: Any) -> Any:
+        # Other activations come along. Where the sequence isn't split, cosines and sines may look like them at first.
+        is_part = _is_activation(x) and x.shape[:2] == (batch, length)
+        is_part = is_part and (mesh.size("sequence") > 1 or x.shape[2] == width)
+        return _Whole.apply(x, mesh) if is_part and is_split else x
+
+    def part(x: Any) -> Any:
+        is_whole = _is_activation(x) and x.shape[:2] == (batch, length * mesh.size("sequence"))
+        return _Part.apply(x, mesh) if is_whole and is_split else x
+
+    args, kwargs = tuple(map(whole, args)), {name: whole(x) for name, x in kwargs.items()}
+    # All ranks of sequence × hidden must draw the same, and each row of the mesh its own.
+    with own_random_numbers(mesh, stream.device, ("batch",)), _unsharded(block):
+        output = own.forward(block, *args, **kwargs)
+    if isinstance(output, tuple):
+        return tuple(map(part, output))
+    return part(output)
+
+
+def _is_activation(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.dim() == 3 and x.is_floating_point()
+
+
+class _Whole(torch.autograd.Function):
+    """``[B/b, S/s, H/h]`` to ``[B/b, S, H]``, of which every rank computes the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        return gather_dim(gather_dim(x, _FEATURE_DIM, mesh.along("hidden")), SEQUENCE_DIM, mesh.along("sequence"))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _own_part(gradient, ctx.mesh).contiguous(), None
+
+
+class _Part(torch.autograd.Function):
+    """The transpose of :class:`_Whole`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        # Not a view, for models that add to it in place.
+        return _own_part(x, mesh).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        hidden, sequence = ctx.mesh.along("hidden"), ctx.mesh.along("sequence")
+        return gather_dim(gather_dim(gradient, _FEATURE_DIM, hidden), SEQUENCE_DIM, sequence), None
+
+
+def _own_part(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    return own_slice(own_slice(x, SEQUENCE_DIM, mesh.along("sequence")), x.dim() - 1, mesh.along("hidden"))
+
+
+@contextmanager
+def _unsharded(block: nn.Module) -> Iterator[None]:
+    """Give the modules of a block their unsharded parameters, for the time of a ``with``."""
+    owners = [
+        (module, name, param)
+        for module in block.modules()
+        if isinstance(module, ShardedModule)
+        for name, param in module.sharded_params.items()
+    ]
+    shards = [module._parameters[name] for module, name, _ in owners]
+    params = [param for _, _, param in owners]
+    wholes = _UnshardAll.apply(params, *shards) if owners else ()
+    again = _Again(params, shards, wholes)
+    for (module, name, _), whole in zip(owners, wholes, strict=True):
+        module._parameters[name] = whole  # type: ignore[assignment]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack):
+            yield
+    finally:
+        for (module, name, _), shard in zip(owners, shards, strict=True):
+            module._parameters[name] = shard
+
+
+class _UnshardAll(torch.autograd.Function):
+    """Shards to the parameters of a block, with as few collectives as their sizes allow."""
+
+    @staticmethod
+    def forward(ctx: Any, params: Sequence[ShardedParam], *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.params = params
+        ctx.set_materialize_grads(False)
+        return _gathered(params, shards)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        there = [
+            (param, gradient) for param, gradient in zip(ctx.params, gradients, strict=True) if gradient is not None
+        ]
+        if not there:
+            return None, *gradients
+        mesh = there[0][0].mesh
+        # So many ranks have computed the same, and the reduce-scatter adds them all up.
+        same = mesh.size("sequence", "hidden")
+        scaled = [gradient / same if same > 1 else gradient for _, gradient in there]
+        reduced = iter([each.wait() for each in start_reduce_scatters([param for param, _ in there], scaled)])
+        return None, *(None if gradient is None else next(reduced) for gradient in gradients)
+
+
+def _gathered(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    shards = [shard.detach() for shard in shards]
+    start_unshards(params, shards)
+    wholes = []
+    for param, shard in zip(params, shards, strict=True):
+        if param.ranks == 1:
+            wholes.append(shard.view_as(shard))
+        else:
+            # Of its own, where it came with others in one buffer: it is known by its memory.
+            wholes.append(param.unsharded().contiguous())
+            param.reshard()
+    return tuple(wholes)
+
+
+class _Again:
+    """What autograd keeps of a block's parameters for its backward: nothing. They are gathered again, all at once."""
+
+    def __init__(
+        self, params: Sequence[ShardedParam], shards: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]
+    ) -> None:
+        self._params, self._shards = params, shards
+        self._versions = [shard._version for shard in shards]
+        self._numbers = {whole.untyped_storage().data_ptr(): number for number, whole in enumerate(wholes)}
+        self._wholes: tuple[torch.Tensor, ...] | None = None
+
+    def pack(self, x: torch.Tensor) -> Any:
+        number = self._numbers.get(x.untyped_storage().data_ptr()) if x.numel() else None
+        if number is None:
+            return x
+        return number, x.size(), x.stride(), x.storage_offset()
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        number, size, stride, offset = packed
+        if self._wholes is None:
+            if self._versions != [shard._version for shard in self._shards]:
+                raise RuntimeError("a parameter was changed between a forward and its backward")
+            self._wholes = _gathered(self._params, self._shards)
+        return self._wholes[number].as_strided(size, stride, offset)

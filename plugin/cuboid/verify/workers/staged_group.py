@@ -1,0 +1,171 @@
+"""A process group for several ranks on one GPU: gloo, with every message staged through the host.
+
+NCCL takes one rank per GPU, and gloo has few collectives for tensors on one. This group has all that Cuboid and the
+frameworks call, so that a mesh runs on a single GPU: kernels, streams and autograd's threads are real, and only the
+times of communication mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+#: Its name in ``torch.distributed``.
+STAGED = "staged"
+
+
+def register_staged() -> None:
+    """Let ``torch.distributed`` know the backend. Later calls do nothing."""
+    if not hasattr(dist.Backend, STAGED.upper()):
+        dist.Backend.register_backend(STAGED, StagedGroup, devices=["cpu", "cuda"])
+
+
+class _StagedWork(dist.Work):
+    """Complete on the device once it was waited for."""
+
+    def __init__(self, work: dist.Work, finish: Callable[[], None]) -> None:
+        super().__init__()
+        self._work, self._finish = work, finish
+        self._is_finished = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002
+        """Wait for gloo, and put what arrived on the device."""
+        if not self._is_finished:
+            self._work.wait()
+            self._finish()
+            self._is_finished = True
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether gloo is through."""
+        return bool(self._work.is_completed())
+
+    def is_success(self) -> bool:
+        """Whether gloo succeeded."""
+        return bool(self._work.is_success())
+
+
+#: Its methods are overloaded in C++, and torch's own subclasses in Python override one form of each, as this one does.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class StagedGroup(_ProcessGroup):
+    """See the module. Tensors on the CPU go to gloo as they are.
+
+    Args:
+        store, rank, size, timeout: as for every backend.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._gloo = gloo
+        # torch 2.13 has other names for these than earlier versions.
+        self._all_gather_single = getattr(gloo, "all_gather_single", None) or gloo._allgather_base
+        self._reduce_scatter_single = getattr(gloo, "reduce_scatter_single", None) or gloo._reduce_scatter_base
+        self._all_to_all_single = getattr(gloo, "all_to_all_single", None) or gloo.alltoall_base
+
+    def getBackendName(self) -> str:
+        """Of the backend."""
+        return STAGED
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:  # noqa: ARG002
+        # Of which code asks for the timeout.
+        return self._gloo
+
+    def is_staged(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has to go through the host."""
+        return tensor.device.type != "cpu"
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any) -> dist.Work:
+        """In place."""
+        return self._in_place(tensors, lambda host: self._gloo.broadcast(host, opts))
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> dist.Work:
+        """In place."""
+        return self._in_place(tensors, lambda host: self._gloo.allreduce(host, opts))
+
+    def allgather(
+        self, outs: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any
+    ) -> dist.Work:
+        """One list of tensors for each input."""
+        hosts = [[self._empty(x) for x in each] for each in outs]
+        work = self._gloo.allgather(hosts, self._to_host(tensors), opts)
+        flat = [x for each in outs for x in each]
+        return self._returning(work, flat, [x for each in hosts for x in each])
+
+    def all_gather_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> dist.Work:
+        """Of one tensor, one behind the other."""
+        host = self._empty(out)
+        work = self._all_gather_single(host, self._to_host([tensor])[0], opts)
+        return self._returning(work, [out], [host])
+
+    def reduce_scatter(
+        self, outs: Sequence[torch.Tensor], tensors: Sequence[Sequence[torch.Tensor]], opts: Any
+    ) -> dist.Work:
+        """One list of tensors for each output."""
+        hosts = [self._empty(x) for x in outs]
+        work = self._gloo.reduce_scatter(hosts, [self._to_host(each) for each in tensors], opts)
+        return self._returning(work, outs, hosts)
+
+    def reduce_scatter_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> dist.Work:
+        """Of one tensor, cut into slices."""
+        host = self._empty(out)
+        work = self._reduce_scatter_single(host, self._to_host([tensor])[0], opts)
+        return self._returning(work, [out], [host])
+
+    def all_to_all_single(
+        self, out: torch.Tensor, tensor: torch.Tensor, out_sizes: list[int] | None, sizes: list[int] | None, opts: Any
+    ) -> dist.Work:
+        """Slices of one tensor, of these sizes if any are given."""
+        host = self._empty(out)
+        work = self._all_to_all_single(host, self._to_host([tensor])[0], out_sizes or [], sizes or [], opts)
+        return self._returning(work, [out], [host])
+
+    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+
+    def send(self, tensors: Sequence[torch.Tensor], target: int, tag: int) -> dist.Work:
+        """To one rank."""
+        return self._gloo.send(self._to_host(tensors), target, tag)
+
+    def recv(self, tensors: Sequence[torch.Tensor], source: int, tag: int) -> dist.Work:
+        """From one rank."""
+        hosts = [self._empty(x) for x in tensors]
+        return self._returning(self._gloo.recv(hosts, source, tag), tensors, hosts)
+
+    def barrier(self, opts: Any) -> dist.Work:
+        """Of the hosts: what they put on the device before may still be running."""
+        return self._gloo.barrier(opts)
+
+    def _in_place(self, tensors: Sequence[torch.Tensor], start: Callable[[list[torch.Tensor]], dist.Work]) -> dist.Work:
+        hosts = self._to_host(tensors)
+        return self._returning(start(hosts), tensors, hosts)
+
+    def _to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        # The copy waits for what the current stream has made of the tensor.
+        return [x.to("cpu", copy=True) if self.is_staged(x) else x for x in tensors]
+
+    def _empty(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device="cpu") if self.is_staged(tensor) else tensor
+
+    def _returning(self, work: dist.Work, tensors: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> dist.Work:
+        """What also copies from the host, where anything was staged, when it is waited for."""
+        pairs = [(x, host) for x, host in zip(tensors, hosts, strict=True) if self.is_staged(x)]
+        if not pairs:
+            return work
+
+        def finish() -> None:
+            # What is communicated is no part of a graph, and a version that counts up would look like a change of it.
+            for x, host in pairs:
+                x.data.copy_(host)
+
+        return _StagedWork(work, finish)

@@ -1,0 +1,184 @@
+"""Steps on a CUDA device that isn't there; prints as JSON what the host would wait for in each of them."""
+
+import json
+import traceback
+from unittest import mock
+
+import device
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed._tools import fake_collectives  # noqa: F401  # collectives of tensors without values
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import cuboid
+from cuboid.checkpoint.contents import Contents
+from cuboid.checkpoint.format.tensor_header import TensorSpec
+from cuboid.checkpoint.shards import Bundle, Family, Run, SplitTensor
+from cuboid.distributed import rank_agreement
+from cuboid.models.pipeline import pipeline as pipelines
+from cuboid.optim.data_parallel_optimizer import replica_optimizer
+from cuboid.optim.grad_norm import scale_to, total_norm
+from cuboid.seq1f1b.attention import kernels
+
+ROWS, LENGTH = 4, 24
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def world(ranks, rank):
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+
+
+def model_of(config, **options):
+    """A small Llama, sharded on the CPU, where it has values."""
+    made = transformers.LlamaConfig(**{**SIZES, **options})
+    model = cuboid.shard(transformers.AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16), config).train()
+    cuboid.mesh_of(model).connect()
+    return model
+
+
+def put_on_device(model):
+    """Put a model on the device, without its values. No parameter may be shared."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            moved = torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda")
+            module.register_parameter(name, torch.nn.Parameter(moved, parameter.requires_grad))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            persistent = name not in module._non_persistent_buffers_set
+            moved = torch.empty(buffer.shape, dtype=buffer.dtype, device="cuda")
+            module.register_buffer(name, moved, persistent=persistent)
+
+
+def mesh_of(*axes):
+    return {"mode": "3d_tensor", "mesh": dict(zip(("batch", "sequence", "hidden"), axes, strict=True))}
+
+
+def ids():
+    return torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="cuda")
+
+
+def layers(found, *axes, given=(), answer=True, **options):
+    """The second step of a sharded model, so that what is done once for all steps isn't counted."""
+    world(axes[0] * axes[1] * axes[2], axes[0] * axes[1] * axes[2] - 1)
+    model = model_of({"tensor_parallel": mesh_of(*axes)}, **options)
+    with device.watch(found, answer=answer):
+        put_on_device(model)
+        for _ in range(2):
+            found.clear()
+            extra = {name: torch.ones_like(ids()) for name in given}
+            model(input_ids=ids(), labels=ids(), **extra).loss.backward()
+
+
+def pipeline(found, stage, *axes, given=(), answer=True, **options):
+    """The second step of one stage of two, with two micro-batches of three segments."""
+    size = axes[0] * axes[1] * axes[2]
+    world(2 * size, 2 * size - 1 if stage else 0)
+    config = {"engine": "seq1f1b", "stages": 2, "segments": 3, "partition": "even", "certification": "verified"}
+    model = model_of({"tensor_parallel": mesh_of(*axes), "pipeline": config}, **options)
+    with device.watch(found, answer=answer):
+        put_on_device(model)
+        runs = pipelines.Pipeline(model)
+        for _ in range(2):
+            found.clear()
+            batches = [{name: torch.ones_like(ids()) for name in ("input_ids", "labels", *given)} for _ in range(2)]
+            if stage:
+                # Nothing comes from the rank that reads the data.
+                pipelines.share_micro_batches = lambda given, *_: list(given)
+            runs.train(iter(batches), 2)
+
+
+def optimizer(found, *, split):
+    """The second optimizer step of one of two replicas, with clipping."""
+    world(4, 3)
+    model = model_of({"tensor_parallel": mesh_of(1, 2, 1)})
+    mesh = cuboid.mesh_of(model)
+    with device.watch(found):
+        put_on_device(model)
+        replica = replica_optimizer(torch.optim.AdamW(model.parameters()), mesh, torch.bfloat16, split=split)
+        counted = set(map(id, model.parameters()))
+        for _ in range(2):
+            found.clear()
+            for parameter in model.parameters():
+                parameter.main_grad.zero_()
+            replica.reduce()
+            gradients = replica.gradients(counted)
+            scale_to(gradients, total_norm(gradients, [mesh.data_parallel_group], 2.0, next(model.parameters())), 1.0)
+            replica.step()
+            replica.clear()
+
+
+def flash(found):
+    """As on a GPU with kernels for bfloat16, which are also given fewer heads of keys than of queries."""
+    heads = []
+    forward = kernels.CudaFlash.forward
+
+    def note(self, query, key, value, **options):
+        heads.append((query.shape[1], key.shape[1]))
+        return forward(self, query, key, value, **options)
+
+    with (
+        mock.patch.object(torch.backends.cuda, "can_use_flash_attention", return_value=True),
+        mock.patch.object(kernels.CudaFlash, "forward", note),
+    ):
+        pipeline(found, 1, 1, 1, 1)
+    # Two steps of six units of one layer each, of which all but the first segment have a past.
+    assert heads == [(8, 2)] * 2 * 10, heads
+
+
+def snapshot(found):
+    """What stops training for a checkpoint that is written in the background: one wait for all copies."""
+    with device.watch(found):
+        values = [torch.empty(64, 64, device="cuda") for _ in range(8)]
+        tensors = [
+            SplitTensor(f"t{n}", TensorSpec(torch.float32, tuple(x.shape)), None, Run.whole(x))
+            for n, x in enumerate(values)
+        ]
+        family = Family("", tuple(map(Bundle.plain, tensors)))
+        Contents(0, (family,), None, {}, {}, lambda _: None).snapshot()
+
+
+MASK, POSITIONS = ("attention_mask",), ("position_ids",)
+STEPS = {
+    "layers": lambda found: layers(found, 2, 2, 2),
+    "layers with a head of keys for each rank": lambda found: layers(found, 2, 2, 2, num_key_value_heads=8),
+    "layers with a mask": lambda found: layers(found, 2, 2, 2, given=MASK),
+    "layers with positions": lambda found: layers(found, 2, 2, 2, given=POSITIONS),
+    "packed layers": lambda found: layers(found, 2, 2, 2, given=POSITIONS, answer=False),
+    "first stage": lambda found: pipeline(found, 0, 1, 2, 2),
+    "last stage": lambda found: pipeline(found, 1, 1, 2, 2),
+    "last stage without a mesh": lambda found: pipeline(found, 1, 1, 1, 1),
+    "padded stage": lambda found: pipeline(found, 1, 1, 2, 2, given=MASK, answer=False),
+    "packed stage": lambda found: pipeline(found, 1, 1, 2, 2, given=POSITIONS, answer=False),
+    "padded eager stage": lambda found: pipeline(
+        found, 1, 1, 2, 2, given=MASK, answer=False, attn_implementation="eager"
+    ),
+    "stage with flash attention": flash,
+    "snapshot": snapshot,
+    "optimizer": lambda found: optimizer(found, split=False),
+    "optimizer with ZeRO-1": lambda found: optimizer(found, split=True),
+}
+
+
+def main(names):
+    """Run steps by name, and print a line of JSON for each."""
+    rank_agreement._world = lambda mesh: None
+    torch.cuda.get_device_capability = lambda _: (9, 0)
+    # transformers leaves out what it would look at in tensors without values.
+    transformers.masking_utils.is_tracing = lambda *_: False
+    for name in names or STEPS:
+        found, error = [], None
+        try:
+            STEPS[name](found)
+        except Exception as raised:
+            error = "".join(traceback.format_exception(raised))
+        print(json.dumps({"step": name, "found": found, "error": error}), flush=True)
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,157 @@
+"""One stage on one GPU: segments against the plain model, what the host waits for, and long sequences."""
+
+import time
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+
+import cuboid
+from cuboid.models.stages.stage_runner import StageRunner
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2**18,
+}
+#: A model whose layers are those of an 8B Llama, and as many of them as leave room for long sequences.
+LARGE = {
+    **SIZES,
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+
+
+def model_of(sizes, device, dtype):
+    torch.manual_seed(0)
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes), dtype=dtype).train()
+
+
+def pipeline_of(model, segments):
+    config = {"engine": "seq1f1b", "stages": 1, "segments": segments, "certification": "verified"}
+    return cuboid.Pipeline(cuboid.shard(model, {"pipeline": config}))
+
+
+def batch_of(kind, device, rows=2, length=512):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 512, (rows, length), generator=generator)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    if kind == "padded":
+        seen = torch.arange(length) >= torch.tensor([[37], [0]])
+        batch["attention_mask"] = seen.long()
+        batch["labels"] = ids.masked_fill(~seen, -100)
+    if kind == "packed":
+        batch["position_ids"] = (torch.arange(length) % 200).expand(rows, -1)
+    return {name: x.to(device) for name, x in batch.items()}
+
+
+def compare(device, kind, segments, checkpointing):
+    """Losses and largest relative errors of gradients."""
+    plain = model_of(SIZES, device, torch.float32)
+    batch = batch_of(kind, device)
+    loss = plain(**batch, use_cache=False).loss
+    loss.backward()
+    staged = model_of(SIZES, device, torch.float32)
+    if checkpointing:
+        staged.gradient_checkpointing_enable({"use_reentrant": False})
+    found = pipeline_of(staged, segments).train(iter([batch]), 1)
+    gradients = cuboid.full_gradients(staged)
+    errors = {}
+    for name, parameter in plain.named_parameters():
+        difference = (gradients[name].cpu() - parameter.grad.cpu()).abs().max()
+        errors[name] = (difference / parameter.grad.abs().max().cpu()).item()
+    return float(loss.detach()), float(found), errors
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("segments", [1, 4, 16])
+@pytest.mark.parametrize("kind", ["plain", "padded", "packed"])
+def test_segments_are_the_plain_model(alone, device, kind, segments, checkpointing):
+    ((loss, found, errors),) = alone.run(1, compare, device, kind, segments, checkpointing, timeout_s=300)
+    assert found == pytest.approx(loss, rel=1e-5)
+    assert max(errors.values()) < 1e-3, errors
+
+
+def watched(kind):
+    """The third step, any of whose units raises if the host waits for the device."""
+    model = model_of(SIZES, "cuda", torch.bfloat16)
+    pipeline, batch = pipeline_of(model, 4), batch_of(kind, "cuda")
+
+    def guarded(original):
+        def run(self, *args, **kwargs):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return run
+
+    for _ in range(2):
+        pipeline.train(iter([batch] * 2), 2)
+    with (
+        mock.patch.object(StageRunner, "forward", guarded(StageRunner.forward)),
+        mock.patch.object(StageRunner, "backward", guarded(StageRunner.backward)),
+    ):
+        pipeline.train(iter([batch] * 2), 2)
+    return True
+
+
+@pytest.mark.gpus(1)
+@pytest.mark.parametrize("kind", ["plain", "padded", "packed"])
+def test_no_unit_makes_the_host_wait(alone, kind):
+    assert alone.run(1, watched, kind) == [True]
+
+
+def measure(device, sizes, dtype, length, segments):
+    """Seconds of a step (the second), and its peak bytes over those of the model and its gradients."""
+    model = model_of(sizes, device, dtype)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    batch = {"input_ids": torch.zeros(1, length, dtype=torch.int64, device=device)}
+    batch["labels"] = batch["input_ids"]
+    pipeline = None if segments is None else pipeline_of(model, segments)
+
+    def step():
+        if pipeline is None:
+            model(**batch, use_cache=False).loss.backward()
+        else:
+            pipeline.train(iter([batch]), 1)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    step()
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    step()
+    seconds = time.perf_counter() - start
+    return seconds, (torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0)
+
+
+@pytest.mark.parametrize("segments", [None, 1, 4, 16])
+@pytest.mark.parametrize("length", [32_768, 131_072])
+def test_time_and_memory_of_long_sequences(alone, device, length, segments, figure):
+    sizes, dtype = (LARGE, torch.bfloat16) if device.type == "cuda" else (SIZES, torch.float32)
+    length = length if device.type == "cuda" else length // 128
+    row = f"{length // 1024}k tokens, " + ("plain transformers" if segments is None else f"{segments} segments")
+    table = "One stage: two layers of an 8B Llama, bf16, with activation checkpointing"
+    try:
+        ((seconds, peak_bytes),) = alone.run(1, measure, device, sizes, dtype, length, segments, timeout_s=300)
+    except cuboid.CuboidError as error:
+        if segments is not None or "out of memory" not in str(error):
+            raise
+        figure(table, row, "tokens/s", "out of memory")
+        return
+    assert seconds > 0
+    figure(table, row, "tokens/s", f"{length / seconds:,.0f}")
+    figure(table, row, "peak of activations, GiB", f"{peak_bytes / 2**30:.1f}")

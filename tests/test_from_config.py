@@ -1,0 +1,100 @@
+"""New weights: each rank makes its slices, and they are the same for a seed on every mesh and in every pipeline."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import cuboid
+from cuboid.distributed.topology import MeshShape
+from cuboid.tensor3d.sharding.sharding_spec import put_shard
+from cuboid.weights import from_scratch
+from cuboid.weights.state_dict_map import sharded_layouts
+
+LLAMA = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 3}
+CONFIGS = {
+    "llama": AutoConfig.for_model("llama", **LLAMA),
+    "tied": AutoConfig.for_model("llama", **LLAMA, num_key_value_heads=2, tie_word_embeddings=True),
+    "gpt2": AutoConfig.for_model("gpt2", vocab_size=67, n_embd=32, n_head=4, n_layer=3),
+}
+
+
+def ds_config(mesh, stages):
+    shape = MeshShape.parse(mesh)
+    section = {"batch": shape.batch, "sequence": shape.sequence, "hidden": shape.hidden}
+    config = {"tensor_parallel": {"mode": "3d_tensor", "mesh": section}}
+    return config if stages == 1 else {**config, "pipeline": {"engine": "seq1f1b", "stages": stages, "segments": 1}}
+
+
+def made_by_rank(monkeypatch, config, mesh, stages, rank, seed=0):
+    """What one rank of a job makes, without the others."""
+    size = MeshShape.parse(mesh).size * stages
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(size))
+    torch.manual_seed(seed)
+    return cuboid.from_config(config, ds_config(mesh, stages))
+
+
+def put_together(monkeypatch, config, mesh, stages):
+    wholes = {}
+    for rank in range(MeshShape.parse(mesh).size * stages):
+        model = made_by_rank(monkeypatch, config, mesh, stages, rank)
+        layouts, own = sharded_layouts(model), model.cuboid.mesh
+        for name, shard in model.named_parameters(remove_duplicate=False):
+            if own.shape.size == 1:
+                wholes[name] = shard.detach()
+            else:
+                whole = wholes.setdefault(name, torch.full(layouts[name].shape, torch.nan))
+                put_shard(whole, shard.detach(), layouts[name], own.shape, own.coordinate)
+    return wholes
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize(("mesh", "stages"), [("2x2x2", 1), ("1x1x1", 3), ("1x2x2", 2)])
+def test_a_seed_gives_the_same_weights_on_every_mesh_and_in_every_pipeline(monkeypatch, architecture, mesh, stages):
+    config = CONFIGS[architecture]
+    alone = made_by_rank(monkeypatch, config, "1x1x1", 1, 0)
+    expected = dict(alone.named_parameters(remove_duplicate=False))
+    found = put_together(monkeypatch, config, mesh, stages)
+    assert found.keys() == expected.keys()
+    for name, whole in found.items():
+        assert torch.equal(whole, expected[name]), name
+    other = made_by_rank(monkeypatch, config, "1x1x1", 1, 0, seed=1)
+    assert not torch.equal(other.get_input_embeddings().weight, alone.get_input_embeddings().weight)
+
+
+def test_weights_are_distributed_as_those_of_plain_transformers(monkeypatch):
+    config = CONFIGS["gpt2"]
+    alone = dict(made_by_rank(monkeypatch, config, "1x1x1", 1, 0, seed=0).named_parameters())
+    plain = AutoModelForCausalLM.from_config(config)
+    for name, parameter in plain.named_parameters():
+        assert alone[name].shape == parameter.shape
+        assert alone[name].mean().item() == pytest.approx(parameter.mean().item(), abs=0.01), name
+        assert alone[name].std().item() == pytest.approx(parameter.std().item(), rel=0.25, abs=1e-6), name
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(buffer, made_by_rank(monkeypatch, config, "1x1x1", 1, 0).get_buffer(name))
+
+
+def test_a_rank_never_holds_more_than_its_slices_and_a_unit(monkeypatch):
+    config = AutoConfig.for_model("llama", **{**LLAMA, "num_hidden_layers": 6})
+    largest = []
+    initialized = from_scratch._initialized
+
+    def watched(*args, **kwargs):
+        unit = initialized(*args, **kwargs)
+        largest.append(sum(x.numel() for x in unit.parameters() if x.device.type == "cpu"))
+        return unit
+
+    monkeypatch.setattr(from_scratch, "_initialized", watched)
+    model = made_by_rank(monkeypatch, config, "2x2x2", 1, 3)
+    whole = model.num_parameters()
+    assert max(largest) < whole / 4
+    assert sum(parameter.numel() for parameter in model.parameters()) < whole / 7
+
+
+def test_in_a_scope_every_from_config_makes_slices(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with cuboid.scope(ds_config("1x2x1", 1)):
+        model = AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.bfloat16)
+    assert model.cuboid.mesh.shape.size == 2
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

@@ -1,0 +1,71 @@
+"""What the host waits for in a step on CUDA, seen on a device that isn't there (``fake_cuda/``).
+
+Whatever blocks the host in the middle of a step lets the device run dry. A few reads per step or micro-batch, before
+its first unit, are listed in docs/overlap.md and here.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "fake_cuda"
+TIMEOUT_S = 600
+
+#: Before a pipeline's step: its label tokens and whether its numbers are in range (3 numbers, read at once), and on the
+#: rank that reads the data how long its sequences are, which goes to the others.
+COUNTED = {("broadcast.py", "the host reads a number"): 3}
+TOLD = {("broadcast.py", "a copy from cpu to cuda that blocks"): 1}
+#: Once for each of two micro-batches, for masks: whether rows are padded, or packed.
+PADDED = {("segments.py", "the host reads a number"): 4}
+PACKED = {("masking_utils.py", "the host reads a number"): 2}
+FOR_EVERY_CHANGE = {
+    "layers": {},
+    "padded stage": {**COUNTED, **PADDED},
+    "last stage without a mesh": COUNTED,
+    "optimizer with ZeRO-1": {},
+    "stage with flash attention": COUNTED,
+    "snapshot": {},
+}
+SLOW = {
+    "layers with a head of keys for each rank": {},
+    # By transformers, for its mask.
+    "layers with a mask": {("masking_utils.py", "the host reads a number"): 1},
+    "layers with positions": {("masking_utils.py", "the host reads a number"): 1},
+    "packed layers": {("masking_utils.py", "the host reads a number"): 1},
+    "first stage": {**COUNTED, **TOLD},
+    "last stage": COUNTED,
+    "packed stage": {**COUNTED, **PACKED},
+    "optimizer": {},
+}
+
+
+def waits_of(steps):
+    """For each step, how often the host waits, by file and operation. One process: the device must precede torch."""
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, str(SCRIPT), *steps]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    found = {}
+    for line in done.stdout.splitlines():
+        step = json.loads(line)
+        assert step["error"] is None, step["error"]
+        found[step["step"]] = Counter((Path(wait["where"]).name, wait["what"]) for wait in step["found"])
+    assert set(found) == set(steps), done.stderr[-3000:]
+    return found
+
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++, which compiles the device")
+
+
+def test_no_unit_and_no_layer_makes_the_host_wait():
+    assert waits_of(FOR_EVERY_CHANGE) == FOR_EVERY_CHANGE
+
+
+@pytest.mark.slow
+def test_no_unit_and_no_layer_of_the_others_does():
+    assert waits_of(SLOW) == SLOW
