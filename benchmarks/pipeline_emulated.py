@@ -87,13 +87,13 @@ class Work(Task):
         return ModelSizes((layer,) * self.layers, head=0)
 
     def cost(self, lengths: Sequence[int]) -> Callable[[Action], float]:
-        """Seconds of each unit's forward and backward, whole or in parts, in proportion to its operations."""
+        """Seconds of each unit's forward and backward, in proportion to its operations."""
         flops = super().cost(lengths)
         whole = super().cost((self.length,))(Action(Op.FORWARD, 0, 0, 0))
         # Equal for all stages and micro-batches, and asked for in the middle of what is timed.
         table = {
             (op, segment): self.forward_s * flops(Action(op, 0, 0, segment)) / whole
-            for op in (Op.FORWARD, Op.BACKWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT)
+            for op in (Op.FORWARD, Op.BACKWARD)
             for segment in range(len(lengths))
         }
         return lambda action: table[action.op, action.segment]
@@ -165,8 +165,6 @@ class SegmentedStage:
         self.mixer = Mixer(work, stage)
         #: By unit: what it was given, the sum before it, what came of it, and the sum up to its end.
         self._pending: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
-        #: By unit: gradients of the weights that aren't added up yet.
-        self._waiting: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -197,34 +195,13 @@ class SegmentedStage:
         return None if self._is_last else output.detach()
 
     def backward(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        with _lasting(self._duration_s(Action(Op.BACKWARD, self._stage, micro_batch, segment))):
-            found = self._find_gradients((micro_batch, segment), gradient)
-            self._add((micro_batch, segment))
-        return found
-
-    def input_gradient(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """The weights' gradients, which are as good as free here, wait for :meth:`weight_gradients`."""
-        with _lasting(self._duration_s(Action(Op.INPUT_GRADIENT, self._stage, micro_batch, segment))):
-            return self._find_gradients((micro_batch, segment), gradient)
-
-    def weight_gradients(self, micro_batch: int, segments: Sequence[int]) -> None:
-        """Takes as long as those of the segments together."""
-        for segment in segments:
-            with _lasting(self._duration_s(Action(Op.WEIGHT_GRADIENT, self._stage, micro_batch, segment))):
-                self._add((micro_batch, segment))
-
-    def _find_gradients(self, unit: tuple[int, int], gradient: torch.Tensor | None) -> torch.Tensor | None:
-        given, before, output, sums = self._pending.pop(unit)
-        after = self._after.get(unit[0], torch.zeros_like(sums))
-        wanted = (given, before, *self.mixer.parameters())
-        found = torch.autograd.grad((output, sums), wanted, (gradient, after))
-        self._after[unit[0]] = found[1]
-        self._waiting[unit] = found[2:]
-        return None if self._stage == 0 else found[0]
-
-    def _add(self, unit: tuple[int, int]) -> None:
-        for parameter, own in zip(self.mixer.parameters(), self._waiting.pop(unit), strict=True):
-            parameter.grad = own if parameter.grad is None else parameter.grad + own
+        unit = micro_batch, segment
+        with _lasting(self._duration_s(Action(Op.BACKWARD, self._stage, *unit))):
+            given, before, output, sums = self._pending.pop(unit)
+            after = self._after.get(micro_batch, torch.zeros_like(sums))
+            torch.autograd.backward((output, sums), (gradient, after))
+            self._after[micro_batch] = before.grad
+        return None if self._stage == 0 else given.grad
 
     def _part(self, whole: torch.Tensor, unit: tuple[int, int]) -> torch.Tensor:
         micro_batch, segment = unit
