@@ -22,7 +22,7 @@ from cuboid.seq1f1b.runtime.runtime import Interpreter
 from cuboid.seq1f1b.schedule.actions import Action
 from cuboid.seq1f1b.schedule.schedules import PipelineShape
 from cuboid.seq1f1b.schedule.simulator import Span, Timeline
-from cuboid.tensor3d.layers.weight_gradients import WeightGradientStore
+from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
 from cuboid.verify import Architecture, PassReport, SmallModel, WorkerPool
 from test_pipeline_parity import ALONE, Compare, compare
 

@@ -94,11 +94,13 @@ class LayerPrefetcher:
         if not self._weights:
             return
         shards = [place.cast(autocast_dtype(place.shard)) for place in self._weights]
-        trained = [
-            number
-            for number, (place, shard) in enumerate(zip(self._weights, shards, strict=True))
-            if torch.is_grad_enabled() and shard.requires_grad and not place.module.defers_gradient(place.name)
-        ]
+        trained = []
+        for number, (place, shard) in enumerate(zip(self._weights, shards, strict=True)):
+            store = place.module.weight_gradients
+            # A shard whose gradient is deferred to a store is detached: a node for it would run without a gradient.
+            is_deferred = store is not None and place.name == "weight" and store.defers(shard)
+            if torch.is_grad_enabled() and shard.requires_grad and not is_deferred:
+                trained.append(number)
         if trained:
             shards_in_use, deferred = deferred_shards([shards[number] for number in trained])
             for number, shard in zip(trained, shards_in_use, strict=True):

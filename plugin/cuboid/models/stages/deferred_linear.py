@@ -1,7 +1,7 @@
 """Plain linear layers whose weight gradient can be computed later, for stages without a mesh.
 
 The products are those of ``nn.Linear`` and of Hugging Face's ``Conv1D``, forward and backward, so results are the same
-to the bit; see :mod:`cuboid.tensor3d.layers.weight_gradients` for how it is deferred.
+to the bit; see :mod:`cuboid.tensor3d.sharding.weight_gradients` for how it is deferred.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from cuboid.tensor3d.layers.linear import ShardedLinear, autocast_dtype
-from cuboid.tensor3d.layers.weight_gradients import WeightGradientStore, new_edge
+from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore, new_edge
 
 
 def defer_weight_gradients(modules: Iterable[nn.Module], store: WeightGradientStore) -> None:
@@ -104,7 +104,7 @@ class _Multiply(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _DeferredProduct:
-    """See :class:`~cuboid.tensor3d.layers.weight_gradients.DeferredProduct`.
+    """See :class:`~cuboid.tensor3d.sharding.weight_gradients.DeferredProduct`.
 
     Args:
         layer: whose product it is.

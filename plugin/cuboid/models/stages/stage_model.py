@@ -26,8 +26,8 @@ from cuboid.models.stages.stages import StageCut, cut_stage, shared_parameters
 from cuboid.models.stages.whole_recorder import WholeSequenceRecorder
 from cuboid.seq1f1b.schedule.schedules import SCHEDULES
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
-from cuboid.tensor3d.layers.weight_gradients import WeightGradientStore
 from cuboid.tensor3d.sharding.sharded_param import disable_reshard_after_forward, set_gradient_reduce
+from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
 
 
 @dataclass

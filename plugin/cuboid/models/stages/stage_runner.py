@@ -16,7 +16,7 @@ from cuboid.models.cross_entropy.lm_head import Head
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.models.stages.stages import run_base
 from cuboid.models.stages.units import SegmentedBatch
-from cuboid.tensor3d.layers.weight_gradients import WeightGradientStore
+from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
 
 Unit = tuple[int, int]
 

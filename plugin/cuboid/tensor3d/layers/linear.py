@@ -14,7 +14,6 @@ from cuboid.distributed.no_compile import uncompiled
 from cuboid.tensor3d.layers.input_gather import GatherFeatures, GatherSequence, InputGather, NoGather
 from cuboid.tensor3d.layers.linear_op import Later, LinearOp, Operand, Product
 from cuboid.tensor3d.layers.output_reduce import ScatterFeatures, ScatterSequence
-from cuboid.tensor3d.layers.weight_gradients import WeightGradientStore
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
@@ -26,11 +25,9 @@ class ShardedLinear(ShardedModule, nn.Linear):
 
     Attributes:
         before: for the next call, the node of the fused projections, whose backward follows this layer's.
-        weight_gradients: where the weight's gradients may be deferred to; None where they never are.
     """
 
     bias_rows: torch.Tensor | None
-    weight_gradients: WeightGradientStore | None = None
 
     def __init__(
         self,
@@ -86,13 +83,8 @@ class ShardedLinear(ShardedModule, nn.Linear):
         _, (result,) = self._linear_op(x.to(dtype), [self.operand(dtype)], before=before)
         return result
 
-    def defers_gradient(self, name: str) -> bool:
-        """See :class:`ShardedModule`."""
-        return name == "weight" and self.weight_gradients is not None and self.weight_gradients.defers(self.weight)
-
     def operand(self, dtype: torch.dtype) -> Operand:
         """What the next multiplication takes of this layer; the input has ``dtype``."""
-        # Asked here, not by a method: this runs for each product.
         store, later = self.weight_gradients, None
         if store is not None and store.defers(self.weight):
             weight, deferred, later = self.weight.detach(), None, Later(self.weight, store)

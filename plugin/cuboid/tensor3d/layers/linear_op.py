@@ -40,10 +40,10 @@ from cuboid.distributed.axis_collectives import SEQUENCE_DIM, scatter_dim
 from cuboid.tensor3d.layers.input_gather import GatherSequence, InputGather
 from cuboid.tensor3d.layers.norm import statistics_dtype
 from cuboid.tensor3d.layers.output_reduce import Columns, OutputReduce, Pieces, share_reduces
-from cuboid.tensor3d.layers.weight_gradients import WeightGradientStore, new_edge
 from cuboid.tensor3d.sharding.bucketing import start_reduce_scatters, start_unshards
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce
 from cuboid.tensor3d.sharding.sharded_param import ShardedParam
+from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore, new_edge
 
 T = TypeVar("T")
 
@@ -323,7 +323,7 @@ class _LinearFunction(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _DeferredWeights:
-    """See :class:`~cuboid.tensor3d.layers.weight_gradients.DeferredProduct`; shards only.
+    """See :class:`~cuboid.tensor3d.sharding.weight_gradients.DeferredProduct`; shards only.
 
     Args:
         linear_op: whose products they are.

@@ -23,6 +23,7 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce
 from cuboid.tensor3d.sharding.param_versions import Updates
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
+from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
 
 #: How gradients of blocks are added up; see :func:`set_gradient_reduce`.
 GradientReduce = Literal["auto", "fp32", "backend"]
@@ -242,10 +243,12 @@ class ShardedModule(nn.Module):
         prefetched_params, prefetched_shards: what the prefetcher has ready for this module's forward, by the
             parameter's name: unsharded small parameters, and shards whose reduce-scatter may be deferred.
         is_prefetched: whether the prefetcher is to unshard its parameters.
+        weight_gradients: where the gradients of ``weight`` may be deferred to; None where they never are.
     """
 
     mesh: Mesh
     is_prefetched = True
+    weight_gradients: WeightGradientStore | None = None
 
     def init_sharding(self, mesh: Mesh, layouts: dict[str, ShardingSpec]) -> None:
         """Attach the mesh and the layouts, by the parameter's name in this module."""
@@ -257,10 +260,6 @@ class ShardedModule(nn.Module):
     def layout(self, name: str) -> ShardingSpec:
         """Layout of this module's parameter ``name``."""
         return self.sharded_params[name].layout
-
-    def defers_gradient(self, name: str) -> bool:  # noqa: ARG002
-        """Whether a parameter's gradient is computed behind the backward of the forward that runs now."""
-        return False
 
     def unsharded(self, name: str) -> torch.Tensor:
         """The block of a small parameter, differentiably."""
