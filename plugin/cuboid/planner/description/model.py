@@ -290,7 +290,7 @@ _LLAMA = Rules(query_key_value_bias="attention_bias", output_bias="attention_bia
 _QWEN3 = replace(_LLAMA, mlp_bias=False, head_norms=True)
 _GPT = Rules(True, True, True, gated=False, learned_positions=True, norm="layer", tied=True)
 
-#: By ``model_type``; each of them is compared with the real model in tests/test_planner_model.py.
+#: By ``model_type``; each of them is compared with the real model in tests/commands/test_planner.py.
 ARCHITECTURES: Mapping[str, Rules] = MappingProxyType(
     {
         "llama": _LLAMA,

@@ -4,6 +4,7 @@ import ast
 import importlib
 import json
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -142,3 +143,10 @@ def test_make_hands_cases_on():
     status, output = run("make", "--dry-run", "docs", "CASE=timeline traffic", "ARGS=--check")
     assert status == 0, output
     assert re.search(r"docs/generate\.py timeline traffic --check$", output, re.MULTILINE)
+
+
+def test_the_tests_that_run_with_other_versions_exist():
+    for test in runpy.run_path(str(ROOT / ".ci" / "versions"))["TESTS"]:
+        file, _, name = test.partition("::")
+        functions = {node.name for node in ast.parse((ROOT / file).read_text()).body if hasattr(node, "name")}
+        assert not name or name in functions, test

@@ -19,7 +19,7 @@ from cuboid.seq1f1b.schedule.simulator import Span, Timeline, simulate
 from cuboid.seq1f1b.schedule.timeline_picture import draw_timeline, draw_timelines, format_bytes
 from cuboid.seq1f1b.schedule.timeline_trace import read_chrome_trace, write_chrome_trace
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def simulated(name="seq1f1b", stages=2, micro_batches=2, segments=2, scale_s=1.0):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent / "fake_cuda"
+SCRIPT = Path(__file__).parents[1] / "fake_cuda"
 TIMEOUT_S = 600
 
 #: Before a pipeline's step: its label tokens and whether its numbers are in range (3 numbers, read at once), and on the

@@ -277,7 +277,7 @@ def test_without_aborted_groups_the_others_wait_on():
 
 _LINGERING = """
     import sys, time
-    sys.path.insert(0, "tests")
+    sys.path.insert(0, "tests/support")
     import torch, torch.distributed as dist
     from cuboid.distributed import rendezvous
     from cuboid.distributed.mesh import Mesh

@@ -29,7 +29,7 @@ from cuboid.planner.estimate import block_sizes, estimate, layout_of_config
 from cuboid.planner.layer_memory import KeptSizes, layer_kept_bytes
 from cuboid.planner.search import config_of, layouts, parse_layout, search
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "benchmarks")]
 
 from generators import planner, planner_rows  # noqa: E402
