@@ -91,7 +91,7 @@ test: install ## Run the test suite, in TEST_PROCESSES=2 processes.
 	@$(MAKE) --no-print-directory $(VENV)/colossalai || \
 		echo "make test: ColossalAI can't be installed here, so its tests are skipped" >&2
 	@# Each file stays in one process, which keeps its pool of ranks.
-	@$(BIN)/python -m pytest -m "not slow" -n $(TEST_PROCESSES) --dist loadfile
+	@$(BIN)/python -m pytest -m "not slow" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test-slow: install ## Run the sweeps that are too long for every change.
 	@$(BIN)/python -m pytest -m slow

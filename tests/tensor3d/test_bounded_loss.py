@@ -410,13 +410,13 @@ def of_class(cls, mesh, chunk_bytes=FEW_BYTES):
     torch.manual_seed(0)
     model = cls(LLAMA.config()).double().train()
     if mesh is not ALONE:
-        cuboid.shard(model, {"tensor_parallel": mesh_section(mesh)})
-        model.cuboid.chunk_bytes = chunk_bytes
-    with precision(keep_float64=True):
         try:
-            loss = model(**batch(LLAMA)).loss
+            cuboid.shard(model, {"tensor_parallel": mesh_section(mesh)})
         except cuboid.UnsupportedModelError as error:
             return str(error)
+        model.cuboid.chunk_bytes = chunk_bytes
+    with precision(keep_float64=True):
+        loss = model(**batch(LLAMA)).loss
         loss.backward()
     return {"loss": loss.detach(), **taken(model)}
 
@@ -425,11 +425,13 @@ def test_caps_and_weights_are_the_models_own(pool):
     assert_same(on_ranks(pool, "1x2x3", of_class, Capped, "1x2x3"), on_ranks(pool, ALONE, of_class, Capped, ALONE), "")
 
 
-def test_a_forward_that_has_another_loss_is_refused(pool):
-    assert "didn't call its loss_function" in on_ranks(pool, "1x2x1", of_class, Careless, "1x2x1")
+@pytest.mark.parametrize("mesh", ["1x2x3", "2x1x1"])
+def test_a_forward_with_a_loss_of_its_own_gets_whole_logits(pool, mesh):
+    wanted = on_ranks(pool, ALONE, of_class, Careless, ALONE)
+    assert_same(on_ranks(pool, mesh, of_class, Careless, mesh), wanted, "")
 
 
-def test_a_head_that_reads_the_base_model_is_refused(pool):
+def test_a_head_that_reads_the_base_model_is_rejected(pool):
     assert "computes with a parameter of its base model" in on_ranks(pool, "1x1x1", of_class, Reading, "1x1x1")
 
 
