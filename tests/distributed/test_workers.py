@@ -153,13 +153,13 @@ def report_and_sleep(folder: str) -> None:
 
 OWNER = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[2:]
 from cuboid.verify import WorkerPool
 from test_workers import report_and_sleep
 
 if __name__ == "__main__":
     with WorkerPool(2) as pool:
-        pool.run(2, report_and_sleep, sys.argv[2], timeout_s=600)
+        pool.run(2, report_and_sleep, sys.argv[1], timeout_s=600)
 """
 
 
@@ -167,7 +167,8 @@ def test_workers_exit_when_their_parent_dies(tmp_path: Path) -> None:
     script, pids = tmp_path / "owner.py", tmp_path / "pids"
     script.write_text(OWNER)
     pids.mkdir()
-    owner = start(sys.executable, script, Path(__file__).parent, pids)
+    here = Path(__file__).parent
+    owner = start(sys.executable, script, pids, here, here.parent, here.parent / "support")
     try:
         wait_until(lambda: len(list(pids.iterdir())) == 2 or owner.poll() is not None)
         workers = [int(path.name) for path in pids.iterdir()]
