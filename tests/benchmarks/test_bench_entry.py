@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from launching import ROOT, alone, finish, start
+from launching import ROOT, finish, start
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -21,9 +21,9 @@ def door(*arguments):
     return finish(start(sys.executable, SCRIPT, *arguments), TIMEOUT_S)
 
 
-def test_the_list_says_how_long_and_what_it_needs():
-    status, output = alone(SCRIPT, "list")
-    assert status == 0, output
+def test_the_list_says_how_long_and_what_it_needs(capsys):
+    assert bench.main(["list"]) == 0
+    output = capsys.readouterr().out
     for name, (measures, minutes, needs) in bench.CASES.items():
         assert re.search(rf"^{name} +{re.escape(measures)} +{minutes} +{re.escape(needs)}$", output, re.MULTILINE)
 

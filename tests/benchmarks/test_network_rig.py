@@ -162,6 +162,7 @@ MEASURING = """
 
 
 @pytest.mark.usefixtures("_namespaces_work")
+@pytest.mark.slow
 def test_the_rate_holds_and_the_bytes_agree(tmp_path):
     status, output = finish(start(sys.executable, script(tmp_path, MEASURING)), TIMEOUT_S)
     assert status == 0, output

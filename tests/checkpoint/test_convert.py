@@ -406,6 +406,7 @@ def grown_mib(tmp_path, source, target, dtype="", mesh=""):
     return float(output.rpartition("RESULT")[2])
 
 
+@pytest.mark.slow
 def test_two_gigabytes_are_converted_in_600_mib(large, tmp_path):
     assert grown_mib(tmp_path, large, tmp_path / "cast", dtype="bfloat16") <= 600
     total = sum(file.stat().st_size for file in (tmp_path / "cast").glob("*.safetensors"))

@@ -259,6 +259,7 @@ def test_a_model_without_a_probe_needs_a_verified_checkpoint(tmp_path, monkeypat
         staged("llama", tmp_path / "model", {"segments": 2, "certification": "verified"}, **SIZES)
 
 
+@pytest.mark.slow
 def test_verify_judges_a_model_without_a_probe_by_its_weights(tmp_path, monkeypatch):
     config = transformers.LlamaConfig(**{**SIZES, "mlp_bias": True, "hidden_act": "gelu"})
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")

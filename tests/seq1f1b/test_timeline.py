@@ -201,6 +201,7 @@ def test_invalid_arguments_are_rejected_with_an_alternative(cli, model, tmp_path
     assert not (tmp_path / "a.png").exists()
 
 
+@pytest.mark.slow
 def test_the_page_is_up_to_date_and_its_picture_is_drawn(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(DOCS))
     generate = importlib.import_module("generate")
