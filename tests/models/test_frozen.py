@@ -160,7 +160,7 @@ def _refused(path, tied, config):
     for frozen, where in ((path, "everything"), (tied, "first stage")):
         model = cuboid.from_pretrained(frozen, config)
         _freeze(model, where)
-        if where == "first stage" and model.staging.cut.is_last:
+        if where == "first stage" and cuboid.mesh_of(model).has_last_stage:
             # The head is the embedding.
             model.get_parameter("model.embed_tokens.weight").requires_grad_()
         try:

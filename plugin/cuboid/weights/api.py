@@ -131,7 +131,7 @@ def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTra
 
 def _shard(model: PreTrainedModel, parsed: CuboidConfig) -> PreTrainedModel:
     shape = choose_mesh(model, parsed)
-    mesh = Mesh(shape, pipe=parsed.stages)
+    mesh = Mesh(shape, pipe=parsed.stages, placement=parsed.placement)
 
     def shard_of(whole: nn.Parameter, layout: ShardingSpec) -> torch.Tensor:
         return take_shard(whole, layout, mesh)

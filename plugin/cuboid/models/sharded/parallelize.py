@@ -33,10 +33,24 @@ _FEATURES = ("split_size", "embed_dim", "hidden_size", "all_head_size", "attn_hi
 ShardOf = Callable[[nn.Parameter, ShardingSpec], torch.Tensor]
 
 
-def parallelize_modules(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh, shard_of: ShardOf) -> None:
+def parallelize_modules(
+    model: PreTrainedModel,
+    parallel_plan: ParallelPlan,
+    mesh: Mesh,
+    shard_of: ShardOf,
+    begins: Collection[str] = (),
+) -> None:
     """Swap every module of the parallel plan, dropouts too, and fix the sizes that attention modules read.
 
     Tied parameters stay one parameter. The whole tensors are freed one by one as their modules are swapped.
+
+    Args:
+        model: whole, or what a rank of a pipeline has of it.
+        parallel_plan: for these modules.
+        mesh: of this rank.
+        shard_of: see :data:`ShardOf`.
+        begins: names of layers at which another forward begins than the one of the layers before them: those with
+            which the stages of a pipeline rank begin.
     """
     _split_attributes(model, parallel_plan, mesh)
     shards = _Shards(model, shard_of)
@@ -60,7 +74,7 @@ def parallelize_modules(model: PreTrainedModel, parallel_plan: ParallelPlan, mes
         _split_late(model, late)
     if mesh.shape.size > 1:
         _fuse_projections(model, parallel_plan)
-        _prefetch_layers(model, parallel_plan)
+        _prefetch_layers(model, parallel_plan, begins)
     _share_key_value_heads(model, parallel_plan, mesh)
     _swap_dropouts(model, blocks, mesh)
 
@@ -152,12 +166,18 @@ def _fuse_projections(model: PreTrainedModel, parallel_plan: ParallelPlan) -> No
         model.get_submodule(place).register_forward_pre_hook(fused, with_kwargs=True)
 
 
-def _prefetch_layers(model: PreTrainedModel, parallel_plan: ParallelPlan) -> None:
+def _prefetch_layers(model: PreTrainedModel, parallel_plan: ParallelPlan, begins: Collection[str]) -> None:
     """Let layers prefetch one another's parameters."""
     layers = [name.rpartition(".")[0] for name in attention_modules(parallel_plan)]
-    if layers:
-        runner = model.get_submodule(layers[0].rpartition(".")[0].rpartition(".")[0])
-        runner.register_forward_pre_hook(ModelPrefetcher([model.get_submodule(layer) for layer in layers]))
+    if not layers:
+        return
+    runs: list[list[nn.Module]] = [[]]
+    for name in layers:
+        if name in begins:
+            runs.append([])
+        runs[-1].append(model.get_submodule(name))
+    runner = model.get_submodule(layers[0].rpartition(".")[0].rpartition(".")[0])
+    runner.register_forward_pre_hook(ModelPrefetcher(runs))
 
 
 def _split_attributes(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh) -> None:
