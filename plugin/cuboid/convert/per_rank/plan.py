@@ -29,16 +29,16 @@ class RankPlan:
     Attributes:
         mesh: of each stage.
         layers: number of layers of each stage; empty without a pipeline.
-        placement: the pipeline rank of each stage; empty where each rank has one.
         tensors: by the name in the full checkpoint.
         unused: tensors of the checkpoint that the model declares as ignored.
+        placement: the pipeline rank of each stage; empty where each rank has one.
     """
 
     mesh: MeshShape
     layers: tuple[int, ...]
-    placement: tuple[int, ...]
     tensors: dict[str, RankTensor]
     unused: tuple[str, ...]
+    placement: tuple[int, ...] = ()
 
     def describe(self) -> str:
         """The layout as text."""
@@ -86,7 +86,7 @@ def plan_ranks(
             stages=tuple(stage for stage, names in enumerate(stages) if parameter in names),
         )
     placement = config.placement if len(layers) > config.stages else ()
-    return RankPlan(shape, layers, placement, tensors, unused)
+    return RankPlan(shape, layers, tensors, unused, placement)
 
 
 def _stages(
