@@ -47,6 +47,11 @@ def test_training_goes_on_with_whole_stages_one_process_and_other_chunks(
         assert alone.run(1, resume, path, settings(), saved, {})[0] == pytest.approx(losses, rel=1e-6)
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+
+
 def inspected(folder, capsys):
     commands(["inspect", str(folder)], standalone_mode=False)
     return " ".join(capsys.readouterr().out.split())

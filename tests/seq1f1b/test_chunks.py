@@ -1,15 +1,29 @@
 """Several stages on each rank of a pipeline compute what one process computes, and what the plain schedules do."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+import cuboid
 from conftest import TIMEOUT_S
+from cuboid import ConfigError, Mesh, MeshShape
+from cuboid.config.compatibility import check_layout
+from cuboid.config.schema import parse_config
+from cuboid.seq1f1b.schedule.lowering import lower
+from cuboid.seq1f1b.schedule.schedules import PipelineShape, forwards_only, interleaved_placement, v_placement
+from cuboid.seq1f1b.schedule.simulator import simulate
+from cuboid.seq1f1b.schedule.timeline_trace import read_chrome_trace
 from cuboid.verify import Architecture, PassReport, SmallModel, WorkerPool
 from test_pipeline_parity import ALONE, Compare, compare, name_of
 from test_split_backward import trained_gradients
+from training import make_engine
+from training import settings as training_settings
 
 SCHEDULES = ("seq1f1b-interleaved", "zero_bubble-interleaved", "zero_bubble-v")
 LLAMA = SmallModel("llama", layers=4)
@@ -130,3 +144,171 @@ def test_gradients_have_the_bits_of_whole_stages(pool: WorkerPool, checkpoint: C
             assert loss == other
             assert expected.keys() == found.keys()
             assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+# What ranks know of themselves
+
+
+def what_a_rank_says(path: str, config: dict[str, Any], trace: str) -> dict[str, Any]:
+    """What the engine of this rank says of its place, what it holds, and its losses."""
+    config["pipeline"]["trace"] = trace
+    engine = make_engine(path, config)
+    model, evaluated = engine.module, engine.eval_batch(micro_batches())
+    names = [name for name, _ in model.named_parameters()]
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return {
+        "place": (engine.stage_id, engine.num_stages),
+        "is_first": engine.is_first_stage(),
+        "is_last": engine.is_last_stage(),
+        "layers": sorted({int(name.split(".")[2]) for name in names if ".layers." in name}),
+        "ends": (type(embedding).__name__, type(head).__name__),
+        "is_tied": embedding.weight is head.weight,
+        "shared": list(model.staging.shared),
+        "counts": engine.pipeline.layers,
+        "losses": [evaluated.item(), *(float(engine.train_batch(micro_batches())) for _ in range(3))],
+    }
+
+
+def micro_batches() -> Iterator[dict[str, torch.Tensor]]:
+    ids = torch.randint(2, 100, (2, 4, 12), generator=torch.Generator().manual_seed(3))
+    return iter({"input_ids": each, "labels": each} for each in ids)
+
+
+ABSENT, HEAD = "PlaceholderEnd", "Linear"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (
+            "zero_bubble-v",
+            [
+                {"is_first": True, "is_last": True, "layers": [0, 3], "ends": ("Embedding", HEAD), "is_tied": True},
+                {"is_first": False, "is_last": False, "layers": [1, 2], "ends": (ABSENT, ABSENT), "is_tied": False},
+            ],
+        ),
+        (
+            "seq1f1b-interleaved",
+            [
+                {"is_first": True, "is_last": False, "layers": [0, 2], "ends": ("Embedding", ABSENT)},
+                {"is_first": False, "is_last": True, "layers": [1, 3], "ends": ("Embedding", HEAD), "is_tied": True},
+            ],
+        ),
+    ],
+    ids=["v", "interleaved"],
+)
+def test_the_ends_of_the_model_are_where_the_placement_has_them(
+    pool: WorkerPool,
+    checkpoint: Callable[[SmallModel], str],
+    tmp_path: Path,
+    schedule: str,
+    expected: list[dict[str, Any]],
+) -> None:
+    keys = {"chunks": 2, "schedule": schedule, "stage_balance": "layers"}
+    config = training_settings(stages=2, pipeline=keys)
+    ranks = pool.run(2, what_a_rank_says, checkpoint(TIED), config, str(tmp_path), timeout_s=TIMEOUT_S)
+    for number, (rank, of_rank) in enumerate(zip(ranks, expected, strict=True)):
+        assert {name: rank[name] for name in of_rank} == of_rank
+        assert (rank["place"], rank["counts"]) == ((number, 2), (1, 1, 1, 1))
+        # With a V, the tied matrix is one parameter of one rank.
+        assert len(rank["shared"]) == (schedule == "seq1f1b-interleaved")
+        assert rank["losses"] == ranks[0]["losses"]
+    evaluated, trained, *_ = ranks[0]["losses"]
+    assert evaluated == pytest.approx(trained, rel=1e-6)
+    spans = read_chrome_trace(tmp_path / "step_3.json").spans
+    assert [sorted({span.action.stage for span in own}) for own in spans] == [rank["layers"] for rank in ranks]
+    assert (tmp_path / "step_3.png").is_file()
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.sampled_from([interleaved_placement, v_placement]))
+def test_neighbours_on_two_ranks_have_channels_and_no_rank_is_in_two_of_one_partition(
+    ranks: int, chunks: int, place: Callable[[int, int], tuple[int, ...]]
+) -> None:
+    placement = place(ranks, chunks)
+    mesh = Mesh(MeshShape(), pipe=ranks, rank=0, world_size=ranks, placement=placement)
+    partitions = mesh._disjoint_channels()
+    for channels in partitions:
+        members = [placement[stage] for ends in channels for stage in ends]
+        assert len(set(members)) == len(members)
+    made = [ends for channels in partitions for ends in channels]
+    pairs = [(one, two) for one, two in pairwise(range(len(placement))) if placement[one] != placement[two]]
+    around = {(0, len(placement) - 1)} if placement[0] != placement[-1] and len(placement) > 2 else set()
+    assert sorted(made) == sorted({*pairs, *((two, one) for one, two in pairs), *around})
+
+
+# Evaluation
+
+
+@given(
+    st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4),
+    st.sampled_from([interleaved_placement, v_placement]),
+)  # fmt: skip
+def test_evaluation_runs_every_placement(
+    ranks: int, chunks: int, micro_batches: int, segments: int, place: Callable[[int, int], tuple[int, ...]]
+) -> None:
+    rank_of = place(ranks, chunks)
+    shape = PipelineShape(len(rank_of), micro_batches, segments)
+    schedule = forwards_only(shape, rank_of)
+    lower(schedule, shape)
+    # A rank that has begun idles no longer than its chunks make it.
+    assert simulate(schedule, shape, lambda _: 1).makespan_s <= chunks * shape.units + shape.stages
+
+
+# The config
+
+
+def config(**keys: Any) -> dict[str, Any]:
+    return {"pipeline": {"engine": "seq1f1b", "stages": 2, **keys}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"chunks": 2}, '"seq1f1b" has one chunk on each rank; with 2 chunks, take seq1f1b-interleaved'),
+        ({"chunks": 3, "schedule": "zero_bubble"}, "with 3 chunks, take zero_bubble-interleaved or zero_bubble-v"),
+        ({"chunks": 2, "schedule": "gpipe"}, '"gpipe" has one chunk on each rank'),
+        ({"chunks": 2, "schedule": "1f1b", "segments": 1}, '"1f1b" has one chunk on each rank'),
+        ({"schedule": "zero_bubble-v"}, '"zero_bubble-v" has several chunks on each rank: give 2 chunks or more'),
+        ({"schedule": "seq1f1b-interleaved", "chunks": 1}, "give 2 chunks or more"),
+        ({"chunks": 2, "schedule": "auto"}, '"chunks" is 2, but "schedule": "auto" .* take one of seq1f1b-interleaved'),
+        ({"chunks": 0, "schedule": "zero_bubble-v"}, r"pipeline\.chunks: .*greater than or equal to 1"),
+        ({"chunks": 2.0, "schedule": "zero_bubble-v"}, r"pipeline\.chunks: .*valid integer"),
+        ({"chunks": 40000, "schedule": "zero_bubble-v"}, '"stages" × "chunks" is 80000; 65536 at most'),
+        ({"chunk": 2, "schedule": "zero_bubble-v"}, r'pipeline\.chunk is not a known key; did you mean "chunks"'),
+        (
+            {"chunks": 2, "schedule": "seq1f1b-interleaved", "memory_limit": 2},
+            '"memory_limit" is for .*"seq1f1b-interleaved" keeps what it keeps',
+        ),
+        (
+            {"chunks": 2, "schedule": "zero_bubble-v", "stage_balance": [2, 2]},
+            '"stage_balance" has 2 numbers for 2 stages of 2 chunks; give one for each chunk, 4 in all',
+        ),
+        ({"schedule": "zero_bubble-w"}, "known: gpipe, 1f1b, .*seq1f1b-interleaved, .*zero_bubble-v, auto"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_run_is_rejected_by_name(keys: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        check_layout(parse_config(config(**keys)), {}, 2)
+
+
+def test_a_section_with_chunks_alone_is_ours() -> None:
+    with pytest.raises(ConfigError, match=r"pipeline\.engine is missing"):
+        parse_config({"pipeline": {"stages": 2, "chunks": 2}})
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({}, r"pipeline\.stages is 2 and pipeline\.chunks 2, but the model has 3 layers, .* of 3 or less would work"),
+        ({"stage_balance": [1, 1, 1, 1]}, r"pipeline\.chunks 2, but the model has 3 layers"),
+    ],
+)
+def test_too_few_layers_are_rejected_before_weights_are_read(
+    checkpoint: Callable[[SmallModel], str], monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], problem: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("transformers.modeling_utils.load_state_dict", None)
+    with pytest.raises(ConfigError, match=problem):
+        cuboid.from_pretrained(
+            checkpoint(SmallModel("llama", layers=3)), config(chunks=2, schedule="zero_bubble-v", **keys)
+        )
