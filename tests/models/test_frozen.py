@@ -124,6 +124,15 @@ def test_frozen_parameters_under_a_split_backward(pool, checkpoint, tmp_path, fr
     check_frozen(pool, checkpoint, tmp_path, frozen, config, 1)
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("frozen", ["first stage", "middle stages", "all but the head", "last stage"])
+@pytest.mark.parametrize("schedule", ["zero_bubble-v", "seq1f1b-interleaved"])
+def test_frozen_parameters_of_chunks(pool, checkpoint, tmp_path, frozen, schedule):
+    config = _config("1x1x1", 2, 1, 1)
+    config["pipeline"] |= {"schedule": schedule, "chunks": 2, "stage_balance": "layers"}
+    check_frozen(pool, checkpoint, tmp_path, frozen, config, 1)
+
+
 def check_frozen(pool, checkpoint, tmp_path, frozen, config, data):
     path = checkpoint(SMALL)
     losses, norm, state = pool.run(

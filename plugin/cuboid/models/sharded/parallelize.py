@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
@@ -38,7 +38,7 @@ def parallelize_modules(
     parallel_plan: ParallelPlan,
     mesh: Mesh,
     shard_of: ShardOf,
-    begins: Collection[str] = (),
+    stages: Sequence[Collection[str]] = (),
 ) -> None:
     """Swap every module of the parallel plan, dropouts too, and fix the sizes that attention modules read.
 
@@ -49,8 +49,7 @@ def parallelize_modules(
         parallel_plan: for these modules.
         mesh: of this rank.
         shard_of: see :data:`ShardOf`.
-        begins: names of layers at which another forward begins than the one of the layers before them: those with
-            which the stages of a pipeline rank begin.
+        stages: where a rank of a pipeline has several, the names of the layers of each, which run by themselves.
     """
     _split_attributes(model, parallel_plan, mesh)
     shards = _Shards(model, shard_of)
@@ -74,7 +73,7 @@ def parallelize_modules(
         _split_late(model, late)
     if mesh.shape.size > 1:
         _fuse_projections(model, parallel_plan)
-        _prefetch_layers(model, parallel_plan, begins)
+        _prefetch_layers(model, parallel_plan, stages)
     _share_key_value_heads(model, parallel_plan, mesh)
     _swap_dropouts(model, blocks, mesh)
 
@@ -166,16 +165,12 @@ def _fuse_projections(model: PreTrainedModel, parallel_plan: ParallelPlan) -> No
         model.get_submodule(place).register_forward_pre_hook(fused, with_kwargs=True)
 
 
-def _prefetch_layers(model: PreTrainedModel, parallel_plan: ParallelPlan, begins: Collection[str]) -> None:
+def _prefetch_layers(model: PreTrainedModel, parallel_plan: ParallelPlan, stages: Sequence[Collection[str]]) -> None:
     """Let layers prefetch one another's parameters."""
     layers = [name.rpartition(".")[0] for name in attention_modules(parallel_plan)]
     if not layers:
         return
-    runs: list[list[nn.Module]] = [[]]
-    for name in layers:
-        if name in begins:
-            runs.append([])
-        runs[-1].append(model.get_submodule(name))
+    runs = [[model.get_submodule(name) for name in layers if name in own] for own in stages or [layers]]
     runner = model.get_submodule(layers[0].rpartition(".")[0].rpartition(".")[0])
     runner.register_forward_pre_hook(ModelPrefetcher(runs))
 

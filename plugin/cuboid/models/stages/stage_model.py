@@ -124,8 +124,8 @@ def finish_stage(
         shard_of: gives the shard of a parameter.
     """
     if parallel_plan is not None:
-        begins = {staging.outline.layer(cut.first) for cut in staging.cuts}
-        parallelize_modules(model, parallel_plan, mesh, shard_of, begins)
+        stages = [{staging.outline.layer(i) for i in range(cut.first, cut.stop)} for cut in staging.cuts]
+        parallelize_modules(model, parallel_plan, mesh, shard_of, stages)
         set_gradient_reduce(model, staging.config.tensor_parallel.gradient_reduce)
         if staging.config.tensor_parallel.weight_gather == "step":
             disable_reshard_after_forward(model)
