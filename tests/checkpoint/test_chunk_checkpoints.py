@@ -1,5 +1,7 @@
 """Checkpoints of ranks with several chunks are those of any layout: saving, resuming, and files for each rank."""
 
+import functools
+
 import pytest
 import torch
 from test_checkpoints import BEFORE, resume, train_and_save
@@ -11,40 +13,68 @@ from cuboid.cli import commands
 from cuboid.config.schema import parse_config
 from cuboid.errors import CheckpointError
 from cuboid.tensor3d.sharding.sharded_param import local_state
-from cuboid.verify import SmallModel, WorkerPool
-from training import settings
+from cuboid.verify import SmallModel
+from training import ranks_of, settings
 
-V = {"chunks": 2, "schedule": "zero_bubble-v"}
-ROUND = {"chunks": 2, "schedule": "seq1f1b-interleaved"}
+V = {"chunks": 2, "schedule": "zero_bubble-v", "stage_balance": "layers"}
+ROUND = {"chunks": 2, "schedule": "seq1f1b-interleaved", "stage_balance": "layers"}
 LLAMA = SmallModel("llama", heads=8, kv_heads=4, layers=5)
 TIED = SmallModel("qwen3", heads=8, kv_heads=4, layers=5)
+KINDS = {"v": (TIED, V), "interleaved": (LLAMA, ROUND)}
+PLACES = {"v": "0, 1, 1, 0", "interleaved": "0, 1, 0, 1"}
 
 
-@pytest.mark.parametrize(
-    ("small", "chunked"), [(TIED, V), pytest.param(LLAMA, ROUND, marks=pytest.mark.slow)], ids=["v", "interleaved"]
-)
-def test_training_goes_on_with_whole_stages_one_process_and_other_chunks(
-    pool, checkpoint, tmp_path, capsys, small, chunked
-):
-    path, saved = checkpoint(small), str(tmp_path)
-    config = settings(stages=2, pipeline=chunked)
-    losses, weights = pool.run(2, train_and_save, path, config, saved, {})[0]
-    folder = tmp_path / f"global_step{BEFORE}"
+@pytest.fixture(scope="module")
+def saved(pool, checkpoint, tmp_path_factory):
+    """A checkpoint of two ranks with two chunks each, written once for each placement."""
+
+    @functools.cache
+    def of(kind):
+        small, chunked = KINDS[kind]
+        out, config = tmp_path_factory.mktemp(kind), settings(stages=2, pipeline=chunked)
+        losses, weights = pool.run(2, train_and_save, checkpoint(small), config, str(out), {})[0]
+        return checkpoint(small), config, out, losses, weights
+
+    return of
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_is_whole_and_the_same_layout_resumes_bit_for_bit(pool, saved, capsys, kind):
+    path, config, out, losses, weights = saved(kind)
+    folder = out / f"global_step{BEFORE}"
     written = stored(folder)
     assert all(torch.equal(written[name], weights[name]) for name in written)
     assert stored(path).keys() == written.keys() == stored(folder / "optimizer" / "exp_avg").keys()
-    assert "4 stage(s) of " in inspected(folder, capsys)
-    assert pool.run(2, resume, path, config, saved, {})[0] == losses
-    other = ROUND if chunked is V else V
-    for layout, ranks in (
-        (settings(stages=2), 2),
-        (settings("1x1x2", stages=2, pipeline={**other, "chunks": 2}), 4),
-        (settings(stages=1, pipeline={"chunks": 3, "schedule": "zero_bubble-interleaved"}, zero=0), 1),
-    ):
-        with WorkerPool(ranks) as fresh:
-            assert fresh.run(ranks, resume, path, layout, saved, {})[0] == pytest.approx(losses, rel=1e-6)
-    with WorkerPool(1) as alone:
-        assert alone.run(1, resume, path, settings(), saved, {})[0] == pytest.approx(losses, rel=1e-6)
+    assert f"4 stage(s) of 2, 1, 1, 1 layers on the pipeline's ranks {PLACES[kind]}" in inspected(folder, capsys)
+    assert pool.run(2, resume, path, config, str(out), {})[0] == losses
+
+
+OTHERS = {
+    "whole stages": settings(stages=2),
+    "one process": settings(),
+    "meshes in a V": settings("1x1x2", stages=2, pipeline=V),
+    "meshes, interleaved": settings("2x1x1", stages=2, pipeline=ROUND, zero=0),
+    "three chunks on one rank": settings(stages=1, pipeline={"chunks": 3, "schedule": "zero_bubble-interleaved"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("v", "whole stages"), ("v", "one process")]
+    + [
+        pytest.param(kind, layout, marks=pytest.mark.slow)
+        for kind in KINDS
+        for layout in OTHERS
+        if kind != "v" or layout not in ("whole stages", "one process")
+    ],
+)
+def test_training_goes_on_with_other_stages(pool, alone, saved, kind, layout):
+    path, _, out, losses, _ = saved(kind)
+    config = OTHERS[layout]
+    ranks = ranks_of(config)
+    found = (alone if ranks == 1 else pool).run(ranks, resume, path, config, str(out), {})[0]
+    assert found == pytest.approx(losses, rel=1e-6)
 
 
 @pytest.fixture(autouse=True)

@@ -14,12 +14,14 @@ import cuboid
 from conftest import TIMEOUT_S
 from cuboid import ConfigError, Mesh, MeshShape
 from cuboid.config.compatibility import check_layout
+from cuboid.config.config_file import load_config
 from cuboid.config.schema import parse_config
 from cuboid.seq1f1b.schedule.lowering import lower
 from cuboid.seq1f1b.schedule.schedules import PipelineShape, forwards_only, interleaved_placement, v_placement
 from cuboid.seq1f1b.schedule.simulator import simulate
 from cuboid.seq1f1b.schedule.timeline_trace import read_chrome_trace
 from cuboid.verify import Architecture, PassReport, SmallModel, WorkerPool
+from launching import ROOT
 from test_pipeline_parity import ALONE, Compare, compare, name_of
 from test_split_backward import trained_gradients
 from training import make_engine
@@ -118,6 +120,7 @@ def test_other_shapes(parity: Compare, schedule: str, changes: dict[str, Any]) -
     parity(schedule, small, changes, accumulate=3, steps=4, varying=True, data_parallel=2, sequence_length=29)
 
 
+@pytest.mark.slow
 def test_activation_checkpointing(parity: Compare) -> None:
     parity("zero_bubble-v", SmallModel("mistral", layers=4, sliding_window=8), checkpointing=True)
 
@@ -149,7 +152,7 @@ def test_gradients_have_the_bits_of_whole_stages(pool: WorkerPool, checkpoint: C
 # What ranks know of themselves
 
 
-def what_a_rank_says(path: str, config: dict[str, Any], trace: str) -> dict[str, Any]:
+def what_a_rank_says(path: str, config: dict[str, Any], trace: str, steps: int = 3) -> dict[str, Any]:
     """What the engine of this rank says of its place, what it holds, and its losses."""
     config["pipeline"]["trace"] = trace
     engine = make_engine(path, config)
@@ -165,7 +168,7 @@ def what_a_rank_says(path: str, config: dict[str, Any], trace: str) -> dict[str,
         "is_tied": embedding.weight is head.weight,
         "shared": list(model.staging.shared),
         "counts": engine.pipeline.layers,
-        "losses": [evaluated.item(), *(float(engine.train_batch(micro_batches())) for _ in range(3))],
+        "losses": [evaluated.item(), *(float(engine.train_batch(micro_batches())) for _ in range(steps))],
     }
 
 
@@ -218,6 +221,17 @@ def test_the_ends_of_the_model_are_where_the_placement_has_them(
     spans = read_chrome_trace(tmp_path / "step_3.json").spans
     assert [sorted({span.action.stage for span in own}) for own in spans] == [rank["layers"] for rank in ranks]
     assert (tmp_path / "step_3.png").is_file()
+
+
+def test_the_example_config_trains(pool: WorkerPool, checkpoint: Callable[[SmallModel], str], tmp_path: Path) -> None:
+    config = load_config(ROOT / "configs" / "llama_2_stages_2_chunks.json")
+    assert config["pipeline"]["trace"] is True
+    # The learning rate of the first two steps is nothing.
+    ranks = pool.run(4, what_a_rank_says, checkpoint(LLAMA), config, str(tmp_path), 4, timeout_s=TIMEOUT_S)
+    assert [(rank["is_first"], rank["is_last"]) for rank in ranks] == [(True, True)] * 2 + [(False, False)] * 2
+    losses = ranks[0]["losses"]
+    assert losses[-1] < losses[0]
+    assert (tmp_path / "step_3.json").is_file()
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.sampled_from([interleaved_placement, v_placement]))
