@@ -26,7 +26,6 @@ from cuboid.models.stages.stages import StageCut, cut_stage, shared_parameters
 from cuboid.models.stages.whole_recorder import WholeSequenceRecorder
 from cuboid.seq1f1b.schedule.schedules import SCHEDULES
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
-from cuboid.tensor3d.sharding.sharded_param import disable_reshard_after_forward, set_gradient_reduce
 from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
 
 
@@ -123,10 +122,7 @@ def finish_stage(
         shard_of: gives the shard of a parameter.
     """
     if parallel_plan is not None:
-        parallelize_modules(model, parallel_plan, mesh, shard_of)
-        set_gradient_reduce(model, staging.config.tensor_parallel.gradient_reduce)
-        if staging.config.tensor_parallel.weight_gather == "step":
-            disable_reshard_after_forward(model)
+        parallelize_modules(model, parallel_plan, mesh, staging.config.tensor_parallel, shard_of)
         model.loss_function = functools.partial(sharded_loss, mesh=mesh)
     layers = model.get_submodule(staging.outline.layers)
     assert isinstance(layers, nn.ModuleList)

@@ -59,7 +59,7 @@ def start_reduce_scatters(
             continue
         stacked = [param.stacked(gradient) for param, gradient in members]
         rows = torch.cat([each.flatten(1) for each in stacked], 1)
-        exchange = rows.dtype.itemsize < torch.float32.itemsize and first.exchanges
+        exchange = first.exchanges(rows.dtype)
         shapes = [each.shape[1:] for each in stacked]
         reducing = start_reduce_scatter_parts(rows, shapes, first.along, exchange=exchange)
         found += [AsyncResult(own, finish=reducing.wait) for own in reducing.incomplete()]

@@ -98,7 +98,7 @@ class ParamGroupUnshard:
         for param, gradient, slot in zip(self.params, gradients, slots.split(widths, 1), strict=True):
             if gradient is not None:
                 slot.copy_(param.stacked(gradient))
-        exchange = slots.dtype.itemsize < torch.float32.itemsize and self.params[0].exchanges
+        exchange = self.params[0].exchanges(slots.dtype)
         reducing = start_reduce_scatter(slots, self._along, exchange=exchange)
         assert self.deferred is not None
         self.deferred.defer(reducing)

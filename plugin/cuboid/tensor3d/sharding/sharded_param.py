@@ -29,9 +29,6 @@ from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
 GradientReduce = Literal["auto", "fp32", "backend"]
 
 
-_FULL = torch.float32.itemsize
-
-
 class ShardedState(Enum):
     """Whether a parameter is sharded, as FSDP2's state of the same name."""
 
@@ -188,12 +185,13 @@ class ShardedParam:
         """Sum the ranks' gradients of the block and leave each rank its shard's."""
         if self.ranks == 1:
             return AsyncResult(block_gradient)
-        exchange = block_gradient.dtype.itemsize < _FULL and self.exchanges
+        exchange = self.exchanges(block_gradient.dtype)
         return start_reduce_scatter(self.stacked(block_gradient), self.along, exchange=exchange)
 
-    @property
-    def exchanges(self) -> bool:
+    def exchanges(self, dtype: torch.dtype) -> bool:
         """Whether ranks exchange a gradient's slices to add them up in float32; see :func:`set_gradient_reduce`."""
+        if dtype.itemsize >= torch.float32.itemsize:
+            return False
         return self.gradient_reduce == "fp32" or (self.gradient_reduce == "auto" and not self.mesh.spans_nodes)
 
     def stacked(self, block: torch.Tensor) -> torch.Tensor:
