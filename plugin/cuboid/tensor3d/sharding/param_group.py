@@ -90,6 +90,11 @@ class ParamGroupUnshard:
             blocks.append(part.flatten()[: param.block_shape[0]])
         return tuple(blocks)
 
+    def to_reduce(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """What of the blocks' gradients is to be reduced now; see :meth:`ShardedParam.to_reduce`."""
+        pairs = zip(self.params, gradients, strict=True)
+        return [None if gradient is None else param.to_reduce(gradient) for param, gradient in pairs]
+
     def start_reduce_scatter(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """The blocks' gradients to the shards'; complete once the deferred reduce was waited for."""
         widths = list(map(len, self._shards))
@@ -114,8 +119,9 @@ class _Blocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if all(map(is_, gradients, repeat(None))):
-            return None, *gradients
-        reduced = ctx.unshard.start_reduce_scatter(gradients)
+        ready = ctx.unshard.to_reduce(gradients)
+        if all(map(is_, ready, repeat(None))):
+            return None, *ready
+        reduced = ctx.unshard.start_reduce_scatter(ready)
         needed = ctx.needs_input_grad[1:]
         return None, *(each if wanted else None for each, wanted in zip(reduced, needed, strict=True))
