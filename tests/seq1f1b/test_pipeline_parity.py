@@ -259,6 +259,7 @@ def test_lengths_that_vary_from_micro_batch_to_micro_batch(parity: Compare) -> N
     parity({}, "gpt2", mesh="1x2x1", sequence_length=16, varying=True, accumulate=4)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("small", "mesh"),
     [

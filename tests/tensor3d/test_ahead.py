@@ -276,7 +276,7 @@ def train_compiled(path, axes):
     return [float(loss.detach())], cuboid.full_gradients(model), len(graphs)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [(1, 2, 3), (6, 1, 1), (1, 3, 1)], ids=str)
 def test_layers_can_be_compiled(pool, path, axes):
     alone = pool.run(1, train_compiled, path, (1, 1, 1))[0]
