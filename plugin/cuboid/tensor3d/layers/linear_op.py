@@ -213,10 +213,11 @@ class LinearOp:
 
     def reduce(self, blocks: dict[int, torch.Tensor]) -> dict[int, AsyncResult[torch.Tensor]]:
         """Start to reduce gradients of blocks, by their products' numbers; without those of which more are to come."""
-        totals = {number: self.params[number].to_reduce(block, is_own=True) for number, block in blocks.items()}
-        ready = {number: total for number, total in totals.items() if total is not None}
-        reducing = start_reduce_scatters([self.params[number] for number in ready], list(ready.values()))
-        return dict(zip(ready, reducing, strict=True))
+        if self.params[0].gradient_sync is not None:
+            totals = {number: self.params[number].to_reduce(block, is_own=True) for number, block in blocks.items()}
+            blocks = {number: total for number, total in totals.items() if total is not None}
+        reducing = start_reduce_scatters(list(map(self.params.__getitem__, blocks)), list(blocks.values()))
+        return dict(zip(blocks, reducing, strict=True))
 
 
 @dataclass(frozen=True)

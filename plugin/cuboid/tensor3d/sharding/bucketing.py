@@ -12,7 +12,7 @@ from torch import nn
 
 from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import start_all_gather, start_reduce_scatter_parts
-from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam
+from cuboid.tensor3d.sharding.sharded_param import FULL_ITEMSIZE, ShardedModule, ShardedParam
 
 #: Of shards that share a collective, together. A network needs longer for it than for starting it.
 _BUCKET_BYTES = 1 << 20
@@ -60,7 +60,7 @@ def start_reduce_scatters(
             continue
         stacked = [param.stacked(gradient) for param, gradient in members]
         rows = torch.cat([each.flatten(1) for each in stacked], 1)
-        exchange = first.exchanges(rows.dtype)
+        exchange = rows.dtype.itemsize < FULL_ITEMSIZE and first.exchanges
         shapes = [each.shape[1:] for each in stacked]
         reducing = start_reduce_scatter_parts(rows, shapes, first.along, exchange=exchange)
         found += [AsyncResult(own, finish=reducing.wait) for own in reducing.incomplete()]

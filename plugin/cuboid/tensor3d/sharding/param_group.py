@@ -13,7 +13,7 @@ from torch import nn
 from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import start_all_gather, start_reduce_scatter
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce, deferred_shards
-from cuboid.tensor3d.sharding.sharded_param import ShardedModule
+from cuboid.tensor3d.sharding.sharded_param import FULL_ITEMSIZE, ShardedModule
 
 
 class Member(Protocol):
@@ -103,7 +103,7 @@ class ParamGroupUnshard:
         for param, gradient, slot in zip(self.params, gradients, slots.split(widths, 1), strict=True):
             if gradient is not None:
                 slot.copy_(param.stacked(gradient))
-        exchange = self.params[0].exchanges(slots.dtype)
+        exchange = slots.dtype.itemsize < FULL_ITEMSIZE and self.params[0].exchanges
         reducing = start_reduce_scatter(slots, self._along, exchange=exchange)
         assert self.deferred is not None
         self.deferred.defer(reducing)
@@ -119,7 +119,7 @@ class _Blocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ready = ctx.unshard.to_reduce(gradients)
+        ready = gradients if ctx.unshard.params[0].gradient_sync is None else ctx.unshard.to_reduce(gradients)
         if all(map(is_, ready, repeat(None))):
             return None, *ready
         reduced = ctx.unshard.start_reduce_scatter(ready)

@@ -28,6 +28,8 @@ from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
 
 #: How gradients of blocks are added up; see :func:`set_gradient_reduce`.
 GradientReduce = Literal["auto", "fp32", "backend"]
+#: Bytes of an element from which on gradients are added up as they are.
+FULL_ITEMSIZE = torch.float32.itemsize
 
 
 class ShardedState(Enum):
@@ -206,13 +208,15 @@ class ShardedParam:
         """Sum the ranks' gradients of the block and leave each rank its shard's."""
         if self.ranks == 1:
             return AsyncResult(block_gradient)
-        exchange = self.exchanges(block_gradient.dtype)
+        exchange = block_gradient.dtype.itemsize < FULL_ITEMSIZE and self.exchanges
         return start_reduce_scatter(self.stacked(block_gradient), self.along, exchange=exchange)
 
-    def exchanges(self, dtype: torch.dtype) -> bool:
-        """Whether ranks exchange a gradient's slices to add them up in float32; see :func:`set_gradient_reduce`."""
-        if dtype.itemsize >= torch.float32.itemsize:
-            return False
+    @property
+    def exchanges(self) -> bool:
+        """Whether ranks exchange a short gradient's slices to add them up in float32; see :func:`set_gradient_reduce`.
+
+        To be asked only for gradients of elements shorter than :data:`FULL_ITEMSIZE`: this is called for each.
+        """
         return self.gradient_reduce == "fp32" or (self.gradient_reduce == "auto" and not self.mesh.spans_nodes)
 
     def stacked(self, block: torch.Tensor) -> torch.Tensor:
