@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -64,23 +64,28 @@ def test_loss_gradients_norms_and_weights_are_those_of_one_process(
     assert {check.kind for check in report.checks} == {"activation", "loss", "gradient", "norm", "weight"}
 
 
-@pytest.mark.sample(1)
+ONCE = {"weight_gather": "step", "gradient_sync": "step"}
+
+
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
-    ("schedule", "mesh", "small", "weight_gather"),
+    ("schedule", "mesh", "small", "options"),
     [
-        ("seq1f1b-interleaved", "1x1x2", LLAMA, "layer"),
-        ("zero_bubble-v", "1x1x2", TIED, "layer"),
-        ("zero_bubble-v", "2x1x1", LLAMA, "layer"),
-        ("zero_bubble-interleaved", "1x1x2", SmallModel("gpt2", layers=4), "layer"),
-        ("seq1f1b-interleaved", "2x1x1", TIED, "step"),
-        ("zero_bubble-v", "2x2x1", SmallModel("qwen3", layers=5), "step"),
+        ("seq1f1b-interleaved", "1x1x2", LLAMA, {}),
+        ("zero_bubble-v", "1x1x2", TIED, {}),
+        ("zero_bubble-interleaved", "1x1x2", SmallModel("gpt2", layers=4), {}),
+        ("seq1f1b-interleaved", "2x1x1", TIED, ONCE),
+        ("zero_bubble-v", "2x2x1", SmallModel("qwen3", layers=5), ONCE),
+        ("zero_bubble-v", "2x1x1", LLAMA, {"weight_gather": "step"}),
+        ("zero_bubble-interleaved", "2x1x1", LLAMA, {"gradient_sync": "step"}),
+        ("zero_bubble-v", "2x1x1", TIED, ONCE),
     ],
     ids=name_of,
 )
 def test_each_rank_may_be_a_mesh(
-    parity: Compare, schedule: str, mesh: str, small: SmallModel, weight_gather: Literal["layer", "step"]
+    parity: Compare, schedule: str, mesh: str, small: SmallModel, options: dict[str, Any]
 ) -> None:
-    parity(schedule, small, {"segments": 2}, mesh=mesh, weight_gather=weight_gather, accumulate=3)
+    parity(schedule, small, {"segments": 2}, mesh=mesh, accumulate=3, **options)
 
 
 @pytest.mark.sample(1)

@@ -34,6 +34,7 @@ from cuboid.seq1f1b.runtime.runtime import Interpreter
 from cuboid.seq1f1b.schedule.actions import Op, Program
 from cuboid.seq1f1b.schedule.lowering import lower
 from cuboid.seq1f1b.schedule.schedules import PipelineShape, forwards_only
+from cuboid.tensor3d.sharding.bucketing import reduce_rest
 
 
 @dataclass(frozen=True)
@@ -217,6 +218,8 @@ class Pipeline:
         splits = any(action.op is Op.WEIGHT_GRADIENT for action in program)
         # A step that failed may have left something.
         self._staging.weight_gradients.clear()
+        if self._staging.gradient_sync is not None:
+            self._staging.gradient_sync.clear()
         runners: dict[int, StageRunner] = {}
         for chunk in self._staging.chunks:
             stores = [self._store(sum(own)) for own in step.lengths]
@@ -230,7 +233,11 @@ class Pipeline:
         except Exception as error:
             error.add_note(f"in {interpreter.running} on rank {self.mesh.rank}")
             raise
+        finally:
+            self._staging.held_weights.clear()
         self._staging.weight_gradients.check_empty()
+        if training and self._staging.gradient_sync is not None:
+            reduce_rest(self._model)
         last = runners.get(step.shape.stages - 1)
         return None if last is None else last.loss
 

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from cuboid.config.schema import TensorParallelConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.models.architectures.attention_heads import KeyValuePlan, plan_key_value_heads
 from cuboid.models.architectures.roles import Role, layer_names
@@ -23,6 +24,7 @@ from cuboid.tensor3d.layers.unsharded_module import UnshardedModule
 from cuboid.tensor3d.layers.vocab_embedding import shard_embedding
 from cuboid.tensor3d.layers.whole_block import LateSplit, compute_whole, keep_whole
 from cuboid.tensor3d.prefetch import ModelPrefetcher
+from cuboid.tensor3d.sharding.sharded_param import disable_reshard_after_forward, set_gradient_reduce
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 #: Attributes of attention modules, by what they count.
@@ -37,6 +39,7 @@ def parallelize_modules(
     model: PreTrainedModel,
     parallel_plan: ParallelPlan,
     mesh: Mesh,
+    config: TensorParallelConfig,
     shard_of: ShardOf,
     stages: Sequence[Collection[str]] = (),
 ) -> None:
@@ -48,6 +51,7 @@ def parallelize_modules(
         model: whole, or what a rank of a pipeline has of it.
         parallel_plan: for these modules.
         mesh: of this rank.
+        config: when to gather weights, and how to reduce gradients.
         shard_of: see :data:`ShardOf`.
         stages: where a rank of a pipeline has several, the names of the layers of each, which run by themselves.
     """
@@ -76,6 +80,9 @@ def parallelize_modules(
         _prefetch_layers(model, parallel_plan, stages)
     _share_key_value_heads(model, parallel_plan, mesh)
     _swap_dropouts(model, blocks, mesh)
+    set_gradient_reduce(model, config.gradient_reduce)
+    if config.weight_gather == "step":
+        disable_reshard_after_forward(model)
 
 
 class _Shards:
