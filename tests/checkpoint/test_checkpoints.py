@@ -15,7 +15,7 @@ from comparing import stored
 from cuboid.checkpoint.format.manifest import Manifest
 from cuboid.checkpoint.format.state_file import read_state
 from cuboid.checkpoint.saver import Saver
-from cuboid.verify import SmallModel, WorkerPool
+from cuboid.verify import SmallModel
 from training import NO_DROPOUT, make_engine, ranks_of, settings, train
 
 #: Steps before the save, and after it; in the sweep more, so that differences would show.
@@ -25,13 +25,6 @@ TIED = SmallModel("qwen3", heads=8, kv_heads=4, layers=4)
 FUSED = SmallModel("gpt2", heads=8, kv_heads=8, layers=4)
 EXPERTS = SmallModel("mixtral", heads=4, kv_heads=2, layers=3)
 NAMES = {LLAMA: "llama", TIED: "qwen3, tied", FUSED: "gpt2, fused", EXPERTS: "mixtral, experts"}
-
-
-@pytest.fixture
-def alone():
-    """A process that has had no engine yet: DeepSpeed keeps the groups of the first one."""
-    with WorkerPool(1) as workers:
-        yield workers
 
 
 def overrides_of(small):
