@@ -46,9 +46,16 @@ from cuboid.models.stages.model_costs import model_sizes
 from cuboid.seq1f1b.runtime.memory import LiveActivations, MeteredPool
 from cuboid.seq1f1b.runtime.profiler import Profiler
 from cuboid.seq1f1b.schedule.actions import Action
+from cuboid.seq1f1b.schedule.choice import (
+    ChosenSchedule,
+    MemoryLimit,
+    PlacedCosts,
+    Request,
+    choose_schedule,
+    placed_costs,
+)
 from cuboid.seq1f1b.schedule.partition import cut_sequence, even_cut, segment_cost
-from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
-from cuboid.seq1f1b.schedule.simulator import Span, Timeline, simulate
+from cuboid.seq1f1b.schedule.simulator import Span, Timeline
 from cuboid.seq1f1b.schedule.timeline_trace import read_chrome_trace
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes, unit_flops
 from cuboid_patches.deepspeed import SHARED_MEMORY_BUILD
@@ -74,8 +81,9 @@ class Task:
         """Layers of each stage."""
         return (self.layers // self.stages,) * self.stages
 
-    def cost(self, lengths: Sequence[int]) -> Callable[[Action], float]:
-        """Of each unit, in seconds or in any unit of time; by default its operations."""
+    def cost(self, lengths: Sequence[int], chunks: int = 1) -> Callable[[Action], float]:
+        """Of each unit of so many stages a rank, in seconds or in any unit of time; by default its operations."""
+        assert chunks == 1
         return unit_flops(self.sizes, self.balance, tuple(lengths))
 
 
@@ -140,35 +148,44 @@ class Entry:
     """Which pipeline takes part."""
 
     kind: str  # "cuboid", "deepspeed" or "torch"
-    schedule: str = "1f1b"  # a name in :data:`~cuboid.seq1f1b.schedule.schedules.SCHEDULES`; the peers have "1f1b"
-    segments: int = 1  # k; 1 for all but "seq1f1b"
+    schedule: str = "1f1b"  # a name in :data:`~cuboid.seq1f1b.schedule.choice.NAMES`; the peers have "1f1b"
+    segments: int = 1  # k; 1 for "gpipe" and "1f1b"
     partition: str = "flops"  # where sequences are cut, "flops" or "even"
+    chunks: int = 1  # v, stages on each rank
+    limit: float | None = None  # the most sequences of its share that a rank may keep, where the schedule asks for it
 
     @property
     def name(self) -> str:
         if self.kind != "cuboid":
             return _PEERS[self.kind]
-        segments = f", k={self.segments}" if self.schedule == "seq1f1b" else ""
-        return f"Cuboid {self.schedule}{segments}" + (f", {self.partition} cut" if self.segments > 1 else "")
+        segments = f", k={self.segments}" if self.schedule not in ("gpipe", "1f1b") else ""
+        kept = f", v={self.chunks}, kept {self.limit:g}" if self.limit else ""
+        return f"Cuboid {self.schedule}{segments}{kept}" + (f", {self.partition} cut" if self.segments > 1 else "")
 
     def lengths(self, task: Task) -> tuple[int, ...]:
         if self.partition == "even":
             return even_cut(task.length, self.segments)
         return cut_sequence(task.length, self.segments, cost=segment_cost(task.sizes))
 
-    def shape(self, task: Task) -> PipelineShape:
-        return PipelineShape(task.stages, task.micro_batches, self.segments)
-
     def theory(self, task: Task) -> float:
-        """The bubble of equal units: (P − 1)/(kM + P − 1), for GPipe and 1F1B with k = 1."""
-        others = task.stages - 1
+        """The bubble of equal units: (P − 1)/(kM + P − 1), for GPipe and 1F1B with k = 1; split backwards need none."""
+        others = 0 if self.limit else task.stages - 1
         return others / (self.segments * task.micro_batches + others)
 
+    def chosen(self, task: Task) -> ChosenSchedule:
+        """The schedule, and the step as it would be with nothing but the units' times."""
+        lengths, limit = self.lengths(task), self.limit and MemoryLimit(sequences=self.limit)
+
+        def costs(rank_of: tuple[int, ...]) -> PlacedCosts:
+            duration_s = task.cost(lengths, self.chunks)
+            return placed_costs(duration_s, lambda action: lengths[action.segment], rank_of, self.segments)
+
+        request = Request(task.stages, task.micro_batches, self.segments, costs, limit, self.chunks)
+        return choose_schedule(self.schedule, request)
+
     def simulated(self, task: Task) -> Timeline:
-        """The step as it would be with nothing but the units' times. For bytes it has tokens."""
-        lengths, shape = self.lengths(task), self.shape(task)
-        schedule = SCHEDULES[self.schedule](shape)
-        return simulate(schedule, shape, task.cost(lengths), kept_bytes=lambda action: lengths[action.segment])
+        """Of :meth:`chosen`."""
+        return self.chosen(task).timeline
 
 
 def cuts(segments: Sequence[int]) -> list[Entry]:
@@ -179,10 +196,10 @@ def cuts(segments: Sequence[int]) -> list[Entry]:
 
 
 def together(first: Sequence[Row]) -> Row:
-    """Loss, gradient norm and each stage's peak, of all ranks."""
+    """Loss, gradient norm and each rank's peak, of all ranks; the last stage has the loss."""
     norm = math.sqrt(sum(each["squares"] for each in first))
     peaks = [each["peak_bytes"] for each in first]
-    return {"loss": first[-1]["loss"], "gradient_norm": norm, "peak_bytes": peaks}
+    return {"loss": sum(each["loss"] for each in first), "gradient_norm": norm, "peak_bytes": peaks}
 
 
 class Pipeline(Contestant):
@@ -450,7 +467,7 @@ def _memory_row(record: Record) -> Row:
     return {
         **dataclasses.asdict(entry),
         "peak_bytes": record.facts["peak_bytes"],
-        "sequences_in_flight": [tokens / task.length for tokens in entry.simulated(task).peak_bytes],
+        "sequences_in_flight": list(entry.simulated(task).peak_bytes),
     }
 
 

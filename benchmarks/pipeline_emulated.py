@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import accumulate, pairwise, product, starmap
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -54,10 +54,10 @@ from cuboid.seq1f1b.runtime.p2p import Channel
 from cuboid.seq1f1b.runtime.profiler import Profiler
 from cuboid.seq1f1b.runtime.runtime import Interpreter
 from cuboid.seq1f1b.schedule.actions import Action, Op
+from cuboid.seq1f1b.schedule.choice import place_stages
 from cuboid.seq1f1b.schedule.lowering import lower
-from cuboid.seq1f1b.schedule.schedules import SCHEDULES
 from cuboid.seq1f1b.schedule.simulator import Timeline, peak_bytes
-from cuboid.seq1f1b.schedule.unit_costs import LayerSizes, ModelSizes
+from cuboid.seq1f1b.schedule.unit_costs import INPUT_GRADIENT_FREES, LayerSizes, ModelSizes
 
 _SEED = 20240605
 #: Llama-2-7B's layers (Touvron et al. 2023).
@@ -86,14 +86,14 @@ class Work(Task):
         layer = LayerSizes.decoder(_HIDDEN, _HIDDEN, _HIDDEN, _INTERMEDIATE)
         return ModelSizes((layer,) * self.layers, head=0)
 
-    def cost(self, lengths: Sequence[int]) -> Callable[[Action], float]:
-        """Seconds of each unit's forward and backward, in proportion to its operations."""
+    def cost(self, lengths: Sequence[int], chunks: int = 1) -> Callable[[Action], float]:
+        """Seconds of each part of a unit, in proportion to its operations; all stages are alike."""
         flops = super().cost(lengths)
         whole = super().cost((self.length,))(Action(Op.FORWARD, 0, 0, 0))
         # Equal for all stages and micro-batches, and asked for in the middle of what is timed.
         table = {
-            (op, segment): self.forward_s * flops(Action(op, 0, 0, segment)) / whole
-            for op in (Op.FORWARD, Op.BACKWARD)
+            (op, segment): self.forward_s / chunks * flops(Action(op, 0, 0, segment)) / whole
+            for op in (Op.FORWARD, Op.BACKWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT)
             for segment in range(len(lengths))
         }
         return lambda action: table[action.op, action.segment]
@@ -112,10 +112,10 @@ class Work(Task):
     def loss(self, output: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         return 0.5 * (output - wanted).square().mean()
 
-    def reference(self) -> Row:
+    def reference(self, chunks: int = 1) -> Row:
         """Loss and gradient norm of the step in float64, by autograd, without any pipeline."""
         hidden, wanted = (tensor.double() for tensor in self.data())
-        stages = [Mixer(self, stage).double() for stage in range(self.stages)]
+        stages = [Mixer(self, stage).double() for stage in range(self.stages * chunks)]
         for stage in stages:
             hidden, _ = stage(hidden)
         loss = self.loss(hidden, wanted)
@@ -157,14 +157,16 @@ class SegmentedStage:
     hidden_dtype = torch.float32
     device = torch.device("cpu")
 
-    def __init__(self, work: Work, lengths: tuple[int, ...], stage: int) -> None:
-        self._work, self._stage, self._is_last = work, stage, stage == work.stages - 1
+    def __init__(self, work: Work, lengths: tuple[int, ...], stage: int, chunks: int = 1) -> None:
+        self._work, self._stage, self._is_last = work, stage, stage == work.stages * chunks - 1
         self._ends = list(pairwise(accumulate(lengths, initial=0)))
         self._given, self._wanted = work.data()
-        self._duration_s = work.cost(lengths)
+        self._duration_s = work.cost(lengths, chunks)
         self.mixer = Mixer(work, stage)
         #: By unit: what it was given, the sum before it, what came of it, and the sum up to its end.
         self._pending: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
+        #: Between the two parts of a backward: what the first one was given.
+        self._split: dict[tuple[int, int], tuple[Any, ...]] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -202,6 +204,24 @@ class SegmentedStage:
             torch.autograd.backward((output, sums), (gradient, after))
             self._after[micro_batch] = before.grad
         return None if self._stage == 0 else given.grad
+
+    def input_gradient(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        unit = micro_batch, segment
+        with _lasting(self._duration_s(Action(Op.INPUT_GRADIENT, self._stage, *unit))):
+            given, before, *outputs = self._pending.pop(unit)
+            gradients = gradient, self._after.get(micro_batch, torch.zeros_like(outputs[1]))
+            found, self._after[micro_batch] = torch.autograd.grad(
+                outputs, (given, before), gradients, retain_graph=True
+            )
+            self._split[unit] = outputs, gradients
+        return None if self._stage == 0 else found
+
+    def weight_gradients(self, micro_batch: int, segments: Sequence[int]) -> None:
+        durations_s = (self._duration_s(Action(Op.WEIGHT_GRADIENT, self._stage, micro_batch, k)) for k in segments)
+        with _lasting(sum(durations_s)):
+            for segment in segments:
+                outputs, gradients = self._split.pop((micro_batch, segment))
+                torch.autograd.backward(outputs, gradients, inputs=list(self.mixer.parameters()))
 
     def _part(self, whole: torch.Tensor, unit: tuple[int, int]) -> torch.Tensor:
         micro_batch, segment = unit
@@ -260,17 +280,21 @@ class _Whole(torch.autograd.Function):
 class CuboidRuntime(Pipeline):
     def __init__(self, entry: Entry, work: Work, channels: dict[tuple[int, int], Channel]) -> None:
         super().__init__(work)
-        self._shape, self._channels = entry.shape(work), channels
-        self._program = lower(SCHEDULES[entry.schedule](self._shape), self._shape)[self.number]
-        self._stage = SegmentedStage(work, entry.lengths(work), self.number)
-        self.optimizer = torch.optim.SGD(self._stage.mixer.parameters(), lr=work.learning_rate)
+        chosen = entry.chosen(work)
+        self._shape, self._channels = chosen.shape, channels
+        self._program = lower(chosen.schedule, chosen.shape)[self.number]
+        own = [stage for stage, rank in enumerate(chosen.rank_of) if rank == self.number]
+        self._stages = {stage: SegmentedStage(work, entry.lengths(work), stage, entry.chunks) for stage in own}
+        weights = [weight for stage in self._stages.values() for weight in stage.mixer.parameters()]
+        self.optimizer = torch.optim.SGD(weights, lr=work.learning_rate)
 
     def step(self) -> None:
-        self._stage.begin()
-        Interpreter({self.number: self._stage}, self._channels, self._recorder.observe).run(self._program, self._shape)
+        for stage in self._stages.values():
+            stage.begin()
+        Interpreter(self._stages, self._channels, self._recorder.observe).run(self._program, self._shape)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.loss = self._stage.loss
+        self.loss = sum(stage.loss for stage in self._stages.values())
 
 
 # --- the case ---
@@ -283,9 +307,16 @@ AGREEMENT = 1e-5
 YARDSTICKS = {"own_1f1b": Entry("cuboid"), "torch": Entry("torch"), "deepspeed": Entry("deepspeed")}
 
 
+#: Schedules of two stages on each rank, and the sequences of its share that a rank may keep.
+_CHUNKED = [("zero_bubble-interleaved", 2.0), ("zero_bubble-interleaved", 1.5), ("zero_bubble-v", 2.0)]
+
+
 def entries(segments: Sequence[int]) -> list[Entry]:
-    """Everyone: Cuboid with whole sequences, with each number of segments and both cuts, and the peers."""
-    return [Entry("cuboid", "gpipe"), *YARDSTICKS.values(), *cuts(segments)]
+    """Everyone: Cuboid with whole sequences, each number of segments and both cuts, split backwards, and the peers."""
+    most = max(segments)
+    split = [Entry("cuboid", "zero_bubble", most, limit=2.0)]
+    split += [Entry("cuboid", name, most, chunks=2, limit=limit) for name, limit in _CHUNKED]
+    return [Entry("cuboid", "gpipe"), *YARDSTICKS.values(), *cuts(segments), *split]
 
 
 class EmulatedPipeline(Case):
@@ -367,14 +398,17 @@ class EmulatedPipeline(Case):
 
 def _keep(_: int) -> Link:
     """What a rank keeps: the channels that Cuboid's contestants share, and whatever is built."""
-    mesh = Mesh(MeshShape(), pipe=dist.get_world_size())
-    mesh.connect()
-    channels = open_channels(mesh, torch.device("cpu"))
+
+    @functools.cache
+    def channels(placement: tuple[int, ...]) -> dict[tuple[int, int], Channel]:
+        mesh = Mesh(MeshShape(), pipe=dist.get_world_size(), placement=placement)
+        mesh.connect()
+        return open_channels(mesh, torch.device("cpu"))
 
     def build(key: tuple[Entry, Work]) -> Pipeline:
         entry, work = key
         if entry.kind == "cuboid":
-            return CuboidRuntime(entry, work, channels)
+            return CuboidRuntime(entry, work, channels(place_stages(entry.schedule, work.stages, entry.chunks)))
         return DeepSpeedPipeline(work) if entry.kind == "deepspeed" else TorchPipeline(work)
 
     return Link(Loopback(dist.get_world_size()), build)
@@ -389,11 +423,11 @@ def _measure(
     write_rows: Callable[[], None],
 ) -> None:
     """All contestants that are able to do a work: build, check, rounds."""
-    reference = work.reference()
+    reference = functools.cache(work.reference)
     own = [Record((entry, work), entry.name) for entry in able]
     for record in own:
         # The first step connects, and PyTorch tries each stage out in it.
-        check_agreement(record, together(ranks.call("prepare", record.entry)), reference)
+        check_agreement(record, together(ranks.call("prepare", record.entry)), reference(record.entry[0].chunks))
     watch = Watch(given.limit)
     records += own
     run_rounds(own, given.repeats, watch, partial(timed_step, ranks, watch, figures=partial(_figures, reference)))
@@ -401,10 +435,10 @@ def _measure(
     ranks.call("discard")
 
 
-def _figures(reference: Row, record: Record, steps: Sequence[Step]) -> Row:
+def _figures(reference: Callable[[int], Row], record: Record, steps: Sequence[Step]) -> Row:
     """Check a step, and see how it went."""
-    norm = math.sqrt(sum(step.figures["squares"] for step in steps))
-    check_agreement(record, {"loss": steps[-1].figures["loss"], "gradient_norm": norm}, reference)
+    squares, loss = (sum(step.figures[key] for step in steps) for key in ("squares", "loss"))
+    check_agreement(record, {"loss": loss, "gradient_norm": math.sqrt(squares)}, reference(record.entry[0].chunks))
     timeline = Timeline(tuple(step.figures["spans"] for step in steps), (0,) * len(steps))
     check_complete(record, timeline)
     record.facts["timeline"] = timeline
@@ -422,31 +456,35 @@ def check_agreement(record: Record, found: Row, reference: Row) -> None:
 def check_complete(record: Record, timeline: Timeline) -> None:
     """Make sure that every unit ran forward and backward once, for else no time means anything."""
     entry, work = record.entry
-    units = product((Op.FORWARD, Op.BACKWARD), range(work.stages), range(work.micro_batches), range(entry.segments))
     ran = Counter(span.action for spans in timeline.spans for span in spans)
-    wanted = Counter(starmap(Action, units))
+    wanted = Counter(itertools.chain.from_iterable(entry.chosen(work).schedule))
     for action in (ran - wanted) + (wanted - ran):
         raise CuboidError(f"{record.name} ran {action} {ran[action]} times instead of {wanted[action]}")
 
 
 def _row(record: Record, records: Sequence[Record]) -> Row:
-    _, work = record.entry
+    entry, work = record.entry
     row = pipeline_row(record, records, YARDSTICKS)
     quiet, lengths = undisturbed(record.samples), row["lengths"]
     ran = [[span.action for span in spans] for spans in record.facts["timeline"].spans]
+
+    def kept(action: Action) -> float:
+        return lengths[action.segment] / work.length / entry.chunks
+
     return {
         **row,
         "error": record.error,
         "bubble": spread([sample.figures["bubble"] for sample in quiet]),
-        "sequences_in_flight_simulated": [peak / work.length for peak in record.entry[0].simulated(work).peak_bytes],
-        "sequences_in_flight": [peak_bytes(own, lambda action: lengths[action.segment]) / work.length for own in ran],
+        "sequences_in_flight": [peak_bytes(own, kept, INPUT_GRADIENT_FREES) for own in ran],
+        "sequences_in_flight_simulated": list(entry.simulated(work).peak_bytes),
     }
 
 
 def _name(row: Row) -> str:
     if row["kind"] != "cuboid":
         return row_name(row)
-    return f"`{row['schedule']}`" + (f", {row_name(row)}" if row["segments"] > 1 else "")
+    kept = f", v = {row['chunks']}, at most {row['limit']:g} kept" if row.get("limit") else ""
+    return f"`{row['schedule']}`" + (f", {row_name(row)}{kept}" if row["segments"] > 1 else "")
 
 
 CASE = EmulatedPipeline()
