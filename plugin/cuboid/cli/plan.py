@@ -33,6 +33,7 @@ def plan(
     """
     from rich.console import Console
 
+    from cuboid.checkpoint.format.bounded_files import write_json
     from cuboid.config.compatibility import check_framework_config
     from cuboid.config.schema import require_config
     from cuboid.planner.description.cluster import Cluster
@@ -61,12 +62,6 @@ def plan(
     # What is written is what Cuboid itself would read.
     check_framework_config(*require_config(config), machines.gpus, is_complete=True)
     if out is not None:
-        _write_json(out, config)
+        write_json(out, config)
     if json is not None:
-        _write_json(json, {"best": [each.as_dict() for each in found.best], "config": config})
-
-
-def _write_json(path: Path, content: object) -> None:
-    import json
-
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(json, {"best": [each.as_dict() for each in found.best], "config": config})
