@@ -36,7 +36,7 @@ from cuboid.distributed.comm_counter import sent_bytes
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError
-from cuboid.planner.mesh_search import choose_mesh
+from cuboid.planner.automatic import choose_mesh
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec

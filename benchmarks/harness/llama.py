@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cuboid.config.schema import CuboidConfig, parse_config
 from cuboid.distributed.topology import MeshShape
-from cuboid.planner.mesh_search import choose_mesh
+from cuboid.planner.automatic import choose_mesh
 
 AUTO = "auto"
 _SEED = 0

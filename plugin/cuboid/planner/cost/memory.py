@@ -11,6 +11,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from cuboid.planner.cost.step import StepCost, own_parameters
+from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.model import Layer
 from cuboid.seq1f1b.schedule.actions import Action, Op, Schedule
 from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
@@ -67,6 +68,11 @@ class Memory:
 def stage_memory(cost: StepCost) -> list[Memory]:
     """Memory of a rank of each stage."""
     return [_Stage(cost, stage).memory() for stage in range(cost.layout.stages)]
+
+
+def usable_bytes(cluster: Cluster) -> float:
+    """What tensors can have of a GPU."""
+    return USABLE * cluster.gpu.memory_bytes
 
 
 def states_bytes(cost: StepCost) -> float:
