@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from functools import cache
 from itertools import combinations
 
 import numpy as np
 
 from cuboid.planner.cost.memory import USABLE, fullest
-from cuboid.planner.description.cluster import GPUS
+from cuboid.planner.description.cluster import GPUS, Gpu
 from generators.marked import table
 from generators.planner_fit import FITS, left_out, log_errors, rows_of
 from generators.planner_rows import GIB, TABLES, Row
@@ -150,6 +152,18 @@ def constants() -> str:
     return table(header, lines, "l" + "r" * 11)
 
 
+def profile_keys() -> str:
+    """Table of the keys of a GPU in a profile, from the docstring of what they are read into."""
+    meanings = {}
+    for names, text in re.findall(r"^ {8}(\w[\w, ]*): ((?:.|\n {12})*)", Gpu.__doc__ or "", flags=re.MULTILINE):
+        meanings |= dict.fromkeys(names.split(", "), " ".join(text.split()))
+    rows = [
+        [f"`gpu.{field.name}`", "needed" if field.default is MISSING else f"{field.default:g}", meanings[field.name]]
+        for field in fields(Gpu)
+    ]
+    return table(["key", "default", "meaning"], rows, "lrl")
+
+
 def parts() -> dict[str, dict[str, str]]:
     """All tables of the page."""
     return {
@@ -160,5 +174,6 @@ def parts() -> dict[str, dict[str, str]]:
             "single": single(),
             "every time": every_time(),
             "constants": constants(),
+            "profile keys": profile_keys(),
         }
     }

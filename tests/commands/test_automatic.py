@@ -1,5 +1,6 @@
 """``"mesh": "auto"`` and ``"segments": "auto"``: what the planner chooses for a model on the GPUs that it sees."""
 
+import json
 import logging
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import ConfigError, MeshError
 from cuboid.models.sharded.parallel_plan import fitting_meshes
-from cuboid.planner import automatic
+from cuboid.planner import automatic, profile
 from cuboid.planner.automatic import choose_mesh, segment_choice
 from cuboid.planner.cost.layout import Layout
 from cuboid.planner.description import seen
@@ -23,7 +24,7 @@ from cuboid.planner.description.model import ARCHITECTURES, describe
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.description.seen import known_gpu, seen_cluster
 from cuboid.planner.estimate import best_segments, estimate, segment_counts
-from launching import reports_of
+from launching import alone, reports_of, world
 from planning import LLAMA_8B, on_meta, small
 
 
@@ -299,3 +300,65 @@ def test_ranks_that_came_to_different_meshes_say_so(tmp_path):
     first, second = reports_of(2, DIFFERENT, tmp_path)
     assert first.startswith("MeshError: ranks have different meshes, 1×2×1, 2×1×1; rank 0 has 1×2×1")
     assert "rank 1 has 2×1×1" in second
+
+
+# --- profiles ---------------------------------------------------------------------------------------------------
+
+PROFILE = """
+    import json, sys
+    from pathlib import Path
+    import torch.distributed as dist
+    from cuboid.cli import commands
+    from cuboid.planner import profile
+
+    # Sizes that take no time.
+    profile._PRODUCTS, profile._TOKENS, profile._LARGE = ((64, 256, 256), (256, 256, 256)), (64, 256), 2**18
+    folder = Path(sys.argv[1])
+    try:
+        commands(["profile", "--out", str(folder / "ours.json"), "--seconds", "2"], standalone_mode=True)
+    except SystemExit as end:
+        print("RESULT" + json.dumps([end.code, dist.is_initialized()]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_profile_is_measured_and_read(tmp_path, ranks):
+    def launch(count, script, root):
+        return world(count, script, root) if count > 1 else alone(script, root)
+
+    assert reports_of(ranks, PROFILE, tmp_path, launch) == [[0, False]] * ranks
+    cluster = Cluster.parse(str(tmp_path / "ours.json"))
+    assert (cluster.nodes, cluster.gpus_per_node, cluster.gpu.name) == (1, ranks, "CPU")
+    content = json.loads((tmp_path / "ours.json").read_text())
+    measured = content["measured"]
+    assert len(measured["products"]) == len(measured["attention"]) == 2
+    assert [row["ranks"] for row in measured["all_gather"]] == [2, 2, 2] * (ranks - 1)
+    gpu = cluster.gpu
+    # Its rates are the measured ones, since no data sheet is known.
+    assert (gpu.matmul_efficiency, gpu.memory_efficiency) == (1, 1)
+    fastest = max(2 * row["rows"] * row["inputs"] * row["outputs"] / row["seconds"] for row in measured["products"])
+    assert gpu.peak_flops >= 0.5 * fastest
+    assert (gpu.link_efficiency == 1) is (ranks == 2)
+    assert estimate(describe(LLAMA_8B), Layout(MeshShape(1, ranks, 1)), cluster, 4096).time.total_s > 1
+
+
+def test_a_known_gpus_profile_has_shares_of_its_data_sheet(monkeypatch):
+    profiler = profile.Profiler(torch.device("cpu"), 1.0)
+    base = GPUS["H100-80GB"]
+    times = {1024: 5e-6, 2**26: 5e-6 + 3 * 2**27 / (0.5 * base.memory_bytes_per_s)}
+    monkeypatch.setattr(profiler, "_elementwise", times.__getitem__)
+    monkeypatch.setattr(profiler, "_product", lambda gpu, size: (0.7 * gpu.peak_flops, 1e-3))
+    monkeypatch.setattr(profiler, "_attention", lambda gpu, tokens: (0.4 * gpu.peak_flops, 1e-3))
+    found = profiler._kernels(base, is_known=True)
+    assert found == replace(base, kernel_s=5e-6, memory_efficiency=pytest.approx(0.5), matmul_efficiency=0.7,
+                            attention_efficiency=0.4)  # fmt: skip
+    renamed = replace(base, name="another")
+    unknown = profiler._kernels(renamed, is_known=False)
+    assert unknown.peak_flops == pytest.approx(0.7 * base.peak_flops)
+    assert (unknown.matmul_efficiency, unknown.memory_efficiency) == (1, 1)
+    assert unknown.attention_efficiency == pytest.approx(0.4 / 0.7)
+
+
+def test_sizes_that_would_take_too_long_are_left_out():
+    profiler = profile.Profiler(torch.device("cpu"), 4.0)
+    assert profiler._series([4, 1, 2, 1000], float, lambda size: (size, 0.1 * size)) == [1, 2, 4]

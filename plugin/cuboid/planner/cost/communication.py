@@ -45,8 +45,12 @@ class Group:
         return moved_bytes / self.rate + self.latency_s if self.size > 1 else 0.0
 
     def _latency_s(self) -> float:
-        # Libraries switch from rings to trees where there are many ranks.
-        return self.latency_s * min(self.size - 1, 2 * (self.size - 1).bit_length() + 4)
+        return self.latency_s * ring_steps(self.size)
+
+
+def ring_steps(ranks: int) -> int:
+    """Latencies of a collective. Libraries switch from rings to trees where there are many ranks."""
+    return min(ranks - 1, 2 * (ranks - 1).bit_length() + 4)
 
 
 class Links:
