@@ -17,13 +17,11 @@ class Group:
         size: how many.
         rate: bytes a second that each of them sends at most.
         latency_s: of each step of a ring.
-        within_node: whether all are on one node.
     """
 
     size: int
     rate: float
     latency_s: float
-    within_node: bool
 
     def gather_s(self, whole_bytes: float, count: float = 1) -> float:
         """``count`` all-gathers to, or reduce-scatters from, tensors of ``whole_bytes``."""
@@ -77,7 +75,7 @@ class Links:
         link = gpu.link_bytes_per_s * gpu.link_efficiency
         per_node = max(1, min(size, cluster.gpus_per_node // stride)) if stride <= cluster.gpus_per_node else 1
         if size <= per_node:
-            return Group(size, link, gpu.link_latency_s, within_node=True)
+            return Group(size, link, gpu.link_latency_s)
         # Every byte crosses each border between nodes once, by all network cards that the group's ranks have there.
         network = gpu.network_bytes_per_s * gpu.network_efficiency * per_node
-        return Group(size, min(link, network), gpu.network_latency_s, within_node=False)
+        return Group(size, min(link, network), gpu.network_latency_s)
