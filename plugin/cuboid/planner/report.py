@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cuboid.errors import CuboidError
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.estimate import Estimate, remedies
 from cuboid.planner.search import Plan, reason, terms
-from cuboid.seq1f1b.schedule.timeline_picture import format_bytes
+from cuboid.seq1f1b.schedule.timeline_picture import check_picture, format_bytes
 
 _GIB = 2**30
 
@@ -173,8 +172,7 @@ def draw_estimate(found: Estimate, path: Path) -> None:
     Raises:
         CuboidError: no such format.
     """
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise CuboidError(f"pictures are written as .png, .svg or .pdf, not as {path.name!r}")
+    check_picture(path)
     # It takes a second to import, which only those who draw should wait for.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
