@@ -151,9 +151,9 @@ def _check_batch(config: CuboidConfig, rest: dict[str, Any], world_size: int) ->
         return
     replicas = world_size // config.ranks
     if micro is None and isinstance(total, int) and isinstance(steps, int):
-        # DeepSpeed derives it in the same way, and rejects a remainder.
-        micro = total // (replicas * steps)
-        if micro * replicas * steps != total:
+        # DeepSpeed rejects a remainder too.
+        micro, _ = config.framework.per_replica(replicas)
+        if micro is None:
             raise ConfigError(
                 f"train_batch_size is {total}, which {steps} gradient_accumulation_steps × {replicas} replicas of the "
                 f"mesh don't divide; use a multiple of {replicas * steps}"

@@ -252,6 +252,17 @@ class FrameworkNumbers(Section):
         }
         return cls(**{name: value for name, value in given.items() if type(value) is int})
 
+    def per_replica(self, replicas: int) -> tuple[int | None, int]:
+        """Rows of a micro-batch and micro-batches of a step, as DeepSpeed derives them.
+
+        There are no rows where the config has none, or the step's don't divide.
+        """
+        steps = self.accumulation or 1
+        if self.micro_batch is not None or self.batch is None:
+            return self.micro_batch, steps
+        rows, rest = divmod(self.batch, replicas * steps)
+        return (None if rest else rows), steps
+
 
 _NO_MESH = {"mode": "3d_tensor", "mesh": {}}
 
@@ -263,12 +274,12 @@ class CuboidConfig(Section):
     pipeline: PipelineConfig | None = None
     checkpoint: CheckpointConfig = Field(default_factory=lambda: CheckpointConfig.model_validate({}))
     cluster: str | None = Field(
-        None,
+        default=None,
         description='GPUs for which `"auto"` is decided: nodes x GPUs x kind, such as "8x8xH100-80GB", or a profile '
         "that `cuboid profile` wrote. By default those that the job sees.",
     )
     sequence_length: int | None = Field(
-        None,
+        default=None,
         ge=1,
         le=_MOST_TOKENS,
         description='Tokens of a sequence, for `"mesh": "auto"`, which is decided before there is data. By default '

@@ -17,7 +17,7 @@ from cuboid.distributed.topology import MeshShape, divisors
 from cuboid.errors import ConfigError, MeshError
 from cuboid.models.certification.mesh_certificates import mesh_verdict
 from cuboid.models.sharded.parallel_plan import fitting_meshes
-from cuboid.planner.cost.layout import Layout
+from cuboid.planner.cost.layout import Checkpointing, Layout
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.model import ModelDescription
@@ -96,7 +96,7 @@ class SegmentChoice:
             micro_batches: of a step.
             recomputes: whether the model checkpoints activations.
         """
-        checkpointing = "full" if recomputes else "none"
+        checkpointing: Checkpointing = "full" if recomputes else "none"
         layout = replace(self.layout, micro_batch=rows, micro_batches=micro_batches, checkpointing=checkpointing)
         count = best_segments(self.model, layout, self.cluster, length)
         if current_rank() == 0:
@@ -173,20 +173,12 @@ def _layouts(
 
 
 def _rows(config: CuboidConfig, replicas: int) -> tuple[int, int]:
-    """Rows of a micro-batch, and micro-batches of a step; no rows where the batch doesn't divide so."""
+    """Rows of a micro-batch, and micro-batches of a step; no rows where those of the step don't divide so."""
     numbers = config.framework
-    steps = numbers.accumulation or 1
-    if config.tensor_parallel.is_sized and numbers.batch is None:
-        return numbers.micro_batch or _ASSUMED_ROWS, steps
-    if numbers.batch is None:
-        return 0, steps
-    # As DeepSpeed derives it.
-    rows, rest = divmod(numbers.batch, replicas * steps)
-    if numbers.micro_batch is not None:
-        # accelerate counts every rank of a mesh in train_batch_size.
-        derived = config.tensor_parallel.is_sized or (rows, rest) == (numbers.micro_batch, 0)
-        return (numbers.micro_batch if derived else 0), steps
-    return (0 if rest else rows), steps
+    rows, steps = numbers.per_replica(replicas)
+    if config.tensor_parallel.is_sized:
+        return rows or (0 if numbers.batch else _ASSUMED_ROWS), steps
+    return (rows if rows is not None and rows * steps * replicas == numbers.batch else 0), steps
 
 
 def _fastest(model: ModelDescription, layouts: list[Layout], cluster: Cluster, length: int) -> tuple[Estimate, ...]:
@@ -194,7 +186,7 @@ def _fastest(model: ModelDescription, layouts: list[Layout], cluster: Cluster, l
     known: dict[Any, Any] = {}
     what = f"{model.name} with {length} tokens on {cluster}"
 
-    def costs(checkpointing: Any) -> Iterator[StepCost]:
+    def costs(checkpointing: Checkpointing) -> Iterator[StepCost]:
         for layout in layouts:
             one = replace(layout, checkpointing=checkpointing)
             own = padded_length(length, math.lcm(layout.mesh.sequence, layout.mesh.hidden))

@@ -226,7 +226,12 @@ def layout_of_config(
             f"{cluster} aren't a multiple of"
         )
     replicas = cluster.gpus // config.ranks
-    rows, count = _batch_sizes(rest, replicas)
+    rows, count = config.framework.per_replica(replicas)
+    if not rows:
+        raise ConfigError(
+            "the planner needs train_micro_batch_size_per_gpu as a number, or a train_batch_size that "
+            f"gradient_accumulation_steps = {count} × {replicas} replicas divide"
+        )
     layout = Layout(
         mesh.shape,
         config.stages,
@@ -292,20 +297,6 @@ def _checked_balance(balance: tuple[int, ...], model: ModelDescription) -> tuple
             f"{len(model.layers)} layers"
         )
     return balance
-
-
-def _batch_sizes(rest: Mapping[str, Any], replicas: int) -> tuple[int, int]:
-    """Rows of a micro-batch, and micro-batches of a step."""
-    rows, total = rest.get("train_micro_batch_size_per_gpu"), rest.get("train_batch_size")
-    steps = rest.get("gradient_accumulation_steps") or 1
-    if type(rows) is int and type(total) is int and rest.get("gradient_accumulation_steps") is None:
-        steps = max(1, total // (rows * replicas))
-    if type(steps) is not int or type(rows) is not int or min(rows, steps) < 1:
-        raise ConfigError(
-            f"train_micro_batch_size_per_gpu is {rows!r} and gradient_accumulation_steps {steps!r}; the planner needs "
-            "numbers"
-        )
-    return rows, steps
 
 
 def remedies(found: Estimate) -> list[tuple[str, Estimate]]:
