@@ -26,7 +26,7 @@ from cuboid.planner.divisibility import mesh_misfit
 from cuboid.planner.estimate import estimate, layout_of_config
 from cuboid.planner.layer_memory import KeptSizes, layer_kept_bytes
 from cuboid.planner.model_formulas import block_sizes
-from cuboid.planner.search import config_of, layouts, parse_layout, search
+from cuboid.planner.search import CHECKPOINTING_LINE, config_of, layouts, parse_layout, search
 from planning import COMMON, LLAMA_8B, on_meta, small
 
 ROOT = Path(__file__).parents[2]
@@ -212,6 +212,8 @@ def test_estimate_and_plan_from_the_command_line(tmp_path, model_path):
                  "--out", config, "--json", out)  # fmt: skip
     assert "against the first" in output
     best = json.loads(out.read_text())["best"]
+    assert (CHECKPOINTING_LINE in output) is (best[0]["layout"]["checkpointing"] == "full")
+    assert not any(key.startswith("_") for key in json.loads(config.read_text()))
     assert all(each["fits"] for each in best)
     arguments = ["--model", model_path, "--cluster", "8xH100-80GB", "--seq-len", 4096]
     arguments += ["--checkpointing"] if best[0]["layout"]["checkpointing"] == "full" else []

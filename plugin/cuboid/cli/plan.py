@@ -40,7 +40,7 @@ def plan(
     from cuboid.planner.description.model import describe
     from cuboid.planner.estimate import estimate
     from cuboid.planner.report import print_comparison, print_estimate, print_plan
-    from cuboid.planner.search import config_of, parse_layout, search
+    from cuboid.planner.search import CHECKPOINTING_LINE, config_of, parse_layout, search
     from cuboid.weights.model_folder import model_config
 
     console = Console()
@@ -58,6 +58,8 @@ def plan(
     print_plan(found, wide)
     best = found.best[0]
     print_estimate(best, console)
+    if best.layout.checkpointing == "full":
+        console.print(f"Recomputing activations is the script's part, before training: {CHECKPOINTING_LINE}")
     config = config_of(best.layout)
     # What is written is what Cuboid itself would read.
     check_framework_config(*require_config(config), machines.gpus, is_complete=True)

@@ -23,6 +23,8 @@ _ROWS = (1, 2, 4, 8)
 _MOST_NODES_OF_MESH = 2
 
 Goal = Literal["fastest", "smallest"]
+#: What a script does for a layout with checkpointing, which is the model's affair: no key of a config does it.
+CHECKPOINTING_LINE = "model.gradient_checkpointing_enable()"
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,10 @@ def reason(found: Estimate, best: Estimate) -> str:
 
 
 def config_of(layout: Layout) -> dict[str, Any]:
-    """A complete config for DeepSpeed with this layout, as :func:`cuboid.config.schema.split_config` accepts it."""
+    """A complete config for DeepSpeed with this layout, as :func:`cuboid.config.schema.split_config` accepts it.
+
+    It doesn't have the layout's checkpointing, which takes :data:`CHECKPOINTING_LINE` in the script.
+    """
     mesh = layout.mesh
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": layout.micro_batch,
@@ -215,8 +220,6 @@ def config_of(layout: Layout) -> dict[str, Any]:
             "weight_gather": layout.weight_gather,
         },
     }
-    if layout.checkpointing == "full":
-        config["_gradient_checkpointing"] = "call model.gradient_checkpointing_enable() before training"
     if layout.stages > 1:
         config["pipeline"] = {
             "engine": "seq1f1b",
