@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from cuboid.cli import commands
-from cuboid.config.schema import split_config
+from cuboid.config.compatibility import check_framework_config
+from cuboid.config.schema import require_config, split_config
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import ConfigError, MeshError, UnsupportedModelError
 from cuboid.models.sharded.parallel_plan import fitting_meshes
@@ -32,7 +33,7 @@ from planning import COMMON, LLAMA_8B, on_meta, small
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "benchmarks")]
 
-from generators import planner, planner_rows  # noqa: E402
+from generators import choosing, planner, planner_rows  # noqa: E402
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -301,3 +302,32 @@ def test_what_ran_out_of_memory_does_not_fit_and_what_ran_does():
 def test_series_are_continued_from_two_of_their_rows():
     errors = [float(line.split("|")[-2].strip(" %").replace("−", "-")) for line in planner.scaling().splitlines()[2:]]
     assert max(map(abs, errors)) <= 1.5
+
+
+# --- recipes ----------------------------------------------------------------------------------------------------
+
+RECIPES = sorted(choosing.RECIPES.glob("*.json"))
+
+
+def test_every_recipe_answers_a_question():
+    assert {case.path for case in choosing.cases() if case.path.is_file()} == set(RECIPES)
+    assert len(RECIPES) > 20
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_are_accepted_and_fit(path):
+    config, rest = require_config(path)
+    gpus = Cluster.parse(config.cluster).gpus
+    check_framework_config(config, rest, gpus, is_complete=True)
+    (case,) = (case for case in choosing.cases() if case.path == path)
+    found = case.read()
+    assert found.fits
+    assert found.layout.rows == case.rows
+    assert (found.cost.length, config.ranks * found.layout.replicas) == (choosing.LENGTHS[case.length], gpus)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RECIPES[::7], ids=lambda path: path.stem)
+def test_recipes_are_what_the_search_finds(path):
+    (case,) = (case for case in choosing.cases() if case.path == path)
+    assert case.search() == json.loads(path.read_text(encoding="utf-8"))
