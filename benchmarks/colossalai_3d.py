@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from harness import freshness
 from harness.case import Case
+from harness.llama import fewest_bytes
 from harness.rounds import Record, run_rounds
 from harness.tables import MIB, Column, Row, Table, in_order, ranged
 from harness.watch import Watch, pin
@@ -36,7 +37,6 @@ from cuboid.distributed.comm_counter import sent_bytes
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError
-from cuboid.planner.mesh_search import choose_mesh
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
@@ -85,10 +85,8 @@ def ranks_1d(python: Path, ranks: int, worker: Path = _WORKER) -> Iterator[Ranks
 
 
 def chosen_mesh(block: Block, ranks: int) -> MeshShape:
-    """What ``"mesh": "auto"`` takes for the model and its rows."""
-    section = {"mode": "3d_tensor", "mesh": "auto", "size": ranks}
-    source = {"tensor_parallel": section, "train_micro_batch_size_per_gpu": block.batch}
-    return choose_mesh(block.model(), cuboid.parse_config(source))
+    """The mesh with the fewest bytes."""
+    return fewest_bytes(block.model(), ranks, block.batch, block.length)
 
 
 def build_ours(block: Block, shape: MeshShape | None = None) -> Side:

@@ -31,7 +31,8 @@ from cuboid.distributed.topology import AXES, MeshShape
 from cuboid.errors import CuboidError
 from cuboid.models.certification.float64 import precision
 from cuboid.planner.comm_formula import layer_bytes
-from cuboid.planner.mesh_search import block_sizes
+from cuboid.planner.description.modules import describe_modules
+from cuboid.planner.model_formulas import block_sizes
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
 from cuboid.verify.compare import relative_error
 from cuboid.weights.state_dict_map import sharded_layouts
@@ -57,7 +58,7 @@ class LayerWorkload(Llama):
 
     def formula_bytes(self, mesh: MeshShape, model: LlamaForCausalLM) -> int:
         """What a rank sends in forward and backward, by the closed count."""
-        one = layer_bytes(block_sizes(model, mesh), mesh, self.batch, self.length, element_bytes=4)
+        one = layer_bytes(block_sizes(describe_modules(model), mesh), mesh, self.batch, self.length, element_bytes=4)
         return self.layers * sum(one.values())
 
 

@@ -23,7 +23,8 @@ from three_d.sides import Meter
 from transformers import PreTrainedModel
 
 import cuboid
-from cuboid.planner.model_memory import model_kept_bytes
+from cuboid.planner.description.modules import describe_modules
+from cuboid.planner.model_formulas import model_kept_bytes
 from cuboid.seq1f1b.runtime.memory import LiveActivations
 
 RANKS = 8
@@ -45,7 +46,7 @@ class MemoryRank:
             model = cuboid.shard(model, self._workload.sharding(mesh, dist.get_world_size()))
             own = cuboid.mesh_of(model)
             sizes = own.shape, own.coordinate, self._workload.batch, self._workload.length
-            formula_bytes = model_kept_bytes(self._workload.model(), *sizes, element_bytes=4)
+            formula_bytes = model_kept_bytes(describe_modules(self._workload.model()), *sizes, element_bytes=4)
         loss = self._step(model)
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         squares = torch.stack([gradient.double().square().sum() for gradient in gradients]).sum()

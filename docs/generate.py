@@ -19,7 +19,7 @@ from generators.marked import DOCS, SCRIPT, fill
 from generators.measured import Measured
 
 #: Modules of generators/.
-WRITTEN = ("architectures", "checkpoints", "config", "formulas", "layout", "planner", "timeline", "traffic")
+WRITTEN = ("architectures", "checkpoints", "choosing", "config", "formulas", "layout", "planner", "timeline", "traffic")
 #: Cases of benchmarks/.
 MEASURED = (
     *("pipeline", "pipeline_emulated", "layer_meshes", "training_step", "hidden_communication", "overhead", "loading"),

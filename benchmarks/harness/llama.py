@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig, parse_config
 from cuboid.distributed.topology import MeshShape
-from cuboid.planner.mesh_search import choose_mesh
+from cuboid.models.sharded.parallel_plan import fitting_meshes
+from cuboid.planner.comm_formula import layer_bytes
+from cuboid.planner.description.modules import describe_modules
+from cuboid.planner.model_formulas import block_sizes
 
+#: The mesh with the fewest bytes, by which "mesh": "auto" went when the records were made.
 AUTO = "auto"
 _SEED = 0
+
+
+def fewest_bytes(
+    model: PreTrainedModel, ranks: int, rows: int, length: int, weight_gather: Literal["layer", "step"] = "layer"
+) -> MeshShape:
+    """The mesh whose layers send the fewest bytes, by the closed count.
+
+    Args:
+        model: whole, on any device.
+        ranks: of the mesh.
+        rows: of a micro-batch.
+        length: tokens of a sequence.
+        weight_gather: the config's.
+    """
+    described = describe_modules(model)
+
+    def sent(mesh: MeshShape) -> int:
+        return sum(layer_bytes(block_sizes(described, mesh), mesh, rows, length, weight_gather=weight_gather).values())
+
+    return min((mesh for mesh in fitting_meshes(model, ranks) if rows % mesh.batch == 0), key=sent)
 
 
 @dataclass(frozen=True)
@@ -55,9 +79,8 @@ class Llama:
 
     def section(self, mesh: str, ranks: int, **more: Any) -> dict[str, Any]:
         """``tensor_parallel`` of a config, for a mesh as the command line has it or ``"auto"``."""
-        if mesh == AUTO:
-            return {"mode": "3d_tensor", "mesh": AUTO, "size": ranks, **more}
-        shape = MeshShape.parse(mesh)
+        with torch.device("meta"):
+            shape = self.shape(mesh, ranks, LlamaForCausalLM(self.config()), more.get("weight_gather", "layer"))
         axes = {"batch": shape.batch, "sequence": shape.sequence, "hidden": shape.hidden}
         return {"mode": "3d_tensor", "mesh": axes, **more}
 
@@ -65,9 +88,13 @@ class Llama:
         section = self.section(mesh, ranks, **more)
         return parse_config({"tensor_parallel": section, "train_micro_batch_size_per_gpu": self.batch})
 
-    def shape(self, mesh: str, ranks: int, model: LlamaForCausalLM, **more: Any) -> MeshShape:
+    def shape(
+        self, mesh: str, ranks: int, model: LlamaForCausalLM, weight_gather: Literal["layer", "step"] = "layer"
+    ) -> MeshShape:
         """The mesh that is meant."""
-        return choose_mesh(model, self.sharding(mesh, ranks, **more))
+        if mesh != AUTO:
+            return MeshShape.parse(mesh)
+        return fewest_bytes(model, ranks, self.batch, self.length, weight_gather)
 
     def numbers(self) -> dict[str, Any]:
         return asdict(self)

@@ -9,10 +9,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cuboid.distributed.topology import Coordinate, MeshShape
 from cuboid.planner.comm_formula import layer_bytes
+from cuboid.planner.description.model import ModelDescription
+from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.end_memory import end_kept_bytes, end_sent_bytes
 from cuboid.planner.layer_memory import block_bytes, layer_kept_bytes, state_bytes
-from cuboid.planner.mesh_search import block_sizes
-from cuboid.planner.model_memory import end_sizes, kept_sizes
+from cuboid.planner.model_formulas import block_sizes, end_sizes, kept_sizes
 from generators.marked import table
 
 #: One row of the micro-batch for each rank of the longest `batch` axis.
@@ -28,6 +29,12 @@ def llama() -> LlamaForCausalLM:
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
     with torch.device("meta"):
         return LlamaForCausalLM(LlamaConfig(num_hidden_layers=32, vocab_size=128256, **sizes))
+
+
+@cache
+def described() -> ModelDescription:
+    """Its sizes."""
+    return describe_modules(llama())
 
 
 def shapes() -> list[MeshShape]:
@@ -64,9 +71,9 @@ def kept() -> str:
     """Table of the activations that a rank keeps of one layer, and besides all layers."""
     rows = []
     for mesh in shapes():
-        sizes = block_sizes(llama(), mesh), kept_sizes(llama(), mesh, ORIGIN)
+        sizes = block_sizes(described(), mesh), kept_sizes(described(), mesh, ORIGIN)
         layer = layer_kept_bytes(*sizes, mesh, BATCH, LENGTH)
-        ends = end_kept_bytes(end_sizes(llama()), mesh, BATCH, LENGTH)
+        ends = end_kept_bytes(end_sizes(described()), mesh, BATCH, LENGTH)
         whole = llama().config.num_hidden_layers * sum(layer.values()) + sum(ends.values())
         mib = [f"{size / MIB:.1f}" for size in (*layer.values(), sum(layer.values()), sum(ends.values()))]
         rows.append([str(mesh), *mib, f"**{whole / GIB:.2f}**"])
@@ -78,8 +85,8 @@ def sent() -> str:
     """Table of what a rank sends for one layer, and besides all layers."""
     rows = []
     for mesh in shapes()[1:]:
-        layer = layer_bytes(block_sizes(llama(), mesh), mesh, BATCH, LENGTH)
-        ends = end_sent_bytes(end_sizes(llama()), mesh, BATCH, LENGTH)
+        layer = layer_bytes(block_sizes(described(), mesh), mesh, BATCH, LENGTH)
+        ends = end_sent_bytes(end_sizes(described()), mesh, BATCH, LENGTH)
         whole = llama().config.num_hidden_layers * sum(layer.values()) + sum(ends.values())
         axes = [f"{layer.get(name, 0) / MIB:.1f}" for name in ("batch", "sequence", "hidden")]
         mib = [f"{sum(count.values()) / MIB:.1f}" for count in (layer, ends)]

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import MISSING, fields, replace
 from functools import cache
 from itertools import combinations
 
 import numpy as np
 
+from cuboid.planner.cost.layout import Layout
 from cuboid.planner.cost.memory import USABLE, fullest
-from cuboid.planner.description.cluster import GPUS
+from cuboid.planner.description.cluster import GPUS, Cluster, Gpu
+from cuboid.planner.description.model import ModelDescription, describe
+from cuboid.planner.divisibility import fitting
+from cuboid.planner.estimate import estimate
 from generators.marked import table
 from generators.planner_fit import FITS, left_out, log_errors, rows_of
-from generators.planner_rows import GIB, TABLES, Row
+from generators.planner_rows import GIB, TABLES, Row, read
 
 #: Tables that are shown row by row; vtrain_single has too many.
 _LISTED = ("simumax", "kwai", "korthikanti", "vtrain_multi", "seq1f1b", "torchtitan")
@@ -150,6 +156,64 @@ def constants() -> str:
     return table(header, lines, "l" + "r" * 11)
 
 
+def _qwen3(hidden: int, inner: int, layers: int, heads: int, *, tied: bool = False) -> ModelDescription:
+    return describe(
+        {
+            "model_type": "qwen3", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+            "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+            "tie_word_embeddings": tied,
+        }
+    )  # fmt: skip
+
+
+#: By the names of docs/data/long_context_hf_rivals.csv.
+_RIVALS = {
+    "Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, tied=True),
+    "Qwen3-8B": _qwen3(4096, 12288, 36, 32),
+    "Qwen3-32B": _qwen3(5120, 25600, 64, 64),
+}
+
+
+def rivals() -> str:
+    """Table of the fastest mesh of eight GPUs for one long sequence, beside what others have measured."""
+    lines = []
+    for row in read("long_context_hf_rivals.csv"):
+        if row["model"] not in _RIVALS:
+            continue
+        model, length, gpus = _RIVALS[row["model"]], int(row["seq_tokens"]), int(row["gpus"])
+        cluster = Cluster(GPUS["H100-80GB"], 1, gpus)
+        meshes = [mesh for mesh in fitting(model, gpus) if mesh.batch == 1]
+        tried = [estimate(model, Layout(mesh, checkpointing="full"), cluster, length) for mesh in meshes]
+        best = min(tried, key=lambda each: each.time.total_s)
+        waiting = estimate(model, replace(best.layout, offload=1.0), cluster, length)
+        sizes = [f"{each.memory_bytes / 1e9:.1f}" for each in (best, waiting)]
+        lines.append([row["model"], row["step_s"], row["peak_gb"], str(best.layout.mesh), f"{best.time.total_s:.0f}",
+                      *sizes, f"{best.limit_bytes / 1e9:.1f}"])  # fmt: skip
+    header = [
+        "model",
+        "TRL, s",
+        "GB",
+        "our mesh",
+        "predicted, s",
+        "GB",
+        "GB with its activations on the host",
+        "usable",
+    ]
+    return table(header, lines, "lrrlrrrr")
+
+
+def profile_keys() -> str:
+    """Table of the keys of a GPU in a profile, from the docstring of what they are read into."""
+    meanings = {}
+    for names, text in re.findall(r"^ {8}(\w[\w, ]*): ((?:.|\n {12})*)", Gpu.__doc__ or "", flags=re.MULTILINE):
+        meanings |= dict.fromkeys(names.split(", "), " ".join(text.split()))
+    rows = [
+        [f"`gpu.{field.name}`", "needed" if field.default is MISSING else f"{field.default:g}", meanings[field.name]]
+        for field in fields(Gpu)
+    ]
+    return table(["key", "default", "meaning"], rows, "lrl")
+
+
 def parts() -> dict[str, dict[str, str]]:
     """All tables of the page."""
     return {
@@ -160,5 +224,7 @@ def parts() -> dict[str, dict[str, str]]:
             "single": single(),
             "every time": every_time(),
             "constants": constants(),
+            "profile keys": profile_keys(),
+            "rivals": rivals(),
         }
     }

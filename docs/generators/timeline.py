@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from cuboid.seq1f1b.schedule.actions import Action, Op
+from cuboid.distributed.topology import MeshShape
+from cuboid.planner.cost.layout import Layout
+from cuboid.planner.description.cluster import Cluster
+from cuboid.planner.description.model import describe
+from cuboid.planner.estimate import best_segments, estimate
+from cuboid.seq1f1b.schedule.actions import Op
 from cuboid.seq1f1b.schedule.choice import (
     CHUNKED,
     ChosenSchedule,
@@ -16,9 +22,7 @@ from cuboid.seq1f1b.schedule.choice import (
 )
 from cuboid.seq1f1b.schedule.list_scheduling import ActionCosts
 from cuboid.seq1f1b.schedule.partition import (
-    OVERHEAD_TOKENS,
     balance_stages,
-    choose_segments,
     cut_sequence,
     even_cut,
     segment_cost,
@@ -31,6 +35,14 @@ from generators.marked import table
 
 MODEL = ModelSizes((LayerSizes.decoder(4096, 4096, 4096, 11008),) * 32, head=4096 * 32000)
 LENGTH, MULTIPLE, SEGMENTS = 32768, 8, 4
+#: The same model, for the planner.
+PLANNED = describe(
+    {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "vocab_size": 32000,
+    }
+)  # fmt: skip
+CLUSTER = Cluster.parse("8xH100-80GB")
 SHAPES = ((4, 4), (4, 8), (8, 4), (8, 8))
 #: Title, schedule, segments and partition.
 COLUMNS = (
@@ -57,20 +69,14 @@ def lengths_of(partition: str, segments: int) -> tuple[int, ...]:
 
 
 @cache
-def step(schedule: str, stages: int, micro_batches: int, segments: int, partition: str, overhead: int = 0) -> Timeline:
-    """One step; times are operations, those of ``overhead`` tokens on top of each unit's own."""
+def step(schedule: str, stages: int, micro_batches: int, segments: int, partition: str) -> Timeline:
+    """One step; times are operations."""
     shape = PipelineShape(stages, micro_batches, segments)
     lengths = lengths_of(partition, segments)
     layers = balance_stages(MODEL.layer_flops(LENGTH), stages, last=MODEL.head_flops(LENGTH))
     flops = unit_flops(MODEL, layers, lengths)
-    # A unit of so many tokens that have nothing before them.
-    extra = unit_flops(MODEL, layers, (overhead,))
-
-    def duration(action: Action) -> float:
-        return flops(action) + extra(Action(action.op, action.stage, 0, 0))
-
     kept = kept_bytes(MODEL, layers, lengths)
-    return simulate(SCHEDULES[schedule](shape), shape, duration, kept_bytes=kept)
+    return simulate(SCHEDULES[schedule](shape), shape, flops, kept_bytes=kept)
 
 
 def bubble() -> str:
@@ -97,15 +103,14 @@ def segments() -> str:
     """Table of numbers of segments."""
     rows = []
     shape = (SWEEP_STAGES, SWEEP_MICRO_BATCHES)
-    whole = step("seq1f1b", *shape, 1, "flops", OVERHEAD_TOKENS)
+    layout = Layout(MeshShape(), stages=shape[0], micro_batches=shape[1])
     for k in SWEEP:
-        free, charged = (step("seq1f1b", *shape, k, "flops", overhead) for overhead in (0, OVERHEAD_TOKENS))
-        share = charged.makespan_s / whole.makespan_s
-        rows.append([str(k), _percent(free.bubble), format_bytes(free.peak_bytes[0]), f"{share:.3f}"])
-    best = choose_segments(
-        LENGTH, stages=shape[0], micro_batches=shape[1], cost=segment_cost(MODEL), multiple=MULTIPLE
-    )  # fmt: skip
-    text = table(["k", "bubble", "first stage's activations", "step, charged"], rows, "rrrr")
+        simulated = step("seq1f1b", *shape, k, "flops")
+        predicted = estimate(PLANNED, replace(layout, segments=k), CLUSTER, LENGTH).time.total_s
+        activations = format_bytes(simulated.peak_bytes[0])
+        rows.append([str(k), _percent(simulated.bubble), activations, f"{predicted:.2f}"])
+    best = best_segments(PLANNED, layout, CLUSTER, LENGTH)
+    text = table(["k", "bubble", "first stage's activations", f"step on {CLUSTER}, s"], rows, "rrrr")
     return f"With P = {shape[0]} and M = {shape[1]}, where `auto` takes {best}:\n\n{text}"
 
 

@@ -13,7 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cuboid.distributed.topology import MeshShape
 from cuboid.models.sharded.parallel_plan import fitting_meshes
 from cuboid.planner.comm_formula import layer_bytes
-from cuboid.planner.mesh_search import block_sizes
+from cuboid.planner.description.model import ModelDescription
+from cuboid.planner.description.modules import describe_modules
+from cuboid.planner.model_formulas import block_sizes
 from generators.marked import table
 
 RANKS, LENGTH, BATCHES = 64, 4096, (1, 8, 64)
@@ -34,9 +36,15 @@ def llama() -> LlamaForCausalLM:
         return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, vocab_size=128256, **sizes))
 
 
+@cache
+def described() -> ModelDescription:
+    """Its sizes."""
+    return describe_modules(llama())
+
+
 def counted(mesh: MeshShape, batch: int) -> dict[str, float]:
     """GiB that one rank sends in forward and backward of the layer, by axes."""
-    sent_bytes = layer_bytes(block_sizes(llama(), mesh), mesh, batch, LENGTH)
+    sent_bytes = layer_bytes(block_sizes(described(), mesh), mesh, batch, LENGTH)
     return {axes: sent / GIB for axes, sent in sent_bytes.items()}
 
 

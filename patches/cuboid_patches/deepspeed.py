@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.utils import DummyOptim
 from torch import nn
 
-from cuboid.config.compatibility import check_framework_config
+from cuboid.config.compatibility import check_framework_config, check_layout
 from cuboid.config.config_file import ConfigSource, load_config
 from cuboid.config.schema import CuboidConfig, own_config
 from cuboid.distributed.mesh import Mesh, current_world_size
@@ -123,6 +123,8 @@ def _initialize_sharded(
     SHARED_MEMORY_BUILD.skip()
     model = adopt_model(given.get("model"), config)
     mesh = mesh_of(model)
+    config = config.on_mesh(mesh.shape)
+    check_layout(config, rest, mesh.topology.world_size)
     _start_distributed(given)
     mesh.connect()
     mesh.connect_host()

@@ -56,7 +56,7 @@ def test_a_config_without_our_keys_is_left_to_the_framework():
         ({"mode": "3d_tensor"}, "mesh is missing"),
         ({"mode": "3d_tensor", "mesh": {"batch": 0}}, "mesh.batch.*greater than or equal to 1"),
         ({"mode": "3d_tensor", "mesh": {"batch": "2"}}, "mesh.batch.*valid integer"),
-        ({"mode": "3d_tensor", "mesh": "auto"}, 'needs "size"'),
+        ({"mode": "3d_tensor", "mesh": "auto"}, 'needs "train_batch_size".*or "size"'),
         ({"mode": "3d_tensor", "mesh": {"batch": 2}, "size": 4}, '"size" is 4, but mesh 2×1×1 has 2 ranks'),
         ({"mode": "3d_tensor", "mesh": {"batch": 2}, "autotp_size": 8}, "autotp_size is 8.*leave autotp_size out"),
     ],

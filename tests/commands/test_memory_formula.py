@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 import cuboid
-from cuboid.distributed.topology import Coordinate, MeshShape
+from cuboid.distributed.topology import MeshShape
 from cuboid.errors import UnsupportedModelError
 from cuboid.planner.comm_formula import BlockSizes
+from cuboid.planner.description.modules import check_countable, describe_modules
 from cuboid.planner.end_memory import end_kept_bytes, end_sent_bytes
 from cuboid.planner.layer_memory import KeptSizes, block_bytes, layer_kept_bytes, state_bytes
-from cuboid.planner.mesh_search import block_sizes
-from cuboid.planner.model_memory import end_sizes, kept_sizes, model_kept_bytes
+from cuboid.planner.model_formulas import block_sizes, end_sizes, kept_sizes, model_kept_bytes
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.layers.norm import ShardedLayerNorm, ShardedRMSNorm
 from cuboid.verify import SmallModel
@@ -38,7 +38,6 @@ BLOCKS = {
     "model.layers.1.mlp.down_proj": "down",
     "lm_head": "head",
 }
-ORIGIN = Coordinate(0, 0, 0, 0, 0)
 NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
 
@@ -151,7 +150,7 @@ def kept_by_autograd(small, mesh, dtype):
 @pytest.mark.parametrize("small", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_kept_activations_match_the_formula(pool, small, mesh, dtype):
-    shape, whole, size = MeshShape.parse(mesh), built(small), dtype.itemsize
+    shape, whole, size = MeshShape.parse(mesh), describe_modules(built(small)), dtype.itemsize
     ends = end_kept_bytes(end_sizes(whole), shape, BATCH, LENGTH, element_bytes=size)
     for at, layer, model in pool.run(shape.size, kept_by_autograd, small, mesh, dtype):
         sizes = block_sizes(whole, shape), kept_sizes(whole, shape, at)
@@ -180,7 +179,7 @@ def bytes_of_ends(small, mesh):
 def test_communication_of_embedding_and_head_matches_the_formula(pool, name, mesh):
     small = MODELS[name]
     shape = MeshShape.parse(mesh)
-    expected = end_sent_bytes(end_sizes(built(small)), shape, BATCH, LENGTH, element_bytes=4)
+    expected = end_sent_bytes(end_sizes(describe_modules(built(small))), shape, BATCH, LENGTH, element_bytes=4)
     for counted in pool.run(shape.size, bytes_of_ends, small, mesh):
         # Exact, because the layers' own rounded bytes cancel.
         assert {axes: count for axes, count in counted.items() if count} == expected
@@ -254,11 +253,12 @@ def test_models_without_a_formula_are_rejected():
     eager = built(MODELS["llama"])
     eager.set_attn_implementation("eager")
     with pytest.raises(UnsupportedModelError, match="eager"):
-        kept_sizes(eager, MeshShape(), ORIGIN)
+        check_countable(eager)
     dropping = AutoModelForCausalLM.from_config(MODELS["gpt2"].config()).train()
     with pytest.raises(UnsupportedModelError, match="attn_pdrop is"):
-        kept_sizes(dropping, MeshShape(), ORIGIN)
-    assert kept_sizes(dropping.eval(), MeshShape(), ORIGIN).nonlinearity == 4
+        check_countable(dropping)
+    check_countable(dropping.eval())
+    assert describe_modules(dropping).nonlinearity == 4
 
 
 @pytest.mark.parametrize(("name", "kept"), [("silu", 3), ("gelu", 3), ("relu", 2), ("gelu_new", 6)])
@@ -266,4 +266,4 @@ def test_tensors_kept_by_the_nonlinearity_are_counted(name, kept):
     config = MODELS["llama"].config()
     config.hidden_act = name
     model = AutoModelForCausalLM.from_config(config)
-    assert kept_sizes(model, MeshShape(), ORIGIN).nonlinearity == kept
+    assert describe_modules(model).nonlinearity == kept

@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from cuboid.cli import commands
-from cuboid.config.schema import split_config
+from cuboid.config.compatibility import check_framework_config
+from cuboid.config.schema import require_config, split_config
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import ConfigError, MeshError, UnsupportedModelError
 from cuboid.models.sharded.parallel_plan import fitting_meshes
@@ -25,33 +24,16 @@ from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import GPUS, Cluster
 from cuboid.planner.description.model import ARCHITECTURES, describe
 from cuboid.planner.divisibility import mesh_misfit
-from cuboid.planner.estimate import block_sizes, estimate, layout_of_config
+from cuboid.planner.estimate import estimate, layout_of_config
 from cuboid.planner.layer_memory import KeptSizes, layer_kept_bytes
-from cuboid.planner.search import config_of, layouts, parse_layout, search
+from cuboid.planner.model_formulas import block_sizes
+from cuboid.planner.search import CHECKPOINTING_LINE, config_of, layouts, parse_layout, search
+from planning import COMMON, LLAMA_8B, on_meta, small
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "benchmarks")]
 
-from generators import planner, planner_rows  # noqa: E402
-
-COMMON = {
-    "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 130,
-    "intermediate_size": 96, "head_dim": 4, "pad_token_id": 0, "n_embd": 48, "n_layer": 3, "n_head": 12,
-    "n_positions": 64, "num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 40, "q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
-    "v_head_dim": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
-}  # fmt: skip
-LLAMA_8B = planner_rows.CONFIGS["llama3.1-8b"]
-
-
-def small(name, **more):
-    known = set(vars(AutoConfig.for_model(name))) | set(type(AutoConfig.for_model(name)).attribute_map)
-    return AutoConfig.for_model(name, **{key: value for key, value in {**COMMON, **more}.items() if key in known})
-
-
-def on_meta(config):
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+from generators import choosing, planner, planner_rows  # noqa: E402
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -121,7 +103,7 @@ def test_kept_activations_are_those_of_the_formulas_that_counters_confirm(mesh, 
     cost = StepCost(model, layout, Cluster.parse("8xH100"), 32)
     own = model.layers[0].attention
     sizes = KeptSizes(own.heads, own.key // shape.of("sequence", "hidden"), model.nonlinearity)
-    exact = layer_kept_bytes(block_sizes(model, layout), sizes, shape, 4, 32)
+    exact = layer_kept_bytes(block_sizes(model, shape), sizes, shape, 4, 32)
     counted = sum(_Stage(cost, 0)._kept(model.layers[0], 4 / shape.batch * 32))
     assert counted == pytest.approx(sum(exact.values()), rel=0.03)
 
@@ -231,6 +213,8 @@ def test_estimate_and_plan_from_the_command_line(tmp_path, model_path):
                  "--out", config, "--json", out)  # fmt: skip
     assert "against the first" in output
     best = json.loads(out.read_text())["best"]
+    assert (CHECKPOINTING_LINE in output) is (best[0]["layout"]["checkpointing"] == "full")
+    assert not any(key.startswith("_") for key in json.loads(config.read_text()))
     assert all(each["fits"] for each in best)
     arguments = ["--model", model_path, "--cluster", "8xH100-80GB", "--seq-len", 4096]
     arguments += ["--checkpointing"] if best[0]["layout"]["checkpointing"] == "full" else []
@@ -319,3 +303,32 @@ def test_what_ran_out_of_memory_does_not_fit_and_what_ran_does():
 def test_series_are_continued_from_two_of_their_rows():
     errors = [float(line.split("|")[-2].strip(" %").replace("−", "-")) for line in planner.scaling().splitlines()[2:]]
     assert max(map(abs, errors)) <= 1.5
+
+
+# --- recipes ----------------------------------------------------------------------------------------------------
+
+RECIPES = sorted(choosing.RECIPES.glob("*.json"))
+
+
+def test_every_recipe_answers_a_question():
+    assert {case.path for case in choosing.cases() if case.path.is_file()} == set(RECIPES)
+    assert len(RECIPES) > 20
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_are_accepted_and_fit(path):
+    config, rest = require_config(path)
+    gpus = Cluster.parse(config.cluster).gpus
+    check_framework_config(config, rest, gpus, is_complete=True)
+    (case,) = (case for case in choosing.cases() if case.path == path)
+    found = case.read()
+    assert found.fits
+    assert found.layout.rows == case.rows
+    assert (found.cost.length, config.ranks * found.layout.replicas) == (choosing.LENGTHS[case.length], gpus)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RECIPES[::7], ids=lambda path: path.stem)
+def test_recipes_are_what_the_search_finds(path):
+    (case,) = (case for case in choosing.cases() if case.path == path)
+    assert case.search() == json.loads(path.read_text(encoding="utf-8"))

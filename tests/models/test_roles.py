@@ -10,15 +10,12 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 
 import cuboid
-from cuboid.config.schema import parse_config
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import MeshError, UnsupportedModelError
 from cuboid.models.architectures.norm_formula import NormFormula, norm_formula
 from cuboid.models.architectures.roles import Role, find_roles, split_blocks
 from cuboid.models.certification.mesh_certificates import certified_plan
-from cuboid.models.sharded.parallel_plan import fitting_meshes, make_parallel_plan
-from cuboid.planner.comm_formula import layer_bytes
-from cuboid.planner.mesh_search import block_sizes, choose_mesh
+from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.verify import SmallModel
 
 
@@ -125,48 +122,6 @@ def test_a_mesh_that_does_not_divide_names_the_nearest_that_do(sizes, mesh, mess
     assert proposed
     for text in proposed:
         make_parallel_plan(llama(**sizes), MeshShape.parse(text))
-
-
-def auto(size, rows, **sections):
-    config = {"tensor_parallel": {"mode": "3d_tensor", "mesh": "auto", "size": size}, **sections}
-    return parse_config({**config, **({} if rows is None else {"train_micro_batch_size_per_gpu": rows})})
-
-
-def wide_llama():
-    return llama(hidden_size=1536, num_attention_heads=16, intermediate_size=4096, max_position_embeddings=2048)
-
-
-def sent(model, mesh, rows, length):
-    return sum(layer_bytes(block_sizes(model, mesh), mesh, rows, length).values())
-
-
-@pytest.mark.parametrize("rows", [None, 1, 4, 64])
-def test_auto_takes_the_fitting_mesh_that_moves_the_least(rows):
-    model = wide_llama()
-    chosen = choose_mesh(model, auto(8, rows))
-    batch = rows or 8
-    counts = {mesh: sent(model, mesh, batch, 2048) for mesh in fitting_meshes(model, 8) if batch % mesh.batch == 0}
-    assert counts[chosen] == min(counts.values())
-    assert {1: 1, 64: 8}.get(rows, chosen.batch) == chosen.batch
-
-
-def test_auto_counts_the_weights_of_each_segment():
-    model = wide_llama()
-
-    def chosen(segments):
-        return choose_mesh(model, auto(8, 8, pipeline={"engine": "seq1f1b", "stages": 2, "segments": segments}))
-
-    for segments in (1, 2, 4, 16):
-        counts = {mesh: sent(model, mesh, 8, 2048 // segments) for mesh in fitting_meshes(model, 8)}
-        assert chosen(segments) == min(counts, key=counts.__getitem__)
-    assert chosen(1) == choose_mesh(model, auto(8, 8))
-    assert chosen("auto") == chosen(4)
-    assert chosen(16).batch < chosen(1).batch
-
-
-def test_auto_says_so_where_nothing_fits():
-    with pytest.raises(MeshError, match=r"size = 5 ranks .*per_gpu = 4; a multiple of 5 rows always does"):
-        choose_mesh(llama(), auto(5, 4))
 
 
 def test_the_formula_of_a_norm_is_found_out_by_running_it():

@@ -13,7 +13,8 @@ import cuboid
 from comparing import stored
 from cuboid.distributed.topology import MeshShape
 from cuboid.planner.comm_formula import layer_bytes
-from cuboid.planner.mesh_search import block_sizes
+from cuboid.planner.description.modules import describe_modules
+from cuboid.planner.model_formulas import block_sizes
 from cuboid.tensor3d.layers.dropout import ShardedDropout
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedState
 from cuboid.verify import SmallModel
@@ -66,7 +67,7 @@ def bytes_of_one_layer(small, mesh):
 @pytest.mark.parametrize("small", [WIDE, SmallModel("gpt2", heads=24, kv_heads=24, head_dim=4)], ids=["llama", "gpt2"])
 def test_counted_bytes_are_the_formula(pool, mesh, small):
     shape = MeshShape.parse(mesh)
-    expected = layer_bytes(block_sizes(built(small), shape), shape, BATCH, LENGTH, element_bytes=4)
+    expected = layer_bytes(block_sizes(describe_modules(built(small)), shape), shape, BATCH, LENGTH, element_bytes=4)
     for counted in pool.run(shape.size, bytes_of_one_layer, small, mesh):
         assert counted.keys() == expected.keys()
         for axes, count in counted.items():
@@ -80,7 +81,7 @@ def test_counted_bytes_are_the_formula(pool, mesh, small):
 def test_counted_bytes_are_the_formula_with_few_key_value_heads(pool, kv_heads, mesh, bias):
     small = SmallModel("llama", heads=8, kv_heads=kv_heads, bias=bias)
     shape = MeshShape.parse(mesh)
-    expected = layer_bytes(block_sizes(built(small), shape), shape, BATCH, LENGTH, element_bytes=4)
+    expected = layer_bytes(block_sizes(describe_modules(built(small)), shape), shape, BATCH, LENGTH, element_bytes=4)
     for counted in pool.run(shape.size, bytes_of_one_layer, small, mesh):
         assert counted == {axes: pytest.approx(count, abs=40) for axes, count in expected.items()}
 

@@ -30,17 +30,13 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.models.stages.model_costs import model_sizes
 from cuboid.seq1f1b.schedule.actions import Action, Op
 from cuboid.seq1f1b.schedule.partition import (
-    OVERHEAD_TOKENS,
     MeasuredCut,
     balance_stages,
     check_lengths,
-    choose_segments,
     cut_sequence,
     even_cut,
     segment_cost,
 )
-from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
-from cuboid.seq1f1b.schedule.simulator import simulate
 from cuboid.seq1f1b.schedule.unit_costs import LayerSizes, ModelSizes, kept_bytes, seen_keys, segment_flops, unit_flops
 
 #: Llama 2 7B.
@@ -233,33 +229,6 @@ def test_a_flat_machine_makes_segments_of_equal_length():
     measured = MeasuredCut()
     measured.add((700, 500, 400, 300), [0.7, 0.5, 0.4, 0.3])
     assert cut_sequence(1900, 4, cost=measured.cost()) == (475, 475, 475, 475)
-
-
-@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (2, 6), (3, 9), (4, 4)])
-def test_the_chosen_number_of_segments_has_the_shortest_simulated_step(stages, micro_batches):
-    cost = segment_cost(SEVEN_B)
-
-    def step(segments):
-        lengths = cut_sequence(4096, segments, multiple=8, cost=cost)
-        units = [cost(*each) + cost(0, OVERHEAD_TOKENS) for each in ends(lengths)]
-        shape = PipelineShape(stages, micro_batches, segments)
-        return simulate(
-            SCHEDULES["seq1f1b"](shape), shape, lambda a: units[a.segment] * (1 if a.op is Op.FORWARD else 2)
-        ).makespan_s
-
-    chosen = choose_segments(4096, stages=stages, micro_batches=micro_batches, cost=cost, multiple=8)
-    assert step(chosen) == pytest.approx(min(map(step, range(1, 17))), rel=1e-12)
-
-
-def test_segments_are_for_filling_a_pipeline_with_long_sequences():
-    cost = segment_cost(SEVEN_B)
-    assert choose_segments(32768, stages=1, micro_batches=1, cost=cost) == 1
-    assert choose_segments(32768, stages=4, micro_batches=4, cost=cost, schedule="1f1b") == 1
-    assert choose_segments(16, stages=4, micro_batches=1, cost=cost, multiple=8) <= 2
-    by_length = [choose_segments(n, stages=4, micro_batches=8, cost=cost) for n in (256, 2048, 16384)]
-    by_micro_batches = [choose_segments(8192, stages=4, micro_batches=m, cost=cost) for m in (2, 8, 32)]
-    assert by_length == sorted(by_length)
-    assert by_micro_batches == sorted(by_micro_batches, reverse=True)
 
 
 SMALL = {

@@ -27,9 +27,9 @@ ONE = MeshShape()
 SIZES = ModelSizes((LayerSizes.decoder(32, 32, 32, 64),) * 4, head=32 * 64)
 
 
-def cutter(shape=ONE, stages=2, **keys):
+def cutter(shape=ONE, stages=2, choice=None, **keys):
     config, _ = split_config({"pipeline": {"engine": "seq1f1b", "stages": stages, **keys}})
-    return Cutter(config.pipeline, SIZES, Mesh(shape, pipe=stages, rank=0, world_size=shape.size * stages))
+    return Cutter(config.pipeline, SIZES, Mesh(shape, pipe=stages, rank=0, world_size=shape.size * stages), choice)
 
 
 @pytest.mark.parametrize("partition", ["flops", "even"])
@@ -96,11 +96,16 @@ def test_by_operations_later_segments_are_shorter_and_even_ones_are_not():
 
 
 def test_auto_settles_on_one_number_of_segments():
-    auto = cutter(stages=4)
-    first = auto.lengths(8192, 4)
-    assert len(first) > 1
-    assert len(auto.lengths(512, 4)) == len(first)
-    assert len(cutter(stages=1).lengths(8192, 4)) == 1
+    asked = []
+
+    def choice(length, micro_batches):
+        asked.append((length, micro_batches))
+        return 3
+
+    auto = cutter(MeshShape(1, 2, 1), stages=4, choice=choice)
+    assert [len(auto.lengths(length, 4)) for length in (8191, 512)] == [3, 3]
+    # Once, for what the first sequences are filled up to.
+    assert asked == [(8192, 4)]
 
 
 def test_explicit_lengths_are_for_sequences_of_their_sum():

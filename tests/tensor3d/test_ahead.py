@@ -13,7 +13,8 @@ import cuboid
 from cuboid.distributed import mesh as mesh_module
 from cuboid.distributed.topology import MeshShape
 from cuboid.planner.comm_formula import layer_bytes, stage_layer_bytes
-from cuboid.planner.mesh_search import block_sizes
+from cuboid.planner.description.modules import describe_modules
+from cuboid.planner.model_formulas import block_sizes
 from cuboid.tensor3d.layers import input_gather, linear, linear_op
 from cuboid.tensor3d.sharding import bucketing
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce, deferred_shards
@@ -96,7 +97,7 @@ def test_kept_weights_give_the_same_and_are_let_go_of(pool, path, alone, axes):
 def test_kept_weights_send_what_the_formula_says(pool, path):
     shape = MeshShape(6, 1, 1)
     deeper = AutoModelForCausalLM.from_pretrained(path)
-    sizes = block_sizes(deeper, shape)
+    sizes = block_sizes(describe_modules(deeper), shape)
     sent = {}
     for mode in ("layer", "step"):
         sent[mode] = pool.run(6, train, path, (6, 1, 1), {"weight_gather": mode})[0][3]["batch"]
@@ -193,7 +194,7 @@ def test_a_pipeline_reduces_each_gradient_once_a_step_if_it_is_to_wait(pool, pat
 
 def test_the_formula_has_what_a_stages_layer_sends_in_a_step(path):
     """Beside the one for a unit, which is compared with layers."""
-    sizes = block_sizes(AutoModelForCausalLM.from_pretrained(path), MeshShape(3, 1, 1))
+    sizes = block_sizes(describe_modules(AutoModelForCausalLM.from_pretrained(path)), MeshShape(3, 1, 1))
     options = {"element_bytes": 8, "statistic_bytes": 8}
 
     def step(lengths, **modes):

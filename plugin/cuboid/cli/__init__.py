@@ -15,6 +15,7 @@ from cuboid.cli.estimate import estimate
 from cuboid.cli.inspect import inspect
 from cuboid.cli.plan import plan
 from cuboid.cli.prepare import prepare
+from cuboid.cli.profile import profile
 from cuboid.cli.timeline import timeline
 from cuboid.cli.train import train
 from cuboid.cli.verify import verify
@@ -32,6 +33,7 @@ commands.command()(estimate)
 commands.command()(inspect)
 commands.command()(plan)
 commands.command()(prepare)
+commands.command()(profile)
 commands.command()(timeline)
 commands.command()(train)
 commands.command()(verify)

@@ -28,6 +28,7 @@ def estimate(
     """
     from rich.console import Console
 
+    from cuboid.checkpoint.format.bounded_files import write_json
     from cuboid.config.compatibility import check_framework_config
     from cuboid.config.schema import require_config
     from cuboid.planner.description.cluster import Cluster
@@ -45,16 +46,10 @@ def estimate(
     found = predict(described, layout, machines, sequence_length)
     print_estimate(found, Console())
     if json is not None:
-        _write_json(json, found.as_dict())
+        write_json(json, found.as_dict())
     if picture is not None:
         draw_estimate(found, picture)
     if timeline is not None:
         if layout.stages == 1:
             raise typer.BadParameter("--timeline needs a pipeline section with more than one stage")
         draw_timeline(found.cost.simulated(), timeline, title=str(layout))
-
-
-def _write_json(path: Path, content: object) -> None:
-    import json
-
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -33,13 +33,14 @@ def plan(
     """
     from rich.console import Console
 
+    from cuboid.checkpoint.format.bounded_files import write_json
     from cuboid.config.compatibility import check_framework_config
     from cuboid.config.schema import require_config
     from cuboid.planner.description.cluster import Cluster
     from cuboid.planner.description.model import describe
     from cuboid.planner.estimate import estimate
     from cuboid.planner.report import print_comparison, print_estimate, print_plan
-    from cuboid.planner.search import config_of, parse_layout, search
+    from cuboid.planner.search import CHECKPOINTING_LINE, config_of, parse_layout, search
     from cuboid.weights.model_folder import model_config
 
     console = Console()
@@ -57,16 +58,12 @@ def plan(
     print_plan(found, wide)
     best = found.best[0]
     print_estimate(best, console)
+    if best.layout.checkpointing == "full":
+        console.print(f"Recomputing activations is the script's part, before training: {CHECKPOINTING_LINE}")
     config = config_of(best.layout)
     # What is written is what Cuboid itself would read.
     check_framework_config(*require_config(config), machines.gpus, is_complete=True)
     if out is not None:
-        _write_json(out, config)
+        write_json(out, config)
     if json is not None:
-        _write_json(json, {"best": [each.as_dict() for each in found.best], "config": config})
-
-
-def _write_json(path: Path, content: object) -> None:
-    import json
-
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(json, {"best": [each.as_dict() for each in found.best], "config": config})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -81,6 +80,7 @@ def timeline(
     """
     from rich.console import Console
 
+    from cuboid.checkpoint.format.bounded_files import write_json
     from cuboid.seq1f1b.schedule.choice import CHUNKED
     from cuboid.seq1f1b.schedule.timeline_picture import draw_timeline, format_bytes
 
@@ -110,7 +110,7 @@ def timeline(
         simulated, label = _in_bytes(simulated, sequence_bytes), format_bytes
     draw_timeline(simulated, output, title=title, caption=costs.caption, time_label=_TIME, memory_label=label)
     if json_output is not None:
-        json_output.write_text(json.dumps(_numbers(request, chosen, sequence_bytes), indent=1) + "\n", encoding="utf-8")
+        write_json(json_output, _numbers(request, chosen, sequence_bytes))
     _print(Console(), chosen, costs, title)
     typer.echo(f"drawn in {output}")
 

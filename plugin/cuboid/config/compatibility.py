@@ -68,6 +68,13 @@ def check_layout(config: CuboidConfig, rest: dict[str, Any], world_size: int) ->
 
 
 def _check_world(config: CuboidConfig, world_size: int) -> None:
+    if not config.tensor_parallel.is_sized:
+        if world_size % config.stages:
+            raise MeshError(
+                f"pipeline.stages = {config.stages} doesn't divide the world of {world_size}; numbers of stages that "
+                f"do: {', '.join(map(str, divisors(world_size)))}"
+            )
+        return
     if world_size % config.ranks == 0:
         return
     size, mesh = config.tensor_parallel.mesh_size, config.tensor_parallel.mesh
@@ -103,7 +110,7 @@ def _check_precision(config: CuboidConfig, part: DeepSpeedPart) -> None:
             "zero_optimization.stage 3 would split parameters that the mesh splits already; use stage 1"
             f"{'' if config.pipeline else ' or 2'}, and tensor_parallel.mesh.batch for what stage 3 does"
         )
-    if part.zero_stage == 0 and part.bf16 and config.ranks > 1:
+    if part.zero_stage == 0 and part.bf16 and not (config.tensor_parallel.is_sized and config.ranks == 1):
         raise ConfigError(
             "zero_optimization.stage 0 with bf16: DeepSpeed computes a wrong gradient norm there for any tensor "
             "or pipeline parallelism, and clips by it; use stage 1" + ("" if config.pipeline else " or 2")
@@ -128,11 +135,14 @@ def _mode(config: CuboidConfig) -> str:
 def _check_batch(config: CuboidConfig, rest: dict[str, Any], world_size: int) -> None:
     micro, total = rest.get("train_micro_batch_size_per_gpu"), rest.get("train_batch_size")
     steps: Any = rest.get("gradient_accumulation_steps") or 1
+    if not config.tensor_parallel.is_sized:
+        # Checked once the model is there, with the mesh that was chosen.
+        return
     replicas = world_size // config.ranks
     if micro is None and isinstance(total, int) and isinstance(steps, int):
-        # DeepSpeed derives it in the same way, and rejects a remainder.
-        micro = total // (replicas * steps)
-        if micro * replicas * steps != total:
+        # DeepSpeed rejects a remainder too.
+        micro, _ = config.framework.per_replica(replicas)
+        if micro is None:
             raise ConfigError(
                 f"train_batch_size is {total}, which {steps} gradient_accumulation_steps × {replicas} replicas of the "
                 f"mesh don't divide; use a multiple of {replicas * steps}"

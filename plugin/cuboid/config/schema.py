@@ -29,6 +29,7 @@ class Section(BaseModel):
 #: Limits far above any real job. Without them, a typing error would take forever to search or simulate.
 _MOST_RANKS = 2**20
 _MOST_PARTS = 2**16
+_MOST_TOKENS = 2**30
 
 
 class MeshConfig(Section):
@@ -51,10 +52,14 @@ class TensorParallelConfig(Section):
 
     mode: Literal["3d_tensor"] = Field(description="Selects Cuboid's 3-D tensor parallelism.")
     mesh: MeshConfig | Literal["auto"] = Field(
-        description='Axis sizes, or "auto" to take the mesh of `size` ranks that moves the fewest bytes.'
+        description='Axis sizes, or "auto" to take the fastest mesh that fits, as the planner predicts.'
     )
     size: int | None = Field(
-        None, ge=1, le=_MOST_RANKS, description='Ranks of the mesh; needed with, and only with, `"mesh": "auto"`.'
+        None,
+        ge=1,
+        le=_MOST_RANKS,
+        description='Ranks of the mesh, only with `"mesh": "auto"`. Without it the planner chooses them too, and '
+        "leaves the others to data parallelism, for the rows that `train_batch_size` says.",
     )
     gather_logits: Literal["auto"] | bool = Field(
         "auto",
@@ -91,10 +96,7 @@ class TensorParallelConfig(Section):
 
     @model_validator(mode="after")
     def _check_size(self) -> TensorParallelConfig:
-        if self.mesh == "auto":
-            if self.size is None:
-                raise ValueError('"mesh": "auto" needs "size", the number of ranks of the mesh')
-        elif self.size is not None and self.size != self.mesh.shape.size:
+        if self.mesh != "auto" and self.size is not None and self.size != self.mesh.shape.size:
             raise ValueError(
                 f'"size" is {self.size}, but mesh {self.mesh.shape} has {self.mesh_size} ranks; leave "size" out'
             )
@@ -102,11 +104,24 @@ class TensorParallelConfig(Section):
 
     @property
     def mesh_size(self) -> int:
-        """Number of ranks of the mesh, which is known even if its shape is ``"auto"``."""
+        """Number of ranks of the mesh, which may be known even if its shape is ``"auto"``.
+
+        Raises:
+            ConfigError: the planner is to choose it, and has no model yet.
+        """
         if self.mesh != "auto":
             return self.mesh.shape.size
-        assert self.size is not None
+        if self.size is None:
+            raise ConfigError(
+                'tensor_parallel.size is missing: with "mesh": "auto" alone, the mesh has its size once the model is '
+                "loaded, and the Hugging Face Trainer, accelerate, ColossalAI, cuboid verify and convert need it before"
+            )
         return self.size
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether :attr:`mesh_size` is known."""
+        return self.mesh != "auto" or self.size is not None
 
 
 class PipelineConfig(Section):
@@ -129,7 +144,7 @@ class PipelineConfig(Section):
     segments: Annotated[int, Field(ge=1, le=_MOST_PARTS)] | Literal["auto"] = Field(
         "auto",
         description="Segments that each sequence is cut into. 1 is the ordinary pipeline; "
-        '"auto" takes the number with the shortest simulated step, by the first batch\'s length.',
+        '"auto" takes the number that the planner predicts to be the fastest that fits, for the first batch.',
     )
     partition: Literal["flops", "even", "measured"] | tuple[Annotated[int, Field(ge=1)], ...] = Field(
         "flops",
@@ -255,6 +270,45 @@ class CheckpointConfig(Section):
     max_file_bytes: int = Field(MAX_FILE_BYTES, ge=1, description="Longest file, unless one tensor alone is longer.")
 
 
+class FrameworkNumbers(Section):
+    """Numbers of the framework's part on which a layout depends; None where it has none, or leaves them open.
+
+    Attributes:
+        micro_batch: ``train_micro_batch_size_per_gpu``.
+        accumulation: ``gradient_accumulation_steps``.
+        batch: ``train_batch_size``.
+        zero_stage: of ``zero_optimization``.
+    """
+
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    batch: int | None = None
+    zero_stage: int | None = None
+
+    @classmethod
+    def of(cls, rest: Mapping[str, Any]) -> FrameworkNumbers:
+        """Those of a config."""
+        zero = rest.get("zero_optimization")
+        given = {
+            "micro_batch": rest.get("train_micro_batch_size_per_gpu"),
+            "accumulation": rest.get("gradient_accumulation_steps"),
+            "batch": rest.get("train_batch_size"),
+            "zero_stage": zero.get("stage") if isinstance(zero, Mapping) else None,
+        }
+        return cls(**{name: value for name, value in given.items() if type(value) is int})
+
+    def per_replica(self, replicas: int) -> tuple[int | None, int]:
+        """Rows of a micro-batch and micro-batches of a step, as DeepSpeed derives them.
+
+        There are no rows where the config has none, or the step's don't divide.
+        """
+        steps = self.accumulation or 1
+        if self.micro_batch is not None or self.batch is None:
+            return self.micro_batch, steps
+        rows, rest = divmod(self.batch, replicas * steps)
+        return (None if rest else rows), steps
+
+
 _NO_MESH = {"mode": "3d_tensor", "mesh": {}}
 
 
@@ -264,15 +318,36 @@ class CuboidConfig(Section):
     tensor_parallel: TensorParallelConfig = Field(default_factory=lambda: TensorParallelConfig.model_validate(_NO_MESH))
     pipeline: PipelineConfig | None = None
     checkpoint: CheckpointConfig = Field(default_factory=lambda: CheckpointConfig.model_validate({}))
-    #: Rows of a micro-batch, copied from the framework's train_micro_batch_size_per_gpu if it is a number; not a key.
-    micro_batch: SkipJsonSchema[int | None] = None
+    cluster: str | None = Field(
+        default=None,
+        description='GPUs for which `"auto"` is decided: nodes x GPUs x kind, such as "8x8xH100-80GB", or a profile '
+        "that `cuboid profile` wrote. By default those that the job sees.",
+    )
+    sequence_length: int | None = Field(
+        default=None,
+        ge=1,
+        le=_MOST_TOKENS,
+        description='Tokens of a sequence, for `"mesh": "auto"`, which is decided before there is data. By default '
+        "4096, or as many as the model has positions.",
+    )
+    #: Copied from the framework's part; not a key.
+    framework: SkipJsonSchema[FrameworkNumbers] = FrameworkNumbers()
 
     @model_validator(mode="after")
     def _check_autotp_size(self) -> CuboidConfig:
         given = self.tensor_parallel.autotp_size
-        if given not in (None, 0, self.ranks):
+        if given and given != self.ranks:
             raise ValueError(
                 f"autotp_size is {given}, but {self.ranks} ranks hold one copy of the model; leave autotp_size out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_rows(self) -> CuboidConfig:
+        if not self.tensor_parallel.is_sized and self.framework.batch is None:
+            raise ValueError(
+                '"mesh": "auto" needs "train_batch_size", the rows of a step, since it may leave ranks to data '
+                'parallelism; or "size", the ranks of the mesh'
             )
         return self
 
@@ -299,6 +374,12 @@ class CuboidConfig(Section):
     def ranks(self) -> int:
         """Number of ranks of one replica of the model: mesh size × stages."""
         return self.stages * self.tensor_parallel.mesh_size
+
+    def on_mesh(self, shape: MeshShape) -> CuboidConfig:
+        """The same config with a mesh that was chosen."""
+        axes = MeshConfig(batch=shape.batch, sequence=shape.sequence, hidden=shape.hidden)
+        section = self.tensor_parallel.model_copy(update={"mesh": axes, "size": None})
+        return self.model_copy(update={"tensor_parallel": section})
 
     def topology(self, world_size: int) -> Topology:
         """The topology of stages and replicas. The mesh's shape may still be unknown, so it is one axis in it."""
@@ -351,9 +432,8 @@ def _split(whole: Mapping[str, Any]) -> tuple[CuboidConfig, dict[str, Any]]:
     _check_sections(sections, rest)
     _take_checkpoint(rest, sections)
     try:
-        micro_batch = rest.get("train_micro_batch_size_per_gpu")
-        rows = micro_batch if type(micro_batch) is int else None
-        return CuboidConfig.model_validate({**sections, "micro_batch": rows}), rest
+        own = {name: rest.pop(name) for name in _OWN_KEYS if name in rest}
+        return CuboidConfig.model_validate({**sections, **own, "framework": FrameworkNumbers.of(rest)}), rest
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
 
@@ -424,6 +504,8 @@ def require_config(source: ConfigSource) -> tuple[CuboidConfig, dict[str, Any]]:
     return config, rest
 
 
+#: Keys beside the sections; in a config that has one.
+_OWN_KEYS = ("cluster", "sequence_length")
 #: Values that identify a section as Cuboid's.
 _MARKS = ("3d_tensor", "seq1f1b")
 #: Keys that identify a section as Cuboid's. Any of them is enough, so that a section whose ``mode`` or ``engine`` was
@@ -540,4 +622,5 @@ _SECTION_MODELS: dict[str, type[Section]] = {
     "pipeline": PipelineConfig,
     "checkpoint": CheckpointConfig,
 }
-_KNOWN_KEYS = {*_SECTION_MODELS, *(name for model in _SECTION_MODELS.values() for name in model.model_fields)}
+_SECTION_KEYS = {name for model in _SECTION_MODELS.values() for name in model.model_fields}
+_KNOWN_KEYS = {*_SECTION_MODELS, *_OWN_KEYS, *_SECTION_KEYS}

@@ -291,8 +291,14 @@ class Mesh:
     def _find_nodes(self) -> None:
         """Learn which ranks reach one another without a network."""
         own = own_network() if dist.get_backend() == "gloo" else socket.gethostname()
-        nodes = [""] * self.topology.world_size
-        dist.all_gather_object(nodes, own)
+        gathered = [("", "")] * self.topology.world_size
+        dist.all_gather_object(gathered, (own, str(self.shape)))
+        nodes, shapes = zip(*gathered, strict=True)
+        if len(set(shapes)) > 1:
+            raise MeshError(
+                f"ranks have different meshes, {', '.join(sorted(set(shapes)))}; rank {self.rank} has {self.shape}: "
+                'with "mesh": "auto" that is so where their GPUs differ: name the "cluster", or the mesh'
+            )
         # Other backends than gloo choose their routes by themselves. Unbatched receives and sends, as gloo has them
         # directly, would wait for one another on NCCL's one stream.
         self.spans_networks = dist.get_backend() == "gloo" and len(set(nodes)) > 1

@@ -1,4 +1,4 @@
-"""Bytes that one transformer layer makes a rank send, by a closed formula; ``"mesh": "auto"`` minimizes it.
+"""Bytes that one transformer layer makes a rank send, by a closed formula.
 
 docs/traffic.md derives it; a test compares it with the bytes that a real layer sends.
 """

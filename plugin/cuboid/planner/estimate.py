@@ -9,19 +9,22 @@ from functools import cached_property
 from typing import Any
 
 from cuboid.config.schema import CuboidConfig, PipelineConfig
-from cuboid.distributed.topology import Coordinate
 from cuboid.errors import ConfigError
-from cuboid.models.architectures.attention_heads import HeadCounts, plan_key_value_heads
-from cuboid.planner.comm_formula import BlockSizes, layer_bytes
+from cuboid.planner.comm_formula import layer_bytes
 from cuboid.planner.cost.layout import CUBOID, Layout, Software
-from cuboid.planner.cost.memory import USABLE, Memory, stage_memory
+from cuboid.planner.cost.memory import Memory, stage_memory, usable_bytes
 from cuboid.planner.cost.step import StepCost, StepTime
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.model import ModelDescription
 from cuboid.planner.divisibility import check_mesh
-from cuboid.seq1f1b.schedule.partition import check_lengths, choose_segments, even_cut
+from cuboid.planner.model_formulas import block_sizes
+from cuboid.seq1f1b.schedule.partition import check_lengths, even_cut
 from cuboid.seq1f1b.schedule.schedules import SCHEDULES
-from cuboid.seq1f1b.schedule.unit_costs import segment_flops
+
+#: Numbers of segments that are tried.
+SEGMENTS = (1, 2, 4, 8, 16)
+#: Shorter segments are never fast.
+_LEAST_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,11 @@ class Estimate:
     time: StepTime
     stages: tuple[Memory, ...]
 
+    @classmethod
+    def of(cls, cost: StepCost) -> Estimate:
+        """What a step costs, computed."""
+        return cls(cost, cost.step_time(), tuple(stage_memory(cost)))
+
     @property
     def layout(self) -> Layout:
         """Of the ranks."""
@@ -51,7 +59,7 @@ class Estimate:
     @property
     def limit_bytes(self) -> float:
         """What tensors can have of a GPU."""
-        return USABLE * self.cost.cluster.gpu.memory_bytes
+        return usable_bytes(self.cost.cluster)
 
     @property
     def fits(self) -> bool:
@@ -75,8 +83,8 @@ class Estimate:
         cost, layout = self.cost, self.layout
         layers = max(cost.stage_layers)
         total: dict[str, int] = {}
+        sizes = block_sizes(cost.model, layout.mesh)
         for length in cost.lengths:
-            sizes = block_sizes(cost.model, layout)
             one = layer_bytes(sizes, layout.mesh, layout.micro_batch, length, weight_gather=layout.weight_gather)
             for axis, count in one.items():
                 total[axis] = total.get(axis, 0) + count * layers * layout.micro_batches
@@ -128,8 +136,7 @@ def estimate(
         ConfigError: the layout doesn't fit the cluster, or the sequence is longer than the model's.
     """
     _check(model, layout, cluster, length)
-    cost = StepCost(model, layout, cluster, length, software or cuboid_software(layout), known=known)
-    return Estimate(cost, cost.step_time(), tuple(stage_memory(cost)))
+    return Estimate.of(StepCost(model, layout, cluster, length, software or cuboid_software(layout), known=known))
 
 
 def cuboid_software(layout: Layout) -> Software:
@@ -163,27 +170,29 @@ def _check(model: ModelDescription, layout: Layout, cluster: Cluster, length: in
     check_mesh(model, layout.mesh)
 
 
-def block_sizes(model: ModelDescription, layout: Layout) -> BlockSizes:
-    """Sizes of the first layer, for the formula of its bytes."""
-    layer = model.layers[0]
-    own = layer.attention
-    counts = HeadCounts(own.heads, own.key_value_heads, own.query_dim)
-    plan = plan_key_value_heads(counts, layout.mesh, Coordinate(0, 0, 0, 0, 0))
-    by_name = {each.name: each for each in layer.projections}
-    qkv, up = by_name.get("qkv"), by_name.get("gate_up") or by_name.get("up")
-    return BlockSizes(
-        hidden=model.hidden,
-        query=own.query,
-        key_value=own.key,
-        intermediate=layer.intermediate,
-        gated=layer.gated,
-        summed=None if plan.scattered else plan.heads * own.query_dim,
-        whole_key_value=not plan.split_by_sequence,
-        norm=model.norm,
-        qkv_bias=qkv is not None and qkv.bias,
-        out_bias=by_name["o"].bias,
-        mlp_bias=up is not None and up.bias,
-    )
+def segment_counts(layout: Layout, length: int) -> list[int]:
+    """Numbers of segments that a layout may have for sequences of so many tokens."""
+    if layout.stages == 1 or layout.schedule == "1f1b":
+        return [1]
+    grain = _LEAST_TOKENS * math.lcm(layout.mesh.sequence, layout.mesh.hidden)
+    return [count for count in SEGMENTS if count == 1 or length >= count * grain]
+
+
+def best_segments(model: ModelDescription, layout: Layout, cluster: Cluster, length: int) -> int:
+    """The number of segments with the fastest step that fits; if none fits, that which needs the least memory.
+
+    Args:
+        model, cluster: what is trained where.
+        layout: but for the segments.
+        length: S, a multiple of what the mesh needs.
+    """
+    known: dict[Any, Any] = {}
+    changed = [replace(layout, segments=count) for count in segment_counts(layout, length)]
+    tried = [Estimate.of(StepCost(model, one, cluster, length, cuboid_software(one), known=known)) for one in changed]
+    fitting = [each for each in tried if each.fits]
+    if not fitting:
+        return min(tried, key=lambda each: each.memory_bytes).layout.segments
+    return min(fitting, key=lambda each: each.time.total_s).layout.segments
 
 
 def layout_of_config(
@@ -217,7 +226,12 @@ def layout_of_config(
             f"{cluster} aren't a multiple of"
         )
     replicas = cluster.gpus // config.ranks
-    rows, count = _batch_sizes(rest, replicas)
+    rows, count = config.framework.per_replica(replicas)
+    if not rows:
+        raise ConfigError(
+            "the planner needs train_micro_batch_size_per_gpu as a number, or a train_batch_size that "
+            f"gradient_accumulation_steps = {count} × {replicas} replicas divide"
+        )
     layout = Layout(
         mesh.shape,
         config.stages,
@@ -231,10 +245,12 @@ def layout_of_config(
     if config.tensor_parallel.gather_logits is True:
         raise ConfigError('tensor_parallel.gather_logits is true: whole logits have no estimate; write "auto"')
     pipeline = config.pipeline
-    return layout if pipeline is None else _with_pipeline(layout, pipeline, model, length)
+    return layout if pipeline is None else _with_segments(layout, pipeline, model, cluster, length)
 
 
-def _with_pipeline(layout: Layout, pipeline: PipelineConfig, model: ModelDescription, length: int) -> Layout:
+def _with_segments(
+    layout: Layout, pipeline: PipelineConfig, model: ModelDescription, cluster: Cluster, length: int
+) -> Layout:
     """The layout with what the config's pipeline section says."""
     if pipeline.schedule not in SCHEDULES:
         raise ConfigError(
@@ -243,20 +259,10 @@ def _with_pipeline(layout: Layout, pipeline: PipelineConfig, model: ModelDescrip
     if pipeline.partition == "measured":
         raise ConfigError('pipeline.partition "measured" cuts by the times of real steps; estimate it as "flops"')
     multiple = math.lcm(layout.mesh.sequence, layout.mesh.hidden)
-    layout = replace(layout, schedule=pipeline.schedule)
-    if pipeline.kv_gradients == "parameter":
-        layout = replace(layout, key_value_gradient_bytes=2)
-    if isinstance(pipeline.stage_balance, tuple):
-        layout = replace(layout, stage_layers=_checked_balance(pipeline.stage_balance, model))
-    elif pipeline.stage_balance == "layers":
-        even, rest_ = divmod(len(model.layers), layout.stages)
-        layout = replace(layout, stage_layers=tuple(even + (stage < rest_) for stage in range(layout.stages)))
+    layout = with_pipeline(layout, pipeline, model)
     segments = pipeline.segments
     if segments == "auto":
-        segments = choose_segments(
-            length, stages=layout.stages, micro_batches=layout.micro_batches, cost=segment_flops(model.sizes),
-            multiple=multiple, schedule=pipeline.schedule,
-        )  # fmt: skip
+        segments = best_segments(model, layout, cluster, length)
     layout = replace(layout, segments=segments)
     if isinstance(pipeline.partition, tuple):
         check_lengths(pipeline.partition, length=length, segments=segments, multiple=multiple)
@@ -266,6 +272,24 @@ def _with_pipeline(layout: Layout, pipeline: PipelineConfig, model: ModelDescrip
     return layout
 
 
+def with_pipeline(layout: Layout, pipeline: PipelineConfig, model: ModelDescription) -> Layout:
+    """The layout with what a config says of stages and keys.
+
+    A schedule that is generated has the same order of forwards in principle as `seq1f1b`, which stands for it.
+    """
+    balance: tuple[int, ...] = ()
+    if isinstance(pipeline.stage_balance, tuple):
+        balance = _checked_balance(pipeline.stage_balance, model)
+    elif pipeline.stage_balance == "layers":
+        balance = even_cut(len(model.layers), layout.stages)
+    return replace(
+        layout,
+        schedule=pipeline.schedule if pipeline.schedule in SCHEDULES else "seq1f1b",
+        stage_layers=balance,
+        key_value_gradient_bytes=2 if pipeline.kv_gradients == "parameter" else 4,
+    )
+
+
 def _checked_balance(balance: tuple[int, ...], model: ModelDescription) -> tuple[int, ...]:
     if sum(balance) != len(model.layers):
         raise ConfigError(
@@ -273,20 +297,6 @@ def _checked_balance(balance: tuple[int, ...], model: ModelDescription) -> tuple
             f"{len(model.layers)} layers"
         )
     return balance
-
-
-def _batch_sizes(rest: Mapping[str, Any], replicas: int) -> tuple[int, int]:
-    """Rows of a micro-batch, and micro-batches of a step."""
-    rows, total = rest.get("train_micro_batch_size_per_gpu"), rest.get("train_batch_size")
-    steps = rest.get("gradient_accumulation_steps") or 1
-    if type(rows) is int and type(total) is int and rest.get("gradient_accumulation_steps") is None:
-        steps = max(1, total // (rows * replicas))
-    if type(steps) is not int or type(rows) is not int or min(rows, steps) < 1:
-        raise ConfigError(
-            f"train_micro_batch_size_per_gpu is {rows!r} and gradient_accumulation_steps {steps!r}; the planner needs "
-            "numbers"
-        )
-    return rows, steps
 
 
 def remedies(found: Estimate) -> list[tuple[str, Estimate]]:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cuboid.errors import CuboidError
+from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.estimate import Estimate, remedies
 from cuboid.planner.search import Plan, reason, terms
-from cuboid.seq1f1b.schedule.timeline_picture import format_bytes
+from cuboid.seq1f1b.schedule.timeline_picture import check_picture, format_bytes
 
 _GIB = 2**30
 
@@ -80,6 +80,32 @@ def _verdict(found: Estimate) -> str:
     return "\n".join(lines)
 
 
+def print_profile(cluster: Cluster, console: Any) -> None:
+    """The constants of a cluster's GPUs."""
+    from rich.table import Table
+
+    gpu = cluster.gpu
+    table = Table(title=f"{cluster}, {gpu.memory_bytes / _GIB:.1f} GiB a GPU", title_justify="left")
+    table.add_column("rate")
+    for name in ("of", "reached", "share"):
+        table.add_column(name, justify="right")
+    rates = (
+        ("matrix products, TFLOP/s", gpu.peak_flops / 1e12, gpu.matmul_efficiency),
+        ("attention, TFLOP/s", gpu.peak_flops / 1e12, gpu.attention_efficiency),
+        ("memory, GB/s", gpu.memory_bytes_per_s / 1e9, gpu.memory_efficiency),
+        ("inside a node, GB/s", gpu.link_bytes_per_s / 1e9, gpu.link_efficiency),
+        ("between nodes, GB/s", gpu.network_bytes_per_s / 1e9, gpu.network_efficiency),
+    )
+    for name, sheet, share in rates:
+        table.add_row(name, f"{sheet:.4g}", f"{sheet * share:.4g}", f"{share:.0%}")
+    console.print(table)
+    latencies = [f"{1e6 * seconds:.1f} µs" for seconds in (gpu.kernel_s, gpu.link_latency_s, gpu.network_latency_s)]
+    console.print(
+        f"a kernel takes {latencies[0]}, a step of a ring {latencies[1]} in a node and {latencies[2]} between nodes",
+        highlight=False,
+    )
+
+
 def print_plan(plan: Plan, console: Any) -> None:
     """The best layouts, with the reason why each loses to the first."""
     from rich.table import Table
@@ -146,8 +172,7 @@ def draw_estimate(found: Estimate, path: Path) -> None:
     Raises:
         CuboidError: no such format.
     """
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise CuboidError(f"pictures are written as .png, .svg or .pdf, not as {path.name!r}")
+    check_picture(path)
     # It takes a second to import, which only those who draw should wait for.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from cuboid.distributed.topology import MeshShape, divisors
 from cuboid.errors import ConfigError
 from cuboid.planner.cost.layout import Layout
-from cuboid.planner.cost.memory import USABLE, ends_memory, stage_memory, states_bytes
+from cuboid.planner.cost.memory import ends_memory, states_bytes, usable_bytes
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.model import ModelDescription
 from cuboid.planner.divisibility import mesh_misfit, stage_counts
-from cuboid.planner.estimate import Estimate, cuboid_software
+from cuboid.planner.estimate import Estimate, cuboid_software, segment_counts
 
-#: Numbers of segments, and of rows for each rank of the `batch` axis, that are tried.
-_SEGMENTS = (1, 2, 4, 8, 16)
+#: Numbers of rows for each rank of the `batch` axis that are tried.
 _ROWS = (1, 2, 4, 8)
 #: A mesh whose sequence × hidden axes span more nodes than these is never fast.
 _MOST_NODES_OF_MESH = 2
 
 Goal = Literal["fastest", "smallest"]
+#: What a script does for a layout with checkpointing, which is the model's affair: no key of a config does it.
+CHECKPOINTING_LINE = "model.gradient_checkpointing_enable()"
 
 
 @dataclass(frozen=True)
@@ -64,27 +65,45 @@ def search(
         ConfigError: no layout divides model, batch and cluster, or none fits; says what would come nearest.
     """
     known: dict[Any, Any] = {}
-    limit = USABLE * cluster.gpu.memory_bytes
+    costs = (
+        StepCost(model, layout, cluster, length, cuboid_software(layout), known=known)
+        for layout in layouts(model, cluster, length, global_batch)
+    )
+    what = f"{model.name} with {length} tokens and a global batch of {global_batch} on {cluster}"
+    return best_of(costs, what, goal=goal, count=count)
+
+
+def best_of(costs: Iterable[StepCost], what: str, *, goal: Goal = "fastest", count: int = 10) -> Plan:
+    """Of the layouts of one model on one cluster the best that fit.
+
+    Args:
+        costs: of the layouts; those that share known times are fast to compare.
+        what: names model, work and cluster in errors.
+        goal, count: as of :func:`search`.
+
+    Raises:
+        ConfigError: there is none, or none that fits.
+    """
     candidates = []
-    for number, layout in enumerate(layouts(model, cluster, length, global_batch)):
-        cost = StepCost(model, layout, cluster, length, cuboid_software(layout), known=known)
+    for number, cost in enumerate(costs):
         least = states_bytes(cost)
         candidates.append((least if goal == "smallest" else cost.least_s(), number, least, cost))
     candidates.sort(key=lambda candidate: candidate[:2])
     found: list[Estimate] = []
-    smallest: tuple[float, Layout] | None = None
+    smallest: tuple[float, StepCost] | None = None
     for bound, _, least, cost in candidates:
+        limit = usable_bytes(cost.cluster)
         if len(found) >= count and bound > _value(found[count - 1], goal):
             break
         memory = least if least > limit else ends_memory(cost)
         if smallest is None or memory < smallest[0]:
-            smallest = memory, cost.layout
+            smallest = memory, cost
         if memory <= limit:
-            one = Estimate(cost, cost.step_time(), tuple(stage_memory(cost)))
+            one = Estimate.of(cost)
             if one.fits:
                 found = _with(found, one, goal)
     if not found:
-        raise ConfigError(_nothing_fits(model, cluster, length, global_batch, smallest, limit))
+        raise ConfigError(_nothing_fits(what, smallest))
     return Plan(tuple(found[:count]), len(candidates))
 
 
@@ -101,23 +120,15 @@ def _value(found: Estimate, goal: Goal) -> float:
     return found.memory_bytes if goal == "smallest" else found.time.total_s
 
 
-def _nothing_fits(
-    model: ModelDescription,
-    cluster: Cluster,
-    length: int,
-    global_batch: int,
-    least: tuple[float, Layout] | None,
-    limit: float,
-) -> str:
-    what = f"{model.name} with {length} tokens and a global batch of {global_batch} on {cluster}"
+def _nothing_fits(what: str, least: tuple[float, StepCost] | None) -> str:
     if least is None:
         return (
             f"no layout divides {what}: the batch must be a multiple of the replicas times their rows, and heads and "
             "features of the mesh; try a global batch with more divisors, or another number of GPUs"
         )
     return (
-        f"no layout fits {what}: the smallest, {least[1]}, needs {least[0] / 2**30:.1f} GiB a GPU, and "
-        f"{limit / 2**30:.1f} can be used; take more GPUs, or shorter sequences"
+        f"no layout fits {what}: the smallest, {least[1].layout}, needs {least[0] / 2**30:.1f} GiB a GPU, and "
+        f"{usable_bytes(least[1].cluster) / 2**30:.1f} can be used; take more GPUs, or shorter sequences"
     )
 
 
@@ -144,17 +155,14 @@ def _is_possible(model: ModelDescription, mesh: MeshShape, cluster: Cluster, len
 def _variants(base: Layout, length: int, rows_of_replica: int) -> Iterator[Layout]:
     """One mesh with all that is chosen besides it."""
     batch = base.mesh.batch
-    pipelined = base.stages > 1
-    zeros = (1, 2) if base.replicas > 1 and not pipelined else (1,)
+    counts = segment_counts(base, length)
+    zeros = (1, 2) if base.replicas > 1 and base.stages == 1 else (1,)
     gathers: tuple[Literal["layer", "step"], ...] = ("layer", "step") if batch > 1 else ("layer",)
-    grain = 64 * math.lcm(base.mesh.sequence, base.mesh.hidden)
     for rows in (batch * each for each in _ROWS):
         if rows_of_replica % rows:
             continue
         sized = replace(base, micro_batch=rows, micro_batches=rows_of_replica // rows)
-        for segments in _SEGMENTS if pipelined else (1,):
-            if segments > 1 and length < segments * grain:
-                continue
+        for segments in counts:
             for gather in gathers:
                 for zero in zeros:
                     one = replace(sized, segments=segments, weight_gather=gather, zero_stage=zero)
@@ -191,7 +199,10 @@ def reason(found: Estimate, best: Estimate) -> str:
 
 
 def config_of(layout: Layout) -> dict[str, Any]:
-    """A complete config for DeepSpeed with this layout, as :func:`cuboid.config.schema.split_config` accepts it."""
+    """A complete config for DeepSpeed with this layout, as :func:`cuboid.config.schema.split_config` accepts it.
+
+    It doesn't have the layout's checkpointing, which takes :data:`CHECKPOINTING_LINE` in the script.
+    """
     mesh = layout.mesh
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": layout.micro_batch,
@@ -209,8 +220,6 @@ def config_of(layout: Layout) -> dict[str, Any]:
             "weight_gather": layout.weight_gather,
         },
     }
-    if layout.checkpointing == "full":
-        config["_gradient_checkpointing"] = "call model.gradient_checkpointing_enable() before training"
     if layout.stages > 1:
         config["pipeline"] = {
             "engine": "seq1f1b",

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig
-from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.mesh import Mesh, current_world_size
 from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.models.architectures.supported_tasks import adapters_refused, check_checkpoint, check_class
@@ -28,7 +28,7 @@ from cuboid.models.pipeline.staging_plan import plan_staging
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.sharded.sharded_model import shard_modules
 from cuboid.models.stages.stage_model import StageModel, Staging, cut_model, finish_stage
-from cuboid.planner.mesh_search import choose_mesh
+from cuboid.planner.automatic import choose_mesh, segment_choice
 from cuboid.tensor3d.sharding.sharded_param import local_state
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 from cuboid.weights.model_folder import (
@@ -185,7 +185,11 @@ class _Loading:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[safe-super]
         config, plan = self._cuboid_config, self._cuboid_plan
-        shape = choose_mesh(self, config, self._cuboid_base) if plan is None else plan.mesh.shape
+        shape = (
+            choose_mesh(self, config, self._cuboid_base, world_size=current_world_size())
+            if plan is None
+            else plan.mesh.shape
+        )
         # Stages of one rank each don't shard parameters, so need no parallel plan for the architecture.
         self._parallel_plan = None
         if config.pipeline is None or shape.size > 1:
@@ -194,7 +198,9 @@ class _Loading:
         self._staging = None
         if config.pipeline is not None:
             self._staging = (
-                plan_staging(self._cuboid_base, self.config, config, self._mesh)
+                plan_staging(
+                    self._cuboid_base, self.config, config, self._mesh, segment_choice(self, config, self._mesh)
+                )
                 if plan is None or plan.staging is None
                 else dataclasses.replace(plan.staging, chunks=(), shared={}, slot=UnitSlot(), recorder=None)
             )

@@ -70,7 +70,8 @@ def from_rank_file(
     # transformers then reads this file instead of model.safetensors; ``finish_loading`` removes the key.
     settings.transformers_weights = name
     members = {"__module__": loading.__module__, "__qualname__": loading.__qualname__, "_cuboid_ranks": document}
-    members["_cuboid_folder"] = folder
+    # An automatic mesh is the one that the files were made for.
+    members.update(_cuboid_folder=folder, _cuboid_config=config.on_mesh(document.mesh.shape))
     return type(loading.__name__, (_FromRankFile, loading), members), args, {**kwargs, "config": settings}
 
 
@@ -78,8 +79,9 @@ def _check_config(document: RankFolder, config: CuboidConfig, folder: Path) -> N
     """Reject a config for another mesh or for other stages, before a model is built."""
     mesh, placement = config.tensor_parallel.mesh, document.placement or tuple(range(document.topology.pipe))
     other_mesh = mesh != "auto" and mesh.shape != document.mesh.shape
-    if other_mesh or config.tensor_parallel.mesh_size != document.mesh.shape.size or config.placement != placement:
-        asked = f"{config.tensor_parallel.mesh_size} ranks" if mesh == "auto" else str(mesh.shape)
+    other_size = config.tensor_parallel.size not in (None, document.mesh.shape.size)
+    if other_mesh or other_size or config.placement != placement:
+        asked = f"{config.tensor_parallel.size or 'any number of'} ranks" if mesh == "auto" else str(mesh.shape)
         stages = f"{len(config.placement)} stage(s)"
         if len(config.placement) > config.stages:
             stages += f" on the pipeline's ranks {', '.join(map(str, config.placement))}"

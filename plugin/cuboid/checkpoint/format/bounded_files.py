@@ -63,6 +63,11 @@ def _check_regular(path: Path, mode: int) -> None:
         raise CheckpointError(f"{path}: is a {kinds.get(stat.S_IFMT(mode), 'device')}, not a file")
 
 
+def write_json(path: Path, content: object) -> None:
+    """Write results that people read too."""
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
 def check_output(folder: Path, needed_bytes: int = 0) -> None:
     """Check that results can be written into a folder before they are computed; the folder is created if missing.
 

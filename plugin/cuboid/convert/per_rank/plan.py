@@ -17,7 +17,7 @@ from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.models.certification.mesh_certificates import certified_plan
 from cuboid.models.pipeline.staging_plan import plan_staging
 from cuboid.models.stages.stages import cut_stages
-from cuboid.planner.mesh_search import choose_mesh
+from cuboid.planner.automatic import choose_mesh
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 from cuboid.weights.rank_folder import RankTensor, StoredLayout, layout_in_words
 
@@ -61,7 +61,7 @@ def plan_ranks(
         MeshError, UnsupportedModelError, ConfigError: the config doesn't fit the model or the world size.
     """
     model = blank_model(model_config)
-    shape = choose_mesh(model, config)
+    shape = choose_mesh(model, config, world_size=world_size)
     mesh = Mesh(shape, pipe=config.stages, rank=0, world_size=world_size or shape.size * config.stages)
     layouts: Mapping[str, ShardingSpec] = {}
     # Stages of one rank each have full tensors, which works for architectures without a parallel plan too.

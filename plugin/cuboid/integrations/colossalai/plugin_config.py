@@ -88,6 +88,8 @@ class PluginConfig:
         except ValidationError as error:
             raise ConfigError("\n".join(map(_explain, error.errors()))) from None
         check_layout(config, rest, world_size)
+        # Scripts ask for it before they have a model.
+        config.topology(world_size)
         return cls(config, booster, whole)
 
     def flat(self, replicas: int) -> str:

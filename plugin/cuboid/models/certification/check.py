@@ -32,6 +32,7 @@ from cuboid.models.stages.stage_runner import StageRunner
 from cuboid.models.stages.stages import StageLayout, draw_outline
 from cuboid.models.stages.units import SegmentedBatch, label_tokens, with_shifted_labels
 from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
+from cuboid.seq1f1b.schedule.partition import even_cut
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
 
 _ROWS = 3
@@ -243,7 +244,7 @@ def _run_cut(model: PreTrainedModel, outline: Outline, batch: MicroBatch, mode: 
 def stage_counts(outline: Outline) -> tuple[int, ...]:
     """Layers of each of the probe's stages."""
     count = min(_STAGES, outline.count)
-    return tuple(outline.count // count + (stage < outline.count % count) for stage in range(count))
+    return even_cut(outline.count, count)
 
 
 def run_stages(stages: Sequence[Any], batch: MicroBatch, lengths: tuple[int, ...]) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch import nn
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.rank_agreement import StepGuard
-from cuboid.errors import CuboidError
+from cuboid.errors import ConfigError, CuboidError
 from cuboid.models.batch.broadcast import MicroBatch, ReplicasInStep, share_micro_batches
 from cuboid.models.pipeline.sequence_cut import Cutter
 from cuboid.models.pipeline.step_schedule import StepSchedules
@@ -65,7 +65,9 @@ class Pipeline:
         self.mesh: Mesh = stage.cuboid.mesh
         self.mesh.connect()
         tiles = self._device.type != "cpu"
-        self._cutter = Cutter(self._config, stage.staging.sizes, self.mesh, tiles=tiles)
+        if self._config.segments == "auto":
+            self._check_same_cluster()
+        self._cutter = Cutter(self._config, stage.staging.sizes, self.mesh, self._choose_segments, tiles=tiles)
         #: Buffers of keys and values, for reports of memory.
         self.pool = KVCachePool()
         self._schedules = StepSchedules(stage.staging)
@@ -161,6 +163,26 @@ class Pipeline:
         ]
         shape = PipelineShape(self._staging.layout.stages, count, len(lengths[0]))
         return _Step(shape, cut, lengths), torch.stack([label_tokens(batch) for batch in micro_batches]).sum()
+
+    def _choose_segments(self, length: int, micro_batches: int) -> int:
+        """For the first sequences, of so many tokens with padding."""
+        choice = self._staging.segment_choice
+        assert choice is not None, "a stage that was planned without one"
+        recomputes = bool(self._model.is_gradient_checkpointing)
+        return choice(length, max(1, self.rows // micro_batches), micro_batches, recomputes=recomputes)
+
+    def _check_same_cluster(self) -> None:
+        """Ranks that saw different GPUs would cut their sequences differently, and wait for one another for ever."""
+        choice, world_size = self._staging.segment_choice, self.mesh.topology.world_size
+        if choice is None or self.mesh.in_threads or world_size == 1:
+            return
+        seen = [""] * world_size
+        dist.all_gather_object(seen, repr(choice.cluster))
+        if len(set(seen)) > 1:
+            raise ConfigError(
+                '"segments": "auto" is decided by the GPUs, and ranks see different ones: '
+                f'{" and ".join(sorted(set(seen)))}; name the "cluster", or the number of segments'
+            )
 
     def _check_length(self, length: int) -> None:
         longest = self._staging.outline.longest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from cuboid.config.schema import PipelineConfig
 from cuboid.distributed.axis_collectives import padded_length
@@ -11,14 +12,11 @@ from cuboid.errors import ConfigError
 from cuboid.models.batch.batch import granule
 from cuboid.models.pipeline.step_trace import StepTrace
 from cuboid.seq1f1b.schedule.partition import (
-    MOST_SEGMENTS,
     MeasuredCut,
-    choose_segments,
     cut_sequence,
     even_cut,
     segment_cost,
 )
-from cuboid.seq1f1b.schedule.schedules import SCHEDULES
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
 
 #: Products on a GPU work on tiles of so many tokens; a segment of a few more takes as long as one of a tile more.
@@ -35,17 +33,25 @@ class Cutter:
         config: the pipeline's.
         sizes: of the model; None where whole sequences or even segments need no costs.
         mesh: whose `sequence` and `hidden` axes divide segments once more.
+        choice: of the number of segments for ``(length, micro_batches)``; None where the config has it.
         tiles: whether sequences that are long enough are cut at multiples of 128 tokens.
 
     Raises:
         ConfigError: explicit lengths that the mesh can't divide.
     """
 
-    def __init__(self, config: PipelineConfig, sizes: ModelSizes | None, mesh: Mesh, *, tiles: bool = False) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: PipelineConfig,
+        sizes: ModelSizes | None,
+        mesh: Mesh,
+        choice: Callable[[int, int], int] | None = None,
+        *,
+        tiles: bool = False,
+    ) -> None:
+        self._config, self._choice = config, choice
         self._tiles = tiles
         self._cost = _equal_cost if sizes is None else segment_cost(sizes)
-        self._stages = mesh.topology.pipe
         self._granule = granule(mesh)
         self._segments = None if config.segments == "auto" else config.segments
         self._measured = MeasuredCut() if config.partition == "measured" else None
@@ -66,15 +72,8 @@ class Cutter:
             ConfigError: explicit lengths of another sum.
         """
         if self._segments is None:
-            self._segments = choose_segments(
-                padded_length(length, self._granule),
-                stages=self._stages,
-                micro_batches=micro_batches,
-                multiple=self._multiple(padded_length(length, self._granule), MOST_SEGMENTS),
-                cost=self._cost,
-                # A generated schedule has the same order of forwards in principle, and takes longer to make.
-                schedule=self._config.schedule if self._config.schedule in SCHEDULES else "seq1f1b",
-            )
+            assert self._choice is not None
+            self._segments = self._choice(padded_length(length, self._granule), micro_batches)
         padded = max(padded_length(length, self._granule), self._segments * self._granule)
         if padded not in self._known:
             self._known[padded] = self._cut(padded, self._segments)

@@ -15,13 +15,24 @@ from cuboid.models.attention.segments import check_segments
 from cuboid.models.batch.batch import granule
 from cuboid.models.certification.certificates import certificate_of
 from cuboid.models.stages.model_costs import model_sizes
-from cuboid.models.stages.stage_model import Staging
+from cuboid.models.stages.stage_model import SegmentChoice, Staging
 from cuboid.models.stages.stages import StageLayout, draw_outline, plan_stages
 from cuboid.seq1f1b.schedule.choice import is_generated
 
 
-def plan_staging(cls: type[PreTrainedModel], hf_config: Any, config: CuboidConfig, mesh: Mesh) -> Staging:
+def plan_staging(
+    cls: type[PreTrainedModel],
+    hf_config: Any,
+    config: CuboidConfig,
+    mesh: Mesh,
+    segment_choice: SegmentChoice | None = None,
+) -> Staging:
     """Decide what this rank's stage is, or its stages are, without touching a model.
+
+    Args:
+        cls, hf_config: of the model.
+        config, mesh: of this rank.
+        segment_choice: needed to run a pipeline whose config leaves their number open.
 
     Raises:
         UnsupportedModelError: the model can't be cut, or isn't right when it is.
@@ -39,7 +50,8 @@ def plan_staging(cls: type[PreTrainedModel], hf_config: Any, config: CuboidConfi
     find_sizes = functools.cache(lambda: model_sizes(hf_config))
     layout = StageLayout(plan_stages(outline, find_sizes, config.pipeline), config.placement)
     sizes = find_sizes() if _asks_for_costs(config.pipeline) else None
-    return Staging(outline, layout, layout.cuts(mesh.coordinate.pipe), sizes, config, certificate)
+    cuts = layout.cuts(mesh.coordinate.pipe)
+    return Staging(outline, layout, cuts, sizes, config, certificate, segment_choice)
 
 
 def _check_positions(hf_config: Any, segments: int | str) -> None:
@@ -53,4 +65,4 @@ def _check_positions(hf_config: Any, segments: int | str) -> None:
 
 def _asks_for_costs(pipeline: PipelineConfig) -> bool:
     counted = pipeline.partition in ("flops", "measured") and pipeline.segments != 1
-    return counted or is_generated(pipeline.schedule) or pipeline.segments == "auto" or pipeline.trace is not False
+    return counted or is_generated(pipeline.schedule) or pipeline.trace is not False

@@ -38,18 +38,29 @@ def sizes_of(model: PreTrainedModel) -> ModelSizes:
     head = model.get_output_embeddings()
     weights = config.vocab_size * config.hidden_size if head is None else head.weight.numel()
     return ModelSizes(
-        tuple(_layer(layer, index, config) for index, layer in enumerate(_layers(model, config))), weights
+        tuple(_layer(layer, index, config) for index, layer in enumerate(decoder_layers(model).values())), weights
     )
 
 
-def _layers(model: PreTrainedModel, config: PretrainedConfig) -> nn.ModuleList:
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == config.num_hidden_layers]
+def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The layers of a whole model by their names, in order.
+
+    Raises:
+        UnsupportedModelError: there is no list of them.
+    """
+    config = model.config.get_text_config()
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers
+    }
     if not lists:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no list of config.num_hidden_layers = {config.num_hidden_layers} layers, so "
             'their costs aren\'t known; write "partition": "even" and "stage_balance": "layers"'
         )
-    return max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
+    found = max(lists, key=lambda name: sum(parameter.numel() for parameter in lists[name].parameters()))
+    return {f"{found}.{index}": layer for index, layer in enumerate(lists[found])}
 
 
 def _layer(layer: nn.Module, index: int, config: PretrainedConfig) -> LayerSizes:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -32,6 +32,17 @@ from cuboid.tensor3d.sharding.sharded_param import UnshardedCopy, defer_gradient
 from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
 
 
+class SegmentChoice(Protocol):
+    """Decides "segments": "auto"; see :class:`cuboid.planner.automatic.SegmentChoice`."""
+
+    @property
+    def cluster(self) -> object:
+        """The machines that it is decided for."""
+
+    def __call__(self, length: int, rows: int, micro_batches: int, *, recomputes: bool) -> int:
+        """For sequences of so many tokens."""
+
+
 @dataclass
 class Staging:
     """What a rank of a pipeline remembers about its stage, or its stages.
@@ -43,6 +54,7 @@ class Staging:
         sizes: of the whole model, for costs; None where nothing asks for them.
         config: what the pipeline was asked for.
         certificate: with what the model was seen to be right.
+        segment_choice: decides their number, where the config leaves it open.
         chunks: run the stages in ``cuts``, once the model is cut.
         whole: what to remember of the model before it was cut.
         ends: sizes of the embedding and of the head, by these names, for the ranks that haven't them.
@@ -60,6 +72,7 @@ class Staging:
     sizes: ModelSizes | None
     config: CuboidConfig
     certificate: Certificate
+    segment_choice: SegmentChoice | None = None
     chunks: tuple[Chunk, ...] = ()
     whole: WholeModel | None = None
     ends: dict[str, PlaceholderEnd] = field(default_factory=dict)

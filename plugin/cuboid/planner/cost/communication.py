@@ -17,13 +17,11 @@ class Group:
         size: how many.
         rate: bytes a second that each of them sends at most.
         latency_s: of each step of a ring.
-        within_node: whether all are on one node.
     """
 
     size: int
     rate: float
     latency_s: float
-    within_node: bool
 
     def gather_s(self, whole_bytes: float, count: float = 1) -> float:
         """``count`` all-gathers to, or reduce-scatters from, tensors of ``whole_bytes``."""
@@ -45,8 +43,12 @@ class Group:
         return moved_bytes / self.rate + self.latency_s if self.size > 1 else 0.0
 
     def _latency_s(self) -> float:
-        # Libraries switch from rings to trees where there are many ranks.
-        return self.latency_s * min(self.size - 1, 2 * (self.size - 1).bit_length() + 4)
+        return self.latency_s * ring_steps(self.size)
+
+
+def ring_steps(ranks: int) -> int:
+    """Latencies of a collective. Libraries switch from rings to trees where there are many ranks."""
+    return min(ranks - 1, 2 * (ranks - 1).bit_length() + 4)
 
 
 class Links:
@@ -73,7 +75,7 @@ class Links:
         link = gpu.link_bytes_per_s * gpu.link_efficiency
         per_node = max(1, min(size, cluster.gpus_per_node // stride)) if stride <= cluster.gpus_per_node else 1
         if size <= per_node:
-            return Group(size, link, gpu.link_latency_s, within_node=True)
+            return Group(size, link, gpu.link_latency_s)
         # Every byte crosses each border between nodes once, by all network cards that the group's ranks have there.
         network = gpu.network_bytes_per_s * gpu.network_efficiency * per_node
-        return Group(size, min(link, network), gpu.network_latency_s, within_node=False)
+        return Group(size, min(link, network), gpu.network_latency_s)

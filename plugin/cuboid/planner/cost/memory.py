@@ -11,6 +11,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from cuboid.planner.cost.step import StepCost, own_parameters
+from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.model import Layer
 from cuboid.seq1f1b.schedule.actions import Action, Op, Schedule
 from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
@@ -69,6 +70,11 @@ def stage_memory(cost: StepCost) -> list[Memory]:
     return [_Stage(cost, stage).memory() for stage in range(cost.layout.stages)]
 
 
+def usable_bytes(cluster: Cluster) -> float:
+    """What tensors can have of a GPU."""
+    return USABLE * cluster.gpu.memory_bytes
+
+
 def states_bytes(cost: StepCost) -> float:
     """A bound that takes microseconds: parameters, gradients and optimizer, as if stages had equal parts of them."""
     layout = cost.layout
@@ -94,6 +100,7 @@ class _Stage:
     def __init__(self, cost: StepCost, stage: int) -> None:
         self.cost, self.stage = cost, stage
         self.model, self.layout, self.software = cost.model, cost.layout, cost.software
+        self._units = cost.units
         first, stop = list(pairwise(accumulate(cost.stage_layers, initial=0)))[stage]
         self.layers = cost.model.layers[first:stop]
         self.is_last = stage == cost.layout.stages - 1
@@ -125,16 +132,10 @@ class _Stage:
 
     # --- weights ------------------------------------------------------------------------------------------------
 
-    def _block_bytes(self, layer: Layer) -> float:
-        own = sum(each.weights / (1 if each.kind == "whole" else self._ranks) for each in layer.projections)
-        if layer.experts is not None:
-            own += layer.experts.parameters / (self._ranks * self.layout.expert_ranks)
-        return own * _ELEMENT
-
     def _gathered(self) -> float:
         if self.layout.mesh.batch == 1:
             return 0
-        blocks = [self._block_bytes(layer) for layer in self.layers]
+        blocks = [self._units.block_weights(layer) * _ELEMENT for layer in self.layers]
         head = self.model.vocabulary * self.model.hidden / self._ranks * _ELEMENT
         ends = head if self.is_last or self.stage == 0 else 0
         if self.layout.weight_gather == "step":
@@ -143,9 +144,6 @@ class _Stage:
         return max(2 * max(blocks), ends)
 
     # --- activations --------------------------------------------------------------------------------------------
-
-    def _tokens(self, positions: int) -> float:
-        return self.layout.micro_batch / self.layout.mesh.batch * positions / self.layout.context
 
     def _kept(self, layer: Layer, tokens: float) -> tuple[float, float]:
         """Bytes that a layer keeps of so many tokens: keys and values, and everything else."""
@@ -190,14 +188,14 @@ class _Stage:
 
     def _unit(self, segment: int) -> float:
         """What a unit keeps until its backward, without keys and values where segments share them."""
-        tokens = self._tokens(self.cost.lengths[segment])
+        tokens = self._units.tokens(self.cost.lengths[segment])
         if self.layout.checkpointing == "full":
             return len(self.layers) * self._layer_input(tokens)
         kept = [self._kept(layer, tokens) for layer in self.layers]
         shared = self._shares_keys
         own = sum(rest + (0 if shared else key_value) for key_value, rest in kept)
         if self.software.keeps_prefixes:
-            before = self._tokens(sum(self.cost.lengths[:segment]))
+            before = self._units.tokens(sum(self.cost.lengths[:segment]))
             own += before * sum(self._key_value(layer) for layer in self.layers)
         return own
 
@@ -208,7 +206,7 @@ class _Stage:
     def _activations(self) -> tuple[float, float]:
         """What units in flight keep, and the stores of keys and values."""
         layout = self.layout
-        ends = self._tokens(self.cost.length) * 8
+        ends = self._units.tokens(self.cost.length) * 8
         if layout.chunks > 1:
             chunk = sum(self._unit(segment) for segment in range(len(self.cost.lengths))) / layout.chunks
             in_flight = self._chunks_in_flight()
@@ -227,7 +225,7 @@ class _Stage:
 
     def _store_bytes(self) -> float:
         """Keys and values of one micro-batch in all layers of this stage."""
-        tokens = self._tokens(self.cost.length)
+        tokens = self._units.tokens(self.cost.length)
         return tokens * sum(self._key_value(layer) for layer in self.layers)
 
     def _peak(self, kept: Callable[[Action], float], store: float) -> tuple[float, float]:
@@ -260,7 +258,7 @@ class _Stage:
 
     def _logits(self) -> float:
         model, mesh = self.model, self.layout.mesh
-        tokens = max(self._tokens(each) for each in self.cost.lengths)
+        tokens = max(self._units.tokens(each) for each in self.cost.lengths)
         weight = model.vocabulary * model.hidden / self._ranks * _ELEMENT
         numbers = tokens * model.vocabulary / self._ranks
         if self.software.loss == "chunked":
@@ -270,12 +268,12 @@ class _Stage:
 
     def _working(self) -> float:
         """Of the layer in backward: gradients of the MLP's inner features; with checkpointing all that it keeps."""
-        tokens = max(self._tokens(each) for each in self.cost.lengths)
+        tokens = max(self._units.tokens(each) for each in self.cost.lengths)
         widest = max(self.layers, key=lambda layer: layer.intermediate)
         working = tokens * 3 * widest.intermediate / self._ranks * _ELEMENT
         if self.layout.mesh.batch > 1:
             # The gradient of a block before it is scattered.
-            working += max(self._block_bytes(layer) for layer in self.layers)
+            working += max(self._units.block_weights(layer) * _ELEMENT for layer in self.layers)
         if self.layout.checkpointing == "full":
             working += max(sum(self._kept(layer, tokens)) for layer in self.layers)
         return working
@@ -292,7 +290,7 @@ class _Stage:
     def _messages(self) -> float:
         if self.layout.stages == 1:
             return 0
-        tokens = max(self._tokens(each) for each in self.cost.lengths)
+        tokens = max(self._units.tokens(each) for each in self.cost.lengths)
         # One that comes and one that goes, of either kind.
         return 4 * tokens * self.model.hidden / self._ranks * _ELEMENT
 

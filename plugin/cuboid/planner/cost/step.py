@@ -102,12 +102,12 @@ class StepCost:
         self.model, self.layout, self.cluster, self.length = model, layout, cluster, length
         self.software = software
         self._known = {} if known is None else known
-        self.units = UnitTimes(model, layout, cluster, software).for_length(length)
+        self.units = UnitTimes(model, layout, cluster, length, software)
 
     @cached_property
     def stage_layers(self) -> tuple[int, ...]:
-        """Layers of each stage."""
-        return self.layout.stage_layers or self._balance()
+        """Layers of each stage, as ``"stage_balance": "flops"`` cuts them unless the layout has them."""
+        return self.layout.stage_layers or _balance(self.model, self.layout.stages)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -132,10 +132,6 @@ class StepCost:
                 self.units.layer_backward(layer, start, stop),
             )
         return self._known[key]
-
-    def _balance(self) -> tuple[int, ...]:
-        """Layers of each stage, as ``"stage_balance": "flops"`` cuts them."""
-        return _balance(self.model, self.layout.stages)
 
     def stage_times(self) -> StageTimes:
         """Of each stage and segment."""

@@ -42,10 +42,13 @@ class UnitTimes:
 
     Args:
         model, layout, cluster, software: what runs.
+        length: S, tokens of a sequence.
     """
 
-    def __init__(self, model: ModelDescription, layout: Layout, cluster: Cluster, software: Software) -> None:
-        self._model, self._layout, self._software = model, layout, software
+    def __init__(
+        self, model: ModelDescription, layout: Layout, cluster: Cluster, length: int, software: Software
+    ) -> None:
+        self._model, self._layout, self._length, self._software = model, layout, length, software
         self.links = Links(cluster, layout)
         self.kernels = Kernels(cluster.gpu, software.products_speed)
         self._rows = layout.micro_batch / layout.mesh.batch
@@ -56,15 +59,15 @@ class UnitTimes:
         """Ranks that share what is done on the residual stream."""
         return self._ranks if self._software.sequence_parallel else self._layout.mesh.hidden
 
-    def _tokens(self, start: int, stop: int) -> float:
-        """Tokens of this rank's rows, before they are cut over `sequence`."""
-        return self._rows * (stop - start) / self._layout.context
+    def tokens(self, positions: int) -> float:
+        """Tokens of this rank's rows at so many positions, before they are cut over `sequence`."""
+        return self._rows * positions / self._layout.context
 
     # --- a layer ------------------------------------------------------------------------------------------------
 
     def layer_forward(self, layer: Layer, start: int, stop: int) -> Seconds:
         """Forward of positions ``[start, stop)``."""
-        tokens = self._tokens(start, stop)
+        tokens = self.tokens(stop - start)
         compute = self._products(layer, tokens) + self._attention(layer, start, stop, backward=False)
         compute += self._elementwise(layer, tokens, backward=False)
         exposed = self._mesh_exchange(layer, tokens, backward=False) + self._expert_exchange(layer, tokens)
@@ -73,7 +76,7 @@ class UnitTimes:
 
     def layer_backward(self, layer: Layer, start: int, stop: int) -> Seconds:
         """Backward of positions ``[start, stop)``, with what is recomputed."""
-        tokens, layout = self._tokens(start, stop), self._layout
+        tokens, layout = self.tokens(stop - start), self._layout
         compute = 2 * self._products(layer, tokens) + self._attention(layer, start, stop, backward=True)
         compute += self._elementwise(layer, tokens, backward=True) + self._add_weight_gradients(layer)
         exposed = self._mesh_exchange(layer, tokens, backward=True) + self._expert_exchange(layer, tokens)
@@ -172,7 +175,7 @@ class UnitTimes:
             return (10 if backward else 6) * features
         return (6 if backward else 4) * features
 
-    def _block_weights(self, layer: Layer) -> float:
+    def block_weights(self, layer: Layer) -> float:
         """Elements of the weights that a rank multiplies with."""
         own = sum(each.weights / (1 if each.kind == "whole" else self._ranks) for each in layer.projections)
         if layer.experts is not None:
@@ -185,7 +188,7 @@ class UnitTimes:
         per_weight = 2 * software.gradient_bytes + (0 if software.fused_weight_gradients else _ELEMENT)
         if not software.fused_weight_gradients and self._layout.micro_batches * self._layout.segments == 1:
             per_weight = 0
-        return self.kernels.elementwise_s(self._block_weights(layer) / self._layout.mesh.batch * per_weight, 0)
+        return self.kernels.elementwise_s(self.block_weights(layer) / self._layout.mesh.batch * per_weight, 0)
 
     # --- communication ------------------------------------------------------------------------------------------
 
@@ -206,16 +209,8 @@ class UnitTimes:
         if self._layout.context == 1:
             return 0.0
         own = layer.attention
-        length_bytes = self._context_length * self._rows * (own.key + own.value) / self._ranks * _ELEMENT
+        length_bytes = self._length * self._rows * (own.key + own.value) / self._ranks * _ELEMENT
         return 0.5 * self.links.context.gather_s(length_bytes, 2 if backward else 1)
-
-    #: Tokens of a sequence, for what its ranks send each other.
-    _context_length = 0
-
-    def for_length(self, length: int) -> UnitTimes:
-        """Let sequences have this many tokens."""
-        self._context_length = length
-        return self
 
     def _expert_exchange(self, layer: Layer, tokens: float) -> float:
         """Tokens to the experts' ranks and back."""
@@ -227,14 +222,14 @@ class UnitTimes:
         """With the gathers of weights over `batch`, and in backward the reduction of gradients, which run meanwhile."""
         if self._layout.mesh.batch == 1:
             return own
-        needed = self.links.batch.gather_s(self._block_weights(layer) * _ELEMENT, gathers)
+        needed = self.links.batch.gather_s(self.block_weights(layer) * _ELEMENT, gathers)
         return Seconds(own.compute, own.exposed + max(0.0, needed - own.compute))
 
     # --- the ends -----------------------------------------------------------------------------------------------
 
     def head_forward(self, start: int, stop: int) -> Seconds:
         """The head with its loss; forward and, as logits aren't kept, backward."""
-        tokens, mesh, model = self._tokens(start, stop), self._layout.mesh, self._model
+        tokens, mesh, model = self.tokens(stop - start), self._layout.mesh, self._model
         own_vocabulary = model.vocabulary / mesh.sequence
         product = self.kernels.matmul_s(tokens, own_vocabulary, model.hidden / mesh.hidden)
         if mesh.sequence == 1:
@@ -250,7 +245,7 @@ class UnitTimes:
 
     def embedding(self, start: int, stop: int) -> Seconds:
         """Looking tokens up, and adding the gradient of the whole table, forward and backward together."""
-        tokens, mesh, model = self._tokens(start, stop), self._layout.mesh, self._model
+        tokens, mesh, model = self.tokens(stop - start), self._layout.mesh, self._model
         rows = model.vocabulary * model.hidden / self._ranks
         moved = 8 * tokens * model.hidden / self._ranks + rows / mesh.batch * (2 * self._software.gradient_bytes + 4)
         exposed = self.links.sequence.gather_s(tokens * model.hidden / mesh.hidden * _ELEMENT, 2)
@@ -259,5 +254,5 @@ class UnitTimes:
 
     def message_s(self, start: int, stop: int) -> float:
         """The hidden state of a unit to the next stage."""
-        own = self._tokens(start, stop) * self._model.hidden / self._ranks * _ELEMENT
+        own = self.tokens(stop - start) * self._model.hidden / self._ranks * _ELEMENT
         return self.links.stages.send_s(own)

@@ -101,6 +101,14 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
 )
 
 
+#: One core of a server for a rank by itself, in bfloat16, whose ranks talk to one another through gloo on loopback. By
+#: benchmarks/measured/training_step_loopback_bfloat16.json.
+CPU = _gpu(
+    "CPU", 16, 0.39, 10, 1, 1, matmul_efficiency=0.5, attention_efficiency=0.25, link_efficiency=0.9,
+    network_efficiency=0.9, link_latency_s=1e-4, network_latency_s=1e-4, kernel_s=1e-5,
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Nodes of equal GPUs.
@@ -160,7 +168,7 @@ def read_profile(path: Path) -> Cluster:
 
     Args:
         path: of the JSON file. Keys of ``"gpu"`` are those of :class:`Gpu`; with ``"like"``, the name of a known one,
-            only those that differ.
+            only those that differ. ``"measured"`` is what `cuboid profile` read them off, and isn't looked at.
 
     Raises:
         ConfigError: it can't be read, or a key or value isn't one of a profile.
@@ -171,7 +179,7 @@ def read_profile(path: Path) -> Cluster:
         raise ConfigError(f"cluster profile {path} can't be read: {error}") from None
     if not isinstance(given, dict):
         raise ConfigError(f"cluster profile {path} is not a JSON object")
-    unknown = given.keys() - {"nodes", "gpus_per_node", "gpu"}
+    unknown = given.keys() - {"nodes", "gpus_per_node", "gpu", "measured"}
     if unknown or "gpu" not in given:
         raise ConfigError(
             f"cluster profile {path} needs the keys nodes, gpus_per_node and gpu"

@@ -55,13 +55,11 @@ class Experts:
         count: of all that tokens are sent to.
         per_token: to how many of them each token goes.
         projections: of one of them.
-        correction: whether the router has a bias for each expert that isn't trained by gradients (DeepSeek-V3).
     """
 
     count: int
     per_token: int
     projections: tuple[Projection, ...]
-    correction: bool = False
 
     @property
     def parameters(self) -> int:
@@ -135,8 +133,7 @@ class Layer:
     @cached_property
     def dense_parameters(self) -> int:
         """Elements of everything but the experts."""
-        correction = self.experts.count if self.experts and self.experts.correction else 0
-        return sum(each.parameters for each in self.projections) + self.norms + correction
+        return sum(each.parameters for each in self.projections) + self.norms
 
     @cached_property
     def parameters(self) -> int:
@@ -268,7 +265,6 @@ class Rules:
         norm: kind of the norms.
         tied: whether the head is the embedding where the config doesn't say.
         windowed: whether the config's ``sliding_window`` holds for layers that it doesn't name.
-        head_bias: whether the head has one.
         latent_attention: DeepSeek's.
     """
 
@@ -282,7 +278,6 @@ class Rules:
     norm: Literal["rms", "layer"] = "rms"
     tied: bool = False
     windowed: bool = False
-    head_bias: bool = False
     latent_attention: bool = False
 
 
@@ -301,7 +296,7 @@ ARCHITECTURES: Mapping[str, Rules] = MappingProxyType(
         "gemma2": replace(_LLAMA, mlp_bias=False, tied=True, norms_of_layer=4),
         "phi3": Rules(windowed=True),
         "olmo2": replace(_LLAMA, mlp_bias=False, head_norms="whole"),
-        "granite": replace(_LLAMA),
+        "granite": _LLAMA,
         "gpt2": _GPT,
         "mixtral": Rules(windowed=True),
         "qwen3_moe": _QWEN3,
@@ -390,7 +385,7 @@ def _ordinary_model(config: _Config, rules: Rules) -> ModelDescription:
         nonlinearity=_nonlinearity(config, rules),
         positions=positions,
         most_positions=config.get("max_position_embeddings"),
-        extra_parameters=_norm_size(hidden, rules) + (vocabulary if rules.head_bias else 0),
+        extra_parameters=_norm_size(hidden, rules),
     )
 
 
@@ -479,13 +474,8 @@ def _mla_model(config: _Config, rules: Rules) -> ModelDescription:
     inner = config.number("moe_intermediate_size")
     number = config.number("num_experts")
     shared = inner * config.number("n_shared_experts")
-    experts = Experts(
-        number,
-        config.number("num_experts_per_tok"),
-        _mlp(hidden, inner, gated=True),
-        # A buffer in transformers, not a parameter.
-        correction=False,
-    )
+    # The router's correction is a buffer in transformers, not a parameter.
+    experts = Experts(number, config.number("num_experts_per_tok"), _mlp(hidden, inner, gated=True))
     dense_inner = config.number("intermediate_size")
     dense = Layer(attention, (*own, *_mlp(hidden, dense_inner, gated=True)), norms, dense_inner, gated=True)
     router = Projection("router", hidden, number, "whole")

@@ -7,16 +7,8 @@ from fractions import Fraction
 from itertools import accumulate, combinations, pairwise
 
 from cuboid.errors import ConfigError
-from cuboid.seq1f1b.schedule.actions import Action, Op
 from cuboid.seq1f1b.schedule.bottleneck import Cost, Cut
-from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
-from cuboid.seq1f1b.schedule.simulator import simulate
-from cuboid.seq1f1b.schedule.unit_costs import BACKWARD_RATIO, ModelSizes, seen_keys, segment_flops
-
-MOST_SEGMENTS = 16
-#: What a unit takes beyond the work on its tokens, as so many tokens' worth of work: kernels have to be started, and
-#: each is less than full with few tokens.
-OVERHEAD_TOKENS = 128
+from cuboid.seq1f1b.schedule.unit_costs import ModelSizes, seen_keys, segment_flops
 
 
 def segment_cost(sizes: ModelSizes) -> Cost:
@@ -116,33 +108,6 @@ def balance_by_flops(sizes: ModelSizes, stages: int, length: int) -> tuple[int, 
     return balance_stages(sizes.layer_flops(length), stages, last=sizes.head_flops(length))
 
 
-def choose_segments(
-    length: int, *, stages: int, micro_batches: int, cost: Cost, multiple: int = 1, schedule: str = "seq1f1b"
-) -> int:
-    """The number of segments, up to 16, with the shortest simulated step; for ``"segments": "auto"``.
-
-    Stages are taken to be balanced, and each unit to take :data:`OVERHEAD_TOKENS` more than its tokens' work: without
-    that, more segments would always be better.
-
-    Args:
-        length: S, tokens of a sequence, a multiple of ``multiple``.
-        stages: P.
-        micro_batches: M.
-        cost: of a segment's forward.
-        multiple: what each segment's length must be a multiple of.
-        schedule: a name in :data:`~cuboid.seq1f1b.schedule.schedules.SCHEDULES`.
-    """
-    overhead = cost(0, OVERHEAD_TOKENS)
-
-    def step(segments: int) -> float:
-        lengths = cut_sequence(length, segments, multiple=multiple, cost=cost)
-        units = [cost(*ends) + overhead for ends in pairwise(accumulate(lengths, initial=0))]
-        return _step_cost(units, stages, micro_batches, schedule)
-
-    most = 1 if schedule == "1f1b" or stages == 1 else min(MOST_SEGMENTS, length // multiple)
-    return min(range(1, most + 1), key=step)
-
-
 class MeasuredCut:
     """The cost of a segment as the first steps' times show it.
 
@@ -207,22 +172,6 @@ def _check_length(length: int, segments: int, multiple: int) -> None:
             f"a sequence of {length} tokens can't be cut into pipeline.segments = {segments}{grain}; "
             f"{max(length // multiple, 1)} or fewer would work"
         )
-
-
-def _step_cost(units: Sequence[float], stages: int, micro_batches: int, schedule: str) -> float:
-    """What a step takes, of units whose forward takes what is given and whose backward takes twice as much."""
-
-    def duration(action: Action) -> float:
-        return units[action.segment] * (1 if action.op is Op.FORWARD else BACKWARD_RATIO)
-
-    def simulated(count: int) -> float:
-        shape = PipelineShape(stages, count, len(units))
-        return simulate(SCHEDULES[schedule](shape), shape, duration).makespan_s
-
-    # Once every stage has a micro-batch, each further one takes as long as the one before.
-    exact = min(micro_batches, stages + 1)
-    step = simulated(exact)
-    return step if exact == micro_batches else step + (micro_batches - exact) * (step - simulated(exact - 1))
 
 
 def _solve(matrix: list[list[Fraction]], right: list[Fraction]) -> list[Fraction] | None:

@@ -67,8 +67,7 @@ def draw_timelines(
         CuboidError: no such format.
     """
     path = Path(path)
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise CuboidError(f"pictures are written as .png, .svg or .pdf, not as {path.name!r}")
+    check_picture(path)
     # It takes a second to import, which only those who draw should wait for.
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -91,6 +90,16 @@ def draw_timelines(
     metadata = {".svg": {"Date": None}, ".png": {"Software": None}, ".pdf": {"CreationDate": None}}[path.suffix]
     with matplotlib.rc_context({"svg.hashsalt": "cuboid"}):
         figure.savefig(path, metadata=metadata)
+
+
+def check_picture(path: Path) -> None:
+    """Check that pictures have the format of a file's suffix.
+
+    Raises:
+        CuboidError: it isn't .png, .svg or .pdf.
+    """
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise CuboidError(f"pictures are written as .png, .svg or .pdf, not as {path.name!r}")
 
 
 def _unit(longest_s: float) -> tuple[float, str]:

@@ -23,9 +23,9 @@ from cuboid.config.schema import require_config
 from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.models.stages.model_costs import sizes_of
 from cuboid.planner.comm_formula import layer_bytes
+from cuboid.planner.description.modules import check_countable, describe_modules
 from cuboid.planner.end_memory import end_sent_bytes
-from cuboid.planner.mesh_search import block_sizes
-from cuboid.planner.model_memory import end_sizes, model_kept_bytes
+from cuboid.planner.model_formulas import block_sizes, end_sizes, model_kept_bytes
 from cuboid.train.bench.report import BenchReport
 from cuboid.train.process import World, gather
 from cuboid.train.reporting import memory
@@ -200,16 +200,17 @@ def _formulas(
     dtype: torch.dtype,
 ) -> tuple[dict[str, int], int | None]:
     """Bytes that a rank sends over the mesh in a step, and that it keeps of a micro-batch for backward."""
-    size = dtype.itemsize
+    size, described = dtype.itemsize, describe_modules(whole)
     layer = layer_bytes(
-        block_sizes(whole, mesh.shape), mesh.shape, rows, length, element_bytes=size, weight_gather=weight_gather
+        block_sizes(described, mesh.shape), mesh.shape, rows, length, element_bytes=size, weight_gather=weight_gather
     )
-    sent = Counter(end_sent_bytes(end_sizes(whole), mesh.shape, rows, length, element_bytes=size))
+    sent = Counter(end_sent_bytes(end_sizes(described), mesh.shape, rows, length, element_bytes=size))
     for axes, of_layer in layer.items():
         sent[axes] += whole.config.num_hidden_layers * of_layer
     step = {axes: accumulation * total for axes, total in sorted(sent.items())}
     try:
-        kept = model_kept_bytes(whole, mesh.shape, mesh.coordinate, rows, length, element_bytes=size)
+        check_countable(whole)
+        kept = model_kept_bytes(described, mesh.shape, mesh.coordinate, rows, length, element_bytes=size)
     except CuboidError:
         return step, None
     return step, sum(kept.values())

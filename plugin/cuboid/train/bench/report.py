@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
 from rich.console import Console
 from rich.table import Table
+
+from cuboid.checkpoint.format.bounded_files import write_json
 
 
 @dataclass(frozen=True)
@@ -92,4 +93,4 @@ class BenchReport:
             "tokens_per_s": self.tokens / self.median_s,
             "mfu": self.mfu,
         }
-        path.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+        write_json(path, measured)

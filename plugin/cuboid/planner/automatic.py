@@ -1,0 +1,231 @@
+"""``"mesh": "auto"`` and ``"segments": "auto"``: what the planner takes for a model that is being loaded."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from cuboid.config.schema import CuboidConfig
+from cuboid.distributed.axis_collectives import padded_length
+from cuboid.distributed.mesh import Mesh, current_rank
+from cuboid.distributed.topology import MeshShape, divisors
+from cuboid.errors import ConfigError, MeshError
+from cuboid.models.certification.mesh_certificates import mesh_verdict
+from cuboid.models.sharded.parallel_plan import fitting_meshes
+from cuboid.planner.cost.layout import Checkpointing, Layout
+from cuboid.planner.cost.step import StepCost
+from cuboid.planner.description.cluster import Cluster
+from cuboid.planner.description.model import ModelDescription
+from cuboid.planner.description.modules import describe_modules
+from cuboid.planner.description.seen import seen_cluster
+from cuboid.planner.estimate import Estimate, best_segments, cuboid_software, segment_counts, with_pipeline
+from cuboid.planner.search import best_of, reason
+
+_logger = logging.getLogger(__name__)
+
+#: Assumed rows of a micro-batch, and tokens of a sequence, where the config doesn't say: weights are loaded before
+#: there is data.
+_ASSUMED_ROWS, _ASSUMED_LENGTH = 8, 4096
+
+
+def choose_mesh(
+    model: PreTrainedModel,
+    config: CuboidConfig,
+    cls: type[PreTrainedModel] | None = None,
+    *,
+    world_size: int | None = None,
+) -> MeshShape:
+    """The configured mesh, or for ``"auto"`` the one with the fastest step that fits; the first rank logs why.
+
+    All ranks that see the same GPUs come to the same; meshes compare notes when they are connected.
+
+    Args:
+        model: full, on any device, meta included.
+        config: Cuboid's.
+        cls: the architecture's class, where the model's is one that was derived from it.
+        world_size: ranks in all; by default those of ``cluster``, or of one replica.
+
+    Raises:
+        MeshError: no mesh of that size can cut model and micro-batch.
+        ConfigError: none fits the memory, or the GPUs aren't known.
+    """
+    settings = config.tensor_parallel
+    if settings.mesh != "auto":
+        return settings.mesh.shape
+    if settings.size == 1:
+        return MeshShape()
+    cluster = _cluster(config, world_size)
+    verdict = mesh_verdict(cls or type(model), model.config)
+    described = describe_modules(model, verdict.whole)
+    length = _length(described, config)
+
+    def fitting(size: int) -> list[MeshShape]:
+        return [MeshShape()] if size == 1 else fitting_meshes(model, size, verdict)
+
+    layouts = list(_layouts(described, config, cluster.gpus, fitting, length))
+    if not layouts:
+        raise MeshError(_nothing_divides(type(model).__name__, config, cluster))
+    found = _fastest(described, layouts, cluster, length)
+    _log(found, config, length)
+    return found[0].layout.mesh
+
+
+@dataclass(frozen=True)
+class SegmentChoice:
+    """Chooses the number of segments of a pipeline's sequences when the first of them are there.
+
+    Args:
+        model, layout, cluster: what runs where.
+    """
+
+    model: ModelDescription
+    layout: Layout
+    cluster: Cluster
+
+    def __call__(self, length: int, rows: int, micro_batches: int, *, recomputes: bool) -> int:
+        """For sequences of so many tokens, a multiple of what the mesh needs; the first rank logs it.
+
+        Args:
+            length: S.
+            rows: of a micro-batch.
+            micro_batches: of a step.
+            recomputes: whether the model checkpoints activations.
+        """
+        checkpointing: Checkpointing = "full" if recomputes else "none"
+        layout = replace(self.layout, micro_batch=rows, micro_batches=micro_batches, checkpointing=checkpointing)
+        count = best_segments(self.model, layout, self.cluster, length)
+        if current_rank() == 0:
+            _logger.warning(
+                '"segments": "auto" is %d for %d micro-batches of %d rows of %d tokens on %s',
+                count, micro_batches, rows, length, self.cluster,
+            )  # fmt: skip
+        return count
+
+
+def segment_choice(model: PreTrainedModel, config: CuboidConfig, mesh: Mesh) -> SegmentChoice | None:
+    """What ``"segments": "auto"`` is decided by; None where the config has a number.
+
+    Args:
+        model: full, before it is cut.
+        config: Cuboid's.
+        mesh: of this rank.
+    """
+    pipeline, topology = config.pipeline, mesh.topology
+    if pipeline is None or pipeline.segments != "auto":
+        return None
+    described = describe_modules(model)
+    zero = config.framework.zero_stage or 0
+    layout = Layout(
+        mesh.shape, topology.pipe, replicas=topology.data, zero_stage=zero,
+        weight_gather=config.tensor_parallel.weight_gather,
+    )  # fmt: skip
+    return SegmentChoice(described, with_pipeline(layout, pipeline, described), _cluster(config, topology.world_size))
+
+
+def _cluster(config: CuboidConfig, world_size: int | None) -> Cluster:
+    """The config's, or that which this process sees."""
+    if config.cluster is None:
+        return seen_cluster(config.ranks if world_size is None else world_size)
+    named = Cluster.parse(config.cluster)
+    if world_size is not None and named.gpus != world_size:
+        raise ConfigError(f"cluster {config.cluster!r} has {named.gpus} GPUs, but the world has {world_size} ranks")
+    return named
+
+
+def _length(model: ModelDescription, config: CuboidConfig) -> int:
+    pipeline = config.pipeline
+    if pipeline is not None and isinstance(pipeline.partition, tuple):
+        return sum(pipeline.partition)
+    return config.sequence_length or min(_ASSUMED_LENGTH, model.most_positions or _ASSUMED_LENGTH)
+
+
+def _layouts(
+    model: ModelDescription,
+    config: CuboidConfig,
+    world_size: int,
+    fitting: Callable[[int], Iterable[MeshShape]],
+    length: int,
+) -> Iterator[Layout]:
+    """What the config leaves open, on all ranks."""
+    settings, pipeline = config.tensor_parallel, config.pipeline
+    sizes = [settings.mesh_size] if settings.is_sized else divisors(world_size // config.stages)
+    for size in sizes:
+        replicas = world_size // (config.stages * size)
+        rows, steps = _rows(config, replicas)
+        for mesh in fitting(size) if rows else ():
+            if rows % mesh.batch:
+                continue
+            layout = Layout(
+                mesh, config.stages, rows, steps, replicas, zero_stage=config.framework.zero_stage or 0,
+                weight_gather=settings.weight_gather,
+            )  # fmt: skip
+            if pipeline is None:
+                yield layout
+                continue
+            layout, segments = with_pipeline(layout, pipeline, model), pipeline.segments
+            for count in segment_counts(layout, length) if segments == "auto" else (segments,):
+                yield replace(layout, segments=count)
+
+
+def _rows(config: CuboidConfig, replicas: int) -> tuple[int, int]:
+    """Rows of a micro-batch, and micro-batches of a step; no rows where those of the step don't divide so."""
+    numbers = config.framework
+    rows, steps = numbers.per_replica(replicas)
+    if config.tensor_parallel.is_sized:
+        return rows or (0 if numbers.batch else _ASSUMED_ROWS), steps
+    return (rows if rows is not None and rows * steps * replicas == numbers.batch else 0), steps
+
+
+def _fastest(model: ModelDescription, layouts: list[Layout], cluster: Cluster, length: int) -> tuple[Estimate, ...]:
+    """The best of some layouts; with gradient checkpointing, if none fits without it."""
+    known: dict[Any, Any] = {}
+    what = f"{model.name} with {length} tokens on {cluster}"
+
+    def costs(checkpointing: Checkpointing) -> Iterator[StepCost]:
+        for layout in layouts:
+            one = replace(layout, checkpointing=checkpointing)
+            own = padded_length(length, math.lcm(layout.mesh.sequence, layout.mesh.hidden))
+            own = max(own, layout.segments * math.lcm(layout.mesh.sequence, layout.mesh.hidden))
+            yield StepCost(model, one, cluster, own, cuboid_software(one), known=known)
+
+    try:
+        return best_of(costs("none"), what).best
+    except ConfigError:
+        return best_of(costs("full"), what).best
+
+
+def _nothing_divides(name: str, config: CuboidConfig, cluster: Cluster) -> str:
+    numbers, settings = config.framework, config.tensor_parallel
+    if settings.is_sized:
+        return (
+            f"no mesh of tensor_parallel.size = {settings.mesh_size} ranks fits {name} and "
+            f"train_micro_batch_size_per_gpu = {numbers.micro_batch}; a multiple of {settings.mesh_size} rows always "
+            "does"
+        )
+    return (
+        f"no mesh divides {name}, the {cluster.gpus} ranks of {cluster} and train_batch_size = {numbers.batch} rows in "
+        f"{numbers.accumulation or 1} gradient_accumulation_steps; try a batch with more divisors, or name the mesh"
+    )
+
+
+def _log(found: tuple[Estimate, ...], config: CuboidConfig, length: int) -> None:
+    """Once a job, which mesh was taken and why."""
+    if current_rank() != 0:
+        return
+    best = found[0]
+    others = "; ".join(f"{each.layout.mesh} with {each.layout.replicas} replicas: {reason(each, best)}"
+                       for each in found[1:3])  # fmt: skip
+    assumed = "" if config.sequence_length else " (assumed; sequence_length in the config says another)"
+    _logger.warning(
+        '"mesh": "auto" is %s with %d replicas, for micro-batches of %d rows of %d tokens%s on %s: %.3g s a step, %.1f '
+        "GiB a rank%s%s",
+        best.layout.mesh, best.layout.replicas, best.layout.micro_batch, length, assumed, best.cost.cluster,
+        best.time.total_s, best.memory_bytes / 2**30,
+        ", with gradient checkpointing, without which nothing fits" if best.layout.checkpointing == "full" else "",
+        f". Behind it: {others}" if others else "",
+    )  # fmt: skip

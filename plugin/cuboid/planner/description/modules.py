@@ -1,0 +1,182 @@
+"""A model by its modules, of whatever architecture; :mod:`.model` needs a config alone, of those that it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.pytorch_utils import Conv1D
+
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.architectures.attention_heads import HeadCounts
+from cuboid.models.architectures.roles import Role, find_roles
+from cuboid.models.sharded.parallel_plan import out_features
+from cuboid.models.stages.model_costs import decoder_layers, sizes_of
+from cuboid.planner.description.model import Attention, Layer, ModelDescription, Projection
+from cuboid.seq1f1b.schedule.unit_costs import LayerSizes
+
+#: Keys of models' configs for dropout probabilities, and for the name of the nonlinearity.
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")
+_NONLINEARITIES = ("hidden_act", "activation_function", "hidden_activation")
+#: Weights of the hidden size times the inner size in an MLP with a gate.
+_MLP_WEIGHTS = 3
+
+
+def describe_modules(model: PreTrainedModel, whole: Collection[str] = ()) -> ModelDescription:
+    """Read a full model, on any device.
+
+    Products and parameters are exact. What isn't cut over a mesh counts as one product of the hidden size.
+
+    Args:
+        model: meta will do.
+        whole: blocks that are computed whole, as of :func:`~cuboid.models.architectures.roles.find_roles`.
+
+    Raises:
+        UnsupportedModelError: its layers aren't found, or a token's experts aren't known.
+    """
+    config = model.config.get_text_config()
+    sizes, roles = sizes_of(model), _roles(model, whole)
+    modules = {name: (model.get_submodule(name), role) for name, role in roles.items()}
+    learned = sum(role.kind == "embedding" for role in roles.values()) > 1
+    counts = HeadCounts.of(config)
+    head_norms = any(role.kind == "gathered" for role in roles.values())
+    layers = tuple(
+        _layer(layer, own, _inside(modules, name), counts, config.hidden_size, learned=learned, head_norms=head_norms)
+        for (name, layer), own in zip(decoder_layers(model).items(), sizes.layers, strict=True)
+    )
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    found = ModelDescription(
+        name=config.model_type,
+        hidden=config.hidden_size,
+        vocabulary=config.vocab_size,
+        layers=layers,
+        tied=head is None or head.weight is embedding.weight,
+        norm="layer" if any(role.norm is not None and role.norm.kind == "layer" for role in roles.values()) else "rms",
+        nonlinearity=_kept_by_nonlinearity(config, gated=layers[0].gated),
+        positions=config.max_position_embeddings if learned else 0,
+        most_positions=getattr(config, "max_position_embeddings", None),
+    )
+    more = sum(parameter.numel() for parameter in model.parameters()) - found.parameters
+    return replace(found, extra_parameters=max(0, more))
+
+
+def check_countable(model: PreTrainedModel) -> None:
+    """Make sure that what a model keeps for backward can be counted.
+
+    Raises:
+        UnsupportedModelError: it keeps attention scores or dropout masks, for which there is no formula.
+    """
+    if model.config._attn_implementation == "eager":
+        raise UnsupportedModelError(
+            'attn_implementation "eager" keeps scores of every pair of positions, which the count of kept activations '
+            'has no rule for; use "sdpa"'
+        )
+    dropouts = [name for name in _DROPOUTS if getattr(model.config, name, 0)]
+    if dropouts and model.training:
+        raise UnsupportedModelError(
+            f"{dropouts[0]} is {getattr(model.config, dropouts[0])}: the count of kept activations has no rule for "
+            "dropout, whose masks are kept too; set it to 0"
+        )
+
+
+_Modules = Mapping[str, tuple[nn.Module, Role]]
+
+
+def _roles(model: PreTrainedModel, whole: Collection[str]) -> dict[str, Role]:
+    try:
+        return find_roles(model, whole)
+    except UnsupportedModelError:
+        # Stages of one rank each need no roles.
+        return {}
+
+
+def _inside(modules: _Modules, layer: str) -> list[tuple[nn.Module, Role]]:
+    return [found for name, found in modules.items() if name.startswith(f"{layer}.")]
+
+
+def _layer(
+    layer: nn.Module,
+    own: LayerSizes,
+    modules: list[tuple[nn.Module, Role]],
+    counts: HeadCounts,
+    hidden: int,
+    *,
+    learned: bool,
+    head_norms: bool,
+) -> Layer:
+    heads = [(module, role) for module, role in modules if role.kind == "up" and role.heads is not None]
+    ups = [(module, role) for module, role in modules if role.kind == "up" and role.heads is None]
+    downs = [module for module, role in modules if role.kind == "down"]
+    gated = sum(role.parts for _, role in ups) == 2
+    cut = [_joined("qkv", heads), _projection("o", downs.pop(0))] if heads and downs else []
+    cut += [_joined("gate_up" if gated else "up", ups)] if ups else []
+    cut += [_projection("down", module) for module in downs]
+    rest = max(0, own.weights - sum(each.weights for each in cut)) // hidden
+    if rest:
+        cut.append(Projection("whole", hidden, rest, "whole"))
+    parameters = sum(parameter.numel() for parameter in layer.parameters())
+    attention = Attention(
+        counts.query,
+        counts.key_value,
+        own.query // counts.query,
+        own.value // counts.query,
+        window=own.window,
+        rotary=0 if learned else counts.dim,
+        head_norms=head_norms,
+    )
+    return Layer(
+        attention,
+        tuple(cut),
+        norms=max(0, parameters - sum(each.parameters for each in cut)),
+        intermediate=out_features(ups[0][0]) // ups[0][1].parts if ups else max(1, rest // _MLP_WEIGHTS),
+        gated=gated or not ups,
+    )
+
+
+def _joined(name: str, modules: list[tuple[nn.Module, Role]]) -> Projection:
+    """Projections that share their input."""
+    first = modules[0][0]
+    outputs, parts = sum(out_features(module) for module, _ in modules), sum(role.parts for _, role in modules)
+    return Projection(name, _in_features(first), outputs, "up", _has_bias(first), parts)
+
+
+def _projection(name: str, module: nn.Module) -> Projection:
+    return Projection(name, _in_features(module), out_features(module), "down", _has_bias(module))
+
+
+def _in_features(module: Any) -> int:
+    return module.weight.shape[0] if isinstance(module, Conv1D) else module.in_features  # type: ignore[no-any-return]
+
+
+def _has_bias(module: Any) -> bool:
+    return module.bias is not None
+
+
+def _kept_by_nonlinearity(config: Any, *, gated: bool) -> int:
+    """Number of tensors that the MLP keeps between its projections, found by running the nonlinearity."""
+    name = next((found for key in _NONLINEARITIES if (found := getattr(config, key, None)) is not None), "silu")
+    features, up = (torch.ones(8, device="cpu", requires_grad=True).clone() for _ in range(2))
+    kept: set[int] = set()
+    alive = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        if x.numel() == features.numel():
+            # Kept alive, so that no other tensor is allocated at its address.
+            alive.append(x.detach())
+            kept.add(_address(x))
+        return x
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        result: Any = ACT2FN[name if name in ACT2FN else "silu"](features)
+        result = result * up if gated else result
+    # Without the result, which counts as the input of "down".
+    return len(kept - {_address(result)})
+
+
+def _address(x: torch.Tensor) -> int:
+    return x.untyped_storage().data_ptr()

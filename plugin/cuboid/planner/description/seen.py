@@ -1,0 +1,82 @@
+"""The cluster that a job sees, for ``"auto"`` in a config without a ``"cluster"``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+
+from cuboid.errors import ConfigError
+from cuboid.planner.description.cluster import CPU, GPUS, Cluster, Gpu
+
+#: Under which launchers say how many of their ranks are on this node.
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+
+
+def seen_cluster(world_size: int) -> Cluster:
+    """Nodes of this one's kind for so many ranks.
+
+    Raises:
+        ConfigError: no GPU is known by this one's name.
+    """
+    local = next((int(text) for name in _LOCAL_SIZES if (text := os.environ.get(name, "")).isdigit()), 0)
+    if not torch.cuda.is_available():
+        per_node = min(local or world_size, world_size)
+        return Cluster(_share_of_cpu(per_node), -(-world_size // per_node), per_node)
+    per_node = min(local or torch.cuda.device_count(), world_size)
+    device = torch.device("cuda", torch.cuda.current_device())
+    gpu = known_device(device)
+    if gpu is None:
+        raise ConfigError(
+            f'there is no profile of the GPU "{torch.cuda.get_device_name(device)}" that "auto" could be decided by: '
+            'measure one with cuboid profile, and name its file as "cluster" in the config'
+        )
+    return Cluster(gpu, -(-world_size // per_node), per_node)
+
+
+def known_device(device: torch.device) -> Gpu | None:
+    """The profile of a device, if there is one by its name."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    return known_gpu(found.name, found.total_memory)
+
+
+def unknown_device(device: torch.device) -> Gpu:
+    """Where a profile starts from of which nothing is known but name and memory; links are a CPU's, or an A100's."""
+    if device.type != "cuda":
+        return _share_of_cpu(1)
+    found = torch.cuda.get_device_properties(device)
+    return replace(GPUS["A100-80GB"], name=found.name, memory_bytes=found.total_memory)
+
+
+def known_gpu(name: str, memory_bytes: int) -> Gpu | None:
+    """The profile of a GPU by its name and memory; None if there is none.
+
+    Args:
+        name: as the driver has it, such as "NVIDIA H100 80GB HBM3".
+        memory_bytes: of the device.
+    """
+    kinds = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in name.replace("-", " ").split()]
+    if not kinds:
+        return None
+    nearest = min(kinds, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes))
+    return replace(nearest, memory_bytes=memory_bytes)
+
+
+def _share_of_cpu(ranks: int) -> Gpu:
+    """A rank's share of this machine's cores, which also move what ranks send each other; its memory is everyone's."""
+    share = min(1.0, len(os.sched_getaffinity(0)) / ranks)
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return replace(
+        CPU,
+        memory_bytes=memory_bytes,
+        peak_flops=CPU.peak_flops * share,
+        memory_bytes_per_s=CPU.memory_bytes_per_s * share,
+        link_bytes_per_s=CPU.link_bytes_per_s * share,
+        network_bytes_per_s=CPU.network_bytes_per_s * share,
+        link_latency_s=CPU.link_latency_s / share,
+        network_latency_s=CPU.network_latency_s / share,
+        kernel_s=CPU.kernel_s / share,
+    )

@@ -1,0 +1,84 @@
+"""Apply the formulas of communication and activation memory to a model."""
+
+from __future__ import annotations
+
+from cuboid.distributed.topology import Coordinate, MeshShape
+from cuboid.models.architectures.attention_heads import HeadCounts, KeyValuePlan, plan_key_value_heads
+from cuboid.planner.comm_formula import BlockSizes
+from cuboid.planner.description.model import Layer, ModelDescription
+from cuboid.planner.end_memory import EndSizes, end_kept_bytes
+from cuboid.planner.layer_memory import KeptSizes, layer_kept_bytes
+
+_ORIGIN = Coordinate(0, 0, 0, 0, 0)
+
+
+def block_sizes(model: ModelDescription, mesh: MeshShape) -> BlockSizes:
+    """Sizes of the first layer, which stands for all."""
+    layer = model.layers[0]
+    own = layer.attention
+    plan = _key_value_plan(layer, mesh, _ORIGIN)
+    by_name = {each.name: each for each in layer.projections}
+    qkv, up = by_name.get("qkv"), by_name.get("gate_up") or by_name.get("up")
+    return BlockSizes(
+        hidden=model.hidden,
+        query=own.query,
+        key_value=own.key,
+        intermediate=layer.intermediate,
+        gated=layer.gated,
+        summed=None if plan.scattered else plan.heads * own.query_dim,
+        whole_key_value=not plan.split_by_sequence,
+        norm=model.norm,
+        qkv_bias=qkv is not None and qkv.bias,
+        out_bias="o" in by_name and by_name["o"].bias,
+        mlp_bias=up is not None and up.bias,
+    )
+
+
+def kept_sizes(model: ModelDescription, mesh: MeshShape, at: Coordinate) -> KeptSizes:
+    """Sizes of the first layer that determine what it keeps.
+
+    Args:
+        model: full.
+        mesh, at: the mesh, and the rank's coordinate: with few key/value heads, some ranks keep more of them.
+    """
+    own = model.layers[0].attention
+    return KeptSizes(
+        query_heads=own.heads,
+        key_value=len(_key_value_plan(model.layers[0], mesh, at).keep) * own.query_dim,
+        nonlinearity=model.nonlinearity,
+        head_norms=own.head_norms,
+    )
+
+
+def end_sizes(model: ModelDescription) -> EndSizes:
+    """Sizes of the modules before the first layer and behind the last one."""
+    return EndSizes(
+        hidden=model.hidden,
+        vocabulary=model.vocabulary,
+        positions=model.positions,
+        rotary=model.layers[0].attention.rotary,
+        norm=model.norm,
+    )
+
+
+def model_kept_bytes(
+    model: ModelDescription, mesh: MeshShape, at: Coordinate, batch: int, length: int, *, element_bytes: int
+) -> dict[str, int]:
+    """Bytes that a rank keeps from forward to backward of a full model, by what keeps them.
+
+    Args:
+        model, mesh, at: as of :func:`kept_sizes`.
+        batch, length, element_bytes: as of :func:`~cuboid.planner.layer_memory.layer_kept_bytes`.
+    """
+    kept = layer_kept_bytes(
+        block_sizes(model, mesh), kept_sizes(model, mesh, at), mesh, batch, length, element_bytes=element_bytes
+    )
+    ends = end_kept_bytes(end_sizes(model), mesh, batch, length, element_bytes=element_bytes)
+    return {f"layers' {name}": len(model.layers) * size for name, size in kept.items()} | {
+        str(name): size for name, size in ends.items()
+    }
+
+
+def _key_value_plan(layer: Layer, mesh: MeshShape, at: Coordinate) -> KeyValuePlan:
+    own = layer.attention
+    return plan_key_value_heads(HeadCounts(own.heads, own.key_value_heads, own.query_dim), mesh, at)

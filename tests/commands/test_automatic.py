@@ -1,0 +1,364 @@
+"""``"mesh": "auto"`` and ``"segments": "auto"``: what the planner chooses for a model on the GPUs that it sees."""
+
+import json
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+
+from cuboid.config.compatibility import check_layout
+from cuboid.config.schema import parse_config, require_config
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.topology import MeshShape
+from cuboid.errors import ConfigError, MeshError
+from cuboid.models.sharded.parallel_plan import fitting_meshes
+from cuboid.planner import automatic, profile
+from cuboid.planner.automatic import choose_mesh, segment_choice
+from cuboid.planner.cost.layout import Layout
+from cuboid.planner.description import seen
+from cuboid.planner.description.cluster import GPUS, Cluster
+from cuboid.planner.description.model import ARCHITECTURES, describe
+from cuboid.planner.description.modules import describe_modules
+from cuboid.planner.description.seen import known_gpu, seen_cluster
+from cuboid.planner.estimate import best_segments, estimate, segment_counts
+from launching import alone, reports_of, world
+from planning import LLAMA_8B, on_meta, small
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_modules_say_what_the_config_says(name):
+    config = small(name)
+    by_config, by_modules = describe(config), describe_modules(on_meta(config))
+    assert by_modules.parameters == by_config.parameters
+    assert by_modules.step_flops(2, 64) == pytest.approx(by_config.step_flops(2, 64), rel=0.02)
+    if name in ("llama", "mistral", "qwen2", "qwen3", "gpt2", "granite"):
+        assert by_modules.layers == by_config.layers
+        assert (by_modules.nonlinearity, by_modules.tied) == (by_config.nonlinearity, by_config.tied)
+
+
+@pytest.mark.parametrize("name", ["falcon", "bloom", "opt", "gpt_neox", "starcoder2", "cohere", "mamba"])
+def test_models_that_no_table_knows_are_described(name):
+    config = AutoConfig.for_model(name)
+    if hasattr(config, "num_hidden_layers"):
+        config.num_hidden_layers = 2
+    model = on_meta(config)
+    found = describe_modules(model)
+    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert len(found.layers) == 2
+    assert all(layer.weights_of_token > 0 for layer in found.layers)
+
+
+def llama(**sizes):
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(**{**LLAMA_8B, "num_hidden_layers": 4, "model_type": "llama", **sizes}))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return llama()
+
+
+def config_of(mesh_keys, **sections):
+    return parse_config({"tensor_parallel": {"mode": "3d_tensor", "mesh": "auto", **mesh_keys}, **sections})
+
+
+def test_the_mesh_of_a_size_is_the_fastest_that_fits(model, caplog):
+    config = config_of({"size": 8}, train_micro_batch_size_per_gpu=8, cluster="8xH100-80GB", sequence_length=2048)
+    with caplog.at_level(logging.WARNING):
+        chosen = choose_mesh(model, config)
+    cluster, described = Cluster.parse("8xH100-80GB"), describe_modules(model)
+    times = {
+        mesh: estimate(described, Layout(mesh, micro_batch=8, zero_stage=0), cluster, 2048).time.total_s
+        for mesh in fitting_meshes(model, 8)
+    }
+    assert times[chosen] == min(times.values())
+    (said,) = [record.getMessage() for record in caplog.records if record.name == automatic.__name__]
+    assert said.startswith(f'"mesh": "auto" is {chosen} with 1 replicas, for micro-batches of 8 rows of 2048 tokens on')
+
+
+def test_one_row_leaves_nothing_to_the_batch_axis(model):
+    assert choose_mesh(model, config_of({"size": 8}, train_micro_batch_size_per_gpu=1, cluster="8xH100")).batch == 1
+
+
+def test_without_a_size_the_ranks_of_the_mesh_are_chosen_too(model):
+    free = config_of({}, train_batch_size=64, gradient_accumulation_steps=2, cluster="8xH100", sequence_length=4096)
+    described, cluster = describe_modules(model), Cluster.parse("8xH100-80GB")
+    times = {}
+    for size in (1, 2, 4, 8):
+        rows = 64 // (8 // size) // 2
+        for mesh in (mesh for mesh in fitting_meshes(model, size) if rows % mesh.batch == 0):
+            layout = Layout(mesh, 1, rows, 2, 8 // size, zero_stage=0)
+            found = estimate(described, layout, cluster, 4096)
+            times |= {mesh: found.time.total_s} if found.fits else {}
+    assert choose_mesh(model, free) == min(times, key=times.__getitem__)
+    # One replica doesn't fit into a GPU, but eight of them do together.
+    large = llama(num_hidden_layers=32)
+    assert choose_mesh(large, free.model_copy(update={"cluster": "8xA100-80GB"})).size > 1
+
+
+def test_rows_that_are_named_leave_one_size(model):
+    numbers = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}
+    chosen = choose_mesh(model, config_of({}, **numbers, cluster="8xH100"))
+    assert chosen.size == 4
+    config, rest = require_config({"tensor_parallel": {"mode": "3d_tensor", "mesh": "auto"}, **numbers})
+    check_layout(config.on_mesh(chosen), rest, 8)
+    with pytest.raises(ConfigError, match="train_batch_size is 32"):
+        check_layout(config.on_mesh(MeshShape(2, 1, 1)), rest, 8)
+
+
+def test_a_pipelines_mesh_and_segments(model):
+    pipeline = {"engine": "seq1f1b", "stages": 4}
+    config = config_of({}, pipeline=pipeline, train_batch_size=32, gradient_accumulation_steps=8, cluster="8xH100")
+    chosen = choose_mesh(model, config)
+    assert chosen.size in (1, 2)
+    mesh = Mesh(chosen, pipe=4, rank=0, world_size=8)
+    choice = segment_choice(model, config, mesh)
+    counts = [choice(length, 1, 4, recomputes=False) for length in (512, 8192, 65536)]
+    assert counts == sorted(counts)
+    assert counts[0] == 1 < counts[-1]
+    assert segment_choice(model, config_of({"size": 2}, pipeline={**pipeline, "segments": 2}), mesh) is None
+
+
+def test_the_number_of_segments_is_the_fastest_that_fits():
+    described, cluster = describe(LLAMA_8B), Cluster.parse("8xH100-80GB")
+    layout = Layout(MeshShape(), 8, 1, 8, checkpointing="full")
+    found = {k: estimate(described, replace(layout, segments=k), cluster, 32768) for k in segment_counts(layout, 32768)}
+    fitting = {k: each.time.total_s for k, each in found.items() if each.fits}
+    assert best_segments(described, layout, cluster, 32768) == min(fitting, key=fitting.__getitem__)
+    # Where memory is scarce, as many as it takes.
+    tight = replace(cluster, gpu=replace(cluster.gpu, memory_bytes=int(found[8].memory_bytes / 0.93) + 1))
+    assert best_segments(described, layout, tight, 32768) >= 8
+    assert best_segments(described, replace(layout, schedule="1f1b"), cluster, 32768) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "sections", "error", "message"),
+    [
+        ({"size": 5}, {"train_micro_batch_size_per_gpu": 4}, MeshError, r"size = 5 ranks .*a multiple of 5 rows"),
+        ({}, {"train_batch_size": 4, "gradient_accumulation_steps": 8}, MeshError, "no mesh divides.*= 4 rows in 8 "),
+        ({"size": 8}, {"cluster": "8xV100-16GB", "sequence_length": 2**20}, ConfigError, "no layout fits.*GiB a GPU"),
+        ({"size": 8}, {"cluster": "8xTPU"}, ConfigError, "no profile of a GPU 'TPU'"),
+    ],
+)
+def test_what_cannot_be_chosen_says_so(model, keys, sections, error, message):
+    with pytest.raises(error, match=message):
+        choose_mesh(model, config_of(keys, **{"cluster": "8xH100", **sections}))
+
+
+def test_the_cluster_is_the_worlds(model):
+    with pytest.raises(ConfigError, match="has 8 GPUs, but the world has 4 ranks"):
+        choose_mesh(model, config_of({"size": 4}, cluster="8xH100"), world_size=4)
+
+
+def test_sizes_that_are_not_known_yet_are_asked_for():
+    config = config_of({}, train_batch_size=8)
+    with pytest.raises(ConfigError, match=r"tensor_parallel\.size is missing.*Trainer"):
+        config.topology(8)
+    assert config.on_mesh(MeshShape(2, 1, 1)).topology(8).data == 4
+
+
+def test_gpus_are_known_by_their_names():
+    assert known_gpu("NVIDIA H100 80GB HBM3", 85 * 10**9).matmul_efficiency == GPUS["H100-80GB"].matmul_efficiency
+    assert known_gpu("NVIDIA A100-SXM4-40GB", 42 * 10**9).name == "A100-40GB"
+    assert known_gpu("NVIDIA H200", 150 * 10**9).memory_bytes == 150 * 10**9
+    assert known_gpu("NVIDIA RTX 4090", 24 * 10**9) is None
+
+
+def test_a_gpu_without_a_profile_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(seen.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(seen.torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(seen.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(seen.torch.cuda, "get_device_name", lambda _: "NVIDIA RTX 4090")
+    device = SimpleNamespace(name="NVIDIA RTX 4090", total_memory=24 * 10**9)
+    monkeypatch.setattr(seen.torch.cuda, "get_device_properties", lambda _: device)
+    with pytest.raises(ConfigError, match=r'no profile of the GPU "NVIDIA RTX 4090".*cuboid profile'):
+        seen_cluster(8)
+    device.name = "NVIDIA H100 80GB HBM3"
+    assert str(seen_cluster(32)) == "4x8xH100-80GB"
+
+
+def test_ranks_that_share_a_core_have_a_part_of_it(monkeypatch):
+    monkeypatch.setattr(seen.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(seen.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.delenv("LOCAL_SIZE", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    cluster = seen_cluster(16)
+    assert (cluster.nodes, cluster.gpus_per_node) == (2, 8)
+    assert cluster.gpu.peak_flops == seen.CPU.peak_flops / 4
+    assert cluster.gpu.kernel_s == seen.CPU.kernel_s * 4
+
+
+#: Seconds of a step of 8 rows of 512 tokens on 8 ranks of two cores, over loopback in bfloat16.
+MEASURED = {"8x1x1": 1.385, "4x2x1": 1.479, "2x2x2": 1.861}
+
+
+def test_on_loopback_meshes_are_ordered_as_measured(monkeypatch):
+    monkeypatch.setattr(seen.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(seen.os, "sched_getaffinity", lambda _: {0, 1})
+    tiny = describe({"model_type": "llama", "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4,
+                     "num_attention_heads": 8, "vocab_size": 4096})  # fmt: skip
+    times = {
+        mesh: estimate(tiny, Layout(MeshShape.parse(mesh), micro_batch=8), seen_cluster(8), 512).time.total_s
+        for mesh in (*MEASURED, "1x8x1")
+    }
+    assert sorted(times, key=times.__getitem__) == [*MEASURED, "1x8x1"]
+    for mesh, measured in MEASURED.items():
+        assert times[mesh] == pytest.approx(measured, rel=0.3), mesh
+
+
+AUTOMATIC = """
+    import copy, json, logging
+    import torch, deepspeed, cuboid
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    said = []
+    class Keep(logging.Handler):
+        def emit(self, record):
+            said.append(record.getMessage())
+    logging.getLogger("cuboid.planner.automatic").addHandler(Keep())
+    model_config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=64,
+        max_position_embeddings=1024,
+    )
+    ids = torch.randint(64, (8, 1024), generator=torch.Generator().manual_seed(0))
+    config = {
+        "train_batch_size": 8, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0, "cluster": "4xH100",
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0, "torch_adam": True}},
+        "tensor_parallel": {"mode": "3d_tensor", "mesh": "auto"},
+        **json.loads('SECTIONS'),
+    }
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(model_config)
+    plain = AutoModelForCausalLM.from_config(copy.deepcopy(model_config))
+    plain.load_state_dict(model.state_dict())
+    engine, *_ = deepspeed.initialize(model=cuboid.shard(model, config), config=config)
+    mesh = cuboid.mesh_of(engine)
+    rows, replica = engine.train_micro_batch_size_per_gpu(), mesh.coordinate.data
+    own = ids[replica * 2 * rows : (replica + 1) * 2 * rows].split(rows)
+
+    def step():
+        batches = [{"input_ids": batch, "labels": batch} for batch in own]
+        if hasattr(engine, "train_batch"):
+            return float(engine.train_batch(iter(batches)))
+        losses = []
+        for batch in batches:
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        total = torch.stack(losses).mean()
+        torch.distributed.all_reduce(total, group=mesh.data_parallel_group)
+        return float(total) / mesh.topology.data
+
+    losses = [step(), step()]
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.0)
+    expected = []
+    for _ in range(2):
+        loss = plain(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(float(loss))
+    print("RESULT" + json.dumps([str(mesh.shape), rows, mesh.topology.data, losses, expected, said]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("sections", ['{"pipeline": {"engine": "seq1f1b", "stages": 2}}', "{}"], ids=["stages", "mesh"])
+def test_an_engine_trains_on_what_was_chosen(tmp_path, sections):
+    reports = reports_of(4, AUTOMATIC.replace("SECTIONS", sections), tmp_path)
+    assert len(reports) == 4
+    shapes = {shape for shape, *_ in reports}
+    assert len(shapes) == 1
+    stages = 2 if "pipeline" in sections else 1
+    for shape, rows, replicas, losses, expected, _ in reports:
+        assert MeshShape.parse(shape).size * replicas * stages == 4
+        assert rows * replicas == 4
+        assert losses == pytest.approx(expected, rel=1e-5)
+    spoken = [said for *_, said in reports if said]
+    assert len(spoken) == 1, "by the first rank only"
+    assert [line.partition(" is ")[0] for line in spoken[0]] == ['"mesh": "auto"', '"segments": "auto"'][:stages]
+
+
+DIFFERENT = """
+    import json
+    import torch.distributed as dist
+    from cuboid.distributed.mesh import Mesh
+    from cuboid.distributed.topology import MeshShape
+
+    dist.init_process_group("gloo")
+    try:
+        Mesh(MeshShape(2, 1, 1) if dist.get_rank() else MeshShape(1, 2, 1)).connect()
+    except Exception as error:
+        print("RESULT" + json.dumps(f"{type(error).__name__}: {error}"), flush=True)
+"""
+
+
+def test_ranks_that_came_to_different_meshes_say_so(tmp_path):
+    first, second = reports_of(2, DIFFERENT, tmp_path)
+    assert first.startswith("MeshError: ranks have different meshes, 1×2×1, 2×1×1; rank 0 has 1×2×1")
+    assert "rank 1 has 2×1×1" in second
+
+
+# --- profiles ---------------------------------------------------------------------------------------------------
+
+PROFILE = """
+    import json, sys
+    from pathlib import Path
+    import torch.distributed as dist
+    from cuboid.cli import commands
+    from cuboid.planner import profile
+
+    # Sizes that take no time.
+    profile._PRODUCTS, profile._TOKENS, profile._LARGE = ((64, 256, 256), (256, 256, 256)), (64, 256), 2**18
+    folder = Path(sys.argv[1])
+    try:
+        commands(["profile", "--out", str(folder / "ours.json"), "--seconds", "2"], standalone_mode=True)
+    except SystemExit as end:
+        print("RESULT" + json.dumps([end.code, dist.is_initialized()]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_profile_is_measured_and_read(tmp_path, ranks):
+    def launch(count, script, root):
+        return world(count, script, root) if count > 1 else alone(script, root)
+
+    assert reports_of(ranks, PROFILE, tmp_path, launch) == [[0, False]] * ranks
+    cluster = Cluster.parse(str(tmp_path / "ours.json"))
+    assert (cluster.nodes, cluster.gpus_per_node, cluster.gpu.name) == (1, ranks, "CPU")
+    content = json.loads((tmp_path / "ours.json").read_text())
+    measured = content["measured"]
+    assert len(measured["products"]) == len(measured["attention"]) == 2
+    assert [row["ranks"] for row in measured["all_gather"]] == [2, 2, 2] * (ranks - 1)
+    gpu = cluster.gpu
+    # Its rates are the measured ones, since no data sheet is known.
+    assert (gpu.matmul_efficiency, gpu.memory_efficiency) == (1, 1)
+    fastest = max(2 * row["rows"] * row["inputs"] * row["outputs"] / row["seconds"] for row in measured["products"])
+    assert gpu.peak_flops >= 0.5 * fastest
+    assert (gpu.link_efficiency == 1) is (ranks == 2)
+    assert estimate(describe(LLAMA_8B), Layout(MeshShape(1, ranks, 1)), cluster, 4096).time.total_s > 1
+
+
+def test_a_known_gpus_profile_has_shares_of_its_data_sheet(monkeypatch):
+    profiler = profile.Profiler(torch.device("cpu"), 1.0)
+    base = GPUS["H100-80GB"]
+    times = {1024: 5e-6, 2**26: 5e-6 + 3 * 2**27 / (0.5 * base.memory_bytes_per_s)}
+    monkeypatch.setattr(profiler, "_elementwise", times.__getitem__)
+    monkeypatch.setattr(profiler, "_product", lambda gpu, size: (0.7 * gpu.peak_flops, 1e-3))
+    monkeypatch.setattr(profiler, "_attention", lambda gpu, tokens: (0.4 * gpu.peak_flops, 1e-3))
+    found = profiler._kernels(base, is_known=True)
+    assert found == replace(base, kernel_s=5e-6, memory_efficiency=pytest.approx(0.5), matmul_efficiency=0.7,
+                            attention_efficiency=0.4)  # fmt: skip
+    renamed = replace(base, name="another")
+    unknown = profiler._kernels(renamed, is_known=False)
+    assert unknown.peak_flops == pytest.approx(0.7 * base.peak_flops)
+    assert (unknown.matmul_efficiency, unknown.memory_efficiency) == (1, 1)
+    assert unknown.attention_efficiency == pytest.approx(0.4 / 0.7)
+
+
+def test_sizes_that_would_take_too_long_are_left_out():
+    profiler = profile.Profiler(torch.device("cpu"), 4.0)
+    assert profiler._series([4, 1, 2, 1000], float, lambda size: (size, 0.1 * size)) == [1, 2, 4]
