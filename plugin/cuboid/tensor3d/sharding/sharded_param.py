@@ -6,10 +6,11 @@ The idea of FSDP2's per-parameter state (``torch.distributed.fsdp``), over :attr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -243,11 +244,14 @@ class ShardedModule(nn.Module):
         prefetched_params, prefetched_shards: what the prefetcher has ready for this module's forward, by the
             parameter's name: unsharded small parameters, and shards whose reduce-scatter may be deferred.
         is_prefetched: whether the prefetcher is to unshard its parameters.
+        gathered_once: names of parameters that are small although they have several dims: as those of one dim, they are
+            gathered for a forward together with others, and autograd keeps them for its backward.
         weight_gradients: where the gradients of ``weight`` may be deferred to; None where they never are.
     """
 
     mesh: Mesh
     is_prefetched = True
+    gathered_once: Collection[str] = ()
     weight_gradients: WeightGradientStore | None = None
 
     def init_sharding(self, mesh: Mesh, layouts: dict[str, ShardingSpec]) -> None:
@@ -261,6 +265,17 @@ class ShardedModule(nn.Module):
         """Layout of this module's parameter ``name``."""
         return self.sharded_params[name].layout
 
+    def shard_to_multiply(self, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, DeferredReduce | None]:
+        """The shard of a weight for one product in ``dtype``, and who waits for its gradient if that may be late."""
+        parameter = self.get_parameter(name)
+        shard, deferred = self.prefetched_shards.pop(name, (parameter, None))
+        if self.sharded_params[name].keeps is not None:
+            self.sharded_params[name].is_made_of(parameter)
+        if shard.dtype != dtype and torch.is_autocast_enabled(shard.device.type):
+            # Only this cast's own gradient may be on its way, not one that is yet to be cast.
+            return parameter.to(dtype), None
+        return shard, deferred
+
     def unsharded(self, name: str) -> torch.Tensor:
         """The block of a small parameter, differentiably."""
         block = self.prefetched_params.get(name)
@@ -270,6 +285,28 @@ class ShardedModule(nn.Module):
         if self.mesh.shape.size > 1:
             check_knows_of_shards(self)
         super()._save_to_state_dict(destination, prefix, keep_vars)
+
+
+def shard_in_place(
+    module: nn.Module,
+    kind: type[ShardedModule],
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    mesh: Mesh,
+    layouts: dict[str, ShardingSpec],
+) -> None:
+    """Make a module one of a ``kind``, with shards. Its class keeps its name, and its code as far as that has none."""
+    cls: Any = type(module)
+    module.__class__ = _subclass(kind, cls)
+    for name, parameter in parameters.items():
+        module.register_parameter(name, parameter)
+    assert isinstance(module, ShardedModule)
+    module.init_sharding(mesh, layouts)
+
+
+@cache
+def _subclass(kind: type[ShardedModule], own: Any) -> type[nn.Module]:
+    return type(own.__name__, (kind, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
 
 
 #: Whether whoever asks for a state dict knows that shards are in it.
