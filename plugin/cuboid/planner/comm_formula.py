@@ -9,8 +9,37 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
+from cuboid.distributed.axis_collectives import padded_length
 from cuboid.distributed.comm_counter import Operation, axes_label, sent_bytes
 from cuboid.distributed.topology import Axis, MeshShape
+
+
+#: Of an expert's number, as ranks exchange it.
+_INDEX_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """Counts of a full layer's experts, which have no biases.
+
+    Args:
+        count: E.
+        per_token: k, experts that each token goes to.
+        intermediate: features inside of one expert.
+        gated: whether its "up" projection has two features for each of these.
+        gates: outputs of routers: E, and one more where shared experts have a gate of their own.
+    """
+
+    count: int
+    per_token: int
+    intermediate: int
+    gated: bool
+    gates: tuple[int, ...]
+
+    @property
+    def up(self) -> int:
+        """Out features of one expert's "up" projection."""
+        return (2 if self.gated else 1) * self.intermediate
 
 
 @dataclass(frozen=True)
@@ -21,13 +50,14 @@ class BlockSizes:
         hidden: H, the residual stream.
         query: query heads × head dim.
         key_value: key (or value) heads × head dim.
-        intermediate: F, the MLP's inner size.
+        intermediate: F, the MLP's inner size; with experts that of the shared ones, 0 if there are none.
         gated: whether the MLP has two "up" projections.
         summed: if there are too few key/value heads to scatter their product over `hidden`, it is all-reduced instead:
             the key (or value) features that each rank computes then. Else None.
         whole_key_value: whether that product needs the key/value weights of all `sequence` ranks.
         norm: kind of norm, which determines the statistics that are communicated.
         qkv_bias, out_bias, mlp_bias: whether these projections have biases.
+        experts: of the layer, if it has any.
     """
 
     hidden: int
@@ -41,6 +71,7 @@ class BlockSizes:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    experts: ExpertSizes | None = None
 
 
 class _Count:
@@ -83,9 +114,15 @@ def layer_bytes(
     residual = tokens * sizes.hidden / mesh.hidden * element_bytes
     # For each of the two blocks: input gather in forward and again in backward, and reduce-scatter of its gradient;
     # output reduce-scatter, and gather of its gradient. A reduce-scatter sends as much as an all-gather.
-    count.add("all_gather", ("sequence",), residual, 2 * 5)
-    _add_projections(count, sizes, mesh, tokens * element_bytes / mesh.sequence)
-    _add_weights(count, sizes, mesh, element_bytes, times=3 if weight_gather == "layer" else 2)
+    blocks = 1 + (sizes.intermediate > 0) + (sizes.experts is not None)
+    count.add("all_gather", ("sequence",), residual, blocks * 5)
+    per_feature, times = tokens * element_bytes / mesh.sequence, 3 if weight_gather == "layer" else 2
+    _add_projections(count, sizes, mesh, per_feature)
+    _add_weights(count, sizes, mesh, element_bytes, times)
+    if sizes.experts is not None:
+        _add_experts(count, sizes.experts, mesh, per_feature)
+        _add_routing(count, sizes.experts, mesh, tokens, statistic_bytes)
+        _add_expert_weights(count, sizes, sizes.experts, mesh, element_bytes, times)
     _add_norms(count, sizes, mesh, tokens / mesh.sequence * statistic_bytes, element_bytes)
     _add_biases(count, sizes, mesh, element_bytes)
     return dict(sorted(count.bytes.items()))
@@ -114,6 +151,37 @@ def _add_weights(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_byte
         count.add("all_gather", ("batch",), key_value / mesh.sequence, times)
     block = projections * sizes.hidden * element_bytes / (mesh.sequence * mesh.hidden)
     count.add("all_gather", ("batch",), block, times)
+
+
+def _add_experts(count: _Count, experts: ExpertSizes, mesh: MeshShape, per_feature: float) -> None:
+    """As :func:`_add_projections`, of one feature of each row that a token makes."""
+    rows = per_feature * experts.per_token
+    count.add("reduce_scatter", ("hidden",), rows * experts.up, 2)
+    count.add("all_gather", ("hidden",), rows * experts.intermediate, 3)
+
+
+def _add_routing(count: _Count, experts: ExpertSizes, mesh: MeshShape, tokens: float, statistic_bytes: int) -> None:
+    """What routers add up, and what they say to the ranks that have other tokens."""
+    choices = tokens * experts.per_token
+    count.add("all_gather", ("sequence",), choices * _INDEX_BYTES)
+    # Weights of the choices, and in backward their gradients. Most routers give them in float32.
+    count.add("all_gather", ("sequence",), choices * statistic_bytes, 2)
+    for outputs in experts.gates:
+        logits = tokens / mesh.sequence * outputs * statistic_bytes
+        count.add("all_gather", ("hidden",), mesh.hidden * logits)
+        count.add("all_reduce", ("hidden",), logits)
+
+
+def _add_expert_weights(
+    count: _Count, sizes: BlockSizes, experts: ExpertSizes, mesh: MeshShape, element_bytes: int, times: int
+) -> None:
+    """Of all experts, rounded up to as many for each rank; routers' are gathered once, as those of norms."""
+    column = sizes.hidden * element_bytes / mesh.hidden
+    whole = padded_length(experts.count, mesh.batch) * (experts.up + experts.intermediate) / mesh.sequence
+    count.add("all_gather", ("batch",), whole * column, times)
+    for outputs in experts.gates:
+        rows = padded_length(outputs, mesh.of("batch", "sequence"))
+        count.add("all_gather", ("batch", "sequence"), rows * column, 2)
 
 
 def _add_norms(count: _Count, sizes: BlockSizes, mesh: MeshShape, statistics: float, element_bytes: int) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
+from torch import nn
 from transformers import PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.topology import Coordinate, MeshShape
 from cuboid.errors import MeshError
 from cuboid.models.architectures.attention_heads import HeadCounts, plan_key_value_heads
-from cuboid.models.architectures.roles import find_roles
+from cuboid.models.architectures.roles import Role, find_roles
 from cuboid.models.certification.mesh_certificates import mesh_verdict
 from cuboid.models.sharded.parallel_plan import fitting_meshes, out_features
-from cuboid.planner.comm_formula import BlockSizes, layer_bytes
+from cuboid.models.stages.model_costs import expert_counts
+from cuboid.planner.comm_formula import BlockSizes, ExpertSizes, layer_bytes
 
 #: Assumed rows of a micro-batch, if the config doesn't have them, and sequence length, which isn't known yet when
 #: weights are loaded. The choice depends on their product only weakly.
@@ -64,9 +69,12 @@ def choose_mesh(model: PreTrainedModel, config: CuboidConfig, cls: type[PreTrain
 
 
 def block_sizes(model: PreTrainedModel, mesh: MeshShape) -> BlockSizes:
-    """The sizes of the model's first layer, which stand for all."""
-    # ".0.": the modules of the first decoder layer.
-    layer = [(model.get_submodule(name), role) for name, role in find_roles(model).items() if ".0." in name]
+    """The sizes of the model's first layer, or the first one with experts, which stand for all."""
+    roles = find_roles(model)
+    mixtures = [re.search(r"\.\d+\.", name) for name, role in roles.items() if role.experts is not None]
+    # Such as ".0.", in the names of all modules of that layer.
+    number = mixtures[0][0] if mixtures and mixtures[0] is not None else ".0."
+    layer = [(model.get_submodule(name), role) for name, role in roles.items() if number in name]
     counts = HeadCounts.of(model.config)
     plan = plan_key_value_heads(counts, mesh, Coordinate(0, 0, 0, 0, 0))
     ups = [module for module, role in layer if role.kind == "up" and role.heads is None]
@@ -76,12 +84,28 @@ def block_sizes(model: PreTrainedModel, mesh: MeshShape) -> BlockSizes:
         hidden=model.config.hidden_size,
         query=counts.query * counts.dim,
         key_value=counts.key_value * counts.dim,
-        intermediate=out_features(ups[0]),
+        intermediate=out_features(ups[0]) if ups else 0,
         gated=len(ups) == 2,
         summed=None if plan.scattered else plan.heads * counts.dim,
         whole_key_value=not plan.split_by_sequence,
         norm="layer" if any(role.norm is not None and role.norm.kind == "layer" for _, role in layer) else "rms",
         qkv_bias=into_attention[0].bias is not None,
         out_bias=downs[0].bias is not None,
-        mlp_bias=ups[0].bias is not None,
+        mlp_bias=bool(ups) and ups[0].bias is not None,
+        experts=_expert_sizes(model, layer) if mixtures else None,
+    )
+
+
+def _expert_sizes(model: PreTrainedModel, layer: Sequence[tuple[nn.Module, Role]]) -> ExpertSizes:
+    """Of a layer's experts, which every token goes to as many of as the config says."""
+    module, form = next((module, role.experts) for module, role in layer if role.experts is not None)
+    down = module.get_parameter(form.down).shape
+    routers = [module for module, role in layer if role.kind == "router"]
+    per_token, _ = expert_counts(model.config, form.down)
+    return ExpertSizes(
+        count=down[0],
+        per_token=per_token,
+        intermediate=down[3 - form.out_dim],
+        gated=form.gated,
+        gates=tuple(parameter.shape[0] for each in routers for parameter in each.parameters() if parameter.dim() == 2),
     )

@@ -76,6 +76,10 @@ def model_kept_bytes(
 
 
 def _check_countable(model: PreTrainedModel) -> None:
+    if any(role.experts is not None for role in find_roles(model).values()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has experts, which the count of kept activations has no rule for"
+        )
     implementation = model.config._attn_implementation
     if implementation == "eager":
         raise UnsupportedModelError(
