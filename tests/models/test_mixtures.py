@@ -10,7 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import MeshError, UnsupportedModelError
 from cuboid.models.architectures.roles import blocks_computed_whole, find_roles
+from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
+from cuboid.planner.comm_formula import layer_bytes
+from cuboid.planner.mesh_search import block_sizes
 from threaded import Threaded, assert_as_alone, step_of
 
 ONE_AXIS = ("1x2x1", "1x1x2", "2x1x1")
@@ -222,7 +225,8 @@ def test_what_is_scaled_by_the_labels_of_several_micro_batches_is_as_in_plain_tr
 def test_router_logits_and_their_loss_are_given_whole():
     model, batch = with_router_loss("qwen3_moe"), batch_of(rows=3, length=7)
     with torch.no_grad():
-        expected = model(**batch)
+        with KeepFloat64():
+            expected = model(**batch)
         outputs = Threaded(model, "2x2x1").run(lambda own: own(**batch, use_cache=False))
     for output in outputs:
         torch.testing.assert_close(output.aux_loss, expected.aux_loss)
@@ -234,3 +238,26 @@ def test_router_logits_of_blocks_that_are_whole_are_an_error():
     threaded = Threaded(small("mixtral", router_jitter_noise=0.1), "2x1x1")
     with pytest.raises(UnsupportedModelError, match="output_router_logits: the routers of MixtralModel are in blocks"):
         threaded.run(lambda own: own(**batch_of(), output_router_logits=True))
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("mesh", [*ONE_AXIS, "2x2x2", "3x1x2"])
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen2_moe"])
+def test_counted_bytes_of_experts_are_the_formula(architecture, mesh):
+    shape, rows, length = MeshShape.parse(mesh), 6, 8
+    # What three ranks divide, but for the four experts.
+    sizes = {"hidden_size": 48, **({"shared_expert_intermediate_size": 48} if architecture == "qwen2_moe" else {})}
+    counts = []
+    for layers in (2, 3):
+        model = small(architecture, num_hidden_layers=layers, **sizes).float()
+        threaded = Threaded(model, mesh)
+        threaded.run(step_of(**batch_of(rows, length)))
+        counts.append([each.comm_counter.snapshot() for each in threaded.ranks.meshes])
+    expected = layer_bytes(block_sizes(model, shape), shape, rows, length, element_bytes=4)
+    for two, three in zip(*counts, strict=True):
+        of_layer = {axes: total - two.get(axes, 0) for axes, total in three.items() if total != two.get(axes, 0)}
+        # Each collective's share is rounded to a whole byte.
+        assert of_layer == {axes: pytest.approx(count, abs=40) for axes, count in expected.items()}
