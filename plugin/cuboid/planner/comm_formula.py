@@ -13,7 +13,6 @@ from cuboid.distributed.axis_collectives import padded_length
 from cuboid.distributed.comm_counter import Operation, axes_label, sent_bytes
 from cuboid.distributed.topology import Axis, MeshShape
 
-
 #: Of an expert's number, as ranks exchange it.
 _INDEX_BYTES = 4
 
@@ -120,7 +119,7 @@ def layer_bytes(
     _add_projections(count, sizes, mesh, per_feature)
     _add_weights(count, sizes, mesh, element_bytes, times)
     if sizes.experts is not None:
-        _add_experts(count, sizes.experts, mesh, per_feature)
+        _add_experts(count, sizes.experts, per_feature)
         _add_routing(count, sizes.experts, mesh, tokens, statistic_bytes)
         _add_expert_weights(count, sizes, sizes.experts, mesh, element_bytes, times)
     _add_norms(count, sizes, mesh, tokens / mesh.sequence * statistic_bytes, element_bytes)
@@ -153,7 +152,7 @@ def _add_weights(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_byte
     count.add("all_gather", ("batch",), block, times)
 
 
-def _add_experts(count: _Count, experts: ExpertSizes, mesh: MeshShape, per_feature: float) -> None:
+def _add_experts(count: _Count, experts: ExpertSizes, per_feature: float) -> None:
     """As :func:`_add_projections`, of one feature of each row that a token makes."""
     rows = per_feature * experts.per_token
     count.add("reduce_scatter", ("hidden",), rows * experts.up, 2)

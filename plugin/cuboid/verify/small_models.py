@@ -173,9 +173,7 @@ def _config(small: SmallModel) -> PretrainedConfig:
         case "qwen3_moe":
             # As many experts as no power of two divides.
             experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": small.hidden}
-            return transformers.Qwen3MoeConfig(
-                attention_bias=small.bias, head_dim=small.head_dim, **experts, **sizes()
-            )
+            return transformers.Qwen3MoeConfig(attention_bias=small.bias, head_dim=small.head_dim, **experts, **sizes())
         case "gemma2":
             # Caps so low that they affect most scores and logits.
             caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}

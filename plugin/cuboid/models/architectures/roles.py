@@ -23,9 +23,7 @@ from cuboid.models.architectures.norm_formula import NormFormula, norm_formula
 from cuboid.models.architectures.plans import COMMON, PLANS
 from cuboid.tensor3d.experts.experts import ExpertForm
 
-Kind = Literal[
-    "embedding", "up", "down", "experts", "router", "head", "norm", "gathered", "whole", "inside", "tied"
-]
+Kind = Literal["embedding", "up", "down", "experts", "router", "head", "norm", "gathered", "whole", "inside", "tied"]
 Heads = Literal["query", "key_value", "query_key_value"]
 
 

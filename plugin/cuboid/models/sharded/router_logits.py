@@ -36,8 +36,8 @@ def whole_router_logits(base: nn.Module, batch: LocalBatch, mesh: Mesh, *, are_s
     """
     if not are_split:
         raise UnsupportedModelError(
-            f"output_router_logits: the routers of {type(base).__name__} are in blocks that are computed whole, so that "
-            "nobody knows which tokens their logits are of; set it to false, or use a mesh of one rank"
+            f"output_router_logits: the routers of {type(base).__name__} are in blocks that are computed whole, where "
+            "a rank doesn't know which tokens their logits are of; set it to false, or use a mesh of one rank"
         )
     whole = _WholeLogits(batch, mesh)
     hooks = [

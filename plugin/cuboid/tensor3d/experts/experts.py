@@ -1,4 +1,4 @@
-"""Experts of a mixture whose weights are three-dimensional, on a mesh; :mod:`.grouped_linear` says what they compute."""
+"""Experts of a mixture, whose weights have three dims, on a mesh; :mod:`.grouped_linear` says what they compute."""
 
 from __future__ import annotations
 
@@ -91,9 +91,7 @@ class ShardedExperts(ShardedModule):
             out = out + (shares.to(bias.dtype) @ bias).to(dtype)
         return out.to(hidden_states.dtype)
 
-    def _multiply(
-        self, name: str, x: torch.Tensor, dispatch: Dispatch, source: Side, target: Side
-    ) -> torch.Tensor:
+    def _multiply(self, name: str, x: torch.Tensor, dispatch: Dispatch, source: Side, target: Side) -> torch.Tensor:
         shard, deferred = self.shard_to_multiply(name, x.dtype)
         product = GroupedProduct(self.sharded_params[name], self.form.in_first, dispatch, source, target, deferred)
         return product(x, shard)

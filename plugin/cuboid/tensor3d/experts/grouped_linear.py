@@ -170,9 +170,7 @@ class _AllTokens(torch.autograd.Function):
         return start_reduce_scatter(gradient.unflatten(0, (ctx.along.size, -1)), ctx.along).wait(), None
 
 
-def gather_routing(
-    chosen: torch.Tensor, weights: torch.Tensor, along: AxisGroup
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gather_routing(chosen: torch.Tensor, weights: torch.Tensor, along: AxisGroup) -> tuple[torch.Tensor, torch.Tensor]:
     """What the router says of a rank's own tokens, ``[T/s, k]``, to that of all tokens, ``[T, k]``.
 
     The weights' gradients are added up over the ranks, which multiply different features with them.

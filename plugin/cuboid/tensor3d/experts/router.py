@@ -12,6 +12,7 @@ multiplied with this rank's own features. So the transpose of the sum is one too
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -38,10 +39,12 @@ class ShardedRouter(ShardedModule):
         """The model's own, on ``[T/s, H/h]``."""
         if self.mesh.shape.size == 1:
             return super().forward(*args, **kwargs)
-        shards = dict(self._parameters)
-        self._parameters.update({name: self.unsharded(name) for name in self.sharded_params})  # type: ignore[misc]
+        hidden = self.mesh.along("hidden")
+        shards: dict[str, Any] = dict(self._parameters)
+        blocks: dict[str, Any] = {name: self.unsharded(name) for name in self.sharded_params}
+        self._parameters.update(blocks)
         try:
-            with _SumOverHidden(self.mesh.along("hidden")):
+            with _SumOverHidden(hidden) if hidden.size > 1 else nullcontext():
                 return super().forward(*args, **kwargs)
         finally:
             self._parameters.update(shards)
@@ -57,16 +60,14 @@ class _SumOverHidden(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Callable[..., Any],
-        types: Iterable[type],  # noqa: ARG002
+        types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         return self._linear(*args, **kwargs) if func is nn.functional.linear else func(*args, **kwargs)
 
-    def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:  # noqa: A002
-        if self._along.size == 1:
-            return nn.functional.linear(input, weight, bias)
+    def _linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         dtype = autocast_dtype(input)
         result: torch.Tensor = _Summed.apply(input.to(dtype), weight.to(dtype), self._along)
         return result if bias is None else result + bias.to(dtype)

@@ -40,8 +40,8 @@ class FusedProjections:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace the block's input ``[B/b, S/s, H/h]`` by the gathered one, ``[B/b, S, H/h]``.
 
-        That one knows what the projections will make of it. An input of tokens in a row, ``[B/b · S/s, H/h]``, as shared
-        experts may have it, is taken for one sequence.
+        That one knows what the projections will make of it. An input of tokens in a row, ``[B/b · S/s, H/h]``, as
+        shared experts may have it, is taken for one sequence.
         """
         if not args and "hidden_states" not in kwargs:
             raise UnsupportedModelError(f"{type(module).__name__} was called without hidden_states; no rule for that")

@@ -305,7 +305,7 @@ def shard_in_place(
 
 
 @cache
-def _subclass(kind: type[ShardedModule], own: Any) -> type[nn.Module]:
+def _subclass(kind: Any, own: Any) -> type[nn.Module]:
     return type(own.__name__, (kind, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
 
 
