@@ -55,7 +55,12 @@ def test_zero_stages(parity: Compare, mesh: str, architecture: Architecture, sta
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "architecture", "stage", "data_parallel"),
-    [("2x2x2", "mixtral", 1, 1), ("1x2x2", "qwen3_moe", 1, 2), ("2x1x2", "mixtral", 2, 2), ("4x1x1", "qwen3_moe", 0, 1)],
+    [
+        ("2x2x2", "mixtral", 1, 1),
+        ("1x2x2", "qwen3_moe", 1, 2),
+        ("2x1x2", "mixtral", 2, 2),
+        ("4x1x1", "qwen3_moe", 0, 1),
+    ],
 )
 def test_experts(parity: Compare, mesh: str, architecture: Architecture, stage: int, data_parallel: int) -> None:
     parity(mesh, architecture, zero(stage), data_parallel=data_parallel)

@@ -92,6 +92,11 @@ class ShardedExperts(ShardedModule):
         return out.to(hidden_states.dtype)
 
     def _multiply(self, name: str, x: torch.Tensor, dispatch: Dispatch, source: Side, target: Side) -> torch.Tensor:
-        shard, deferred = self.shard_to_multiply(name, x.dtype)
-        product = GroupedProduct(self.sharded_params[name], self.form.in_first, dispatch, source, target, deferred)
-        return product(x, shard)
+        param, parameter = self.sharded_params[name], self.get_parameter(name)
+        # As ShardedLinear.operand, which is called too often to call others.
+        shard, deferred = self.prefetched_shards.pop(name, (parameter, None))
+        if param.keeps is not None:
+            param.is_made_of(parameter)
+        if shard.dtype != x.dtype and torch.is_autocast_enabled(shard.device.type):
+            shard, deferred = parameter.to(x.dtype), None
+        return GroupedProduct(param, self.form.in_first, dispatch, source, target, deferred)(x, shard)

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from cuboid.distributed.axis_collectives import all_gather, all_reduce
 from cuboid.distributed.mesh import AxisGroup
 from cuboid.distributed.no_compile import uncompiled
+from cuboid.tensor3d.layers.dropout import own_random_numbers
 from cuboid.tensor3d.layers.linear import autocast_dtype
 from cuboid.tensor3d.layers.norm import statistics_dtype
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
@@ -33,6 +34,8 @@ class ShardedRouter(ShardedModule):
     def configure(self) -> None:
         """The module has its shards."""
         self.gathered_once = frozenset(self.sharded_params)
+        #: Whether it draws random numbers in training, as some do to choose between experts that are nearly as good.
+        self.is_random = any("jitter" in name and isinstance(x, float) and x > 0 for name, x in vars(self).items())
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -40,14 +43,20 @@ class ShardedRouter(ShardedModule):
         if self.mesh.shape.size == 1:
             return super().forward(*args, **kwargs)
         hidden = self.mesh.along("hidden")
+        is_random = self.is_random and self.training
+        # Ranks along `hidden` look at the same tokens, and must draw the same.
+        draws = own_random_numbers(self.mesh, self._device(), ("batch", "sequence")) if is_random else nullcontext()
         shards: dict[str, Any] = dict(self._parameters)
         blocks: dict[str, Any] = {name: self.unsharded(name) for name in self.sharded_params}
         self._parameters.update(blocks)
         try:
-            with _SumOverHidden(hidden) if hidden.size > 1 else nullcontext():
+            with draws, _SumOverHidden(hidden) if hidden.size > 1 else nullcontext():
                 return super().forward(*args, **kwargs)
         finally:
             self._parameters.update(shards)
+
+    def _device(self) -> torch.device:
+        return next(self.parameters()).device
 
 
 class _SumOverHidden(TorchFunctionMode):

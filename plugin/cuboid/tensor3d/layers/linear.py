@@ -86,9 +86,16 @@ class ShardedLinear(ShardedModule, nn.Linear):
     def operand(self, dtype: torch.dtype) -> Operand:
         """What the next multiplication takes of this layer; the input has ``dtype``."""
         store, later = self.weight_gradients, None
-        weight, deferred = self.shard_to_multiply("weight", dtype)
         if store is not None and store.defers(self.weight):
-            weight, deferred, later = weight.detach(), None, Later(self.weight, store)
+            weight, deferred, later = self.weight.detach(), None, Later(self.weight, store)
+        else:
+            weight, deferred = self.prefetched_shards.pop("weight", (self.weight, None))
+        param = self.sharded_params["weight"]
+        if param.keeps is not None:
+            param.is_made_of(self.weight)
+        if weight.dtype != dtype and torch.is_autocast_enabled(weight.device.type):
+            # Only this cast's own gradient may be on its way, not one that is yet to be cast.
+            weight, deferred = (weight if later else self.weight).to(dtype), None
         bias = None if self.bias is None else self.unsharded("bias").to(dtype)
         if bias is not None and self.bias_rows is not None:
             bias = bias[self.bias_rows]

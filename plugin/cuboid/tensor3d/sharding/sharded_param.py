@@ -265,17 +265,6 @@ class ShardedModule(nn.Module):
         """Layout of this module's parameter ``name``."""
         return self.sharded_params[name].layout
 
-    def shard_to_multiply(self, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, DeferredReduce | None]:
-        """The shard of a weight for one product in ``dtype``, and who waits for its gradient if that may be late."""
-        parameter = self.get_parameter(name)
-        shard, deferred = self.prefetched_shards.pop(name, (parameter, None))
-        if self.sharded_params[name].keeps is not None:
-            self.sharded_params[name].is_made_of(parameter)
-        if shard.dtype != dtype and torch.is_autocast_enabled(shard.device.type):
-            # Only this cast's own gradient may be on its way, not one that is yet to be cast.
-            return parameter.to(dtype), None
-        return shard, deferred
-
     def unsharded(self, name: str) -> torch.Tensor:
         """The block of a small parameter, differentiably."""
         block = self.prefetched_params.get(name)
@@ -296,8 +285,8 @@ def shard_in_place(
     layouts: dict[str, ShardingSpec],
 ) -> None:
     """Make a module one of a ``kind``, with shards. Its class keeps its name, and its code as far as that has none."""
-    cls: Any = type(module)
-    module.__class__ = _subclass(kind, cls)
+    classes: tuple[Any, Any] = kind, type(module)
+    module.__class__ = _subclass(*classes)
     for name, parameter in parameters.items():
         module.register_parameter(name, parameter)
     assert isinstance(module, ShardedModule)
