@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from cuboid.config.schema import TensorParallelConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.models.architectures.attention_heads import KeyValuePlan, plan_key_value_heads
 from cuboid.models.architectures.roles import Role, layer_names
@@ -25,7 +26,11 @@ from cuboid.tensor3d.layers.unsharded_module import UnshardedModule
 from cuboid.tensor3d.layers.vocab_embedding import shard_embedding
 from cuboid.tensor3d.layers.whole_block import LateSplit, compute_whole, keep_whole
 from cuboid.tensor3d.prefetch import ModelPrefetcher
-from cuboid.tensor3d.sharding.sharded_param import shard_in_place
+from cuboid.tensor3d.sharding.sharded_param import (
+    disable_reshard_after_forward,
+    set_gradient_reduce,
+    shard_in_place,
+)
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 #: Attributes of attention modules, by what they count.
@@ -38,7 +43,9 @@ _WIDTHS = ("hidden_dim", "hidden_size", "input_size")
 ShardOf = Callable[[nn.Parameter, ShardingSpec], torch.Tensor]
 
 
-def parallelize_modules(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh, shard_of: ShardOf) -> None:
+def parallelize_modules(
+    model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh, config: TensorParallelConfig, shard_of: ShardOf
+) -> None:
     """Swap every module of the parallel plan, dropouts too, and fix the sizes that attention modules read.
 
     Tied parameters stay one parameter. The whole tensors are freed one by one as their modules are swapped.
@@ -72,6 +79,9 @@ def parallelize_modules(model: PreTrainedModel, parallel_plan: ParallelPlan, mes
         _prefetch_layers(model, parallel_plan)
     _share_key_value_heads(model, parallel_plan, mesh)
     _swap_dropouts(model, blocks, mesh)
+    set_gradient_reduce(model, config.gradient_reduce)
+    if config.weight_gather == "step":
+        disable_reshard_after_forward(model)
 
 
 class _Shards:

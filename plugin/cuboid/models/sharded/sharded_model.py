@@ -40,7 +40,7 @@ from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.parallelize import ShardOf, attention_modules, parallelize_modules, whole_blocks
 from cuboid.models.sharded.router_logits import whole_router_logits
 from cuboid.tensor3d.layers.vocab_cross_entropy import gather_hidden, gather_logits, predicted, sharded_cross_entropy
-from cuboid.tensor3d.sharding.sharded_param import disable_reshard_after_forward, is_recomputing, set_gradient_reduce
+from cuboid.tensor3d.sharding.sharded_param import is_recomputing
 
 
 @dataclass(frozen=True)
@@ -141,10 +141,7 @@ def shard_modules(
     """Turn a model into its sharded self, in place."""
     shapes = {name: layout.shape for name, layout in parallel_plan.by_parameter.items()}
     whole = WholeModel.of(model, learned_positions(model), shapes)
-    parallelize_modules(model, parallel_plan, mesh, shard_of)
-    set_gradient_reduce(model, config.gradient_reduce)
-    if config.weight_gather == "step":
-        disable_reshard_after_forward(model)
+    parallelize_modules(model, parallel_plan, mesh, config, shard_of)
     attention = {name: model.get_submodule(name) for name in attention_modules(parallel_plan)}
     use_sharded_attention(model.config, list(attention.values()), mesh)
     for name in whole_blocks(parallel_plan):

@@ -111,10 +111,13 @@ class GroupedProduct:
         block = self.weight.unsharded() if self.weight.ranks > 1 else shard
         return block if self.in_first else block.transpose(1, 2)
 
-    def start_weight_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> AsyncResult[torch.Tensor]:
-        """Of rows of input and output gradient, on its way to the shard's."""
+    def start_weight_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> AsyncResult[torch.Tensor] | None:
+        """Of rows of input and output gradient, on its way to the shard's; None if more of a step are to come."""
         factors = (x, dy) if self.in_first else (dy, x)
-        (reducing,) = start_reduce_scatters([self.weight], [multiply_transposed(*factors, self.dispatch)])
+        total = self.weight.to_reduce(multiply_transposed(*factors, self.dispatch), is_own=True)
+        if total is None:
+            return None
+        (reducing,) = start_reduce_scatters([self.weight], [total])
         return reducing
 
 
@@ -145,15 +148,14 @@ class _GroupedLinear(torch.autograd.Function):
         if needs_x:
             by_out = product.in_out(shard).transpose(1, 2)
             scattering = product.source.start_scatter(multiply_rows(dy, by_out, product.dispatch))
+        # The product runs while dx is reduced.
+        reducing = None if inputs is None else product.start_weight_gradient(inputs.wait(), dy)
         dweight = None
-        if inputs is not None:
-            # The product runs while dx is reduced.
-            reducing = product.start_weight_gradient(inputs.wait(), dy)
-            if product.deferred is None:
-                dweight = reducing.wait()
-            else:
-                product.deferred.defer(reducing)
-                dweight = reducing.incomplete()
+        if reducing is not None and product.deferred is None:
+            dweight = reducing.wait()
+        elif reducing is not None and product.deferred is not None:
+            product.deferred.defer(reducing)
+            dweight = reducing.incomplete()
         product.weight.discard()
         ctx.kept = None
         return None if scattering is None else scattering.wait(), dweight, None
