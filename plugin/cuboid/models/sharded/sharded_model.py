@@ -302,7 +302,10 @@ def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
             # For a loss of the model's own, of whole logits.
             sharding.batch = batch
             local.update({name: arguments[name] for name in LABELS if name in local})
-        if sharding.mesh.shape.size > 1 and _wants_router_logits(model, arguments):
+        wants_routers = arguments.get("output_router_logits")
+        if wants_routers is None:
+            wants_routers = getattr(model.config, "output_router_logits", False)
+        if wants_routers and sharding.mesh.shape.size > 1:
             stack.enter_context(
                 whole_router_logits(model.base_model, batch, sharding.mesh, are_split=sharding.splits_routers)
             )
@@ -397,11 +400,6 @@ def _wants_loss_only(model: Any, batch: LocalBatch) -> bool:
     """Whether no logits need ever be whole: they aren't wanted, and the loss that is made of them is ours."""
     ours = getattr(model.loss_function, "func", None) is sharded_loss
     return ours and "labels" in batch.tensors and model.base_model is not model and not _wants_logits(model)
-
-
-def _wants_router_logits(model: Any, arguments: Mapping[str, Any]) -> bool:
-    wanted = arguments.get("output_router_logits")
-    return bool(getattr(model.config, "output_router_logits", False) if wanted is None else wanted)
 
 
 def _wants_logits(model: Any) -> bool:

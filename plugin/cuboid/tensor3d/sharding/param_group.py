@@ -76,7 +76,7 @@ class ParamGroupUnshard:
         first = self.params[0]
         self._along = first.along
         self._sizes = list(map(torch.Tensor.numel, shards))
-        row = torch.cat([shard.detach().flatten() for shard in shards])
+        row = torch.cat(list(map(torch.ravel, map(torch.Tensor.detach, shards))))
         self._pending: AsyncResult[torch.Tensor] = start_all_gather(row, self._along)
 
     def finish(self) -> None:
@@ -108,7 +108,7 @@ class ParamGroupUnshard:
         assert self.deferred is not None
         self.deferred.defer(reducing)
         own = reducing.incomplete().split(self._sizes)
-        return [part.view_as(shard) for part, shard in zip(own, self._shards, strict=True)]
+        return list(map(torch.Tensor.view_as, own, self._shards))
 
 
 class _Blocks(torch.autograd.Function):
