@@ -40,6 +40,13 @@ def pool() -> Iterator[WorkerPool]:
         yield workers
 
 
+@pytest.fixture
+def alone() -> Iterator[WorkerPool]:
+    """A process that has had no engine yet: DeepSpeed keeps the groups of the first one."""
+    with WorkerPool(1) as workers:
+        yield workers
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[SmallModel], str]:
     """Writes a small model's checkpoint once; returns its path."""

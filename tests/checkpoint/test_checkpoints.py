@@ -15,7 +15,7 @@ from comparing import stored
 from cuboid.checkpoint.format.manifest import Manifest
 from cuboid.checkpoint.format.state_file import read_state
 from cuboid.checkpoint.saver import Saver
-from cuboid.verify import SmallModel, WorkerPool
+from cuboid.verify import SmallModel
 from training import NO_DROPOUT, make_engine, ranks_of, settings, train
 
 #: Steps before the save, and after it; in the sweep more, so that differences would show.
@@ -32,13 +32,6 @@ NAMES = {
     MORE_EXPERTS: "qwen3_moe, experts",
     EXPERTS: "mixtral, experts",
 }
-
-
-@pytest.fixture
-def alone():
-    """A process that has had no engine yet: DeepSpeed keeps the groups of the first one."""
-    with WorkerPool(1) as workers:
-        yield workers
 
 
 def overrides_of(small):

@@ -255,6 +255,7 @@ def test_estimate_says_what_would_make_it_fit(tmp_path, model_path):
     ("section", "change", "message"),
     [
         ("pipeline", {"schedule": "zero_bubble"}, "'zero_bubble' has no estimate yet"),
+        ("pipeline", {"schedule": "zero_bubble-v", "chunks": 2}, "'zero_bubble-v' has no estimate yet"),
         ("pipeline", {"partition": "measured"}, "times of real steps"),
         ("pipeline", {"segments": 2, "partition": [4096, 4]}, "adds up to 4100"),
         ("pipeline", {"stage_balance": [16, 17]}, "adds up to 33"),

@@ -38,8 +38,14 @@ def step_of_mesh(path, axes, **section):
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}, cuboid.mesh_of(model)
 
 
+#: Two ranks of two stages each.
+V = {"stages": 2, "chunks": 2, "schedule": "zero_bubble-v"}
+ROUND = {"stages": 2, "chunks": 2, "schedule": "seq1f1b-interleaved"}
+
+
 def step_of_pipeline(path, stages, axes, segments=2, steps=1):
-    config = {"pipeline": {"engine": "seq1f1b", "stages": stages, "segments": segments}, **mesh_section(axes)}
+    keys = {"stages": stages} if isinstance(stages, int) else stages
+    config = {"pipeline": {"engine": "seq1f1b", "segments": segments, **keys}, **mesh_section(axes)}
     pipeline = Pipeline(cuboid.from_pretrained(path, config, dtype=torch.float64))
     for _ in range(steps):
         batches = [{"input_ids": IDS[[row]], "labels": IDS[[row]]} for row in range(4)]
@@ -69,10 +75,18 @@ def test_all_ranks_of_a_mesh_issue_the_same_in_one_order(pool, checkpoint, axes)
     assert check_orders(issued).total() > 100
 
 
+def ranks_of(stages, axes):
+    return (stages if isinstance(stages, int) else stages["stages"]) * axes[0] * axes[1] * axes[2]
+
+
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(("stages", "axes"), [(4, (1, 1, 1)), (2, (1, 2, 1)), (2, (2, 2, 1)), (4, (1, 2, 1))], ids=str)
+@pytest.mark.parametrize(
+    ("stages", "axes"),
+    [(4, (1, 1, 1)), (2, (1, 2, 1)), (2, (2, 2, 1)), (4, (1, 2, 1)), (ROUND, (1, 1, 1)), (V, (1, 2, 1))],
+    ids=str,
+)
 def test_messages_and_collectives_of_a_pipeline_have_one_order(pool, checkpoint, stages, axes):
-    ranks = stages * axes[0] * axes[1] * axes[2]
+    ranks = ranks_of(stages, axes)
     issued = pool.run(ranks, recorded, step_of_pipeline, checkpoint(SMALL), stages, axes, timeout_s=TIMEOUT_S)
     found = check_orders(issued)
     assert found["send"] == found["recv_"] > 8
@@ -159,9 +173,13 @@ def synchronised_with_former_programs(path, first_only):
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(("stages", "axes"), [(2, (1, 1, 1)), (3, (1, 1, 1)), (4, (1, 1, 1)), (2, (1, 2, 1))], ids=str)
+@pytest.mark.parametrize(
+    ("stages", "axes"),
+    [(2, (1, 1, 1)), (3, (1, 1, 1)), (4, (1, 1, 1)), (2, (1, 2, 1)), (V, (1, 1, 1)), (ROUND, (1, 1, 1))],
+    ids=str,
+)
 def test_a_pipeline_runs_where_every_operation_waits_for_all_messages(pool, checkpoint, stages, axes):
-    ranks = stages * axes[0] * axes[1] * axes[2]
+    ranks = ranks_of(stages, axes)
     arguments = (checkpoint(SMALL), stages, axes)
     for alike, synchronisations in pool.run(ranks, synchronised, *arguments, timeout_s=TIMEOUT_S):
         assert alike

@@ -1,5 +1,6 @@
 """A Booster with Cuboid's plugin trains what DeepSpeed trains, and what one process of plain transformers does."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -19,7 +20,9 @@ from boosting import (
     under_booster,
     under_deepspeed,
 )
+from cuboid.config.schema import parse_config
 from cuboid.errors import CuboidError
+from cuboid.integrations.colossalai.parallel_sizes import StageManager
 from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.verify import SmallModel, WorkerPool
 
@@ -74,6 +77,18 @@ def test_replicas_compute_what_one_process_does(pool, checkpoint, reference, mes
         # A rank's own gradients are its replica's alone; only its share of the sum is anywhere.
         del found["gradients"]
     assert_alike(found, wanted, EXACT)
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble-v", pytest.param("seq1f1b-interleaved", marks=pytest.mark.slow)])
+def test_ranks_with_several_chunks_compute_what_one_process_does(pool, checkpoint, reference, schedule):
+    small, config = dataclasses.replace(TIED, layers=4), settings("1x1x1", 2, zero_optimization={"stage": 1})
+    config["pipeline"] |= {"schedule": schedule, "chunks": 2}
+    found = pool.run(2, under_booster, checkpoint(small), config)[0]
+    assert_alike(found, reference(small, by_tokens=True), EXACT)
+    places = [StageManager(stage, 2, parse_config(config).placement) for stage in range(2)]
+    ends = [(place.num_model_chunks, place.is_first_stage(), place.is_last_stage()) for place in places]
+    is_v = schedule == "zero_bubble-v"
+    assert ends == [(2, True, is_v), (2, False, not is_v)]
 
 
 def test_a_model_in_memory_is_sharded_with_its_optimizer_and_schedule(pool, checkpoint, reference):

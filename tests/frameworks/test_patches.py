@@ -196,8 +196,8 @@ MISTAKES = """
         mesh["hiden"] = mesh.pop("hidden")
     if mistake == "world":
         mesh["batch"] = 3
-    if mistake == "heads":
-        sizes.update(num_attention_heads=1, num_key_value_heads=1)
+    if mistake == "width":
+        sizes.update(hidden_size=33, head_dim=8, num_attention_heads=3, num_key_value_heads=3)
     if mistake == "zero":
         config["zero_optimization"] = {"stage": 3}
     with torch.device("meta"):
@@ -215,7 +215,7 @@ MISTAKES = """
     [
         ("key", 'cuboid: ConfigError: tensor_parallel.mesh.hiden is not a known key; did you mean "hidden"?'),
         ("world", "cuboid: MeshError: tensor_parallel.mesh 3×1×2, 6 ranks, doesn't divide the world of 2"),
-        ("heads", "cuboid: MeshError: tensor_parallel.mesh 1×1×2 (batch × sequence × hidden) can't cut LlamaFor"),
+        ("width", "cuboid: MeshError: tensor_parallel.mesh 1×1×2 (batch × sequence × hidden) can't cut LlamaFor"),
         ("zero", "cuboid: ConfigError: zero_optimization.stage 3 would split parameters that the mesh splits"),
     ],
 )

@@ -191,9 +191,9 @@ def verdict_of(architecture, **options):
 def test_the_probe_finds_what_it_was_made_for(monkeypatch, architecture, options, kind):
     assert not verdict_of(architecture, **options).refused["segments"].get(kind)
 
-    def unit_alone(self, segment):
+    def unit_alone(self, segment, store):
         """A segment as it would be if nothing were known of its whole sequence."""
-        return dataclass_without_replay(original(self, segment))
+        return dataclass_without_replay(original(self, segment, store))
 
     original = SegmentedBatch.unit
     monkeypatch.setattr(SegmentedBatch, "unit", unit_alone)

@@ -124,6 +124,15 @@ def test_frozen_parameters_under_a_split_backward(pool, checkpoint, tmp_path, fr
     check_frozen(pool, checkpoint, tmp_path, frozen, config, 1)
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("frozen", ["first stage", "middle stages", "all but the head", "last stage"])
+@pytest.mark.parametrize("schedule", ["zero_bubble-v", "seq1f1b-interleaved"])
+def test_frozen_parameters_of_chunks(pool, checkpoint, tmp_path, frozen, schedule):
+    config = _config("1x1x1", 2, 1, 1)
+    config["pipeline"] |= {"schedule": schedule, "chunks": 2, "stage_balance": "layers"}
+    check_frozen(pool, checkpoint, tmp_path, frozen, config, 1)
+
+
 def check_frozen(pool, checkpoint, tmp_path, frozen, config, data):
     path = checkpoint(SMALL)
     losses, norm, state = pool.run(
@@ -160,7 +169,7 @@ def _refused(path, tied, config):
     for frozen, where in ((path, "everything"), (tied, "first stage")):
         model = cuboid.from_pretrained(frozen, config)
         _freeze(model, where)
-        if where == "first stage" and model.staging.cut.is_last:
+        if where == "first stage" and cuboid.mesh_of(model).has_last_stage:
             # The head is the embedding.
             model.get_parameter("model.embed_tokens.weight").requires_grad_()
         try:

@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -18,7 +19,7 @@ from cuboid.models.certification.float64 import precision
 from cuboid.models.cross_entropy.chunked import chunked_loss
 from cuboid.models.cross_entropy.lm_head import Head
 from cuboid.models.stages.model_costs import model_sizes
-from cuboid.models.stages.stages import cut_at, cut_stage, draw_outline, plan_stages, run_base, shared_parameters
+from cuboid.models.stages.stages import StageLayout, cut_stages, draw_outline, plan_stages, shared_parameters
 from cuboid.tensor3d.layers.vocab_cross_entropy import shifted
 
 VOCABULARY, LAYERS, BATCH, LENGTH = 67, 4, 2, 11
@@ -116,8 +117,9 @@ def cut_copies(model, outline, counts):
     stages = []
     for stage in range(len(counts)):
         part = copy.deepcopy(model)
-        cut = cut_at(counts, stage)
-        stages.append((part, cut, cut_stage(part, outline, cut)))
+        cuts = StageLayout(counts, tuple(range(len(counts)))).cuts(stage)
+        (chunk,) = cut_stages(part, outline, cuts)
+        stages.append((part, cuts, chunk))
     return stages
 
 
@@ -129,11 +131,11 @@ def run_stages(stages, outline, *, chunk_bytes=3 * BATCH * VOCABULARY * 4):
     """Whole sequences from stage to stage and back, with the loss in chunks of three positions."""
     ids, labels, positions = batch()
     received, sent = [], []
-    for model, _, stage_input in stages:
+    for model, _, chunk in stages:
         leaf = sent[-1].detach().requires_grad_() if sent else None
         received.append(leaf)
         given = {"ids": ids} if leaf is None else {"hidden": leaf}
-        sent.append(run_base(model, outline, stage_input, position_ids=positions, **given))
+        sent.append(chunk.run(model, position_ids=positions, **given))
     scale = 1 / int((labels != IGNORE_INDEX).sum())
     loss, gradient = loss_of(stages[-1][0], outline, sent[-1], labels, scale, chunk_bytes=chunk_bytes)
     for leaf, output in zip(reversed(received), reversed(sent), strict=True):
@@ -188,7 +190,7 @@ def test_every_parameter_is_on_one_stage_but_for_tied_ones(architecture):
     whole = dict(model.named_parameters())
     stages = cut_copies(model, outline, (1, 2, 1))
     unsharded = [set(dict(part.named_parameters())) for part, _, _ in stages]
-    shared = [shared_parameters(part, outline, cut) for part, cut, _ in stages]
+    shared = [shared_parameters(part, outline, cuts) for part, cuts, _ in stages]
     assert unsharded[0] | unsharded[1] | unsharded[2] == set(whole)
     assert unsharded[0] & unsharded[1] == unsharded[1] & unsharded[2] == set()
     assert unsharded[0] & unsharded[2] == set(shared[0]) == set(shared[2])
@@ -204,11 +206,13 @@ def test_every_parameter_is_on_one_stage_but_for_tied_ones(architecture):
 
 def test_absent_layers_cost_no_memory_and_the_input_is_let_go():
     model, outline = built("llama")
-    _, stage_input = (middle := cut_copies(model, outline, (1, 2, 1))[1])[1:]
+    middle, _, chunk = cut_copies(model, outline, (1, 2, 1))[1]
     hidden = torch.randn(BATCH, LENGTH, 32, dtype=torch.float64)
-    run_base(middle[0], outline, stage_input, hidden=hidden, position_ids=batch()[2])
-    assert stage_input.hidden is None
-    assert not any(True for index in (0, 3) for _ in middle[0].model.layers[index].parameters())
+    held = weakref.ref(hidden)
+    chunk.run(middle, hidden=hidden, position_ids=batch()[2])
+    del hidden
+    assert held() is None
+    assert not any(True for index in (0, 3) for _ in middle.model.layers[index].parameters())
 
 
 def test_layers_keep_their_kind_of_attention():

@@ -243,9 +243,9 @@ def test_a_formula_that_needs_more_than_the_limit_is_rejected():
 @pytest.mark.parametrize(
     ("name", "chunks", "problem"),
     [
-        ("zero_bubble", 2, "one chunk on each rank; with 2, take zero_bubble-interleaved or zero_bubble-v"),
-        ("gpipe", 3, "one chunk on each rank; with 3"),
-        ("zero_bubble-v", 1, 'give 2 or more, or take "zero_bubble"'),
+        ("zero_bubble", 2, "one chunk on each rank; with 2 chunks, take zero_bubble-interleaved or zero_bubble-v"),
+        ("gpipe", 3, "one chunk on each rank; with 3 chunks"),
+        ("zero_bubble-v", 1, 'give 2 chunks or more, or take "zero_bubble"'),
     ],
 )
 def test_chunks_and_schedules_that_do_not_match_are_rejected(name, chunks, problem):

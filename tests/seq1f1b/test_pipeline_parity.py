@@ -476,6 +476,12 @@ def test_what_cannot_be_is_refused(
     [
         (["--segments", "3"], "2 stages of mesh 1×1×1, 3 segments (seq1f1b)", 3),
         (["--mesh", "1x2x1", "--partition", "10, 8,6", "--packed"], "2 stages of mesh 1×2×1, 3 segments", 3),
+        pytest.param(
+            ["--segments", "2", "--chunks", "2", "--schedule", "zero_bubble-v"],
+            "2 stages × 2 chunks of mesh 1×1×1, 2 segments (zero_bubble-v)",
+            2,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_command(

@@ -16,17 +16,18 @@ def run(source, target, **options):
     return lines
 
 
-def layout_section(mesh="1x1x1", stages=None, balance="layers"):
+def layout_section(mesh="1x1x1", stages=None, balance="layers", **pipeline):
     """A config with a mesh and, if stages are given, a pipeline."""
     config = {"tensor_parallel": mesh_section(mesh)}
     if stages is not None:
         config["pipeline"] = {"engine": "seq1f1b", "stages": stages, "segments": 2, "stage_balance": balance}
+        config["pipeline"] |= pipeline
     return config
 
 
-def layout(mesh="1x1x1", stages=None, balance="layers"):
+def layout(mesh="1x1x1", stages=None, balance="layers", **pipeline):
     """The same, parsed."""
-    return parse_config(layout_section(mesh, stages, balance))
+    return parse_config(layout_section(mesh, stages, balance, **pipeline))
 
 
 def same(one, other):

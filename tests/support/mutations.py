@@ -189,8 +189,10 @@ def own_items(original: Any, self: ReplicasInStep, status: int) -> list[int]:
     return statuses
 
 
-def divided_twice(original: Any, self: StageRunner, model: Any, batches: Any, *, scale: float, training: bool) -> None:
-    original(self, model, batches, scale=scale / len(batches), training=training)
+def divided_twice(
+    original: Any, self: StageRunner, model: Any, chunk: Any, batches: Any, stores: Any, *, scale: float, **options: Any
+) -> None:
+    original(self, model, chunk, batches, stores, scale=scale / len(batches), **options)
 
 
 def ignored_labels_count(original: Any, logits: Any, labels: torch.Tensor, **options: Any) -> Any:

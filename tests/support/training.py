@@ -11,7 +11,7 @@ ROWS, LENGTH, VOCABULARY = 4, 12, 131
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
-def settings(mesh="1x1x1", stages=None, *, zero=1, data=1, bf16=False, learning_rate=1e-3, **checkpoint):
+def settings(mesh="1x1x1", stages=None, *, zero=1, data=1, bf16=False, learning_rate=1e-3, pipeline=(), **checkpoint):
     """A config whose global batch is the same on every layout: two micro-batches of four rows, over all replicas."""
     batch, sequence, hidden = map(int, mesh.split("x"))
     config = {
@@ -32,7 +32,13 @@ def settings(mesh="1x1x1", stages=None, *, zero=1, data=1, bf16=False, learning_
     if bf16:
         config["bf16"] = {"enabled": True}
     if stages is not None:
-        config["pipeline"] = {"engine": "seq1f1b", "stages": stages, "segments": 2, "partition": "even"}
+        config["pipeline"] = {
+            "engine": "seq1f1b",
+            "stages": stages,
+            "segments": 2,
+            "partition": "even",
+            **dict(pipeline),
+        }
     if checkpoint:
         config["checkpoint"] = checkpoint
     return config

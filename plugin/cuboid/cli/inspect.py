@@ -102,8 +102,11 @@ def _layout(layout: dict[str, Any] | None) -> str:
     sizes = layout.get("mesh", {})
     words = [f"mesh {'×'.join(str(sizes.get(axis, '?')) for axis in ('batch', 'sequence', 'hidden'))}"]
     layers = layout.get("layers")
+    ranks = layout.get("placement")
     words.append(
-        f"{layout.get('stages', 1)} stage(s)" + (f" of {', '.join(map(str, layers))} layers" if layers else "")
+        f"{len(ranks) if ranks else layout.get('stages', 1)} stage(s)"
+        + (f" of {', '.join(map(str, layers))} layers" if layers else "")
+        + (f" on the pipeline's ranks {', '.join(map(str, ranks))}" if ranks else "")
     )
     words += [
         f"{name.replace('_', ' ')} {layout[name]}"

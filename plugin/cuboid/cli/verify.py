@@ -28,6 +28,10 @@ def verify(
     segments: Annotated[
         int | None, typer.Option(help="Segments of each sequence, instead of the config's.", min=1)
     ] = None,
+    schedule: Annotated[str | None, typer.Option(help="Of the pipeline, instead of the config's.")] = None,
+    chunks: Annotated[
+        int | None, typer.Option(help="Stages on each rank of the pipeline, instead of the config's.", min=1)
+    ] = None,
     partition: Annotated[
         str | None,
         typer.Option(help='Where sequences are cut, instead of the config\'s: "flops", "even", or lengths: 16,12,4.'),
@@ -103,7 +107,7 @@ def verify(
     if json is not None:
         check_output(json.parent)
     quiet()
-    settings = _settings(config, mesh, _pipeline(stages, segments, partition))
+    settings = _settings(config, mesh, _pipeline(stages, segments, partition, schedule, chunks))
     parsed = parse_config(settings)
     if parsed.ranks * data_parallel > MOST_PROCESSES:
         raise typer.BadParameter(
@@ -112,7 +116,7 @@ def verify(
     section = parsed.tensor_parallel
     # The axes of an "auto" mesh aren't known yet, but its batch axis divides the number of ranks.
     rows = section.mesh_size if section.mesh == "auto" else section.mesh.batch
-    options: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "layers": layers or max(2, parsed.stages)}
+    options: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "layers": layers or max(2, len(parsed.placement))}
     options |= {"vocabulary": vocabulary, "tied": tied, "bias": bias, "sliding_window": sliding_window, "rope": rope}
     small = SmallModel.fitting(arch, section.mesh_size, **options) if arch else None
     console = Console()
@@ -161,9 +165,12 @@ def _settings(config: Path | None, mesh: str | None, pipeline: dict[str, Any]) -
     return settings
 
 
-def _pipeline(stages: int | None, segments: int | None, partition: str | None) -> dict[str, Any]:
+def _pipeline(
+    stages: int | None, segments: int | None, partition: str | None, schedule: str | None, chunks: int | None
+) -> dict[str, Any]:
     """The keys of the pipeline section that are given on the command line."""
     given: dict[str, Any] = {"stages": stages, "segments": segments, "partition": partition}
+    given |= {"schedule": schedule, "chunks": chunks}
     if partition is not None and partition[:1].isdigit():
         lengths = partition.split(",")
         if not all(length.strip().isdigit() for length in lengths):

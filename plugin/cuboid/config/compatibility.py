@@ -8,7 +8,7 @@ from cuboid.config.deepspeed_config import DeepSpeedPart
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.topology import MeshShape, divisors
 from cuboid.errors import ConfigError, MeshError
-from cuboid.seq1f1b.schedule.choice import CHUNKED, NAMES
+from cuboid.seq1f1b.schedule.choice import NAMES
 
 #: Keys of features that haven't been adapted to sharded models, with the reason or the alternative.
 _INCOMPATIBLE = {
@@ -62,20 +62,9 @@ def check_layout(config: CuboidConfig, rest: dict[str, Any], world_size: int) ->
     The types of the values in ``rest`` must have been checked.
     """
     _check_world(config, world_size)
-    if config.pipeline is not None:
-        _check_schedule(config.pipeline.schedule)
+    if config.pipeline is not None and config.pipeline.schedule not in NAMES:
+        raise ConfigError(f"pipeline.schedule is {config.pipeline.schedule!r}; known: {', '.join(NAMES)}")
     _check_batch(config, rest, world_size)
-
-
-def _check_schedule(name: str) -> None:
-    known = [each for each in NAMES if each not in CHUNKED]
-    if name in CHUNKED:
-        raise ConfigError(
-            f"pipeline.schedule is {name!r}, which has several chunks of layers on each rank; cuboid timeline draws "
-            f"it, but training has one chunk on each rank: take one of {', '.join(known)}"
-        )
-    if name not in known:
-        raise ConfigError(f"pipeline.schedule is {name!r}; known: {', '.join(known)}")
 
 
 def _check_world(config: CuboidConfig, world_size: int) -> None:

@@ -17,6 +17,7 @@ from pydantic.json_schema import SkipJsonSchema
 from cuboid.config.config_file import ConfigSource, checked_copy, config_text, read_config
 from cuboid.distributed.topology import MeshShape, Topology
 from cuboid.errors import ConfigError
+from cuboid.seq1f1b.schedule.choice import AUTO, CHUNKED, NAMES, check_chunks, is_generated, place_stages
 
 
 class Section(BaseModel):
@@ -113,7 +114,17 @@ class PipelineConfig(Section):
 
     engine: Literal["seq1f1b"] = Field(description="Selects Cuboid's sequence-level pipeline.")
     stages: int = Field(
-        ge=1, le=_MOST_PARTS, description="Stages that the layers are cut into, one for each pipeline rank."
+        ge=1,
+        le=_MOST_PARTS,
+        description="Stages that the layers are cut into, one for each pipeline rank; with `chunks`, the pipeline "
+        "ranks, each of which has several.",
+    )
+    chunks: int = Field(
+        1,
+        ge=1,
+        le=_MOST_PARTS,
+        description="Stages on each pipeline rank, for the schedules `seq1f1b-interleaved`, `zero_bubble-interleaved` "
+        "and `zero_bubble-v`: the layers are cut into stages × chunks parts.",
     )
     segments: Annotated[int, Field(ge=1, le=_MOST_PARTS)] | Literal["auto"] = Field(
         "auto",
@@ -130,20 +141,22 @@ class PipelineConfig(Section):
         "flops",
         description="How many layers each stage has. "
         '"flops": so that the costliest stage, the head counted, costs the least; "layers": as equal as can be; or a '
-        "list of numbers, one for each stage.",
+        "list of numbers, one for each stage; with `chunks`, stages × chunks numbers in the order of the layers.",
     )
     schedule: str = Field(
         "seq1f1b",
         description="Order of the units: `seq1f1b`, `gpipe`, or, with one segment, `1f1b`, which is then the same as "
         "`seq1f1b`; `zero_bubble`, which computes weight gradients when a stage would be idle, under a memory limit; "
-        "or `auto`, of `seq1f1b` and `zero_bubble` the one with the shorter simulated step.",
+        "or `auto`, of `seq1f1b` and `zero_bubble` the one with the shorter simulated step. With `chunks`: "
+        "`seq1f1b-interleaved` or `zero_bubble-interleaved`, which place stages on the ranks round and round, or "
+        "`zero_bubble-v`, to and fro.",
     )
     memory_limit: float | None = Field(
         None,
         ge=1,
         allow_inf_nan=False,
-        description="With `zero_bubble` and `auto`: the most that a stage may keep for backward at a time, in "
-        "sequences, at least 1. By default what `seq1f1b` keeps, (stages - 1) / segments + 1.",
+        description="With `zero_bubble`, `zero_bubble-…` and `auto`: the most that a pipeline rank may keep for "
+        "backward at a time, in sequences, at least 1. By default what `seq1f1b` keeps, (stages - 1) / segments + 1.",
     )
     kv_gradients: Literal["fp32", "parameter"] = Field(
         "fp32",
@@ -171,22 +184,47 @@ class PipelineConfig(Section):
 
     @model_validator(mode="after")
     def _check_counts(self) -> PipelineConfig:
-        if isinstance(self.stage_balance, tuple) and len(self.stage_balance) != self.stages:
+        self._check_chunks()
+        if isinstance(self.stage_balance, tuple) and len(self.stage_balance) != self.parts:
+            chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
             raise ValueError(
-                f'"stage_balance" has {len(self.stage_balance)} numbers for {self.stages} stages; give one for each'
+                f'"stage_balance" has {len(self.stage_balance)} numbers for {self.stages} stages{chunks}; give one for '
+                "each" + (f" chunk, {self.parts} in all" if self.chunks > 1 else "")
             )
         if isinstance(self.partition, tuple) and self.segments != len(self.partition):
             raise ValueError(
                 f'"partition" has {len(self.partition)} lengths, but "segments" is {self.segments!r}; '
                 f'write "segments": {len(self.partition)}'
             )
-        if self.memory_limit is not None and self.schedule not in ("zero_bubble", "auto"):
+        if self.memory_limit is not None and not is_generated(self.schedule):
             raise ValueError(
-                f'"memory_limit" is for the schedules "zero_bubble" and "auto"; "{self.schedule}" keeps what it keeps'
+                '"memory_limit" is for the schedules "zero_bubble", "zero_bubble-…" and "auto"; '
+                f'"{self.schedule}" keeps what it keeps'
             )
         if self.schedule == "1f1b" and self.segments != 1:
             raise ValueError('"schedule": "1f1b" has whole sequences: write "segments": 1, or take "seq1f1b"')
         return self
+
+    def _check_chunks(self) -> None:
+        if self.parts > _MOST_PARTS:
+            raise ValueError(f'"stages" × "chunks" is {self.parts}; {_MOST_PARTS} at most')
+        if self.schedule == AUTO and self.chunks > 1:
+            raise ValueError(
+                f'"chunks" is {self.chunks}, but "schedule": "auto" has one chunk on each rank: where the stages are '
+                f"has to be known before there is a batch to choose by; take one of {', '.join(CHUNKED)}"
+            )
+        if self.schedule in NAMES:
+            check_chunks(self.schedule, self.chunks)
+
+    @property
+    def parts(self) -> int:
+        """Parts that the layers are cut into: the stages of all pipeline ranks, of which each has ``chunks``."""
+        return self.stages * self.chunks
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The pipeline rank of each part, in the order of the layers."""
+        return place_stages(self.schedule, self.stages, self.chunks)
 
 
 #: Default maximum size of a weights file, as recommended for the Hugging Face hub.
@@ -251,6 +289,11 @@ class CuboidConfig(Section):
     def stages(self) -> int:
         """Pipeline stages; 1 without a pipeline."""
         return 1 if self.pipeline is None else self.pipeline.stages
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The pipeline rank of each part of the layers; one part without a pipeline."""
+        return (0,) if self.pipeline is None else self.pipeline.placement
 
     @property
     def ranks(self) -> int:
@@ -389,6 +432,7 @@ _MODE_KEYS = ("mode", "mesh", "size", "gather_logits", "weight_gather", "gradien
 # This matters for the pipeline section in particular, in which DeepSpeed silently ignores unknown keys.
 _ENGINE_KEYS = (
     "engine",
+    "chunks",
     "segments",
     "stage_balance",
     "schedule",

@@ -178,6 +178,7 @@ def _check_ranks(inspection: Inspection, folder: Path, verify: bool) -> None:
         "mesh": document.mesh.model_dump(),
         "stages": document.topology.pipe,
         "layers": list(document.layers),
+        **({"placement": list(document.placement)} if document.placement else {}),
     }
     _add_records(inspection, {**document.files, **document.beside})
     with progress(document.nbytes, "verifying", hidden=not verify) as advance:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
-from itertools import chain, combinations
+from itertools import chain, combinations, pairwise
 
 import torch
 import torch.distributed as dist
@@ -65,18 +65,26 @@ class Mesh:
 
     Args:
         shape: sizes of the axes.
-        pipe: pipeline stages, each of which is a mesh of that shape.
+        pipe: places in the pipeline, each of which is a mesh of that shape.
         rank: this rank in the world; by default the process group's or the launcher's.
         world_size: likewise.
+        placement: the pipe coordinate of each stage of the pipeline; by default one stage for each.
 
     Raises:
         MeshError: the mesh doesn't divide the world.
     """
 
     def __init__(
-        self, shape: MeshShape, *, pipe: int = 1, rank: int | None = None, world_size: int | None = None
+        self,
+        shape: MeshShape,
+        *,
+        pipe: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
+        placement: Sequence[int] | None = None,
     ) -> None:
         self.shape = shape
+        self.placement = tuple(range(pipe) if placement is None else placement)
         self.rank = current_rank() if rank is None else rank
         self.topology = Topology(shape, current_world_size() if world_size is None else world_size, pipe)
         self.coordinate = self.topology.coordinate(self.rank)
@@ -140,10 +148,11 @@ class Mesh:
                 if group is not None:
                     self._groups[names] = group
             for channels in self._disjoint_channels():
-                columns = [column for ends in channels for column in self.topology.columns(sorted(ends))]
+                places = {ends: {self.placement[stage] for stage in ends} for ends in channels}
+                columns = [column for ends in channels for column in self.topology.columns(sorted(places[ends]))]
                 group = make_groups(columns, purpose="channel", timeout=timeout)
                 self._channels.update(
-                    {ends: group for ends in channels if group is not None and self.coordinate.pipe in ends}
+                    {ends: group for ends in channels if group is not None and self.coordinate.pipe in places[ends]}
                 )
         for along in self._along.values():
             along.connect(self._groups)
@@ -237,14 +246,24 @@ class Mesh:
     def channel(self, source: int, target: int) -> dist.ProcessGroup:
         """Process group of this rank's place in two stages, for what ``source`` sends to ``target`` alone.
 
-        Each direction has its own, so that under NCCL neither waits for the other's order. Neighbouring stages have
-        channels, and the first and the last one, which may share tied weights.
+        Each direction has its own, so that under NCCL neither waits for the other's order. Neighbouring stages on two
+        ranks have channels, and the first and the last one, which may share tied weights.
         """
         return self._channels[source, target]
 
-    def peer(self, stage: int) -> int:
-        """World rank at this one's place in another stage."""
-        return self.topology.rank(dataclasses.replace(self.coordinate, pipe=stage))
+    def peer(self, pipe: int) -> int:
+        """World rank at this one's place in another mesh of the pipeline."""
+        return self.topology.rank(dataclasses.replace(self.coordinate, pipe=pipe))
+
+    @property
+    def has_first_stage(self) -> bool:
+        """Whether the pipeline's first stage is on this rank, with the embedding."""
+        return self.placement[0] == self.coordinate.pipe
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether the pipeline's last stage is on this rank, with the head and the loss."""
+        return self.placement[-1] == self.coordinate.pipe
 
     def _group(self, name: str) -> dist.ProcessGroup:
         return self._groups.get(frozenset({name}), self._lone_group)
@@ -288,12 +307,23 @@ class Mesh:
         return {**named, **{frozenset({name}): axes for name, axes in sets.items()}}
 
     def _disjoint_channels(self) -> list[list[tuple[int, int]]]:
-        """Ends of all channels, in lists in which no stage comes twice: what one partition of the ranks can hold."""
-        stages = self.topology.pipe
-        forward = [[(stage, stage + 1) for stage in range(first, stages - 1, 2)] for first in (0, 1)]
-        backward = [[(target, source) for source, target in ends] for ends in forward]
-        around = [(0, stages - 1)] if stages > 2 else []
-        return [ends for ends in (*forward, *backward, around) if ends]
+        """Ends of all channels, in lists in which no rank comes twice: what one partition of the ranks can hold."""
+        last = len(self.placement) - 1
+        forward: list[list[tuple[int, int]]] = []
+        taken: list[set[int]] = []
+        for ends in pairwise(range(last + 1)):
+            places = {self.placement[stage] for stage in ends}
+            if len(places) == 1:
+                continue
+            number = next((n for n, others in enumerate(taken) if not places & others), len(taken))
+            if number == len(taken):
+                forward.append([])
+                taken.append(set())
+            forward[number].append(ends)
+            taken[number] |= places
+        backward = [[(target, source) for source, target in channels] for channels in forward]
+        around = [[(0, last)]] if last > 1 and self.placement[0] != self.placement[last] else []
+        return [*forward, *backward, *around]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
         # A copied module lives on the same mesh; process groups can't be copied.

@@ -143,8 +143,9 @@ def check_trains(model: nn.Module) -> None:
     stages = [own] * mesh.topology.pipe
     if len(stages) > 1:
         dist.all_gather_object(stages, own, group=mesh.pipe_group)
-    for name, trained in stages[0][1].items():
-        if stages[-1][1][name] != trained:
+    first, last = mesh.placement[0], mesh.placement[-1]
+    for name, trained in stages[first][1].items():
+        if stages[last][1][name] != trained:
             raise ConfigError(
                 f"{name} is tied to a parameter of the last stage, and is {'trained' if trained else 'frozen'} on the "
                 "first stage only; let both have the same requires_grad"
@@ -167,11 +168,15 @@ def _check_same(model: Any, config: CuboidConfig) -> None:
     mesh, wanted = mesh_of(model), config.tensor_parallel.mesh
     if wanted != "auto" and mesh.shape != wanted.shape:
         raise ConfigError(f"the model is sharded over {mesh.shape}, but tensor_parallel.mesh is {wanted.shape}")
-    if isinstance(model, StageModel) != (config.pipeline is not None) or mesh.topology.pipe != config.stages:
-        raise ConfigError(
-            f"the model is cut into {mesh.topology.pipe} pipeline stages, but the config has {config.stages}; load "
-            "it with the same config"
-        )
+    if isinstance(model, StageModel) != (config.pipeline is not None) or mesh.placement != config.placement:
+        found, asked = (_in_words(placement) for placement in (mesh.placement, config.placement))
+        raise ConfigError(f"the model is cut into {found}, but the config has {asked}; load it with the same config")
+
+
+def _in_words(placement: tuple[int, ...]) -> str:
+    ranks = max(placement) + 1
+    where = "" if len(placement) == ranks else f" on the pipeline's ranks {', '.join(map(str, placement))}"
+    return f"{len(placement)} pipeline stages{where}"
 
 
 def _successors(model: nn.Module) -> _Successor:

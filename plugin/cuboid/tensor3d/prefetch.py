@@ -138,12 +138,19 @@ class LayerPrefetcher:
 
 
 class ModelPrefetcher:
-    """All layers of a model, in the order in which they run; a forward pre-hook of what runs them."""
+    """All layers of a model; a forward pre-hook of what runs them.
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._layers = [LayerPrefetcher(layer) for layer in layers]
-        for previous, layer in pairwise(self._layers):
-            layer.follow(previous)
+    Args:
+        runs: layers that run one after another, in their order. A forward runs one of these lists.
+    """
+
+    def __init__(self, runs: Sequence[Sequence[nn.Module]]) -> None:
+        self._layers: list[LayerPrefetcher] = []
+        for layers in runs:
+            own = [LayerPrefetcher(layer) for layer in layers]
+            for previous, layer in pairwise(own):
+                layer.follow(previous)
+            self._layers += own
 
     @uncompiled
     def __call__(self, *_: Any) -> None:

@@ -92,6 +92,7 @@ def pipeline_figures(job: Job, engine: Any) -> PipelineFigures:
     lengths = engine.pipeline.segment_lengths(job.options.sequence_length, job.accumulation)
     return PipelineFigures(
         stages=asked.stages,
+        chunks=asked.chunks,
         layers=list(engine.pipeline.layers),
         segment_lengths=list(lengths),
         schedule=asked.schedule,

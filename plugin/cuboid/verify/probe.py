@@ -49,11 +49,11 @@ def probe_stage(pipeline: Pipeline, model: Any, batch: Mapping[str, torch.Tensor
 
 
 def _own_modules(model: nn.Module, staging: Staging) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of this stage whose outputs are the same as in a full model."""
-    outline, cut = staging.outline, staging.cut
-    roots = [outline.layer(index) for index in range(cut.first, cut.stop)]
-    roots += outline.before if cut.is_first else ()
-    roots += outline.after if cut.is_last else ()
+    """The modules of this rank's stages whose outputs are the same as in a full model."""
+    outline, roots = staging.outline, set[str]()
+    for cut in staging.cuts:
+        roots.update(map(outline.layer, range(cut.first, cut.stop)))
+        roots.update(outline.before if cut.is_first else (), outline.after if cut.is_last else ())
     for name, module in model.named_modules():
         if any(name == root or name.startswith(f"{root}.") for root in roots):
             yield name, module

@@ -131,7 +131,7 @@ def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTra
 
 def _shard(model: PreTrainedModel, parsed: CuboidConfig) -> PreTrainedModel:
     shape = choose_mesh(model, parsed)
-    mesh = Mesh(shape, pipe=parsed.stages)
+    mesh = Mesh(shape, pipe=parsed.stages, placement=parsed.placement)
     shard_of = functools.partial(take_shard, mesh=mesh)
     if parsed.pipeline is None:
         return shard_modules(model, certified_plan(model, shape), mesh, parsed.tensor_parallel, shard_of)

@@ -190,13 +190,13 @@ class _Loading:
         self._parallel_plan = None
         if config.pipeline is None or shape.size > 1:
             self._parallel_plan = certified_plan(self, shape, self._cuboid_base, config.pipeline)
-        self._mesh = Mesh(shape, pipe=config.stages) if plan is None else plan.mesh
+        self._mesh = Mesh(shape, pipe=config.stages, placement=config.placement) if plan is None else plan.mesh
         self._staging = None
         if config.pipeline is not None:
             self._staging = (
                 plan_staging(self._cuboid_base, self.config, config, self._mesh)
                 if plan is None or plan.staging is None
-                else dataclasses.replace(plan.staging, stage_input=None, shared={}, slot=UnitSlot(), recorder=None)
+                else dataclasses.replace(plan.staging, chunks=(), shared={}, slot=UnitSlot(), recorder=None)
             )
             _cut_stage(self, self._staging)
         if self._parallel_plan is not None:

@@ -53,7 +53,7 @@ def from_rank_file(
     """
     document = RankFolder.read(folder)
     _check_config(document, config, folder)
-    mesh = Mesh(document.mesh.shape, pipe=document.topology.pipe)
+    mesh = Mesh(document.mesh.shape, pipe=document.topology.pipe, placement=document.placement or None)
     name = document.file_of(mesh.coordinate)
     _check_file(folder / name, document, mesh)
     check_model_folder(folder, weights=False)
@@ -75,12 +75,15 @@ def from_rank_file(
 
 
 def _check_config(document: RankFolder, config: CuboidConfig, folder: Path) -> None:
-    """Reject a config for another mesh or number of stages, before a model is built."""
-    mesh, stages = config.tensor_parallel.mesh, document.topology.pipe
+    """Reject a config for another mesh or for other stages, before a model is built."""
+    mesh, placement = config.tensor_parallel.mesh, document.placement or tuple(range(document.topology.pipe))
     other_mesh = mesh != "auto" and mesh.shape != document.mesh.shape
-    if other_mesh or config.tensor_parallel.mesh_size != document.mesh.shape.size or config.stages != stages:
+    if other_mesh or config.tensor_parallel.mesh_size != document.mesh.shape.size or config.placement != placement:
         asked = f"{config.tensor_parallel.mesh_size} ranks" if mesh == "auto" else str(mesh.shape)
-        raise _other_layout(document, f"a mesh of {asked} in {config.stages} stage(s)", folder)
+        stages = f"{len(config.placement)} stage(s)"
+        if len(config.placement) > config.stages:
+            stages += f" on the pipeline's ranks {', '.join(map(str, config.placement))}"
+        raise _other_layout(document, f"a mesh of {asked} in {stages}", folder)
 
 
 def _other_layout(document: RankFolder, asked: str, folder: Path) -> CheckpointError:
@@ -154,11 +157,13 @@ class _FromRankFile:
 def _check_layouts(model: Any) -> None:
     """Reject files whose sharding differs from the model's."""
     document, mesh, staging = model._cuboid_ranks, model._mesh, model._staging
-    layers = () if staging is None else staging.counts
+    layers = () if staging is None else staging.layout.counts
     # No pipeline and a pipeline of one stage are the same layout.
     same_layers = layers == document.layers or max(len(layers), len(document.layers)) <= 1
     if mesh.shape != document.mesh.shape or not same_layers:
-        raise _other_layout(document, layout_in_words(mesh.shape, layers), model._cuboid_folder)
+        # Where the stages are was compared before.
+        found = layout_in_words(mesh.shape, layers, document.placement)
+        raise _other_layout(document, found, model._cuboid_folder)
     if mesh.shape.size == 1:
         return
     own = model._layouts.by_parameter

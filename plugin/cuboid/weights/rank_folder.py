@@ -53,7 +53,7 @@ class RankTensor(_Record):
         shape: of the full tensor.
         parameter: its name in memory.
         layout: how the mesh shards it; None if it doesn't.
-        stages: of the pipeline that have it.
+        stages: of the pipeline that have it; where a rank has several, the ranks.
     """
 
     dtype: str
@@ -106,6 +106,7 @@ class RankFolder(_Record):
         format: version of this file's format.
         mesh: of each stage.
         layers: number of layers of each stage; empty without a pipeline.
+        placement: the pipeline rank of each stage; empty, and not in the file, where each rank has one.
         tensors: by the name in the full checkpoint.
         files: the ranks' files, by name.
         beside: other files (config, tokenizer), by name; empty in folders of earlier versions.
@@ -114,6 +115,7 @@ class RankFolder(_Record):
     format: Literal[1] = 1
     mesh: MeshConfig
     layers: tuple[int, ...]
+    placement: tuple[int, ...] = ()
     tensors: dict[str, RankTensor]
     files: dict[str, FileRecord]
     beside: dict[str, FileRecord] = {}
@@ -126,18 +128,24 @@ class RankFolder(_Record):
 
     @model_validator(mode="after")
     def _check_places(self) -> Self:
+        if self.placement and len(self.placement) != len(self.layers):
+            raise ValueError(f"it has places for {len(self.placement)} stages, and layers of {len(self.layers)}")
         # Checked here, before a forged mesh of billions of ranks is enumerated.
-        if self.mesh.shape.size * max(len(self.layers), 1) != len(self.files):
+        pipe = pipeline_ranks(self.layers, self.placement)
+        if self.mesh.shape.size * pipe != len(self.files):
             raise ValueError(f"its layout and its list of {len(self.files)} files contradict each other")
-        stages = range(max(len(self.layers), 1))
+        if self.placement and set(self.placement) != set(range(pipe)):
+            raise ValueError("it leaves a rank of the pipeline without a stage")
         for name, tensor in self.tensors.items():
-            if not all(stage in stages for stage in tensor.stages):
+            if not all(0 <= stage < pipe for stage in tensor.stages):
                 raise ValueError(f"{name} is in a stage that there isn't")
         return self
 
     def write(self, folder: Path) -> None:
         """Write ``shards.json`` into a folder."""
-        (folder / SHARDS).write_bytes(with_checksum(self.model_dump(mode="json")))
+        # Versions that don't know the key can read what doesn't need it.
+        left_out = set() if self.placement else {"placement"}
+        (folder / SHARDS).write_bytes(with_checksum(self.model_dump(mode="json", exclude=left_out)))
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -161,7 +169,7 @@ class RankFolder(_Record):
     @cached_property
     def topology(self) -> Topology:
         """The ranks of one replica."""
-        pipe = max(len(self.layers), 1)
+        pipe = pipeline_ranks(self.layers, self.placement)
         return Topology(self.mesh.shape, pipe * self.mesh.shape.size, pipe)
 
     def file_of(self, at: Coordinate) -> str:
@@ -170,7 +178,7 @@ class RankFolder(_Record):
 
     def describe(self) -> str:
         """The layout as text."""
-        return layout_in_words(self.mesh.shape, self.layers)
+        return layout_in_words(self.mesh.shape, self.layers, self.placement)
 
 
 def file_name(places: Topology, place: int) -> str:
@@ -178,10 +186,16 @@ def file_name(places: Topology, place: int) -> str:
     return f"rank-{place:05d}-of-{places.world_size:05d}.safetensors"
 
 
-def layout_in_words(mesh: MeshShape, layers: tuple[int, ...]) -> str:
+def pipeline_ranks(layers: tuple[int, ...], placement: tuple[int, ...]) -> int:
+    """Ranks of a pipeline, each of which is a mesh; 1 without one. For the arguments see :class:`RankFolder`."""
+    return max(placement) + 1 if placement else max(len(layers), 1)
+
+
+def layout_in_words(mesh: MeshShape, layers: tuple[int, ...], placement: tuple[int, ...]) -> str:
     """A mesh and a pipeline's stages as text."""
     stages = f" in {len(layers)} stages of {', '.join(map(str, layers))} layers" if layers else ""
-    return f"mesh {mesh} (batch × sequence × hidden){stages}"
+    ranks = f" on the pipeline's ranks {', '.join(map(str, placement))}" if placement else ""
+    return f"mesh {mesh} (batch × sequence × hidden){stages}{ranks}"
 
 
 def shard_spec(tensor: RankTensor, mesh: MeshShape, at: Coordinate) -> TensorSpec:

@@ -243,7 +243,7 @@ def _entries(
 ) -> list[_Entry]:
     """What to send; the same on all ranks of a mesh. Parameters shared with the first stage aren't sent."""
     repeated: dict[str, nn.Parameter] = {}
-    if isinstance(model, StageModel) and model.staging.cut.is_last:
+    if isinstance(model, StageModel) and mesh_of(model).has_last_stage:
         repeated = model.staging.shared
     names = {id(parameter): name for name, parameter in repeated.items()}
     entries = []

@@ -80,7 +80,9 @@ def describe_layout(model: nn.Module) -> dict[str, Any]:
         "dtype": str(inner.dtype).removeprefix("torch."),
     }
     if isinstance(inner, StageModel):
-        layout["layers"] = list(inner.staging.counts)
+        layout["layers"] = list(inner.staging.layout.counts)
+        if len(mesh.placement) > mesh.topology.pipe:
+            layout["placement"] = list(mesh.placement)
     return layout
 
 

@@ -16,7 +16,7 @@ from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.models.certification.mesh_certificates import certified_plan
 from cuboid.models.pipeline.staging_plan import plan_staging
-from cuboid.models.stages.stages import cut_at, cut_stage
+from cuboid.models.stages.stages import cut_stages
 from cuboid.planner.mesh_search import choose_mesh
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 from cuboid.weights.rank_folder import RankTensor, StoredLayout, layout_in_words
@@ -31,16 +31,18 @@ class RankPlan:
         layers: number of layers of each stage; empty without a pipeline.
         tensors: by the name in the full checkpoint.
         unused: tensors of the checkpoint that the model declares as ignored.
+        placement: the pipeline rank of each stage; empty where each rank has one.
     """
 
     mesh: MeshShape
     layers: tuple[int, ...]
     tensors: dict[str, RankTensor]
     unused: tuple[str, ...]
+    placement: tuple[int, ...] = ()
 
     def describe(self) -> str:
         """The layout as text."""
-        return layout_in_words(self.mesh, self.layers)
+        return layout_in_words(self.mesh, self.layers, self.placement)
 
 
 def plan_ranks(
@@ -83,22 +85,23 @@ def plan_ranks(
             layout=None if layout is None else StoredLayout.of(layout),
             stages=tuple(stage for stage, names in enumerate(stages) if parameter in names),
         )
-    return RankPlan(shape, layers, tensors, unused)
+    placement = config.placement if len(layers) > config.stages else ()
+    return RankPlan(shape, layers, tensors, unused, placement)
 
 
 def _stages(
     model_config: Path, model: PreTrainedModel, config: CuboidConfig, mesh: Mesh
 ) -> tuple[tuple[int, ...], list[frozenset[str]]]:
-    """Number of layers of each stage, and names of the parameters and buffers that each has."""
+    """Number of layers of each stage, and names of the parameters and buffers that each rank of the pipeline has."""
     if config.pipeline is None:
         return (), [frozenset(state_specs(model))]
     staging = plan_staging(type(model), model.config, config, mesh)
-    stages = []
-    for stage in range(config.stages):
+    ranks = []
+    for rank in range(config.stages):
         own = blank_model(model_config)
-        cut_stage(own, staging.outline, cut_at(staging.counts, stage))
-        stages.append(frozenset(state_specs(own)))
-    return staging.counts, stages
+        cut_stages(own, staging.outline, staging.layout.cuts(rank))
+        ranks.append(frozenset(state_specs(own)))
+    return staging.layout.counts, ranks
 
 
 def _check(

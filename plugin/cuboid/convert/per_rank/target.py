@@ -16,7 +16,7 @@ from cuboid.convert.formats.block_tensors import Tensors
 from cuboid.convert.per_rank.plan import RankPlan
 from cuboid.distributed.topology import Coordinate, MeshShape, Topology
 from cuboid.tensor3d.sharding.sharding_spec import Interval
-from cuboid.weights.rank_folder import RankFolder, RankTensor, file_name, shard_spec
+from cuboid.weights.rank_folder import RankFolder, RankTensor, file_name, pipeline_ranks, shard_spec
 
 
 def write_rank_files(folder: Path, tensors: Tensors, plan: RankPlan, advance: Callable[[int], Any]) -> RankFolder:
@@ -31,7 +31,7 @@ def write_rank_files(folder: Path, tensors: Tensors, plan: RankPlan, advance: Ca
     Returns:
         Contents of ``shards.json``, without the files beside these.
     """
-    pipe = max(len(plan.layers), 1)
+    pipe = pipeline_ranks(plan.layers, plan.placement)
     places = Topology(plan.mesh, plan.mesh.size * pipe, pipe)
     files: dict[str, FileRecord] = {}
     for stage in range(pipe):
@@ -40,7 +40,7 @@ def write_rank_files(folder: Path, tensors: Tensors, plan: RankPlan, advance: Ca
         names = {file_name(places, place): where for place, where in at.items() if where.pipe == stage}
         files.update(_write_stage(folder, tensors, own, plan.mesh, names, advance))
     mesh = MeshConfig(batch=plan.mesh.batch, sequence=plan.mesh.sequence, hidden=plan.mesh.hidden)
-    return RankFolder(mesh=mesh, layers=plan.layers, tensors=plan.tensors, files=files)
+    return RankFolder(mesh=mesh, layers=plan.layers, placement=plan.placement, tensors=plan.tensors, files=files)
 
 
 def write_document(folder: Path, document: RankFolder) -> None:

@@ -17,20 +17,27 @@ class StageManager:
     """Where this rank is in the pipeline.
 
     Attributes:
-        stage: of this rank, from 0.
-        num_stages: of the pipeline.
+        stage: of this rank, from 0; where it has several, its place in the pipeline.
+        num_stages: of the pipeline; where ranks have several, its ranks.
+        placement: the rank of each part of the layers.
     """
 
     stage: int
     num_stages: int
+    placement: tuple[int, ...]
+
+    @property
+    def num_model_chunks(self) -> int:
+        """Parts of the layers on each rank."""
+        return len(self.placement) // self.num_stages
 
     def is_first_stage(self, ignore_chunk: bool = False) -> bool:  # noqa: ARG002
         """Whether this rank holds the embeddings."""
-        return self.stage == 0
+        return self.stage == self.placement[0]
 
     def is_last_stage(self, ignore_chunk: bool = False) -> bool:  # noqa: ARG002
         """Whether this rank holds the head and computes the loss."""
-        return self.stage == self.num_stages - 1
+        return self.stage == self.placement[-1]
 
 
 class LayoutNames:
@@ -52,7 +59,7 @@ class LayoutNames:
     @property
     def stage_manager(self) -> StageManager:
         """Where this rank is in the pipeline."""
-        return StageManager(self.coordinate.pipe, self.pp_size)
+        return StageManager(self.coordinate.pipe, self.pp_size, self.config.placement)
 
     @property
     def pp_size(self) -> int:

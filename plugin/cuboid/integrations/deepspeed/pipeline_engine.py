@@ -148,20 +148,20 @@ class CuboidPipelineEngine(CuboidEngine):
 
     def is_first_stage(self) -> bool:
         """Whether this rank holds the embeddings."""
-        return self.stage_id == 0
+        return self.pipeline.mesh.has_first_stage
 
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the head and computes the loss."""
-        return self.stage_id == self.num_stages - 1
+        """Whether this rank holds the head and computes the loss; with `zero_bubble-v` that may be the first rank."""
+        return self.pipeline.mesh.has_last_stage
 
     @property
     def stage_id(self) -> int:
-        """This rank's stage, from 0."""
+        """This rank's stage, from 0; where it has several, its place in the pipeline."""
         return self.pipeline.mesh.coordinate.pipe
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline."""
+        """Stages of the pipeline; where ranks have several, its ranks."""
         return self.pipeline.mesh.topology.pipe
 
     @property
@@ -170,7 +170,7 @@ class CuboidPipelineEngine(CuboidEngine):
         return self.gradient_accumulation_steps()
 
     def is_pipe_parallel(self) -> bool:
-        """Whether there is more than one stage."""
+        """Whether the pipeline has more than one rank."""
         return self.num_stages > 1
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:

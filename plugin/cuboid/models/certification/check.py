@@ -29,7 +29,7 @@ from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.stage_model import Staging, cut_model, finish_stage
 from cuboid.models.stages.stage_runner import StageRunner
-from cuboid.models.stages.stages import cut_at, draw_outline
+from cuboid.models.stages.stages import StageLayout, draw_outline
 from cuboid.models.stages.units import SegmentedBatch, label_tokens, with_shifted_labels
 from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
@@ -262,8 +262,9 @@ def run_stages(stages: Sequence[Any], batch: MicroBatch, lengths: tuple[int, ...
     runners = []
     for stage in stages:
         store = KVCache(sum(lengths), KVCachePool())
-        cut = SegmentedBatch.of(shifted, lengths, store, stage.config, stage.cuboid.mesh)
-        runners.append(StageRunner(stage, [cut], scale=1.0 / items, training=True))
+        cut = SegmentedBatch.of(shifted, lengths, stage.config, stage.cuboid.mesh)
+        (chunk,) = stage.staging.chunks
+        runners.append(StageRunner(stage, chunk, [cut], [store], scale=1.0 / items, training=True))
     for segment in range(len(lengths)):
         hidden = None
         for runner in runners:
@@ -290,7 +291,8 @@ def make_stage(
     own = copy.deepcopy(model)
     config = CuboidConfig.model_validate({"pipeline": {"engine": "seq1f1b", "stages": len(counts), "segments": 1}})
     certificate = Certificate(Verdict(gives_start=gives_start))
-    staging = Staging(outline, counts, cut_at(counts, mesh.coordinate.pipe), None, config, certificate)
+    layout = StageLayout(counts, mesh.placement)
+    staging = Staging(outline, layout, layout.cuts(mesh.coordinate.pipe), None, config, certificate)
     cut_model(own, staging)
     plan = None if verdict is None else make_parallel_plan(own, mesh.shape, verdict)
     return finish_stage(own, staging, mesh, plan, functools.partial(take_shard, mesh=mesh))

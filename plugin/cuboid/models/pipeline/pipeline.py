@@ -33,7 +33,7 @@ from cuboid.seq1f1b.runtime.profiler import Profiler
 from cuboid.seq1f1b.runtime.runtime import Interpreter
 from cuboid.seq1f1b.schedule.actions import Op, Program
 from cuboid.seq1f1b.schedule.lowering import lower
-from cuboid.seq1f1b.schedule.schedules import PipelineShape, gpipe, only_forward
+from cuboid.seq1f1b.schedule.schedules import PipelineShape, forwards_only
 from cuboid.tensor3d.sharding.bucketing import reduce_rest
 
 
@@ -51,7 +51,7 @@ class Pipeline:
     """Runs the stages of one model over all ranks. All methods are collective over the world.
 
     Args:
-        model: a stage, or an engine around one.
+        model: what a rank has of the stages, or an engine around it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -116,7 +116,7 @@ class Pipeline:
         scale = gradient_scale / step.items
         recomputes = bool(self._model.is_gradient_checkpointing)
         schedule, programs = self._schedules.of(step.shape, max(step.lengths, key=sum), recomputes=recomputes)
-        runner = self._run(programs, step, scale, profiler)
+        loss = self._run(programs, step, scale, profiler)
         if complete:
             self.add_shared_gradients()
         self.recut = None
@@ -127,13 +127,14 @@ class Pipeline:
                 self.recut = self._cutter.lengths(max(map(sum, step.lengths)), step.shape.micro_batches)
             if traces:
                 trace.write(self._trace_folder(), self._step, step.lengths, self._staging)
-        return self._total(runner.loss) / gradient_scale
+        return self._total(loss) / gradient_scale
 
     def evaluate(self, batches: Iterator[Any] | None, count: int | None) -> torch.Tensor:
         """The loss of ``count`` micro-batches of each replica, without gradients; otherwise as :meth:`train`."""
         with StepGuard(self.mesh, "an evaluation of the pipeline"):
             step = self._prepare(batches, count)
-            return self._total(self._run(_evaluation(step.shape), step, 1.0 / step.items, None, training=False).loss)
+            programs = _evaluation(step.shape, self.mesh.placement)
+            return self._total(self._run(programs, step, 1.0 / step.items, None, training=False))
 
     def _prepare(self, batches: Iterator[Any] | None, count: int | None) -> _Step:
         with ReplicasInStep(self.mesh, self._device) as replicas:
@@ -155,10 +156,10 @@ class Pipeline:
         for batch, own in zip(micro_batches, lengths, strict=True):
             self._check_kind(batch, own)
         cut = [
-            SegmentedBatch.of(batch, own, self._store(sum(own)), self._model.config, self.mesh)
+            SegmentedBatch.of(batch, own, self._model.config, self.mesh)
             for batch, own in zip(micro_batches, lengths, strict=True)
         ]
-        shape = PipelineShape(self._staging.cut.stages, count, len(lengths[0]))
+        shape = PipelineShape(self._staging.layout.stages, count, len(lengths[0]))
         return _Step(shape, cut, lengths), torch.stack([label_tokens(batch) for batch in micro_batches]).sum()
 
     def _check_length(self, length: int) -> None:
@@ -177,8 +178,8 @@ class Pipeline:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Layers of each stage."""
-        return self._staging.counts
+        """Layers of each stage, of all ranks."""
+        return self._staging.layout.counts
 
     def segment_lengths(self, length: int, micro_batches: int) -> tuple[int, ...]:
         """How a sequence of so many tokens would be cut now, filled up to what the mesh and the segments need."""
@@ -211,14 +212,24 @@ class Pipeline:
         profiler: Profiler | None,
         *,
         training: bool = True,
-    ) -> StageRunner:
-        stage = self._staging.cut.stage
-        splits = any(action.op is Op.WEIGHT_GRADIENT for action in programs[stage])
-        runner = StageRunner(self._model, step.batches, scale=scale, training=training, splits=splits)
+    ) -> torch.Tensor | None:
+        """Run this rank's program; gives the loss where the last stage is."""
+        program = programs[self.mesh.coordinate.pipe]
+        splits = any(action.op is Op.WEIGHT_GRADIENT for action in program)
+        # A step that failed may have left something.
+        self._staging.weight_gradients.clear()
+        if self._staging.gradient_sync is not None:
+            self._staging.gradient_sync.clear()
+        runners: dict[int, StageRunner] = {}
+        for chunk in self._staging.chunks:
+            stores = [self._store(sum(own)) for own in step.lengths]
+            runners[chunk.cut.stage] = StageRunner(
+                self._model, chunk, step.batches, stores, scale=scale, training=training, splits=splits
+            )
         observe = (lambda _: nullcontext()) if profiler is None else profiler.observe
-        interpreter = Interpreter({stage: runner}, self._channels, observe)
+        interpreter = Interpreter(runners, self._channels, observe)
         try:
-            interpreter.run(programs[stage], step.shape)
+            interpreter.run(program, step.shape)
         except Exception as error:
             error.add_note(f"in {interpreter.running} on rank {self.mesh.rank}")
             raise
@@ -227,7 +238,8 @@ class Pipeline:
         self._staging.weight_gradients.check_empty()
         if training and self._staging.gradient_sync is not None:
             reduce_rest(self._model)
-        return runner
+        last = runners.get(step.shape.stages - 1)
+        return None if last is None else last.loss
 
     def _trace_folder(self) -> Path:
         return Path("cuboid_trace" if self._config.trace is True else str(self._config.trace))
@@ -236,11 +248,10 @@ class Pipeline:
         return KVCache(length, self.pool, self._config.kv_gradients)
 
     def add_shared_gradients(self) -> None:
-        """Give the first and the last stage the whole gradient of the parameters that both have."""
-        cut = self._staging.cut
+        """Give the ranks of the first and the last stage the whole gradient of the parameters that both have."""
         if not self._staging.shared:
             return
-        group = self.mesh.channel(0, cut.stages - 1)
+        group = self.mesh.channel(0, self._staging.layout.stages - 1)
         for parameter in self._staging.shared.values():
             gradient = gradient_of(parameter)
             if gradient is not None:
@@ -248,32 +259,32 @@ class Pipeline:
 
     def _total(self, loss: torch.Tensor | None) -> torch.Tensor:
         """Sum of the last stages' losses over the replicas, on every rank."""
-        last = self._staging.cut.stages - 1
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if loss is not None:
             total += loss.detach()
             if self.mesh.topology.data > 1:
                 dist.all_reduce(total, group=self.mesh.data_parallel_group)
-        if last > 0:
-            dist.broadcast(total, self.mesh.peer(last), group=self.mesh.pipe_group)
+        if self.mesh.topology.pipe > 1:
+            dist.broadcast(total, self.mesh.peer(self.mesh.placement[-1]), group=self.mesh.pipe_group)
         return total.to(torch.float32 if self._model.dtype != torch.float64 else torch.float64)
 
 
 def open_channels(mesh: Mesh, device: torch.device) -> dict[tuple[int, int], Channel]:
-    """Between this rank and its neighbours in the pipeline, in both directions. Collective."""
+    """Between this rank's stages and their neighbours on other ranks, in both directions. Collective."""
     mesh.meet(device)
-    stage = mesh.coordinate.pipe
+    here = mesh.coordinate.pipe
     count = functools.partial(mesh.comm_counter.record_send, "pipe")
     channels = {}
-    for source, target in pairwise(range(mesh.topology.pipe)):
-        for ends in ((source, target), (target, source)):
-            if stage in ends:
-                peer = mesh.peer(ends[0] if stage == ends[1] else ends[1])
+    for first, second in pairwise(range(len(mesh.placement))):
+        for ends in ((first, second), (second, first)):
+            sender, receiver = (mesh.placement[stage] for stage in ends)
+            if sender != receiver and here in (sender, receiver):
+                peer = mesh.peer(receiver if here == sender else sender)
                 channels[ends] = Channel(mesh.channel(*ends), peer, count)
-                channels[ends].meet(device, sends=stage == ends[0])
+                channels[ends].meet(device, sends=here == sender)
     return channels
 
 
 @functools.cache
-def _evaluation(shape: PipelineShape) -> tuple[Program, ...]:
-    return lower(only_forward(gpipe(shape)), shape)
+def _evaluation(shape: PipelineShape, placement: tuple[int, ...]) -> tuple[Program, ...]:
+    return lower(forwards_only(shape, placement), shape)

@@ -16,12 +16,12 @@ from cuboid.models.batch.batch import granule
 from cuboid.models.certification.certificates import certificate_of
 from cuboid.models.stages.model_costs import model_sizes
 from cuboid.models.stages.stage_model import Staging
-from cuboid.models.stages.stages import cut_at, draw_outline, plan_stages
-from cuboid.seq1f1b.schedule.schedules import SCHEDULES
+from cuboid.models.stages.stages import StageLayout, draw_outline, plan_stages
+from cuboid.seq1f1b.schedule.choice import is_generated
 
 
 def plan_staging(cls: type[PreTrainedModel], hf_config: Any, config: CuboidConfig, mesh: Mesh) -> Staging:
-    """Decide what this rank's stage is, without touching a model.
+    """Decide what this rank's stage is, or its stages are, without touching a model.
 
     Raises:
         UnsupportedModelError: the model can't be cut, or isn't right when it is.
@@ -37,9 +37,9 @@ def plan_staging(cls: type[PreTrainedModel], hf_config: Any, config: CuboidConfi
     certificate.check_model(cls.__name__, modes, verified=config.pipeline.certification == "verified")
     # They take a model without memory to find out: once at most, and only where somebody asks.
     find_sizes = functools.cache(lambda: model_sizes(hf_config))
-    counts = plan_stages(outline, find_sizes, config.pipeline)
+    layout = StageLayout(plan_stages(outline, find_sizes, config.pipeline), config.placement)
     sizes = find_sizes() if _asks_for_costs(config.pipeline) else None
-    return Staging(outline, counts, cut_at(counts, mesh.coordinate.pipe), sizes, config, certificate)
+    return Staging(outline, layout, layout.cuts(mesh.coordinate.pipe), sizes, config, certificate)
 
 
 def _check_positions(hf_config: Any, segments: int | str) -> None:
@@ -53,5 +53,4 @@ def _check_positions(hf_config: Any, segments: int | str) -> None:
 
 def _asks_for_costs(pipeline: PipelineConfig) -> bool:
     counted = pipeline.partition in ("flops", "measured") and pipeline.segments != 1
-    generated = pipeline.schedule not in SCHEDULES
-    return counted or generated or pipeline.segments == "auto" or pipeline.trace is not False
+    return counted or is_generated(pipeline.schedule) or pipeline.segments == "auto" or pipeline.trace is not False

@@ -19,7 +19,7 @@ from cuboid.seq1f1b.schedule.unit_costs import unit_flops
 
 @dataclass(frozen=True)
 class StepTrace:
-    """When each action of one step ran, on all stages and on one clock; that of the first rank of each stage."""
+    """When each action of one step ran, on all stages and on one clock; that of the first rank of each mesh."""
 
     shape: PipelineShape
     schedule: Schedule
@@ -33,7 +33,7 @@ class StepTrace:
         """Bring the stages' times together, the same on every rank. Collective over the world."""
         actions, own_s = profiler.times_s()
         assert tuple(actions) == order[mesh.coordinate.pipe], "a step did something else than its schedule"
-        times_s = [own_s] if shape.stages == 1 else gather_times_s(own_s, mesh.pipe_group, device)
+        times_s = [own_s] if len(order) == 1 else gather_times_s(own_s, mesh.pipe_group, device)
         if mesh.topology.world_size > 1:
             # The other places in the stages had times of their own; all have to draw the same conclusions.
             shared = torch.tensor(times_s, dtype=torch.float64, device=device)
@@ -46,7 +46,7 @@ class StepTrace:
             )
             for rank in zip(order, times_s, strict=True)
         )
-        return cls(shape, order, Timeline(spans, (0,) * shape.stages), writes=mesh.rank == 0)
+        return cls(shape, order, Timeline(spans, (0,) * len(order)), writes=mesh.rank == 0)
 
     def segment_times_s(self, micro_batch: int, lengths: tuple[int, ...]) -> tuple[float, ...]:
         """For each segment of a micro-batch the seconds of its forward and backward, on all stages together.
@@ -67,7 +67,7 @@ class StepTrace:
     def simulated(self, lengths: list[tuple[int, ...]], staging: Staging) -> Timeline:
         """The same step by the count of operations, at the speed at which the busiest stage really worked."""
         assert staging.sizes is not None
-        costs = [unit_flops(staging.sizes, staging.counts, own) for own in lengths]
+        costs = [unit_flops(staging.sizes, staging.layout.counts, own) for own in lengths]
         flops = [sum(costs[action.micro_batch](action) for action in rank) for rank in self.schedule]
         busiest = max(range(len(flops)), key=flops.__getitem__)
         s_per_flop = self.timeline.busy_s[busiest] / flops[busiest]
@@ -86,7 +86,7 @@ class StepTrace:
         details = {
             "step": step,
             "simulated_bubble": simulated.bubble,
-            "layers": list(staging.counts),
+            "layers": list(staging.layout.counts),
             "segment_lengths": [list(own) for own in lengths],
         }
         write_chrome_trace(self.timeline, folder / f"step_{step}.json", details=details)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
@@ -44,11 +44,24 @@ ShardOf = Callable[[nn.Parameter, ShardingSpec], torch.Tensor]
 
 
 def parallelize_modules(
-    model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh, config: TensorParallelConfig, shard_of: ShardOf
+    model: PreTrainedModel,
+    parallel_plan: ParallelPlan,
+    mesh: Mesh,
+    config: TensorParallelConfig,
+    shard_of: ShardOf,
+    stages: Sequence[Collection[str]] = (),
 ) -> None:
     """Swap every module of the parallel plan, dropouts too, and fix the sizes that attention modules read.
 
     Tied parameters stay one parameter. The whole tensors are freed one by one as their modules are swapped.
+
+    Args:
+        model: whole, or what a rank of a pipeline has of it.
+        parallel_plan: for these modules.
+        mesh: of this rank.
+        config: when to gather weights, and how to reduce gradients.
+        shard_of: see :data:`ShardOf`.
+        stages: where a rank of a pipeline has several, the names of the layers of each, which run by themselves.
     """
     _split_attributes(model, parallel_plan, mesh)
     _split_widths(model, parallel_plan, mesh)
@@ -76,7 +89,7 @@ def parallelize_modules(
         _split_late(model, late)
     if mesh.shape.size > 1:
         _fuse_projections(model, parallel_plan)
-        _prefetch_layers(model, parallel_plan)
+        _prefetch_layers(model, parallel_plan, stages)
     _share_key_value_heads(model, parallel_plan, mesh)
     _swap_dropouts(model, blocks, mesh)
     set_gradient_reduce(model, config.gradient_reduce)
@@ -188,12 +201,14 @@ def _fuse_projections(model: PreTrainedModel, parallel_plan: ParallelPlan) -> No
             model.get_submodule(place).register_forward_hook(fused.restore)
 
 
-def _prefetch_layers(model: PreTrainedModel, parallel_plan: ParallelPlan) -> None:
+def _prefetch_layers(model: PreTrainedModel, parallel_plan: ParallelPlan, stages: Sequence[Collection[str]]) -> None:
     """Let layers prefetch one another's parameters."""
     layers = [name.rpartition(".")[0] for name in attention_modules(parallel_plan)]
-    if layers:
-        runner = model.get_submodule(layers[0].rpartition(".")[0].rpartition(".")[0])
-        runner.register_forward_pre_hook(ModelPrefetcher([model.get_submodule(layer) for layer in layers]))
+    if not layers:
+        return
+    runs = [[model.get_submodule(name) for name in layers if name in own] for own in stages or [layers]]
+    runner = model.get_submodule(layers[0].rpartition(".")[0].rpartition(".")[0])
+    runner.register_forward_pre_hook(ModelPrefetcher(runs))
 
 
 def _split_attributes(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh) -> None:

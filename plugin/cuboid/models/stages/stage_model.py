@@ -1,4 +1,5 @@
-"""One stage of a pipeline as a model: the user's own class, cut to a stage and perhaps sharded over a mesh."""
+"""What a rank of a pipeline has as a model: the user's own class, cut to the rank's stage, or to several of them, its
+chunks, and perhaps sharded over a mesh."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ from cuboid.models.sharded.parallelize import ShardOf, parallelize_modules, whol
 from cuboid.models.sharded.sharded_model import ShardedModel, Sharding, WholeModel, sharded_loss
 from cuboid.models.stages.deferred_linear import defer_weight_gradients
 from cuboid.models.stages.outline import Outline
-from cuboid.models.stages.placeholders import PlaceholderEnd, PlaceholderModule, StageInput
-from cuboid.models.stages.stages import StageCut, cut_stage, shared_parameters
+from cuboid.models.stages.placeholders import PlaceholderEnd, PlaceholderModule
+from cuboid.models.stages.stages import Chunk, StageCut, StageLayout, cut_stages, shared_parameters
 from cuboid.models.stages.whole_recorder import WholeSequenceRecorder
-from cuboid.seq1f1b.schedule.schedules import SCHEDULES
+from cuboid.seq1f1b.schedule.choice import is_generated
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
 from cuboid.tensor3d.sharding.gradient_sync import GradientSync
 from cuboid.tensor3d.sharding.sharded_param import UnshardedCopy, defer_gradient_sync, keep_until_step_ends
@@ -33,33 +34,33 @@ from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
 
 @dataclass
 class Staging:
-    """What a stage remembers about itself.
+    """What a rank of a pipeline remembers about its stage, or its stages.
 
     Attributes:
         outline: of the whole model.
-        counts: layers of each stage.
-        cut: this stage's.
+        layout: of the stages of all ranks.
+        cuts: this rank's stages, in the order of the layers.
         sizes: of the whole model, for costs; None where nothing asks for them.
         config: what the pipeline was asked for.
         certificate: with what the model was seen to be right.
-        stage_input: where the hidden state comes in, on all stages but the first.
+        chunks: run the stages in ``cuts``, once the model is cut.
         whole: what to remember of the model before it was cut.
-        ends: sizes of the embedding and of the head, by these names, for the stages that haven't them.
-        shared: parameters that the first and the last stage both have, by name.
+        ends: sizes of the embedding and of the head, by these names, for the ranks that haven't them.
+        shared: parameters that the ranks of the first and the last stage both have, by name.
         slot: tells the attention functions which unit is running.
         recorder: looks at whole sequences.
-        gradient_sync: where its gradients are added up over a step; None where each is reduced by itself.
+        gradient_sync: where the rank's gradients are added up over a step; None where each is reduced by itself.
         held_weights: that stay gathered until a step ends, and are then forgotten.
-        weight_gradients: where the stage's linear layers defer their weight gradients to while it is open.
+        weight_gradients: where the rank's linear layers defer their weight gradients to while it is open.
     """
 
     outline: Outline
-    counts: tuple[int, ...]
-    cut: StageCut
+    layout: StageLayout
+    cuts: tuple[StageCut, ...]
     sizes: ModelSizes | None
     config: CuboidConfig
     certificate: Certificate
-    stage_input: StageInput | None = None
+    chunks: tuple[Chunk, ...] = ()
     whole: WholeModel | None = None
     ends: dict[str, PlaceholderEnd] = field(default_factory=dict)
     shared: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -75,8 +76,8 @@ class Staging:
         return self.recorder.record(*arguments)
 
     def repeated_parameters(self) -> Iterator[nn.Parameter]:
-        """Those of this stage that count on another one."""
-        if self.cut.is_last:
+        """Those of this rank that count on another one."""
+        if any(cut.is_last for cut in self.cuts):
             yield from self.shared.values()
 
 
@@ -109,11 +110,11 @@ def _present(end: Callable[[], nn.Module | None], absent: PlaceholderEnd) -> nn.
 
 
 def cut_model(model: PreTrainedModel, staging: Staging) -> None:
-    """Leave of a model, on any device, what this stage needs; in place."""
+    """Leave of a model, on any device, what this rank's stages need; in place."""
     staging.whole = WholeModel.of(model, staging.outline.longest)
     ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
     staging.ends = {what: PlaceholderEnd(module, what) for what, module in ends.items() if module is not None}
-    staging.stage_input = cut_stage(model, staging.outline, staging.cut)
+    staging.chunks = cut_stages(model, staging.outline, staging.cuts)
 
 
 def finish_stage(
@@ -128,7 +129,8 @@ def finish_stage(
         shard_of: gives the shard of a parameter.
     """
     if parallel_plan is not None:
-        parallelize_modules(model, parallel_plan, mesh, staging.config.tensor_parallel, shard_of)
+        stages = [{staging.outline.layer(i) for i in range(cut.first, cut.stop)} for cut in staging.cuts]
+        parallelize_modules(model, parallel_plan, mesh, staging.config.tensor_parallel, shard_of, stages)
         if staging.config.tensor_parallel.gradient_sync == "step":
             staging.gradient_sync = defer_gradient_sync(model)
         if staging.config.tensor_parallel.weight_gather == "step":
@@ -136,19 +138,20 @@ def finish_stage(
         model.loss_function = functools.partial(sharded_loss, mesh=mesh)
     layers = model.get_submodule(staging.outline.layers)
     assert isinstance(layers, nn.ModuleList)
-    own = {staging.outline.layer(index): layers[index] for index in range(staging.cut.first, staging.cut.stop)}
+    indices = [index for cut in staging.cuts for index in range(cut.first, cut.stop)]
+    own = {staging.outline.layer(index): layers[index] for index in indices}
     use_segment_attention(model.config, own, staging.slot, mesh)
     for name in () if parallel_plan is None else whole_blocks(parallel_plan):
         # Their heads are all there, and their random numbers are the block's affair.
         for module in model.get_submodule(name).modules() if name.startswith(f"{staging.outline.layers}.") else ():
             hang_record(module, replace(record_of(module), mesh=None))
     assert staging.config.pipeline is not None
-    if staging.config.pipeline.schedule not in SCHEDULES:
+    if is_generated(staging.config.pipeline.schedule):
         defer_weight_gradients(own.values(), staging.weight_gradients)
     staging.recorder = WholeSequenceRecorder(
         model, staging.outline, own, staging.slot, gives_start=staging.certificate.gives_start
     )
-    staging.shared = shared_parameters(model, staging.outline, staging.cut)
+    staging.shared = shared_parameters(model, staging.outline, staging.cuts)
     base = type(model)
     assert staging.whole is not None
     model.cuboid = Sharding(mesh, staging.config.tensor_parallel, base, own, staging.whole)

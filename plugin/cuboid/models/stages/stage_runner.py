@@ -14,8 +14,9 @@ from cuboid.models.attention.packing import known_packing
 from cuboid.models.cross_entropy.chunked import chunked_loss
 from cuboid.models.cross_entropy.lm_head import Head
 from cuboid.models.stages.stage_model import StageModel
-from cuboid.models.stages.stages import run_base
+from cuboid.models.stages.stages import Chunk
 from cuboid.models.stages.units import SegmentedBatch
+from cuboid.seq1f1b.attention.kv_cache import KVCache
 from cuboid.tensor3d.sharding.gradient_sync import GradientSync
 from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
 
@@ -54,8 +55,10 @@ class StageRunner:
     """One step of one stage (:class:`cuboid.seq1f1b.runtime.runtime.Stage`).
 
     Args:
-        model: the stage.
+        model: the rank's.
+        chunk: the stage.
         batches: the step's micro-batches.
+        stores: for each of them, keys and values of this stage's layers.
         scale: what each token's loss is multiplied by.
         training: whether units will run backward.
         splits: whether they will do so in two parts.
@@ -64,29 +67,29 @@ class StageRunner:
     def __init__(
         self,
         model: StageModel,
+        chunk: Chunk,
         batches: Sequence[SegmentedBatch],
+        stores: Sequence[KVCache],
         *,
         scale: float,
         training: bool,
         splits: bool = False,
     ) -> None:
         self._model: Any = model
+        self._chunk, self._cut = chunk, chunk.cut
         self._staging = model.staging
         self._mesh: Mesh = model.cuboid.mesh
-        self._batches = batches
+        self._batches, self._stores = batches, stores
         self._scale = scale
         self._training = training
         self._head = Head(self._model, self._staging.outline, self._model.cuboid.base.forward)
         #: Open while units run whose weight gradients are to come in an action of their own.
         self._weight_gradients: WeightGradientStore = model.staging.weight_gradients
-        # A step that failed may have left something.
-        self._weight_gradients.clear()
         self._splits = splits
         self._gradient_sync: GradientSync | None = model.staging.gradient_sync
-        if self._gradient_sync is not None:
-            self._gradient_sync.clear()
         units = sum(len(batch.bounds) - 1 for batch in batches)
-        #: Units that are yet to run, by what of them gives parameters a gradient; a split backward does so twice.
+        #: Units of this stage that are yet to run, by what of them gives its parameters a gradient; a split backward
+        #: does so twice.
         self._left = {"head": units, "backward": units, "weights": units}
         self._pending: dict[Unit, _Pending] = {}
         #: On the last stage: the sum of all units' scaled losses.
@@ -112,19 +115,19 @@ class StageRunner:
         """A unit's forward. The last stage computes head and loss, and their backward too."""
         with torch.set_grad_enabled(self._training):
             leaf = None if hidden is None else hidden.requires_grad_(self._training)
-            output = self._run_layers(self._batches[micro_batch], segment, leaf)
-            if self._staging.cut.is_last:
+            output = self._run_layers(micro_batch, segment, leaf)
+            if self._cut.is_last:
                 gradient = self._run_head(self._batches[micro_batch], segment, output)
             if self._training:
                 received: list[torch.Tensor] = []
                 root = _Root.apply(output, received)
                 self._pending[micro_batch, segment] = _Pending(root, received, leaf)
-                if self._staging.cut.is_last:
+                if self._cut.is_last:
                     assert gradient is not None
                     received.append(gradient)
         if not self._training:
             self._free_after(micro_batch, segment)
-        return None if self._staging.cut.is_last else output.detach()
+        return None if self._cut.is_last else output.detach()
 
     def backward(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """See :class:`cuboid.seq1f1b.runtime.runtime.Stage`."""
@@ -137,13 +140,13 @@ class StageRunner:
 
     def input_gradient(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """See :class:`cuboid.seq1f1b.runtime.runtime.Stage`."""
-        with self._weight_gradients.filling((micro_batch, segment)):
+        with self._weight_gradients.filling((self._cut.stage, micro_batch, segment)):
             return self._backward(micro_batch, segment, gradient)
 
     def weight_gradients(self, micro_batch: int, segments: Sequence[int]) -> None:
         """See :class:`cuboid.seq1f1b.runtime.runtime.Stage`."""
         self._count("weights", len(segments))
-        self._weight_gradients.run([(micro_batch, segment) for segment in segments])
+        self._weight_gradients.run([(self._cut.stage, micro_batch, segment) for segment in segments])
 
     def _backward(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         pending = self._pending.pop((micro_batch, segment))
@@ -152,15 +155,16 @@ class StageRunner:
         self._count("backward")
         # Without one, everything up to here is frozen. A recomputation needs to know where it is.
         if pending.root.requires_grad:
-            with self._staging.slot.running(self._batches[micro_batch].unit(segment)):
+            with self._staging.slot.running(self._batches[micro_batch].unit(segment, self._stores[micro_batch])):
                 pending.root.backward()
         if segment == 0:
-            self._batches[micro_batch].store.free()
+            self._stores[micro_batch].free()
         return None if pending.leaf is None else pending.leaf.grad
 
-    def _run_layers(self, batch: SegmentedBatch, segment: int, hidden: torch.Tensor | None) -> torch.Tensor:
+    def _run_layers(self, micro_batch: int, segment: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        batch = self._batches[micro_batch]
         options: dict[str, Any] = self._positions_and_mask(batch, segment)
-        if self._staging.cut.is_first:
+        if self._cut.is_first:
             ids = batch.cut(batch.ids, segment)
             if self._mesh.shape.size > 1:
                 # A sharded embedding needs the ids of the whole segment and returns a part of it, while the model's own
@@ -170,8 +174,8 @@ class StageRunner:
                 options["ids"] = ids
         deferring = self._weight_gradients.open() if self._splits else nullcontext()
         known = known_packing(batch.positions, batch.packed)
-        with known, self._staging.slot.running(batch.unit(segment)), deferring:
-            return run_base(self._model, self._staging.outline, self._staging.stage_input, hidden=hidden, **options)
+        with known, self._staging.slot.running(batch.unit(segment, self._stores[micro_batch])), deferring:
+            return self._chunk.run(self._model, hidden=hidden, **options)
 
     def _positions_and_mask(self, batch: SegmentedBatch, segment: int) -> dict[str, torch.Tensor]:
         if not batch.is_cut and self._mesh.shape.size == 1:
@@ -206,6 +210,5 @@ class StageRunner:
             self._gradient_sync.is_last = self._left[part] == 0
 
     def _free_after(self, micro_batch: int, segment: int) -> None:
-        batch = self._batches[micro_batch]
-        if segment == len(batch.bounds) - 2:
-            batch.store.free()
+        if segment == len(self._batches[micro_batch].bounds) - 2:
+            self._stores[micro_batch].free()

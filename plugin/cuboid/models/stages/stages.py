@@ -6,8 +6,10 @@ rotary tables and whatever else its layers are given; only the hidden state come
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -50,14 +52,32 @@ class StageCut:
         return self.stage == self.stages - 1
 
 
-def cut_at(counts: Sequence[int], stage: int) -> StageCut:
-    """The cut of one stage, by the numbers of layers of all."""
-    first = sum(counts[:stage])
-    return StageCut(stage, len(counts), first, first + counts[stage])
+@dataclass(frozen=True)
+class StageLayout:
+    """How the layers are cut into stages, and where these are.
+
+    Args:
+        counts: layers of each stage.
+        placement: the pipeline rank of each stage.
+    """
+
+    counts: tuple[int, ...]
+    placement: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        """Of all ranks."""
+        return len(self.counts)
+
+    def cuts(self, pipe: int) -> tuple[StageCut, ...]:
+        """The stages of one rank of the pipeline, in the order of the layers."""
+        ends = pairwise(accumulate(self.counts, initial=0))
+        cuts = [StageCut(stage, self.stages, first, stop) for stage, (first, stop) in enumerate(ends)]
+        return tuple(cut for cut, rank in zip(cuts, self.placement, strict=True) if rank == pipe)
 
 
 def plan_stages(outline: Outline, sizes: Callable[[], ModelSizes], pipeline: PipelineConfig) -> tuple[int, ...]:
-    """Numbers of layers of each stage.
+    """Numbers of layers of each stage, of all ranks.
 
     Args:
         outline: of the model.
@@ -67,62 +87,162 @@ def plan_stages(outline: Outline, sizes: Callable[[], ModelSizes], pipeline: Pip
     Raises:
         ConfigError: fewer layers than stages, or an explicit list that isn't the model's.
     """
-    if outline.count < pipeline.stages:
+    if outline.count < pipeline.parts:
+        asked, fewer = f"pipeline.stages is {pipeline.stages}", f"{outline.count} stages or fewer"
+        if pipeline.chunks > 1:
+            asked += f" and pipeline.chunks {pipeline.chunks}"
+            fewer = f"stages × chunks of {outline.count} or less"
         raise ConfigError(
-            f"pipeline.stages is {pipeline.stages}, but the model has {outline.count} layers, and each stage needs at "
-            f"least one; {outline.count} stages or fewer would work"
+            f"{asked}, but the model has {outline.count} layers, and each stage needs at least one; {fewer} would work"
         )
     balance = pipeline.stage_balance
     if isinstance(balance, tuple):
         return _checked_balance(balance, outline, pipeline)
     if balance == "layers":
-        even, rest = divmod(outline.count, pipeline.stages)
+        even, rest = divmod(outline.count, pipeline.parts)
         # The odd ones go to the front: the last stage has the head already.
-        return tuple(even + (stage < rest) for stage in range(pipeline.stages))
-    return balance_by_flops(sizes(), pipeline.stages, _ASSUMED_LENGTH)
+        return tuple(even + (stage < rest) for stage in range(pipeline.parts))
+    return balance_by_flops(sizes(), pipeline.parts, _ASSUMED_LENGTH)
 
 
 def _checked_balance(balance: tuple[int, ...], outline: Outline, pipeline: PipelineConfig) -> tuple[int, ...]:
-    if len(balance) != pipeline.stages or min(balance) < 1 or sum(balance) != outline.count:
+    if len(balance) != pipeline.parts or min(balance) < 1 or sum(balance) != outline.count:
         raise ConfigError(
-            f"pipeline.stage_balance is {list(balance)}: it needs {pipeline.stages} numbers, each at least 1, with the "
+            f"pipeline.stage_balance is {list(balance)}: it needs {pipeline.parts} numbers, each at least 1, with the "
             f"sum {outline.count}, the model's number of layers"
         )
     return balance
 
 
-def cut_stage(model: PreTrainedModel, outline: Outline, cut: StageCut) -> StageInput | None:
-    """Leave of a model, on any device, what one stage needs; in place.
+class Chunk:
+    """One stage of a rank, in the rank's model, which has the modules of all stages of that rank.
+
+    For its forwards, placeholders stand for the modules of the other stages, and the hidden state comes in right before
+    its first layer and goes out right behind its last one.
+
+    Args:
+        model: whole, on any device.
+        outline: of the model.
+        cut: the stage.
+        here: all stages of the rank.
+    """
+
+    def __init__(self, model: PreTrainedModel, outline: Outline, cut: StageCut, here: Sequence[StageCut]) -> None:
+        self.cut = cut
+        self._outline = outline
+        stand_ins: dict[str, nn.Module] = {}
+        for name in (outline.layer(i) for other in here if other != cut for i in range(other.first, other.stop)):
+            stand_ins[name] = PlaceholderLayer(model.get_submodule(name), outline)
+        self._input = self._output = None
+        if not cut.is_first:
+            name = outline.layer(cut.first - 1)
+            stand_ins[name] = self._input = StageInput(model.get_submodule(name), outline)
+        if not cut.is_last:
+            name = outline.layer(cut.stop)
+            stand_ins[name] = self._output = StageOutput(model.get_submodule(name), outline)
+        kept, kept_here = _kept_units(outline, [cut]), _kept_units(outline, here)
+        # The head may stay: it is run behind the base model, not by it.
+        for name in (*outline.before, *outline.after):
+            if name in kept_here - kept:
+                stand_ins[name] = PlaceholderModule(model.dtype)
+        #: Owners of modules, the modules' names in them, and what stands there while this stage runs.
+        self._places: list[tuple[nn.Module, str, nn.Module]] = []
+        for name, stand_in in stand_ins.items():
+            owner, _, child = name.rpartition(".")
+            self._places.append((model.get_submodule(owner), child, stand_in))
+
+    def run(
+        self,
+        model: PreTrainedModel,
+        *,
+        ids: torch.Tensor | None = None,
+        hidden: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Call the base model on this stage.
+
+        Args:
+            model: the rank's.
+            ids: ``[B, L]``, on the first stage. Where a model must be given embeddings, ``inputs_embeds`` among the
+                options takes their place.
+            hidden: ``[B, L, H]`` from the stage before, on the others.
+            options: for the base model's forward; ``position_ids`` and ``attention_mask`` are left out where it has no
+                such argument or they are None.
+
+        Returns:
+            ``[B, L, H]``: the input of the next stage's first layer, or on the last stage of the head.
+        """
+        arguments = {name: value for name, value in options.items() if value is not None}
+        for name in ("position_ids", "attention_mask"):
+            if name not in self._outline.options:
+                arguments.pop(name, None)
+        if "use_cache" in self._outline.options:
+            arguments["use_cache"] = False
+        if self._input is not None:
+            assert hidden is not None, "a stage behind the first needs the hidden state"
+            # It only tells shape, dtype and device; one number stands for all.
+            arguments["inputs_embeds"] = torch.zeros((), dtype=hidden.dtype, device=hidden.device).expand(hidden.shape)
+            self._input.hidden = hidden
+        elif ids is not None:
+            arguments["input_ids"] = ids
+        base = model.get_submodule(self._outline.base)
+        try:
+            with self._alone():
+                return self._leaving(base(**arguments))
+        finally:
+            if self._input is not None:
+                self._input.hidden = None
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Inside, the base model has the modules of this stage only."""
+        # Past ``setattr``, which looks through all that a module has: this is done for each unit.
+        before = [owner._modules[name] for owner, name, _ in self._places]
+        for owner, name, stand_in in self._places:
+            owner._modules[name] = stand_in
+        try:
+            yield
+        finally:
+            for (owner, name, _), module in zip(self._places, before, strict=True):
+                owner._modules[name] = module
+
+    def _leaving(self, output: Any) -> torch.Tensor:
+        if self._output is None:
+            final: torch.Tensor = output[0]
+            return final
+        hidden, self._output.hidden = self._output.hidden, None
+        assert hidden is not None
+        return hidden
+
+
+def cut_stages(model: PreTrainedModel, outline: Outline, cuts: Sequence[StageCut]) -> tuple[Chunk, ...]:
+    """Leave of a model, on any device, what the stages of one rank need; in place.
 
     Parameters that the last stage shares with the first (tied embeddings) stay on both under their own names; see
     :func:`shared_parameters`.
 
     Returns:
-        Where the hidden state comes in, on all stages but the first.
+        What runs each of the stages.
     """
+    chunks = tuple(Chunk(model, outline, cut, cuts) for cut in cuts)
     dtype = model.dtype
-    kept_layers = range(cut.first, cut.stop)
+    kept_layers = {index for cut in cuts for index in range(cut.first, cut.stop)}
     for index in range(outline.count):
         if index not in kept_layers:
-            kind = StageInput if index == cut.first - 1 else StageOutput if index == cut.stop else PlaceholderLayer
             name = outline.layer(index)
-            model.set_submodule(name, kind(model.get_submodule(name), outline))
-    kept = _kept_units(outline, cut)
+            model.set_submodule(name, PlaceholderLayer(model.get_submodule(name), outline))
+    kept = _kept_units(outline, cuts)
     for name in (*outline.before, *outline.after, *outline.head):
         if name not in kept:
             model.set_submodule(name, PlaceholderModule(dtype))
     _keep_ties(model, outline, kept)
-    if cut.is_first:
-        return None
-    stage_input = model.get_submodule(outline.layer(cut.first - 1))
-    assert isinstance(stage_input, StageInput)
-    return stage_input
+    return chunks
 
 
-def _kept_units(outline: Outline, cut: StageCut) -> frozenset[str]:
-    """Modules outside the layers that a stage has."""
-    kept = set(outline.before if cut.is_first else ())
-    if cut.is_last:
+def _kept_units(outline: Outline, cuts: Sequence[StageCut]) -> frozenset[str]:
+    """Modules outside the layers that some stages have."""
+    kept = set(outline.before if any(cut.is_first for cut in cuts) else ())
+    if any(cut.is_last for cut in cuts):
         kept |= {*outline.after, *outline.head, *_holders(outline)}
     return frozenset(kept)
 
@@ -139,7 +259,7 @@ def _unit_of(parameter: str, units: Sequence[str]) -> str:
 
 
 def _keep_ties(model: Any, outline: Outline, kept: frozenset[str]) -> None:
-    """Let the model know of those ties only that are inside of the stage."""
+    """Let the model know of those ties only that are inside of what is kept."""
     units = (*outline.before, *outline.after, *outline.head)
     ties = {
         target: source
@@ -176,8 +296,8 @@ def check_cut(model: PreTrainedModel, outline: Outline) -> None:
             Head(model, outline).logits(final)
             if outline.count > 1:
                 # Nothing of its own, so that everything is missing.
-                stage_input = cut_stage(model, outline, StageCut(1, 3, 1, 1))
-                run_base(model, outline, stage_input, hidden=hidden, position_ids=positions)
+                (chunk,) = cut_stages(model, outline, [StageCut(1, 3, 1, 1)])
+                chunk.run(model, hidden=hidden, position_ids=positions)
     except Exception as error:
         raise UnsupportedModelError(
             f"a pipeline can't cut {type(model).__name__}: its forward doesn't run without the modules of other "
@@ -185,12 +305,17 @@ def check_cut(model: PreTrainedModel, outline: Outline) -> None:
         ) from error
 
 
-def shared_parameters(model: PreTrainedModel, outline: Outline, cut: StageCut) -> dict[str, nn.Parameter]:
-    """Parameters that the first and the last stage both have, by their Hugging Face name; on others none.
+def shared_parameters(model: PreTrainedModel, outline: Outline, cuts: Sequence[StageCut]) -> dict[str, nn.Parameter]:
+    """Parameters that the ranks of the first and the last stage both have, by their Hugging Face name; on others none.
 
-    Each of the two has a part of their gradient.
+    Each of the two has a part of their gradient. Where both stages are on one rank, nothing is shared.
+
+    Args:
+        model: as :func:`cut_stages` left it.
+        outline: of the whole model.
+        cuts: the stages of this rank.
     """
-    if cut.stages == 1 or not (cut.is_first or cut.is_last):
+    if any(cut.is_first for cut in cuts) == any(cut.is_last for cut in cuts):
         return {}
     holders = _holders(outline)
     return {
@@ -198,59 +323,3 @@ def shared_parameters(model: PreTrainedModel, outline: Outline, cut: StageCut) -
         for source in sorted(set(outline.tied.values()))
         if _unit_of(source, outline.before + outline.after + outline.head) in holders
     }
-
-
-def run_base(
-    model: PreTrainedModel,
-    outline: Outline,
-    stage_input: StageInput | None,
-    *,
-    ids: torch.Tensor | None = None,
-    hidden: torch.Tensor | None = None,
-    **options: Any,
-) -> torch.Tensor:
-    """Call the base model on one stage.
-
-    Args:
-        model: a stage, as :func:`cut_stage` left it, or a whole model.
-        stage_input: what :func:`cut_stage` returned.
-        ids: ``[B, L]``, on the first stage. Where a model must be given embeddings, ``inputs_embeds`` among the
-            options takes their place.
-        hidden: ``[B, L, H]`` from the stage before, on the others.
-        options: for the base model's forward; ``position_ids`` and ``attention_mask`` are left out where it has no
-            such argument or they are None.
-
-    Returns:
-        ``[B, L, H]``: the input of the next stage's first layer, or on the last stage of the head.
-    """
-    arguments = {name: value for name, value in options.items() if value is not None}
-    for name in ("position_ids", "attention_mask"):
-        if name not in outline.options:
-            arguments.pop(name, None)
-    if "use_cache" in outline.options:
-        arguments["use_cache"] = False
-    base = model.get_submodule(outline.base)
-    if stage_input is None:
-        if ids is not None:
-            arguments["input_ids"] = ids
-        return _leaving(model, outline, base(**arguments))
-    assert hidden is not None, "a stage behind the first needs the hidden state"
-    # It only tells shape, dtype and device; one number stands for all.
-    nothing = torch.zeros((), dtype=hidden.dtype, device=hidden.device).expand(hidden.shape)
-    stage_input.hidden = hidden
-    try:
-        return _leaving(model, outline, base(inputs_embeds=nothing, **arguments))
-    finally:
-        stage_input.hidden = None
-
-
-def _leaving(model: PreTrainedModel, outline: Outline, output: Any) -> torch.Tensor:
-    layers = model.get_submodule(outline.layers)
-    assert isinstance(layers, nn.ModuleList)
-    leaving = next((layer for layer in layers if isinstance(layer, StageOutput)), None)
-    if leaving is None:
-        final: torch.Tensor = output[0]
-        return final
-    hidden, leaving.hidden = leaving.hidden, None
-    assert hidden is not None
-    return hidden

@@ -1,4 +1,4 @@
-"""A micro-batch on one stage: this rank's part of it, where its segments lie, and what they share."""
+"""A micro-batch on one rank: this rank's part of it, where its segments lie, and what they share."""
 
 from __future__ import annotations
 
@@ -48,19 +48,17 @@ class SegmentedBatch:
         ids, positions: ``[B/b, S']``, or ``[1, S']`` for positions that all rows share.
         labels: ``[B/b, S']``: entry t is the token after t.
         bounds: start of each segment, and the end of the last, in 0 … S'.
-        store: keys and values of this stage's layers.
         attention_mask, packed: see :func:`cuboid.models.attention.segments.prepare_masks`.
         visible: see :func:`cuboid.models.attention.segments.visible_to_all`.
         length: S, without what was filled up.
         given: ``position_ids`` and ``attention_mask`` ``[B/b, S']``, where the user gave them.
-        whole: what the stage's base model made of the whole sequence; None until that is known, or where it needn't be.
+        whole: what the rank's base model made of the whole sequence; None until that is known, or where it needn't be.
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
     labels: torch.Tensor
     bounds: tuple[int, ...]
-    store: KVCache
     attention_mask: torch.Tensor | None
     packed: torch.Tensor | None
     visible: int
@@ -69,9 +67,7 @@ class SegmentedBatch:
     whole: WholeSequence | None = None
 
     @classmethod
-    def of(
-        cls, batch: MicroBatch, lengths: Sequence[int], store: KVCache, config: PretrainedConfig, mesh: Mesh
-    ) -> SegmentedBatch:
+    def of(cls, batch: MicroBatch, lengths: Sequence[int], config: PretrainedConfig, mesh: Mesh) -> SegmentedBatch:
         """Take this rank's rows of a whole micro-batch with shifted labels; fill them up to the sum of ``lengths``.
 
         Raises:
@@ -90,7 +86,6 @@ class SegmentedBatch:
             positions=local["position_ids"],
             labels=local["shift_labels"],
             bounds=tuple(accumulate(lengths, initial=0)),
-            store=store,
             attention_mask=attention_mask,
             packed=packed,
             visible=visible_to_all(attention_mask),
@@ -107,13 +102,11 @@ class SegmentedBatch:
         """L of a segment, over all ranks of the mesh's `sequence` axis."""
         return self.bounds[segment + 1] - self.bounds[segment]
 
-    def unit(self, segment: int) -> Unit:
-        """What attention must know of a segment."""
+    def unit(self, segment: int, store: KVCache) -> Unit:
+        """What attention must know of a segment, on the stage whose keys and values are in ``store``."""
         start, stop = self.bounds[segment : segment + 2]
         replay = None if self.whole is None else Replay(self.whole, start, stop)
-        return Unit(
-            self.store, start, stop, self.bounds[-1], self.attention_mask, self.packed, replay, visible=self.visible
-        )
+        return Unit(store, start, stop, self.bounds[-1], self.attention_mask, self.packed, replay, visible=self.visible)
 
     def cut(self, tensor: torch.Tensor, segment: int) -> torch.Tensor:
         """A segment's part of ``[B/b, S']``."""

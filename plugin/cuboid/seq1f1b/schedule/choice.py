@@ -20,10 +20,12 @@ from cuboid.seq1f1b.schedule.simulator import Timeline, simulate
 from cuboid.seq1f1b.schedule.unit_costs import INPUT_GRADIENT_FREES
 
 Placement = Callable[[int, int], tuple[int, ...]]
+#: The one schedule of several stages on each rank whose order doesn't depend on what units cost.
+_INTERLEAVED = "seq1f1b-interleaved"
 #: Schedules with several stages on each rank, by how they place them.
 CHUNKED: Mapping[str, Placement] = MappingProxyType(
     {
-        "seq1f1b-interleaved": interleaved_placement,
+        _INTERLEAVED: interleaved_placement,
         "zero_bubble-interleaved": interleaved_placement,
         "zero_bubble-v": v_placement,
     }
@@ -185,24 +187,41 @@ def check_chunks(name: str, chunks: int) -> None:
     """
     if name in CHUNKED and chunks < 2:
         plain = name.partition("-")[0]
-        raise ConfigError(f'the schedule "{name}" has several chunks on each rank: give 2 or more, or take "{plain}"')
+        raise ConfigError(
+            f'the schedule "{name}" has several chunks on each rank: give 2 chunks or more, or take "{plain}"'
+        )
     if name not in CHUNKED and name != AUTO and chunks > 1:
         near = [each for each in CHUNKED if each.startswith(name)] or list(CHUNKED)
-        raise ConfigError(f'the schedule "{name}" has one chunk on each rank; with {chunks}, take {" or ".join(near)}')
+        raise ConfigError(
+            f'the schedule "{name}" has one chunk on each rank; with {chunks} chunks, take {" or ".join(near)}'
+        )
+
+
+def place_stages(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
+    """The rank of each of ``ranks × chunks`` stages, where the schedule of a name has it."""
+    return CHUNKED.get(name, interleaved_placement)(ranks, chunks)
+
+
+def is_generated(name: str) -> bool:
+    """Whether the schedule of a name is made for what units cost, and may split backwards."""
+    return name not in SCHEDULES and name != _INTERLEAVED
+
+
+def fixed_schedule(name: str, shape: PipelineShape, ranks: int) -> Schedule:
+    """The schedule of a name whose order is the same whatever units cost; :func:`is_generated` tells which aren't."""
+    return seq1f1b_interleaved(shape, ranks) if name == _INTERLEAVED else SCHEDULES[name](shape)
 
 
 def _chosen(name: str, request: Request, chunks: int) -> ChosenSchedule:
     check_chunks(name, chunks)
-    rank_of = CHUNKED.get(name, interleaved_placement)(request.ranks, chunks)
+    rank_of = place_stages(name, request.ranks, chunks)
     shape = PipelineShape(len(rank_of), request.micro_batches, request.segments)
     placed = request.costs(rank_of)
     limits = _limits(request, placed)
-    if name in SCHEDULES:
-        schedule = SCHEDULES[name](shape)
-    elif name == "seq1f1b-interleaved":
-        schedule = seq1f1b_interleaved(shape, request.ranks)
-    else:
+    if is_generated(name):
         schedule = list_schedule(shape, rank_of, placed.actions, limits)
+    else:
+        schedule = fixed_schedule(name, shape, request.ranks)
     costs = placed.actions
     timeline = simulate(
         schedule,

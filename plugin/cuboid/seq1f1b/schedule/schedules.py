@@ -8,7 +8,7 @@ halves; which schedules do is in :mod:`.choice`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
@@ -113,9 +113,25 @@ SCHEDULES: Mapping[str, Callable[[PipelineShape], Schedule]] = MappingProxyType(
 )
 
 
-def only_forward(schedule: Schedule) -> Schedule:
-    """The same order of forwards without any backward: for evaluation."""
-    return tuple(tuple(action for action in actions if action.op is Op.FORWARD) for actions in schedule)
+def forwards_only(shape: PipelineShape, rank_of: Sequence[int]) -> Schedule:
+    """All forwards without any backward: for evaluation.
+
+    Each rank goes through its units in the order in which they could begin if every stage had a rank of its own and all
+    units took the same time.
+
+    Args:
+        shape: of the pipeline; its stages are those of all ranks.
+        rank_of: the rank of each stage.
+    """
+    ranks: list[list[Action]] = [[] for _ in range(max(rank_of) + 1)]
+    for stage, rank in enumerate(rank_of):
+        ranks[rank] += _forwards(stage, shape)
+
+    def begin(action: Action) -> tuple[int, int]:
+        # Of two with one time, the one that has come further.
+        return action.micro_batch * shape.segments + action.segment + action.stage, -action.stage
+
+    return tuple(tuple(sorted(actions, key=begin)) for actions in ranks)
 
 
 def _seq1f1b_rank(stage: int, shape: PipelineShape) -> tuple[Action, ...]:

@@ -170,6 +170,7 @@ def _most_sent(sent: list[dict[str, int]], steps: int) -> dict[str, int]:
 def _layout(mesh: cuboid.Mesh) -> str:
     stages, replicas = mesh.topology.pipe, mesh.topology.data
     cut = f"mesh {mesh.shape}" + (f", {stages} stages" if stages > 1 else "")
+    cut += f" of {len(mesh.placement) // stages} chunks" if len(mesh.placement) > stages else ""
     return cut + (f", {replicas} replicas" if replicas > 1 else "")
 
 

@@ -88,6 +88,7 @@ class PipelineFigures(_Section):
     """How layers and sequences were divided. ``trace`` is None unless the config asks for one."""
 
     stages: int
+    chunks: int = 1
     layers: list[int]
     segment_lengths: list[int]
     schedule: str
@@ -128,7 +129,10 @@ class Report(_Section):
     def layout(self) -> str:
         """Stages and mesh as text."""
         mesh = f"mesh {self.mesh.batch}×{self.mesh.sequence}×{self.mesh.hidden}"
-        return mesh if self.pipeline is None else f"{self.pipeline.stages} stages × {mesh}"
+        if self.pipeline is None:
+            return mesh
+        chunks = f" of {self.pipeline.chunks} chunks" if self.pipeline.chunks > 1 else ""
+        return f"{self.pipeline.stages} stages{chunks} × {mesh}"
 
     def write(self, folder: Path) -> Path:
         """Write the report into a run's folder."""
