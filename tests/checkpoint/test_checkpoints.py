@@ -24,7 +24,14 @@ LLAMA = SmallModel("llama", heads=8, kv_heads=4, layers=4)
 TIED = SmallModel("qwen3", heads=8, kv_heads=4, layers=4)
 FUSED = SmallModel("gpt2", heads=8, kv_heads=8, layers=4)
 EXPERTS = SmallModel("mixtral", heads=4, kv_heads=2, layers=3)
-NAMES = {LLAMA: "llama", TIED: "qwen3, tied", FUSED: "gpt2, fused", EXPERTS: "mixtral, experts"}
+MORE_EXPERTS = SmallModel("qwen3_moe", heads=4, kv_heads=2, layers=3)
+NAMES = {
+    LLAMA: "llama",
+    TIED: "qwen3, tied",
+    FUSED: "gpt2, fused",
+    MORE_EXPERTS: "qwen3_moe, experts",
+    EXPERTS: "mixtral, experts",
+}
 
 
 def overrides_of(small):
@@ -56,19 +63,16 @@ def resume(path, config, out, overrides, steps=AFTER):
 
 @pytest.fixture(scope="module")
 def saved(pool, checkpoint, tmp_path_factory):
-    """A checkpoint of each model, written once by eight ranks (four for the experts)."""
+    """A checkpoint of each model, written once by eight ranks."""
     written = {}
 
     def of(small, after=AFTER):
         if (small, after) not in written:
             out = tmp_path_factory.mktemp("saved")
-            if small is EXPERTS:
-                config, data = settings(stages=2, data=2), 2
-            else:
-                config, data = settings("2x2x1", stages=2), 1
+            config = settings("2x2x1", stages=2)
             job = (checkpoint(small), config, str(out), overrides_of(small), after)
-            losses, weights = pool.run(ranks_of(config, data), train_and_save, *job)[0]
-            written[small, after] = out, config, ranks_of(config, data), losses, weights
+            losses, weights = pool.run(ranks_of(config), train_and_save, *job)[0]
+            written[small, after] = out, config, ranks_of(config), losses, weights
         return written[small, after]
 
     return of
@@ -144,25 +148,17 @@ def test_another_layout_resumes_with_the_same_losses(pool, checkpoint, saved, sm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", OTHERS)
-@pytest.mark.parametrize("small", [LLAMA, TIED, FUSED], ids=["llama", "tied", "fused"])
+@pytest.mark.parametrize("small", NAMES, ids=NAMES.values())
 def test_every_model_resumes_with_the_same_losses_on_every_layout(pool, checkpoint, saved, small, layout):
     goes_on_alike(pool, checkpoint, saved, small, layout, LONG_AFTER)
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("small", [LLAMA, TIED, FUSED, EXPERTS], ids=["llama", "tied", "fused", "experts"])
+@pytest.mark.parametrize("small", NAMES, ids=NAMES.values())
 def test_one_process_resumes_with_the_same_losses(alone, checkpoint, saved, small):
     out, _, _, losses, _ = saved(small)
-    config = settings(stages=1) if small is EXPERTS else settings()
-    others = alone.run(1, resume, checkpoint(small), config, str(out), overrides_of(small))[0]
+    others = alone.run(1, resume, checkpoint(small), settings(), str(out), overrides_of(small))[0]
     assert others == pytest.approx(losses, rel=1e-6)
-
-
-@pytest.mark.parametrize(("stages", "zero"), [(3, 1), pytest.param(2, 0, marks=pytest.mark.slow)])
-def test_experts_resume_in_other_stages(pool, checkpoint, saved, stages, zero):
-    out, _, _, losses, _ = saved(EXPERTS)
-    config = settings(stages=stages, zero=zero)
-    assert pool.run(stages, resume, checkpoint(EXPERTS), config, str(out), {})[0] == pytest.approx(losses, rel=1e-6)
 
 
 # --- precision -----------------------------------------------------------------------------------------------------

@@ -52,6 +52,22 @@ def test_zero_stages(parity: Compare, mesh: str, architecture: Architecture, sta
     assert len(report.losses[0]) == 3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "architecture", "stage", "data_parallel"),
+    [
+        ("2x2x2", "mixtral", 1, 1),
+        ("1x2x2", "qwen3_moe", 1, 2),
+        ("2x1x2", "mixtral", 2, 2),
+        ("4x1x1", "qwen3_moe", 0, 1),
+    ],
+)
+def test_experts(parity: Compare, mesh: str, architecture: Architecture, stage: int, data_parallel: int) -> None:
+    parity(mesh, architecture, zero(stage), data_parallel=data_parallel)
+    if stage == 1:
+        parity(mesh, architecture, zero(stage), data_parallel=data_parallel, checkpointing=True)
+
+
 def test_without_clipping_and_sharded_in_memory(parity: Compare) -> None:
     parity("1x2x1", "mistral", zero(1, clipping=0), shard_in_memory=True)
 

@@ -37,6 +37,8 @@ COVERING: tuple[tuple[str, Architecture], ...] = (
     ("1x2x4", "mistral"),
     ("1x2x3", "gpt2"),
     ("1x2x3", "qwen3"),
+    ("2x2x2", "mixtral"),
+    ("8x1x1", "qwen3_moe"),
     ("3x1x2", "qwen2"),
 )
 

@@ -15,7 +15,7 @@ _INCOMPATIBLE = {
     "hybrid_engine": "it runs inference on unsplit layers",
     "sequence_parallel_size": "use mesh.sequence",
     "data_parallel_size": "it follows from the world and the mesh",
-    "expert_parallel": "mixture-of-experts layers have no rule yet",
+    "expert_parallel": "the mesh splits every expert, and hands whole ones out over mesh.batch",
     "torch_autocast": "use bf16",
     "compression_training": "it replaces layers that are sharded here",
     "sparse_attention": "attention runs through transformers",

@@ -10,8 +10,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from cuboid.distributed.axis_collectives import padded_length
 from cuboid.distributed.comm_counter import Operation, axes_label, sent_bytes
 from cuboid.distributed.topology import Axis, MeshShape
+
+#: Of an expert's number, as ranks exchange it.
+_INDEX_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """Counts of a full layer's experts, which have no biases.
+
+    Args:
+        count: E.
+        per_token: k, experts that each token goes to.
+        intermediate: features inside of one expert.
+        gated: whether its "up" projection has two features for each of these.
+        gates: outputs of routers: E, and one more where shared experts have a gate of their own.
+    """
+
+    count: int
+    per_token: int
+    intermediate: int
+    gated: bool
+    gates: tuple[int, ...]
+
+    @property
+    def up(self) -> int:
+        """Out features of one expert's "up" projection."""
+        return (2 if self.gated else 1) * self.intermediate
 
 
 @dataclass(frozen=True)
@@ -22,13 +50,14 @@ class BlockSizes:
         hidden: H, the residual stream.
         query: query heads × head dim.
         key_value: key (or value) heads × head dim.
-        intermediate: F, the MLP's inner size.
+        intermediate: F, the MLP's inner size; with experts that of the shared ones, 0 if there are none.
         gated: whether the MLP has two "up" projections.
         summed: if there are too few key/value heads to scatter their product over `hidden`, it is all-reduced instead:
             the key (or value) features that each rank computes then. Else None.
         whole_key_value: whether that product needs the key/value weights of all `sequence` ranks.
         norm: kind of norm, which determines the statistics that are communicated.
         qkv_bias, out_bias, mlp_bias: whether these projections have biases.
+        experts: of the layer, if it has any.
     """
 
     hidden: int
@@ -42,6 +71,7 @@ class BlockSizes:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    experts: ExpertSizes | None = None
 
 
 class _Count:
@@ -84,8 +114,13 @@ def layer_bytes(
     residual = tokens * sizes.hidden / mesh.hidden * element_bytes
     # For each of the two blocks: input gather in forward and again in backward, and reduce-scatter of its gradient;
     # output reduce-scatter, and gather of its gradient. A reduce-scatter sends as much as an all-gather.
-    count.add("all_gather", ("sequence",), residual, 2 * 5)
-    _add_projections(count, sizes, mesh, tokens * element_bytes / mesh.sequence)
+    blocks = 1 + (sizes.intermediate > 0) + (sizes.experts is not None)
+    count.add("all_gather", ("sequence",), residual, blocks * 5)
+    per_feature = tokens * element_bytes / mesh.sequence
+    _add_projections(count, sizes, mesh, per_feature)
+    if sizes.experts is not None:
+        _add_experts(count, sizes.experts, per_feature)
+        _add_routing(count, sizes.experts, mesh, tokens, statistic_bytes)
     _add_weights(count, sizes, mesh, element_bytes, times=3 if weight_gather == "layer" else 2)
     _add_statistics(count, sizes, mesh, tokens / mesh.sequence * statistic_bytes)
     # Gather in forward and reduce-scatter of the gradient.
@@ -151,6 +186,30 @@ def _add_weights(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_byte
         count.add("all_gather", ("batch",), key_value / mesh.sequence, times)
     block = projections * sizes.hidden * element_bytes / (mesh.sequence * mesh.hidden)
     count.add("all_gather", ("batch",), block, times)
+    if sizes.experts is not None:
+        own = sizes.experts
+        # Rounded up to as many experts for each rank.
+        features = padded_length(own.count, mesh.batch) * (own.up + own.intermediate) / mesh.sequence
+        count.add("all_gather", ("batch",), features * sizes.hidden * element_bytes / mesh.hidden, times)
+
+
+def _add_experts(count: _Count, experts: ExpertSizes, per_feature: float) -> None:
+    """As :func:`_add_projections`, of one feature of each row that a token makes."""
+    rows = per_feature * experts.per_token
+    count.add("reduce_scatter", ("hidden",), rows * experts.up, 2)
+    count.add("all_gather", ("hidden",), rows * experts.intermediate, 3)
+
+
+def _add_routing(count: _Count, experts: ExpertSizes, mesh: MeshShape, tokens: float, statistic_bytes: int) -> None:
+    """What routers add up, and what they say to the ranks that have other tokens."""
+    choices = tokens * experts.per_token
+    count.add("all_gather", ("sequence",), choices * _INDEX_BYTES)
+    # Weights of the choices, and in backward their gradients. Most routers give them in float32.
+    count.add("all_gather", ("sequence",), choices * statistic_bytes, 2)
+    for outputs in experts.gates:
+        logits = tokens / mesh.sequence * outputs * statistic_bytes
+        count.add("all_gather", ("hidden",), mesh.hidden * logits)
+        count.add("all_reduce", ("hidden",), logits)
 
 
 def _add_statistics(count: _Count, sizes: BlockSizes, mesh: MeshShape, statistics: float) -> None:
@@ -163,7 +222,7 @@ def _add_statistics(count: _Count, sizes: BlockSizes, mesh: MeshShape, statistic
 
 
 def _add_vectors(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_bytes: int, times: int) -> None:
-    """Gathers of each norm's parameters and of each bias, or reduce-scatters of their gradients."""
+    """Gathers of each norm's parameters, of each bias and router, or reduce-scatters of their gradients."""
     norms = 2 * (1 if sizes.norm == "rms" else 2)
     outs = sizes.out_bias + sizes.mlp_bias
     vector = sizes.hidden * element_bytes / mesh.hidden
@@ -179,3 +238,6 @@ def _add_vectors(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_byte
         count.add("all_gather", axes, block, times)
     if sizes.mlp_bias:
         count.add("all_gather", ("batch",), (2 if sizes.gated else 1) * sizes.intermediate * split, times)
+    for outputs in () if sizes.experts is None else sizes.experts.gates:
+        rows = padded_length(outputs, mesh.of("batch", "sequence"))
+        count.add("all_gather", ("batch", "sequence"), rows * vector, times)

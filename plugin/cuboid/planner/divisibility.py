@@ -16,7 +16,10 @@ def mesh_misfit(model: ModelDescription, mesh: MeshShape) -> str | None:
     ranks = mesh.of("sequence", "hidden")
     for layer in model.kinds:
         if layer.experts is not None:
-            return f"{model.name} has experts, which have no rule on a mesh yet; use 1×1×1 with stages and replicas"
+            return (
+                f"{model.name} has experts, whose time on a mesh the planner doesn't know; write the mesh yourself, or "
+                "use 1×1×1 with stages and replicas"
+            )
         if any(each.kind == "whole" for each in layer.projections):
             return f"{model.name} has low-rank attention, which has no rule on a mesh yet; use 1×1×1"
         if layer.attention.heads % ranks:

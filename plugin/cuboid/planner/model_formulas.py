@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from cuboid.distributed.topology import Coordinate, MeshShape
 from cuboid.models.architectures.attention_heads import HeadCounts, KeyValuePlan, plan_key_value_heads
-from cuboid.planner.comm_formula import BlockSizes
-from cuboid.planner.description.model import Layer, ModelDescription
+from cuboid.planner.comm_formula import BlockSizes, ExpertSizes
+from cuboid.planner.description.model import Experts, Layer, ModelDescription
 from cuboid.planner.end_memory import EndSizes, end_kept_bytes
 from cuboid.planner.layer_memory import KeptSizes, layer_kept_bytes
 
@@ -13,8 +13,8 @@ _ORIGIN = Coordinate(0, 0, 0, 0, 0)
 
 
 def block_sizes(model: ModelDescription, mesh: MeshShape) -> BlockSizes:
-    """Sizes of the first layer, which stands for all."""
-    layer = model.layers[0]
+    """Sizes of the first layer, or of the first one with experts, which stands for all."""
+    layer = next((each for each in model.layers if each.experts is not None), model.layers[0])
     own = layer.attention
     plan = _key_value_plan(layer, mesh, _ORIGIN)
     by_name = {each.name: each for each in layer.projections}
@@ -31,7 +31,14 @@ def block_sizes(model: ModelDescription, mesh: MeshShape) -> BlockSizes:
         qkv_bias=qkv is not None and qkv.bias,
         out_bias="o" in by_name and by_name["o"].bias,
         mlp_bias=up is not None and up.bias,
+        experts=None if layer.experts is None else _expert_sizes(layer, layer.experts),
     )
+
+
+def _expert_sizes(layer: Layer, experts: Experts) -> ExpertSizes:
+    down = experts.projections[-1]
+    gates = tuple(each.outputs for each in layer.projections if each.name == "router")
+    return ExpertSizes(experts.count, experts.per_token, down.inputs, layer.gated, gates)
 
 
 def kept_sizes(model: ModelDescription, mesh: MeshShape, at: Coordinate) -> KeptSizes:

@@ -13,4 +13,7 @@ The way of a training step through this folder, for one linear layer:
 5. Its backward is the transpose of that; the reduce-scatter of dW is started there and waited for when the backward
    of the next layer is through (``sharding/deferred_reduce.py``).
 6. ``layers/vocab_cross_entropy.py`` computes the loss on logits that stay sharded over the vocabulary.
+
+A mixture of experts (``experts/``) has a router that looks at a rank's own tokens (``router.py``), an order of the
+tokens by expert (``dispatch.py``), and the two products of step 4 for each expert's rows (``grouped_linear.py``).
 """

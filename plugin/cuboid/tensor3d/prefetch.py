@@ -57,7 +57,8 @@ class LayerPrefetcher:
         for module in sharded:
             for name, param in module.sharded_params.items():
                 if param.ranks > 1:
-                    (small if len(param.layout.shape) == 1 else self._weights).append(_Place(module, name, param))
+                    is_small = len(param.layout.shape) == 1 or name in module.gathered_once
+                    (small if is_small else self._weights).append(_Place(module, name, param))
         self._groups = [ParamGroup(members) for members in _alike(small)]
         self._has_begun = False
         self._started: list[ParamGroupUnshard] = []

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from cuboid.errors import CuboidError, MeshError
 
 #: Architectures with a parallel plan for a mesh.
-MeshArchitecture = Literal["llama", "qwen2", "qwen3", "mistral", "gpt2"]
+MeshArchitecture = Literal["llama", "qwen2", "qwen3", "mistral", "gpt2", "mixtral", "qwen3_moe"]
 #: Architectures that are supported in a pipeline only.
-PipelineArchitecture = Literal["gemma2", "gemma3", "gpt_neox", "mixtral"]
+PipelineArchitecture = Literal["gemma2", "gemma3", "gpt_neox"]
 Architecture = Literal[MeshArchitecture, PipelineArchitecture]
 #: Scaled rotary embeddings.
 Rope = Literal["dynamic", "yarn", "llama3", "longrope"]
@@ -170,6 +170,10 @@ def _config(small: SmallModel) -> PretrainedConfig:
             return transformers.MixtralConfig(
                 sliding_window=small.sliding_window, num_local_experts=4, num_experts_per_tok=2, **sizes()
             )
+        case "qwen3_moe":
+            # As many experts as no power of two divides.
+            experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": small.hidden}
+            return transformers.Qwen3MoeConfig(attention_bias=small.bias, head_dim=small.head_dim, **experts, **sizes())
         case "gemma2":
             # Caps so low that they affect most scores and logits.
             caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}

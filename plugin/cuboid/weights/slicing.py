@@ -16,6 +16,9 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, pad_shard, take_shard
 
+#: Of a parameter that holds all experts.
+_EXPERT_DIMS = 3
+
 
 def mark_parameters(model: Any, parallel_plan: ParallelPlan, mesh: Mesh) -> None:
     """Replace each parameter by a DTensor on the meta device that has the placement of this rank's shard."""
@@ -32,7 +35,9 @@ def unmark_parameters(model: Any, parallel_plan: ParallelPlan, mesh: Mesh) -> No
     """Replace the loaded DTensors, and the tensors that were read in full, by this rank's shards."""
     for module, name, layout in parallel_plan.parameters_of(model):
         loaded = getattr(module, name)
-        if isinstance(loaded, DTensor):
+        if isinstance(loaded, DTensor) and _read_index(layout, mesh) != mesh.index(*layout.fsdp_axes):
+            shard = loaded.to_local().detach().new_zeros(layout.shard_shape(mesh.shape))
+        elif isinstance(loaded, DTensor):
             shard = pad_shard(loaded.to_local().detach(), layout, mesh.shape)
         else:
             shard = take_shard(loaded.detach(), layout, mesh)
@@ -46,6 +51,9 @@ def _placed(whole: torch.Tensor, layout: ShardingSpec, mesh: Mesh) -> DTensor:
     device_mesh = _rank_of_slices(tuple(size for size, _, _ in axes), tuple(index for _, index, _ in axes))
     intervals = layout.shard_intervals(mesh.shape, mesh.coordinate)
     local = whole.new_empty([sum(high - low for low, high in dim) for dim in intervals], device="meta")
+    if local.numel() == 0 and _read_index(layout, mesh) != mesh.index(*layout.fsdp_axes):
+        rows = layout.block_shape(mesh.shape)[0] - _read_index(layout, mesh) * layout.shard_shape(mesh.shape)[0]
+        local = local.new_empty([rows, *local.shape[1:]])
     return DTensor.from_local(
         local,
         device_mesh,
@@ -58,7 +66,7 @@ def _placed(whole: torch.Tensor, layout: ShardingSpec, mesh: Mesh) -> DTensor:
 
 def _slicing(layout: ShardingSpec, mesh: Mesh) -> list[tuple[int, int, Placement]]:
     """A layout as a sequence of splits: number of pieces, this rank's piece, and the DTensor placement."""
-    storage = (mesh.size(*layout.fsdp_axes), mesh.index(*layout.fsdp_axes))
+    storage = (mesh.size(*layout.fsdp_axes), _read_index(layout, mesh))
     if layout.ragged:
         # Dim 0 is divided into all shards at once. Dividing it into blocks and these into shards would round the sizes
         # up twice, and give other boundaries.
@@ -69,6 +77,17 @@ def _slicing(layout: ShardingSpec, mesh: Mesh) -> list[tuple[int, int, Placement
         first: list[tuple[int, int, Placement]] = [(*pieces, Shard(0))]
         return first + [_cut(layout, mesh, dim) for dim in range(1, len(layout.shape))]
     return [_cut(layout, mesh, dim) for dim in range(len(layout.shape))] + [(*storage, Shard(0))]
+
+
+def _read_index(layout: ShardingSpec, mesh: Mesh) -> int:
+    """Which shard of its block a rank reads: its own, or in place of one without experts the last that has any.
+
+    transformers makes one tensor of those of the experts that a rank reads, and can't of none.
+    """
+    index = mesh.index(*layout.fsdp_axes)
+    if layout.ragged or len(layout.shape) < _EXPERT_DIMS:
+        return index
+    return min(index, (layout.block_shape(mesh.shape)[0] - 1) // layout.shard_shape(mesh.shape)[0])
 
 
 def _cut(layout: ShardingSpec, mesh: Mesh, dim: int) -> tuple[int, int, Placement]:

@@ -18,10 +18,12 @@ from transformers.pytorch_utils import Conv1D
 
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.attention_heads import HeadCounts
+from cuboid.models.architectures.expert_form import expert_form
 from cuboid.models.architectures.norm_formula import NormFormula, norm_formula
 from cuboid.models.architectures.plans import COMMON, PLANS
+from cuboid.tensor3d.experts.experts import ExpertForm
 
-Kind = Literal["embedding", "up", "down", "head", "norm", "gathered", "whole", "inside", "tied"]
+Kind = Literal["embedding", "up", "down", "experts", "router", "head", "norm", "gathered", "whole", "inside", "tied"]
 Heads = Literal["query", "key_value", "query_key_value"]
 
 
@@ -31,11 +33,14 @@ class Role:
 
     Args:
         kind: ``"whole"``: the module, with all inside of it, is computed whole; what is inside has the kind
-            ``"inside"``. ``"gathered"``: of each head by itself, with the same parameters. ``"tied"``: its parameters
-            are the head's, which is inside of it.
+            ``"inside"``. ``"gathered"``: of each head by itself, with the same parameters. ``"experts"``: all experts
+            of a mixture. ``"router"``: beside them, makes a few numbers of all features of a token. ``"tied"``: its
+            parameters are the head's, which is inside of it.
         heads: what its out features are, where they are attention heads.
         parts: of how many projections, one behind the other, the out features consist.
         norm: what a norm computes.
+        experts: how experts lie.
+        width: features of a token, of a router.
         alone: whether it is called by a layer itself, with a part of the sequence.
         late: whether it may run before activations are split; see :class:`MeshVerdict`.
     """
@@ -44,6 +49,8 @@ class Role:
     heads: Heads | None = None
     parts: int = 1
     norm: NormFormula | None = None
+    experts: ExpertForm | None = None
+    width: int = 0
     alone: bool = False
     late: bool = False
 
@@ -80,7 +87,7 @@ def split_blocks(model: PreTrainedModel) -> list[str]:
     finder = _Finder(model, frozenset(), splits_late=False)
     found: dict[str, None] = {}
     for name, role in find_roles(model).items():
-        if role.kind in ("up", "down") and not role.alone:
+        if role.kind in ("up", "down", "experts") and not role.alone:
             found.setdefault(finder.inside_of_layer(finder.block_of(name)), None)
     return list(found)
 
@@ -161,6 +168,8 @@ class _Finder:
             self._inside_layers(block) and self.inside_of_layer(block) in self._whole
         ):
             roles = {name: self._role(name, is_block=name == block) for name in members}
+            if any(role is not None and role.kind == "experts" for role in roles.values()):
+                roles = self._with_routers(block, roles)
             known = {name: role for name, role in roles.items() if role is not None}
             if len(known) == len(members) and _fits_together(known):
                 return known
@@ -168,6 +177,19 @@ class _Finder:
         if module in self._ends:
             raise UnsupportedModelError(f"{block!r} is a {type(module).__name__}, for which there is no rule on a mesh")
         return {**dict.fromkeys(members, Role("inside")), block: Role("whole")}
+
+    def _with_routers(self, block: str, roles: dict[str, Role | None]) -> dict[str, Role | None]:
+        """In a block with experts: what has no role and takes all features of a token is a router."""
+        if any("jitter" in name and isinstance(x, float) and x > 0 for name, x in vars(self._modules[block]).items()):
+            # The block's own code multiplies its input with random numbers, of which each element wants others.
+            return dict.fromkeys(roles)
+        width = self._model.config.get_text_config().hidden_size
+        found: dict[str, Role | None] = {}
+        for name, role in roles.items():
+            own = [parameter.shape for parameter in self._modules[name].parameters(recurse=False)]
+            is_router = role is None and any(len(shape) == 2 and shape[-1] == width for shape in own)
+            found[name] = Role("router", width=width) if is_router else role
+        return found
 
     def _is_around_head(self, name: str) -> bool:
         head = self._model.get_output_embeddings()
@@ -193,6 +215,9 @@ class _Finder:
             return Role("embedding") if not self._inside_layers(name) else None
         if type(module) in (nn.Linear, Conv1D):
             return self._linear(name, leaf, alone=is_block) if self._inside_layers(name) else None
+        form = expert_form(module)
+        if form is not None:
+            return Role("experts", experts=form) if self._inside_layers(name) else None
         formula = self._norm(module)
         if formula is None:
             return None

@@ -76,8 +76,9 @@ class Head:
                 output = forward(self.model, inputs_embeds=hidden)
         finally:
             _runs.reset(token)
-        # The class or, with config.return_dict off, a tuple; without labels, logits come first in both.
-        logits: torch.Tensor = output[0]
+        # With config.return_dict off a tuple, in which logits come first without labels. In the class an auxiliary loss
+        # may stand in front of them.
+        logits: torch.Tensor = output[0] if isinstance(output, tuple) else output.logits
         return logits
 
     def unsharded(self) -> AbstractContextManager[list[UnshardedParam]]:

@@ -16,6 +16,7 @@ from cuboid.models.architectures.attention_heads import HeadCounts, plan_key_val
 from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.architectures.roles import Role, find_roles
 from cuboid.models.attention.interface import check_attention
+from cuboid.tensor3d.experts.experts import ExpertForm
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 _SHOWN_MESHES = 6
@@ -80,6 +81,8 @@ def _misfits(model: PreTrainedModel, roles: dict[str, Role], mesh: MeshShape) ->
     for name, role in roles.items():
         if role.kind == "up" and role.heads is None:
             misfits += _scattered_misfits(name, model.get_submodule(name), head_ranks)
+        if role.experts is not None:
+            misfits += _expert_misfits(name, model.get_submodule(name), role.experts, head_ranks)
         for parameter, layout in _module_layouts(model.get_submodule(name), role, heads, mesh).items():
             misfits += [
                 f"{name}.{parameter} {tuple(layout.shape)}: {size} doesn't divide by {pieces}"
@@ -94,6 +97,14 @@ def _scattered_misfits(name: str, module: nn.Module, ranks: int) -> list[str]:
     if features % ranks == 0:
         return []
     return [f"{name}: {features} features don't divide by sequence × hidden = {ranks}"]
+
+
+def _expert_misfits(name: str, module: nn.Module, form: ExpertForm, ranks: int) -> list[str]:
+    """The same for each expert's features, of which a gate's and those that it is for belong together."""
+    features = module.get_parameter(form.down).shape[3 - form.out_dim]
+    if features % ranks == 0:
+        return []
+    return [f"{name}: {features} features of each expert don't divide by sequence × hidden = {ranks}"]
 
 
 def out_features(module: nn.Module) -> int:
@@ -140,6 +151,12 @@ def _layout(
     if role.kind in ("embedding", "head", "tied"):
         split: tuple[tuple[Axis, ...], ...] = (("sequence",), ("hidden",))
         return ShardingSpec(shape, split[: len(shape)], ragged=True)
+    if role.experts is not None:
+        return _expert_layout(name, shape, role.experts)
+    if role.kind == "router":
+        # What isn't multiplied with the features of a token is small, and computed with on every rank.
+        is_multiplied = len(shape) == 2 and shape[-1] == role.width
+        return ShardingSpec(shape, ((), ("hidden",)) if is_multiplied else ((),) * len(shape))
     parts = role.parts
     out, into = _feature_axes(name, role, heads, mesh)
     if name == "bias":
@@ -147,6 +164,20 @@ def _layout(
     if isinstance(module, Conv1D):
         return ShardingSpec(shape, (into, out), (1, parts))
     return ShardingSpec(shape, (out, into), (parts, 1))
+
+
+def _expert_layout(name: str, shape: tuple[int, ...], form: ExpertForm) -> ShardingSpec:
+    """As :func:`_feature_axes` cuts each expert; whole experts are handed out over `batch`."""
+    is_up = name in (form.up, form.up_bias)
+    parts = form.parts if is_up else 1
+    if name in form.biases:
+        # Behind the reduce-scatter of "up"; for "down", where tokens are a rank's own.
+        return ShardingSpec(shape, ((), ("sequence", "hidden") if is_up else ("hidden",)), (1, parts))
+    out: tuple[Axis, ...] = ("sequence",) if is_up else ("hidden",)
+    into: tuple[Axis, ...] = ("hidden",) if is_up else ("sequence",)
+    if form.in_first:
+        return ShardingSpec(shape, ((), into, out), (1, 1, parts))
+    return ShardingSpec(shape, ((), out, into), (1, parts, 1))
 
 
 def _feature_axes(

@@ -14,6 +14,8 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.models.architectures.attention_heads import KeyValuePlan, plan_key_value_heads
 from cuboid.models.architectures.roles import Role, layer_names
 from cuboid.models.sharded.parallel_plan import ParallelPlan
+from cuboid.tensor3d.experts.experts import ShardedExperts
+from cuboid.tensor3d.experts.router import ShardedRouter
 from cuboid.tensor3d.layers.dropout import ShardedDropout
 from cuboid.tensor3d.layers.fused_projections import FusedProjections
 from cuboid.tensor3d.layers.linear import ShardedLinear, down_product, head_product, up_product
@@ -24,13 +26,19 @@ from cuboid.tensor3d.layers.unsharded_module import UnshardedModule
 from cuboid.tensor3d.layers.vocab_embedding import shard_embedding
 from cuboid.tensor3d.layers.whole_block import LateSplit, compute_whole, keep_whole
 from cuboid.tensor3d.prefetch import ModelPrefetcher
-from cuboid.tensor3d.sharding.sharded_param import disable_reshard_after_forward, set_gradient_reduce
+from cuboid.tensor3d.sharding.sharded_param import (
+    disable_reshard_after_forward,
+    set_gradient_reduce,
+    shard_in_place,
+)
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 #: Attributes of attention modules, by what they count.
 _QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
 _FEATURES = ("split_size", "embed_dim", "hidden_size", "all_head_size", "attn_hidden_size", "hidden_dim")
+#: Attributes of blocks with experts, and of their routers: features of a token.
+_WIDTHS = ("hidden_dim", "hidden_size", "input_size")
 #: Gives the shard of a parameter: cut from a whole tensor, or already read as a slice.
 ShardOf = Callable[[nn.Parameter, ShardingSpec], torch.Tensor]
 
@@ -56,12 +64,16 @@ def parallelize_modules(
         stages: where a rank of a pipeline has several, the names of the layers of each, which run by themselves.
     """
     _split_attributes(model, parallel_plan, mesh)
+    _split_widths(model, parallel_plan, mesh)
     shards = _Shards(model, shard_of)
     for name, role in parallel_plan.roles.items():
         old = model.get_submodule(name)
         parameters = {key: shards.take(old, key, layout) for key, layout in parallel_plan.layouts[name].items()}
         if role.kind in ("whole", "inside", "tied"):
             keep_whole(old, parameters, mesh=mesh, layouts=parallel_plan.layouts[name])
+            continue
+        if role.kind in ("experts", "router"):
+            _shard_mixture(old, role, parameters, parallel_plan.layouts[name], mesh)
             continue
         new = _build(old, role, parameters, parallel_plan.layouts[name], mesh)
         if isinstance(new, ShardedLinear):
@@ -106,6 +118,20 @@ class _Shards:
             self._shared[id(whole)] = shard
         module.register_parameter(name, nn.Parameter(torch.empty_like(whole, device="meta")))
         return shard
+
+
+def _shard_mixture(
+    module: nn.Module, role: Role, parameters: dict[str, nn.Parameter], layouts: dict[str, ShardingSpec], mesh: Mesh
+) -> None:
+    """Experts and routers, whose own code goes on running, in place."""
+    if role.experts is None:
+        shard_in_place(module, ShardedRouter, parameters, mesh=mesh, layouts=layouts)
+        assert isinstance(module, ShardedRouter)
+        module.configure()
+    else:
+        shard_in_place(module, ShardedExperts, parameters, mesh=mesh, layouts=layouts)
+        assert isinstance(module, ShardedExperts)
+        module.configure(role.experts)
 
 
 def _build(
@@ -167,9 +193,12 @@ def _fuse_projections(model: PreTrainedModel, parallel_plan: ParallelPlan) -> No
             linear = model.get_submodule(name)
             assert isinstance(linear, ShardedLinear)
             (exits if role.kind == "down" else behind).setdefault(place, []).append(linear)
+    mixtures = {name.rpartition(".")[0] for name, role in parallel_plan.roles.items() if role.experts is not None}
     for place, projections in behind.items():
         fused = FusedProjections(projections, exits.get(place, []))
         model.get_submodule(place).register_forward_pre_hook(fused, with_kwargs=True)
+        if place.rpartition(".")[0] in mixtures:
+            model.get_submodule(place).register_forward_hook(fused.restore)
 
 
 def _prefetch_layers(model: PreTrainedModel, parallel_plan: ParallelPlan, stages: Sequence[Collection[str]]) -> None:
@@ -200,6 +229,18 @@ def _split_attributes(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh:
             for attribute in names:
                 if getattr(module, attribute, None) == whole:
                     setattr(module, attribute, own)
+
+
+def _split_widths(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh) -> None:
+    """Give routers, and the blocks that they are in, the number of a token's features that they see of it here."""
+    layers = layer_names(model)
+    for name, role in parallel_plan.roles.items():
+        while role.kind == "router" and name and name not in layers:
+            module = model.get_submodule(name)
+            for attribute in _WIDTHS:
+                if getattr(module, attribute, None) == role.width:
+                    setattr(module, attribute, role.width // mesh.size("hidden"))
+            name = name.rpartition(".")[0]
 
 
 def _share_key_value_heads(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh) -> None:

@@ -7,7 +7,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,7 @@ from cuboid.models.cross_entropy.loss_forward import forward_with_bounded_loss
 from cuboid.models.sharded.model_interface import WholeInterface
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.parallelize import ShardOf, attention_modules, parallelize_modules, whole_blocks
+from cuboid.models.sharded.router_logits import whole_router_logits
 from cuboid.tensor3d.layers.vocab_cross_entropy import gather_hidden, gather_logits, predicted, sharded_cross_entropy
 from cuboid.tensor3d.sharding.sharded_param import is_recomputing
 
@@ -104,6 +105,8 @@ class Sharding:
     save: Callable[..., None] | None = None
     #: What the architecture was seen to be right with.
     verdict: MeshVerdict = field(default_factory=MeshVerdict)
+    #: Whether routers of experts see a rank's own tokens, and aren't in blocks that are computed whole.
+    splits_routers: bool = False
     #: Of the micro-batch that the forward which is running was given.
     check: BatchCheck | None = None
     #: That micro-batch, where logits are gathered.
@@ -147,6 +150,7 @@ def shard_modules(
     model.loss_function = functools.partial(sharded_loss, mesh=mesh)
     base = type(model)
     model.cuboid = Sharding(mesh, config, base, attention, whole, verdict=parallel_plan.verdict)
+    model.cuboid.splits_routers = any(role.kind == "router" for role in parallel_plan.roles.values())
     inner: Any = model.base_model
     if inner is not model:
         inner.cuboid = model.cuboid
@@ -290,13 +294,22 @@ def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
     if keep is not None and arguments.get("labels") is not None and not (isinstance(keep, int) and keep == 0):
         raise UnsupportedModelError("logits_to_keep has no rule beside labels: the loss needs all logits")
     gathers = sharding.verdict.gathers_logits
-    with _taken(model, arguments) as batch:
+    with ExitStack() as stack:
+        batch = stack.enter_context(_taken(model, arguments))
         bounded = not gathers and _wants_loss_only(model, batch)
         local = _local_arguments(model, batch)
         if gathers:
             # For a loss of the model's own, of whole logits.
             sharding.batch = batch
             local.update({name: arguments[name] for name in LABELS if name in local})
+        wants_routers = arguments.get("output_router_logits")
+        if wants_routers is None:
+            wants_routers = getattr(model.config, "output_router_logits", False)
+        if wants_routers and sharding.mesh.shape.size > 1:
+            stack.enter_context(
+                whole_router_logits(model.base_model, batch, sharding.mesh, are_split=sharding.splits_routers)
+            )
+            local.update({name: arguments[name] for name in ("attention_mask",) if name in local})
         run = functools.partial(base_forward, **local, return_dict=True)
         if bounded:
             output = forward_with_bounded_loss(

@@ -67,7 +67,7 @@ def _layer(layer: nn.Module, index: int, config: PretrainedConfig) -> LayerSizes
     weights = kept = 0
     for name, weight in _weights(layer):
         stacked = weight.dim() == 3 and weight.shape[0] == _number(config, _EXPERTS)
-        used, of = _experts(config, name) if stacked or "experts" in name.split(".") else (1, 1)
+        used, of = expert_counts(config, name) if stacked or "experts" in name.split(".") else (1, 1)
         weights += weight.numel() * used // of
         stacks = weight.shape[0] if stacked else 1
         kept += sum(weight.shape[-2:]) * stacks * used // of
@@ -84,8 +84,12 @@ def _weights(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield name, parameter
 
 
-def _experts(config: PretrainedConfig, name: str) -> tuple[int, int]:
-    """Experts that a token is sent to, and experts there are."""
+def expert_counts(config: PretrainedConfig, name: str) -> tuple[int, int]:
+    """Experts that a token is sent to, and experts there are, for a parameter of theirs.
+
+    Raises:
+        UnsupportedModelError: the config doesn't say.
+    """
     used, of = _number(config, _EXPERTS_OF_TOKEN), _number(config, _EXPERTS)
     if used is None or of is None:
         raise UnsupportedModelError(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
@@ -16,9 +16,10 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.attention_heads import HeadCounts
 from cuboid.models.architectures.roles import Role, find_roles
 from cuboid.models.sharded.parallel_plan import out_features
-from cuboid.models.stages.model_costs import decoder_layers, sizes_of
-from cuboid.planner.description.model import Attention, Layer, ModelDescription, Projection
+from cuboid.models.stages.model_costs import decoder_layers, expert_counts, sizes_of
+from cuboid.planner.description.model import Attention, Experts, Layer, ModelDescription, Projection
 from cuboid.seq1f1b.schedule.unit_costs import LayerSizes
+from cuboid.tensor3d.experts.experts import ExpertForm
 
 #: Keys of models' configs for dropout probabilities, and for the name of the nonlinearity.
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")
@@ -46,7 +47,7 @@ def describe_modules(model: PreTrainedModel, whole: Collection[str] = ()) -> Mod
     counts = HeadCounts.of(config)
     head_norms = any(role.kind == "gathered" for role in roles.values())
     layers = tuple(
-        _layer(layer, own, _inside(modules, name), counts, config.hidden_size, learned=learned, head_norms=head_norms)
+        _layer(layer, own, _inside(modules, name), counts, config, learned=learned, head_norms=head_norms)
         for (name, layer), own in zip(decoder_layers(model).items(), sizes.layers, strict=True)
     )
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -69,8 +70,12 @@ def check_countable(model: PreTrainedModel) -> None:
     """Make sure that what a model keeps for backward can be counted.
 
     Raises:
-        UnsupportedModelError: it keeps attention scores or dropout masks, for which there is no formula.
+        UnsupportedModelError: it has experts, or keeps scores or dropout masks, for which there is no formula.
     """
+    if any(role.experts is not None for role in _roles(model, ()).values()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has experts, which the count of kept activations has no rule for"
+        )
     if model.config._attn_implementation == "eager":
         raise UnsupportedModelError(
             'attn_implementation "eager" keeps scores of every pair of positions, which the count of kept activations '
@@ -104,7 +109,7 @@ def _layer(
     own: LayerSizes,
     modules: list[tuple[nn.Module, Role]],
     counts: HeadCounts,
-    hidden: int,
+    config: PretrainedConfig,
     *,
     learned: bool,
     head_norms: bool,
@@ -116,10 +121,18 @@ def _layer(
     cut = [_joined("qkv", heads), _projection("o", downs.pop(0))] if heads and downs else []
     cut += [_joined("gate_up" if gated else "up", ups)] if ups else []
     cut += [_projection("down", module) for module in downs]
-    rest = max(0, own.weights - sum(each.weights for each in cut)) // hidden
+    experts = next((_experts(module, role.experts, config) for module, role in modules if role.experts), None)
+    routers = [module for module, role in modules if role.kind == "router"]
+    rows = [parameter.shape[0] for each in routers for parameter in each.parameters() if parameter.dim() == 2]
+    hidden: int = config.hidden_size
+    cut += [Projection("router", hidden, outputs, "whole") for outputs in rows]
+    of_experts = 0 if experts is None else experts.per_token * sum(each.weights for each in experts.projections)
+    rest = max(0, own.weights - sum(each.weights for each in cut) - of_experts) // hidden
     if rest:
         cut.append(Projection("whole", hidden, rest, "whole"))
     parameters = sum(parameter.numel() for parameter in layer.parameters())
+    if experts is not None:
+        parameters -= experts.parameters
     attention = Attention(
         counts.query,
         counts.key_value,
@@ -133,9 +146,23 @@ def _layer(
         attention,
         tuple(cut),
         norms=max(0, parameters - sum(each.parameters for each in cut)),
-        intermediate=out_features(ups[0][0]) // ups[0][1].parts if ups else max(1, rest // _MLP_WEIGHTS),
+        intermediate=_intermediate(ups, 0 if experts else max(1, rest // _MLP_WEIGHTS)),
         gated=gated or not ups,
+        experts=experts,
     )
+
+
+def _intermediate(ups: list[tuple[nn.Module, Role]], otherwise: int) -> int:
+    return out_features(ups[0][0]) // ups[0][1].parts if ups else otherwise
+
+
+def _experts(module: nn.Module, form: ExpertForm, config: PretrainedConfig) -> Experts:
+    count, *shape = module.get_parameter(form.down).shape
+    outputs, inputs = (shape[1], shape[0]) if form.in_first else (shape[0], shape[1])
+    up = Projection("gate_up", outputs, (2 if form.gated else 1) * inputs, "up", form.up_bias is not None, form.parts)
+    down = Projection("down", inputs, outputs, "down", form.down_bias is not None)
+    per_token, _ = expert_counts(config, form.down)
+    return Experts(count, per_token, (up, down))
 
 
 def _joined(name: str, modules: list[tuple[nn.Module, Role]]) -> Projection:

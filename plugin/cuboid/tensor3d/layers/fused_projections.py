@@ -34,16 +34,21 @@ class FusedProjections:
         self._projections = list(projections)
         self._exits = list(exits)
         self._linear_op = LinearOp(GatherSequence(projections[0].mesh), [each.product for each in projections])
+        self._is_flat = False
 
     @uncompiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace the block's input ``[B/b, S/s, H/h]`` by the gathered one, ``[B/b, S, H/h]``.
 
-        That one knows what the projections will make of it.
+        That one knows what the projections will make of it. An input of tokens in a row, ``[B/b · S/s, H/h]``, as
+        shared experts may have it, is taken for one sequence.
         """
         if not args and "hidden_states" not in kwargs:
             raise UnsupportedModelError(f"{type(module).__name__} was called without hidden_states; no rule for that")
         shard: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+        self._is_flat = shard.dim() == 2
+        if self._is_flat:
+            shard = shard.unsqueeze(0)
         dtype = autocast_dtype(shard)
         own, operands = self._linear_op, []
         for layer, product in zip(self._projections, own.products, strict=True):
@@ -60,3 +65,8 @@ class FusedProjections:
         full = shard if whole is None else whole
         hand_over(full, self._projections, results)
         return ((full, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": full})
+
+    @uncompiled
+    def restore(self, _: nn.Module, __: Any, output: Any) -> Any:
+        """A forward hook of the same module: tokens in a row again, if they were."""
+        return output.squeeze(0) if self._is_flat else output

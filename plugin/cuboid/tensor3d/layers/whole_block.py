@@ -24,7 +24,7 @@ from cuboid.distributed.no_compile import uncompiled
 from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.layers.dropout import own_random_numbers
 from cuboid.tensor3d.sharding.bucketing import start_reduce_scatters, start_unshards
-from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam
+from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam, shard_in_place
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 _FEATURE_DIM = -1
@@ -34,12 +34,8 @@ def keep_whole(
     module: nn.Module, parameters: dict[str, nn.Parameter], *, mesh: Mesh, layouts: dict[str, ShardingSpec]
 ) -> None:
     """Give a module inside of a block, or the block, its shards, in place. Its class keeps its name and its code."""
-    cls: Any = type(module)
-    module.__class__ = _with_shards(cls)
-    for name, parameter in parameters.items():
-        module.register_parameter(name, parameter)
+    shard_in_place(module, ShardedModule, parameters, mesh=mesh, layouts=layouts)
     assert isinstance(module, ShardedModule)
-    module.init_sharding(mesh, layouts)
     # The block gathers all of them together.
     module.is_prefetched = False
 
@@ -110,11 +106,6 @@ def compute_whole(block: nn.Module, mesh: Mesh, late: LateSplit | None = None) -
         vars(block)["cuboid_late"] = late
         cls: Any = type(block)
         block.__class__ = _computed_whole(cls)
-
-
-@cache
-def _with_shards(own: Any) -> type[nn.Module]:
-    return type(own.__name__, (own, ShardedModule), {"__module__": own.__module__, "__qualname__": own.__qualname__})
 
 
 @cache

@@ -39,7 +39,7 @@ class ParamGroup:
     """Small parameters of one dtype whose shards lie over the same axes.
 
     Args:
-        members: at least one, each of one dim.
+        members: at least one.
 
     Attributes:
         params: of the members, in order.
@@ -75,7 +75,8 @@ class ParamGroupUnshard:
         self.params = group.params
         first = self.params[0]
         self._along = first.along
-        row = torch.cat(list(map(torch.Tensor.detach, shards)))
+        self._sizes = list(map(torch.Tensor.numel, shards))
+        row = torch.cat(list(map(torch.ravel, map(torch.Tensor.detach, shards))))
         self._pending: AsyncResult[torch.Tensor] = start_all_gather(row, self._along)
 
     def finish(self) -> None:
@@ -85,9 +86,9 @@ class ParamGroupUnshard:
     def blocks(self) -> tuple[torch.Tensor, ...]:
         """Each parameter's block."""
         blocks = []
-        parts = self._pending.wait().split(list(map(len, self._shards)), 1)
-        for param, part in zip(self.params, parts, strict=True):
-            blocks.append(part.flatten()[: param.block_shape[0]])
+        parts = self._pending.wait().split(self._sizes, 1)
+        for param, part, shard in zip(self.params, parts, self._shards, strict=True):
+            blocks.append(part.unflatten(1, shard.shape).flatten(0, 1)[: param.block_shape[0]])
         return tuple(blocks)
 
     def to_reduce(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -97,17 +98,17 @@ class ParamGroupUnshard:
 
     def start_reduce_scatter(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """The blocks' gradients to the shards'; complete once the deferred reduce was waited for."""
-        widths = list(map(len, self._shards))
         ranks = self.params[0].ranks
-        slots = self._shards[0].new_zeros((ranks, sum(widths)))
-        for param, gradient, slot in zip(self.params, gradients, slots.split(widths, 1), strict=True):
+        slots = self._shards[0].new_zeros((ranks, sum(self._sizes)))
+        for param, gradient, slot in zip(self.params, gradients, slots.split(self._sizes, 1), strict=True):
             if gradient is not None:
-                slot.copy_(param.stacked(gradient))
+                slot.copy_(param.stacked(gradient).flatten(1))
         exchange = slots.dtype.itemsize < FULL_ITEMSIZE and self.params[0].exchanges
         reducing = start_reduce_scatter(slots, self._along, exchange=exchange)
         assert self.deferred is not None
         self.deferred.defer(reducing)
-        return list(reducing.incomplete().split(widths))
+        own = reducing.incomplete().split(self._sizes)
+        return list(map(torch.Tensor.view_as, own, self._shards))
 
 
 class _Blocks(torch.autograd.Function):

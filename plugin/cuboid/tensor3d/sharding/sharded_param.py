@@ -6,10 +6,11 @@ The idea of FSDP2's per-parameter state (``torch.distributed.fsdp``), over :attr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -267,11 +268,14 @@ class ShardedModule(nn.Module):
         prefetched_params, prefetched_shards: what the prefetcher has ready for this module's forward, by the
             parameter's name: unsharded small parameters, and shards whose reduce-scatter may be deferred.
         is_prefetched: whether the prefetcher is to unshard its parameters.
+        gathered_once: names of parameters that are small although they have several dims: as those of one dim, they are
+            gathered for a forward together with others, and autograd keeps them for its backward.
         weight_gradients: where the gradients of ``weight`` may be deferred to; None where they never are.
     """
 
     mesh: Mesh
     is_prefetched = True
+    gathered_once: Collection[str] = ()
     weight_gradients: WeightGradientStore | None = None
 
     def init_sharding(self, mesh: Mesh, layouts: dict[str, ShardingSpec]) -> None:
@@ -294,6 +298,28 @@ class ShardedModule(nn.Module):
         if self.mesh.shape.size > 1:
             check_knows_of_shards(self)
         super()._save_to_state_dict(destination, prefix, keep_vars)
+
+
+def shard_in_place(
+    module: nn.Module,
+    kind: type[ShardedModule],
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    mesh: Mesh,
+    layouts: dict[str, ShardingSpec],
+) -> None:
+    """Make a module one of a ``kind``, with shards. Its class keeps its name, and its code as far as that has none."""
+    classes: tuple[Any, Any] = kind, type(module)
+    module.__class__ = _subclass(*classes)
+    for name, parameter in parameters.items():
+        module.register_parameter(name, parameter)
+    assert isinstance(module, ShardedModule)
+    module.init_sharding(mesh, layouts)
+
+
+@cache
+def _subclass(kind: Any, own: Any) -> type[nn.Module]:
+    return type(own.__name__, (kind, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
 
 
 #: Whether whoever asks for a state dict knows that shards are in it.

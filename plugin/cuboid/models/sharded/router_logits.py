@@ -1,0 +1,94 @@
+"""Router logits of a whole micro-batch, for the loss that a model's own code makes of them.
+
+transformers' load balancing loss is a product of means over all tokens of a micro-batch and all layers, which isn't the
+sum of what it would be of their parts. So the code around the base model gets the logits of all tokens, and the whole
+mask, as it would on one process, and computes the same on all ranks: whatever it does with the result, and however it
+scales it, is what it does there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from cuboid.distributed.axis_collectives import gather_dim, own_slice
+from cuboid.distributed.mesh import Mesh
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.batch.batch import LocalBatch
+
+
+@contextmanager
+def whole_router_logits(base: nn.Module, batch: LocalBatch, mesh: Mesh, *, are_split: bool) -> Iterator[None]:
+    """Let a base model give whole router logits, for the time of a ``with``.
+
+    Args:
+        base: what is called with the whole mask, but needs the rank's own rows of it.
+        batch: that is running.
+        mesh: of the model.
+        are_split: whether routers see a rank's own tokens.
+
+    Raises:
+        UnsupportedModelError: they don't.
+    """
+    if not are_split:
+        raise UnsupportedModelError(
+            f"output_router_logits: the routers of {type(base).__name__} are in blocks that are computed whole, where "
+            "a rank doesn't know which tokens their logits are of; set it to false, or use a mesh of one rank"
+        )
+    whole = _WholeLogits(batch, mesh)
+    hooks = [
+        base.register_forward_pre_hook(whole.give_own_mask, with_kwargs=True),
+        base.register_forward_hook(whole.gather),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _WholeLogits:
+    def __init__(self, batch: LocalBatch, mesh: Mesh) -> None:
+        self._batch, self._mesh = batch, mesh
+
+    def give_own_mask(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A forward pre-hook of the base model."""
+        own = self._batch.tensors.get("attention_mask")
+        return None if own is None else (args, {**kwargs, "attention_mask": own})
+
+    def gather(self, base: nn.Module, _: Any, output: Any) -> Any:
+        """A forward hook of the base model: ``[B/b · S/s, E]`` of each layer to ``[B · S, E]``."""
+        logits: Sequence[torch.Tensor] | None = getattr(output, "router_logits", None)
+        if not logits:
+            return output
+        rows, padded = self._batch.tensors["input_ids"].shape
+        length = padded // self._mesh.size("sequence")
+        if any(own.dim() != 2 or len(own) != rows * length for own in logits):
+            raise UnsupportedModelError(
+                f"the router logits of {type(base).__name__} are {[list(own.shape) for own in logits]}, where "
+                f"{rows * length} tokens were given; set output_router_logits to false"
+            )
+        stacked = torch.stack(list(logits)).unflatten(1, (rows, length))
+        whole: torch.Tensor = _Gather.apply(stacked, self._mesh)
+        whole = whole[:, : self._batch.rows, : self._batch.length]
+        output.router_logits = whole.flatten(1, 2).unbind()
+        return output
+
+
+class _Gather(torch.autograd.Function):
+    """``[L, B/b, S/s, E]``, the same along `hidden`, to ``[L, B, S, E]`` on all ranks, which compute the same of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        return gather_dim(gather_dim(x, 2, mesh.along("sequence")), 1, mesh.along("batch"))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        own = own_slice(own_slice(gradient, 2, ctx.mesh.along("sequence")), 1, ctx.mesh.along("batch"))
+        # Gradients of logits are added up over `hidden`, where every rank has all of this one.
+        return own / ctx.mesh.size("hidden"), None

@@ -1,0 +1,102 @@
+"""Experts of a mixture, whose weights have three dims, on a mesh; :mod:`.grouped_linear` says what they compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cuboid.distributed.no_compile import uncompiled
+from cuboid.tensor3d.experts.dispatch import Dispatch
+from cuboid.tensor3d.experts.grouped_linear import Features, GroupedProduct, Side, Tokens, gather_routing
+from cuboid.tensor3d.layers.linear import autocast_dtype
+from cuboid.tensor3d.sharding.sharded_param import ShardedModule
+
+
+@dataclass(frozen=True)
+class ExpertForm:
+    """What the parameters of all experts of a layer are called, and how they lie.
+
+    Args:
+        up: the parameter of the projection into the experts, of gate and up together where there is a gate.
+        down: that of the projection out of them.
+        up_bias, down_bias: of these, ``[E, out]``; None without biases.
+        in_first: whether weights are stored ``[E, in, out]``, and not ``[E, out, in]``.
+        gated: whether "up" has two features for each that "down" takes.
+        parts: of how many projections, one behind the other, the features of "up" consist; one if gate and up
+            alternate.
+        activation: the module's own function of the features of "up", of which it takes neighbours together at most.
+    """
+
+    up: str
+    down: str
+    up_bias: str | None
+    down_bias: str | None
+    in_first: bool
+    gated: bool
+    parts: int
+    activation: str
+
+    @property
+    def biases(self) -> tuple[str, ...]:
+        """Those that there are."""
+        return tuple(name for name in (self.up_bias, self.down_bias) if name is not None)
+
+    @property
+    def out_dim(self) -> int:
+        """The dim of a weight's out features."""
+        return 2 if self.in_first else 1
+
+
+class ShardedExperts(ShardedModule):
+    """Mixed into the class of a model's experts, whose activation and attributes stay its own."""
+
+    form: ExpertForm
+
+    def configure(self, form: ExpertForm) -> None:
+        """Set the form. The module has its shards."""
+        self.form = form
+        self.gathered_once = frozenset(form.biases)
+
+    @uncompiled
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
+        """What the experts make of this rank's tokens.
+
+        Args:
+            hidden_states: ``[T/s, H/h]``, T/s tokens of this rank's rows of the batch and part of the sequence.
+            top_k_index: ``[T/s, k]``, the experts of each; the same on all ranks along `hidden`.
+            top_k_weights: ``[T/s, k]``, likewise. Their gradient is this rank's part of a sum over `hidden`.
+
+        Returns:
+            ``[T/s, H/h]``.
+        """
+        if self.mesh.shape.size == 1:
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        form, hidden = self.form, self.mesh.along("hidden")
+        dtype = autocast_dtype(hidden_states)
+        chosen, weights = gather_routing(top_k_index, top_k_weights, self.mesh.along("sequence"))
+        dispatch = Dispatch.of(chosen, self.layout(form.up).shape[0])
+        tokens = Tokens(dispatch, self.mesh.along("sequence"))
+        rows = self._multiply(form.up, hidden_states.to(dtype), dispatch, tokens, Features(hidden, form.parts))
+        if form.up_bias is not None:
+            rows = rows + self.unsharded(form.up_bias).to(dtype)[dispatch.experts]
+        # In front of "down", where a rank has the fewest features: it makes no difference to the sum over a token.
+        weight = weights.flatten().index_select(0, dispatch.choices).unsqueeze(-1)
+        rows = (getattr(self, form.activation)(rows) * weight).to(dtype)
+        out = self._multiply(form.down, rows, dispatch, Features(hidden), tokens)
+        if form.down_bias is not None:
+            bias = self.unsharded(form.down_bias)
+            shares = top_k_weights.new_zeros((len(top_k_weights), len(bias))).scatter(1, top_k_index, top_k_weights)
+            out = out + (shares.to(bias.dtype) @ bias).to(dtype)
+        return out.to(hidden_states.dtype)
+
+    def _multiply(self, name: str, x: torch.Tensor, dispatch: Dispatch, source: Side, target: Side) -> torch.Tensor:
+        param, parameter = self.sharded_params[name], self.get_parameter(name)
+        # As ShardedLinear.operand, which is called too often to call others.
+        shard, deferred = self.prefetched_shards.pop(name, (parameter, None))
+        if param.keeps is not None:
+            param.is_made_of(parameter)
+        if shard.dtype != x.dtype and torch.is_autocast_enabled(shard.device.type):
+            shard, deferred = parameter.to(x.dtype), None
+        return GroupedProduct(param, self.form.in_first, dispatch, source, target, deferred)(x, shard)

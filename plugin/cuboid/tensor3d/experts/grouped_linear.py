@@ -1,0 +1,181 @@
+"""The two products of a mixture's experts, on a batch × sequence × hidden mesh.
+
+As those of a dense MLP (:mod:`cuboid.tensor3d.layers.linear_op`), for R = T·k rows that are sorted by expert. Per rank,
+with T = B/b · S tokens, k experts for each, and E weights of O out and I in features:
+
+========  ======================  ======================
+tensor    up (gate and up)        down
+========  ======================  ======================
+input     [T/s, I/h] of tokens    [R, I/(s·h)] of rows
+shard     [E/b, O/s, I/h]         [E/b, O/h, I/s]
+block     [E, O/s, I/h]           [E, O/h, I/s]
+output    [R, O/(s·h)] of rows    [T/s, O/h] of tokens
+========  ======================  ======================
+
+Up gathers the tokens over `sequence`, and scatters its rows' features over `hidden`; down gathers features over
+`hidden`, adds up the rows of each token, and scatters tokens over `sequence`. So no collective's size depends on what
+the router chose, and forward's gather of the one is backward's of the other's gradient. Only shards are saved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from cuboid.distributed.async_result import AsyncResult
+from cuboid.distributed.axis_collectives import start_all_gather, start_reduce_scatter
+from cuboid.distributed.mesh import AxisGroup
+from cuboid.tensor3d.experts.dispatch import Dispatch, multiply_rows, multiply_transposed
+from cuboid.tensor3d.sharding.bucketing import start_reduce_scatters, start_unshards
+from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce
+from cuboid.tensor3d.sharding.sharded_param import ShardedParam
+
+
+class Side(Protocol):
+    """How a rank's part of a product's input or output is one of the rows that are multiplied."""
+
+    def start_gather(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
+        """The rank's own part to rows ``[R, F]``."""
+        ...
+
+    def start_scatter(self, rows: torch.Tensor) -> AsyncResult[torch.Tensor]:
+        """The transpose: partial sums of rows to the own part of their sum."""
+        ...
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Of all features that the block multiplies, a rank has its own tokens, ``[T/s, F]``."""
+
+    dispatch: Dispatch
+    along: AxisGroup
+
+    def start_gather(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
+        """See :class:`Side`."""
+        return start_all_gather(x, self.along, lambda stacked: self.dispatch.rows(stacked.flatten(0, 1)))
+
+    def start_scatter(self, rows: torch.Tensor) -> AsyncResult[torch.Tensor]:
+        """See :class:`Side`."""
+        return start_reduce_scatter(self.dispatch.token_sums(rows).unflatten(0, (self.along.size, -1)), self.along)
+
+
+@dataclass(frozen=True)
+class Features:
+    """Of all rows, a rank has its own features, ``[R, F/h]``, of each of several parts the same share."""
+
+    along: AxisGroup
+    parts: int = 1
+
+    def start_gather(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
+        """See :class:`Side`."""
+        return start_all_gather(x, self.along, self._together)
+
+    def _together(self, stacked: torch.Tensor) -> torch.Tensor:
+        return stacked.unflatten(-1, (self.parts, -1)).movedim(0, 2).flatten(1)
+
+    def start_scatter(self, rows: torch.Tensor) -> AsyncResult[torch.Tensor]:
+        """See :class:`Side`."""
+        by_rank = rows.unflatten(-1, (self.parts, self.along.size, -1)).movedim(2, 0)
+        return start_reduce_scatter(by_rank.flatten(2), self.along)
+
+
+@dataclass(frozen=True)
+class GroupedProduct:
+    """What one product consists of.
+
+    Args:
+        weight: of all experts.
+        in_first: whether it is stored ``[E, in, out]``, and not ``[E, out, in]``.
+        dispatch: of the tokens.
+        source: how the input is brought together.
+        target: how the output is handed out.
+        deferred: who waits for the gradient of the weight's shard; None if it must be complete at once.
+    """
+
+    weight: ShardedParam
+    in_first: bool
+    dispatch: Dispatch
+    source: Side
+    target: Side
+    deferred: DeferredReduce | None
+
+    def __call__(self, x: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+        """Multiply the rank's part of the input, differentiably."""
+        out: torch.Tensor = _GroupedLinear.apply(x, shard, self)
+        return out
+
+    def in_out(self, shard: torch.Tensor) -> torch.Tensor:
+        """The block as ``[E, in, out]``, once it is unsharded."""
+        block = self.weight.unsharded() if self.weight.ranks > 1 else shard
+        return block if self.in_first else block.transpose(1, 2)
+
+    def start_weight_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> AsyncResult[torch.Tensor] | None:
+        """Of rows of input and output gradient, on its way to the shard's; None if more of a step are to come."""
+        factors = (x, dy) if self.in_first else (dy, x)
+        total = self.weight.to_reduce(multiply_transposed(*factors, self.dispatch), is_own=True)
+        if total is None:
+            return None
+        (reducing,) = start_reduce_scatters([self.weight], [total])
+        return reducing
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shard: torch.Tensor, product: GroupedProduct) -> torch.Tensor:
+        ctx.save_for_backward(x, shard)
+        ctx.product = product
+        gathering = product.source.start_gather(x)
+        start_unshards([product.weight], [shard])
+        rows = multiply_rows(gathering.wait(), product.in_out(shard), product.dispatch)
+        scattering = product.target.start_scatter(rows)
+        ctx.kept = product.weight.reshard_after_forward(shard, keep=any(ctx.needs_input_grad))
+        return scattering.wait()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        product: GroupedProduct = ctx.product
+        x, shard = ctx.saved_tensors
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        # All that has to travel is on its way before any of it is waited for.
+        gathering = product.target.start_gather(gradient)
+        inputs = product.source.start_gather(x) if needs_weight else None
+        if needs_x:
+            start_unshards([product.weight], [shard])
+        dy = gathering.wait()
+        scattering = None
+        if needs_x:
+            by_out = product.in_out(shard).transpose(1, 2)
+            scattering = product.source.start_scatter(multiply_rows(dy, by_out, product.dispatch))
+        # The product runs while dx is reduced.
+        reducing = None if inputs is None else product.start_weight_gradient(inputs.wait(), dy)
+        dweight = None
+        if reducing is not None and product.deferred is None:
+            dweight = reducing.wait()
+        elif reducing is not None and product.deferred is not None:
+            product.deferred.defer(reducing)
+            dweight = reducing.incomplete()
+        product.weight.discard()
+        ctx.kept = None
+        return None if scattering is None else scattering.wait(), dweight, None
+
+
+class _AllTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, along: AxisGroup) -> torch.Tensor:
+        ctx.along = along
+        return start_all_gather(x, along).wait().flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return start_reduce_scatter(gradient.unflatten(0, (ctx.along.size, -1)), ctx.along).wait(), None
+
+
+def gather_routing(chosen: torch.Tensor, weights: torch.Tensor, along: AxisGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the router says of a rank's own tokens, ``[T/s, k]``, to that of all tokens, ``[T, k]``.
+
+    The weights' gradients are added up over the ranks, which multiply different features with them.
+    """
+    indices: torch.Tensor = start_all_gather(chosen.int(), along).wait().flatten(0, 1)
+    return indices, _AllTokens.apply(weights, along)

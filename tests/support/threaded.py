@@ -1,0 +1,76 @@
+"""Models on all ranks of a mesh, whose ranks are threads of this process."""
+
+import copy
+
+import torch
+
+from cuboid.config.schema import CuboidConfig
+from cuboid.distributed.thread_ranks import ThreadRanks
+from cuboid.distributed.topology import MeshShape
+from cuboid.models.certification.float64 import KeepFloat64
+from cuboid.models.sharded.parallel_plan import make_parallel_plan
+from cuboid.models.sharded.sharded_model import shard_modules
+from cuboid.tensor3d.sharding.sharding_spec import put_shard, take_shard
+
+
+class Threaded:
+    """A copy of a whole model on a mesh."""
+
+    def __init__(self, model, mesh):
+        self.plan = make_parallel_plan(model, MeshShape.parse(mesh))
+        self.ranks = ThreadRanks(self.plan.mesh)
+        self.models = [self._sharded(copy.deepcopy(model), mesh) for mesh in self.ranks.meshes]
+
+    def _sharded(self, own, mesh):
+        settings = CuboidConfig().tensor_parallel
+        return shard_modules(own, self.plan, mesh, settings, lambda whole, layout: take_shard(whole, layout, mesh))
+
+    def run(self, step):
+        """What a step returns of each rank's model."""
+
+        def on_rank(mesh):
+            with KeepFloat64():
+                return step(self.models[mesh.rank])
+
+        return self.ranks.run(on_rank)
+
+    def gradients(self):
+        """By name, put together from all ranks."""
+        layouts = self.plan.by_parameter
+        wholes = {}
+        for mesh, model in zip(self.ranks.meshes, self.models, strict=True):
+            for name, parameter in model.named_parameters():
+                whole = wholes.setdefault(name, parameter.new_zeros(layouts[name].shape))
+                if parameter.grad is not None:
+                    put_shard(whole, parameter.grad, layouts[name], mesh.shape, mesh.coordinate)
+        return wholes
+
+
+def step_of(**batch):
+    """A step that computes a loss and its gradients."""
+
+    def step(model):
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def assert_as_alone(model, mesh, step):
+    """A step on a mesh gives the loss and every gradient that it gives on one process.
+
+    Returns:
+        The model on the mesh.
+    """
+    alone = copy.deepcopy(model)
+    with KeepFloat64():
+        expected = step(alone)
+    threaded = Threaded(model, mesh)
+    for loss in threaded.run(step):
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+    gradients = threaded.gradients()
+    for name, parameter in alone.named_parameters():
+        wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(gradients[name], wanted, rtol=1e-9, atol=1e-9, msg=lambda text: f"{name}: {text}")  # noqa: B023
+    return threaded
