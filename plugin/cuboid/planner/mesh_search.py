@@ -8,7 +8,7 @@ from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.topology import Coordinate, MeshShape
 from cuboid.errors import MeshError
 from cuboid.models.architectures.attention_heads import HeadCounts, plan_key_value_heads
-from cuboid.models.architectures.roles import find_roles
+from cuboid.models.architectures.roles import blocks_computed_whole, find_roles
 from cuboid.models.certification.mesh_certificates import mesh_verdict
 from cuboid.models.sharded.parallel_plan import fitting_meshes, out_features
 from cuboid.planner.comm_formula import BlockSizes, layer_bytes
@@ -47,7 +47,7 @@ def choose_mesh(model: PreTrainedModel, config: CuboidConfig, cls: type[PreTrain
             f"no mesh of tensor_parallel.size = {settings.mesh_size} ranks fits {type(model).__name__} and "
             f"train_micro_batch_size_per_gpu = {rows}; a multiple of {settings.mesh_size} rows always does"
         )
-    if any(role.kind == "whole" for role in find_roles(model, verdict.whole).values()):
+    if blocks_computed_whole(model, verdict.whole):
         return max(fitting, key=lambda mesh: (mesh.batch, mesh.sequence))
     # Weights are gathered, and their gradients reduced, once for each segment.
     length: int = min(_ASSUMED_LENGTH, model.config.max_position_embeddings)

@@ -11,6 +11,7 @@ from pathlib import Path
 import deepspeed
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 import cuboid
 from cuboid import CuboidError
@@ -60,7 +61,7 @@ def run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report |
 def _run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report | Stopped:
     started = time.perf_counter()
     job = plan(options)
-    model = cuboid.from_pretrained(str(options.model), job.config, dtype=job.dtype)
+    model = cuboid.from_pretrained(str(options.model), job.config, auto_class=AutoModelForCausalLM, dtype=job.dtype)
     mesh = cuboid.mesh_of(model)
     share = Share(mesh.coordinate.data, mesh.topology.data, job.micro_batch)
     global_batch = job.global_batch(share.replicas)

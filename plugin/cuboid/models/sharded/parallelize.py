@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -13,8 +13,9 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.models.architectures.attention_heads import KeyValuePlan, plan_key_value_heads
 from cuboid.models.architectures.roles import Role, layer_names
 from cuboid.models.sharded.parallel_plan import ParallelPlan
-from cuboid.tensor3d.layers.dropout import ShardedDropout
+from cuboid.tensor3d.layers.dropout import CommonDropout, ShardedDropout
 from cuboid.tensor3d.layers.fused_projections import FusedProjections
+from cuboid.tensor3d.layers.labels_head import LabelsHead
 from cuboid.tensor3d.layers.linear import ShardedLinear, down_product, head_product, up_product
 from cuboid.tensor3d.layers.linear_op import Product
 from cuboid.tensor3d.layers.norm import ShardedLayerNorm, ShardedRMSNorm
@@ -33,10 +34,15 @@ _FEATURES = ("split_size", "embed_dim", "hidden_size", "all_head_size", "attn_hi
 ShardOf = Callable[[nn.Parameter, ShardingSpec], torch.Tensor]
 
 
-def parallelize_modules(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh, shard_of: ShardOf) -> None:
+def parallelize_modules(
+    model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh, shard_of: ShardOf
+) -> LateSplit | None:
     """Swap every module of the parallel plan, dropouts too, and fix the sizes that attention modules read.
 
     Tied parameters stay one parameter. The whole tensors are freed one by one as their modules are swapped.
+
+    Returns:
+        What splits activations at the first layer, if something does.
     """
     _split_attributes(model, parallel_plan, mesh)
     shards = _Shards(model, shard_of)
@@ -55,14 +61,16 @@ def parallelize_modules(model: PreTrainedModel, parallel_plan: ParallelPlan, mes
     blocks = whole_blocks(parallel_plan)
     late = LateSplit(mesh) if parallel_plan.verdict.splits_late else None
     for name in blocks:
-        compute_whole(model.get_submodule(name), mesh, late if parallel_plan.roles[name].late else None)
+        role = parallel_plan.roles[name]
+        compute_whole(model.get_submodule(name), mesh, late if role.late else None, everywhere=role.everywhere)
     if late is not None:
         _split_late(model, late)
     if mesh.shape.size > 1:
         _fuse_projections(model, parallel_plan)
         _prefetch_layers(model, parallel_plan)
     _share_key_value_heads(model, parallel_plan, mesh)
-    _swap_dropouts(model, blocks, mesh)
+    _swap_dropouts(model, parallel_plan, mesh)
+    return late
 
 
 class _Shards:
@@ -99,6 +107,8 @@ def _build(
         norm = ShardedLayerNorm if role.norm.kind == "layer" else ShardedRMSNorm
         return norm(weight, bias, mesh=mesh, layouts=layouts, eps=role.norm.eps, offset=role.norm.offset)
     assert weight is not None
+    if role.kind == "labels":
+        return LabelsHead(weight, bias, mesh=mesh, layouts=layouts)
     if role.kind == "embedding":
         assert isinstance(old, nn.Embedding)
         return shard_embedding(old, weight, mesh=mesh, layout=layouts["weight"])
@@ -154,7 +164,8 @@ def _fuse_projections(model: PreTrainedModel, parallel_plan: ParallelPlan) -> No
 
 def _prefetch_layers(model: PreTrainedModel, parallel_plan: ParallelPlan) -> None:
     """Let layers prefetch one another's parameters."""
-    layers = [name.rpartition(".")[0] for name in attention_modules(parallel_plan)]
+    attention = attention_modules(parallel_plan)
+    layers = [layer for layer in layer_names(model) if any(name.startswith(f"{layer}.") for name in attention)]
     if layers:
         runner = model.get_submodule(layers[0].rpartition(".")[0].rpartition(".")[0])
         runner.register_forward_pre_hook(ModelPrefetcher([model.get_submodule(layer) for layer in layers]))
@@ -221,8 +232,11 @@ def _split_late(model: PreTrainedModel, late: LateSplit) -> None:
         head.register_forward_pre_hook(late.enter, with_kwargs=True, prepend=True)
 
 
-def _swap_dropouts(model: PreTrainedModel, blocks: Collection[str], mesh: Mesh) -> None:
+def _swap_dropouts(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh) -> None:
     """Outside of blocks that are computed whole, and have their own way with random numbers."""
+    blocks, base = whole_blocks(parallel_plan), f"{model.base_model_prefix}."
     for name, module in list(model.named_modules()):
         if type(module) is nn.Dropout and not any(name.startswith(f"{block}.") for block in blocks):
-            model.set_submodule(name, ShardedDropout(module.p, mesh).train(module.training))
+            is_whole = parallel_plan.verdict.head == "whole" and not name.startswith(base)
+            kind = CommonDropout if is_whole else ShardedDropout
+            model.set_submodule(name, kind(module.p, mesh).train(module.training))
