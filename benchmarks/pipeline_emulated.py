@@ -438,6 +438,7 @@ def _row(record: Record, records: Sequence[Record]) -> Row:
         **row,
         "error": record.error,
         "bubble": spread([sample.figures["bubble"] for sample in quiet]),
+        "sequences_in_flight_simulated": [peak / work.length for peak in record.entry[0].simulated(work).peak_bytes],
         "sequences_in_flight": [peak_bytes(own, lambda action: lengths[action.segment]) / work.length for own in ran],
     }
 

@@ -259,6 +259,7 @@ def test_an_interrupted_run_resumes_to_the_same_losses(job, finished, interrupte
     assert (out / "loss.png").is_file()
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_on_one_rank(job, finished, interrupted):
     out, step, _ = interrupted("shielded")
     status, output = run(*LAUNCHERS["none"], *train_arguments(job, out, "alone", "--resume", f"--steps={STEPS}"))
@@ -270,14 +271,6 @@ def test_an_interrupted_run_resumes_on_one_rank(job, finished, interrupted):
     assert report.losses.heldout_last == pytest.approx(whole.losses.heldout_last, rel=1e-5)
 
 
-def test_a_run_does_not_resume_with_another_batch_size(job, interrupted):
-    out, step, _ = interrupted("shielded")
-    status, output = run(*LAUNCHERS["none"], *train_arguments(job, out, "long", "--resume"))
-    assert status == 1
-    expected = f"global_step{step} had 8 sequences of all ranks in a step, not 500. Give the same again"
-    assert expected in output, output
-
-
 def test_a_second_ctrl_c_ends_a_run_at_once(job, tmp_path):
     process = start(*LAUNCHERS["none"], *train_arguments(job, tmp_path, "long", "--steps=1000"))
     status, output = interrupt(process, "after 0 steps", signal.SIGINT, signal.SIGINT)
@@ -286,11 +279,24 @@ def test_a_second_ctrl_c_ends_a_run_at_once(job, tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_sigterm_saves_a_checkpoint_and_sets_the_exit_status(job, tmp_path):
+def test_sigterm_saves_a_checkpoint_from_which_only_the_same_batch_resumes(job, tmp_path):
     process = start(*LAUNCHERS["none"], *train_arguments(job, tmp_path, "alone", "--steps=1000"))
     status, output = interrupt(process, "step 100/1000", signal.SIGTERM)
     assert status == 143, output
-    assert (tmp_path / "checkpoints" / "latest").read_text() in output
+    latest = (tmp_path / "checkpoints" / "latest").read_text()
+    assert latest in output
+    step = int(latest.removeprefix("global_step"))
+
+    ((status, output),) = as_ranks(1, BIN / "cuboid", *train_arguments(job, tmp_path, "long", "--resume")[1:])
+    assert status == 1
+    assert f"{latest} had 8 sequences of all ranks in a step, not 500. Give the same again" in output, output
+
+    more = ("--resume", f"--steps={step + 2}")
+    ((status, output),) = as_ranks(1, BIN / "cuboid", *train_arguments(job, tmp_path, "alone", *more)[1:])
+    assert status == 0, output
+    assert output.count(f"going on after step {step} of {step + 2}") == 1, output
+    assert report_of(tmp_path).resumed_after == [step]
+    assert len(report_of(tmp_path).train_losses) == step + 2
 
 
 @pytest.mark.slow

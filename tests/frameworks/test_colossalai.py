@@ -46,6 +46,7 @@ def reference(pool, checkpoint):
     return run
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("mesh", "stages"), [("2x2x1", None), ("1x2x2", None), ("1x1x2", 2)], ids=["2x2x1", "1x2x2", "2 stages of 1x1x2"]
 )

@@ -84,7 +84,7 @@ def deepspeed_run(path, config, load, save, steps):
 RUNS = {"booster": booster_run, "deepspeed": deepspeed_run}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layouts", [("2x2x1", "2 stages of 1x1x2"), ("2 stages of 1x1x2", "2x2x1")], ids=" to ".join)
 @pytest.mark.parametrize("frameworks", [("booster", "deepspeed"), ("deepspeed", "booster")], ids=" to ".join)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

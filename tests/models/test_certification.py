@@ -179,6 +179,7 @@ def verdict_of(architecture, **options):
     return check.check(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("architecture", "options", "kind"),
     [

@@ -59,13 +59,14 @@ def compare(
     name: Literal["core", "engine"] = "core",
     settings: dict[str, Any] | None = None,
     weight_gather: Literal["layer", "step"] = "layer",
+    gradient_sync: Literal["unit", "step"] = "unit",
     **changes: Any,
 ) -> PassReport:
     shape, keys = MeshShape.parse(mesh), section(**pipeline)
     if isinstance(small, str):
         small = SmallModel.fitting(small, shape.size, layers=keys["stages"])
     plan = dataclasses.replace(Plan(checkpoint(small), batch=2 * shape.batch, accumulate=2), **changes)
-    mesh_keys = {**mesh_section(mesh), "weight_gather": weight_gather}
+    mesh_keys = {**mesh_section(mesh), "weight_gather": weight_gather, "gradient_sync": gradient_sync}
     config = {**(settings or {}), "tensor_parallel": mesh_keys, "pipeline": keys}
     report = verify(plan, config, passes=(name,), pool=pool, timeout_s=TIMEOUT_S).passes[0]
     assert report.passed, describe(report)
@@ -129,6 +130,46 @@ def test_every_number_of_stages_and_segments(
 def test_weights_that_are_kept_for_the_step(parity: Compare, mesh: str, name: Literal["core", "engine"]) -> None:
     small = SmallModel("llama", layers=4)
     parity({"stages": 2, "segments": 3}, small, mesh=mesh, name=name, weight_gather="step", accumulate=3)
+
+
+#: Meshes on which a gradient is reduced, with models of every kind of parameter: biases, tied ends, per-head norms, and
+#: a block that is computed whole.
+REDUCED = [
+    ("2x1x1", SmallModel("gpt2", layers=4, tied=True), "core", {}),
+    ("2x2x1", SmallModel("qwen3", layers=4), "engine", {}),
+    ("2x1x1", SmallModel("mixtral", layers=2), "core", {}),
+    ("2x1x2", SmallModel("llama", layers=4, tied=True), "engine", {"weight_gather": "step"}),
+    ("2x1x1", SmallModel("gemma2", layers=4), "core", {"data_parallel": 2}),
+]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("mesh", "small", "name", "options"), REDUCED, ids=name_of)
+def test_gradients_that_are_reduced_once_a_step(
+    parity: Compare, mesh: str, small: SmallModel, name: Literal["core", "engine"], options: dict[str, Any]
+) -> None:
+    parity({"stages": 2, "segments": 3}, small, mesh=mesh, name=name, gradient_sync="step", accumulate=3, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"checkpointing": True},
+        {"settings": {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.25}, "dtype": "bfloat16"},
+        {"settings": {"zero_optimization": {"stage": 0}, "gradient_clipping": 0.25}},
+        {"data_parallel": 2, "settings": {"zero_optimization": {"stage": 1}}},
+    ],
+    ids=["checkpointing", "bf16", "clipping", "replicas"],
+)
+def test_reducing_once_a_step_with_all_that_looks_at_gradients(
+    parity: Compare, stages: int, micro_batches: int, options: dict[str, Any]
+) -> None:
+    small = SmallModel("llama", layers=4, tied=True)
+    shape = {"stages": stages, "segments": 2}
+    parity(shape, small, mesh="2x1x1", name="engine", gradient_sync="step", accumulate=micro_batches, **options)
 
 
 @pytest.mark.slow
@@ -218,6 +259,7 @@ def test_lengths_that_vary_from_micro_batch_to_micro_batch(parity: Compare) -> N
     parity({}, "gpt2", mesh="1x2x1", sequence_length=16, varying=True, accumulate=4)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("small", "mesh"),
     [

@@ -268,6 +268,12 @@ def test_gathered_weights_and_four_stages(parity: Compare, weight_gather: Litera
     parity(SmallModel("llama", layers=4), changes, mesh="2x1x1", weight_gather=weight_gather)
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("changes", [{"memory_limit": 1}, {"stages": 1}], ids=str)
+def test_gradients_that_are_reduced_once_a_step(parity: Compare, changes: dict[str, Any]) -> None:
+    parity(SmallModel("gpt2", layers=4), changes, mesh="2x1x1", gradient_sync="step", weight_gather="step")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [ALONE, "2x1x1"])
 def test_bfloat16(parity: Compare, mesh: str) -> None:

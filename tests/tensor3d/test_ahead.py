@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import cuboid
 from cuboid.distributed import mesh as mesh_module
 from cuboid.distributed.topology import MeshShape
-from cuboid.planner.comm_formula import layer_bytes
+from cuboid.planner.comm_formula import layer_bytes, stage_layer_bytes
 from cuboid.planner.mesh_search import block_sizes
 from cuboid.tensor3d.layers import input_gather, linear, linear_op
 from cuboid.tensor3d.sharding import bucketing
@@ -153,32 +153,61 @@ def sent_by_forwards(path, autocast):
 
 
 def sent_by_a_stage(path, settings):
-    """Loss, gradients, and bytes over `batch` of a step of a pipeline with two micro-batches of two segments."""
+    """Loss, gradients, bytes over `batch` of a step of a pipeline with two micro-batches of two segments, its segments'
+    lengths, and the bytes of gathering the layers' weights, the embedding's or head's, and everything else once."""
     section = {"mode": "3d_tensor", "mesh": {"batch": 3}, **settings}
-    pipeline = {"engine": "seq1f1b", "stages": 2, "segments": 2}
+    pipeline = {"engine": "seq1f1b", "stages": 2, "segments": 2, "partition": "even"}
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).train()
     model = cuboid.shard(model, {"tensor_parallel": section, "pipeline": pipeline})
     runs = cuboid.Pipeline(model)
     cuboid.mesh_of(model).comm_counter.reset()
     loss = runs.train(iter([{"input_ids": tokens(n), "labels": tokens(n)} for n in range(2)]), 2)
     layers = [module for module in model.base_model.layers.modules() if isinstance(module, linear.ShardedLinear)]
-    weights = 2 * 8 * sum(layer.weight.numel() for layer in layers)
-    return (
-        [float(loss)],
-        cuboid.full_gradients(model),
-        cuboid.mesh_of(model).comm_counter.snapshot()["batch"],
-        weights,
-    )
+    # Each of three ranks sends its shard to the two others.
+    every = sum(2 * 8 * parameter.numel() for parameter in model.parameters())
+    weights = sum(2 * 8 * layer.weight.numel() for layer in layers)
+    ends = [weight for name, weight in model.named_parameters() if "embed_tokens" in name or "lm_head" in name]
+    end = sum(2 * 8 * weight.numel() for weight in ends)
+    sent = cuboid.mesh_of(model).comm_counter.snapshot()["batch"]
+    return [float(loss)], cuboid.full_gradients(model), sent, weights, end, every
 
 
-def test_a_pipeline_keeps_weights_over_its_units(pool, path):
+def test_a_pipeline_gathers_each_weight_once_a_step_if_it_is_to_keep_them(pool, path):
     ranks = {mode: pool.run(6, sent_by_a_stage, path, {"weight_gather": mode}) for mode in ("layer", "step")}
     assert_same(ranks["layer"][0], ranks["step"])
-    for every_unit, kept in zip(ranks["layer"], ranks["step"], strict=True):
-        weights = every_unit[3]
-        # Four units gather in forward and in backward. Of the first stage's two micro-batches the graphs of the second
-        # one begin before those of the first one end, so that its weights are gathered about once.
-        assert every_unit[2] - kept[2] >= 4 * weights
+    for every_unit, once in zip(ranks["layer"], ranks["step"], strict=True):
+        _, _, sent, weights, end, _ = every_unit
+        # Four units gather a layer's weights in forward and in backward, and those of embedding and head in forward.
+        assert sent - once[2] == pytest.approx((2 * 4 - 1) * weights + (4 - 1) * end, abs=200)
+
+
+@pytest.mark.parametrize("mode", ["layer", "step"])
+def test_a_pipeline_reduces_each_gradient_once_a_step_if_it_is_to_wait(pool, path, mode):
+    settings = {"weight_gather": mode}
+    ranks = {sync: pool.run(6, sent_by_a_stage, path, {**settings, "gradient_sync": sync}) for sync in ("unit", "step")}
+    assert_same(ranks["unit"][0], ranks["step"])
+    for every_unit, once in zip(ranks["unit"], ranks["step"], strict=True):
+        _, _, sent, _, _, every = every_unit
+        assert sent - once[2] == pytest.approx((4 - 1) * every, abs=200)
+
+
+def test_the_formula_has_what_a_stages_layer_sends_in_a_step(path):
+    """Beside the one for a unit, which is compared with layers."""
+    sizes = block_sizes(AutoModelForCausalLM.from_pretrained(path), MeshShape(3, 1, 1))
+    options = {"element_bytes": 8, "statistic_bytes": 8}
+
+    def step(lengths, **modes):
+        return stage_layer_bytes(sizes, MeshShape(3, 1, 1), BATCH, lengths, **options, **modes)["batch"]
+
+    unit = layer_bytes(sizes, MeshShape(3, 1, 1), BATCH, 6, **options)["batch"]
+    kept = layer_bytes(sizes, MeshShape(3, 1, 1), BATCH, 6, **options, weight_gather="step")["batch"]
+    assert step([6] * 4) == 4 * unit
+    assert step([6] * 4, weight_gather="step") == pytest.approx(4 * unit - 7 * (unit - kept), abs=20)
+    reduced = 4 * unit - step([6] * 4, gradient_sync="step")
+    # Weights, as one gather moves them, and norms and biases besides.
+    assert 3 * (unit - kept) < reduced < 3.3 * (unit - kept)
+    both = step([6] * 4, weight_gather="step", gradient_sync="step")
+    assert both == pytest.approx(4 * unit - 7 * (unit - kept) - reduced, abs=20)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -247,7 +276,7 @@ def train_compiled(path, axes):
     return [float(loss.detach())], cuboid.full_gradients(model), len(graphs)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [(1, 2, 3), (6, 1, 1), (1, 3, 1)], ids=str)
 def test_layers_can_be_compiled(pool, path, axes):
     alone = pool.run(1, train_compiled, path, (1, 1, 1))[0]

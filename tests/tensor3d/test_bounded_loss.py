@@ -137,7 +137,7 @@ def alone(pool):
     return of
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mesh", ["1x1x1", "1x2x3", "3x1x2", "2x2x1"])
 @pytest.mark.parametrize("small", [LLAMA, TIED, GPT2], ids=["llama", "llama-tied", "gpt2"])
 def test_loss_and_every_gradient_are_those_of_the_model_alone(pool, alone, small, mesh):
@@ -315,7 +315,7 @@ def peak_bytes(mesh, mode, with_gradients):
     return meter.peak_bytes, head_bytes
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mesh", ["1x1x1", "1x2x1", "1x1x2", "2x1x1"])
 @pytest.mark.parametrize("with_gradients", [True, False])
 @pytest.mark.parametrize("mode", ["train", "eval"])

@@ -381,6 +381,7 @@ REFUSED = [("Lamb", Lamb, {}), ("a clipping subclass", Clipping, {}), ("Adafacto
 REMADE = {"Adagrad"}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("framework", "config", "early", "every"),
     [

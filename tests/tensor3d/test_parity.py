@@ -140,6 +140,7 @@ def test_a_sequence_of_the_maximum_length(parity: Compare) -> None:
     parity("2x2x2", small, sequence_length=29)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [{"masking": False}, {"positions": True}, {"masking": False, "positions": True}])
 def test_without_a_mask_and_with_positions(parity: Compare, options: dict[str, bool]) -> None:
     parity("2x2x2", "llama", **options)

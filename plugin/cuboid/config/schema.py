@@ -75,6 +75,13 @@ class TensorParallelConfig(Section):
         'under NCCL rounds to bf16 once for each rank but the first; "auto": "fp32" on a mesh of one node, "backend" '
         "on several, between which the rings of NCCL pass fewer bytes than an exchange.",
     )
+    gradient_sync: Literal["unit", "step"] = Field(
+        "unit",
+        description="When the ranks that share a weight reduce its gradient; with a pipeline only. "
+        '"unit": after the backward of each segment of a micro-batch; "step": once for an optimizer step. Until then '
+        "each rank adds up in fp32 what its blocks' gradients are, which takes four bytes for each parameter of the "
+        "stage, divided by sequence × hidden.",
+    )
     autotp_size: int | None = Field(
         None,
         description="Written by Cuboid for accelerate and the HF Trainer: the ranks that share their data. If given, "
@@ -231,6 +238,15 @@ class CuboidConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_gradient_sync(self) -> CuboidConfig:
+        if self.tensor_parallel.gradient_sync == "step" and self.pipeline is None:
+            raise ValueError(
+                'tensor_parallel.gradient_sync is "step", which is for the units of a pipeline, and there is none; '
+                "leave it out, or lower gradient_accumulation_steps for larger micro-batches"
+            )
+        return self
+
     @property
     def stages(self) -> int:
         """Pipeline stages; 1 without a pipeline."""
@@ -369,7 +385,7 @@ def require_config(source: ConfigSource) -> tuple[CuboidConfig, dict[str, Any]]:
 _MARKS = ("3d_tensor", "seq1f1b")
 #: Keys that identify a section as Cuboid's. Any of them is enough, so that a section whose ``mode`` or ``engine`` was
 #: forgotten or misspelt is diagnosed instead of being passed on.
-_MODE_KEYS = ("mode", "mesh", "size", "gather_logits", "weight_gather", "gradient_reduce")
+_MODE_KEYS = ("mode", "mesh", "size", "gather_logits", "weight_gather", "gradient_reduce", "gradient_sync")
 # This matters for the pipeline section in particular, in which DeepSpeed silently ignores unknown keys.
 _ENGINE_KEYS = (
     "engine",

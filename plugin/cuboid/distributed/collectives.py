@@ -87,9 +87,10 @@ def start_reduce_scatter_into(
         ``outs``.
     """
     # Groups of threads aren't registered with torch.distributed, which knows no backend of theirs.
-    is_gloo = not getattr(group, "in_threads", False) and dist.get_backend(group) == "gloo"
+    in_threads = getattr(group, "in_threads", False)
     # Two terms are rounded once in any way.
-    if not is_gloo and (not exchange or group.size() <= 2 or getattr(group, "in_threads", False)):
+    spares_exchange = not exchange or group.size() <= 2
+    if in_threads or (dist.get_backend(group) != "gloo" and spares_exchange):
         return _own_reduce_scatter(outs, x, group)
     # gloo's own reduce-scatter is an all-reduce in disguise and sends twice the bytes. Exchanging the slices and
     # adding them here sends what is needed, and adds in the accumulation dtype of `sum` rather than in bfloat16.

@@ -63,7 +63,7 @@ def make_lone_group() -> dist.ProcessGroup:
 
 def waits_for_lost_ranks() -> bool:
     """Whether collectives wait for a rank that is gone until their timeout, as NCCL's do; gloo's fail at once."""
-    return "nccl" in str(dist.get_backend())
+    return _uses_nccl()
 
 
 def abort_groups() -> None:
@@ -85,6 +85,11 @@ def abort_groups() -> None:
         end()
 
 
+def _uses_nccl() -> bool:
+    """Whether the default process group has NCCL for some device, perhaps beside another backend for others."""
+    return "nccl" in str(dist.get_backend())
+
+
 def _is_split_at_once() -> bool:
     """Whether one call can make all groups of a partition of the default process group: NCCL with a device of its own.
 
@@ -98,7 +103,7 @@ def _is_split_at_once() -> bool:
 
 def _options(purpose: Purpose, timeout: timedelta | None) -> Any:
     """NCCL's options for a group; None for other backends, which have none to set."""
-    if "nccl" not in str(dist.get_backend()):
+    if not _uses_nccl():
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=purpose == "axis")
     if timeout is not None:

@@ -6,6 +6,7 @@ docs/traffic.md derives it; a test compares it with the bytes that a real layer 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -86,9 +87,45 @@ def layer_bytes(
     count.add("all_gather", ("sequence",), residual, 2 * 5)
     _add_projections(count, sizes, mesh, tokens * element_bytes / mesh.sequence)
     _add_weights(count, sizes, mesh, element_bytes, times=3 if weight_gather == "layer" else 2)
-    _add_norms(count, sizes, mesh, tokens / mesh.sequence * statistic_bytes, element_bytes)
-    _add_biases(count, sizes, mesh, element_bytes)
+    _add_statistics(count, sizes, mesh, tokens / mesh.sequence * statistic_bytes)
+    # Gather in forward and reduce-scatter of the gradient.
+    _add_vectors(count, sizes, mesh, element_bytes, times=2)
     return dict(sorted(count.bytes.items()))
+
+
+def stage_layer_bytes(
+    sizes: BlockSizes,
+    mesh: MeshShape,
+    batch: int,
+    lengths: Sequence[int],
+    *,
+    element_bytes: int = 2,
+    statistic_bytes: int = 4,
+    weight_gather: Literal["layer", "step"] = "layer",
+    gradient_sync: Literal["unit", "step"] = "unit",
+) -> dict[str, int]:
+    """Bytes that one rank sends for one layer of a pipeline's stage in an optimizer step, by axes.
+
+    Args:
+        sizes, mesh, batch, element_bytes, statistic_bytes: as for :func:`layer_bytes`.
+        lengths: of the segments of all micro-batches, each a multiple of s.
+        weight_gather: whether a weight is gathered in each unit's forward and backward ("layer") or once ("step").
+        gradient_sync: whether a gradient is reduced after each unit's backward ("unit") or once ("step").
+    """
+    total = Counter[str]()
+    for length in lengths:
+        total.update(
+            layer_bytes(sizes, mesh, batch, length, element_bytes=element_bytes, statistic_bytes=statistic_bytes)
+        )
+    spared = _Count(mesh)
+    if weight_gather == "step":
+        _add_weights(spared, sizes, mesh, element_bytes, times=2 * len(lengths) - 1)
+    if gradient_sync == "step":
+        again = len(lengths) - 1
+        _add_weights(spared, sizes, mesh, element_bytes, times=again)
+        _add_vectors(spared, sizes, mesh, element_bytes, times=again)
+    total.subtract(spared.bytes)
+    return dict(sorted(total.items()))
 
 
 def _add_projections(count: _Count, sizes: BlockSizes, mesh: MeshShape, per_feature: float) -> None:
@@ -116,30 +153,29 @@ def _add_weights(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_byte
     count.add("all_gather", ("batch",), block, times)
 
 
-def _add_norms(count: _Count, sizes: BlockSizes, mesh: MeshShape, statistics: float, element_bytes: int) -> None:
-    parameters = 1
+def _add_statistics(count: _Count, sizes: BlockSizes, mesh: MeshShape, statistics: float) -> None:
+    """Of the two norms, in forward and backward."""
     if sizes.norm == "rms":
         count.add("all_reduce", ("hidden",), statistics, 2 * 2)
     else:
-        parameters = 2
         count.add("all_gather", ("hidden",), 2 * statistics * mesh.hidden, 2)
         count.add("all_reduce", ("hidden",), 2 * statistics, 2)
-    # For each of the two norms, gather in forward and reduce-scatter of the gradient.
+
+
+def _add_vectors(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_bytes: int, times: int) -> None:
+    """Gathers of each norm's parameters and of each bias, or reduce-scatters of their gradients."""
+    norms = 2 * (1 if sizes.norm == "rms" else 2)
+    outs = sizes.out_bias + sizes.mlp_bias
     vector = sizes.hidden * element_bytes / mesh.hidden
-    count.add("all_gather", ("batch", "sequence"), vector, 2 * 2 * parameters)
-
-
-def _add_biases(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_bytes: int) -> None:
-    """Gather in forward and reduce-scatter of the gradient, for each bias."""
+    count.add("all_gather", ("batch", "sequence"), vector, times * norms)
+    count.add("all_gather", ("batch", "sequence"), outs * vector, times)
     split = element_bytes / (mesh.sequence * mesh.hidden)
     if sizes.qkv_bias and sizes.summed is None:
-        count.add("all_gather", ("batch",), (sizes.query + 2 * sizes.key_value) * split, 2)
+        count.add("all_gather", ("batch",), (sizes.query + 2 * sizes.key_value) * split, times)
     elif sizes.qkv_bias:
-        count.add("all_gather", ("batch",), sizes.query * split, 2)
+        count.add("all_gather", ("batch",), sizes.query * split, times)
         axes: tuple[Axis, ...] = ("batch", "sequence", "hidden") if sizes.whole_key_value else ("batch", "hidden")
         block = 2 * sizes.key_value * element_bytes / (1 if sizes.whole_key_value else mesh.sequence)
-        count.add("all_gather", axes, block, 2)
+        count.add("all_gather", axes, block, times)
     if sizes.mlp_bias:
-        count.add("all_gather", ("batch",), (2 if sizes.gated else 1) * sizes.intermediate * split, 2)
-    outs = sizes.out_bias + sizes.mlp_bias
-    count.add("all_gather", ("batch", "sequence"), outs * sizes.hidden * element_bytes / mesh.hidden, 2)
+        count.add("all_gather", ("batch",), (2 if sizes.gated else 1) * sizes.intermediate * split, times)

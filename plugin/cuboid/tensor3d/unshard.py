@@ -55,13 +55,17 @@ class UnshardedParam:
             self._sum = gradient.to(statistics_dtype(gradient.dtype), copy=True)
 
     def gradient(self) -> torch.Tensor | None:
-        """Of the parameter, from all that was added; None if nothing was. Collective, and only once."""
+        """Of the parameter, from all that was added; None if nothing was, or if more is to come.
+
+        Collective, and only once.
+        """
         if self._sum is None:
             return None
-        total, self._sum = self._sum.to(self.block.dtype), None
-        if self._param is not None:
+        total: torch.Tensor | None = self._sum.to(self.block.dtype)
+        self._sum = None
+        if self._param is not None and total is not None:
             total = self._param.reduce_scatter(total)
-        return total.to(self.parameter.dtype)
+        return None if total is None else total.to(self.parameter.dtype)
 
 
 @contextmanager

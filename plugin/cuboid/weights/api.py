@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
@@ -25,7 +25,7 @@ from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.sharded.sharded_model import FormerParameters, ShardedModel, shard_modules, sharding_of, unwrap
 from cuboid.models.stages.stage_model import cut_model, finish_stage
 from cuboid.planner.mesh_search import choose_mesh
-from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, take_shard
+from cuboid.tensor3d.sharding.sharding_spec import take_shard
 from cuboid.weights.save import save_sharded
 
 #: Arguments of ``from_pretrained`` that say where a config is.
@@ -155,10 +155,7 @@ def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTra
 def _shard(model: PreTrainedModel, parsed: CuboidConfig) -> PreTrainedModel:
     shape = choose_mesh(model, parsed)
     mesh = Mesh(shape, pipe=parsed.stages)
-
-    def shard_of(whole: nn.Parameter, layout: ShardingSpec) -> torch.Tensor:
-        return take_shard(whole, layout, mesh)
-
+    shard_of = functools.partial(take_shard, mesh=mesh)
     if parsed.pipeline is None:
         return shard_modules(model, certified_plan(model, shape), mesh, parsed.tensor_parallel, shard_of)
     staging = plan_staging(type(model), model.config, parsed, mesh)

@@ -38,10 +38,7 @@ PLANS: dict[str, dict[str, str]] = {
     "mpt": {"blocks.*.attn.Wqkv": "packed_colwise_3", "blocks.*.ffn.up_proj": "colwise"},
     "gpt_neox_japanese": {"layers.*.attention.dense": "rowwise"},
     "persimmon": {"layers.*.self_attn.dense": "rowwise"},
-    "gpt_oss": {},
-    "codegen": {},
     "openai-gpt": {"h.*.attn.c_attn": "packed_colwise_3", "h.*.attn.c_proj": "rowwise", "h.*.mlp.c_proj": "rowwise"},
-    "biogpt": {},
     "distilbert": {
         **dict.fromkeys((f"layer.*.attention.{name}_lin" for name in "qkv"), "colwise"),
         "layer.*.attention.out_lin": "rowwise",

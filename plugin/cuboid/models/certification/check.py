@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,7 +32,7 @@ from cuboid.models.stages.stage_runner import StageRunner
 from cuboid.models.stages.stages import cut_at, draw_outline
 from cuboid.models.stages.units import SegmentedBatch, label_tokens, with_shifted_labels
 from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
-from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, take_shard
+from cuboid.tensor3d.sharding.sharding_spec import take_shard
 
 _ROWS = 3
 _STAGES = 3
@@ -296,11 +297,7 @@ def make_stage(
     staging = Staging(outline, counts, cut_at(counts, mesh.coordinate.pipe), None, config, certificate)
     cut_model(own, staging)
     plan = None if verdict is None else make_parallel_plan(own, mesh.shape, verdict)
-
-    def shard_of(parameter: nn.Parameter, layout: ShardingSpec) -> torch.Tensor:
-        return take_shard(parameter, layout, mesh)
-
-    return finish_stage(own, staging, mesh, plan, shard_of)
+    return finish_stage(own, staging, mesh, plan, functools.partial(take_shard, mesh=mesh))
 
 
 def unit_lengths(length: int, mode: Mode, multiple: int = 1) -> tuple[int, ...]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, get_args
 
 import torch
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.thread_ranks import ThreadRanks
 from cuboid.distributed.topology import MeshShape
-from cuboid.errors import CuboidError, UnsupportedModelError
+from cuboid.errors import CuboidError
 from cuboid.models.architectures.certificate import Inputs, Kind, MeshVerdict, Mode
 from cuboid.models.architectures.roles import blocks_computed_whole, split_blocks
 from cuboid.models.architectures.supported_tasks import WORDS, task_of
@@ -43,7 +43,7 @@ from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
 from cuboid.models.sharded.sharded_model import shard_modules
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.stages import draw_outline
-from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, put_shard, take_shard
+from cuboid.tensor3d.sharding.sharding_spec import put_shard, take_shard
 
 #: The axes one by one, and all together. Key/value heads divide by the first ones, and not by the last.
 MESHES = (MeshShape(1, 2, 1), MeshShape(1, 1, 2), MeshShape(2, 1, 1), MeshShape(2, 2, 2))
@@ -188,18 +188,24 @@ def _reasons_against_stages(probe: _Probe, choice: MeshVerdict) -> dict[Mode, st
         return dict.fromkeys(modes, f"it is for {WORDS[probe.task]}, and a pipeline takes causal language models only")
     try:
         outline = draw_outline(type(probe.model), probe.model.config)
-    except UnsupportedModelError as error:
-        return dict.fromkeys(modes, str(error))
-    return {mode: reason for mode in modes if (reason := _reason_against_stages(probe, choice, outline, mode))}
+        with probe.attempt.precision():
+            expected = run_plain(probe.model, probe.cases[0][2])
+    except Exception as error:
+        return dict.fromkeys(modes, _words(error))
+    reasons = {mode: _reason_against_stages(probe, choice, outline, expected, mode) for mode in modes}
+    return {mode: reason for mode, reason in reasons.items() if reason}
 
 
-def _reason_against_stages(probe: _Probe, choice: MeshVerdict, outline: Outline, mode: Mode) -> str | None:
+def _reason_against_stages(
+    probe: _Probe, choice: MeshVerdict, outline: Outline, expected: Outcome, mode: Mode
+) -> str | None:
     _, case, batch, _ = probe.cases[0]
     reason = ""
     # Few models' layers ask where their segment begins.
     for gives_start in (False, True) if mode == "segments" else (False,):
         try:
-            error, name = _SplitStages(probe, choice, outline, gives_start=gives_start).largest_error(batch, mode)
+            split = _SplitStages(probe, choice, outline, gives_start=gives_start)
+            error, name = split.largest_error(batch, expected, mode)
         except Exception as failure:
             reason = reason or f"{_words(failure)} ({case.name})"
             continue
@@ -223,10 +229,7 @@ class _Split:
         self._models = [self._sharded(mesh) for mesh in self._ranks.meshes]
 
     def _sharded(self, mesh: Mesh) -> PreTrainedModel:
-        def shard_of(parameter: nn.Parameter, layout: ShardingSpec) -> torch.Tensor:
-            return take_shard(parameter, layout, mesh)
-
-        own = copy.deepcopy(self._probe.model)
+        own, shard_of = copy.deepcopy(self._probe.model), functools.partial(take_shard, mesh=mesh)
         return shard_modules(own, self._plan, mesh, CuboidConfig().tensor_parallel, shard_of)
 
     def largest_error(self, batch: MicroBatch, expected: Outcome) -> tuple[float, str]:
@@ -259,10 +262,8 @@ class _SplitStages:
             for mesh in self._ranks.meshes
         ]
 
-    def largest_error(self, batch: MicroBatch, mode: Mode) -> tuple[float, str]:
+    def largest_error(self, batch: MicroBatch, expected: Outcome, mode: Mode) -> tuple[float, str]:
         """Of the loss and all gradients of a step, and of which."""
-        with self._probe.attempt.precision():
-            expected = run_plain(self._probe.model, batch)
         lengths = unit_lengths(batch["input_ids"].shape[1], mode, granule(self._ranks.meshes[0]))
         losses = self._ranks.run(lambda mesh: self._step(mesh.rank, batch, lengths))
         gradients: dict[str, torch.Tensor] = {}

@@ -34,6 +34,7 @@ from cuboid.seq1f1b.runtime.runtime import Interpreter
 from cuboid.seq1f1b.schedule.actions import Op, Program
 from cuboid.seq1f1b.schedule.lowering import lower
 from cuboid.seq1f1b.schedule.schedules import PipelineShape, gpipe, only_forward
+from cuboid.tensor3d.sharding.bucketing import reduce_rest
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,11 @@ class Pipeline:
         except Exception as error:
             error.add_note(f"in {interpreter.running} on rank {self.mesh.rank}")
             raise
+        finally:
+            self._staging.held_weights.clear()
         self._staging.weight_gradients.check_empty()
+        if training and self._staging.gradient_sync is not None:
+            reduce_rest(self._model)
         return runner
 
     def _trace_folder(self) -> Path:

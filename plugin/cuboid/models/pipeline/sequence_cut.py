@@ -103,7 +103,7 @@ class Cutter:
 
     def _multiple(self, length: int, segments: int) -> int:
         """What the segments of a sequence are to be multiples of: tiles, if that leaves room to balance them."""
-        tile = self._granule * (_TILE_TOKENS // math.gcd(self._granule, _TILE_TOKENS))
+        tile = math.lcm(self._granule, _TILE_TOKENS)
         return tile if self._tiles and length % tile == 0 and length >= 4 * segments * tile else self._granule
 
     def _check_explicit(self, lengths: tuple[int, ...]) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from cuboid.config.schema import TensorParallelConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.models.architectures.attention_heads import KeyValuePlan, plan_key_value_heads
 from cuboid.models.architectures.roles import Role, layer_names
@@ -24,6 +25,7 @@ from cuboid.tensor3d.layers.unsharded_module import UnshardedModule
 from cuboid.tensor3d.layers.vocab_embedding import shard_embedding
 from cuboid.tensor3d.layers.whole_block import LateSplit, compute_whole, keep_whole
 from cuboid.tensor3d.prefetch import ModelPrefetcher
+from cuboid.tensor3d.sharding.sharded_param import disable_reshard_after_forward, set_gradient_reduce
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 #: Attributes of attention modules, by what they count.
@@ -35,7 +37,7 @@ ShardOf = Callable[[nn.Parameter, ShardingSpec], torch.Tensor]
 
 
 def parallelize_modules(
-    model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh, shard_of: ShardOf
+    model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh, config: TensorParallelConfig, shard_of: ShardOf
 ) -> LateSplit | None:
     """Swap every module of the parallel plan, dropouts too, and fix the sizes that attention modules read.
 
@@ -70,6 +72,9 @@ def parallelize_modules(
         _prefetch_layers(model, parallel_plan)
     _share_key_value_heads(model, parallel_plan, mesh)
     _swap_dropouts(model, parallel_plan, mesh)
+    set_gradient_reduce(model, config.gradient_reduce)
+    if config.weight_gather == "step":
+        disable_reshard_after_forward(model)
     return late
 
 

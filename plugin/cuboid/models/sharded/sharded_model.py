@@ -48,7 +48,7 @@ from cuboid.tensor3d.layers.vocab_cross_entropy import (
     sharded_cross_entropy,
 )
 from cuboid.tensor3d.layers.whole_block import LateSplit
-from cuboid.tensor3d.sharding.sharded_param import disable_reshard_after_forward, is_recomputing, set_gradient_reduce
+from cuboid.tensor3d.sharding.sharded_param import is_recomputing
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,7 @@ def shard_modules(
     shapes = {name: layout.shape for name, layout in parallel_plan.by_parameter.items()}
     whole = WholeModel.of(model, learned_positions(model), shapes)
     whole = replace(whole, limits=_limits_of_task(whole.limits, model, parallel_plan.verdict))
-    late = parallelize_modules(model, parallel_plan, mesh, shard_of)
-    set_gradient_reduce(model, config.gradient_reduce)
-    if config.weight_gather == "step":
-        disable_reshard_after_forward(model)
+    late = parallelize_modules(model, parallel_plan, mesh, config, shard_of)
     attention = {name: model.get_submodule(name) for name in attention_modules(parallel_plan)}
     use_sharded_attention(model.config, list(attention.values()), mesh)
     for name in whole_blocks(parallel_plan):

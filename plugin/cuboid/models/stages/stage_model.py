@@ -26,7 +26,8 @@ from cuboid.models.stages.stages import StageCut, cut_stage, shared_parameters
 from cuboid.models.stages.whole_recorder import WholeSequenceRecorder
 from cuboid.seq1f1b.schedule.schedules import SCHEDULES
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
-from cuboid.tensor3d.sharding.sharded_param import disable_reshard_after_forward, set_gradient_reduce
+from cuboid.tensor3d.sharding.gradient_sync import GradientSync
+from cuboid.tensor3d.sharding.sharded_param import UnshardedCopy, defer_gradient_sync, keep_until_step_ends
 from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
 
 
@@ -47,6 +48,8 @@ class Staging:
         shared: parameters that the first and the last stage both have, by name.
         slot: tells the attention functions which unit is running.
         recorder: looks at whole sequences.
+        gradient_sync: where its gradients are added up over a step; None where each is reduced by itself.
+        held_weights: that stay gathered until a step ends, and are then forgotten.
         weight_gradients: where the stage's linear layers defer their weight gradients to while it is open.
     """
 
@@ -62,6 +65,8 @@ class Staging:
     shared: dict[str, nn.Parameter] = field(default_factory=dict)
     slot: UnitSlot = field(default_factory=UnitSlot)
     recorder: WholeSequenceRecorder | None = None
+    gradient_sync: GradientSync | None = None
+    held_weights: list[UnshardedCopy] = field(default_factory=list)
     weight_gradients: WeightGradientStore = field(default_factory=WeightGradientStore)
 
     def recorded(self, *arguments: Any) -> WholeSequence:
@@ -123,10 +128,11 @@ def finish_stage(
         shard_of: gives the shard of a parameter.
     """
     if parallel_plan is not None:
-        parallelize_modules(model, parallel_plan, mesh, shard_of)
-        set_gradient_reduce(model, staging.config.tensor_parallel.gradient_reduce)
+        parallelize_modules(model, parallel_plan, mesh, staging.config.tensor_parallel, shard_of)
+        if staging.config.tensor_parallel.gradient_sync == "step":
+            staging.gradient_sync = defer_gradient_sync(model)
         if staging.config.tensor_parallel.weight_gather == "step":
-            disable_reshard_after_forward(model)
+            staging.held_weights = keep_until_step_ends(model)
         model.loss_function = functools.partial(sharded_loss, mesh=mesh)
     layers = model.get_submodule(staging.outline.layers)
     assert isinstance(layers, nn.ModuleList)

@@ -16,6 +16,7 @@ from cuboid.models.cross_entropy.lm_head import Head
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.models.stages.stages import run_base
 from cuboid.models.stages.units import SegmentedBatch
+from cuboid.tensor3d.sharding.gradient_sync import GradientSync
 from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
 
 Unit = tuple[int, int]
@@ -81,6 +82,12 @@ class StageRunner:
         # A step that failed may have left something.
         self._weight_gradients.clear()
         self._splits = splits
+        self._gradient_sync: GradientSync | None = model.staging.gradient_sync
+        if self._gradient_sync is not None:
+            self._gradient_sync.clear()
+        units = sum(len(batch.bounds) - 1 for batch in batches)
+        #: Units that are yet to run, by what of them gives parameters a gradient; a split backward does so twice.
+        self._left = {"head": units, "backward": units, "weights": units}
         self._pending: dict[Unit, _Pending] = {}
         #: On the last stage: the sum of all units' scaled losses.
         self.loss: torch.Tensor | None = None
@@ -135,12 +142,14 @@ class StageRunner:
 
     def weight_gradients(self, micro_batch: int, segments: Sequence[int]) -> None:
         """See :class:`cuboid.seq1f1b.runtime.runtime.Stage`."""
+        self._count("weights", len(segments))
         self._weight_gradients.run([(micro_batch, segment) for segment in segments])
 
     def _backward(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         pending = self._pending.pop((micro_batch, segment))
         if gradient is not None:
             pending.gradient.append(gradient)
+        self._count("backward")
         # Without one, everything up to here is frozen. A recomputation needs to know where it is.
         if pending.root.requires_grad:
             with self._staging.slot.running(self._batches[micro_batch].unit(segment)):
@@ -176,6 +185,7 @@ class StageRunner:
         return {name: batch.cut(x, segment) for name, x in {**batch.given, "position_ids": batch.positions}.items()}
 
     def _run_head(self, batch: SegmentedBatch, segment: int, output: torch.Tensor) -> torch.Tensor | None:
+        self._count("head")
         labels = batch.cut(batch.labels, segment)
         loss, gradient = chunked_loss(
             self._head,
@@ -188,6 +198,12 @@ class StageRunner:
         )
         self.loss = loss if self.loss is None else self.loss + loss
         return gradient
+
+    def _count(self, part: str, units: int = 1) -> None:
+        """Units begin with something that gives parameters a gradient."""
+        self._left[part] -= units
+        if self._gradient_sync is not None:
+            self._gradient_sync.is_last = self._left[part] == 0
 
     def _free_after(self, micro_batch: int, segment: int) -> None:
         batch = self._batches[micro_batch]

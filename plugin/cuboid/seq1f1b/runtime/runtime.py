@@ -96,16 +96,15 @@ class Interpreter:
         self._arrivals[action] = self._channels[channel(action)].post_receive(size, stage.hidden_dtype, stage.device)
 
     def _compute(self, action: Action, shape: PipelineShape) -> None:
-        stage = self._stages[action.stage]
-        computations = {
-            Op.FORWARD: stage.forward,
-            Op.BACKWARD: stage.backward,
-            Op.INPUT_GRADIENT: stage.input_gradient,
-        }
-        compute = computations[action.op]
-        taken = self._take(incoming(action, shape))
+        stage, taken = self._stages[action.stage], self._take(incoming(action, shape))
         with self._observe(action):
-            result = compute(action.micro_batch, action.segment, taken)
+            match action.op:
+                case Op.FORWARD:
+                    result = stage.forward(action.micro_batch, action.segment, taken)
+                case Op.BACKWARD:
+                    result = stage.backward(action.micro_batch, action.segment, taken)
+                case _:
+                    result = stage.input_gradient(action.micro_batch, action.segment, taken)
         send = outgoing(action, shape)
         if send is None or result is None:
             return

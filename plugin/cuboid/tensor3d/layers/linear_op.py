@@ -211,6 +211,14 @@ class LinearOp:
                         torch.mm(piece[:, part].t(), features, out=out)
         return whole
 
+    def reduce(self, blocks: dict[int, torch.Tensor]) -> dict[int, AsyncResult[torch.Tensor]]:
+        """Start to reduce gradients of blocks, by their products' numbers; without those of which more are to come."""
+        if self.params[0].gradient_sync is not None:
+            totals = {number: self.params[number].to_reduce(block, is_own=True) for number, block in blocks.items()}
+            blocks = {number: total for number, total in totals.items() if total is not None}
+        reducing = start_reduce_scatters(list(map(self.params.__getitem__, blocks)), list(blocks.values()))
+        return dict(zip(blocks, reducing, strict=True))
+
 
 @dataclass(frozen=True)
 class _Call:
@@ -297,19 +305,21 @@ class _LinearFunction(torch.autograd.Function):
         if ctx.parts > 1:
             # Back from the dtype of the sums.
             blocks = {number: block.to(weights[number].dtype) for number, block in blocks.items()}
-        scattering: Sequence[AsyncResult[torch.Tensor]] = ()
+        scattering: dict[int, AsyncResult[torch.Tensor]] = {}
         if own.is_sharded:
-            scattering = start_reduce_scatters([own.params[n] for n in wanted], [blocks[n] for n in wanted])
+            scattering = own.reduce(blocks)
         dx = None
         if needs_x:
             (dx,) = reducing[0].wait() if ctx.parts == 1 else _cat_rows(map(AsyncResult.wait, reducing))
-        dweights: list[torch.Tensor | None] = list(map(blocks.get, range(len(weights))))
-        if own.is_sharded:
+        dweights: list[torch.Tensor | None] = [None] * len(weights)
+        if not own.is_sharded:
+            dweights = list(map(blocks.get, range(len(weights))))
+        else:
             for param in own.params:
                 param.discard()
             # What keeps blocks over the step, for this one.
             ctx.kept = None
-            for number, reduced in zip(wanted, scattering, strict=True):
+            for number, reduced in scattering.items():
                 deferred = ctx.call.deferrals[number]
                 if deferred is not None:
                     deferred.defer(reduced)
@@ -372,12 +382,11 @@ class _DeferredWeights:
                     if is_sum:
                         block = block.to(statistics_dtype(block.dtype))
                     sums[number] = sums[number].add_(block) if number in sums else block
-        blocks = [sums[number].to(self.dy[number].dtype) for number in wanted]
+        blocks = {number: block.to(self.dy[number].dtype) for number, block in sums.items()}
         if own.is_sharded:
-            reducing = start_reduce_scatters([own.params[number] for number in wanted], blocks)
-            blocks = [reduced.wait() for reduced in reducing]
-        weights = [each.weight for each in self.later if each is not None]
-        return [(weight, block.to(weight.dtype)) for weight, block in zip(weights, blocks, strict=True)]
+            blocks = {number: reduced.wait() for number, reduced in own.reduce(blocks).items()}
+        weights = {number: each.weight for number, each in enumerate(self.later) if each is not None}
+        return [(weights[number], block.to(weights[number].dtype)) for number, block in blocks.items()]
 
 
 @dataclass(frozen=True)

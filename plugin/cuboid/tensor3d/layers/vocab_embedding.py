@@ -64,7 +64,10 @@ class ShardedEmbedding(ShardedModule, nn.Embedding):
 
         Whoever has them makes sure that they are in the table (``models/batch/batch_check.py``); others give zeros.
         """
-        return _LookUp.apply(ids, self.weight, self.sharded_params["weight"], self.padding_idx)
+        param = self.sharded_params["weight"]
+        if param.keeps is not None:
+            param.is_made_of(self.weight)
+        return _LookUp.apply(ids, self.weight, param, self.padding_idx)
 
     def extra_repr(self) -> str:
         """Unsplit sizes and the mesh."""

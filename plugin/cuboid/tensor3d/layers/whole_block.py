@@ -248,9 +248,11 @@ class _UnshardAll(torch.autograd.Function):
         mesh = there[0][0].mesh
         # So many ranks have computed the same, and the reduce-scatter adds them all up.
         same = mesh.size(*ctx.same)
-        scaled = [gradient / same if same > 1 else gradient for _, gradient in there]
-        reduced = iter([each.wait() for each in start_reduce_scatters([param for param, _ in there], scaled)])
-        return None, None, *(None if gradient is None else next(reduced) for gradient in gradients)
+        totals = [(param, param.to_reduce(gradient / same if same > 1 else gradient)) for param, gradient in there]
+        ready = {param: total for param, total in totals if total is not None}
+        reducing = start_reduce_scatters(list(ready), list(ready.values()))
+        reduced = {param: each.wait() for param, each in zip(ready, reducing, strict=True)}
+        return None, None, *map(reduced.get, ctx.params)
 
 
 def _gathered(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import nn
 
 from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import start_all_gather, start_reduce_scatter_parts
-from cuboid.tensor3d.sharding.sharded_param import ShardedParam
+from cuboid.tensor3d.sharding.sharded_param import FULL_ITEMSIZE, ShardedModule, ShardedParam
 
 #: Of shards that share a collective, together. A network needs longer for it than for starting it.
 _BUCKET_BYTES = 1 << 20
@@ -59,11 +60,24 @@ def start_reduce_scatters(
             continue
         stacked = [param.stacked(gradient) for param, gradient in members]
         rows = torch.cat([each.flatten(1) for each in stacked], 1)
-        exchange = rows.dtype.itemsize < torch.float32.itemsize and first.exchanges
+        exchange = rows.dtype.itemsize < FULL_ITEMSIZE and first.exchanges
         shapes = [each.shape[1:] for each in stacked]
         reducing = start_reduce_scatter_parts(rows, shapes, first.along, exchange=exchange)
         found += [AsyncResult(own, finish=reducing.wait) for own in reducing.incomplete()]
     return found
+
+
+def reduce_rest(model: nn.Module) -> None:
+    """At the end of a step, reduce and accumulate what its last backward didn't come to. Collective."""
+    rest = []
+    for module in (module for module in model.modules() if isinstance(module, ShardedModule)):
+        for name, param in module.sharded_params.items():
+            total = None if param.gradient_sync is None else param.gradient_sync.take(param)
+            if total is not None:
+                rest.append((param, module.get_parameter(name), total))
+    reducing = start_reduce_scatters([param for param, _, _ in rest], [total for _, _, total in rest])
+    for (_, parameter, _), reduced in zip(rest, reducing, strict=True):
+        parameter.backward(reduced.wait().to(parameter.dtype))  # type: ignore[no-untyped-call]
 
 
 def _buckets(

@@ -13,7 +13,7 @@ from torch import nn
 from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import start_all_gather, start_reduce_scatter
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce, deferred_shards
-from cuboid.tensor3d.sharding.sharded_param import ShardedModule
+from cuboid.tensor3d.sharding.sharded_param import FULL_ITEMSIZE, ShardedModule
 
 
 class Member(Protocol):
@@ -90,6 +90,11 @@ class ParamGroupUnshard:
             blocks.append(part.flatten()[: param.block_shape[0]])
         return tuple(blocks)
 
+    def to_reduce(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """What of the blocks' gradients is to be reduced now; see :meth:`ShardedParam.to_reduce`."""
+        pairs = zip(self.params, gradients, strict=True)
+        return [None if gradient is None else param.to_reduce(gradient) for param, gradient in pairs]
+
     def start_reduce_scatter(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """The blocks' gradients to the shards'; complete once the deferred reduce was waited for."""
         widths = list(map(len, self._shards))
@@ -98,7 +103,7 @@ class ParamGroupUnshard:
         for param, gradient, slot in zip(self.params, gradients, slots.split(widths, 1), strict=True):
             if gradient is not None:
                 slot.copy_(param.stacked(gradient))
-        exchange = slots.dtype.itemsize < torch.float32.itemsize and self.params[0].exchanges
+        exchange = slots.dtype.itemsize < FULL_ITEMSIZE and self.params[0].exchanges
         reducing = start_reduce_scatter(slots, self._along, exchange=exchange)
         assert self.deferred is not None
         self.deferred.defer(reducing)
@@ -114,8 +119,9 @@ class _Blocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if all(map(is_, gradients, repeat(None))):
-            return None, *gradients
-        reduced = ctx.unshard.start_reduce_scatter(gradients)
+        ready = gradients if ctx.unshard.params[0].gradient_sync is None else ctx.unshard.to_reduce(gradients)
+        if all(map(is_, ready, repeat(None))):
+            return None, *ready
+        reduced = ctx.unshard.start_reduce_scatter(ready)
         needed = ctx.needs_input_grad[1:]
         return None, *(each if wanted else None for each, wanted in zip(reduced, needed, strict=True))

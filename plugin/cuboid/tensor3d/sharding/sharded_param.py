@@ -21,15 +21,15 @@ from cuboid.distributed.axis_collectives import start_all_gather, start_reduce_s
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce
+from cuboid.tensor3d.sharding.gradient_sync import GradientSync
 from cuboid.tensor3d.sharding.param_versions import Updates
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
 
 #: How gradients of blocks are added up; see :func:`set_gradient_reduce`.
 GradientReduce = Literal["auto", "fp32", "backend"]
-
-
-_FULL = torch.float32.itemsize
+#: Bytes of an element from which on gradients are added up as they are.
+FULL_ITEMSIZE = torch.float32.itemsize
 
 
 class ShardedState(Enum):
@@ -89,9 +89,13 @@ class ShardedParam:
         #: Whether blocks are kept from a forward to its backward, and by whose count they are out of date.
         self.keeps: Updates | None = None
         self._kept: weakref.ref[UnshardedCopy] | None = None
+        #: What keeps blocks longer than their forwards' graphs do; see :func:`keep_until_step_ends`.
+        self.held: list[UnshardedCopy] | None = None
         #: Of which the shards are views or casts, as far as blocks are kept.
         self._parameter: weakref.ref[torch.Tensor] | None = None
         self.gradient_reduce: GradientReduce = "auto"
+        #: Where gradients are added up until the last one of a step; None to reduce each by itself.
+        self.gradient_sync: GradientSync | None = None
 
     def is_made_of(self, parameter: torch.Tensor) -> None:
         """Say which parameter the shards that are gathered from now on are views or casts of, where blocks are kept."""
@@ -157,6 +161,8 @@ class ShardedParam:
         if kept is None:
             kept = UnshardedCopy(whole, parameter, self.keeps)
             self._kept = weakref.ref(kept)
+            if self.held is not None:
+                self.held.append(kept)
         return kept
 
     def _kept_block(self, dtype: torch.dtype) -> UnshardedCopy | None:
@@ -182,18 +188,35 @@ class ShardedParam:
         try:
             yield self.unsharded()
         finally:
-            self.reshard()
+            self.reshard_after_forward(shard, keep=self.held is not None)
+
+    def to_reduce(self, block_gradient: torch.Tensor, *, is_own: bool = False) -> torch.Tensor | None:
+        """What is to be reduced now that a backward has given a gradient of the block.
+
+        Args:
+            block_gradient: of this backward.
+            is_own: whether it may be written to.
+
+        Returns:
+            The gradient, or its sum over a step; None as long as more are to come.
+        """
+        if self.gradient_sync is None or self.ranks == 1:
+            return block_gradient
+        return self.gradient_sync.add(self, block_gradient, is_own=is_own)
 
     def start_reduce_scatter(self, block_gradient: torch.Tensor) -> AsyncResult[torch.Tensor]:
         """Sum the ranks' gradients of the block and leave each rank its shard's."""
         if self.ranks == 1:
             return AsyncResult(block_gradient)
-        exchange = block_gradient.dtype.itemsize < _FULL and self.exchanges
+        exchange = block_gradient.dtype.itemsize < FULL_ITEMSIZE and self.exchanges
         return start_reduce_scatter(self.stacked(block_gradient), self.along, exchange=exchange)
 
     @property
     def exchanges(self) -> bool:
-        """Whether ranks exchange a gradient's slices to add them up in float32; see :func:`set_gradient_reduce`."""
+        """Whether ranks exchange a short gradient's slices to add them up in float32; see :func:`set_gradient_reduce`.
+
+        To be asked only for gradients of elements shorter than :data:`FULL_ITEMSIZE`: this is called for each.
+        """
         return self.gradient_reduce == "fp32" or (self.gradient_reduce == "auto" and not self.mesh.spans_nodes)
 
     def stacked(self, block: torch.Tensor) -> torch.Tensor:
@@ -204,9 +227,10 @@ class ShardedParam:
             block = torch.cat([block, block.new_zeros((missing, *rest))])
         return block.reshape(self.ranks, height, *rest)
 
-    def reduce_scatter(self, block_gradient: torch.Tensor) -> torch.Tensor:
-        """:meth:`start_reduce_scatter`, waited for."""
-        return self.start_reduce_scatter(block_gradient).wait()
+    def reduce_scatter(self, block_gradient: torch.Tensor) -> torch.Tensor | None:
+        """:meth:`start_reduce_scatter` of what is :meth:`to_reduce`, waited for; None if nothing is yet."""
+        total = self.to_reduce(block_gradient)
+        return None if total is None else self.start_reduce_scatter(total).wait()
 
 
 def is_recomputing() -> bool:
@@ -225,7 +249,7 @@ class _Unshard(torch.autograd.Function):
             return block
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:
         return ctx.param.reduce_scatter(gradient), None
 
 
@@ -315,9 +339,31 @@ def set_gradient_reduce(model: nn.Module, how: GradientReduce) -> None:
             param.gradient_reduce = how
 
 
+def defer_gradient_sync(model: nn.Module) -> GradientSync:
+    """Let gradients be reduced only by the backwards that are said to be a step's last."""
+    sync = GradientSync()
+    for module in (module for module in model.modules() if isinstance(module, ShardedModule)):
+        for param in module.sharded_params.values():
+            param.gradient_sync = sync
+    return sync
+
+
 def disable_reshard_after_forward(model: nn.Module) -> None:
     """Keep gathered weights from a forward to its backward, and let other forwards in between have them too."""
     updates = Updates()
     for module in (module for module in model.modules() if isinstance(module, ShardedModule)):
         for param in module.sharded_params.values():
             param.keeps = updates
+
+
+def keep_until_step_ends(model: nn.Module) -> list[UnshardedCopy]:
+    """Keep gathered weights between the units of a step too, where one's backward is through before the next's forward.
+
+    Returns:
+        What keeps them; to be cleared when the step ends.
+    """
+    held: list[UnshardedCopy] = []
+    for module in (module for module in model.modules() if isinstance(module, ShardedModule)):
+        for param in module.sharded_params.values():
+            param.held = held
+    return held
