@@ -31,13 +31,13 @@ from cuboid.tensor3d.layers.dropout import CommonDropout
 from cuboid.tensor3d.sharding.sharding_spec import put_shard, take_shard
 from cuboid.weights.state_dict_map import sharded_layouts
 
-SIZES = {"vocab_size": 67, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 1}
+SIZES = {"vocab_size": 67, "num_hidden_layers": 3, "num_attention_heads": 4, "pad_token_id": 1}
 WIDTHS = {"hidden_size": 32, "intermediate_size": 48}
 #: By architecture, options for small models without dropout.
 OPTIONS = {
     "llama": {**SIZES, **WIDTHS},
-    "gpt2": {"vocab_size": 67, "n_layer": 2, "n_head": 4, "n_embd": 32, "pad_token_id": 1},
-    "distilbert": {"vocab_size": 67, "n_layers": 2, "n_heads": 4, "dim": 32, "hidden_dim": 48, "pad_token_id": 1},
+    "gpt2": {"vocab_size": 67, "n_layer": 3, "n_head": 4, "n_embd": 32, "pad_token_id": 1},
+    "distilbert": {"vocab_size": 67, "n_layers": 3, "n_heads": 4, "dim": 32, "hidden_dim": 48, "pad_token_id": 1},
     "modernbert": {**SIZES, **WIDTHS, "cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3},
     **{name: {**SIZES, **WIDTHS, "max_position_embeddings": 40} for name in ("bert", "roberta", "electra")},
 }
@@ -53,7 +53,7 @@ AUTO = {
 def small_config(architecture, **more):
     config = AutoConfig.for_model(architecture, **{**OPTIONS[architecture], **more})
     for name in vars(config).copy():
-        if name.endswith(("dropout", "pdrop", "dropout_prob")):
+        if name.endswith(("dropout", "pdrop", "dropout_prob")) and getattr(config, name) is not None:
             setattr(config, name, 0.0)
     return config
 
