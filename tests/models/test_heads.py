@@ -132,11 +132,11 @@ def score(output, batch):
         ("roberta", "masked", "2x2x1", {}),
         ("roberta", "tokens", "1x1x2", {"num_labels": 3}),
         ("roberta", "sequence", "2x2x2", {"num_labels": 3}),
-        ("distilbert", "sequence", "2x2x2", {"num_labels": 3}),
         ("electra", "answers", "1x2x2", {}),
         ("electra", "masked", "2x2x2", {"embedding_size": 16}),
         ("modernbert", "masked", "2x2x2", {}),
         ("modernbert", "sequence", "1x2x2", {"num_labels": 3, "classifier_pooling": "mean"}),
+        ("distilbert", "sequence", "2x2x2", {"num_labels": 3}),
     ],
 )
 def test_loss_logits_and_every_gradient_are_those_of_the_plain_model(architecture, task, mesh, more):

@@ -262,6 +262,8 @@ def _check_source(options: TrainOptions) -> None:
         if options.tokenizer is not None:
             raise CuboidError("--tokenizer goes with --arch-config; a --model has its own")
         check_model_folder(options.model)
+    elif not options.architecture.exists():
+        raise CuboidError(f"--arch-config {str(options.arch_config)!r} does not exist; name a model's config.json")
 
 
 def _new_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
