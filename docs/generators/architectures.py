@@ -7,14 +7,22 @@ Without ``--probe``, which takes minutes for all of them, only the page is writt
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, PretrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+)
 
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.supported_tasks import check_class
@@ -71,12 +79,25 @@ _REPAIRS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "qwen4_exp_text": {},
 }
+#: For what other tasks these are probed on meshes; the page shows them as examples, and the table saves their users the
+#: probe's seconds.
+_DECODERS = ("llama", "qwen2", "qwen3", "gpt2")
+_ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "modernbert")
+#: By the task's name on the page: transformers' own table of classes, and what a config differs in.
+_HEADS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "masked language model": (MODEL_FOR_MASKED_LM_MAPPING, {}),
+    "sequence classification": (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, {}),
+    "regression, rewards": (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, {"num_labels": 1}),
+    "token classification": (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, {}),
+    "question answering": (MODEL_FOR_QUESTION_ANSWERING_MAPPING, {}),
+    "hidden states, pooled": (MODEL_MAPPING, {}),
+}
 
 
 def parts() -> dict[str, dict[str, str]]:
     """The page, from the tables as they are."""
     tables = [json.loads(path.read_text(encoding="utf-8")) for path in (TABLE, MESH_TABLE)]
-    return {"architectures.md": {**_parts(tables[0]), **_mesh_parts(tables[1])}}
+    return {"architectures.md": {**_parts(tables[0]), **_mesh_parts(tables[1]), **_head_parts(tables[1])}}
 
 
 def probe(model_types: list[str]) -> None:
@@ -85,24 +106,48 @@ def probe(model_types: list[str]) -> None:
     Each takes 10 to 15 s of a processor. What was found is written down as soon as it is known.
     """
     cases = list(_cases(model_types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)))
+    heads = list(_head_cases(model_types or [*_DECODERS, *_ENCODERS]))
     with ProcessPoolExecutor(2) as pool:
         for path, find in ((TABLE, _probe), (MESH_TABLE, _probe_meshes)):
             for case, (key, entry) in zip(cases, pool.map(find, cases), strict=True):
                 write_entry(path, case, key, entry)
+        for case, (key, entry) in zip(heads, pool.map(_probe_head, heads), strict=True):
+            write_entry(MESH_TABLE, case, key, entry, part="heads")
 
 
-def write_entry(path: Path, case: tuple[str, str], key: str | None, entry: Any) -> None:
+def _head_cases(model_types: Iterable[str]) -> Iterator[tuple[str, str]]:
+    for model_type in model_types:
+        if model_type in (*_DECODERS, *_ENCODERS):
+            config = AutoConfig.for_model(model_type)
+            yield from ((model_type, head) for head, (classes, _) in _HEADS.items() if type(config) in classes)
+
+
+def _probe_head(case: tuple[str, str]) -> tuple[str, Any]:
+    """Key and entry of an architecture for another task."""
+    torch.set_num_threads(1)
+    model_type, head = case
+    classes, changes = _HEADS[head]
+    config = AutoConfig.for_model(model_type, **changes)
+    if config.pad_token_id is None:
+        # Classifiers of decoders look for the last token that isn't padding.
+        config.pad_token_id = 0
+    cls = classes[type(config)]
+    return digest_of(features_of(cls, config)), written_verdict(check_meshes(cls, config))
+
+
+def write_entry(path: Path, case: tuple[str, str], key: str | None, entry: Any, *, part: str = "flavours") -> None:
     """Put what was found out about an architecture into a table, in place of what was there.
 
     Args:
         path: of the table.
-        case: model type and flavour.
+        case: model type and flavour, or head.
         key: of the architecture's features; None if it was rejected.
         entry: what was found, or the reason.
+        part: of the table, that lists flavours or heads.
     """
     content = json.loads(path.read_text(encoding="utf-8"))
     model_type, flavour = case
-    names = content["flavours"].setdefault(model_type, {})
+    names = content.setdefault(part, {}).setdefault(model_type, {})
     content["architectures"].setdefault(model_type, {}).pop(names.pop(flavour, None), None)
     if key is None:
         content["rejected"][model_type] = entry
@@ -111,7 +156,7 @@ def write_entry(path: Path, case: tuple[str, str], key: str | None, entry: Any) 
         content["architectures"][model_type][key] = entry
         names[flavour] = key
     in_order = {
-        part: {name: entry for name, entry in sorted(entries.items()) if entry} for part, entries in content.items()
+        each: {name: entry for name, entry in sorted(entries.items()) if entry} for each, entries in content.items()
     }
     path.write_text(json.dumps(in_order, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -193,6 +238,29 @@ def _mesh_parts(meshes: dict[str, Any]) -> dict[str, str]:
         "mesh_accepted": table(head, rows),
         "mesh_rejected": table(["architecture", "why"], why),
     }
+
+
+_ON_A_MESH = {
+    "split": "split",
+    "labels": "split; logits whole",
+    "whole": "behind whole hidden states",
+}
+
+
+def _head_parts(meshes: dict[str, Any]) -> dict[str, str]:
+    """Encoders, and heads for other tasks than causal language modelling."""
+    rows = []
+    for model_type, heads in meshes["heads"].items():
+        for head, key in heads.items():
+            entry = meshes["architectures"][model_type][key]
+            if "whole rows" in entry["refused"]:
+                rows.append([f"`{model_type}`", head, "no", "", "", _short(entry["refused"]["whole rows"])])
+                continue
+            place = _ON_A_MESH[entry.get("head", "split")] if head != "hidden states, pooled" else ""
+            refused = ", ".join(entry["refused"])
+            rows.append([f"`{model_type}`", head, _extent(entry), place, f"{entry['error']:.0e}", refused])
+    head = ["architecture", "task", "computed whole", "its head", "largest error", "rejected kinds"]
+    return {"mesh_heads": table(head, rows)}
 
 
 def _extent(entry: dict[str, Any]) -> str:

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from cuboid.errors import CuboidError
 from cuboid.seq1f1b.schedule.timeline_trace import read_chrome_trace
 from cuboid.train.data.initial_model import train_tokenizer
+from cuboid.train.job import TrainOptions, plan
 from cuboid.train.reporting.report import Report
 from launching import BIN, ROOT, as_ranks, end, finish, free_port, run, start
 
@@ -298,7 +300,48 @@ def test_sigterm_saves_a_checkpoint_from_which_only_the_same_batch_resumes(job, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["finetune.py", "pipeline.py"])
+def test_a_new_model_has_the_same_weights_on_one_rank_and_on_a_mesh(job, tmp_path):
+    prepare = ("-m", "cuboid.cli", "prepare", f"--tokenizer={job / 'model'}", f"--data={job / 'text'}")
+    status, output = run(sys.executable, *prepare, f"--out={tmp_path}")
+    assert status == 0, output
+    assert not (tmp_path / "start").exists()
+    losses = {}
+    for config, launcher in (("alone", "none"), ("mesh", "torchrun")):
+        out = tmp_path / config
+        names = {"arch-config": job / "model/config.json", "data": tmp_path / "tokens", "out": out}
+        options = [f"--{name}={value}" for name, value in {**names, "config": job / f"{config}.json"}.items()]
+        arguments = ("cuboid.cli", "train", *options, "--sequence-length=32", "--heldout-blocks=5", "--steps=2")
+        status, output = run(*LAUNCHERS[launcher], *arguments)
+        assert status == 0, output
+        losses[config] = report_of(out).losses
+        assert LlamaForCausalLM.from_pretrained(out / "model").config.vocab_size == 300
+    assert losses["mesh"].first == pytest.approx(losses["alone"].first, rel=1e-5)
+    assert losses["mesh"].heldout_last == pytest.approx(losses["alone"].heldout_last, rel=1e-4)
+
+
+def test_a_model_comes_from_a_checkpoint_or_from_a_config_and_a_tokenizer(job, tmp_path):
+    def options(**more):
+        return TrainOptions(
+            **{"model": None, "data": job / "text", "config": job / "alone.json", "out": tmp_path, **more}
+        )
+
+    config, tokenizer = job / "model/config.json", job / "model"
+    for wrong, message in (
+        (options(), "give either --model, a checkpoint, or --arch-config"),
+        (options(model=job / "model", arch_config=config), "give either --model, a checkpoint, or --arch-config"),
+        (options(model=job / "model", tokenizer=tokenizer), "--tokenizer goes with --arch-config"),
+        (options(arch_config=config, steps=1), r"text' has no tokenizer that transformers can load; --tokenizer names"),
+        (options(arch_config=tmp_path / "none.json"), r"--arch-config '.*none.json' does not exist"),
+    ):
+        with pytest.raises(CuboidError, match=message):
+            plan(wrong)
+    found = plan(options(arch_config=config, tokenizer=tokenizer, steps=1))
+    whole = plan(options(model=job / "model", steps=1))
+    assert (found.vocabulary, found.model_sha256) == (whole.vocabulary, whole.model_sha256)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["finetune.py", "pipeline.py", "scratch.py"])
 def test_the_example_scripts_train(job, tmp_path, script):
     text, out = tmp_path / "text", tmp_path / "out"
     text.write_text("def f(x):\n    return x\n" * 1000)

@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
+    BertForNextSentencePrediction,
     LlamaForSequenceClassification,
     PreTrainedModel,
 )
@@ -397,16 +398,20 @@ def test_other_kinds_of_models_are_refused_by_name_and_task(monkeypatch, tmp_pat
     monkeypatch.setenv("RANK", "0")
     config = mode("1x1x1" if stages else "1x2x1", stages)
     bert = BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16, vocab_size=50)
-    classifier = LlamaForSequenceClassification(LLAMA.config())
     llama = built(LLAMA)
     llama.save_pretrained(tmp_path / "llama")
     expected = {
-        "LlamaForSequenceClassification is for sequence classification": classifier,
-        "BertForMaskedLM is for masked language modelling": BertForMaskedLM(bert),
-        "LlamaModel has no language-modelling head": llama.base_model,
+        "BertForNextSentencePrediction is for next sentence prediction": BertForNextSentencePrediction(bert),
         "Linear isn't a model of transformers": torch.nn.Linear(2, 2),
         "torch.compile can't compile LlamaForCausalLM as a whole": torch.compile(llama),
     }
+    if stages:
+        # A mesh takes them.
+        expected |= {
+            "LlamaForSequenceClassification is for sequence": LlamaForSequenceClassification(LLAMA.config()),
+            "BertForMaskedLM is for masked language modelling": BertForMaskedLM(bert),
+            "LlamaModel is for hidden states": llama.base_model,
+        }
     for start, model in expected.items():
         assert message(lambda model=model: cuboid.shard(model, config)).startswith(start)
     with cuboid.scope(config):
@@ -414,7 +419,8 @@ def test_other_kinds_of_models_are_refused_by_name_and_task(monkeypatch, tmp_pat
             if isinstance(model, PreTrainedModel):
                 load = functools.partial(type(model).from_pretrained, tmp_path / "llama")
                 assert message(load).startswith(start)
-        assert message(lambda: AutoModel.from_pretrained(tmp_path / "llama")).startswith("LlamaModel has no")
+        if stages:
+            assert message(lambda: AutoModel.from_pretrained(tmp_path / "llama")).startswith("LlamaModel is for hidden")
 
 
 def with_adapters(model):

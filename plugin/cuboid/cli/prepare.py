@@ -20,12 +20,19 @@ def prepare(
         Path | None,
         typer.Option(help="Hugging Face checkpoint with its tokenizer. Default: write a new Llama to OUT/start."),
     ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a tokenizer, for a model that `cuboid train --arch-config` will make."),
+    ] = None,
     vocabulary: Annotated[int, typer.Option(help="Entries of a new tokenizer.", max=LARGEST_VOCABULARY)] = 4096,
     seed: Annotated[int, typer.Option(help="Of a new model's weights.", min=0, max=LARGEST_SEED)] = 0,
 ) -> None:
-    """Tokenize the data into OUT/tokens; without --model, first learn a tokenizer and write a small Llama."""
+    """Tokenize the data into OUT/tokens.
+
+    Without --model and --tokenizer, first learn a tokenizer and write a small Llama.
+    """
     from cuboid.library_warnings import quiet
     from cuboid.train.prepare import prepare as run
 
     quiet()
-    run(out, model=model, data=data, vocabulary=vocabulary, seed=seed, say=typer.echo)
+    run(out, model=model, tokenizer_folder=tokenizer, data=data, vocabulary=vocabulary, seed=seed, say=typer.echo)

@@ -1,4 +1,4 @@
-"""``cuboid train``: train a Hugging Face checkpoint on stages and a mesh. Started by a launcher, on every rank."""
+"""``cuboid train``: train a model on stages and a mesh. Started by a launcher, on every rank."""
 
 from __future__ import annotations
 
@@ -15,12 +15,20 @@ if TYPE_CHECKING:
 
 
 def train(
-    model: Annotated[Path, typer.Option(help="Hugging Face checkpoint with its tokenizer.")],
     data: Annotated[Path, typer.Option(help="Text file, folder of text files, or tokens from `cuboid prepare`.")],
     config: Annotated[
         Path, typer.Option(help="DeepSpeed config with a tensor_parallel or pipeline section; JSON or YAML.")
     ],
     out: Annotated[Path, typer.Option(help="Folder for model, report.json and loss.png; made if need be.")],
+    model: Annotated[Path | None, typer.Option(help="Hugging Face checkpoint with its tokenizer.")] = None,
+    arch_config: Annotated[
+        Path | None,
+        typer.Option(help="In place of --model: the config.json of a new model, whose weights --seed gives."),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="With --arch-config: folder of the tokenizer. Default: the one in DATA, beside its tokens."),
+    ] = None,
     steps: Annotated[
         int | None,
         typer.Option(
@@ -31,7 +39,9 @@ def train(
     sequence_length: Annotated[int, typer.Option(help="Tokens of a block.")] = 512,
     heldout_blocks: Annotated[int, typer.Option(help="Blocks of the held-out loss, at most.")] = 32,
     evaluations: Annotated[int, typer.Option(help="How many times to take the held-out loss.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of the order of the data, and of dropout.", min=0, max=LARGEST_SEED)] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of the order of the data, dropout, and new weights.", min=0, max=LARGEST_SEED)
+    ] = 0,
     save_every: Annotated[
         int | None, typer.Option(help="Optimizer steps from one checkpoint to the next. Default: none are written.")
     ] = None,
@@ -50,7 +60,7 @@ def train(
     ] = None,
     local_rank: Annotated[int, typer.Option("--local_rank", "--local-rank", hidden=True)] = 0,
 ) -> None:
-    """Load a checkpoint sharded over stages and mesh, train it, and save it as plain transformers opens it.
+    """Load or make a model sharded over stages and mesh, train it, and save it as plain transformers opens it.
 
     Start it with a launcher: `deepspeed --module cuboid.cli train …`, `torchrun -m cuboid.cli train …` or
     `accelerate launch -m cuboid.cli train …`. Ctrl-C or SIGTERM lets it finish the step, save a checkpoint in
@@ -72,6 +82,8 @@ def train(
         quiet(speaks=world.is_first)
         options = TrainOptions(
             model=model,
+            arch_config=arch_config,
+            tokenizer=tokenizer,
             data=data,
             config=config,
             out=out,

@@ -31,7 +31,7 @@ def make_report(keeper: Keeper, loop: Loop, history: History, world: World, devi
     job, mesh = keeper.job, cuboid.mesh_of(loop.engine)
     shape, options = mesh.shape, job.options
     return Report(
-        model=str(options.model),
+        model=str(options.architecture),
         data=keeper.data.source,
         device=str(device),
         dtype=str(job.dtype).removeprefix("torch."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from cuboid import CheckpointError, CuboidError, load_config
 from cuboid.checkpoint.format.bounded_files import check_output
@@ -43,7 +44,7 @@ class TrainOptions:
     """The command line of ``cuboid train``.
 
     Attributes:
-        model: folder of a Hugging Face checkpoint with its tokenizer.
+        model: folder of a Hugging Face checkpoint with its tokenizer; None to train a new model of ``arch_config``.
         data: text file, folder of text files, or folder written by ``cuboid prepare``.
         config: DeepSpeed config, JSON or YAML.
         out: folder for the results; created if missing.
@@ -56,9 +57,11 @@ class TrainOptions:
         keep_last: number of checkpoints to keep; None for the config's.
         resume: whether to resume the run whose checkpoints are in ``out``.
         resume_from: name of the checkpoint to resume from; None for the latest.
+        arch_config: a model's ``config.json``, or the folder that it is in; None with a ``model``.
+        tokenizer: folder of a tokenizer; None for the model's, or the one beside the tokens in ``data``.
     """
 
-    model: Path
+    model: Path | None
     data: Path
     config: Path
     out: Path
@@ -71,6 +74,20 @@ class TrainOptions:
     keep_last: int | None = None
     resume: bool = False
     resume_from: str | None = None
+    arch_config: Path | None = None
+    tokenizer: Path | None = None
+
+    @property
+    def architecture(self) -> Path:
+        """Where the model's ``config.json`` is, or the folder that it is in."""
+        source = self.model or self.arch_config
+        assert source is not None, "checked in plan()"
+        return source
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where the tokenizer is."""
+        return self.tokenizer or self.model or self.data
 
 
 @dataclass(frozen=True)
@@ -85,6 +102,7 @@ class Job:
         accumulation: micro-batches of one optimizer step.
         dtype: of the weights.
         tokenizer: the model's.
+        model_config: the model's.
         vocabulary: entries of the model's embedding.
         model_sha256: hash of the model's architecture.
         tokens: the data, if it has been tokenized by ``cuboid prepare``.
@@ -98,6 +116,7 @@ class Job:
     accumulation: int
     dtype: torch.dtype
     tokenizer: Any
+    model_config: PretrainedConfig
     vocabulary: int
     model_sha256: str
     tokens: Tokens | None
@@ -128,7 +147,8 @@ def plan(options: TrainOptions) -> Job:
     check_config(config, is_complete=False)
     if isinstance(config.get("tensor_parallel"), dict):
         config["tensor_parallel"].setdefault("gather_logits", False)  # only the loss is used
-    check_model_folder(options.model)
+    _check_source(options)
+    settings = model_config(options.architecture)
     resumed = find_run(options.out, options.resume_from) if options.resume else None
     if resumed is None:
         reject_other_run(options.out)
@@ -146,9 +166,10 @@ def plan(options: TrainOptions) -> Job:
     accumulation = count(config, "gradient_accumulation_steps", default=1)
     dtype = weights_dtype(config)
     # Room for the result, and for a checkpoint's weights if there are checkpoints.
-    check_output(options.out, weights_bytes(options.model, dtype) * (2 if options.save_every else 1))
-    tokenizer = load_tokenizer(options.model)
-    vocabulary, model_sha256 = _check_model(options, tokenizer)
+    size_bytes = _new_bytes(settings, dtype) if options.model is None else weights_bytes(options.model, dtype)
+    check_output(options.out, size_bytes * (2 if options.save_every else 1))
+    tokenizer = tokenizer_in(options.tokenizer_folder) if options.model is None else load_tokenizer(options.model)
+    vocabulary, model_sha256 = _check_model(options, settings, tokenizer)
     tokens = None
     if Tokens.is_store(options.data):
         tokens = Tokens.open(options.data)
@@ -167,6 +188,7 @@ def plan(options: TrainOptions) -> Job:
         accumulation=accumulation,
         dtype=dtype,
         tokenizer=tokenizer,
+        model_config=settings,
         vocabulary=vocabulary,
         model_sha256=model_sha256,
         tokens=tokens,
@@ -182,12 +204,21 @@ def load_tokenizer(model: Path) -> Any:
     """
     check_model_folder(model, weights=False)
     verify_model_folder(model, weights=False)
-    names = [name for name in TOKENIZER_FILES if (model / name).is_file()]
+    return tokenizer_in(model)
+
+
+def tokenizer_in(folder: Path) -> Any:
+    """The tokenizer in a folder, which needn't be a checkpoint's.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if not names:
-        raise CheckpointError(f"model {str(model)!r} has no tokenizer that transformers can load")
+        raise CheckpointError(f"{str(folder)!r} has no tokenizer that transformers can load; --tokenizer names another")
     # An error names the first file, which is the tokenizer itself if it is in one file.
-    with as_damage_of(model / names[0]):
-        return AutoTokenizer.from_pretrained(model)
+    with as_damage_of(folder / names[0]):
+        return AutoTokenizer.from_pretrained(folder)
 
 
 def check_tokens(meta: TokensMeta, tokenizer: Any, vocabulary: int) -> None:
@@ -223,15 +254,34 @@ def check_size(meta: TokensMeta, sequence_length: int, global_batch: int) -> Non
             )
 
 
-def _check_model(options: TrainOptions, tokenizer: Any) -> tuple[int, str]:
+def _check_source(options: TrainOptions) -> None:
+    """Make sure that a model comes from a checkpoint, or from a config and a tokenizer."""
+    if (options.model is None) == (options.arch_config is None):
+        raise CuboidError("give either --model, a checkpoint, or --arch-config, the config.json of a new model")
+    if options.model is not None:
+        if options.tokenizer is not None:
+            raise CuboidError("--tokenizer goes with --arch-config; a --model has its own")
+        check_model_folder(options.model)
+    elif not options.architecture.exists():
+        raise CuboidError(f"--arch-config {str(options.arch_config)!r} does not exist; name a model's config.json")
+
+
+def _new_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Size of a new model's weights."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    return model.num_parameters() * dtype.itemsize
+
+
+def _check_model(options: TrainOptions, config: PretrainedConfig, tokenizer: Any) -> tuple[int, str]:
     """Check the model against tokenizer and sequence length; returns its vocabulary size and architecture's hash."""
-    config = model_config(options.model)
-    with as_damage_of(options.model / CONFIG):
+    file = options.architecture
+    with as_damage_of(file / CONFIG if file.is_dir() else file):
         text_config = config.get_text_config()
         vocabulary = int(text_config.vocab_size)
     if len(tokenizer) > vocabulary:
         raise CuboidError(
-            f"the tokenizer in {str(options.model)!r} has {len(tokenizer)} entries, but the model's "
+            f"the tokenizer in {str(options.tokenizer_folder)!r} has {len(tokenizer)} entries, but the model's "
             f"vocabulary only {vocabulary}; resize the model's embedding or use the tokenizer that it was "
             "trained with"
         )

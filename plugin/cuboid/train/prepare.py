@@ -10,7 +10,7 @@ from cuboid.checkpoint.format.bounded_files import check_output
 from cuboid.train.data.corpus import read_corpus
 from cuboid.train.data.initial_model import train_tokenizer, write_llama
 from cuboid.train.data.tokens import Tokens, tokenize
-from cuboid.train.job import load_tokenizer
+from cuboid.train.job import load_tokenizer, tokenizer_in
 from cuboid.train.resume import reject_other_run
 
 #: Subfolders of a run for the new model and the tokens.
@@ -24,16 +24,18 @@ def prepare(
     out: Path,
     *,
     model: Path | None,
+    tokenizer_folder: Path | None = None,
     data: Path | None,
     vocabulary: int,
     seed: int,
     say: Callable[[str], None],
 ) -> Tokens:
-    """Tokenize ``data`` into ``out/tokens``; without a ``model``, write a new one to ``out/start``.
+    """Tokenize ``data`` into ``out/tokens``, with the tokenizer; without any, write it and a model to ``out/start``.
 
     Args:
         out: the run's folder; created if missing.
         model: the user's checkpoint, whose tokenizer is used; None to train one and write a small Llama.
+        tokenizer_folder: of a tokenizer, where there is no model yet.
         data: text file or folder; None for the Python standard library's own sources.
         vocabulary: entries of a new tokenizer and of a new model's embedding.
         seed: of a new model's weights.
@@ -48,7 +50,11 @@ def prepare(
         )
     reject_other_run(out)
     check_output(out)
+    if model is not None and tokenizer_folder is not None:
+        raise CuboidError("give --model or --tokenizer: a model has its own tokenizer")
     tokenizer = None if model is None else load_tokenizer(model)
+    if tokenizer_folder is not None:
+        tokenizer = tokenizer_in(tokenizer_folder)
     corpus = read_corpus(data)
     characters = sum(map(len, corpus.train)) + sum(map(len, corpus.heldout))
     say(
@@ -61,6 +67,8 @@ def prepare(
             parameters = write_llama(out / START, vocabulary, tokenizer, seed)
             say(f"model: a new Llama of {parameters / 1e6:.1f} M parameters in {out / START}")
         tokens = tokenize(corpus, tokenizer, out / TOKENS)
+        # For a model that is made of a config, and has none.
+        tokenizer.save_pretrained(out / TOKENS)
     except OSError as error:
         raise CuboidError(f"--out {str(out)!r} can't be written: {error}") from error
     say(f"tokens: {tokens.meta.train:,} to train on, {tokens.meta.heldout:,} held out, in {out / TOKENS}")

@@ -11,6 +11,7 @@ from pathlib import Path
 import deepspeed
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import cuboid
 from cuboid import CuboidError
@@ -60,7 +61,7 @@ def run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report |
 def _run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report | Stopped:
     started = time.perf_counter()
     job = plan(options)
-    model = cuboid.from_pretrained(str(options.model), job.config, dtype=job.dtype)
+    model = _model(job)
     mesh = cuboid.mesh_of(model)
     share = Share(mesh.coordinate.data, mesh.topology.data, job.micro_batch)
     global_batch = job.global_batch(share.replicas)
@@ -100,6 +101,15 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report 
         draw(report, options.out / CURVE)
         report.write(options.out)
     return report
+
+
+def _model(job: Job) -> PreTrainedModel:
+    """The checkpoint's, or a new one whose weights follow from the seed, on every layout alike."""
+    asked = {"auto_class": AutoModelForCausalLM, "dtype": job.dtype}
+    if job.options.model is not None:
+        return cuboid.from_pretrained(str(job.options.model), job.config, **asked)
+    torch.manual_seed(job.options.seed)
+    return cuboid.from_config(job.model_config, job.config, **asked)
 
 
 def _stop(by: signal.Signals, keeper: Keeper, history: History) -> Stopped:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from cuboid.config.compatibility import check_framework_config
 from cuboid.config.config_file import ConfigSource
@@ -18,7 +18,7 @@ from cuboid.config.schema import CuboidConfig, require_config
 from cuboid.distributed.mesh import Mesh, current_world_size
 from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.errors import CuboidError
-from cuboid.models.architectures.supported_tasks import check_model
+from cuboid.models.architectures.supported_tasks import auto_class_of, check_model
 from cuboid.models.certification.mesh_certificates import certified_plan
 from cuboid.models.pipeline.staging_plan import plan_staging
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
@@ -28,12 +28,14 @@ from cuboid.planner.automatic import choose_mesh, segment_choice
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
 from cuboid.weights.save import save_sharded
 
+#: Arguments of ``from_pretrained`` that say where a config is.
+_OF_THE_HUB = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "trust_remote_code", "code_revision")
 _active: ContextVar[CuboidConfig | None] = ContextVar("cuboid_active_config", default=None)
 
 
 @contextmanager
 def scope(config: ConfigSource | CuboidConfig) -> Iterator[CuboidConfig]:
-    """Context in which every ``from_pretrained`` of a causal language model reads only this rank's slices.
+    """Context in which every ``from_pretrained`` reads only this rank's slices.
 
     And ``from_config`` makes them; see :func:`from_config`.
 
@@ -71,14 +73,19 @@ def active_config() -> CuboidConfig | None:
     return _active.get()
 
 
-def from_pretrained(path: str | Path, config: ConfigSource | CuboidConfig, /, **kwargs: Any) -> PreTrainedModel:
-    """``AutoModelForCausalLM.from_pretrained``, sharded as ``config`` says.
+def from_pretrained(
+    path: str | Path, config: ConfigSource | CuboidConfig, /, *, auto_class: Any = None, **kwargs: Any
+) -> PreTrainedModel:
+    """``AutoModelForCausalLM.from_pretrained``, or that of another task, sharded as ``config`` says.
 
-    Works before ``torch.distributed`` is initialised: the launcher's RANK and WORLD_SIZE are enough.
+    Works before ``torch.distributed`` is initialised: the launcher's RANK and WORLD_SIZE are enough. A head for
+    classification or question answering that the checkpoint doesn't have is new, and the same in every run.
 
     Args:
         path: a Hugging Face checkpoint.
         config: a DeepSpeed config (path or dict) with Cuboid's keys.
+        auto_class: such as ``AutoModelForSequenceClassification``; by default that of the checkpoint's
+            ``architectures``.
         kwargs: passed to ``from_pretrained``.
 
     Raises:
@@ -86,13 +93,25 @@ def from_pretrained(path: str | Path, config: ConfigSource | CuboidConfig, /, **
     """
     with scope(config):
         # In the scope, the patched ``from_pretrained`` checks the folder's files before transformers reads them.
-        return AutoModelForCausalLM.from_pretrained(path, **kwargs)
+        auto_class = auto_class or auto_class_of(_architectures_of(path, kwargs))
+        loaded: PreTrainedModel = auto_class.from_pretrained(path, **kwargs)
+        return loaded
+
+
+def _architectures_of(path: str | Path, kwargs: dict[str, Any]) -> list[str] | None:
+    given = kwargs.get("config")
+    if not isinstance(given, PretrainedConfig):
+        asked = {name: kwargs[name] for name in _OF_THE_HUB if name in kwargs}
+        given = AutoConfig.from_pretrained(path if given is None else given, **asked)
+    return given.architectures
 
 
 def from_config(
-    model_config: PretrainedConfig, config: ConfigSource | CuboidConfig, /, **kwargs: Any
+    model_config: PretrainedConfig, config: ConfigSource | CuboidConfig, /, *, auto_class: Any = None, **kwargs: Any
 ) -> PreTrainedModel:
-    """``AutoModelForCausalLM.from_config``, sharded as ``config`` says: each rank makes its own slices only.
+    """``AutoModelForCausalLM.from_config``, or that of another task, sharded as ``config`` says.
+
+    Each rank makes its own slices only.
 
     With the same seed of torch's generator on all ranks, the weights are the same on every mesh, with every number of
     stages, and on one rank. They are others than those of plain transformers; see :mod:`cuboid.weights.from_scratch`.
@@ -100,13 +119,17 @@ def from_config(
     Args:
         model_config: of the model to be made.
         config: a DeepSpeed config (path or dict) with Cuboid's keys.
+        auto_class: as in :func:`from_pretrained`; by default that of the model config's ``architectures``.
         kwargs: passed to ``from_config``, such as ``dtype``.
 
     Raises:
         ConfigError, MeshError, UnsupportedModelError: before any weight is made.
     """
     with scope(config):
-        return AutoModelForCausalLM.from_config(model_config, **kwargs)
+        made: PreTrainedModel = (auto_class or auto_class_of(model_config.architectures)).from_config(
+            model_config, **kwargs
+        )
+        return made
 
 
 def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTrainedModel:
@@ -120,7 +143,7 @@ def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTra
     parsed = _checked(config)
     if isinstance(model, ShardedModel):
         raise CuboidError("the model is sharded already")
-    check_model(model)
+    check_model(model, stages=parsed.pipeline is not None)
     # Lets an optimizer that was made before sharding be recognized later.
     former = FormerParameters(model)
     sharded = _shard(model, parsed)

@@ -69,7 +69,8 @@ def copy_tokenizer(source: str | Path, folder: Path) -> None:
         source: a folder, or the name of a model whose files may be in the hub's cache.
         folder: the target.
     """
-    if not source:
+    # A config that was read from a file goes by the file's name.
+    if not source or Path(source).is_file():
         return
     for name in TOKENIZER_FILES:
         found = cached_file(

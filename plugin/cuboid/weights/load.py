@@ -25,6 +25,7 @@ from cuboid.models.architectures.supported_tasks import adapters_refused, check_
 from cuboid.models.attention.segments import UnitSlot
 from cuboid.models.certification.mesh_certificates import certified_plan
 from cuboid.models.pipeline.staging_plan import plan_staging
+from cuboid.models.plain_construction import plain_construction
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.sharded.sharded_model import shard_modules
 from cuboid.models.stages.stage_model import StageModel, Staging, cut_model, finish_stage
@@ -41,6 +42,7 @@ from cuboid.weights.model_folder import (
     model_config,
     verify_model_folder,
 )
+from cuboid.weights.new_weights import is_of_new_head, make_new_head
 from cuboid.weights.presharded import from_rank_file, rank_folder_of
 from cuboid.weights.save import save_sharded
 from cuboid.weights.slicing import mark_parameters, unmark_parameters
@@ -87,9 +89,9 @@ def _load_sharded(
                 f"from_pretrained({name}=…) can't be combined with tensor_parallel.mode 3d_tensor or pipeline.engine "
                 "seq1f1b"
             )
-    check_class(cls)
+    check_class(cls, stages=config.pipeline is not None)
     check_checkpoint(args, kwargs)
-    loading, kwargs = loading_class(cls, config), dict(kwargs)
+    loading, kwargs = loading_class(cls, config, new_head=True), dict(kwargs)
     folder, rank_folder = folder_of(args, kwargs), rank_folder_of(args, kwargs)
     if rank_folder is not None:
         loading, args, kwargs = from_rank_file(loading, config, rank_folder, args, kwargs)
@@ -149,7 +151,12 @@ class _Plan:
 
 
 def loading_class(
-    cls: type[PreTrainedModel], config: CuboidConfig, plan: _Plan | None = None, *, marks: bool = True
+    cls: type[PreTrainedModel],
+    config: CuboidConfig,
+    plan: _Plan | None = None,
+    *,
+    marks: bool = True,
+    new_head: bool = False,
 ) -> type[PreTrainedModel]:
     """A subclass that is cut and planned as it is made, on the meta device, and waits for its weights.
 
@@ -158,10 +165,11 @@ def loading_class(
         config: Cuboid's.
         plan: of an existing model; by default one is made.
         marks: whether parameters become DTensors, of which transformers reads slices.
+        new_head: whether the head for a task may be new; see :func:`is_of_new_head`.
     """
     # transformers finds the conversions of old checkpoints by the class's module and name.
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_cuboid_base": cls}
-    members.update(_cuboid_config=config, _cuboid_plan=plan, _cuboid_marks=marks)
+    members.update(_cuboid_config=config, _cuboid_plan=plan, _cuboid_marks=marks, _cuboid_new_head=new_head)
     return type(cls.__name__, (_Loading, cls), members)
 
 
@@ -177,13 +185,16 @@ class _Loading:
     _cuboid_config: CuboidConfig
     _cuboid_plan: _Plan | None
     _cuboid_marks: bool
+    _cuboid_new_head: bool
     # From the architecture's class.
     named_parameters: Any
     config: Any
     all_tied_weights_keys: Any
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[safe-super]
+        # Some classifiers make their base model by ``AutoModel.from_config``, which a scope would shard by itself.
+        with plain_construction():
+            super().__init__(*args, **kwargs)  # type: ignore[safe-super]
         config, plan = self._cuboid_config, self._cuboid_plan
         shape = (
             choose_mesh(self, config, self._cuboid_base, world_size=current_world_size())
@@ -218,17 +229,21 @@ class _Loading:
 
     def _move_missing_keys_from_meta_to_device(self, missing_keys: Any, *args: Any) -> None:
         parameters = {name for name, _ in self.named_parameters(remove_duplicate=False)}
-        missing = sorted(set(missing_keys) & parameters - set(self.all_tied_weights_keys))
-        if missing:
-            rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        missing = set(missing_keys) & parameters - set(self.all_tied_weights_keys)
+        new = {name for name in missing if self._cuboid_new_head and is_of_new_head(self, name)}  # type: ignore[arg-type]
+        lost = sorted(missing - new)
+        if lost:
+            rest = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
             raise CheckpointError(
-                f"{self.config._name_or_path}: has no (fitting) tensor for {missing[0]}{rest}; is it damaged, or of "
+                f"{self.config._name_or_path}: has no (fitting) tensor for {lost[0]}{rest}; is it damaged, or of "
                 "another model than its config.json says? New parameters can't be initialised "
                 "slice by slice: save a complete checkpoint with plain transformers first"
             )
-        super()._move_missing_keys_from_meta_to_device(missing_keys, *args)  # type: ignore[misc]
+        super()._move_missing_keys_from_meta_to_device(set(missing_keys) - new, *args)  # type: ignore[misc]
         if self._parallel_plan is not None:
             unmark_parameters(self, self._parallel_plan, self._mesh)
+        if new:
+            make_new_head(self, self._cuboid_base, new)
 
     def tie_weights(self, missing_keys: Any = None, **kwargs: Any) -> Any:
         if missing_keys is not None:

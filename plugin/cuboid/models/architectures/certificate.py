@@ -13,6 +13,12 @@ from cuboid.errors import CuboidError, UnsupportedModelError
 #: Cut into stages only; into segments as well; or cut into stages and filled up to a multiple of what a mesh needs.
 Mode = Literal["whole", "segments", "filled"]
 MODES: tuple[Mode, ...] = ("whole", "segments", "filled")
+#: How what is behind a base model is computed: split as the rest; as one head of few outputs, which all ranks get
+#: whole; or of hidden states that are gathered, by every rank alike.
+HeadPlan = Literal["split", "labels", "whole"]
+#: What a model is given: embeddings, which are split; ids of whole sequences, with positions; ids without positions,
+#: which it counts by itself.
+Inputs = Literal["embeddings", "ids", "only ids"]
 #: What a micro-batch may have besides whole rows.
 Kind = Literal["whole rows", "padding on the left", "padding on the right", "packed sequences"]
 
@@ -118,6 +124,10 @@ class MeshVerdict:
         with_stages: why a mesh can't be used together with stages, or with segments too, where it can't.
         error: the largest relative error of what was found right.
         blocks: all that is computed whole in layers, by such names, also for want of rules.
+        inputs: what the model is given.
+        head: how what is behind the base model is computed.
+        counts_items: whether the loss is divided by ``num_items_in_batch`` where that is given.
+        token_types: whether there may be ``token_type_ids``.
     """
 
     refused: dict[Kind, str] = field(default_factory=dict)
@@ -127,6 +137,10 @@ class MeshVerdict:
     with_stages: dict[Mode, str] = field(default_factory=dict)
     error: float = 0.0
     blocks: tuple[str, ...] = ()
+    inputs: Inputs = "embeddings"
+    head: HeadPlan = "split"
+    counts_items: bool = True
+    token_types: bool = False
 
     def check_model(self, name: str, mode: Mode | None = None) -> None:
         """Make sure that a model of a class of this name can be used on a mesh at all.

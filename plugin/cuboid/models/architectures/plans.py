@@ -16,13 +16,17 @@ To add an architecture, give the modules of its layers a style, as ``config.json
 
 from __future__ import annotations
 
-#: By the last part of a module's name, for all architectures: names that many share. A plan of its own goes first.
+#: By the last part of a module's name, or the last two, for all architectures: names that many share. A plan of its own
+#: goes first.
 COMMON: dict[str, str] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "query_proj", "key_proj", "value_proj"), "colwise"),
     **dict.fromkeys(("query", "key", "value", "query_key_value", "g_proj"), "colwise"),
     **dict.fromkeys(("gate_proj", "up_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h", "w1", "w3", "wi"), "colwise"),
     "gate_up_proj": "packed_colwise",
     **dict.fromkeys(("o_proj", "out_proj", "down_proj", "fc2", "fc_out", "dense_4h_to_h", "w2", "wo"), "rowwise"),
+    # By the last two parts, as BERT and its relatives call them.
+    "intermediate.dense": "colwise",
+    "output.dense": "rowwise",
 }
 
 #: By ``config.model_type``; patterns of names behind the base model's.
@@ -35,4 +39,16 @@ PLANS: dict[str, dict[str, str]] = {
     "gpt_neox_japanese": {"layers.*.attention.dense": "rowwise"},
     "persimmon": {"layers.*.self_attn.dense": "rowwise"},
     "openai-gpt": {"h.*.attn.c_attn": "packed_colwise_3", "h.*.attn.c_proj": "rowwise", "h.*.mlp.c_proj": "rowwise"},
+    "distilbert": {
+        **dict.fromkeys((f"layer.*.attention.{name}_lin" for name in "qkv"), "colwise"),
+        "layer.*.attention.out_lin": "rowwise",
+        "layer.*.ffn.lin1": "colwise",
+        "layer.*.ffn.lin2": "rowwise",
+    },
+    "modernbert": {
+        "layers.*.attn.Wqkv": "packed_colwise_3",
+        "layers.*.attn.Wo": "rowwise",
+        "layers.*.mlp.Wi": "packed_colwise",
+        "layers.*.mlp.Wo": "rowwise",
+    },
 }

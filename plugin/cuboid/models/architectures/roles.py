@@ -8,7 +8,7 @@ sequence × hidden gathers its input and its weights, which stay sharded in betw
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,12 +18,15 @@ from transformers.pytorch_utils import Conv1D
 
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.attention_heads import HeadCounts
+from cuboid.models.architectures.certificate import HeadPlan
 from cuboid.models.architectures.expert_form import expert_form
 from cuboid.models.architectures.norm_formula import NormFormula, norm_formula
 from cuboid.models.architectures.plans import COMMON, PLANS
 from cuboid.tensor3d.experts.experts import ExpertForm
 
-Kind = Literal["embedding", "up", "down", "experts", "router", "head", "norm", "gathered", "whole", "inside", "tied"]
+Kind = Literal[
+    "embedding", "up", "down", "experts", "router", "head", "labels", "norm", "gathered", "whole", "inside", "tied"
+]
 Heads = Literal["query", "key_value", "query_key_value"]
 
 
@@ -35,7 +38,8 @@ class Role:
         kind: ``"whole"``: the module, with all inside of it, is computed whole; what is inside has the kind
             ``"inside"``. ``"gathered"``: of each head by itself, with the same parameters. ``"experts"``: all experts
             of a mixture. ``"router"``: beside them, makes a few numbers of all features of a token. ``"tied"``: its
-            parameters are the head's, which is inside of it.
+            parameters are the head's, which is inside of it. ``"labels"``: a head of few outputs, which all ranks get
+            whole.
         heads: what its out features are, where they are attention heads.
         parts: of how many projections, one behind the other, the out features consist.
         norm: what a norm computes.
@@ -43,6 +47,8 @@ class Role:
         width: features of a token, of a router.
         alone: whether it is called by a layer itself, with a part of the sequence.
         late: whether it may run before activations are split; see :class:`MeshVerdict`.
+        everywhere: whether every rank of the mesh is given the same whole input, behind a base model whose output is
+            gathered.
     """
 
     kind: Kind
@@ -53,16 +59,19 @@ class Role:
     width: int = 0
     alone: bool = False
     late: bool = False
+    everywhere: bool = False
 
 
 _HEADS: dict[str, Heads] = {
-    **dict.fromkeys(("q_proj", "query", "query_proj"), "query"),
-    **dict.fromkeys(("k_proj", "v_proj", "key", "value", "key_proj", "value_proj"), "key_value"),
+    **dict.fromkeys(("q_proj", "query", "query_proj", "q_lin"), "query"),
+    **dict.fromkeys(("k_proj", "v_proj", "key", "value", "key_proj", "value_proj", "k_lin", "v_lin"), "key_value"),
     **dict.fromkeys(("query_key_value", "c_attn", "qkv_proj", "Wqkv"), "query_key_value"),
 }
 
 
-def find_roles(model: PreTrainedModel, whole: Collection[str] = (), *, splits_late: bool = False) -> dict[str, Role]:
+def find_roles(
+    model: PreTrainedModel, whole: Collection[str] = (), *, splits_late: bool = False, head: HeadPlan = "split"
+) -> dict[str, Role]:
     """Roles of all modules that own parameters or normalize, and of blocks that are computed whole, by their names.
 
     Args:
@@ -70,11 +79,12 @@ def find_roles(model: PreTrainedModel, whole: Collection[str] = (), *, splits_la
         whole: names of blocks inside their layer, such as ``"self_attn"``, that are computed whole in any case; ``""``
             stands for the layers themselves.
         splits_late: whether activations are whole up to the first layer.
+        head: how what is behind the base model is computed.
 
     Raises:
         UnsupportedModelError: a parameter that can't be split in any way, by name.
     """
-    finder = _Finder(model, frozenset(whole), splits_late)
+    finder = _Finder(model, frozenset(whole), splits_late, head)
     roles: dict[str, Role] = {}
     for block, members in finder.blocks().items():
         roles.update(finder.block_roles(block, members))
@@ -84,7 +94,7 @@ def find_roles(model: PreTrainedModel, whole: Collection[str] = (), *, splits_la
 
 def split_blocks(model: PreTrainedModel) -> list[str]:
     """Names, inside their layer, of the blocks that aren't computed whole, which one could."""
-    finder = _Finder(model, frozenset(), splits_late=False)
+    finder = _Finder(model)
     found: dict[str, None] = {}
     for name, role in find_roles(model).items():
         if role.kind in ("up", "down", "experts") and not role.alone:
@@ -94,7 +104,7 @@ def split_blocks(model: PreTrainedModel) -> list[str]:
 
 def blocks_computed_whole(model: PreTrainedModel, whole: Collection[str] = ()) -> tuple[str, ...]:
     """Names, inside their layer, of all blocks of layers that are computed whole; ``""`` for layers."""
-    finder = _Finder(model, frozenset(whole), splits_late=False)
+    finder = _Finder(model, frozenset(whole))
     layers = layer_names(model)
     found: dict[str, None] = {}
     for name, role in find_roles(model, whole).items():
@@ -113,8 +123,14 @@ def layer_names(model: nn.Module) -> list[str]:
 
 
 class _Finder:
-    def __init__(self, model: PreTrainedModel, whole: frozenset[str], splits_late: bool) -> None:
-        self._model, self._whole, self._splits_late = model, whole, splits_late
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        whole: frozenset[str] = frozenset(),
+        splits_late: bool = False,
+        head: HeadPlan = "split",
+    ) -> None:
+        self._model, self._whole, self._splits_late, self._head = model, whole, splits_late, head
         self._modules = dict(model.named_modules())
         self._layers = set(layer_names(model))
         self._styles = [(_regex(pattern), style) for pattern, style in _plan(model.config).items()]
@@ -127,8 +143,8 @@ class _Finder:
         for name, module in self._modules.items():
             if _owns(module) or _is_norm_without_parameters(module):
                 found.setdefault(self.block_of(name), []).append(name)
-        # What is inside of a layer that is computed whole is no block of its own.
-        outer = [block for block in found if block in self._layers]
+        # What is inside of a layer that is computed whole is no block of its own, nor what is beside a pooler's linear.
+        outer = [block for block, members in found.items() if block in self._layers or block not in members]
         inner = {name: layer for layer in outer for name in found if name.startswith(f"{layer}.")}
         for name, layer in inner.items():
             found[layer] += found.pop(name)
@@ -139,7 +155,7 @@ class _Finder:
         parts = name.split(".")
         layer = next((".".join(parts[:end]) for end in range(1, len(parts) + 1) if self._is_layer(parts[:end])), None)
         if layer is None:
-            return name
+            return self._outside_of_layers(name)
         if "" in self._whole:
             return layer
         for end in range(layer.count(".") + 2, len(parts) + 1):
@@ -148,6 +164,22 @@ class _Finder:
             if not isinstance(self._modules[block], nn.ModuleList | nn.ModuleDict):
                 return block
         return layer
+
+    def _outside_of_layers(self, name: str) -> str:
+        """Where a module that has no rule, such as a pooler's, is computed: in what it is a part of."""
+        if self._is_behind_base(name) or self._role(name, is_block=True) is not None:
+            return name
+        parent = name.rpartition(".")[0]
+        inner = {id(module) for module in self._modules[parent].modules()}
+        holds = any(id(self._modules[layer]) in inner for layer in self._layers)
+        holds = holds or any(module is not None and id(module) in inner for module in self._ends)
+        # What layers or ends are in is the model, or its base model, and no block.
+        return name if holds or not parent else parent
+
+    def _is_behind_base(self, name: str) -> bool:
+        """Whether a module is computed whole because its head is."""
+        prefix = self._model.base_model_prefix
+        return self._head != "split" and name != prefix and not name.startswith(f"{prefix}.")
 
     def inside_of_layer(self, block: str) -> str:
         """A block's name without its layer's."""
@@ -159,6 +191,8 @@ class _Finder:
 
     def block_roles(self, block: str, members: list[str]) -> dict[str, Role]:
         """Of one block."""
+        if self._is_behind_base(block):
+            return {name: self._head_role(name) for name in members}
         if self._is_around_head(block):
             return {block: Role("tied")}
         is_late = self._splits_late and not self._inside_layers(block) and block not in self._layers
@@ -171,7 +205,7 @@ class _Finder:
             if any(role is not None and role.kind == "experts" for role in roles.values()):
                 roles = self._with_routers(block, roles)
             known = {name: role for name, role in roles.items() if role is not None}
-            if len(known) == len(members) and _fits_together(known):
+            if len(known) == len(members) and self._fits_together(block, known):
                 return known
         module = self._modules[block]
         if module in self._ends:
@@ -190,6 +224,38 @@ class _Finder:
             is_router = role is None and any(len(shape) == 2 and shape[-1] == width for shape in own)
             found[name] = Role("router", width=width) if is_router else role
         return found
+
+    def _head_role(self, name: str) -> Role:
+        if self._head == "whole":
+            return Role("whole", everywhere=True)
+        if type(self._modules[name]) is not nn.Linear:
+            kind = type(self._modules[name]).__name__
+            raise UnsupportedModelError(f"{name!r} is a {kind}, which isn't a head of a few outputs")
+        return Role("labels")
+
+    def _fits_together(self, block: str, known: Mapping[str, Role]) -> bool:
+        """Whether a block's projections are of both kinds, as the layout needs it: features are split in between.
+
+        In some architectures they are in two blocks, one behind the other.
+        """
+        kinds = _projections(known)
+        missing = {"up", "down"} - kinds
+        if not kinds or not missing:
+            return True
+        layer = block.rpartition(".")[0]
+        return any(_projections(other) == missing for other in self._others(layer, block))
+
+    def _others(self, layer: str, block: str) -> Iterator[dict[str, Role]]:
+        """Roles in those other blocks of a layer that have one for each module, and needn't be computed whole."""
+        for name, module in self._modules[layer].named_children():
+            other = f"{layer}.{name}"
+            if other == block or self.inside_of_layer(other) in self._whole:
+                continue
+            inner = {f"{other}.{path}" if path else other: own for path, own in module.named_modules() if _owns(own)}
+            roles = {path: self._role(path, is_block=path == other) for path in inner}
+            found = {path: role for path, role in roles.items() if role is not None}
+            if len(found) == len(roles):
+                yield found
 
     def _is_around_head(self, name: str) -> bool:
         head = self._model.get_output_embeddings()
@@ -221,12 +287,22 @@ class _Finder:
         formula = self._norm(module)
         if formula is None:
             return None
-        if is_block:
+        if is_block or self._is_behind_down(name):
             return Role("norm", norm=formula)
         return Role("gathered") if _owns(module) and self._is_of_heads(module) else None
 
+    def _is_behind_down(self, name: str) -> bool:
+        """Whether a norm inside of a block stands behind its "down" projection, where features are hidden ones."""
+        parent = name.rpartition(".")[0]
+        linears = [
+            f"{parent}.{child}" for child, x in self._modules[parent].named_children() if type(x) in (nn.Linear, Conv1D)
+        ]
+        roles = [self._role(linear, is_block=False) for linear in linears] if self._inside_layers(name) else []
+        return len(roles) == 1 and roles[0] is not None and roles[0].kind == "down"
+
     def _linear(self, name: str, leaf: str, *, alone: bool) -> Role | None:
-        style = next((style for regex, style in self._styles if regex.fullmatch(name)), COMMON.get(leaf))
+        common = COMMON.get(".".join(name.split(".")[-2:])) or COMMON.get(leaf)
+        style = next((style for regex, style in self._styles if regex.fullmatch(name)), common)
         match = re.fullmatch(
             r"(packed_colwise|colwise|rowwise)(?:_gather_output|_split_input)?(?:_(\d+))?", style or ""
         )
@@ -252,10 +328,9 @@ class _Finder:
         return self._norms[key]
 
 
-def _fits_together(roles: Mapping[str, Role]) -> bool:
-    """Whether a block's projections are of both kinds, as the layout needs it: features are split in between."""
-    kinds = {role.kind for role in roles.values() if not role.alone}
-    return not kinds & {"up", "down"} or kinds >= {"up", "down"}
+def _projections(roles: Mapping[str, Role]) -> set[str]:
+    """Which of "up" and "down" are among some roles."""
+    return {str(role.kind) for role in roles.values() if not role.alone} & {"up", "down"}
 
 
 def _plan(config: PretrainedConfig) -> dict[str, str]:

@@ -1,61 +1,143 @@
-"""Which models there are rules for: causal language models of transformers. An error names the task of any other."""
+"""Which models there are rules for, by what they are for. An error names the task of any other."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
 from cuboid.errors import UnsupportedModelError
 
-_CAUSAL = ("ForCausalLM", "LMHeadModel")
-#: Tasks that their classes' names don't spell out.
-_TASKS = {
-    "MaskedLM": "masked language modelling, where positions see later ones",
+#: ``"hidden"``: no head; what users make of hidden states is their own.
+Task = Literal["causal", "masked", "sequence", "tokens", "answers", "hidden"]
+#: By how transformers ends the names of its classes.
+_TASKS: dict[str, Task] = {
+    "ForCausalLM": "causal",
+    "LMHeadModel": "causal",
+    "ForMaskedLM": "masked",
+    "ForSequenceClassification": "sequence",
+    "ForTokenClassification": "tokens",
+    "ForQuestionAnswering": "answers",
+    "Model": "hidden",
+}
+_AUTO_CLASSES: dict[Task, Any] = {
+    "causal": AutoModelForCausalLM,
+    "masked": AutoModelForMaskedLM,
+    "sequence": AutoModelForSequenceClassification,
+    "tokens": AutoModelForTokenClassification,
+    "answers": AutoModelForQuestionAnswering,
+    "hidden": AutoModel,
+}
+#: In words, for errors.
+WORDS: dict[Task, str] = {
+    "causal": "causal language modelling",
+    "masked": "masked language modelling, where positions see later ones",
+    "sequence": "sequence classification",
+    "tokens": "token classification",
+    "answers": "question answering",
+    "hidden": "hidden states, without a head",
+}
+#: Tasks without rules that their classes' names don't spell out.
+_OTHERS = {
     "ConditionalGeneration": "generation from an encoder's output or from other kinds of input",
     "PreTraining": "several objectives of pretraining",
 }
 
 
-def check_class(cls: type) -> None:
-    """Make sure that a class is an architecture's causal language model.
+def auto_class_of(architectures: Sequence[str] | None) -> Any:
+    """The auto class that makes the model of a checkpoint.
+
+    Args:
+        architectures: of its config. Without them, or if there are no rules for the task, it is for causal language
+            modelling, whose class then says what is wrong.
+    """
+    name = next(iter(architectures or ()), "")
+    return _AUTO_CLASSES[_task_by_name(name) or "causal"]
+
+
+def _task_by_name(name: str) -> Task | None:
+    if name.endswith("PreTrainedModel"):
+        return None
+    return next((task for ending, task in _TASKS.items() if name.endswith(ending)), None)
+
+
+def task_of(cls: type) -> Task:
+    """What a class is for.
 
     Raises:
-        UnsupportedModelError: it has another head or none.
+        UnsupportedModelError: something that there are no rules for.
     """
-    if any(base.__name__.endswith(_CAUSAL) for base in cls.__mro__):
-        return
-    task = re.search(r"For([A-Z]\w*)$", cls.__name__)
-    if task is not None:
-        words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", task[1]).lower()
-        what = f"is for {_TASKS.get(task[1], words)}"
-    elif issubclass(cls, PreTrainedModel):
-        what = "has no language-modelling head"
+    names = [base.__name__ for base in cls.__mro__ if issubclass(base, PreTrainedModel)]
+    for name in names:
+        task = _task_by_name(name)
+        if task is not None:
+            return _checked(cls, task)
+    other = re.search(r"For([A-Z]\w*)$", cls.__name__)
+    if other is not None:
+        words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", other[1]).lower()
+        what = f"is for {_OTHERS.get(other[1], words)}"
+    elif names:
+        what = "has a head that its name doesn't tell"
     else:
         what = "isn't a model of transformers"
     raise UnsupportedModelError(
-        f"{cls.__name__} {what}; a mesh and a pipeline have rules for the heads and losses of causal language models "
-        "only, such as LlamaForCausalLM"
+        f"{cls.__name__} {what}; a mesh has rules for language models, causal and masked, for sequence and token "
+        "classification, question answering, and models without a head, such as LlamaForCausalLM"
     )
 
 
-def check_model(model: Any) -> None:
+def _checked(cls: Any, task: Task) -> Task:
+    """A task, unless the class is given images or sounds."""
+    name = getattr(cls, "main_input_name", "input_ids")
+    if task != "causal" and name != "input_ids":
+        raise UnsupportedModelError(f"{cls.__name__} is given {name}; a mesh has rules for models of input_ids")
+    return task
+
+
+def check_class(cls: type, *, stages: bool = False) -> None:
+    """Make sure that a class is for something that there are rules for.
+
+    Args:
+        cls: the architecture's.
+        stages: whether it is to be cut into stages.
+
+    Raises:
+        UnsupportedModelError: there are none.
+    """
+    task = task_of(cls)
+    if stages and task != "causal":
+        raise UnsupportedModelError(
+            f"{cls.__name__} is for {WORDS[task]}; a pipeline has rules for the heads and losses of causal language "
+            "models only, such as LlamaForCausalLM. Leave the pipeline section out: a mesh takes it"
+        )
+
+
+def check_model(model: Any, *, stages: bool = False) -> None:
     """:func:`check_class` of a model in memory, which may be wrapped.
 
     Raises:
-        UnsupportedModelError: it has another head or none, has adapters, or is compiled.
+        UnsupportedModelError: there are no rules for it, or it has adapters, or is compiled.
     """
     if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         raise adapters_refused(f"{type(model).__name__} has adapters of PEFT around {type(inner).__name__}")
     if isinstance(getattr(model, "_orig_mod", None), nn.Module):
         raise compiling_refused(model._orig_mod)
-    check_class(type(model))
-    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
-        raise UnsupportedModelError(f"{type(model).__name__} has no output embeddings; a causal language model has")
+    check_class(type(model), stages=stages)
+    if task_of(type(model)) in ("causal", "masked") and model.get_output_embeddings() is None:
+        raise UnsupportedModelError(f"{type(model).__name__} has no output embeddings; a language model has")
 
 
 def check_checkpoint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -13,11 +13,14 @@ from transformers import PretrainedConfig
 from cuboid.distributed.axis_collectives import own_slice, padded_length
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError, UnsupportedModelError
+from cuboid.models.architectures.certificate import Inputs
 from cuboid.models.batch.length_cases import rope_types, thresholds
 
 IGNORE_INDEX = -100
 #: What a micro-batch may hold, each ``[B, S]``; positions also ``[1, S]``.
 TENSORS = ("input_ids", "labels", "attention_mask", "position_ids", "shift_labels")
+#: Of models that were seen to take it, as those of sentence pairs.
+TOKEN_TYPES = "token_type_ids"
 LABELS = ("labels", "shift_labels")
 _INDICES = (torch.int64, torch.int32)
 #: Arguments that mean "nothing special" with these values and have no rule with others.
@@ -62,23 +65,37 @@ def granule(mesh: Mesh) -> int:
 
 
 def take_local_batch(
-    arguments: dict[str, Any], config: PretrainedConfig, mesh: Mesh, *, at_least: int = 0
+    arguments: dict[str, Any],
+    config: PretrainedConfig,
+    mesh: Mesh,
+    *,
+    at_least: int = 0,
+    inputs: Inputs = "embeddings",
+    token_types: bool = False,
 ) -> LocalBatch:
     """Check a forward's arguments, cut its batch dim over `batch`, and pad its sequence dim to ``at_least`` or more.
 
     A batch that `batch` doesn't divide, as the last one of a data loader, is filled up with copies of its last row
     without labels: they add nothing to the loss nor to any gradient.
 
+    Args:
+        arguments: by name.
+        config: of the model.
+        mesh: of the model.
+        at_least: positions.
+        inputs: what the model is given; one that counts positions by itself gets none that nobody gave.
+        token_types: whether there may be ``token_type_ids``.
+
     Raises:
         UnsupportedModelError: an argument that a sharded model has no rule for.
         CuboidError: shapes that contradict each other.
     """
-    _reject(arguments)
-    whole = given_tensors(arguments)
+    whole = given_tensors(arguments, token_types=token_types)
+    _reject({name: value for name, value in arguments.items() if name not in whole or name == "input_ids"})
     options = {name: value for name, value in arguments.items() if name not in (*TENSORS, *_REJECTED)}
     check_tensors(whole)
     rows, length = whole["input_ids"].shape
-    if "position_ids" not in whole:
+    if "position_ids" not in whole and inputs != "only ids":
         whole["position_ids"] = torch.arange(length, device=whole["input_ids"].device).unsqueeze(0)
     more = padded_length(rows, mesh.size("batch")) - rows
     target = padded_length(max(length, at_least), granule(mesh))
@@ -86,13 +103,14 @@ def take_local_batch(
     for name, tensor in whole.items():
         given_once = name == "position_ids" and tensor.shape[0] == 1
         own = tensor if given_once else own_slice(_with_rows(name, tensor, more), 0, mesh.along("batch"))
-        local[name] = _pad(name, own, target - length, config)
+        local[name] = _pad(name, own, target - length, config, inputs)
     return LocalBatch(local, rows, length, options)
 
 
-def given_tensors(arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
+def given_tensors(arguments: dict[str, Any], *, token_types: bool = False) -> dict[str, torch.Tensor]:
     """Those of a forward's arguments that are a micro-batch, by the names in :data:`TENSORS`."""
-    return {name: arguments[name] for name in TENSORS if arguments.get(name) is not None}
+    names = (*TENSORS, TOKEN_TYPES) if token_types else TENSORS
+    return {name: arguments[name] for name in names if arguments.get(name) is not None}
 
 
 def _reject(arguments: dict[str, Any]) -> None:
@@ -135,13 +153,16 @@ def _with_rows(name: str, x: torch.Tensor, missing: int) -> torch.Tensor:
     return torch.cat([x, torch.full_like(last, IGNORE_INDEX) if name in LABELS else last])
 
 
-def _pad(name: str, x: torch.Tensor, missing: int, config: PretrainedConfig) -> torch.Tensor:
-    """Fill up at the end, where a causal model's real positions don't see it."""
+def _pad(name: str, x: torch.Tensor, missing: int, config: PretrainedConfig, inputs: Inputs) -> torch.Tensor:
+    """Fill up at the end, where a causal model's real positions don't see it, and masks of others hide it."""
     if missing == 0:
         return x
     if name == "position_ids":
         return torch.cat([x, _padding_positions(x, missing, config)], dim=1)
     value = IGNORE_INDEX if name in LABELS else 0
+    if name == "input_ids" and inputs == "only ids":
+        # So that positions that the model counts from ids don't go on past the end of their table.
+        value = config.get_text_config().pad_token_id or 0
     return nn.functional.pad(x, (0, missing), value=value)
 
 

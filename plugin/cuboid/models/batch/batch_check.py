@@ -9,7 +9,7 @@ queue, so that it waits for this forward to begin and never for one to end.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from cuboid.distributed.axis_collectives import all_gather
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import AXES
 from cuboid.errors import CuboidError
-from cuboid.models.batch.batch import IGNORE_INDEX, LABELS, TENSORS, given_tensors
+from cuboid.models.batch.batch import IGNORE_INDEX, LABELS, TENSORS, TOKEN_TYPES
+from cuboid.models.batch.targets import ANSWERS, Targets
 from cuboid.tensor3d.layers.vocab_cross_entropy import PADDING
 
 #: What ranks compare besides the tensors: how they were called, and what the loss is divided by.
@@ -31,29 +32,41 @@ class Limits:
 
     Args:
         tokens: rows of the embedding; ids are below.
-        labels: size of the vocabulary; labels are below.
+        labels: size of the vocabulary, or number of classes; labels are below. None if they may be any numbers.
         positions: rows of a learned position table, if there is one; positions are below.
+        types: rows of a table of token types, if there may be such ids.
+        targets: what the loss compares with.
+        first_position: what a model that counts positions by itself begins with.
     """
 
     tokens: int
-    labels: int
+    labels: int | None
     positions: int | None = None
+    types: int | None = None
+    targets: Targets = field(default_factory=lambda: Targets("causal"))
+    first_position: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tensors that may be given."""
+        types = () if self.types is None else (TOKEN_TYPES,)
+        return (*TENSORS, *types, *(ANSWERS if self.targets.task == "answers" else ()))
 
     def of(self, name: str) -> int | None:
-        """The limit of one of :data:`cuboid.models.batch.batch.TENSORS`; None if it has none."""
+        """The limit of one of :attr:`names`; None if it has none."""
         if name in LABELS:
             return self.labels
-        return {"input_ids": self.tokens, "position_ids": self.positions}.get(name)
+        return {"input_ids": self.tokens, "position_ids": self.positions, TOKEN_TYPES: self.types}.get(name)
 
     def out_of_range(self, name: str, x: torch.Tensor, ignore_index: int = IGNORE_INDEX) -> torch.Tensor | None:
-        """Where a tensor ``[B, S]`` holds what indexes nothing, of bool; None if it can't."""
+        """Where a tensor ``[B, S]`` or ``[B]`` holds what indexes nothing, of bool; None if it can't."""
         limit = self.of(name)
-        if limit is None:
+        if limit is None or x.is_floating_point():
             return None
         outside = (x < 0) | (x >= limit)
         if name in LABELS:
             outside &= (x != ignore_index) & (x != PADDING)
-        if name == "labels":
+        if name == "labels" and self.targets.task == "causal":
             # They are shifted, so that nothing predicts the first.
             outside[:, 0] = False
         return outside
@@ -62,21 +75,23 @@ class Limits:
         """What to say of the first number out of range in a tensor that has some."""
         outside = self.out_of_range(name, x, ignore_index)
         assert outside is not None
-        row, column = outside.nonzero()[0].tolist()
+        place = tuple(outside.nonzero()[0].tolist())
         more = int(outside.sum()) - 1
         rest = f" (and {more} more)" if more else ""
-        table = "position table" if name == "position_ids" else "vocabulary"
+        has_classes = name in LABELS and self.targets.outputs
+        table = {"position_ids": "position table", TOKEN_TYPES: "table of token types"}.get(name, "vocabulary")
         ignored = f"; {ignore_index} stands for no label" if name in LABELS else ""
         return CuboidError(
-            f"{name}[{row}, {column}]{rest}{where} is {int(x[row, column])}, but the model's {table} has "
-            f"{self.of(name)} entries, 0 to {(self.of(name) or 0) - 1}{ignored}"
+            f"{name}[{', '.join(map(str, place))}]{rest}{where} is {int(x[place])}, but the model's "
+            f"{'head' if has_classes else table} has {self.of(name)} {'classes' if has_classes else 'entries'}, "
+            f"0 to {(self.of(name) or 0) - 1}{ignored}"
         )
 
 
 class BatchCheck:
     """A check of one micro-batch, from its start on the device to what the host says of it.
 
-    Collective over the mesh. A rank sends 56 bytes to each other one.
+    Collective over the mesh. A rank sends 56 bytes to each other one, and 8 for each further kind of tensor.
 
     Args:
         arguments: of the model's forward: whole tensors, alike on all ranks of the mesh.
@@ -86,14 +101,16 @@ class BatchCheck:
     """
 
     def __init__(self, arguments: dict[str, Any], limits: Limits, mesh: Mesh, modes: tuple[bool, ...]) -> None:
-        self._tensors = given_tensors(arguments)
+        self._names = limits.names
+        self._tensors = {name: arguments[name] for name in self._names if arguments.get(name) is not None}
         self._ignore_index: int = arguments.get("ignore_index", IGNORE_INDEX)
         self._limits, self._mesh = limits, mesh
         ids = self._tensors["input_ids"]
         device = ids.device
         if limits.positions is not None and "position_ids" not in self._tensors:
             # What the model counts by itself then.
-            self._tensors["position_ids"] = torch.arange(ids.shape[1], device=device).unsqueeze(0)
+            first = limits.first_position
+            self._tensors["position_ids"] = torch.arange(first, first + ids.shape[1], device=device).unsqueeze(0)
         out_of_range = {name: limits.out_of_range(name, x, self._ignore_index) for name, x in self._tensors.items()}
         self._bounded = [name for name, outside in out_of_range.items() if outside is not None]
         found = [outside.any() for outside in out_of_range.values() if outside is not None]
@@ -117,7 +134,7 @@ class BatchCheck:
             return
         tensors, self._tensors = self._tensors, {}
         verdict = self._verdict.read()
-        names = (_CALL, _ITEMS, *TENSORS)
+        names = (_CALL, _ITEMS, *self._names)
         differing = [name for name, bad in zip(names, verdict[len(self._bounded) :], strict=False) if bad]
         if differing:
             raise CuboidError(
@@ -140,10 +157,11 @@ class BatchCheck:
         digest = int.from_bytes(hashlib.blake2b(repr(call).encode(), digest_size=8).digest(), "big", signed=True)
         # `full` takes the number along with the kernel's launch, where `tensor` would copy it and wait.
         numbers = [torch.full((), digest, dtype=torch.int64, device=device), divisor]
-        places = _places(self._tensors["input_ids"].numel(), device)
-        for name in TENSORS:
+        places = _places(max(x.numel() for x in self._tensors.values()), device)
+        for name in self._names:
             x = self._tensors.get(name)
-            numbers.append(torch.zeros_like(divisor) if x is None else _checksum(x, places))
+            is_mask = name == "attention_mask"
+            numbers.append(torch.zeros_like(divisor) if x is None else _checksum(x, places, is_mask=is_mask))
         return torch.stack(numbers)
 
 
@@ -157,9 +175,11 @@ def _places(count: int, device: torch.device) -> torch.Tensor:
     return x ^ (x >> 27)
 
 
-def _checksum(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    numbers = x != 0 if x.is_floating_point() else x
-    return (numbers.flatten().to(torch.int64) * places[: x.numel()]).sum()
+def _checksum(x: torch.Tensor, places: torch.Tensor, *, is_mask: bool) -> torch.Tensor:
+    numbers = x != 0 if is_mask and x.is_floating_point() else x
+    # Numbers of regression by their bits.
+    whole = numbers.double().view(torch.int64) if numbers.is_floating_point() else numbers.to(torch.int64)
+    return (whole.flatten() * places[: x.numel()]).sum()
 
 
 class _OnHost:

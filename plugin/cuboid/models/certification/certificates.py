@@ -18,6 +18,7 @@ from typing import Any, TypeVar, get_args
 from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.models.architectures.certificate import MODES, Certificate, Kind, Mode, Verdict
+from cuboid.models.batch.targets import Targets
 from cuboid.models.certification.check import CannotProbe, check
 from cuboid.models.certification.small_config import meaningful_fields, small_config
 
@@ -77,7 +78,14 @@ def features_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[st
         "transformers": ".".join(version("transformers").split(".")[:2]),
         "attention": "eager" if config._attn_implementation == "eager" else "fused",
         "config": fields,
+        **_of_head(cls, config),
     }
+
+
+def _of_head(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, Any]:
+    """What decides which loss a classifier computes."""
+    targets = Targets.of(cls, config)
+    return {"targets": [min(targets.outputs, 2), targets.classes is None]} if targets.outputs else {}
 
 
 def entry_of(features: Mapping[str, Any], certificate: Certificate) -> tuple[str, dict[str, Any]]:

@@ -114,6 +114,10 @@ def random_model(
             model: PreTrainedModel = cls._from_config(own, dtype=dtype, attn_implementation=wanted)
     except Exception as error:
         raise CannotProbe(f"a small one can't be made: {type(error).__name__}: {error}") from error
+    for module in model.modules():
+        # Some classifiers have a dropout of their own that no config turns off.
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -10,9 +10,10 @@ import copy
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from cuboid.config.schema import PipelineConfig
 from cuboid.distributed.mesh import current_rank
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.architectures.certificate import MODES, MeshVerdict, Mode
+from cuboid.models.architectures.certificate import MODES, HeadPlan, Inputs, MeshVerdict, Mode
 from cuboid.models.attention.interface import check_attention
 from cuboid.models.certification.certificates import (
     KINDS,
@@ -34,11 +35,20 @@ from cuboid.models.certification.certificates import (
 )
 from cuboid.models.certification.check import CannotProbe
 from cuboid.models.certification.mesh_check import check_meshes
+from cuboid.models.plain_construction import plain_construction
 from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
 
 MESH_TABLE = Path(__file__).with_name("certified_meshes.json")
 _logger = logging.getLogger(__name__)
 _FOLDER = "mesh_certificates"
+#: Of a verdict, what is written where it isn't as in most, and what it may be.
+_NEWER: dict[str, tuple[Any, ...]] = {
+    "inputs": get_args(Inputs),
+    "head": get_args(HeadPlan),
+    "counts_items": (True, False),
+    "token_types": (True, False),
+}
+_PLAIN = MeshVerdict()
 
 
 def certified_plan(
@@ -110,6 +120,7 @@ def written_verdict(verdict: MeshVerdict) -> dict[str, Any]:
         "with_stages": verdict.with_stages,
         "error": verdict.error,
         "blocks": list(verdict.blocks),
+        **{name: getattr(verdict, name) for name in _NEWER if getattr(verdict, name) != getattr(_PLAIN, name)},
     }
 
 
@@ -125,7 +136,11 @@ def read_verdict(entry: Any) -> MeshVerdict:
     whole = tuple(str(name) for name in entry["whole"])
     flags = entry["splits_late"] is True, entry["gathers_logits"] is True
     stages = {mode: str(entry["with_stages"][mode]) for mode in MODES if mode in entry["with_stages"]}
-    return MeshVerdict(refused, whole, *flags, stages, float(entry["error"]), tuple(entry["blocks"]))
+    verdict = MeshVerdict(refused, whole, *flags, stages, float(entry["error"]), tuple(entry["blocks"]))
+    newer = {name: entry[name] for name in _NEWER if name in entry}
+    if any(value not in values for value, values in ((value, _NEWER[name]) for name, value in newer.items())):
+        raise ValueError(f"unknown: {newer}")
+    return replace(verdict, **newer)
 
 
 @cache
@@ -157,5 +172,5 @@ def _matters(module: nn.Module) -> bool:
 
 
 def _modules_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, type[nn.Module]]:
-    with torch.device("meta"):
+    with plain_construction(), torch.device("meta"):
         return {name: type(module) for name, module in cls(copy.deepcopy(config)).named_modules()}

@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -16,8 +16,9 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.thread_ranks import ThreadRanks
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError
-from cuboid.models.architectures.certificate import Kind, MeshVerdict, Mode
+from cuboid.models.architectures.certificate import Inputs, Kind, MeshVerdict, Mode
 from cuboid.models.architectures.roles import blocks_computed_whole, split_blocks
+from cuboid.models.architectures.supported_tasks import WORDS, task_of
 from cuboid.models.batch.batch import granule
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
@@ -28,7 +29,6 @@ from cuboid.models.certification.check import (
     Outcome,
     largest_error,
     make_stage,
-    probe_batch,
     probe_cases,
     quiet_cpu,
     random_model,
@@ -38,6 +38,7 @@ from cuboid.models.certification.check import (
     unit_lengths,
 )
 from cuboid.models.certification.small_config import small_config
+from cuboid.models.certification.task_batches import loss_of, takes_token_types, task_batch
 from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
 from cuboid.models.sharded.sharded_model import shard_modules
 from cuboid.models.stages.outline import Outline
@@ -77,12 +78,13 @@ class _Probe:
 
     def __init__(self, model: PreTrainedModel, attempt: Attempt) -> None:
         self.model, self.attempt = model, attempt
+        self.task = task_of(type(model))
+        self.takes_types = takes_token_types(model)
         self.has_own_loss = False
         self.refused: dict[Kind, str] = {}
         self.cases: list[tuple[Kind, Case, MicroBatch, Outcome]] = []
-        vocabulary = model.config.get_text_config().vocab_size
-        for kind, case in probe_cases(model.config):
-            batch = probe_batch(case, vocabulary)
+        for number, (kind, case) in enumerate(probe_cases(model.config)):
+            batch = task_batch(case, model, has_types=self.takes_types and number % 2 == 1)
             try:
                 with attempt.precision():
                     self.cases.append((kind, case, batch, self._run_plain(batch)))
@@ -94,15 +96,16 @@ class _Probe:
     def _run_plain(self, batch: MicroBatch) -> Outcome:
         own = copy.deepcopy(self.model)
         called: list[bool] = []
-        loss_function = own.loss_function
+        if self.task in ("causal", "masked"):
+            loss_function = own.loss_function
 
-        def note(*args: Any, **kwargs: Any) -> Any:
-            called.append(True)
-            return loss_function(*args, **kwargs)
+            def note(*args: Any, **kwargs: Any) -> Any:
+                called.append(True)
+                return loss_function(*args, **kwargs)
 
-        own.loss_function = note
-        loss = own(**batch, use_cache=False).loss
-        loss.backward()
+            own.loss_function = note
+        loss = loss_of(own(**batch, use_cache=False), batch)
+        loss.backward()  # type: ignore[no-untyped-call]
         if not bool(loss.isfinite()):
             raise ValueError("its loss isn't finite")
         self.has_own_loss = not called
@@ -112,23 +115,37 @@ class _Probe:
 
 def _best(probe: _Probe) -> MeshVerdict:
     """As much split as is right."""
-    reasons = []
-    for choice in _choices(probe.model, probe.has_own_loss):
+    blocks = split_blocks(probe.model)
+    some = [*((block,) for block in blocks), *([tuple(blocks)] if len(blocks) > 1 else [])]
+    reason: str | None = None
+    for choice in _choices(probe):
         reason = _reason_against(probe, choice)
         if reason is None:
             return _verdict(probe, choice)
-        reasons.append(reason)
+        # What isn't right with whole layers isn't right with a whole block of each.
+        layers = replace(choice, whole=("",))
+        reason = _reason_against(probe, layers)
+        if reason is None:
+            fewer = (replace(choice, whole=whole) for whole in some)
+            return _verdict(probe, next((each for each in fewer if _reason_against(probe, each) is None), layers))
     # The last choice takes the least for granted, so that its reason says the most about the model.
-    return MeshVerdict({"whole rows": reasons[-1]})
+    assert reason is not None
+    return MeshVerdict({"whole rows": reason})
 
 
-def _choices(model: PreTrainedModel, has_own_loss: bool) -> Iterator[MeshVerdict]:
-    """What may be computed whole, little first."""
-    blocks = split_blocks(model)
-    wholes = [(), *((block,) for block in blocks), *([tuple(blocks)] if len(blocks) > 1 else []), ("",)]
-    for splits_late in (False, True):
-        for whole in wholes:
-            yield MeshVerdict(whole=whole, splits_late=splits_late, gathers_logits=has_own_loss)
+def _choices(probe: _Probe) -> Iterator[MeshVerdict]:
+    """How a model may be run with its layers split, the best way first."""
+    ways: list[dict[str, Any]] = [{"inputs": inputs} for inputs in get_args(Inputs)]
+    heads: list[dict[str, Any]] = [{"head": "labels"}, {"head": "whole"}]
+    if probe.task == "causal":
+        heads = [{"gathers_logits": probe.has_own_loss}]
+    elif probe.task == "masked":
+        heads = [{"counts_items": not probe.has_own_loss}, {"gathers_logits": True}]
+    elif probe.task == "hidden":
+        heads = [{}]
+    for way in (*ways, {"splits_late": True}):
+        for head in heads:
+            yield MeshVerdict(**way, **head, token_types=probe.takes_types)
 
 
 def _reason_against(probe: _Probe, choice: MeshVerdict) -> str | None:
@@ -167,6 +184,8 @@ def _verdict(probe: _Probe, choice: MeshVerdict) -> MeshVerdict:
 def _reasons_against_stages(probe: _Probe, choice: MeshVerdict) -> dict[Mode, str]:
     """What is wrong with the longest micro-batch on a mesh and in stages, whole or in segments."""
     modes: tuple[Mode, ...] = ("whole", "segments")
+    if probe.task != "causal":
+        return dict.fromkeys(modes, f"it is for {WORDS[probe.task]}, and a pipeline takes causal language models only")
     try:
         outline = draw_outline(type(probe.model), probe.model.config)
         with probe.attempt.precision():
@@ -222,7 +241,7 @@ class _Split:
         model = self._models[mesh.rank]
         model.zero_grad()
         with self._probe.attempt.precision():
-            loss: torch.Tensor = model(**batch, use_cache=False).loss
+            loss = loss_of(model(**batch, use_cache=False), batch)
             loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 

@@ -11,12 +11,12 @@ from transformers import PretrainedConfig
 from cuboid.models.batch.length_cases import LONGEST, shrunk
 
 VOCABULARY, HIDDEN, HEADS, HEAD_DIM, FEATURES, EXPERTS, POSITIONS = 61, 64, 4, 16, 48, 8, 64
-_MOST_LAYERS = 8
+_MOST_LAYERS, _LABELS = 8, 3
 
 #: What numbers become, by the names under which the configs of transformers have them.
 _SIZES: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCABULARY),
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim_model", "emb_dim", "embedding_dim"), HIDDEN),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim_model", "emb_dim", "embedding_dim", "dim"), HIDDEN),
     **dict.fromkeys(("attention_hidden_size", "lru_width", "embedding_size"), HIDDEN),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), HEADS),
     **dict.fromkeys(("decoder_attention_heads", "swa_num_attention_heads", "index_n_heads"), HEADS),
@@ -28,6 +28,7 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), HEAD_DIM // 2),
     **dict.fromkeys(("qk_head_dim",), HEAD_DIM),
     **dict.fromkeys(("intermediate_size", "intermediate_size_mlp", "dense_intermediate_size", "ffn_dim"), FEATURES),
+    **dict.fromkeys(("hidden_dim",), FEATURES),
     **dict.fromkeys(("ffn_hidden_size", "decoder_ffn_dim", "dim_ff", "dff", "d_inner", "n_inner"), FEATURES),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 24),
     **dict.fromkeys(("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"), 24),
@@ -84,6 +85,9 @@ def small_config(config: PretrainedConfig) -> PretrainedConfig:
     """
     small = type(config)(**_shrunk_fields(config))
     small._experts_implementation = "eager"  # the grouped kernels have no float64
+    # Of classifiers, which kind of loss they have.
+    small.num_labels = min(config.num_labels or 2, _LABELS)
+    small.problem_type = config.problem_type
     return shrunk(small, LONGEST)
 
 

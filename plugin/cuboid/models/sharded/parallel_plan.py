@@ -61,7 +61,7 @@ def make_parallel_plan(model: PreTrainedModel, mesh: MeshShape, verdict: MeshVer
         MeshError: the mesh doesn't divide the model; names what, and the nearest meshes that do.
     """
     check_attention(model.config)
-    roles = find_roles(model, verdict.whole, splits_late=verdict.splits_late)
+    roles = find_roles(model, verdict.whole, splits_late=verdict.splits_late, head=verdict.head)
     misfits = _misfits(model, roles, mesh)
     if misfits:
         raise MeshError(_misfit_message(model, roles, mesh, misfits))
@@ -114,7 +114,7 @@ def out_features(module: nn.Module) -> int:
 
 def fitting_meshes(model: PreTrainedModel, size: int, verdict: MeshVerdict = _SPLIT) -> list[MeshShape]:
     """All meshes of ``size`` ranks that can cut the model. For ``verdict`` see :func:`make_parallel_plan`."""
-    roles = find_roles(model, verdict.whole, splits_late=verdict.splits_late)
+    roles = find_roles(model, verdict.whole, splits_late=verdict.splits_late, head=verdict.head)
     return [mesh for mesh in MeshShape.of_size(size) if not _misfits(model, roles, mesh)]
 
 
@@ -148,6 +148,8 @@ def _layout(
         return ShardingSpec(shape, ((),) * len(shape))
     if role.kind == "norm":
         return ShardingSpec(shape, (("hidden",),))
+    if role.kind == "labels":
+        return ShardingSpec(shape, ((), ("hidden",)) if name == "weight" else ((),))
     if role.kind in ("embedding", "head", "tied"):
         split: tuple[tuple[Axis, ...], ...] = (("sequence",), ("hidden",))
         return ShardingSpec(shape, split[: len(shape)], ragged=True)

@@ -16,8 +16,9 @@ from cuboid.models.architectures.roles import Role, layer_names
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.tensor3d.experts.experts import ShardedExperts
 from cuboid.tensor3d.experts.router import ShardedRouter
-from cuboid.tensor3d.layers.dropout import ShardedDropout
+from cuboid.tensor3d.layers.dropout import CommonDropout, ShardedDropout
 from cuboid.tensor3d.layers.fused_projections import FusedProjections
+from cuboid.tensor3d.layers.labels_head import LabelsHead
 from cuboid.tensor3d.layers.linear import ShardedLinear, down_product, head_product, up_product
 from cuboid.tensor3d.layers.linear_op import Product
 from cuboid.tensor3d.layers.norm import ShardedLayerNorm, ShardedRMSNorm
@@ -50,7 +51,7 @@ def parallelize_modules(
     config: TensorParallelConfig,
     shard_of: ShardOf,
     stages: Sequence[Collection[str]] = (),
-) -> None:
+) -> LateSplit | None:
     """Swap every module of the parallel plan, dropouts too, and fix the sizes that attention modules read.
 
     Tied parameters stay one parameter. The whole tensors are freed one by one as their modules are swapped.
@@ -62,6 +63,9 @@ def parallelize_modules(
         config: when to gather weights, and how to reduce gradients.
         shard_of: see :data:`ShardOf`.
         stages: where a rank of a pipeline has several, the names of the layers of each, which run by themselves.
+
+    Returns:
+        What splits activations at the first layer, if something does.
     """
     _split_attributes(model, parallel_plan, mesh)
     _split_widths(model, parallel_plan, mesh)
@@ -84,17 +88,19 @@ def parallelize_modules(
     blocks = whole_blocks(parallel_plan)
     late = LateSplit(mesh) if parallel_plan.verdict.splits_late else None
     for name in blocks:
-        compute_whole(model.get_submodule(name), mesh, late if parallel_plan.roles[name].late else None)
+        role = parallel_plan.roles[name]
+        compute_whole(model.get_submodule(name), mesh, late if role.late else None, everywhere=role.everywhere)
     if late is not None:
         _split_late(model, late)
     if mesh.shape.size > 1:
         _fuse_projections(model, parallel_plan)
         _prefetch_layers(model, parallel_plan, stages)
     _share_key_value_heads(model, parallel_plan, mesh)
-    _swap_dropouts(model, blocks, mesh)
+    _swap_dropouts(model, parallel_plan, mesh)
     set_gradient_reduce(model, config.gradient_reduce)
     if config.weight_gather == "step":
         disable_reshard_after_forward(model)
+    return late
 
 
 class _Shards:
@@ -145,6 +151,8 @@ def _build(
         norm = ShardedLayerNorm if role.norm.kind == "layer" else ShardedRMSNorm
         return norm(weight, bias, mesh=mesh, layouts=layouts, eps=role.norm.eps, offset=role.norm.offset)
     assert weight is not None
+    if role.kind == "labels":
+        return LabelsHead(weight, bias, mesh=mesh, layouts=layouts)
     if role.kind == "embedding":
         assert isinstance(old, nn.Embedding)
         return shard_embedding(old, weight, mesh=mesh, layout=layouts["weight"])
@@ -203,7 +211,8 @@ def _fuse_projections(model: PreTrainedModel, parallel_plan: ParallelPlan) -> No
 
 def _prefetch_layers(model: PreTrainedModel, parallel_plan: ParallelPlan, stages: Sequence[Collection[str]]) -> None:
     """Let layers prefetch one another's parameters."""
-    layers = [name.rpartition(".")[0] for name in attention_modules(parallel_plan)]
+    attention = attention_modules(parallel_plan)
+    layers = [layer for layer in layer_names(model) if any(name.startswith(f"{layer}.") for name in attention)]
     if not layers:
         return
     runs = [[model.get_submodule(name) for name in layers if name in own] for own in stages or [layers]]
@@ -284,8 +293,11 @@ def _split_late(model: PreTrainedModel, late: LateSplit) -> None:
         head.register_forward_pre_hook(late.enter, with_kwargs=True, prepend=True)
 
 
-def _swap_dropouts(model: PreTrainedModel, blocks: Collection[str], mesh: Mesh) -> None:
+def _swap_dropouts(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh) -> None:
     """Outside of blocks that are computed whole, and have their own way with random numbers."""
+    blocks, base = whole_blocks(parallel_plan), f"{model.base_model_prefix}."
     for name, module in list(model.named_modules()):
         if type(module) is nn.Dropout and not any(name.startswith(f"{block}.") for block in blocks):
-            model.set_submodule(name, ShardedDropout(module.p, mesh).train(module.training))
+            is_whole = parallel_plan.verdict.head == "whole" and not name.startswith(base)
+            kind = CommonDropout if is_whole else ShardedDropout
+            model.set_submodule(name, kind(module.p, mesh).train(module.training))

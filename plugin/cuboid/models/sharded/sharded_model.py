@@ -8,7 +8,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,13 +33,22 @@ from cuboid.models.attention.interface import (
 from cuboid.models.attention.packing import known_packing
 from cuboid.models.batch.batch import LABELS, LocalBatch, given_tensors, take_local_batch
 from cuboid.models.batch.batch_check import BatchCheck, Limits
+from cuboid.models.batch.targets import TARGETS, Targets
 from cuboid.models.cross_entropy.lm_head import is_in_head
 from cuboid.models.cross_entropy.loss_forward import forward_with_bounded_loss
 from cuboid.models.sharded.model_interface import WholeInterface
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.parallelize import ShardOf, attention_modules, parallelize_modules, whole_blocks
 from cuboid.models.sharded.router_logits import whole_router_logits
-from cuboid.tensor3d.layers.vocab_cross_entropy import gather_hidden, gather_logits, predicted, sharded_cross_entropy
+from cuboid.tensor3d.layers.labels_head import LabelsHead
+from cuboid.tensor3d.layers.vocab_cross_entropy import (
+    gather_hidden,
+    gather_logits,
+    gather_rows,
+    predicted,
+    sharded_cross_entropy,
+)
+from cuboid.tensor3d.layers.whole_block import LateSplit
 from cuboid.tensor3d.sharding.sharded_param import is_recomputing
 
 
@@ -67,7 +76,8 @@ class WholeModel:
         tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
         vocabulary = model.config.get_text_config().vocab_size
         tokens = getattr(model.get_input_embeddings(), "num_embeddings", vocabulary)
-        return cls(counts, frozenset(f"{name}.weight" for name in tables), Limits(tokens, vocabulary, positions))
+        limits = Limits(tokens, vocabulary, positions)
+        return cls(counts, frozenset(f"{name}.weight" for name in tables), limits)
 
 
 class FormerParameters:
@@ -107,10 +117,14 @@ class Sharding:
     verdict: MeshVerdict = field(default_factory=MeshVerdict)
     #: Whether routers of experts see a rank's own tokens, and aren't in blocks that are computed whole.
     splits_routers: bool = False
+    #: Splits activations at the first layer, where that isn't done before.
+    late: LateSplit | None = None
     #: Of the micro-batch that the forward which is running was given.
     check: BatchCheck | None = None
     #: That micro-batch, where logits are gathered.
     batch: LocalBatch | None = None
+    #: What a loss that is computed on all ranks alike compares with, while a forward is running.
+    targets: dict[str, Any] = field(default_factory=dict)
 
 
 class ShardedModel(WholeInterface):
@@ -141,15 +155,17 @@ def shard_modules(
     """Turn a model into its sharded self, in place."""
     shapes = {name: layout.shape for name, layout in parallel_plan.by_parameter.items()}
     whole = WholeModel.of(model, learned_positions(model), shapes)
-    parallelize_modules(model, parallel_plan, mesh, config, shard_of)
+    whole = replace(whole, limits=_limits_of_task(whole.limits, model, parallel_plan.verdict))
+    late = parallelize_modules(model, parallel_plan, mesh, config, shard_of)
     attention = {name: model.get_submodule(name) for name in attention_modules(parallel_plan)}
     use_sharded_attention(model.config, list(attention.values()), mesh)
     for name in whole_blocks(parallel_plan):
         # Their heads are all there, and their random numbers are the block's affair.
         use_sharded_attention(model.config, list(model.get_submodule(name).modules()), None)
-    model.loss_function = functools.partial(sharded_loss, mesh=mesh)
+    if whole.limits.targets.task == "causal":
+        model.loss_function = functools.partial(sharded_loss, mesh=mesh)
     base = type(model)
-    model.cuboid = Sharding(mesh, config, base, attention, whole, verdict=parallel_plan.verdict)
+    model.cuboid = Sharding(mesh, config, base, attention, whole, verdict=parallel_plan.verdict, late=late)
     model.cuboid.splits_routers = any(role.kind == "router" for role in parallel_plan.roles.values())
     inner: Any = model.base_model
     if inner is not model:
@@ -160,6 +176,9 @@ def shard_modules(
         head = model.get_output_embeddings()
         assert head is not None
         head.register_forward_hook(functools.partial(_gather_logits, model.cuboid))
+    for module in model.modules():
+        if isinstance(module, LabelsHead):
+            module.register_forward_hook(functools.partial(_without_padding, model.cuboid))
     early = next(iter((*attention, *whole_blocks(parallel_plan))), None)
     if early is not None:
         model.get_submodule(early).register_forward_hook(_VerdictReader(model.cuboid))
@@ -168,17 +187,33 @@ def shard_modules(
     return model
 
 
-def learned_positions(model: PreTrainedModel) -> int | None:
-    """Positions that a model has learned, where it has a table of them."""
+def _limits_of_task(limits: Limits, model: PreTrainedModel, verdict: MeshVerdict) -> Limits:
+    """Of a model that may be for something else than causal language modelling."""
+    targets = Targets.of(type(model), model.config)
+    first = 0
+    if verdict.inputs == "only ids":
+        # Tables of positions that are counted from ids begin behind the row of what pads.
+        padded = [table.padding_idx for table in position_tables(model) if table.padding_idx is not None]
+        first = max(padded, default=-1) + 1
+    types = getattr(model.config, "type_vocab_size", None) if verdict.token_types else None
+    return replace(limits, labels=targets.classes, types=types, targets=targets, first_position=first)
+
+
+def position_tables(model: PreTrainedModel) -> list[nn.Embedding]:
+    """Tables of positions that a model has learned."""
     try:
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     except ValueError:  # Several parts that could be meant.
-        return None
-    if limit is None:
-        return None
+        return []
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
     # Some tables have a few rows more than there are positions.
-    return limit if any(limit <= table.num_embeddings <= limit + 8 for table in tables) else None
+    return [table for table in tables if limit is not None and limit <= table.num_embeddings <= limit + 8]
+
+
+def learned_positions(model: PreTrainedModel) -> int | None:
+    """Positions that a model has learned, where it has a table of them."""
+    limit: int | None = model.config.get_text_config().max_position_embeddings if position_tables(model) else None
+    return limit
 
 
 @dataclass
@@ -201,8 +236,8 @@ def _guard_ends(model: PreTrainedModel) -> None:
     """Let the embedding and the head say so when they are called by themselves: they take and return parts."""
     ends = {model.get_input_embeddings(): "embedding", model.get_output_embeddings(): "head"}
     for module, what in ends.items():
-        assert module is not None
-        module.register_forward_pre_hook(functools.partial(_check_in_forward, what=what), prepend=True)
+        if module is not None:
+            module.register_forward_pre_hook(functools.partial(_check_in_forward, what=what), prepend=True)
 
 
 @uncompiled
@@ -250,7 +285,8 @@ def _sharded_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         _reject_compiling(self, torch.compiler.is_compiling())
         with StepGuard(self.cuboid.mesh, "forward"):
-            return _forward(self, functools.partial(base.forward, self), _arguments(signature, self, args, kwargs))
+            run, arguments = functools.partial(base.forward, self), _arguments(signature, self, args, kwargs)
+            return _forward_of(self.cuboid)(self, run, arguments)
 
     members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (ShardedModel, base), members)
@@ -285,6 +321,50 @@ def _reject_compiling(model: Any, is_compiling: bool) -> None:
     # What torch.compile takes for constant it runs as it is, so that this is what its error says.
     if is_compiling:
         raise compiling_refused(model)
+
+
+def _forward_of(sharding: Sharding) -> Callable[[Any, Any, dict[str, Any]], Any]:
+    """How the forward of a model runs, by what it is for."""
+    task = sharding.whole.limits.targets.task
+    if task == "causal":
+        return _forward
+    if task == "masked":
+        return _forward if sharding.verdict.gathers_logits else _masked_forward
+    return _base_forward if task == "hidden" else _task_forward
+
+
+def _task_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
+    """Of a classifier or the like: its own code runs around its base model, with whole micro-batches on all ranks."""
+    sharding: Sharding = model.cuboid
+    given = {name: arguments[name] for name in TARGETS if arguments.get(name) is not None}
+    if arguments.get("input_ids") is not None:
+        sharding.whole.limits.targets.check(arguments)
+    if not sharding.checked:
+        _check_modules(model, sharding.modules)
+    sharding.targets = given
+    try:
+        return base_forward(**arguments)
+    finally:
+        sharding.targets, sharding.batch = {}, None
+
+
+def _masked_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
+    """Of a masked language model, whose labels are those of the positions themselves."""
+    sharding: Sharding = model.cuboid
+    as_tuple = arguments.pop("return_dict", None) is False
+    if arguments.get("input_ids") is not None:
+        sharding.whole.limits.targets.check(arguments)
+    with _taken(model, arguments) as batch:
+        labels = batch.tensors.pop("labels", None)
+        output = base_forward(**_local_arguments(model, batch), return_dict=True)
+        if labels is not None:
+            items = arguments.get("num_items_in_batch") if sharding.verdict.counts_items else None
+            vocabulary = sharding.whole.limits.labels
+            assert vocabulary is not None
+            loss = sharded_cross_entropy(output.logits, labels, vocabulary=vocabulary, mesh=sharding.mesh, items=items)
+            output = type(output)(**{**output, "loss": loss})
+    output.logits = _whole_logits(model, output.logits, batch, has_loss=labels is not None)
+    return output.to_tuple() if as_tuple else output
 
 
 def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
@@ -334,14 +414,37 @@ def _gather_logits(sharding: Sharding, head: Any, _: Any, logits: torch.Tensor) 
     return whole.contiguous()
 
 
+@uncompiled
+def _without_padding(sharding: Sharding, _: Any, __: Any, logits: torch.Tensor) -> torch.Tensor:
+    """A forward hook of a head whose logits are whole, but for what fills rows and positions up for the mesh."""
+    batch = sharding.batch
+    assert batch is not None
+    return logits[: batch.rows, : batch.length].contiguous()
+
+
 def _base_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
-    """Of a base model that is called by itself: hidden states ``[B, S, H]``, whole on every rank."""
+    """Of a base model that isn't called by a language model: hidden states ``[B, S, H]``, whole on every rank.
+
+    They stay split for a head that is.
+    """
     sharding: Sharding = model.cuboid
     as_tuple = arguments.pop("return_dict", None) is False
+    if sharding.whole.limits.targets.task == "hidden" and arguments.get("input_ids") is not None:
+        sharding.whole.limits.targets.check(arguments)
     with _taken(model, arguments) as batch:
         output = base_forward(**_local_arguments(model, batch), return_dict=True)
-    hidden = output.last_hidden_state
-    output.last_hidden_state = gather_hidden(hidden, sharding.mesh, rows=batch.rows, length=batch.length)
+    if sharding.late is not None:
+        # Before the base model's own hook, which comes too late for what follows here.
+        output = sharding.late.end(model, None, output)
+    sharding.batch = batch
+    for name, x in output.items():
+        if name == "pooler_output":
+            output[name] = gather_rows(x, sharding.mesh, rows=batch.rows)
+        elif name == "last_hidden_state":
+            if sharding.verdict.head != "labels":
+                output[name] = gather_hidden(x, sharding.mesh, rows=batch.rows, length=batch.length)
+        elif x is not None:
+            raise UnsupportedModelError(f"{type(model).__name__} returns {name}, for which there is no rule on a mesh")
     return output.to_tuple() if as_tuple else output
 
 
@@ -356,9 +459,13 @@ def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
         raise UnsupportedModelError(
             "neftune_noise_alpha: its noise depends on the sizes of the whole embeddings; a rank has a part of them"
         )
-    sharding.verdict.check_batch(given_tensors(arguments), type(model).__name__)
-    batch = take_local_batch(arguments, model.config, sharding.mesh)
-    check = BatchCheck(arguments, sharding.whole.limits, sharding.mesh, (model.training, torch.is_grad_enabled()))
+    verdict = sharding.verdict
+    verdict.check_batch(given_tensors(arguments), type(model).__name__)
+    batch = take_local_batch(
+        arguments, model.config, sharding.mesh, inputs=verdict.inputs, token_types=verdict.token_types
+    )
+    modes = (model.training, torch.is_grad_enabled())
+    check = BatchCheck({**arguments, **sharding.targets}, sharding.whole.limits, sharding.mesh, modes)
     check.read_if_there()
     sharding.check = check
     try:
@@ -370,9 +477,11 @@ def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
     sharding.checked = True
 
 
-def _packing_of(arguments: dict[str, Any], batch: LocalBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _packing_of(arguments: dict[str, Any], batch: LocalBatch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The positions that the model gets, and which packed sequences they belong to."""
-    positions = batch.tensors["position_ids"]
+    positions = batch.tensors.get("position_ids")
+    if positions is None:
+        return None, None
     # Those that nobody gave count from one end to the other. Beside a mask nobody asks.
     may_be_packed = arguments.get("position_ids") is not None and arguments.get("attention_mask") is None
     return positions, find_packed_sequence_indices(positions) if may_be_packed else None
@@ -392,6 +501,8 @@ def _local_arguments(model: Any, batch: LocalBatch) -> dict[str, Any]:
     # The embedding runs here: it needs the ids of the whole sequence and returns a part of it, while the model's own
     # code takes the shape of everything that follows from what it is given.
     tensors = dict(batch.tensors)
+    if model.cuboid.verdict.inputs != "embeddings":
+        return {**batch.options, **tensors, "use_cache": False}
     embeddings = model.get_input_embeddings()(tensors.pop("input_ids"))
     return {**batch.options, **tensors, "inputs_embeds": embeddings, "use_cache": False}
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from cuboid.distributed.axis_collectives import all_gather
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.distributed.topology import AXES, Axis
@@ -54,3 +55,21 @@ class ShardedDropout(nn.Dropout):
             return x
         with own_random_numbers(self.mesh, x.device):
             return super().forward(x)
+
+
+class CommonDropout(nn.Dropout):
+    """``nn.Dropout`` of what every rank of the mesh has whole: with the mask of the first one, whatever their seeds."""
+
+    def __init__(self, p: float, mesh: Mesh) -> None:
+        super().__init__(p)
+        self.mesh = mesh
+
+    @uncompiled
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[...]`` to ``[...]``."""
+        if not self.training or self.p == 0:
+            return x
+        kept = torch.empty_like(x).bernoulli_(1 - self.p)
+        if self.mesh.shape.size > 1:
+            kept = all_gather(kept, self.mesh.along(*AXES))[0]
+        return x * kept / max(1 - self.p, torch.finfo(x.dtype).tiny)

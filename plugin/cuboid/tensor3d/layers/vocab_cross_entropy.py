@@ -164,6 +164,13 @@ def gather_hidden(hidden: torch.Tensor, mesh: Mesh, *, rows: int, length: int) -
     return hidden[:rows, :length]
 
 
+def gather_rows(x: torch.Tensor, mesh: Mesh, *, rows: int) -> torch.Tensor:
+    """Whole ``[B, …]`` of ``[B/b, …]`` that ranks of a row of the mesh have alike; as :func:`gather_logits`."""
+    if mesh.size("batch") > 1:
+        x = _Gather.apply(x, mesh, ((0, "batch"),))
+    return x[:rows]
+
+
 def shifted(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
     """``[B, S]`` labels so that entry t is the token after t, as Hugging Face's causal loss does."""
     return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]

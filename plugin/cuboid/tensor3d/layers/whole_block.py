@@ -21,6 +21,7 @@ from torch import nn
 from cuboid.distributed.axis_collectives import SEQUENCE_DIM, gather_dim, own_slice
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
+from cuboid.distributed.topology import AXES, Axis
 from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.layers.dropout import own_random_numbers
 from cuboid.tensor3d.sharding.bucketing import start_reduce_scatters, start_unshards
@@ -94,16 +95,17 @@ class LateSplit:
         return output
 
 
-def compute_whole(block: nn.Module, mesh: Mesh, late: LateSplit | None = None) -> None:
+def compute_whole(block: nn.Module, mesh: Mesh, late: LateSplit | None = None, *, everywhere: bool = False) -> None:
     """Let a block whose modules :func:`keep_whole` went through be computed whole, in place.
 
     Args:
         block: the module.
         mesh: that its parameters are split over.
         late: says whether activations are whole, if the block isn't in a layer and they may be.
+        everywhere: whether all ranks of the mesh are given the same, of the whole micro-batch.
     """
     if mesh.shape.size > 1:
-        vars(block)["cuboid_late"] = late
+        vars(block).update(cuboid_late=late, cuboid_everywhere=everywhere)
         cls: Any = type(block)
         block.__class__ = _computed_whole(cls)
 
@@ -121,6 +123,9 @@ def _computed_whole(own: Any) -> type[nn.Module]:
 def _run(block: Any, own: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mesh: Mesh = block.mesh
     late: LateSplit | None = block.cuboid_late
+    if block.cuboid_everywhere:
+        with _unsharded(block, AXES):
+            return own.forward(block, *args, **kwargs)
     if late is not None and (late.is_whole or mesh.size("sequence", "hidden") == 1):
         with _unsharded(block):
             return own.forward(block, *args, **kwargs)
@@ -188,8 +193,11 @@ def _own_part(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 
 @contextmanager
-def _unsharded(block: nn.Module) -> Iterator[None]:
-    """Give the modules of a block their unsharded parameters, for the time of a ``with``."""
+def _unsharded(block: nn.Module, same: tuple[Axis, ...] = ("sequence", "hidden")) -> Iterator[None]:
+    """Give the modules of a block their unsharded parameters, for the time of a ``with``.
+
+    The ranks along ``same`` compute the same.
+    """
     owners = [
         (module, name, param)
         for module in block.modules()
@@ -198,7 +206,7 @@ def _unsharded(block: nn.Module) -> Iterator[None]:
     ]
     shards: list[Any] = [module._parameters[name] for module, name, _ in owners]
     params = [param for _, _, param in owners]
-    wholes = _UnshardAll.apply(params, *shards) if owners else ()
+    wholes = _UnshardAll.apply(params, same, *shards) if owners else ()
     again = _Again(params, shards, wholes)
     for (module, name, _), whole in zip(owners, wholes, strict=True):
         module._parameters[name] = whole  # type: ignore[assignment]
@@ -214,8 +222,10 @@ class _UnshardAll(torch.autograd.Function):
     """Shards to the parameters of a block, with as few collectives as their sizes allow."""
 
     @staticmethod
-    def forward(ctx: Any, params: Sequence[ShardedParam], *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.params = params
+    def forward(
+        ctx: Any, params: Sequence[ShardedParam], same: tuple[Axis, ...], *shards: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.params, ctx.same = params, same
         ctx.set_materialize_grads(False)
         return _gathered(params, shards)
 
@@ -225,15 +235,15 @@ class _UnshardAll(torch.autograd.Function):
             (param, gradient) for param, gradient in zip(ctx.params, gradients, strict=True) if gradient is not None
         ]
         if not there:
-            return None, *gradients
+            return None, None, *gradients
         mesh = there[0][0].mesh
         # So many ranks have computed the same, and the reduce-scatter adds them all up.
-        same = mesh.size("sequence", "hidden")
+        same = mesh.size(*ctx.same)
         totals = [(param, param.to_reduce(gradient / same if same > 1 else gradient)) for param, gradient in there]
         ready = {param: total for param, total in totals if total is not None}
         reducing = start_reduce_scatters(list(ready), list(ready.values()))
         reduced = {param: each.wait() for param, each in zip(ready, reducing, strict=True)}
-        return None, *map(reduced.get, ctx.params)
+        return None, None, *map(reduced.get, ctx.params)
 
 
 def _gathered(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

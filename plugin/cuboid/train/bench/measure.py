@@ -85,7 +85,7 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
     rows = count(config, "train_micro_batch_size_per_gpu", None)
     accumulation = count(config, "gradient_accumulation_steps", 1)
     dtype = weights_dtype(config)
-    model = cuboid.from_pretrained(str(options.model), config, dtype=dtype)
+    model = cuboid.from_pretrained(str(options.model), config, auto_class=AutoModelForCausalLM, dtype=dtype)
     mesh = cuboid.mesh_of(model)
     with torch.device("meta"):
         # The full model, for the formulas: the sharded one has this rank's shapes only.

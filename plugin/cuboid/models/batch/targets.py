@@ -1,0 +1,84 @@
+"""What the losses of tasks compare logits with, and which shapes and numbers it may have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from cuboid.errors import CuboidError
+from cuboid.models.architectures.supported_tasks import WORDS, Task, task_of
+
+#: By task, the arguments of a forward that its loss compares with. Those of language models are split with the
+#: micro-batch; all others are whole on all ranks.
+_NAMES: dict[Task, tuple[str, ...]] = {
+    "causal": ("labels", "shift_labels"),
+    "masked": ("labels",),
+    "sequence": ("labels",),
+    "tokens": ("labels",),
+    "answers": ("start_positions", "end_positions"),
+    "hidden": (),
+}
+TARGETS = ("labels", "shift_labels", "start_positions", "end_positions")
+#: Those that are whole on all ranks, and no part of a split micro-batch.
+ANSWERS = ("start_positions", "end_positions")
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a task's loss compares with.
+
+    Args:
+        task: of the model.
+        outputs: numbers that the head has for each label; 0 for language models.
+        classes: labels are below, if they are integers; None where they aren't classes, as in regression.
+    """
+
+    task: Task
+    outputs: int = 0
+    classes: int | None = None
+
+    @classmethod
+    def of(cls, model: type, config: PretrainedConfig) -> Targets:
+        """Of a class and a config."""
+        task = task_of(model)
+        if task in ("causal", "masked"):
+            return cls(task, 0, config.get_text_config().vocab_size)
+        if task not in ("sequence", "tokens"):
+            return cls(task)
+        outputs = int(config.num_labels)
+        # Without a problem type, several outputs and labels that are integers are classes.
+        is_single = getattr(config, "problem_type", None) in (None, "single_label_classification")
+        has_classes = task == "tokens" or (outputs > 1 and is_single)
+        return cls(task, outputs, outputs if has_classes else None)
+
+    def check(self, arguments: dict[str, Any]) -> None:
+        """Make sure that a forward's arguments have the targets of the task, in its shapes, or none.
+
+        Raises:
+            CuboidError: one has another shape, or is another task's.
+        """
+        rows, length = arguments["input_ids"].shape
+        for name in TARGETS:
+            x = arguments.get(name)
+            if x is None:
+                continue
+            if name not in _NAMES[self.task]:
+                wanted = " and ".join(_NAMES[self.task]) or "no labels"
+                raise CuboidError(f"{name} were given to a model for {WORDS[self.task]}, which takes {wanted}")
+            shapes = self._shapes(rows, length, is_integer=not x.is_floating_point())
+            if tuple(x.shape) not in shapes:
+                raise CuboidError(
+                    f"{name} is {list(x.shape)}, but input_ids is [{rows}, {length}]: {WORDS[self.task]} needs "
+                    + " or ".join(str(list(shape)) for shape in shapes)
+                )
+
+    def _shapes(self, rows: int, length: int, *, is_integer: bool) -> list[tuple[int, ...]]:
+        if self.task in ("causal", "masked", "tokens"):
+            return [(rows, length)]
+        shapes: list[tuple[int, ...]] = [(rows,), (rows, 1)]
+        if self.task == "answers" or (is_integer and self.classes is not None):
+            return shapes
+        # Several numbers, or classes that exclude nothing of one another, for each row.
+        return shapes if self.outputs == 1 else [(rows, self.outputs)]

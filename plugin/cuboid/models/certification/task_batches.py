@@ -1,0 +1,79 @@
+"""Micro-batches for what a model is for, and a loss of what comes of them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from cuboid.models.batch.batch import IGNORE_INDEX
+from cuboid.models.batch.broadcast import MicroBatch
+from cuboid.models.batch.length_cases import Case
+from cuboid.models.batch.targets import Targets
+from cuboid.models.certification.check import probe_batch
+
+
+def takes_token_types(model: PreTrainedModel) -> bool:
+    """Whether a model has a table of token types, and a forward that is given them."""
+    parameters = inspect.signature(type(model.base_model).forward).parameters
+    return "token_type_ids" in parameters and bool(getattr(model.config, "type_vocab_size", 0))
+
+
+def task_batch(case: Case, model: PreTrainedModel, *, has_types: bool = False) -> MicroBatch:
+    """A micro-batch with the targets that a model's loss compares with.
+
+    Args:
+        case: what it is like.
+        model: small.
+        has_types: whether there are token types.
+    """
+    targets = Targets.of(type(model), model.config)
+    batch = probe_batch(case, model.config.get_text_config().vocab_size)
+    pad = model.config.get_text_config().pad_token_id
+    if pad is not None and "attention_mask" in batch:
+        # Some models look for padding among the ids.
+        batch["input_ids"][batch["attention_mask"] == 0] = pad
+    generator = torch.Generator().manual_seed(case.length + 1)
+    rows, length = batch["input_ids"].shape
+    if has_types:
+        batch["token_type_ids"] = torch.randint(0, model.config.type_vocab_size, (rows, length), generator=generator)
+    if targets.task == "causal":
+        return batch
+    labels = batch.pop("labels")
+    if targets.task == "masked":
+        hidden = torch.rand((rows, length), generator=generator) < 0.5
+        batch["labels"] = labels.masked_fill(hidden, IGNORE_INDEX)
+    elif targets.task == "tokens":
+        batch["labels"] = torch.where(labels == IGNORE_INDEX, labels, labels % targets.outputs)
+    elif targets.task == "answers":
+        for name in ("start_positions", "end_positions"):
+            batch[name] = torch.randint(0, length, (rows,), generator=generator)
+    elif targets.task == "sequence":
+        batch["labels"] = _labels_of_rows(targets, rows, generator)
+    return batch
+
+
+def _labels_of_rows(targets: Targets, rows: int, generator: torch.Generator) -> torch.Tensor:
+    if targets.classes is not None:
+        return torch.randint(0, targets.classes, (rows,), generator=generator)
+    shape = (rows,) if targets.outputs == 1 else (rows, targets.outputs)
+    return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+
+def loss_of(output: Any, batch: MicroBatch) -> torch.Tensor:
+    """A model's own loss; of one without a head some function of all that it returns, without what is padding."""
+    if getattr(output, "loss", None) is not None:
+        loss: torch.Tensor = output.loss
+        return loss
+    hidden = output.last_hidden_state
+    if "attention_mask" in batch:
+        hidden = hidden * batch["attention_mask"].unsqueeze(-1)
+    parts = [hidden, *([] if getattr(output, "pooler_output", None) is None else [output.pooler_output])]
+    return torch.stack([(part * _weights(part)).mean() for part in parts]).sum()
+
+
+def _weights(x: torch.Tensor) -> torch.Tensor:
+    """Numbers that differ from one place to the next."""
+    return torch.arange(x.numel(), dtype=x.dtype).cos().view_as(x)
