@@ -189,7 +189,10 @@ class ShardedParam:
         try:
             yield self.unsharded()
         finally:
-            self.reshard_after_forward(shard, keep=self.held is not None)
+            if self.held is None or is_recomputing():
+                self.reshard()
+            else:
+                self.reshard_after_forward(shard, keep=True)
 
     def to_reduce(self, block_gradient: torch.Tensor, *, is_own: bool = False) -> torch.Tensor | None:
         """What is to be reduced now that a backward has given a gradient of the block.
