@@ -233,7 +233,7 @@ class ShardedParam:
 
     def reduce_scatter(self, block_gradient: torch.Tensor) -> torch.Tensor | None:
         """:meth:`start_reduce_scatter` of what is :meth:`to_reduce`, waited for; None if nothing is yet."""
-        total = self.to_reduce(block_gradient)
+        total = block_gradient if self.gradient_sync is None else self.to_reduce(block_gradient)
         return None if total is None else self.start_reduce_scatter(total).wait()
 
 
