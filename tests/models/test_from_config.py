@@ -78,14 +78,14 @@ def test_weights_are_distributed_as_those_of_plain_transformers(monkeypatch):
 def test_a_rank_never_holds_more_than_its_slices_and_a_unit(monkeypatch):
     config = AutoConfig.for_model("llama", **{**LLAMA, "num_hidden_layers": 6})
     largest = []
-    initialized = from_scratch._initialized
+    initialized = from_scratch.initialized
 
     def watched(*args, **kwargs):
         unit = initialized(*args, **kwargs)
         largest.append(sum(x.numel() for x in unit.parameters() if x.device.type == "cpu"))
         return unit
 
-    monkeypatch.setattr(from_scratch, "_initialized", watched)
+    monkeypatch.setattr(from_scratch, "initialized", watched)
     model = made_by_rank(monkeypatch, config, "2x2x2", 1, 3)
     whole = model.num_parameters()
     assert max(largest) < whole / 4

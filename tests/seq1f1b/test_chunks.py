@@ -319,7 +319,7 @@ def test_a_section_with_chunks_alone_is_ours() -> None:
     ("keys", "problem"),
     [
         ({}, r"pipeline\.stages is 2 and pipeline\.chunks 2, but the model has 3 layers, .* of 3 or less would work"),
-        ({"stage_balance": [1, 1, 1, 1]}, r"pipeline\.chunks 2, but the model has 3 layers"),
+        ({"stage_balance": [1, 1, 1, 1], "segments": 2}, r"pipeline\.chunks 2, but the model has 3 layers"),
     ],
 )
 def test_too_few_layers_are_rejected_before_weights_are_read(

@@ -339,7 +339,7 @@ def test_the_command_chooses_by_a_models_costs(numbers, tmp_path):
         (("--durations", "1,2"), "three times such as"),
         (("--durations", "1,2,3", "--backward-ratio", "3"), "neither"),
         (("--schedule", "zero_bubble", "--memory-limit", "0.5"), "give at least that"),
-        (("--schedule", "zero_bubble-v", "--chunks", "1"), "2 or more"),
+        (("--schedule", "zero_bubble-v", "--chunks", "1"), "2 chunks or more"),
     ],
 )
 def test_the_command_rejects_what_makes_no_schedule(numbers, arguments, problem):

@@ -133,9 +133,10 @@ class ThreadRanks:
         def run(mesh: Mesh, context: contextvars.Context) -> None:
             try:
                 results[mesh.rank] = context.run(action, mesh)
-            except threading.BrokenBarrierError as error:
-                failures.append(error)
             except BaseException as error:
+                if _was_let_go(error):
+                    failures.append(error)
+                    return
                 failures.insert(0, error)
                 for meeting in self._meetings:
                     meeting.barrier.abort()
@@ -153,6 +154,16 @@ class ThreadRanks:
         if failures:
             raise failures[0]
         return results
+
+
+def _was_let_go(error: BaseException | None) -> bool:
+    """Whether somebody else's failure is behind an error.
+
+    Of an error in a collective, torch.distributed makes another one where it knows the world but not this group.
+    """
+    while error is not None and not isinstance(error, threading.BrokenBarrierError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _connect(meshes: list[Mesh]) -> list[_Meeting]:

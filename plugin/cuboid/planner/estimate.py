@@ -279,7 +279,11 @@ def with_pipeline(layout: Layout, pipeline: PipelineConfig, model: ModelDescript
     """
     balance: tuple[int, ...] = ()
     if isinstance(pipeline.stage_balance, tuple):
-        balance = _checked_balance(pipeline.stage_balance, model)
+        # A rank with several chunks takes as long as all of them.
+        by_rank = [0] * pipeline.stages
+        for rank, layers in zip(pipeline.placement, _checked_balance(pipeline.stage_balance, model), strict=True):
+            by_rank[rank] += layers
+        balance = tuple(by_rank)
     elif pipeline.stage_balance == "layers":
         balance = even_cut(len(model.layers), layout.stages)
     return replace(

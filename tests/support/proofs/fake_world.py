@@ -85,7 +85,7 @@ def fake_world(rank: int, size: int, *, nccl: bool = False, nodes: list[str] | N
             group.bound_device_id = bound
 
     def gather(outs: Any, item: Any, group: Any = None) -> None:
-        outs[:] = nodes if nodes is not None and isinstance(item, str) else [item] * len(outs)
+        outs[:] = [item] * len(outs) if nodes is None else [(node, *item[1:]) for node in nodes]
 
     class Source:
         """The world's communicator, as `new_group` sees it where it is bound to a device."""

@@ -189,7 +189,10 @@ class ShardedParam:
         try:
             yield self.unsharded()
         finally:
-            self.reshard_after_forward(shard, keep=self.held is not None)
+            if self.held is None or is_recomputing():
+                self.reshard()
+            else:
+                self.reshard_after_forward(shard, keep=True)
 
     def to_reduce(self, block_gradient: torch.Tensor, *, is_own: bool = False) -> torch.Tensor | None:
         """What is to be reduced now that a backward has given a gradient of the block.
@@ -230,7 +233,7 @@ class ShardedParam:
 
     def reduce_scatter(self, block_gradient: torch.Tensor) -> torch.Tensor | None:
         """:meth:`start_reduce_scatter` of what is :meth:`to_reduce`, waited for; None if nothing is yet."""
-        total = self.to_reduce(block_gradient)
+        total = block_gradient if self.gradient_sync is None else self.to_reduce(block_gradient)
         return None if total is None else self.start_reduce_scatter(total).wait()
 
 
