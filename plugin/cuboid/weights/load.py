@@ -193,7 +193,8 @@ class _Loading:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         # Some classifiers make their base model by ``AutoModel.from_config``, which a scope would shard by itself.
-        with plain_construction():
+        # What transformers loads into is tied by it when that is done.
+        with plain_construction(ties=False):
             super().__init__(*args, **kwargs)  # type: ignore[safe-super]
         config, plan = self._cuboid_config, self._cuboid_plan
         shape = (
