@@ -251,6 +251,11 @@ class _Loading:
             _check_ties(self, missing_keys)
         return super().tie_weights(missing_keys=missing_keys, **kwargs)  # type: ignore[misc]
 
+    def _adjust_bias(self, *modules: Any) -> None:
+        """Fill a head's bias up to the rows of its weight; not of slices, of which ranks have fewer of a bias."""
+        if getattr(self, "_parallel_plan", None) is None:
+            super()._adjust_bias(*modules)  # type: ignore[misc]
+
     def load_adapter(self, *_: Any, **__: Any) -> None:
         raise adapters_refused(f"the checkpoint names adapters of PEFT around {type(self).__name__}")
 
