@@ -19,7 +19,8 @@ import cuboid
 from conftest import TIMEOUT_S
 from cuboid.errors import CheckpointError, CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import Certificate, Verdict
-from cuboid.models.certification import certificates, check
+from cuboid.models.certification import certificates, check, mesh_certificates, mesh_check
+from cuboid.models.certification.check import CannotProbe
 from cuboid.models.certification.float64 import precision
 from cuboid.models.certification.small_config import LONGEST, small_config
 from cuboid.models.stages.units import SegmentedBatch
@@ -313,3 +314,23 @@ def test_kinds_of_micro_batches_that_are_wrong_are_rejected_by_name():
     with pytest.raises(CuboidError, match="packed sequences"):
         certificate.check_batch({"position_ids": restarting}, ("segments",), "Model")
     certificate.check_batch({"attention_mask": left}, ("whole",), "Model")
+
+
+def test_what_is_probed_in_a_load_is_tied_as_the_model_is(tmp_path, monkeypatch):
+    # transformers' loader turns tying off for the time of a load, in which the probe runs.
+    probed = []
+
+    def look(model, *_):
+        probed.append(model.lm_head.weight is model.model.embed_tokens.weight)
+        raise CannotProbe("that was all")
+
+    monkeypatch.setattr(mesh_check, "_Probe", look)
+    monkeypatch.setattr(mesh_certificates, "_table", dict)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = transformers.LlamaConfig(**{**SIZES, "tie_word_embeddings": True})
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    section = {"tensor_parallel": {"mode": "3d_tensor", "mesh": {"hidden": 2}}}
+    with pytest.raises(UnsupportedModelError, match="that was all"):
+        cuboid.from_pretrained(tmp_path / "model", section)
+    assert probed == [True]

@@ -193,7 +193,8 @@ class _Loading:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         # Some classifiers make their base model by ``AutoModel.from_config``, which a scope would shard by itself.
-        with plain_construction():
+        # What transformers loads into is tied by it when that is done.
+        with plain_construction(ties=False):
             super().__init__(*args, **kwargs)  # type: ignore[safe-super]
         config, plan = self._cuboid_config, self._cuboid_plan
         shape = (
@@ -249,6 +250,11 @@ class _Loading:
         if missing_keys is not None:
             _check_ties(self, missing_keys)
         return super().tie_weights(missing_keys=missing_keys, **kwargs)  # type: ignore[misc]
+
+    def _adjust_bias(self, *modules: Any) -> None:
+        """Fill a head's bias up to the rows of its weight; not of slices, of which ranks have fewer of a bias."""
+        if getattr(self, "_parallel_plan", None) is None:
+            super()._adjust_bias(*modules)  # type: ignore[misc]
 
     def load_adapter(self, *_: Any, **__: Any) -> None:
         raise adapters_refused(f"the checkpoint names adapters of PEFT around {type(self).__name__}")

@@ -262,8 +262,13 @@ class _Finder:
         module = self._modules[name]
         if head is None or module is head or not any(inner is head for inner in module.modules()):
             return False
+        heads = {id(parameter) for parameter in head.parameters()}
+        # While a model is being loaded, what its config ties is still two parameters.
+        ties: dict[str, str] = self._model.all_tied_weights_keys
+        sources = [source for target, source in ties.items() if self._modules.get(target.rpartition(".")[0]) is head]
+        heads |= {id(self._model.get_parameter(source)) for source in sources}
         own = {id(parameter) for parameter in module.parameters(recurse=False)}
-        return bool(own) and own <= {id(parameter) for parameter in head.parameters()}
+        return bool(own) and own <= heads
 
     def _inside_layers(self, name: str) -> bool:
         return any(name.startswith(f"{layer}.") for layer in self._layers)
