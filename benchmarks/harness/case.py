@@ -118,7 +118,7 @@ class Case:
         file = given.out / f"{self.name}.json"
         result: Row = {
             "benchmark": self.name,
-            "command": " ".join(["python", *sys.argv]),
+            "command": " ".join(["python", os.path.relpath(sys.argv[0], freshness.ROOT), *sys.argv[1:]]),
             "measures": freshness.stamp(self.sources),
             "machine": {**machine(), "versions": {name: version(name) for name in self.packages}},
             "network": given.network,
