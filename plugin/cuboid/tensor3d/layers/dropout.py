@@ -41,34 +41,34 @@ def own_random_numbers(mesh: Mesh, device: torch.device, axes: tuple[Axis, ...] 
             yield
 
 
-class ShardedDropout(nn.Dropout):
+class _MeshDropout(nn.Dropout):
+    """``nn.Dropout`` whose masks depend on the mesh."""
+
+    def __init__(self, p: float, mesh: Mesh) -> None:
+        super().__init__(p)
+        self.mesh = mesh
+
+    @uncompiled
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[...]`` to ``[...]``."""
+        return self._drop(x) if self.training and self.p > 0 else x
+
+    def _drop(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class ShardedDropout(_MeshDropout):
     """``nn.Dropout`` under :func:`own_random_numbers`."""
 
-    def __init__(self, p: float, mesh: Mesh) -> None:
-        super().__init__(p)
-        self.mesh = mesh
-
-    @uncompiled
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[...]`` to ``[...]``."""
-        if not self.training or self.p == 0:
-            return x
+    def _drop(self, x: torch.Tensor) -> torch.Tensor:
         with own_random_numbers(self.mesh, x.device):
-            return super().forward(x)
+            return nn.functional.dropout(x, self.p, training=True)
 
 
-class CommonDropout(nn.Dropout):
+class CommonDropout(_MeshDropout):
     """``nn.Dropout`` of what every rank of the mesh has whole: with the mask of the first one, whatever their seeds."""
 
-    def __init__(self, p: float, mesh: Mesh) -> None:
-        super().__init__(p)
-        self.mesh = mesh
-
-    @uncompiled
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[...]`` to ``[...]``."""
-        if not self.training or self.p == 0:
-            return x
+    def _drop(self, x: torch.Tensor) -> torch.Tensor:
         kept = torch.empty_like(x).bernoulli_(1 - self.p)
         if self.mesh.shape.size > 1:
             kept = all_gather(kept, self.mesh.along(*AXES))[0]

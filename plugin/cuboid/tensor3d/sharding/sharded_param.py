@@ -233,6 +233,7 @@ class ShardedParam:
 
     def reduce_scatter(self, block_gradient: torch.Tensor) -> torch.Tensor | None:
         """:meth:`start_reduce_scatter` of what is :meth:`to_reduce`, waited for; None if nothing is yet."""
+        # Without a call where each gradient is reduced by itself: this is on the way of every small parameter.
         total = block_gradient if self.gradient_sync is None else self.to_reduce(block_gradient)
         return None if total is None else self.start_reduce_scatter(total).wait()
 
@@ -363,26 +364,23 @@ def set_gradient_reduce(model: nn.Module, how: GradientReduce) -> None:
             reduce-scatter, which under NCCL rounds once for each rank but the first. ``"auto"``: ``"fp32"`` on a mesh
             of one node, where it moves no more bytes over any link; NCCL's rings pass fewer between nodes.
     """
-    for module in (module for module in model.modules() if isinstance(module, ShardedModule)):
-        for param in module.sharded_params.values():
-            param.gradient_reduce = how
+    for param in _params_of(model):
+        param.gradient_reduce = how
 
 
 def defer_gradient_sync(model: nn.Module) -> GradientSync:
     """Let gradients be reduced only by the backwards that are said to be a step's last."""
     sync = GradientSync()
-    for module in (module for module in model.modules() if isinstance(module, ShardedModule)):
-        for param in module.sharded_params.values():
-            param.gradient_sync = sync
+    for param in _params_of(model):
+        param.gradient_sync = sync
     return sync
 
 
 def disable_reshard_after_forward(model: nn.Module) -> None:
     """Keep gathered weights from a forward to its backward, and let other forwards in between have them too."""
     updates = Updates()
-    for module in (module for module in model.modules() if isinstance(module, ShardedModule)):
-        for param in module.sharded_params.values():
-            param.keeps = updates
+    for param in _params_of(model):
+        param.keeps = updates
 
 
 def keep_until_step_ends(model: nn.Module) -> list[UnshardedCopy]:
@@ -392,7 +390,12 @@ def keep_until_step_ends(model: nn.Module) -> list[UnshardedCopy]:
         What keeps them; to be cleared when the step ends.
     """
     held: list[UnshardedCopy] = []
-    for module in (module for module in model.modules() if isinstance(module, ShardedModule)):
-        for param in module.sharded_params.values():
-            param.held = held
+    for param in _params_of(model):
+        param.held = held
     return held
+
+
+def _params_of(model: nn.Module) -> Iterator[ShardedParam]:
+    for module in model.modules():
+        if isinstance(module, ShardedModule):
+            yield from module.sharded_params.values()
