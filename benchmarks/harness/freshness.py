@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+#: How a remark ends.
+HAS_CHANGED = ": the code that it measures has changed since.**"
 
 _CUBOID = "plugin/cuboid"
 #: What sharded layers do, from the mesh to the model.
@@ -49,7 +51,7 @@ def remark(result: dict[str, Any], root: Path = ROOT) -> str | None:
     if measures["fingerprint"] == fingerprint(measures["sources"], root):
         return None
     commit = f" (commit {measures['commit']})" if measures["commit"] else ""
-    return f"**Measured on {measures['date']}{commit}: the code that it measures has changed since.**"
+    return f"**Measured on {measures['date']}{commit}{HAS_CHANGED}"
 
 
 def fingerprint(sources: Iterable[str], root: Path = ROOT) -> str:

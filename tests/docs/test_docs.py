@@ -98,6 +98,16 @@ def test_generated_parts_are_up_to_date(case):
     assert generate.main([case, "--check"]) == 0
 
 
+def test_a_change_of_code_after_a_measurement_fails_no_check_but_is_told_when_pages_are_made(monkeypatch, tmp_path):
+    for each in (ROOT / "docs").glob("*.md"):
+        shutil.copy(each, tmp_path)
+    monkeypatch.setattr(generate, "DOCS", tmp_path)
+    monkeypatch.setattr(generate.freshness, "fingerprint", lambda *_: "another")
+    assert generate.main(["colossalai_3d", "--check"]) == 0
+    assert generate.main(["colossalai_3d", "--figures", str(tmp_path)]) == 0
+    assert "has changed since.**" in (tmp_path / "colossalai.md").read_text(encoding="utf-8")
+
+
 def test_a_page_that_is_out_of_date_is_named(monkeypatch, tmp_path, capsys):
     for each in (ROOT / "docs").glob("*.md"):
         shutil.copy(each, tmp_path)
