@@ -37,6 +37,7 @@ setup(
     },
     install_requires=[
         *(f"{package}{versions}" for package, versions in RANGES.items()),
+        "filelock>=3.12",
         "hjson>=3.1",
         "packaging>=23",
         "pydantic>=2.9",

@@ -4,10 +4,13 @@ import copy
 import json
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import transformers
+from filelock import FileLock
 from safetensors.torch import save_file
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -294,11 +297,36 @@ def test_the_cache_is_never_trusted(tmp_path, monkeypatch):
     assert known() == first
     assert first.verdict.refused["segments"] == {"packed sequences": "no"}
     assert len(runs) == 1
-    (file,) = (tmp_path / "cuboid" / "certificates").iterdir()
+    (file,) = (tmp_path / "cuboid" / "certificates").glob("*.json")
     for damage in (b"", b"[]", b"{}", b"\xff", b'{"refused": {"x": {"y": "z"}}}', b"[" * 100_000, b'{"refused": 3}'):
         file.write_bytes(damage)
         assert known() == first
     assert len(runs) == 8
+
+
+def test_ranks_that_start_together_find_out_once(tmp_path, monkeypatch):
+    runs, file = [], tmp_path / "cache" / "x.json"
+
+    def find():
+        runs.append(1)
+        time.sleep(0.2)
+        return "found"
+
+    def found(_=None):
+        return certificates.found_once(file, find, lambda entry: entry["is"], lambda value: {"is": value})
+
+    with ThreadPoolExecutor(4) as ranks:
+        assert list(ranks.map(found, range(4))) == ["found"] * 4
+    assert len(runs) == 1
+    # While another process holds the lock for too long, and where the cache can't be written.
+    file.unlink()
+    monkeypatch.setattr(certificates, "_LONGEST_WAIT_S", 0.1)
+    with FileLock(file.with_suffix(".lock")):
+        assert found() == "found"
+    assert len(runs) == 2
+    file = tmp_path / "cache" / "x.json" / "no folder" / "y.json"
+    assert found() == "found"
+    assert len(runs) == 3
 
 
 def test_kinds_of_micro_batches_that_are_wrong_are_rejected_by_name():

@@ -8,13 +8,14 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+from filelock import FileLock
 from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.models.architectures.certificate import MODES, Certificate, Kind, Mode, Verdict
@@ -28,6 +29,8 @@ TABLE = Path(__file__).with_name("certified.json")
 #: Files whose change may change what is right; of the cache's key, not of the table's, which the tests hold.
 _SOURCES = (Path(__file__).parents[1], *(Path(__file__).parents[2] / name for name in ("seq1f1b", "tensor3d")))
 _LARGEST_CACHE_FILE_BYTES = 100_000
+#: For another process that finds out the same.
+_LONGEST_WAIT_S = 60.0
 #: What a micro-batch may have.
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -46,13 +49,7 @@ def certificate_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> Cert
     known = _table().get(digest_of(features))
     if known is not None:
         return _read(known)
-    file = cache_file(features)
-    remembered = from_cache(file, _read)
-    if remembered is not None:
-        return remembered
-    found = find_out(cls, config)
-    remember(file, found)
-    return found
+    return found_once(cache_file(features), lambda: find_out(cls, config), _read, _written)
 
 
 def find_out(cls: type[PreTrainedModel], config: PretrainedConfig) -> Certificate:
@@ -145,7 +142,36 @@ def _read(entry: Any) -> Certificate:
     return Certificate(Verdict(refused, float(entry["error"]), gives_start=entry["gives_start"] is True))
 
 
-def from_cache(file: Path, read: Callable[[Any], T]) -> T | None:
+def found_once(
+    file: Path, find: Callable[[], T], read: Callable[[Any], T], written: Callable[[T], dict[str, Any]]
+) -> T:
+    """What a file of the cache says; where it says nothing, one process finds out, and the others wait for its file.
+
+    Without the wait each rank would probe at the same time, which on few cores takes as many times as long.
+
+    Args:
+        file: of the cache.
+        find: finds out, in seconds; it must not communicate.
+        read: what the file's content means; a ValueError, KeyError or TypeError of it is a file that isn't trusted.
+        written: the inverse of ``read``.
+    """
+    remembered = _from_cache(file, read)
+    if remembered is not None:
+        return remembered
+    with ExitStack() as stack:
+        # Where no file can be locked, and where the process that holds the lock hangs, each finds out for itself.
+        with suppress(OSError, NotImplementedError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(FileLock(file.with_suffix(".lock"), timeout=_LONGEST_WAIT_S))
+        remembered = _from_cache(file, read)
+        if remembered is not None:
+            return remembered
+        found = find()
+        _to_cache(file, written(found))
+    return found
+
+
+def _from_cache(file: Path, read: Callable[[Any], T]) -> T | None:
     """What ``read`` makes of a file of the cache; None where there is nothing, or nothing to be trusted."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         if file.is_file() and file.stat().st_size <= _LARGEST_CACHE_FILE_BYTES:
@@ -155,10 +181,10 @@ def from_cache(file: Path, read: Callable[[Any], T]) -> T | None:
 
 def remember(file: Path, certificate: Certificate) -> None:
     """Write a certificate to its file of the cache."""
-    to_cache(file, _written(certificate))
+    _to_cache(file, _written(certificate))
 
 
-def to_cache(file: Path, entry: dict[str, Any]) -> None:
+def _to_cache(file: Path, entry: dict[str, Any]) -> None:
     """Write a file of the cache, whole or not at all."""
     # A cache that can't be written costs seconds at the next start, and nothing else. Ranks may write the same at once.
     with suppress(OSError):

@@ -30,8 +30,7 @@ from cuboid.models.certification.certificates import (
     cache_file,
     digest_of,
     features_of,
-    from_cache,
-    to_cache,
+    found_once,
 )
 from cuboid.models.certification.check import CannotProbe
 from cuboid.models.certification.mesh_check import check_meshes
@@ -101,11 +100,7 @@ def mesh_verdict(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVe
         if known is not None:
             return read_verdict(known)
         file = cache_file(features, _FOLDER)
-        verdict = from_cache(file, read_verdict)
-        if verdict is None:
-            verdict = check_meshes(cls, config)
-            to_cache(file, written_verdict(verdict))
-        return verdict
+        return found_once(file, lambda: check_meshes(cls, config), read_verdict, written_verdict)
     except CannotProbe as error:
         raise UnsupportedModelError(f"{cls.__name__} can't be probed before its weights are read: {error}") from error
 

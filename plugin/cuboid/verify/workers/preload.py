@@ -1,8 +1,16 @@
 """Imports that all workers need, made once by the fork server of :mod:`cuboid.verify.workers.pool`."""
 
+import contextlib
+
 import deepspeed  # noqa: F401
 import torch  # noqa: F401
 import transformers  # noqa: F401
 
 import cuboid
 import cuboid.verify.workers.worker  # noqa: F401
+
+# DeepSpeed imports these in its first engine, so that each worker would: a fifth of a second each.
+with contextlib.suppress(ImportError):
+    import deepspeed.module_inject.auto_ep_layer
+    import deepspeed.ops.op_builder.all_ops
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
