@@ -13,4 +13,5 @@ import cuboid.verify.workers.worker  # noqa: F401
 with contextlib.suppress(ImportError):
     import deepspeed.module_inject.auto_ep_layer
     import deepspeed.ops.op_builder.all_ops
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+    import deepspeed.runtime.zero.muon.muon_optimizer
+    import setuptools  # noqa: F401
