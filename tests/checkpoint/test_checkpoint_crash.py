@@ -73,7 +73,7 @@ def _moments(engine):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "behind"])
 def test_killed_ranks_leave_the_previous_checkpoint_intact(checkpoint, tmp_path, asynchronous):
-    kill_again_and_again(checkpoint, tmp_path, asynchronous, KILLS // 10)
+    kill_again_and_again(checkpoint, tmp_path, asynchronous, KILLS // 16)
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import contextlib
 
-import deepspeed  # noqa: F401
+import deepspeed
 import torch  # noqa: F401
 import transformers  # noqa: F401
 
@@ -13,5 +13,5 @@ import cuboid.verify.workers.worker  # noqa: F401
 with contextlib.suppress(ImportError):
     import deepspeed.module_inject.auto_ep_layer
     import deepspeed.ops.op_builder.all_ops
-    import deepspeed.runtime.zero.muon.muon_optimizer
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
     import setuptools  # noqa: F401
