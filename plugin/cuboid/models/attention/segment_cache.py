@@ -156,6 +156,8 @@ class SegmentCache:
         if self._made is None:
             return
         unit = self._unit
+        if unit.stop == unit.length:  # nobody will read it
+            return
         key = self._key(kind, number, unit.stop)
         if key in self._made:
             raise UnsupportedModelError(f"{self._name} has no rule with segments: it updates a state more than once")

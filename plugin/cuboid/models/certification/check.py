@@ -137,7 +137,13 @@ def _best(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verdict
     if verdict.reason_against("segments") is None:
         return verdict
     given = _compare(model, outline, attempt, MODES, gives_cache=True)
-    return verdict if any(given.reason_against(mode) for mode in ("whole", "segments")) else given
+    if any(given.reason_against(mode) for mode in ("whole", "segments")):
+        return verdict
+    # Models that are to run in segments are given caches also where a short sequence is a single one.
+    segments = {**given.refused["whole"], **given.refused["segments"]}
+    filled = {**given.refused["filled"], **verdict.refused["filled"]}
+    refused: dict[Mode, dict[Kind, str]] = {"whole": verdict.refused["whole"], "segments": segments, "filled": filled}
+    return Verdict(refused, max(verdict.error, given.error), gives_cache=True)
 
 
 def _compare(
@@ -222,10 +228,10 @@ def run_plain(model: PreTrainedModel, batch: MicroBatch) -> Outcome:
     loss.backward()
     if not bool(loss.isfinite()):
         raise ValueError("its loss isn't finite")
-    return Outcome(loss.detach(), _gradients([own]))
+    return Outcome(loss.detach(), gradients_of([own]))
 
 
-def _gradients(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+def gradients_of(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
     """By name, summed over the stages: what two of them share has a part of its gradient on each."""
     total: dict[str, torch.Tensor] = {}
     for model in models:
@@ -240,7 +246,7 @@ def _run_cut(model: PreTrainedModel, outline: Outline, batch: MicroBatch, mode: 
     counts = stage_counts(outline)
     meshes = [Mesh(MeshShape(), pipe=len(counts), rank=stage, world_size=len(counts)) for stage in range(len(counts))]
     stages = [make_stage(model, outline, counts, mesh, gives_cache=gives_cache) for mesh in meshes]
-    return Outcome(run_stages(stages, batch, unit_lengths(batch["input_ids"].shape[1], mode)), _gradients(stages))
+    return Outcome(run_stages(stages, batch, unit_lengths(batch["input_ids"].shape[1], mode)), gradients_of(stages))
 
 
 def stage_counts(outline: Outline) -> tuple[int, ...]:
@@ -292,7 +298,9 @@ def make_stage(
 ) -> Any:
     """A copy of a model, cut to the stage of a rank, and sharded over its mesh if there is a verdict that says how."""
     own = copy.deepcopy(model)
-    config = CuboidConfig.model_validate({"pipeline": {"engine": "seq1f1b", "stages": len(counts), "segments": 1}})
+    segments = 2 if gives_cache else 1  # any number of several
+    pipeline = {"engine": "seq1f1b", "stages": len(counts), "segments": segments}
+    config = CuboidConfig.model_validate({"pipeline": pipeline})
     certificate = Certificate(Verdict(gives_cache=gives_cache))
     layout = StageLayout(counts, mesh.placement)
     staging = Staging(outline, layout, layout.cuts(mesh.coordinate.pipe), None, config, certificate)

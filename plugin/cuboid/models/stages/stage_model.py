@@ -150,18 +150,18 @@ def finish_stage(
         if staging.config.tensor_parallel.weight_gather == "step":
             staging.held_weights = keep_until_step_ends(model)
         model.loss_function = functools.partial(sharded_loss, mesh=mesh)
-    layers = model.get_submodule(staging.outline.layers)
-    assert isinstance(layers, nn.ModuleList)
+    pipeline, layers = staging.config.pipeline, model.get_submodule(staging.outline.layers)
+    assert pipeline is not None and isinstance(layers, nn.ModuleList)
     indices = [index for cut in staging.cuts for index in range(cut.first, cut.stop)]
     own = {staging.outline.layer(index): layers[index] for index in indices}
-    gives_cache = staging.certificate.gives_cache
+    # Whole sequences have no use for one, and run as they always do.
+    gives_cache = staging.certificate.gives_cache and pipeline.segments != 1
     use_segment_attention(model.config, own, staging.slot, mesh, gives_cache=gives_cache)
     for name in () if parallel_plan is None else whole_blocks(parallel_plan):
         # Their heads are all there, and their random numbers are the block's affair.
         for module in model.get_submodule(name).modules() if name.startswith(f"{staging.outline.layers}.") else ():
             hang_record(module, replace(record_of(module), mesh=None))
-    assert staging.config.pipeline is not None
-    if is_generated(staging.config.pipeline.schedule):
+    if is_generated(pipeline.schedule):
         defer_weight_gradients(own.values(), staging.weight_gradients)
     staging.recorder = WholeSequenceRecorder(model, staging.outline, own, staging.slot)
     # Behind the recorder's hooks, which compare a layer's arguments with those of a whole sequence.

@@ -30,6 +30,7 @@ from cuboid.models.attention.whole_sequence import Replay, WholeSequence, record
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.placeholders import PlaceholderLayer, PlaceholderModule
 from cuboid.tensor3d.layers.vocab_embedding import ShardedEmbedding
+from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 
 
 class WholeSequenceRecorder:
@@ -165,7 +166,9 @@ def _shell_of(
     copies = {"": copy_of_base}
     _replace(copy_of_base, copies, outline.layers.removeprefix(f"{outline.base}."), layers)
     for name, module in kept.items():
-        _replace(copy_of_base, copies, name.removeprefix(f"{outline.base}."), _WithoutHooks(module))
+        # What is split over a mesh, such as a norm without a weight, computes from the hidden state, with other ranks.
+        twin = _Unknown(model.dtype) if isinstance(module, ShardedModule) else _WithoutHooks(module)
+        _replace(copy_of_base, copies, name.removeprefix(f"{outline.base}."), twin)
     for unit in (*outline.before, *outline.after):
         if unit not in kept:
             _replace(copy_of_base, copies, unit.removeprefix(f"{outline.base}."), _Unknown(model.dtype))
@@ -212,7 +215,9 @@ def _without_parameters(model: PreTrainedModel, outline: Outline) -> Iterator[tu
             full = f"{name}.{child}"
             absent = isinstance(module, PlaceholderModule)
             if full not in (*around, outline.layers) and not absent and not any(True for _ in module.parameters()):
-                yield full, module
+                # A list isn't called; what is in it is.
+                inner = module.named_children() if isinstance(module, nn.ModuleList | nn.ModuleDict) else [("", module)]
+                yield from ((f"{full}.{each}".rstrip("."), called) for each, called in inner)
 
 
 # --- segments' forwards --------------------------------------------------------------------------------------------
