@@ -1,9 +1,9 @@
 """What layers are given in the place of a key/value cache, so that a segment goes on where the one before it ended.
 
-Hugging Face's layers continue a sequence whose beginning is in a ``Cache``: attention looks back at its keys and values,
-convolutions at their last inputs, linear attention and state spaces start from its state. That is generation's way, and
-writes in place what training would need again. :class:`SegmentCache` answers the same questions from the micro-batch's
-own store, with gradients.
+Hugging Face's layers continue a sequence whose beginning is in a ``Cache``: attention looks back at its keys and
+values, convolutions at their last inputs, linear attention and state spaces start from its state. That is generation's
+way, and writes in place what training would need again. :class:`SegmentCache` answers the same questions from the
+micro-batch's own store, with gradients.
 """
 
 from __future__ import annotations
@@ -66,7 +66,12 @@ class SegmentCache:
         return
 
     def update_conv_state(
-        self, inputs: torch.Tensor, layer_idx: int = 0, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+        self,
+        inputs: torch.Tensor,
+        _: int = 0,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **__: Any,
     ) -> torch.Tensor:
         """Inputs ``[B, C, L]`` of a convolution, behind the last ones ``[B, C, K]`` of the segment before.
 
@@ -80,13 +85,15 @@ class SegmentCache:
         unit = self._unit
         found = inputs
         if unit.start > 0:
-            found = torch.cat([read_state(unit.store.states, self._key(_CONVOLUTION, state_idx, unit.start)), inputs], -1)
+            found = torch.cat(
+                [read_state(unit.store.states, self._key(_CONVOLUTION, state_idx, unit.start)), inputs], -1
+            )
         missing = conv_kernel_size - found.shape[-1]
         last = nn.functional.pad(found, (missing, 0)) if missing > 0 else found[..., -conv_kernel_size:]
         self._keep(_CONVOLUTION, state_idx, last)
         return found
 
-    def get_recurrent_state(self, layer_idx: int = 0, state_idx: int = 0, **_: Any) -> torch.Tensor | None:
+    def get_recurrent_state(self, _: int = 0, state_idx: int = 0, **__: Any) -> torch.Tensor | None:
         """The state at the end of the segment before; None at the beginning.
 
         Raises:
@@ -97,14 +104,12 @@ class SegmentCache:
             return None
         if unit.stop - unit.start == 1:
             raise UnsupportedModelError(
-                f"{self._name} has no rule for a segment of a single position, which Hugging Face computes in a way that "
-                "has no gradients; use fewer segments or longer sequences"
+                f"{self._name} has no rule for a segment of a single position, which Hugging Face computes in a way "
+                "that has no gradients; use fewer segments or longer sequences"
             )
         return read_state(unit.store.states, self._key(_RECURRENT, state_idx, unit.start))
 
-    def update_recurrent_state(
-        self, state: torch.Tensor, layer_idx: int = 0, state_idx: int = 0, **_: Any
-    ) -> torch.Tensor:
+    def update_recurrent_state(self, state: torch.Tensor, _: int = 0, state_idx: int = 0, **__: Any) -> torch.Tensor:
         """Keep the state at the end of the running segment."""
         self._keep(_RECURRENT, state_idx, state)
         return state
@@ -134,8 +139,9 @@ class SegmentCache:
             return hidden
         if self._without_grad:
             raise UnsupportedModelError(
-                f"{self._name} has no rule with segments and reentrant activation checkpointing, which has no graph for "
-                'the state that a segment hands to the next one; set use_reentrant to false (gradient_checkpointing_kwargs)'
+                f"{self._name} has no rule with segments and reentrant activation checkpointing, which has no graph "
+                "for the state that a segment hands to the next one; set use_reentrant to false in "
+                "gradient_checkpointing_kwargs"
             )
         return carry_states(hidden, self._unit.store.states, list(made), list(made.values()))
 

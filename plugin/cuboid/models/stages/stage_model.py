@@ -151,7 +151,8 @@ def finish_stage(
             staging.held_weights = keep_until_step_ends(model)
         model.loss_function = functools.partial(sharded_loss, mesh=mesh)
     pipeline, layers = staging.config.pipeline, model.get_submodule(staging.outline.layers)
-    assert pipeline is not None and isinstance(layers, nn.ModuleList)
+    assert pipeline is not None
+    assert isinstance(layers, nn.ModuleList)
     indices = [index for cut in staging.cuts for index in range(cut.first, cut.stop)]
     own = {staging.outline.layer(index): layers[index] for index in indices}
     # Whole sequences have no use for one, and run as they always do.
