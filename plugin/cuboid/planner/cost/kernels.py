@@ -26,13 +26,13 @@ class Kernels:
         self.kernel_s = gpu.kernel_s
 
     def matmul_s(self, rows: float, outputs: float, inputs: float, count: int = 1) -> float:
-        """``count`` products of ``[rows, inputs]`` and ``[inputs, outputs]``.
+        """``count`` products of ``[rows, inputs]`` and ``[inputs, outputs]`` in one kernel.
 
         The bytes are added to the operations, for the two only overlap in part. That makes small products slow: with I
         inputs the bytes of the result alone take peak/(memory's rate · I) of the time of the operations.
         """
         moved = _ELEMENT_BYTES * (rows * inputs + inputs * outputs + rows * outputs)
-        return count * (2 * rows * outputs * inputs / self.product_flops + moved / self._sheet_bytes + self.kernel_s)
+        return count * (2 * rows * outputs * inputs / self.product_flops + moved / self._sheet_bytes) + self.kernel_s
 
     def attention_s(self, pairs: float, features: float) -> float:
         """Forward of flash attention: ``pairs`` of a query and a key, ``features`` of queries and values, all heads."""
