@@ -10,7 +10,6 @@ import os
 import platform
 import signal
 import subprocess
-import sys
 import time
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -43,6 +42,12 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "gpus(count): a check that makes sense only on so many GPUs")
     config.addinivalue_line("markers", "limit(seconds): the longest that a check may take")
     config.stash[RUN] = Run()
+    # As long as nothing is captured yet, so that a process that ends itself says why.
+    config.stash[STACKS] = os.fdopen(os.dup(2), "w")
+
+
+def pytest_unconfigure(config):
+    config.stash[STACKS].close()
 
 
 def pytest_collection_modifyitems(items):
@@ -75,9 +80,9 @@ def figure(request):
     return note
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def alone():
-    """A process that is a world of one: with NCCL, where there is a GPU."""
+    """A process that is a world of one: with NCCL, where there is a GPU. It ends with its file, for it keeps memory."""
     with WorkerPool(1) as workers:
         yield workers
 
@@ -119,6 +124,7 @@ class Run:
 
 
 RUN = pytest.StashKey[Run]()
+STACKS = pytest.StashKey()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -127,7 +133,7 @@ def pytest_runtest_protocol(item):
     limit_s = marker.args[0] if marker else LIMIT_S
     item.config.stash[RUN].begin(item)
     # A process that is stuck in a call of CUDA takes no signal: then it ends, with the stack of each thread.
-    faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True, file=item.config.stash[STACKS])
     before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"took longer than {limit_s:g} s"))
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
