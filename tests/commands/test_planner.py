@@ -46,7 +46,7 @@ def test_parameters_are_those_of_the_real_model(name):
     assert describe(config.to_dict()).parameters == parameters
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe"])
 def test_meshes_that_divide_a_model_are_those_that_sharding_accepts(name):
     config = small(name)
     model = on_meta(config)

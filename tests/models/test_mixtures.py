@@ -13,6 +13,10 @@ from cuboid.models.architectures.roles import blocks_computed_whole, find_roles
 from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.planner.comm_formula import layer_bytes
+from cuboid.planner.cost.layout import Layout
+from cuboid.planner.cost.memory import _Stage
+from cuboid.planner.cost.step import StepCost
+from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.model_formulas import block_sizes
 from threaded import Threaded, assert_as_alone, step_of
@@ -262,3 +266,56 @@ def test_counted_bytes_of_experts_are_the_formula(architecture, mesh):
         of_layer = {axes: total - two.get(axes, 0) for axes, total in three.items() if total != two.get(axes, 0)}
         # Each collective's share is rounded to a whole byte.
         assert of_layer == {axes: pytest.approx(count, abs=40) for axes, count in expected.items()}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("mesh", ["1x2x1", "1x1x2", "2x2x1"])
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "qwen2_moe"])
+def test_what_a_layer_with_experts_keeps_is_what_the_planner_counts(architecture, mesh):
+    shape, rows, length = MeshShape.parse(mesh), 2, 32
+    sizes = {"hidden_size": 96, "moe_intermediate_size": 48, "num_key_value_heads": 4}
+    sizes["intermediate_size" if architecture == "mixtral" else "head_dim"] = 48 if architecture == "mixtral" else 24
+    kept = []
+    for layers in (2, 3):
+        model = small(architecture, num_hidden_layers=layers, **sizes).to(torch.bfloat16)
+        threaded = Threaded(model, mesh)
+        kept.append(threaded.run(lambda own: kept_bytes(own, batch_of(rows, length))))
+    described = describe_modules(model)
+    layout = Layout(shape, micro_batch=rows)
+    stage = _Stage(StepCost(described, layout, Cluster.parse(f"{shape.size}xH100"), length), 0)
+    expected = sum(stage._kept(described.layers[-1], rows / shape.batch * length))
+    for two, three in zip(*kept, strict=True):
+        assert expected == pytest.approx(three - two, rel=0.05)
+
+
+def kept_bytes(model, batch):
+    """Bytes of the storages that a forward keeps for its backward, besides weights, each once."""
+    weights = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+    kept = {}
+
+    def pack(x):
+        if x.untyped_storage().data_ptr() not in weights:
+            # Kept alive, so that no other tensor is allocated at its address.
+            kept[x.untyped_storage().data_ptr()] = x.detach()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = model(**batch, use_cache=False).loss
+    # An autograd function's own attributes don't pass through the hooks.
+    for product in products_of(loss):
+        for x in (product.dispatch.choices, product.dispatch.places, product.dispatch.experts, product.dispatch.tokens):
+            kept[x.untyped_storage().data_ptr()] = x
+    return sum(x.untyped_storage().nbytes() for x in kept.values())
+
+
+def products_of(loss):
+    """The products of experts in a loss's graph."""
+    seen, left = set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        left += [following for following, _ in node.next_functions]
+        if hasattr(node, "product"):
+            yield node.product

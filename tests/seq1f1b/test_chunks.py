@@ -121,7 +121,7 @@ def test_other_architectures(parity: Compare, schedule: str, architecture: Archi
     ids=str,
 )
 def test_other_shapes(parity: Compare, schedule: str, changes: dict[str, Any]) -> None:
-    small = SmallModel("qwen2", layers=6, tied=True)
+    small = SmallModel("qwen2", layers=7, tied=True)
     parity(schedule, small, changes, accumulate=3, steps=4, varying=True, data_parallel=2, sequence_length=29)
 
 

@@ -15,11 +15,6 @@ def mesh_misfit(model: ModelDescription, mesh: MeshShape) -> str | None:
         return None
     ranks = mesh.of("sequence", "hidden")
     for layer in model.kinds:
-        if layer.experts is not None:
-            return (
-                f"{model.name} has experts, whose time on a mesh the planner doesn't know; write the mesh yourself, or "
-                "use 1×1×1 with stages and replicas"
-            )
         if any(each.kind == "whole" for each in layer.projections):
             return f"{model.name} has low-rank attention, which has no rule on a mesh yet; use 1×1×1"
         if layer.attention.heads % ranks:
@@ -29,6 +24,8 @@ def mesh_misfit(model: ModelDescription, mesh: MeshShape) -> str | None:
             for pieces in (ranks, mesh.of("sequence", "batch"), mesh.of("hidden", "batch")):
                 if size % pieces:
                     return f"{size} features don't divide by {pieces}"
+        if layer.experts is not None and layer.experts.width % ranks:
+            return f"{layer.experts.width} features of each expert don't divide by sequence × hidden = {ranks}"
         if model.hidden % mesh.size:
             return f"{model.hidden} features of the residual stream don't divide by {mesh.size}"
     return None

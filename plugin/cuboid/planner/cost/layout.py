@@ -60,6 +60,11 @@ class Layout:
         return self.mesh.size * self.context * self.stages * self.replicas
 
     @property
+    def splits_experts(self) -> bool:
+        """Whether a mesh splits each expert, as Cuboid does, so that every rank has rows of all of them."""
+        return self.mesh.size > 1 and self.expert_ranks == 1
+
+    @property
     def rows(self) -> int:
         """Of all micro-batches and replicas in a step."""
         return self.micro_batch * self.micro_batches * self.replicas

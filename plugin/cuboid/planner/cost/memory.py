@@ -25,6 +25,8 @@ _CHUNK_BYTES = 64 * 2**20
 _OPTIMIZER_BYTES = 12
 _ELEMENT = 2
 _STATISTIC = 4
+#: Of each choice of an expert on a mesh: its row, the row's choice, token and expert, and its weight.
+_ROUTED = 4 * 8 + _STATISTIC
 
 
 @dataclass(frozen=True)
@@ -147,30 +149,38 @@ class _Stage:
 
     def _kept(self, layer: Layer, tokens: float) -> tuple[float, float]:
         """Bytes that a layer keeps of so many tokens: keys and values, and everything else."""
-        software, hidden, own = self.software, self.model.hidden, layer.attention
+        layout, software, hidden, own = self.layout, self.software, self.model.hidden, layer.attention
+        routing = 0.0
         residual = 2 * hidden * _ELEMENT
         if software.dropout:
             residual += 2 * hidden
         norms = 2 * hidden * _ELEMENT + 2 * _STATISTIC
         attention = (own.query + own.output) * _ELEMENT + own.heads * _STATISTIC
-        latent = sum(each.outputs for each in layer.projections if each.kind == "whole" and each.name != "router")
+        latent = sum(each.outputs for each in layer.projections if each.kind == "whole")
         attention += 2 * latent * _ELEMENT
         if own.head_norms:
             attention += (own.query + own.key) * (_STATISTIC + _ELEMENT)
         between = self.model.nonlinearity if not software.fused_nonlinearity else (2 if layer.gated else 1)
         mlp = (between + 1) * layer.intermediate * _ELEMENT
         if layer.experts is not None:
-            width = layer.experts.projections[-1].inputs
-            # Of each expert that a token goes to: its input, and what is between.
-            mlp += layer.experts.per_token * (hidden + (between + 1) * width) * _ELEMENT
+            # Of each expert that a token goes to: its input, and what is between. On a mesh a token's input is kept
+            # once, and what the weight of its choice is multiplied with.
+            routed, width = layer.experts.per_token, layer.experts.width
+            if layout.splits_experts:
+                mlp += routed * (between + 2) * width * _ELEMENT
+                # The shared experts' output, if it is multiplied with a gate.
+                residual += (sum(each.kind == "router" for each in layer.projections) - 1) * hidden * _ELEMENT
+                routing = routed * _ROUTED + layer.experts.count * _STATISTIC / layout.mesh.sequence
+            else:
+                mlp += routed * (hidden + (between + 1) * width) * _ELEMENT
         if software.attention == "scores":
             # The softmax's result, and with dropout its mask and what is left.
             attention += own.heads * self.cost.length * (2 + (3 if software.dropout else 0)) * self._with_scores()
-        if self.layout.checkpointing == "mlp_up":
+        if layout.checkpointing == "mlp_up":
             mlp -= between * layer.intermediate * _ELEMENT
             residual -= hidden * _ELEMENT
-        residual_ranks = self._ranks if software.sequence_parallel else self.layout.mesh.hidden
-        rest = (residual + norms) / residual_ranks + (attention + mlp) / self._ranks
+        residual_ranks = self._ranks if software.sequence_parallel else layout.mesh.hidden
+        rest = (residual + norms) / residual_ranks + (attention + mlp) / self._ranks + routing
         return tokens * self._key_value(layer), tokens * rest
 
     def _with_scores(self) -> int:
@@ -269,14 +279,21 @@ class _Stage:
     def _working(self) -> float:
         """Of the layer in backward: gradients of the MLP's inner features; with checkpointing all that it keeps."""
         tokens = max(self._units.tokens(each) for each in self.cost.lengths)
-        widest = max(self.layers, key=lambda layer: layer.intermediate)
-        working = tokens * 3 * widest.intermediate / self._ranks * _ELEMENT
+        working = max(tokens * self._features_at_work(layer) * _ELEMENT for layer in self.layers)
         if self.layout.mesh.batch > 1:
             # The gradient of a block before it is scattered.
             working += max(self._units.block_weights(layer) * _ELEMENT for layer in self.layers)
         if self.layout.checkpointing == "full":
             working += max(sum(self._kept(layer, tokens)) for layer in self.layers)
         return working
+
+    def _features_at_work(self, layer: Layer) -> float:
+        """Of a token: inside of the MLP; of experts on a mesh also gradients of their whole input and output rows."""
+        own = 3 * layer.intermediate / self._ranks
+        if layer.experts is not None and self.layout.splits_experts:
+            own += 3 * layer.experts.per_token * layer.experts.width / self._ranks
+            own += 2 * layer.experts.per_token * self.model.hidden / self.layout.mesh.hidden
+        return own
 
     def _buffers(self) -> float:
         """A gradient in 16 bits of each shape of weight, where the software keeps it allocated."""

@@ -304,6 +304,6 @@ def own_parameters(
             dense += model.extra_parameters
             # The last of several stages has a copy of tied embeddings.
             dense += model.vocabulary * model.hidden if layout.stages > 1 else model.head_parameters
-        experts = sum(layer.experts.parameters for layer in own if layer.experts is not None)
+        experts = sum(layer.experts.padded(layout.mesh.batch) for layer in own if layer.experts is not None)
         found.append((dense / layout.mesh.size, experts / (layout.mesh.size * layout.expert_ranks)))
     return found

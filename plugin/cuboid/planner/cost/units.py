@@ -12,10 +12,11 @@ from cuboid.planner.cost.communication import Links
 from cuboid.planner.cost.kernels import ATTENTION_BACKWARD, Kernels
 from cuboid.planner.cost.layout import Layout, Software
 from cuboid.planner.description.cluster import Cluster
-from cuboid.planner.description.model import Layer, ModelDescription, Projection
+from cuboid.planner.description.model import Experts, Layer, ModelDescription, Projection
 from cuboid.seq1f1b.schedule.unit_costs import seen_keys
 
 _ELEMENT = 2
+_STATISTIC = 4
 
 
 @dataclass(frozen=True)
@@ -111,16 +112,19 @@ class UnitTimes:
         if layer.experts is not None:
             own = layer.experts.count / self._layout.expert_ranks
             each_rows = tokens * layer.experts.per_token / own
-            for each in layer.experts.projections:
-                total += self.kernels.matmul_s(each_rows, each.outputs / self._ranks, each.inputs, round(own))
+            total += sum(self._product(each, each_rows, round(own)) for each in layer.experts.projections)
         return total
 
-    def _product(self, each: Projection, tokens: float) -> float:
-        mesh, kernels = self._layout.mesh, self.kernels
+    def _product(self, each: Projection, tokens: float, count: int = 1) -> float:
+        mesh, kernels, grouped = self._layout.mesh, self.kernels, self._layout.splits_experts
         if each.kind == "up":
-            return kernels.matmul_s(tokens, each.outputs / mesh.sequence, each.inputs / mesh.hidden)
+            outputs, inputs = each.outputs / mesh.sequence, each.inputs / mesh.hidden
+            return kernels.matmul_s(tokens, outputs, inputs, count, grouped=grouped)
         if each.kind == "down":
-            return kernels.matmul_s(tokens, each.outputs / mesh.hidden, each.inputs / mesh.sequence)
+            outputs, inputs = each.outputs / mesh.hidden, each.inputs / mesh.sequence
+            return kernels.matmul_s(tokens, outputs, inputs, count, grouped=grouped)
+        if each.kind == "router":
+            return kernels.matmul_s(tokens / mesh.sequence, each.outputs, each.inputs / mesh.hidden)
         return kernels.matmul_s(tokens, each.outputs, each.inputs)
 
     @staticmethod
@@ -162,10 +166,13 @@ class UnitTimes:
         inner += self._nonlinearity_bytes(layer.intermediate, layer.gated, backward=backward)
         if layer.experts is not None:
             routed = layer.experts.per_token
-            width = layer.experts.projections[-1].inputs
-            inner += routed * self._nonlinearity_bytes(width, layer.gated, backward=backward)
-            # Tokens are put in the experts' order and back.
-            inner += routed * 8 * hidden
+            inner += routed * self._nonlinearity_bytes(layer.experts.width, layer.gated, backward=backward)
+            # Tokens are put in the experts' order and back; on a mesh those of all ranks of `sequence`, whose inputs
+            # are put in it once more in backward.
+            if self._layout.splits_experts:
+                inner += routed * (12 if backward else 8) * hidden * self._layout.mesh.sequence
+            else:
+                inner += routed * 8 * hidden
         moved = tokens * (residual / self._residual_ranks + inner / self._ranks)
         return self.kernels.elementwise_s(moved * software.passes, 14 if backward else 8)
 
@@ -177,9 +184,11 @@ class UnitTimes:
 
     def block_weights(self, layer: Layer) -> float:
         """Elements of the weights that a rank multiplies with."""
-        own = sum(each.weights / (1 if each.kind == "whole" else self._ranks) for each in layer.projections)
+        mesh = self._layout.mesh
+        pieces = {"up": self._ranks, "down": self._ranks, "router": mesh.hidden, "whole": 1}
+        own = sum(each.weights / pieces[each.kind] for each in layer.projections)
         if layer.experts is not None:
-            own += layer.experts.parameters / (self._layout.expert_ranks * self._ranks)
+            own += layer.experts.padded(mesh.batch) / (self._layout.expert_ranks * self._ranks)
         return own
 
     def _add_weight_gradients(self, layer: Layer) -> float:
@@ -195,14 +204,30 @@ class UnitTimes:
     def _mesh_exchange(self, layer: Layer, tokens: float, *, backward: bool) -> float:
         mesh, links, software = self._layout.mesh, self.links, self._software
         hidden_bytes = tokens * self._model.hidden / mesh.hidden * _ELEMENT
-        count = 4 + (2 * software.regathers if backward and software.sequence_parallel else 0)
-        total = links.sequence.gather_s(hidden_bytes, count) * (1 - software.hides_exchange)
+        splits_experts = layer.experts is not None and self._layout.splits_experts
+        # Attention and the MLP; shared experts are a block beside the others.
+        blocks = 3 if splits_experts and layer.intermediate else 2
+        each_block = 2 + (software.regathers if backward and software.sequence_parallel else 0)
+        total = links.sequence.gather_s(hidden_bytes, blocks * each_block) * (1 - software.hides_exchange)
         if mesh.hidden > 1:
             ups = sum(each.outputs for each in layer.projections if each.kind == "up")
             downs = sum(each.inputs for each in layer.projections if each.kind == "down")
+            if layer.experts is not None:
+                ups += layer.experts.per_token * layer.experts.projections[0].outputs
+                downs += layer.experts.per_token * layer.experts.width
             total += links.hidden.gather_s(tokens * ups / mesh.sequence * _ELEMENT)
             total += links.hidden.gather_s(tokens * downs / mesh.sequence * _ELEMENT, 2 if backward else 1)
+        if layer.experts is not None and splits_experts:
+            total += self._routing_exchange(layer.experts, tokens, backward=backward)
         return total + self._context_exchange(layer, backward=backward)
+
+    def _routing_exchange(self, experts: Experts, tokens: float, *, backward: bool) -> float:
+        """What routers add up over `hidden`, and say of their tokens to the ranks of `sequence`; in float32."""
+        sequence, hidden = self.links.sequence, self.links.hidden
+        # Indices and weights of the choices; in backward the gradients of the weights.
+        told = sequence.gather_s(tokens * experts.per_token * _STATISTIC, 1 if backward else 2)
+        logits = tokens / sequence.size * experts.count * _STATISTIC
+        return told + (hidden.reduce_s(logits) if backward else hidden.gather_s(logits * hidden.size))
 
     def _context_exchange(self, layer: Layer, *, backward: bool) -> float:
         """Keys and values of the ranks that share a sequence; half of it is behind attention of what is there."""

@@ -12,6 +12,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal
 
+from cuboid.distributed.axis_collectives import padded_length
 from cuboid.errors import UnsupportedModelError
 from cuboid.seq1f1b.schedule.unit_costs import LayerSizes, ModelSizes, seen_keys
 
@@ -23,8 +24,9 @@ class Projection:
     Args:
         name: for tables.
         inputs, outputs: features of the full weight.
-        kind: "up" is cut by outputs over `sequence` and by inputs over `hidden`, "down" the other way round; "whole"
-            is the same on all ranks of the mesh (the router of experts, and the low-rank projections of MLA).
+        kind: "up" is cut by outputs over `sequence` and by inputs over `hidden`, "down" the other way round; "router"
+            has each rank's own tokens, and is cut by inputs over `hidden`; "whole" is the same on all ranks of the mesh
+            (the low-rank projections of MLA).
         bias: whether it has one.
         parts: weights that it is made of, as checkpoints have them.
     """
@@ -32,7 +34,7 @@ class Projection:
     name: str
     inputs: int
     outputs: int
-    kind: Literal["up", "down", "whole"]
+    kind: Literal["up", "down", "router", "whole"]
     bias: bool = False
     parts: int = 1
 
@@ -65,6 +67,15 @@ class Experts:
     def parameters(self) -> int:
         """Elements of all experts."""
         return self.count * sum(each.parameters for each in self.projections)
+
+    @property
+    def width(self) -> int:
+        """Features inside of one expert."""
+        return self.projections[-1].inputs
+
+    def padded(self, batch: int) -> int:
+        """Elements as the ranks of the `batch` axis hold them, each as many whole experts."""
+        return padded_length(self.count, batch) * self.parameters // self.count
 
 
 @dataclass(frozen=True)
@@ -404,7 +415,7 @@ def _ordinary_layer(config: _Config, rules: Rules, hidden: int, attention: Atten
         inner = config.number("moe_intermediate_size", config.get("intermediate_size"))
         number = config.number("num_experts")
         experts = Experts(number, config.number("num_experts_per_tok"), _mlp(hidden, inner, gated=True))
-        router = Projection("router", hidden, number, "whole")
+        router = Projection("router", hidden, number, "router")
         return Layer(attention, (*projections, router), norms, 0, gated=True, experts=experts)
     inner = config.number("intermediate_size", 4 * hidden if rules.learned_positions else None)
     mlp = _mlp(hidden, inner, gated=rules.gated, bias=mlp_bias)
@@ -478,7 +489,7 @@ def _mla_model(config: _Config, rules: Rules) -> ModelDescription:
     experts = Experts(number, config.number("num_experts_per_tok"), _mlp(hidden, inner, gated=True))
     dense_inner = config.number("intermediate_size")
     dense = Layer(attention, (*own, *_mlp(hidden, dense_inner, gated=True)), norms, dense_inner, gated=True)
-    router = Projection("router", hidden, number, "whole")
+    router = Projection("router", hidden, number, "router")
     sparse = Layer(attention, (*own, router, *_mlp(hidden, shared, gated=True)), norms, shared, True, experts)
     first: int = config.get("first_k_dense_replace", 0)
     layers = tuple(dense if index < first else sparse for index in range(count))

@@ -125,7 +125,7 @@ def _layer(
     routers = [module for module, role in modules if role.kind == "router"]
     rows = [parameter.shape[0] for each in routers for parameter in each.parameters() if parameter.dim() == 2]
     hidden: int = config.hidden_size
-    cut += [Projection("router", hidden, outputs, "whole") for outputs in rows]
+    cut += [Projection("router", hidden, outputs, "router") for outputs in rows]
     of_experts = 0 if experts is None else experts.per_token * sum(each.weights for each in experts.projections)
     rest = max(0, own.weights - sum(each.weights for each in cut) - of_experts) // hidden
     if rest:
