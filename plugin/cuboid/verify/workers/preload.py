@@ -14,4 +14,4 @@ with contextlib.suppress(ImportError):
     import deepspeed.module_inject.auto_ep_layer
     import deepspeed.ops.op_builder.all_ops
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
-    import setuptools  # noqa: F401
+    import setuptools  # type: ignore[import-untyped]  # noqa: F401
