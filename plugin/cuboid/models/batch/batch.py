@@ -162,7 +162,7 @@ def _pad(name: str, x: torch.Tensor, missing: int, config: PretrainedConfig, inp
     value = IGNORE_INDEX if name in LABELS else 0
     if name == "input_ids" and inputs == "only ids":
         # So that positions that the model counts from ids don't go on past the end of their table.
-        value = config.get_text_config().pad_token_id or 0
+        value = getattr(config.get_text_config(), "pad_token_id", None) or 0
     return nn.functional.pad(x, (0, missing), value=value)
 
 

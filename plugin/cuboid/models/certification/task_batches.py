@@ -31,7 +31,7 @@ def task_batch(case: Case, model: PreTrainedModel, *, has_types: bool = False) -
     """
     targets = Targets.of(type(model), model.config)
     batch = probe_batch(case, model.config.get_text_config().vocab_size)
-    pad = model.config.get_text_config().pad_token_id
+    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
     if pad is not None and "attention_mask" in batch:
         # Some models look for padding among the ids.
         batch["input_ids"][batch["attention_mask"] == 0] = pad
