@@ -68,6 +68,7 @@ FLAVOURS: dict[str, dict[str, dict[str, Any]]] = {
     "falcon": {"ALiBi": {"alibi": True}, "new decoder": {"new_decoder_architecture": True}},
     "gpt2": {"untied": {"tie_word_embeddings": False}},
 }
+_DECODER = "decoder"
 #: Where transformers' own defaults make no model.
 _REPAIRS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 128},
@@ -165,11 +166,17 @@ def _cases(model_types: list[str]) -> Iterator[tuple[str, str]]:
     for model_type in model_types:
         yield model_type, ""
         yield from ((model_type, flavour) for flavour in FLAVOURS.get(model_type, {}))
+        config = AutoConfig.for_model(model_type)
+        if getattr(config, "is_decoder", True) is False and hasattr(config, "add_cross_attention"):
+            # An encoder by default, which transformers asks to be made a decoder where it is a causal language model.
+            yield model_type, _DECODER
 
 
 def config_of(model_type: str, flavour: str) -> tuple[Any, PretrainedConfig]:
     """The class and a config of an architecture, with the sizes of transformers' defaults."""
     changes = {**_REPAIRS.get(model_type, {}), **FLAVOURS.get(model_type, {}).get(flavour, {})}
+    if flavour == _DECODER:
+        changes["is_decoder"] = True
     config = AutoConfig.for_model(model_type, **changes)
     cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     text = next((getattr(config, name, None) for name in config.sub_configs if name == "text_config"), None)

@@ -17,6 +17,7 @@ from cuboid.planner.description.cluster import GPUS, Cluster, Gpu
 from cuboid.planner.description.model import ModelDescription, describe
 from cuboid.planner.divisibility import fitting
 from cuboid.planner.estimate import estimate
+from generators.choosing import MODELS
 from generators.marked import table
 from generators.planner_fit import FITS, left_out, log_errors, rows_of
 from generators.planner_rows import GIB, TABLES, Row, read
@@ -170,6 +171,7 @@ def _qwen3(hidden: int, inner: int, layers: int, heads: int, *, tied: bool = Fal
 _RIVALS = {
     "Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, tied=True),
     "Qwen3-8B": _qwen3(4096, 12288, 36, 32),
+    "Qwen3-30B-A3B": describe(MODELS["Qwen3 30B-A3B"]),
     "Qwen3-32B": _qwen3(5120, 25600, 64, 64),
 }
 

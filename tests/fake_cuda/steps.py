@@ -13,9 +13,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import cuboid
 from cuboid.checkpoint.contents import Contents
+from cuboid.checkpoint.exchange import Exchange
+from cuboid.checkpoint.file_plan import gather_holdings, plan_tasks
 from cuboid.checkpoint.format.tensor_header import TensorSpec
 from cuboid.checkpoint.shards import Bundle, Family, Run, SplitTensor
 from cuboid.distributed import rank_agreement
+from cuboid.distributed.mesh import Mesh
 from cuboid.models.pipeline import pipeline as pipelines
 from cuboid.optim.data_parallel_optimizer import replica_optimizer
 from cuboid.optim.grad_norm import scale_to, total_norm
@@ -37,10 +40,10 @@ def world(ranks, rank):
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
 
 
-def model_of(config, **options):
-    """A small Llama, sharded on the CPU, where it has values."""
-    made = transformers.LlamaConfig(**{**SIZES, **options})
-    model = cuboid.shard(transformers.AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16), config).train()
+def model_of(config, architecture="llama", auto=transformers.AutoModelForCausalLM, **options):
+    """A small model, sharded on the CPU, where it has values."""
+    made = transformers.AutoConfig.for_model(architecture, **{**SIZES, **options})
+    model = cuboid.shard(auto.from_config(made, dtype=torch.bfloat16), config).train()
     cuboid.mesh_of(model).connect()
     return model
 
@@ -65,24 +68,29 @@ def ids():
     return torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="cuda")
 
 
-def layers(found, *axes, given=(), answer=True, **options):
+def classes():
+    return torch.zeros(ROWS, dtype=torch.int64, device="cuda")
+
+
+def layers(found, *axes, given=(), answer=True, labels=ids, keys=None, **options):
     """The second step of a sharded model, so that what is done once for all steps isn't counted."""
     world(axes[0] * axes[1] * axes[2], axes[0] * axes[1] * axes[2] - 1)
-    model = model_of({"tensor_parallel": mesh_of(*axes)}, **options)
+    model = model_of({"tensor_parallel": {**mesh_of(*axes), **(keys or {})}}, **options)
     with device.watch(found, answer=answer):
         put_on_device(model)
         for _ in range(2):
             found.clear()
             extra = {name: torch.ones_like(ids()) for name in given}
-            model(input_ids=ids(), labels=ids(), **extra).loss.backward()
+            model(input_ids=ids(), labels=labels(), **extra).loss.backward()
 
 
-def pipeline(found, stage, *axes, given=(), answer=True, **options):
+def pipeline(found, stage, *axes, given=(), answer=True, keys=None, schedule=None, **options):
     """The second step of one stage of two, with two micro-batches of three segments."""
     size = axes[0] * axes[1] * axes[2]
     world(2 * size, 2 * size - 1 if stage else 0)
     config = {"engine": "seq1f1b", "stages": 2, "segments": 3, "partition": "even", "certification": "verified"}
-    model = model_of({"tensor_parallel": mesh_of(*axes), "pipeline": config}, **options)
+    sections = {"tensor_parallel": {**mesh_of(*axes), **(keys or {})}, "pipeline": {**config, **(schedule or {})}}
+    model = model_of(sections, **options)
     with device.watch(found, answer=answer):
         put_on_device(model)
         runs = pipelines.Pipeline(model)
@@ -133,6 +141,36 @@ def flash(found):
     assert heads == [(8, 2)] * 2 * 10, heads
 
 
+def grouped_experts(found):
+    """As on a GPU with a kernel for the products of all experts; without it, the host reads how many rows each has."""
+    products = []
+    multiply = torch.nn.functional.grouped_mm
+
+    def note(*args, **kwargs):
+        products.append(args)
+        return multiply(*args, **kwargs)
+
+    with mock.patch.object(torch.nn.functional, "grouped_mm", note):
+        layers(found, 2, 2, 2, **EXPERTS)
+    # Two steps of two layers: up and down, and for each of them the gradients of input and weight.
+    assert len(products) == 2 * 2 * 6, len(products)
+
+
+def fused_norms(found):
+    """Where a mesh leaves rows whole, torch's kernel normalises them."""
+    norms = []
+    normalise = torch.nn.functional.rms_norm
+
+    def note(*args):
+        norms.append(args)
+        return normalise(*args)
+
+    with mock.patch.object(torch.nn.functional, "rms_norm", note):
+        layers(found, 2, 2, 1)
+    # Two steps of two layers with two norms each, and one behind them.
+    assert len(norms) == 2 * 5, len(norms)
+
+
 def snapshot(found):
     """What stops training for a checkpoint that is written in the background: one wait for all copies."""
     with device.watch(found):
@@ -145,13 +183,49 @@ def snapshot(found):
         Contents(0, (family,), None, {}, {}, lambda _: None).snapshot()
 
 
+def save(found):
+    """A checkpoint that training waits for: one wait for all copies of a round, and none for each tensor."""
+    with device.watch(found):
+        values = [torch.empty(64, 64, device="cuda") for _ in range(8)]
+        tensors = tuple(
+            SplitTensor(f"t{n}", TensorSpec(torch.float32, tuple(x.shape)), None, Run.whole(x))
+            for n, x in enumerate(values)
+        )
+        bundle = Bundle(tensors, {x.name: x.spec for x in tensors}, dict)
+        mesh = Mesh(cuboid.MeshShape(), rank=0, world_size=1)
+        families = (Family("", (bundle,)),)
+        rounds = Exchange(mesh, gather_holdings(families, mesh)).rounds(plan_tasks(families, mesh))
+        assert [len(wholes) for _, _, wholes in rounds] == [8]
+
+
 MASK, POSITIONS = ("attention_mask",), ("position_ids",)
+EXPERTS = {"architecture": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+BERT = {"architecture": "bert", "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 1}
+SEQUENCES = transformers.AutoModelForSequenceClassification
+#: What is gathered and reduced once a step, and not in every unit.
+ONCE = {"weight_gather": "step", "gradient_sync": "step"}
+V = {"chunks": 2, "schedule": "zero_bubble-v"}
 STEPS = {
     "layers": lambda found: layers(found, 2, 2, 2),
     "layers with a head of keys for each rank": lambda found: layers(found, 2, 2, 2, num_key_value_heads=8),
     "layers with a mask": lambda found: layers(found, 2, 2, 2, given=MASK),
     "layers with positions": lambda found: layers(found, 2, 2, 2, given=POSITIONS),
     "packed layers": lambda found: layers(found, 2, 2, 2, given=POSITIONS, answer=False),
+    "layers with whole rows": fused_norms,
+    "layers whose weights are kept": lambda found: layers(found, 2, 2, 2, keys={"weight_gather": "step"}),
+    "experts": grouped_experts,
+    "encoder": lambda found: layers(
+        found, 2, 2, 2, given=MASK, auto=transformers.AutoModelForMaskedLM, **BERT, num_key_value_heads=8
+    ),
+    "head for sequences": lambda found: layers(
+        found, 2, 2, 2, auto=SEQUENCES, labels=classes, pad_token_id=1, num_labels=2
+    ),
+    "stage that reduces once a step": lambda found: pipeline(found, 1, 2, 2, 1, keys=ONCE),
+    "two chunks": lambda found: pipeline(found, 1, 1, 2, 1, schedule=V, num_hidden_layers=4),
+    "two chunks that reduce once a step": lambda found: pipeline(
+        found, 0, 2, 1, 1, keys=ONCE, schedule=V, num_hidden_layers=4
+    ),
+    "stage of experts": lambda found: pipeline(found, 1, 1, 2, 2, **EXPERTS),
     "first stage": lambda found: pipeline(found, 0, 1, 2, 2),
     "last stage": lambda found: pipeline(found, 1, 1, 2, 2),
     "last stage without a mesh": lambda found: pipeline(found, 1, 1, 1, 1),
@@ -162,6 +236,7 @@ STEPS = {
     ),
     "stage with flash attention": flash,
     "snapshot": snapshot,
+    "save": save,
     "optimizer": lambda found: optimizer(found, split=False),
     "optimizer with ZeRO-1": lambda found: optimizer(found, split=True),
 }
@@ -171,6 +246,10 @@ def main(names):
     """Run steps by name, and print a line of JSON for each."""
     rank_agreement._world = lambda mesh: None
     torch.cuda.get_device_capability = lambda _: (9, 0)
+    # The state of a CUDA generator is in the host's memory: asking for it waits for nothing.
+    torch.cuda.get_rng_state = lambda _: torch.zeros(16, dtype=torch.uint8)
+    torch.cuda.set_rng_state = lambda *_: None
+    torch.cuda.manual_seed = lambda _: None
     # transformers leaves out what it would look at in tensors without values.
     transformers.masking_utils.is_tracing = lambda *_: False
     for name in names or STEPS:

@@ -1,7 +1,10 @@
-"""docs/gpu.md: what was run on which GPU, what passed, and the figures."""
+"""docs/gpu.md: what was run on which GPU, what passed, the figures, and enough of each failure to fix it elsewhere."""
 
 from collections import Counter
 from dataclasses import dataclass
+
+#: Lines of a failure's text that are shown, of its beginning and its end.
+_FIRST, _LAST = 12, 40
 
 
 @dataclass(frozen=True)
@@ -10,15 +13,17 @@ class Result:
 
     Args:
         name: ``test_file.py::test``.
-        outcome: ``"passed"``, ``"failed"`` or ``"skipped"``.
+        outcome: ``"passed"``, ``"failed"``, ``"skipped"``, or ``"running"`` while it is.
         seconds: that it took.
         figures: (table, row, column, value as text) of what it measured.
+        text: why it failed or was skipped.
     """
 
     name: str
     outcome: str
     seconds: float
     figures: tuple[tuple[str, str, str, str], ...] = ()
+    text: str = ""
 
 
 def page(machine: dict[str, str], results: list[Result]) -> str:
@@ -39,9 +44,12 @@ def page(machine: dict[str, str], results: list[Result]) -> str:
         f"{counts['passed']} checks passed, {counts['failed']} failed, {counts['skipped']} were skipped.",
         "",
     ]
-    failed = [f"* `{result.name}`" for result in results if result.outcome == "failed"]
+    unfinished = [result.name for result in results if result.outcome == "running"]
+    if unfinished:
+        lines += [f"This was written before `{unfinished[0]}` ended, and has nothing of what came after it.", ""]
+    failed = [result for result in results if result.outcome == "failed"]
     if failed:
-        lines += ["Failed:", "", *failed, ""]
+        lines += ["Failed:", "", *(f"* `{result.name}`" for result in failed), ""]
     for title in dict.fromkeys(figure[0] for result in results for figure in result.figures):
         lines += [f"## {title}", "", *_figures(title, results), ""]
     by_file: dict[str, list[Result]] = {}
@@ -53,7 +61,27 @@ def page(machine: dict[str, str], results: list[Result]) -> str:
         outcome = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counted.items()))
         rows.append((f"`{name}`", outcome, f"{sum(result.seconds for result in own):.0f}"))
     lines += ["## Checks", "", *_table(("file", "outcome", "s"), rows), ""]
+    skipped = Counter(result.text for result in results if result.outcome == "skipped" and result.text)
+    if skipped:
+        lines += ["Skipped:", "", *(f"* {count}: {reason}" for reason, count in skipped.items()), ""]
+    if failed:
+        lines += ["## Failures", ""]
+    # The same failure of many cases is shown once.
+    shown: dict[str, list[str]] = {}
+    for result in failed:
+        shown.setdefault(_shortened(result.text), []).append(result.name)
+    for text, names in shown.items():
+        others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+        lines += [f"### `{names[0]}`{others}", "", "```text", text, "```", ""]
     return "\n".join(lines)
+
+
+def _shortened(text: str) -> str:
+    lines = text.splitlines()
+    if len(lines) > _FIRST + _LAST:
+        lines = [*lines[:_FIRST], "…", *lines[-_LAST:]]
+    # A fence inside would end the block.
+    return "\n".join(line.replace("```", "'''") for line in lines)
 
 
 def _figures(title: str, results: list[Result]) -> list[str]:

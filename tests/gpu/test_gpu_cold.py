@@ -34,7 +34,7 @@ def cold(fill):
 
 if __name__ == "__main__":
     with WorkerPool(1) as workers:
-        ((seconds, is_over),) = workers.run(1, cold, sys.argv[1] == "full", timeout_s=120)
+        ((seconds, is_over),) = workers.run(1, cold, sys.argv[1] == "full", timeout_s=70)
     print(seconds, is_over)
     sys.exit(is_over)
 """
@@ -46,7 +46,7 @@ def test_a_first_step_waits_for_no_other_stream(tmp_path, memory, figure):
     script = tmp_path / "cold.py"
     script.write_text(SCRIPT, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, str(script), memory], capture_output=True, text=True, timeout=180, check=False
+        [sys.executable, str(script), memory], capture_output=True, text=True, timeout=85, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     figure("A cold first step beside a kernel of ten seconds", f"memory {memory}", "s", done.stdout.split()[0])

@@ -1,4 +1,4 @@
-"""Attention kernels against float64."""
+"""Attention kernels, and the norm of whole rows, against float64."""
 
 import math
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cuboid.seq1f1b.attention.kernels import ChunkedMath, CpuFlash, CudaEfficient, CudaFlash, choose_kernel
+from cuboid.tensor3d.layers.norm import has_fused_kernel
 
 #: Largest error of a gradient in relation to its largest element.
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-4}
@@ -62,3 +63,28 @@ def test_kernels_are_right(device, dtype, head_dim, group, length, causal, figur
     if length > 1000 and causal and group == 4:
         figure("Attention kernels", f"{str(dtype)[6:]}, head dim {head_dim}", "kernel", type(kernel).__name__)
         figure("Attention kernels", f"{str(dtype)[6:]}, head dim {head_dim}", "largest error", f"{error.item():.1e}")
+
+
+#: Of sums over many rows too, such as the gradient of a norm's weight.
+NORM_TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
+
+
+@pytest.mark.parametrize("dtype", list(NORM_TOLERANCES), ids=str)
+@pytest.mark.parametrize("hidden", [256, 4096, 5120])
+def test_the_norm_of_whole_rows_is_right(device, dtype, hidden, figure):
+    generator = torch.Generator(device).manual_seed(0)
+
+    def made(*shape):
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float64).to(dtype).requires_grad_()
+
+    x, weight = made(4, 512, hidden), made(hidden)
+    gradient = made(4, 512, hidden).detach()
+    assert has_fused_kernel(x, weight) == (device.type == "cuda")
+    y = torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
+    found = [y.detach(), *torch.autograd.grad(y, (x, weight), gradient)]
+    wide = [each.detach().double().requires_grad_() for each in (x, weight)]
+    exact = wide[0] * torch.rsqrt(wide[0].pow(2).mean(-1, keepdim=True) + 1e-6) * wide[1]
+    wanted = [exact.detach(), *torch.autograd.grad(exact, wide, gradient.double())]
+    errors = [((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(found, wanted, strict=True)]
+    assert max(errors) < NORM_TOLERANCES[dtype], errors
+    figure("Norm of whole rows", f"{str(dtype)[6:]}, {hidden} features", "largest error", f"{max(errors):.1e}")

@@ -24,23 +24,28 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def own_process():
-    # The process group is another one than the pool's, so this process serves no other test.
+    # Where no rank agrees with another one on anything, so that this process serves no other checks.
     with WorkerPool(1) as workers:
         yield workers
 
 
-def measure(axes, rows, length, sizes):
-    """Host seconds to start forward and backward, seconds until the device is through, and peak bytes."""
+def sharded(axes, sizes):
+    """One rank's part of a model on a mesh, all others of whose ranks are pretended."""
     dist.destroy_process_group()
     ranks = axes[0] * axes[1] * axes[2]
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     rank_agreement._world = lambda mesh: None
-    config = transformers.LlamaConfig(**sizes)
     with torch.device("cuda"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.LlamaConfig(**sizes), dtype=torch.bfloat16
+        ).train()
     section = {"mode": "3d_tensor", "mesh": dict(zip(("batch", "sequence", "hidden"), axes, strict=True))}
-    model = cuboid.shard(model, {"tensor_parallel": section}).base_model
+    return cuboid.shard(model, {"tensor_parallel": section})
 
+
+def measure(axes, rows, length, sizes):
+    """Host seconds to start forward and backward, seconds until the device is through, and peak bytes."""
+    model = sharded(axes, sizes).base_model
     hidden = torch.zeros(rows, length, dtype=torch.int64, device="cuda")
 
     def step():
@@ -59,12 +64,31 @@ def measure(axes, rows, length, sizes):
 
 @pytest.mark.gpus(1)
 @pytest.mark.parametrize("axes", [(8, 1, 1), (1, 8, 1), (2, 2, 2), (4, 4, 4)], ids=str)
-def test_host_and_device_time_of_a_layer(axes, figure):
-    with WorkerPool(1) as workers:
-        ((host_s, whole_s, peak),) = workers.run(1, measure, axes, max(axes[0], 1), LENGTH, SIZES, timeout_s=300)
+def test_host_and_device_time_of_a_layer(own_process, axes, figure):
+    ((host_s, whole_s, peak),) = own_process.run(1, measure, axes, axes[0], LENGTH, SIZES, timeout_s=80)
     table = f"A layer of a 7B Llama on one rank, forward and backward of {LENGTH} tokens a row, without messages"
     row = "×".join(map(str, axes))
     figure(table, row, "host ms", f"{host_s * 1e3 / LAYERS:.1f}")
     figure(table, row, "device ms", f"{whole_s * 1e3 / LAYERS:.1f}")
     figure(table, row, "peak MiB", f"{peak / 2**20 / LAYERS:,.0f}")
     assert whole_s < 60
+
+
+def watched(axes, sizes):
+    """The third step, which raises if the host waits for the device."""
+    model = sharded(axes, sizes)
+    ids = torch.zeros(axes[0], 256, dtype=torch.int64, device="cuda")
+    for step in range(3):
+        torch.cuda.set_sync_debug_mode("error" if step == 2 else "default")
+        try:
+            model.base_model(input_ids=ids).last_hidden_state.sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return True
+
+
+@pytest.mark.gpus(1)
+@pytest.mark.parametrize("axes", [(2, 2, 2), (1, 4, 1)], ids=str)
+def test_no_layer_makes_the_host_wait(own_process, axes):
+    sizes = {**SIZES, "hidden_size": 512, "intermediate_size": 1024}
+    assert own_process.run(1, watched, axes, sizes, timeout_s=80) == [True]

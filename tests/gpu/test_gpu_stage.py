@@ -76,7 +76,7 @@ def compare(device, kind, segments, checkpointing):
 @pytest.mark.parametrize("segments", [1, 4, 16])
 @pytest.mark.parametrize("kind", ["plain", "padded", "packed"])
 def test_segments_are_the_plain_model(alone, device, kind, segments, checkpointing):
-    ((loss, found, errors),) = alone.run(1, compare, device, kind, segments, checkpointing, timeout_s=300)
+    ((loss, found, errors),) = alone.run(1, compare, device, kind, segments, checkpointing, timeout_s=80)
     assert found == pytest.approx(loss, rel=1e-5)
     assert max(errors.values()) < 1e-3, errors
 
@@ -146,7 +146,7 @@ def test_time_and_memory_of_long_sequences(alone, device, length, segments, figu
     row = f"{length // 1024}k tokens, " + ("plain transformers" if segments is None else f"{segments} segments")
     table = "One stage: two layers of an 8B Llama, bf16, with activation checkpointing"
     try:
-        ((seconds, peak_bytes),) = alone.run(1, measure, device, sizes, dtype, length, segments, timeout_s=300)
+        ((seconds, peak_bytes),) = alone.run(1, measure, device, sizes, dtype, length, segments, timeout_s=80)
     except cuboid.CuboidError as error:
         if segments is not None or "out of memory" not in str(error):
             raise

@@ -30,6 +30,7 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.models.stages.model_costs import model_sizes
 from cuboid.seq1f1b.schedule.actions import Action, Op
 from cuboid.seq1f1b.schedule.partition import (
+    HeadShare,
     MeasuredCut,
     balance_stages,
     check_lengths,
@@ -297,3 +298,13 @@ def test_experts_whose_use_is_unknown_are_refused(monkeypatch):
     monkeypatch.setattr("cuboid.models.stages.model_costs._EXPERTS_OF_TOKEN", ("a_name_that_no_config_has",))
     with pytest.raises(UnsupportedModelError, match=r"experts.*'mixtral'.*\"stage_balance\": \"layers\""):
         model_sizes(CONFIGS["mixtral"]())
+
+
+def test_what_the_head_is_worth():
+    sizes = ModelSizes((LayerSizes(100, 0, 0),) * 4, head=150)
+    share = HeadShare.of(sizes, (2, 2), 10)
+    assert share.layers == 1.5
+    assert share.of_stage == 150 / 350
+    assert share.excess == pytest.approx(350 / 275 - 1)
+    # A stage of layers may be the costliest one.
+    assert HeadShare.of(sizes, (3, 1), 10).excess == pytest.approx(300 / 275 - 1)

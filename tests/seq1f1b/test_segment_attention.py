@@ -535,8 +535,6 @@ def test_models_with_packed_sequences(name, implementation):
     [
         ({"_attn_implementation": "flex_attention"}, "flex_attention"),
         ({"is_causal": False}, "see later ones"),
-        ({"is_encoder_decoder": True}, "encoder"),
-        ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"index_topk": 4}, "index"),
     ],
 )

@@ -173,6 +173,22 @@ def test_the_command_uses_a_models_costs(cli, model):
     assert 20 <= bubble(flops) < bubble(even)
 
 
+def test_the_command_tells_what_the_head_costs(cli, model, tmp_path):
+    def head(vocabulary, *arguments):
+        LlamaConfig.from_pretrained(model, vocab_size=vocabulary).save_pretrained(tmp_path)
+        printed = cli("--model", tmp_path, "--seq-len", 64, "--json", tmp_path / "a.json", *arguments)
+        return printed, json.loads((tmp_path / "a.json").read_text())["head"]
+
+    printed, found = head(131, "--stages", 2)
+    assert "the head is worth 0.2 layers" in printed
+    assert "spread" not in printed
+    printed, found = head(5000, "--stages", 2, "--micro-batches", 64)
+    assert f"the head is worth {found['layers']:.1f} layers and is {found['of_stage']:.0%} of its stage" in printed
+    # It has a layer beside it. With 64 micro-batches hardly any other time counts than that of the costliest stage.
+    assert found["excess"] == pytest.approx((1 + found["layers"]) / ((6 + found["layers"]) / 2) - 1)
+    assert found["costs"] == pytest.approx(1 - 1 / (1 + found["excess"]), abs=0.02)
+
+
 def test_lengths_may_be_given_with_and_without_a_model(cli, model):
     assert "4 segments" in cli("--partition", "4,3,2,1")
     assert "8 tokens cut into 5, 3" in cli("--partition", "5,3", "--model", model)

@@ -24,15 +24,34 @@ TOLD = {("broadcast.py", "a copy from cpu to cuda that blocks"): 1}
 #: Once for each of two micro-batches, for masks: whether rows are padded, or packed.
 PADDED = {("segments.py", "the host reads a number"): 4}
 PACKED = {("masking_utils.py", "the host reads a number"): 2}
+#: Of masks of attention "eager" beside these: for each micro-batch where it is padded, and for each of its three
+#: segments whether some position sees nothing.
+PADDED_EAGER = {
+    **PADDED,
+    ("certificate.py", "the host reads a number"): 4,
+    ("segment_mask.py", "the host reads a number"): 12,
+}
 FOR_EVERY_CHANGE = {
     "layers": {},
+    "experts": {},
     "padded stage": {**COUNTED, **PADDED},
     "last stage without a mesh": COUNTED,
     "optimizer with ZeRO-1": {},
     "stage with flash attention": COUNTED,
     "snapshot": {},
+    "save": {},
 }
 SLOW = {
+    "layers with whole rows": {},
+    "layers whose weights are kept": {},
+    # By transformers, for its mask.
+    "encoder": {("masking_utils.py", "the host reads a number"): 1},
+    "head for sequences": {},
+    "stage that reduces once a step": COUNTED,
+    "two chunks": COUNTED,
+    "two chunks that reduce once a step": {**COUNTED, **TOLD},
+    "stage of experts": COUNTED,
+    "padded eager stage": {**COUNTED, **PADDED_EAGER},
     "layers with a head of keys for each rank": {},
     # By transformers, for its mask.
     "layers with a mask": {("masking_utils.py", "the host reads a number"): 1},

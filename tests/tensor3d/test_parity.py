@@ -11,19 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from comparing import describe, mesh_section
 from conftest import TIMEOUT_S
 from cuboid import CuboidError, MeshShape
 from cuboid.cli import commands
 from cuboid.distributed.topology import Topology
+from cuboid.tensor3d.layers import norm
 from cuboid.verify import Architecture, PassReport, Plan, SmallModel, WorkerPool, verify
 from cuboid.verify.reference import run_reference
 from cuboid.verify.run import judge
 from cuboid.verify.sharded import run_core
 from cuboid.verify.small_models import MESH_ARCHITECTURES
+from threaded import assert_as_alone, step_of
 
 MESHES = ("1x1x1", "1x1x8", "8x1x1", "1x8x1", "2x2x2", "1x2x4", "1x2x3", "3x1x2")
 #: Every mesh and every architecture once or more; `-m slow` runs the product.
@@ -214,6 +218,22 @@ def test_a_wrong_weight_is_located(pool: WorkerPool, checkpoint: Callable[[Small
     pool.run(8, run_core, changed, config, str(tmp_path / "cuboid"), timeout_s=TIMEOUT_S)
     report = judge("core", plan, Topology(MeshShape(2, 2, 2), 8), tmp_path / "reference", tmp_path / "cuboid")
     assert report.first_difference == ("forward: the first output that differs is that of model.layers.1.mlp.down_proj")
+
+
+def test_norms_of_whole_rows_by_torch_are_those_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where torch has a kernel for them."""
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).train()
+    for module in model.modules():
+        if isinstance(module, LlamaRMSNorm):
+            torch.nn.init.normal_(module.weight, 1.0, 0.2)
+    used: list[torch.Tensor] = []
+    monkeypatch.setattr(norm, "has_fused_kernel", lambda x, _: not used.append(x))
+    ids = torch.arange(2 * 8).view(2, 8) % 61
+    assert_as_alone(model, "2x2x1", step_of(input_ids=ids, labels=ids))
+    # On four ranks two layers with two norms each, and one behind them.
+    assert len(used) == 4 * 5
 
 
 def test_a_users_error_is_raised_unchanged(pool: WorkerPool, checkpoint: Callable[[SmallModel], str]) -> None:

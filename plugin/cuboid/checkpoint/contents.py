@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from cuboid.checkpoint.host_copies import HostCopies
 from cuboid.checkpoint.optimizer_state import OptimizerState
 from cuboid.checkpoint.shards import Family, SplitTensor
 
@@ -43,10 +44,18 @@ class Contents:
     def snapshot(self) -> Contents:
         """A copy that training can't change any more while it is written, with tensors on the CPU."""
         families = []
-        host = _HostCopies()
+        host = HostCopies()
+
+        def copied(tensor: SplitTensor) -> SplitTensor:
+            if tensor.run is None:
+                return tensor
+            # Training goes on with a tensor that is on the CPU already.
+            values = host.copy(tensor.run.values, shared=False)
+            return dataclasses.replace(tensor, run=dataclasses.replace(tensor.run, values=values))
+
         for family in self.families:
             bundles = [
-                dataclasses.replace(bundle, tensors=tuple(map(host.of, bundle.tensors))) for bundle in family.bundles
+                dataclasses.replace(bundle, tensors=tuple(map(copied, bundle.tensors))) for bundle in family.bundles
             ]
             families.append(dataclasses.replace(family, bundles=tuple(bundles)))
         host.wait()
@@ -58,47 +67,6 @@ class Contents:
         return dataclasses.replace(
             self, families=tuple(families), optimizer=optimizer, document=_copy_value(dict(self.document))
         )
-
-
-class _HostCopies:
-    """Copies of tensors in host memory; complete once they were waited for.
-
-    From an accelerator all of them are under way at once, into pinned memory, for which its driver needs no buffer of
-    its own. torch keeps pinned memory for the next checkpoint.
-    """
-
-    def __init__(self) -> None:
-        self._devices: set[torch.device] = set()
-
-    def of(self, tensor: SplitTensor) -> SplitTensor:
-        """The same tensor with its values on the CPU."""
-        if tensor.run is None:
-            return tensor
-        values = self._copy(tensor.run.values.detach())
-        return dataclasses.replace(tensor, run=dataclasses.replace(tensor.run, values=values))
-
-    def wait(self) -> None:
-        """Until all copies are complete."""
-        for device in self._devices:
-            torch.accelerator.current_stream(device).synchronize()
-        self._devices = set()
-
-    def _copy(self, values: torch.Tensor) -> torch.Tensor:
-        pinned = self._pinned_like(values)
-        if pinned is None:
-            # ``copy=True``: a tensor that is on the CPU already would otherwise be shared with training.
-            return values.to("cpu", copy=True)
-        self._devices.add(values.device)
-        return pinned.copy_(values, non_blocking=True)
-
-    def _pinned_like(self, values: torch.Tensor) -> torch.Tensor | None:
-        """Pinned memory of a tensor's size; None for one on the CPU, and where the system pins no more."""
-        if values.device.type == "cpu":
-            return None
-        try:
-            return torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
-        except RuntimeError:
-            return None
 
 
 def _copy_value(value: Any) -> Any:

@@ -13,6 +13,7 @@ from itertools import zip_longest
 import torch
 import torch.distributed as dist
 
+from cuboid.checkpoint.host_copies import HostCopies
 from cuboid.checkpoint.save_planner import Holdings, Part, find_parts
 from cuboid.checkpoint.shards import Bundle, SplitTensor
 from cuboid.distributed.mesh import Mesh
@@ -67,16 +68,22 @@ class Exchange:
 
     def _round(self, tasks: list[Task], number: int) -> dict[str, torch.Tensor]:
         transfers: list[dist.Work | None] = []
-        sent: list[torch.Tensor] = []
+        # A buffer lives until its transfer is done.
+        sent: list[tuple[torch.Tensor, int]] = []
+        host = HostCopies()
         received: list[tuple[SplitTensor, list[Part], list[torch.Tensor]]] = []
         for task in tasks:
             for offset, tensor in enumerate(task.bundle.tensors):
                 parts = self._parts(task, offset, tensor)
                 if task.writer == self._mesh.rank:
-                    runs = [self._receive(part, tensor, number, transfers) for part in parts]
+                    runs = [self._receive(part, tensor, number, transfers, host) for part in parts]
                     received.append((tensor, parts, runs))
                 else:
-                    self._send(parts, tensor, task.writer, number, transfers, sent)
+                    own = [part for part in parts if part.source == self._mesh.rank]
+                    sent += [(host.copy(_own_part(tensor, part), shared=True), task.writer) for part in own]
+        # One wait for all that a device gives to the round, and not one for each part.
+        host.wait()
+        transfers += [dist.isend(values.view(torch.uint8), writer, self._group, tag=number) for values, writer in sent]
         for transfer in transfers:
             assert transfer is not None, "the host group has all ranks of the stage"
             transfer.wait()
@@ -95,34 +102,21 @@ class Exchange:
         item, numel = task.first_item + offset, torch.Size(shape).numel()
         return find_parts(tensor.name, item, numel, cells, self._holdings, task.writer)
 
-    def _receive(self, part: Part, tensor: SplitTensor, number: int, transfers: list[dist.Work | None]) -> torch.Tensor:
+    def _receive(
+        self, part: Part, tensor: SplitTensor, number: int, transfers: list[dist.Work | None], host: HostCopies
+    ) -> torch.Tensor:
         if part.source == self._mesh.rank:
-            return _own_part(tensor, part)
+            return host.copy(_own_part(tensor, part), shared=True)
         buffer = torch.empty(part.stop - part.start, dtype=tensor.spec.dtype)
         transfers.append(dist.irecv(buffer.view(torch.uint8), part.source, self._group, tag=number))
         return buffer
 
-    def _send(
-        self,
-        parts: list[Part],
-        tensor: SplitTensor,
-        writer: int,
-        number: int,
-        transfers: list[dist.Work | None],
-        sent: list[torch.Tensor],
-    ) -> None:
-        for part in parts:
-            if part.source == self._mesh.rank:
-                # ``sent`` keeps the buffer alive until the transfer is done.
-                sent.append(_own_part(tensor, part).cpu())
-                transfers.append(dist.isend(sent[-1].view(torch.uint8), writer, self._group, tag=number))
-
     def _assemble(self, tensor: SplitTensor, parts: list[Part], received: list[torch.Tensor]) -> torch.Tensor:
         if tensor.layout is None and len(received) == 1:
-            return received[0].cpu().view(tensor.spec.shape)
+            return received[0].view(tensor.spec.shape)
         by_cell: dict[int, list[torch.Tensor]] = {}
         for part, values in zip(parts, received, strict=True):
-            by_cell.setdefault(part.cell, []).append(values.cpu())
+            by_cell.setdefault(part.cell, []).append(values)
         # From here on ``by_cell`` has the only references, so that each shard is freed as soon as it is copied.
         received.clear()
         if tensor.layout is None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,6 +15,7 @@ from cuboid.cli.limits import MOST_UNITS, finite
 
 if TYPE_CHECKING:
     from cuboid.seq1f1b.schedule.choice import ChosenSchedule, MemoryLimit, PlacedCosts
+    from cuboid.seq1f1b.schedule.partition import HeadShare
     from cuboid.seq1f1b.schedule.simulator import Timeline
 
 _Name = Literal[
@@ -109,9 +111,12 @@ def timeline(
     if sequence_bytes is not None:
         simulated, label = _in_bytes(simulated, sequence_bytes), format_bytes
     draw_timeline(simulated, output, title=title, caption=costs.caption, time_label=_TIME, memory_label=label)
+    head = _head(request, costs, chosen)
     if json_output is not None:
-        write_json(json_output, _numbers(request, chosen, sequence_bytes))
+        write_json(json_output, _numbers(request, chosen, sequence_bytes, head))
     _print(Console(), chosen, costs, title)
+    if head is not None:
+        typer.echo(head.sentence)
     typer.echo(f"drawn in {output}")
 
 
@@ -183,6 +188,14 @@ class _Costs:
         """Layers of each stage, if there are any."""
         raise NotImplementedError
 
+    def head(self, stages: int) -> HeadShare | None:
+        """What the head is worth, if there is one."""
+        raise NotImplementedError
+
+    def with_shared_head(self) -> _Costs:
+        """Costs of the same work, where each layer does its part of the head's."""
+        raise NotImplementedError
+
 
 class _PlainCosts(_Costs):
     """All stages alike, and segments alike or in proportion to given lengths."""
@@ -200,6 +213,9 @@ class _PlainCosts(_Costs):
         self.caption = "all units cost the same" if lengths is None else "cost by length"
 
     def layers(self, stages: int) -> None:
+        """See :class:`_Costs`."""
+
+    def head(self, stages: int) -> None:
         """See :class:`_Costs`."""
 
     def placed(self, rank_of: tuple[int, ...]) -> PlacedCosts:
@@ -253,6 +269,23 @@ class _ModelCosts(_Costs):
 
         return balance_by_flops(self._sizes, stages, self._length)
 
+    def head(self, stages: int) -> HeadShare:
+        """See :class:`_Costs`."""
+        from cuboid.seq1f1b.schedule.partition import HeadShare
+
+        return HeadShare.of(self._sizes, self.layers(stages), self._length)
+
+    def with_shared_head(self) -> _ModelCosts:
+        """See :class:`_Costs`."""
+        layers, head = self._sizes.layers, self._sizes.head
+        found = copy.copy(self)
+        found._sizes = replace(
+            self._sizes,
+            layers=tuple(replace(layer, weights=layer.weights + head // len(layers)) for layer in layers),
+            head=0,
+        )
+        return found
+
     def placed(self, rank_of: tuple[int, ...]) -> PlacedCosts:
         """See :class:`_Costs`."""
         from cuboid.seq1f1b.schedule.choice import placed_costs
@@ -278,6 +311,33 @@ def _choose(request: _Request, costs: _Costs) -> ChosenSchedule:
     )
 
 
+@dataclass(frozen=True)
+class _Head:
+    """What the head is worth, and the part of the step's time that it costs to have it on one stage."""
+
+    share: HeadShare
+    costs: float
+
+    @property
+    def sentence(self) -> str:
+        share = self.share
+        text = f"the head is worth {share.layers:.1f} layers and is {share.of_stage:.0%} of its stage"
+        if share.layers > 1:
+            text += (
+                f"; the costliest stage takes {share.excess:.0%} longer than the average. With the head's work spread "
+                f"over all stages, the step would be {self.costs:.0%} shorter"
+            )
+        return text
+
+
+def _head(request: _Request, costs: _Costs, chosen: ChosenSchedule) -> _Head | None:
+    share = costs.head(chosen.shape.stages)
+    if share is None:
+        return None
+    spread = _choose(request, costs.with_shared_head())
+    return _Head(share, max(0.0, 1 - spread.timeline.makespan_s / chosen.timeline.makespan_s))
+
+
 def _title(request: _Request, chosen: ChosenSchedule) -> str:
     chunks = chosen.shape.stages // request.ranks
     placed = f"{request.ranks} ranks of {chunks} chunks" if chunks > 1 else f"{request.ranks} stages"
@@ -301,7 +361,9 @@ def _in_bytes(simulated: Timeline, sequence_bytes: Sequence[float]) -> Timeline:
     return replace(simulated, peak_bytes=tuple(peaks), memory=tuple(scaled))
 
 
-def _numbers(request: _Request, chosen: ChosenSchedule, sequence_bytes: Sequence[float] | None) -> dict[str, Any]:
+def _numbers(
+    request: _Request, chosen: ChosenSchedule, sequence_bytes: Sequence[float] | None, head: _Head | None
+) -> dict[str, Any]:
     """What ``--json`` writes."""
     simulated = chosen.timeline
     found = {
@@ -319,6 +381,8 @@ def _numbers(request: _Request, chosen: ChosenSchedule, sequence_bytes: Sequence
     }
     if sequence_bytes is not None:
         found["peak_bytes_by_rank"] = _in_bytes(simulated, sequence_bytes).peak_bytes
+    if head is not None:
+        found["head"] = {**asdict(head.share), "costs": head.costs}
     return found
 
 

@@ -31,12 +31,12 @@ class Verdict:
         refused: for each mode the kinds of micro-batches that are not right, and why. A mode whose whole rows aren't
             right can't be used at all.
         error: the largest relative error of what was found right.
-        gives_start: whether layers are right with segments only if they get the position where their segment begins.
+        gives_cache: whether layers are right with segments only if something stands for a cache of the ones before.
     """
 
     refused: dict[Mode, dict[Kind, str]] = field(default_factory=dict)
     error: float = 0.0
-    gives_start: bool = False
+    gives_cache: bool = False
 
     def reason_against(self, mode: Mode) -> str | None:
         """Why a mode can't be used, if it can't."""
@@ -106,9 +106,9 @@ class Certificate:
                     )
 
     @property
-    def gives_start(self) -> bool:
-        """Whether layers must get the position where their segment begins."""
-        return self.verdict is not None and self.verdict.gives_start
+    def gives_cache(self) -> bool:
+        """Whether layers must be given something for a cache of the segments before."""
+        return self.verdict is not None and self.verdict.gives_cache
 
 
 @dataclass(frozen=True)

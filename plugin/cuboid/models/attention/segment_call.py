@@ -60,6 +60,8 @@ def check_call(call: Call, unit: Unit, module: nn.Module, slot: UnitSlot) -> Non
         reason = f"it has {call.query.shape[2]} queries and {call.key.shape[2]} keys for a segment of {own} positions"
     elif not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         reason = "its positions see later ones"
+    elif isinstance(call.mask, torch.Tensor) and not call.mask.numel():
+        reason = "its mask lets positions see later ones"
     elif given := [name for name in _LOCAL if call.options.get(name) is not None]:
         reason = f"{given[0]} would have to reach back to earlier segments"
     elif isinstance(call.mask, torch.Tensor) and not own < call.mask.shape[-1] <= unit.stop and unit.start > 0:

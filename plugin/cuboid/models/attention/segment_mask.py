@@ -26,12 +26,15 @@ def segment_mask(name: str, unit: Unit, arguments: dict[str, Any]) -> Any:
 
     Returns:
         None for what :func:`cuboid.seq1f1b.attention.chunked_attention.attend_segment` does; else a mask over the last
-        keys of those up to the segment's end: all of them, or as many as a window reaches.
+        keys of those up to the segment's end: all of them, or as many as a window reaches. A mask of no elements, which
+        nothing can use, where positions see later ones: decoders make one for an encoder that they may not have.
 
     Raises:
         UnsupportedModelError: a pattern that can't be cut.
     """
     pattern = _causal_pattern(arguments, unit)
+    if not unit.is_whole and not _only_looks_back(pattern):
+        return torch.empty(0, device=arguments.get("device"))
     if arguments.get("use_vmap") and not unit.is_whole:
         raise UnsupportedModelError("the model adds a mask function of its own, which has no rule with segments")
     window = arguments.get("local_size")
@@ -79,8 +82,6 @@ def _causal_pattern(arguments: dict[str, Any], unit: Unit) -> Pattern:
             "position_ids restart as in packed sequences, but this model doesn't look at them for its mask, so that "
             "the sequences would run into one another; give each sequence a row of its own"
         )
-    if not unit.is_whole and not _only_looks_back(pattern):
-        raise UnsupportedModelError("the model's mask lets positions see later ones, which has no rule with segments")
     return pattern
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from cuboid.seq1f1b.attention.kv_cache import KVCache
 
 PREFIX = "cuboid_"
 _RECORD = "cuboid_attention"
-_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,7 @@ class UnitSlot:
         self.current: Unit | None = None
         self.recording: WholeSequence | None = None
         self.obstacle: str | None = None
-        self._called: set[nn.Module] = set()
+        self._called: set[Hashable] = set()
 
     @contextmanager
     def running(self, unit: Unit) -> Iterator[None]:
@@ -99,7 +99,7 @@ class UnitSlot:
             self.current = before
             _running.reset(token)
 
-    def is_first_call(self, module: nn.Module) -> bool:
+    def is_first_call(self, module: Hashable) -> bool:
         """Whether a module calls its attention function for the first time in this forward, or in its recomputation."""
         called = module in self._called
         self._called.add(module)
@@ -139,7 +139,12 @@ def record_of(module: nn.Module) -> AttentionRecord:
 
 
 def use_segment_attention(
-    config: PretrainedConfig, modules: dict[str, nn.Module], slot: UnitSlot, mesh: Mesh | None = None
+    config: PretrainedConfig,
+    modules: dict[str, nn.Module],
+    slot: UnitSlot,
+    mesh: Mesh | None = None,
+    *,
+    gives_cache: bool = False,
 ) -> None:
     """Point a model's config at the twin of its attention implementation, for segments and perhaps a mesh.
 
@@ -149,15 +154,32 @@ def use_segment_attention(
             module inside calls the attention function.
         slot: set for each forward and backward.
         mesh: that the heads are split over.
+        gives_cache: whether layers that have an argument for a cache are to be given one; see
+            :mod:`cuboid.models.attention.segment_cache`.
     """
     for name, module in modules.items():
-        slot.obstacle = slot.obstacle or _obstacle(name, module)
+        if not gives_cache or cache_argument(module) is None:
+            slot.obstacle = slot.obstacle or _obstacle(name, module)
         record = AttentionRecord(mesh, slot)
         for part in module.modules():
             hang_record(part, record)
     # Those that bypass the interface may look for their implementation's own name, and only run on whole sequences.
     if any(uses_interface(module) for module in modules.values()):
         config._attn_implementation = PREFIX + config._attn_implementation
+    elif gives_cache:
+        # What computes attention by itself needs a mask wherever there is one to make.
+        config._attn_implementation = f"{PREFIX}eager"
+
+
+def cache_argument(layer: nn.Module) -> str | None:
+    """The name of a layer's argument for a cache, if it has one."""
+    # Not that of a class mixed in, whose forward takes anything.
+    for cls in type(layer).__mro__:
+        if "forward" in vars(cls):
+            for name, parameter in inspect.signature(vars(cls)["forward"]).parameters.items():
+                if "Cache" in str(parameter.annotation):
+                    return name
+    return None
 
 
 def _obstacle(name: str, layer: nn.Module) -> str | None:
@@ -191,15 +213,10 @@ def check_segments(config: PretrainedConfig, segments: int | Literal["auto"]) ->
 def _reason_against(config: PretrainedConfig) -> str | None:
     if config._attn_implementation == "flex_attention":
         return 'attn_implementation is "flex_attention" ("sdpa", "eager" and "flash_attention_2" know segments)'
-    if config.is_encoder_decoder:
-        return f"{config.model_type} has an encoder, whose positions see later ones"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         return f"{config.model_type} is configured so that positions see later ones"
     if getattr(config, "index_topk", None):
         return f"{config.model_type} picks the keys to see by an index of its own"
-    odd = sorted(set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES))
-    if odd:
-        return f"{config.model_type} has layers of type {odd[0]!r}"
     return None
 
 

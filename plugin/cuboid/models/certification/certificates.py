@@ -126,7 +126,7 @@ def _written(certificate: Certificate) -> dict[str, Any]:
         return {"obstacle": certificate.obstacle}
     verdict = asdict(certificate.verdict)
     refused = {mode: kinds for mode, kinds in verdict["refused"].items() if kinds}
-    return {"refused": refused, "gives_start": verdict["gives_start"], "error": verdict["error"]}
+    return {"refused": refused, "gives_cache": verdict["gives_cache"], "error": verdict["error"]}
 
 
 def _read(entry: Any) -> Certificate:
@@ -142,7 +142,7 @@ def _read(entry: Any) -> Certificate:
             if mode not in MODES or kind not in KINDS:
                 raise ValueError(f"unknown: {mode}, {kind}")
             refused[mode][kind] = str(reason)
-    return Certificate(Verdict(refused, float(entry["error"]), gives_start=entry["gives_start"] is True))
+    return Certificate(Verdict(refused, float(entry["error"]), gives_cache=entry["gives_cache"] is True))
 
 
 def from_cache(file: Path, read: Callable[[Any], T]) -> T | None:

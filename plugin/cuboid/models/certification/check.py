@@ -132,18 +132,22 @@ def random_model(
 
 
 def _best(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verdict:
-    """With layers that don't know where their segment begins, if that is right: few models' code asks for it."""
-    verdict = _compare(model, outline, attempt, MODES, gives_start=False)
+    """With layers that are given no cache, if that is right: attention behind the interface needs none."""
+    verdict = _compare(model, outline, attempt, MODES, gives_cache=False)
     if verdict.reason_against("segments") is None:
         return verdict
-    given = _compare(model, outline, attempt, ("segments",), gives_start=True)
-    if given.reason_against("segments") is not None:
+    given = _compare(model, outline, attempt, MODES, gives_cache=True)
+    if any(given.reason_against(mode) for mode in ("whole", "segments")):
         return verdict
-    return Verdict({**verdict.refused, **given.refused}, max(verdict.error, given.error), gives_start=True)
+    # Models that are to run in segments are given caches also where a short sequence is a single one.
+    segments = {**given.refused["whole"], **given.refused["segments"]}
+    filled = {**given.refused["filled"], **verdict.refused["filled"]}
+    refused: dict[Mode, dict[Kind, str]] = {"whole": verdict.refused["whole"], "segments": segments, "filled": filled}
+    return Verdict(refused, max(verdict.error, given.error), gives_cache=True)
 
 
 def _compare(
-    model: PreTrainedModel, outline: Outline, attempt: Attempt, modes: Sequence[Mode], *, gives_start: bool
+    model: PreTrainedModel, outline: Outline, attempt: Attempt, modes: Sequence[Mode], *, gives_cache: bool
 ) -> Verdict:
     verdict: dict[Mode, dict[Kind, str]] = {mode: {} for mode in modes}
     largest = 0.0
@@ -166,7 +170,7 @@ def _compare(
                 continue
             try:
                 with attempt.precision():
-                    found = _run_cut(model, outline, batch, mode, gives_start=gives_start)
+                    found = _run_cut(model, outline, batch, mode, gives_cache=gives_cache)
                 error_of, name = largest_error(found, expected)
             except CuboidError as error:
                 verdict[mode][kind] = f"{error} ({case.name})"
@@ -178,7 +182,7 @@ def _compare(
                 verdict[mode][kind] = f"{name} differs by {error_of:.1e} ({case.name}, {case.length} tokens)"
             else:
                 largest = max(largest, error_of)
-    return Verdict(verdict, largest, gives_start)
+    return Verdict(verdict, largest, gives_cache)
 
 
 def probe_cases(config: PretrainedConfig) -> Iterator[tuple[Kind, Case]]:
@@ -224,10 +228,10 @@ def run_plain(model: PreTrainedModel, batch: MicroBatch) -> Outcome:
     loss.backward()
     if not bool(loss.isfinite()):
         raise ValueError("its loss isn't finite")
-    return Outcome(loss.detach(), _gradients([own]))
+    return Outcome(loss.detach(), gradients_of([own]))
 
 
-def _gradients(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+def gradients_of(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
     """By name, summed over the stages: what two of them share has a part of its gradient on each."""
     total: dict[str, torch.Tensor] = {}
     for model in models:
@@ -237,12 +241,12 @@ def _gradients(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
     return total
 
 
-def _run_cut(model: PreTrainedModel, outline: Outline, batch: MicroBatch, mode: Mode, *, gives_start: bool) -> Outcome:
+def _run_cut(model: PreTrainedModel, outline: Outline, batch: MicroBatch, mode: Mode, *, gives_cache: bool) -> Outcome:
     """One step of all stages in one process, unit by unit."""
     counts = stage_counts(outline)
     meshes = [Mesh(MeshShape(), pipe=len(counts), rank=stage, world_size=len(counts)) for stage in range(len(counts))]
-    stages = [make_stage(model, outline, counts, mesh, gives_start=gives_start) for mesh in meshes]
-    return Outcome(run_stages(stages, batch, unit_lengths(batch["input_ids"].shape[1], mode)), _gradients(stages))
+    stages = [make_stage(model, outline, counts, mesh, gives_cache=gives_cache) for mesh in meshes]
+    return Outcome(run_stages(stages, batch, unit_lengths(batch["input_ids"].shape[1], mode)), gradients_of(stages))
 
 
 def stage_counts(outline: Outline) -> tuple[int, ...]:
@@ -289,13 +293,15 @@ def make_stage(
     counts: tuple[int, ...],
     mesh: Mesh,
     *,
-    gives_start: bool,
+    gives_cache: bool,
     verdict: MeshVerdict | None = None,
 ) -> Any:
     """A copy of a model, cut to the stage of a rank, and sharded over its mesh if there is a verdict that says how."""
     own = copy.deepcopy(model)
-    config = CuboidConfig.model_validate({"pipeline": {"engine": "seq1f1b", "stages": len(counts), "segments": 1}})
-    certificate = Certificate(Verdict(gives_start=gives_start))
+    segments = 2 if gives_cache else 1  # any number of several
+    pipeline = {"engine": "seq1f1b", "stages": len(counts), "segments": segments}
+    config = CuboidConfig.model_validate({"pipeline": pipeline})
+    certificate = Certificate(Verdict(gives_cache=gives_cache))
     layout = StageLayout(counts, mesh.placement)
     staging = Staging(outline, layout, layout.cuts(mesh.coordinate.pipe), None, config, certificate)
     cut_model(own, staging)

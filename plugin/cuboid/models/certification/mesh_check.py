@@ -201,10 +201,10 @@ def _reason_against_stages(
 ) -> str | None:
     _, case, batch, _ = probe.cases[0]
     reason = ""
-    # Few models' layers ask where their segment begins.
-    for gives_start in (False, True) if mode == "segments" else (False,):
+    # Without a cache where that is right, as in the pipeline's own probe.
+    for gives_cache in (False, True) if mode == "segments" else (False,):
         try:
-            split = _SplitStages(probe, choice, outline, gives_start=gives_start)
+            split = _SplitStages(probe, choice, outline, gives_cache=gives_cache)
             error, name = split.largest_error(batch, expected, mode)
         except Exception as failure:
             reason = reason or f"{_words(failure)} ({case.name})"
@@ -252,13 +252,13 @@ class _Split:
 class _SplitStages:
     """A probe's model in stages, each on all ranks of a mesh."""
 
-    def __init__(self, probe: _Probe, choice: MeshVerdict, outline: Outline, *, gives_start: bool) -> None:
+    def __init__(self, probe: _Probe, choice: MeshVerdict, outline: Outline, *, gives_cache: bool) -> None:
         self._probe = probe
         counts = stage_counts(outline)
         self._plan = make_parallel_plan(probe.model, _OTHER_KINDS, choice)
         self._ranks = ThreadRanks(_OTHER_KINDS, len(counts))
         self._stages = [
-            make_stage(probe.model, outline, counts, mesh, gives_start=gives_start, verdict=choice)
+            make_stage(probe.model, outline, counts, mesh, gives_cache=gives_cache, verdict=choice)
             for mesh in self._ranks.meshes
         ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -16,8 +17,13 @@ from cuboid.models.batch.batch import granule
 from cuboid.models.certification.certificates import certificate_of
 from cuboid.models.stages.model_costs import model_sizes
 from cuboid.models.stages.stage_model import SegmentChoice, Staging
-from cuboid.models.stages.stages import StageLayout, draw_outline, plan_stages
+from cuboid.models.stages.stages import ASSUMED_LENGTH, StageLayout, draw_outline, plan_stages
 from cuboid.seq1f1b.schedule.choice import is_generated
+from cuboid.seq1f1b.schedule.partition import HeadShare
+
+_logger = logging.getLogger(__name__)
+#: Less than this much waiting for the costliest stage isn't told.
+_WORTH_A_WARNING = 0.25
 
 
 def plan_staging(
@@ -50,8 +56,22 @@ def plan_staging(
     find_sizes = functools.cache(lambda: model_sizes(hf_config))
     layout = StageLayout(plan_stages(outline, find_sizes, config.pipeline), config.placement)
     sizes = find_sizes() if _asks_for_costs(config.pipeline) else None
+    if config.pipeline.stage_balance == "flops" and mesh.rank == 0:
+        _warn_of_head(HeadShare.of(find_sizes(), layout.counts, ASSUMED_LENGTH))
     cuts = layout.cuts(mesh.coordinate.pipe)
     return Staging(outline, layout, cuts, sizes, config, certificate, segment_choice)
+
+
+def _warn_of_head(share: HeadShare) -> None:
+    """Say once that stages wait for the one with the head, where no balance of layers helps."""
+    if share.layers > 1 and share.excess > _WORTH_A_WARNING:
+        _logger.warning(
+            "pipeline: the head is worth %.1f layers, %.0f %% of its stage; the costliest stage takes %.0f %% longer "
+            "than the average, and the others wait for it. Fewer stages make that less; cuboid timeline shows it",
+            share.layers,
+            100 * share.of_stage,
+            100 * share.excess,
+        )
 
 
 def _check_positions(hf_config: Any, segments: int | str) -> None:

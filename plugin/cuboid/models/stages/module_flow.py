@@ -118,6 +118,7 @@ class ForwardLog:
         flow: follows the tensors.
         times: when each unit of modules ran: "before" the first layer, "between" the layers or in them, or "after".
         outermost: names of the modules that the model's own forward called, with what they returned.
+        ran: all modules that were called.
         hidden: what the last layer that ran returned.
         argument: where layers find the hidden state: 0 (the first positional argument) or a keyword.
         returned: None where layers return the hidden state itself, else the length of the tuple that it leads.
@@ -131,6 +132,7 @@ class ForwardLog:
         self.count = len(layers)
         self.times: dict[str, set[str]] = {name: set() for name in units}
         self.outermost: list[tuple[str, Any]] = []
+        self.ran: set[nn.Module] = set()
         self.hidden: torch.Tensor | None = None
         self.argument: int | str | None = None
         self.returned: int | None = None
@@ -165,8 +167,9 @@ class ForwardLog:
     def _complain(self, problem: str) -> None:
         self.problem = self.problem or problem
 
-    def _enter(self, *_: Any) -> None:
+    def _enter(self, module: nn.Module, *_: Any) -> None:
         self._depth += 1
+        self.ran.add(module)
 
     def _leave(self, name: str) -> Callable[..., None]:
         def leave(_: nn.Module, __: Any, output: Any) -> None:

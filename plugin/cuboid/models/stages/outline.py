@@ -79,8 +79,9 @@ def outline_on_meta(cls: type[PreTrainedModel], config: PretrainedConfig) -> tup
     Raises:
         UnsupportedModelError: a pipeline can't cut it, with the reason.
     """
-    _check_config(cls, config)
     model = _build_on_meta(cls, config)
+    # The model's own: the decoder of an encoder-decoder, as a causal language model, says of itself that it is one.
+    _check_config(cls, model.config)
     return model, trace_outline(model)
 
 
@@ -128,6 +129,7 @@ def trace_outline(model: PreTrainedModel) -> Outline:
     except Exception as error:
         raise _unsupported(cls, f"its forward can't be followed: {type(error).__name__}: {error}") from error
     _check_log(cls, log)
+    _check_causality(cls, layers, log)
     logits = getattr(output, "logits", None)
     if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
         raise _unsupported(cls, "it returns no logits [batch, sequence, vocabulary]")
@@ -139,16 +141,14 @@ def _unsupported(cls: type, reason: str) -> UnsupportedModelError:
 
 
 def _find_layers(model: PreTrainedModel) -> str:
-    """The list with ``num_hidden_layers`` modules; of several, the one with the most parameters."""
+    """The list with ``num_hidden_layers`` modules, else of any number; of several, the one with the most parameters."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    lists = {
-        name: sum(p.numel() for p in module.parameters())
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count
-    }
-    if not lists:
-        raise _unsupported(type(model), f"it has no list of config.num_hidden_layers = {count} layers")
-    return max(lists, key=lambda name: lists[name])
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    # Of an encoder-decoder's config, the number may be the encoder's. A list inside of a layer is never the largest.
+    counted = {name: module for name, module in lists.items() if len(module) == count} or lists
+    if not counted:
+        raise _unsupported(type(model), "it has no list of layers")
+    return max(counted, key=lambda name: sum(p.numel() for p in counted[name].parameters()))
 
 
 def _check_layers(cls: type, layers: nn.ModuleList) -> None:
@@ -157,8 +157,13 @@ def _check_layers(cls: type, layers: nn.ModuleList) -> None:
         for parameter in layer.parameters():
             if seen.setdefault(parameter, index) != index:
                 raise _unsupported(cls, f"layers {seen[parameter]} and {index} share a parameter")
+
+
+def _check_causality(cls: type, layers: nn.ModuleList, log: ForwardLog) -> None:
+    for index, layer in enumerate(layers):
         for name, module in layer.named_modules():
-            if getattr(module, "is_causal", True) is False:
+            # Attention to an encoder's output doesn't run in a decoder that is given none.
+            if getattr(module, "is_causal", True) is False and module in log.ran:
                 raise _unsupported(cls, f"{name} of layer {index} isn't causal")
 
 

@@ -15,6 +15,7 @@ from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError
 from cuboid.models.architectures.certificate import Certificate
+from cuboid.models.attention.segment_cache import give_cache
 from cuboid.models.attention.segments import UnitSlot, hang_record, record_of, running_unit, use_segment_attention
 from cuboid.models.attention.whole_sequence import WholeSequence
 from cuboid.models.sharded.parallel_plan import ParallelPlan
@@ -149,21 +150,24 @@ def finish_stage(
         if staging.config.tensor_parallel.weight_gather == "step":
             staging.held_weights = keep_until_step_ends(model)
         model.loss_function = functools.partial(sharded_loss, mesh=mesh)
-    layers = model.get_submodule(staging.outline.layers)
+    pipeline, layers = staging.config.pipeline, model.get_submodule(staging.outline.layers)
+    assert pipeline is not None
     assert isinstance(layers, nn.ModuleList)
     indices = [index for cut in staging.cuts for index in range(cut.first, cut.stop)]
     own = {staging.outline.layer(index): layers[index] for index in indices}
-    use_segment_attention(model.config, own, staging.slot, mesh)
+    # Whole sequences have no use for one, and run as they always do.
+    gives_cache = staging.certificate.gives_cache and pipeline.segments != 1
+    use_segment_attention(model.config, own, staging.slot, mesh, gives_cache=gives_cache)
     for name in () if parallel_plan is None else whole_blocks(parallel_plan):
         # Their heads are all there, and their random numbers are the block's affair.
         for module in model.get_submodule(name).modules() if name.startswith(f"{staging.outline.layers}.") else ():
             hang_record(module, replace(record_of(module), mesh=None))
-    assert staging.config.pipeline is not None
-    if is_generated(staging.config.pipeline.schedule):
+    if is_generated(pipeline.schedule):
         defer_weight_gradients(own.values(), staging.weight_gradients)
-    staging.recorder = WholeSequenceRecorder(
-        model, staging.outline, own, staging.slot, gives_start=staging.certificate.gives_start
-    )
+    staging.recorder = WholeSequenceRecorder(model, staging.outline, own, staging.slot)
+    # Behind the recorder's hooks, which compare a layer's arguments with those of a whole sequence.
+    for layer in own.values() if gives_cache else ():
+        give_cache(layer, staging.slot)
     staging.shared = shared_parameters(model, staging.outline, staging.cuts)
     base = type(model)
     assert staging.whole is not None

@@ -26,7 +26,7 @@ from cuboid.seq1f1b.schedule.partition import balance_by_flops
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
 
 #: For the weight of attention and of the head; nobody knows the sequences' length when weights are loaded.
-_ASSUMED_LENGTH = 4096
+ASSUMED_LENGTH = 4096
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def plan_stages(outline: Outline, sizes: Callable[[], ModelSizes], pipeline: Pip
         even, rest = divmod(outline.count, pipeline.parts)
         # The odd ones go to the front: the last stage has the head already.
         return tuple(even + (stage < rest) for stage in range(pipeline.parts))
-    return balance_by_flops(sizes(), pipeline.parts, _ASSUMED_LENGTH)
+    return balance_by_flops(sizes(), pipeline.parts, ASSUMED_LENGTH)
 
 
 def _checked_balance(balance: tuple[int, ...], outline: Outline, pipeline: PipelineConfig) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ from cuboid.models.attention.whole_sequence import Replay, WholeSequence, record
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.placeholders import PlaceholderLayer, PlaceholderModule
 from cuboid.tensor3d.layers.vocab_embedding import ShardedEmbedding
+from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 
 
 class WholeSequenceRecorder:
@@ -40,7 +41,6 @@ class WholeSequenceRecorder:
         outline: of the whole model.
         own_layers: the stage's layers by name.
         slot: tells which unit is running.
-        gives_start: whether layers are given something in the place of a cache that tells where their segment begins.
     """
 
     def __init__(
@@ -49,14 +49,10 @@ class WholeSequenceRecorder:
         outline: Outline,
         own_layers: dict[str, nn.Module],
         slot: UnitSlot,
-        *,
-        gives_start: bool = False,
     ) -> None:
         self._model, self._outline, self._slot = model, outline, slot
         for name, layer in own_layers.items():
             layer.register_forward_pre_hook(functools.partial(_give_whole, name, slot), with_kwargs=True)
-            if gives_start:
-                _give_start(layer, slot)
         tables = dict(_position_tables(model, outline))
         for name, table in tables.items():
             _mix_in(_PositionTable, table, name, slot)
@@ -170,7 +166,9 @@ def _shell_of(
     copies = {"": copy_of_base}
     _replace(copy_of_base, copies, outline.layers.removeprefix(f"{outline.base}."), layers)
     for name, module in kept.items():
-        _replace(copy_of_base, copies, name.removeprefix(f"{outline.base}."), _WithoutHooks(module))
+        # What is split over a mesh, such as a norm without a weight, computes from the hidden state, with other ranks.
+        twin = _Unknown(model.dtype) if isinstance(module, ShardedModule) else _WithoutHooks(module)
+        _replace(copy_of_base, copies, name.removeprefix(f"{outline.base}."), twin)
     for unit in (*outline.before, *outline.after):
         if unit not in kept:
             _replace(copy_of_base, copies, unit.removeprefix(f"{outline.base}."), _Unknown(model.dtype))
@@ -217,7 +215,9 @@ def _without_parameters(model: PreTrainedModel, outline: Outline) -> Iterator[tu
             full = f"{name}.{child}"
             absent = isinstance(module, PlaceholderModule)
             if full not in (*around, outline.layers) and not absent and not any(True for _ in module.parameters()):
-                yield full, module
+                # A list isn't called; what is in it is.
+                inner = module.named_children() if isinstance(module, nn.ModuleList | nn.ModuleDict) else [("", module)]
+                yield from ((f"{full}.{each}".rstrip("."), called) for each, called in inner)
 
 
 # --- segments' forwards --------------------------------------------------------------------------------------------
@@ -350,38 +350,6 @@ def _give_whole(
     if spec != whole_spec:
         raise UnsupportedModelError(f"{name} isn't given the same things with a segment as with its whole sequence")
     return tree_unflatten([_part(name, replay, *pair) for pair in zip(own, whole, strict=True)], spec)
-
-
-class _SegmentStart:
-    """Of a key/value cache, what a layer's code reads to count positions: how many there were before."""
-
-    def __init__(self, slot: UnitSlot) -> None:
-        self._slot = slot
-
-    def get_seq_length(self, *_: Any, **__: Any) -> int:
-        """Positions before the running segment."""
-        return 0 if self._slot.current is None else self._slot.current.start
-
-    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same: earlier segments' keys and values are added where attention is computed."""
-        return key, value
-
-
-def _give_start(layer: nn.Module, slot: UnitSlot) -> None:
-    start = _SegmentStart(slot)
-
-    def give(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if getattr(module, "gradient_checkpointing", False) and not hasattr(module, "_can_checkpoint_with_cache"):
-            raise UnsupportedModelError(
-                f"{type(module).__name__} has no rule with segments and activation checkpointing in this version of "
-                "transformers, which takes from the layer what tells it where its segment begins"
-            )
-        return args, {**kwargs, "past_key_values": start}
-
-    # It isn't written to, so that a recomputation may read it.
-    if hasattr(layer, "_can_checkpoint_with_cache"):
-        vars(layer)["_can_checkpoint_with_cache"] = True
-    layer.register_forward_pre_hook(give, with_kwargs=True)
 
 
 def _part(name: str, replay: Replay, own: Any, whole: Any) -> Any:

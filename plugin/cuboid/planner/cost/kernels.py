@@ -25,14 +25,17 @@ class Kernels:
         self._bytes = gpu.memory_bytes_per_s * gpu.memory_efficiency
         self.kernel_s = gpu.kernel_s
 
-    def matmul_s(self, rows: float, outputs: float, inputs: float, count: int = 1) -> float:
-        """``count`` products of ``[rows, inputs]`` and ``[inputs, outputs]`` in one kernel.
+    def matmul_s(
+        self, rows: float, outputs: float, inputs: float, count: int = 1, *, grouped: bool = False
+    ) -> float:  # fmt: skip
+        """``count`` products of ``[rows, inputs]`` and ``[inputs, outputs]``, each a kernel or grouped in one.
 
         The bytes are added to the operations, for the two only overlap in part. That makes small products slow: with I
         inputs the bytes of the result alone take peak/(memory's rate · I) of the time of the operations.
         """
         moved = _ELEMENT_BYTES * (rows * inputs + inputs * outputs + rows * outputs)
-        return count * (2 * rows * outputs * inputs / self.product_flops + moved / self._sheet_bytes) + self.kernel_s
+        own = 2 * rows * outputs * inputs / self.product_flops + moved / self._sheet_bytes
+        return count * own + (1 if grouped else count) * self.kernel_s
 
     def attention_s(self, pairs: float, features: float) -> float:
         """Forward of flash attention: ``pairs`` of a query and a key, ``features`` of queries and values, all heads."""

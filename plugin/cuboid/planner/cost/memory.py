@@ -165,8 +165,8 @@ class _Stage:
         between = self.model.nonlinearity if not software.fused_nonlinearity else (2 if layer.gated else 1)
         mlp = (between + 1) * layer.intermediate * _ELEMENT
         if layer.experts is not None:
-            # Of each expert that a token goes to: its input, and what is between. On a mesh a token's input is kept once,
-            # and what the weight of its choice is multiplied with.
+            # Of each expert that a token goes to: its input, and what is between. On a mesh a token's input is kept
+            # once, and what the weight of its choice is multiplied with.
             routed, width = layer.experts.per_token, layer.experts.width
             if layout.splits_experts:
                 mlp += routed * (between + 2) * width * _ELEMENT

@@ -131,11 +131,13 @@ class UnitTimes:
         return total
 
     def _product(self, each: Projection, tokens: float, count: int = 1) -> float:
-        mesh, kernels = self._layout.mesh, self.kernels
+        mesh, kernels, grouped = self._layout.mesh, self.kernels, self._layout.splits_experts
         if each.kind == "up":
-            return kernels.matmul_s(tokens, each.outputs / mesh.sequence, each.inputs / mesh.hidden, count)
+            outputs, inputs = each.outputs / mesh.sequence, each.inputs / mesh.hidden
+            return kernels.matmul_s(tokens, outputs, inputs, count, grouped=grouped)
         if each.kind == "down":
-            return kernels.matmul_s(tokens, each.outputs / mesh.hidden, each.inputs / mesh.sequence, count)
+            outputs, inputs = each.outputs / mesh.hidden, each.inputs / mesh.sequence
+            return kernels.matmul_s(tokens, outputs, inputs, count, grouped=grouped)
         if each.kind == "router":
             return kernels.matmul_s(tokens / mesh.sequence, each.outputs, each.inputs / mesh.hidden)
         return kernels.matmul_s(tokens, each.outputs, each.inputs)
@@ -180,8 +182,8 @@ class UnitTimes:
         if layer.experts is not None:
             routed = layer.experts.per_token
             inner += routed * self._nonlinearity_bytes(layer.experts.width, layer.gated, backward=backward)
-            # Tokens are put in the experts' order and back; on a mesh those of all ranks of `sequence`, whose inputs are
-            # put in it once more in backward.
+            # Tokens are put in the experts' order and back; on a mesh those of all ranks of `sequence`, whose inputs
+            # are put in it once more in backward.
             if self._layout.splits_experts:
                 inner += routed * (12 if backward else 8) * hidden * self._layout.mesh.sequence
             else:

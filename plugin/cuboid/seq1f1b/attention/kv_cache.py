@@ -13,6 +13,8 @@ from typing import Literal
 
 import torch
 
+from cuboid.seq1f1b.attention.recurrent_states import RecurrentStates
+
 #: What gradients of keys and values are added up in: at least float32, or the dtype of the keys and values.
 GradientDtype = Literal["fp32", "parameter"]
 _Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
@@ -67,6 +69,9 @@ class KVCache:
         length: S, positions of the whole sequence with its padding.
         pool: where buffers come from and go to.
         gradients: what gradients are added up in.
+
+    Attributes:
+        states: what recurrent layers hand from segment to segment.
     """
 
     def __init__(self, length: int, pool: KVCachePool, gradients: GradientDtype = "fp32") -> None:
@@ -74,6 +79,7 @@ class KVCache:
         self._pool = pool
         self._gradients = gradients
         self._layers: dict[Hashable, _Layer] = {}
+        self.states = RecurrentStates()
 
     def write(self, layer: Hashable, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put a segment's keys and values in their place. A recompute writes the same once more, which changes nothing.
@@ -146,12 +152,14 @@ class KVCache:
         """Give all buffers back: the micro-batch is done, or was only evaluated."""
         for layer in list(self._layers):
             self.free_layer(layer)
+        self.states.free()
 
     @property
     def held_bytes(self) -> int:
         """Of all buffers in use."""
         entries = self._layers.values()
-        return sum(buffer.nbytes for e in entries for buffer in (*e.buffers, *(e.gradients or ())))
+        own = sum(buffer.nbytes for e in entries for buffer in (*e.buffers, *(e.gradients or ())))
+        return own + self.states.held_bytes
 
     def _allocate(self, part: torch.Tensor) -> torch.Tensor:
         shape = torch.Size((*part.shape[:2], self.length, part.shape[3]))

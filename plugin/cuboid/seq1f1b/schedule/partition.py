@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, combinations, pairwise
 
@@ -106,6 +107,30 @@ def balance_by_flops(sizes: ModelSizes, stages: int, length: int) -> tuple[int, 
         ConfigError: there are more stages than layers.
     """
     return balance_stages(sizes.layer_flops(length), stages, last=sizes.head_flops(length))
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """What the head, or the loss with its logits, is beside the layers, by operations.
+
+    Args:
+        layers: as many average layers as it is worth.
+        of_stage: its part of the stage that has it.
+        excess: by how much the costliest stage takes longer than the average of all stages: 0.5 is half as long again.
+    """
+
+    layers: float
+    of_stage: float
+    excess: float
+
+    @classmethod
+    def of(cls, sizes: ModelSizes, counts: Sequence[int], length: int) -> HeadShare:
+        """Of a model whose stages have these numbers of layers, on sequences of ``length`` tokens."""
+        costs, head = sizes.layer_flops(length), sizes.head_flops(length)
+        stages = [sum(costs[start:stop]) for start, stop in pairwise(accumulate(counts, initial=0))]
+        stages[-1] += head
+        whole = sum(costs) + head
+        return cls(head * len(costs) / sum(costs), head / stages[-1], max(stages) * len(stages) / whole - 1)
 
 
 class MeasuredCut:

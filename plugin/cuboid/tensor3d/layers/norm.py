@@ -23,6 +23,15 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def has_fused_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether torch normalises whole rows in one kernel, which reads them once and saves no more than is saved here.
+
+    On CUDA, and of one dtype: elsewhere it composes the norm of elementwise operations, which save what each has made.
+    The kernel rounds once, behind the weight; Hugging Face's code also rounds in front of it.
+    """
+    return x.is_cuda and x.dtype == weight.dtype
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -133,7 +142,12 @@ class ShardedRMSNorm(_ShardedNorm):
         """``[..., H/h]`` to ``[..., H/h]``."""
         weight, bias = self._blocks()
         weight = x.new_ones(x.shape[-1]) if weight is None else weight
-        y: torch.Tensor = _RMSNorm.apply(x, weight, self.eps, self.offset, self._along)
+        y: torch.Tensor
+        if self._along.size == 1 and not self.offset and has_fused_kernel(x, weight):
+            # Autocast runs this function in float32, and its result goes on in the dtype of the residual stream.
+            y = nn.functional.rms_norm(x, weight.shape, weight, self.eps).to(x.dtype)
+        else:
+            y = _RMSNorm.apply(x, weight, self.eps, self.offset, self._along)
         return y if bias is None else y + bias
 
 

@@ -1,0 +1,202 @@
+"""What layers are given in the place of a key/value cache, so that a segment goes on where the one before it ended.
+
+Hugging Face's layers continue a sequence whose beginning is in a ``Cache``: attention looks back at its keys and
+values, convolutions at their last inputs, linear attention and state spaces start from its state. That is generation's
+way, and writes in place what training would need again. :class:`SegmentCache` answers the same questions from the
+micro-batch's own store, with gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.attention.segments import Unit, UnitSlot, cache_argument, uses_interface
+from cuboid.seq1f1b.attention.chunked_attention import prefix
+from cuboid.seq1f1b.attention.recurrent_states import StateKey, carry_states, read_state
+
+_CONVOLUTION, _RECURRENT = "convolution", "recurrent"
+
+
+class SegmentCache:
+    """Of one layer: stands for the cache of all segments before the one that runs.
+
+    Args:
+        layer: that is given it.
+        slot: tells which unit is running.
+    """
+
+    def __init__(self, layer: nn.Module, slot: UnitSlot) -> None:
+        self._layer, self._slot = layer, slot
+        self._adds_prefix = not uses_interface(layer)
+        #: States that the running forward made; None outside of it, as in a checkpointed layer's recomputation.
+        self._made: dict[StateKey, torch.Tensor] | None = None
+        self._without_grad = False
+
+    # --- what a layer's code asks -----------------------------------------------------------------------------------
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        """Positions before the running segment."""
+        return self._unit.start
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        """Whether there are any."""
+        return self._unit.start > 0
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values that attention needs. Behind Hugging Face's interface, those of earlier segments are added
+        where attention is computed; elsewhere they are added here.
+
+        Raises:
+            UnsupportedModelError: a layer asks more than once.
+        """
+        if not self._adds_prefix:
+            return key, value
+        if not self._slot.is_first_call(self):
+            raise UnsupportedModelError(f"{self._name} has no rule with segments: it updates its cache more than once")
+        unit = self._unit
+        return prefix(key, value, unit.store, self, unit.start)
+
+    def get_conv_state(self, *_: Any, **__: Any) -> None:
+        """Nothing, so that a single position isn't computed in a way that writes into the state; see
+        :meth:`update_conv_state`, which adds what was before."""
+        return
+
+    def update_conv_state(
+        self,
+        inputs: torch.Tensor,
+        _: int = 0,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **__: Any,
+    ) -> torch.Tensor:
+        """Inputs ``[B, C, L]`` of a convolution, behind the last ones ``[B, C, K]`` of the segment before.
+
+        Raises:
+            UnsupportedModelError: it doesn't say how many it needs.
+        """
+        if conv_kernel_size is None:
+            raise UnsupportedModelError(
+                f"{self._name} has no rule with segments: it doesn't tell its cache the length of its convolution"
+            )
+        unit = self._unit
+        found = inputs
+        if unit.start > 0:
+            found = torch.cat(
+                [read_state(unit.store.states, self._key(_CONVOLUTION, state_idx, unit.start)), inputs], -1
+            )
+        missing = conv_kernel_size - found.shape[-1]
+        last = nn.functional.pad(found, (missing, 0)) if missing > 0 else found[..., -conv_kernel_size:]
+        self._keep(_CONVOLUTION, state_idx, last)
+        return found
+
+    def get_recurrent_state(self, _: int = 0, state_idx: int = 0, **__: Any) -> torch.Tensor | None:
+        """The state at the end of the segment before; None at the beginning.
+
+        Raises:
+            UnsupportedModelError: the segment is a single position, which layers compute by advancing the state itself.
+        """
+        unit = self._unit
+        if unit.start == 0:
+            return None
+        if unit.stop - unit.start == 1:
+            raise UnsupportedModelError(
+                f"{self._name} has no rule for a segment of a single position, which Hugging Face computes in a way "
+                "that has no gradients; use fewer segments or longer sequences"
+            )
+        return read_state(unit.store.states, self._key(_RECURRENT, state_idx, unit.start))
+
+    def update_recurrent_state(self, state: torch.Tensor, _: int = 0, state_idx: int = 0, **__: Any) -> torch.Tensor:
+        """Keep the state at the end of the running segment."""
+        self._keep(_RECURRENT, state_idx, state)
+        return state
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UnsupportedModelError(f"{self._name} has no rule with segments: it asks its cache for {name}")
+
+    # --- around a layer's forward -----------------------------------------------------------------------------------
+
+    def begin(self) -> bool:
+        """Before a forward: whether the layer needs a cache for it."""
+        unit = self._slot.current
+        self._made = None if unit is None or unit.is_whole else {}
+        self._without_grad = False
+        return self._made is not None
+
+    def end(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Behind a forward: its output, whose backward goes through the states that it made, too.
+
+        Raises:
+            UnsupportedModelError: the states have no graph that a gradient could go through.
+        """
+        made, self._made = self._made, None
+        if not made or not hidden.requires_grad:
+            return hidden
+        if self._without_grad:
+            raise UnsupportedModelError(
+                f"{self._name} has no rule with segments and reentrant activation checkpointing, which has no graph "
+                "for the state that a segment hands to the next one; set use_reentrant to false in "
+                "gradient_checkpointing_kwargs"
+            )
+        return carry_states(hidden, self._unit.store.states, list(made), list(made.values()))
+
+    @property
+    def _unit(self) -> Unit:
+        unit = self._slot.current
+        assert unit is not None, "a layer is given a cache in units only"
+        return unit
+
+    @property
+    def _name(self) -> str:
+        return type(self._layer).__name__
+
+    def _key(self, kind: str, number: int, stop: int) -> StateKey:
+        return (self, kind, number), stop
+
+    def _keep(self, kind: str, number: int, state: torch.Tensor) -> None:
+        if self._made is None:
+            return
+        unit = self._unit
+        if unit.stop == unit.length:  # nobody will read it
+            return
+        key = self._key(kind, number, unit.stop)
+        if key in self._made:
+            raise UnsupportedModelError(f"{self._name} has no rule with segments: it updates a state more than once")
+        self._without_grad |= not torch.is_grad_enabled()
+        unit.store.states.write(key, state)
+        self._made[key] = state
+
+
+def give_cache(layer: nn.Module, slot: UnitSlot) -> None:
+    """Let a layer's segments have a :class:`SegmentCache`, if it has an argument for one."""
+    argument = cache_argument(layer)
+    if argument is None:
+        return
+    cache = SegmentCache(layer, slot)
+
+    def give(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        if not cache.begin():
+            return None
+        strips = argument in ("past_key_values", "layer_past") and not hasattr(module, "_can_checkpoint_with_cache")
+        if strips and getattr(module, "gradient_checkpointing", False):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} has no rule with segments and activation checkpointing in this version of "
+                "transformers, which takes from the layer what tells it where its segment begins"
+            )
+        return args, {**kwargs, argument: cache}
+
+    def carry(_: nn.Module, __: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (cache.end(output[0]), *output[1:])
+        return cache.end(output)
+
+    # Nothing is written twice by a recomputation, and it may read.
+    if hasattr(layer, "_can_checkpoint_with_cache"):
+        vars(layer)["_can_checkpoint_with_cache"] = True
+    layer.register_forward_pre_hook(give, with_kwargs=True)
+    layer.register_forward_hook(carry)
