@@ -127,9 +127,9 @@ class StepCost:
         """
         layout = self.layout
         adds = layout.micro_batches * layout.segments > 1
-        rest = layout.micro_batch, layout.checkpointing, layout.weight_gather, layout.context, layout.expert_ranks
-        rest = *rest, layout.gathers_once, layout.gradient_sync
-        key = kind, start, stop, layout.mesh, rest, adds, self.software.gradient_bytes
+        rest = layout.micro_batch, layout.checkpointing, layout.context, layout.expert_ranks
+        weights = layout.weight_gather, layout.gathers_once, layout.gradient_sync
+        key = kind, start, stop, layout.mesh, rest, weights, adds, self.software.gradient_bytes
         if key not in self._known:
             layer = self.model.kinds[kind]
             self._known[key] = (
