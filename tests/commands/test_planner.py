@@ -160,6 +160,38 @@ def test_search_finds_what_going_through_all_layouts_finds():
     assert search(model, cluster, 4096, 8, goal="smallest").best[0].memory_bytes == pytest.approx(smallest)
 
 
+def test_fewest_gpus_are_the_smallest_part_of_a_cluster_that_has_a_layout():
+    model = describe(LLAMA_8B)
+    found = search(model, Cluster.parse("4x8xA100-40GB"), 4096, 32, goal="fewest").best[0]
+    used = found.cost.cluster
+    assert (used.nodes, used.gpus_per_node) == (1, 4)
+    assert found.time == search(model, used, 4096, 32).best[0].time
+    with pytest.raises(ConfigError, match="no layout fits"):
+        search(model, Cluster.parse("2xA100-40GB"), 4096, 32)
+
+
+@pytest.mark.parametrize("gather", ["layer", "step"])
+def test_gradients_that_are_reduced_once_send_less_and_take_room(gather):
+    model, cluster = describe(LLAMA_8B), Cluster.parse("2x8xH100-80GB")
+
+    def pair(micro_batches, segments):
+        layout = Layout(MeshShape(4, 1, 1), 4, 4, micro_batches, segments=segments, weight_gather=gather)
+        return [estimate(model, replace(layout, gradient_sync=sync), cluster, 4096) for sync in ("unit", "step")]
+
+    unit, step = pair(8, 4)
+    assert step.bytes_by_axis["batch"] < unit.bytes_by_axis["batch"]
+    assert step.time.total_s < unit.time.total_s
+    # Four bytes of each parameter of the first stage's blocks, and those of its embedding.
+    blocks = sum(layer.dense_parameters - layer.norms for layer in model.layers[: step.cost.stage_layers[0]])
+    more = step.stages[0].gathered - unit.stages[0].gathered
+    assert more == pytest.approx(4 * (blocks + model.embedding_parameters))
+    # With a single unit a step's last one is each one.
+    once, always = (each.cost.stage_times() for each in pair(1, 1))
+    for stage in range(4):
+        waits = [times.busy(stage).exposed + times.once_s[stage] for times in (once, always)]
+        assert waits[0] == pytest.approx(waits[1])
+
+
 def test_search_says_why_nothing_fits():
     model = describe(planner_rows.CONFIGS["llama3.1-405b"])
     with pytest.raises(ConfigError, match=r"no layout fits llama with 4096 tokens.*needs .* GiB a GPU.*more GPUs"):
@@ -182,11 +214,12 @@ def test_configs_of_layouts_are_what_the_parser_accepts(data):
 
 def test_explained_layouts_are_read():
     cluster = Cluster.parse("8xH100")
-    layout = parse_layout("2x1x2,stages=2,segments=4,rows=2,checkpointing=full,gather=step", cluster, 8)
+    layout = parse_layout("2x1x2,stages=2,segments=4,rows=2,checkpointing=full,gather=step,sync=step", cluster, 8)
     assert layout == Layout(
-        MeshShape(2, 1, 2), 2, 2, 4, 1, 4, checkpointing="full", weight_gather="step"
+        MeshShape(2, 1, 2), 2, 2, 4, 1, 4, checkpointing="full", weight_gather="step", gradient_sync="step"
     )  # fmt: skip
-    for text, message in (("2x1x2,what=3", "'what'"), ("2x1x2,rows=two", "'two'"), ("3x1x1", "don't divide")):
+    for text, message in (("2x1x2,what=3", "'what'"), ("2x1x2,rows=two", "'two'"), ("3x1x1", "don't divide"),
+                          ("2x1x2,sync=step", "give it stages")):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             parse_layout(text, cluster, 8)
 

@@ -15,7 +15,12 @@ def plan(
         int, typer.Option("--seq-len", "--sequence-length", help="Tokens of a sequence.", min=1)
     ],
     global_batch: Annotated[int, typer.Option(help="Sequences of an optimizer step, on all GPUs together.", min=1)],
-    goal: Annotated[Literal["fastest", "smallest"], typer.Option(help="What the best layout is.")] = "fastest",
+    goal: Annotated[
+        Literal["fastest", "smallest", "fewest"],
+        typer.Option(
+            help="What is best: the shortest step, the least memory of a GPU, or the shortest step on the fewest GPUs."
+        ),
+    ] = "fastest",
     out: Annotated[Path | None, typer.Option(help="Write the best layout's DeepSpeed config there.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the ten best there, as JSON.")] = None,
     explain: Annotated[
@@ -23,7 +28,7 @@ def plan(
         typer.Option(
             metavar="A B",
             help="Compare two layouts term by term instead, such as 1x8x1 and 2x2x1,stages=2,segments=4,rows=2. "
-            "Further keys: zero, checkpointing (none, full), gather (layer, step).",
+            "Further keys: zero, checkpointing (none, full), gather (layer, step), sync (unit, step).",
         ),
     ] = None,
 ) -> None:
@@ -62,7 +67,7 @@ def plan(
         console.print(f"Recomputing activations is the script's part, before training: {CHECKPOINTING_LINE}")
     config = config_of(best.layout)
     # What is written is what Cuboid itself would read.
-    check_framework_config(*require_config(config), machines.gpus, is_complete=True)
+    check_framework_config(*require_config(config), best.cost.cluster.gpus, is_complete=True)
     if out is not None:
         write_json(out, config)
     if json is not None:

@@ -122,7 +122,7 @@ def segment_choice(model: PreTrainedModel, config: CuboidConfig, mesh: Mesh) -> 
     zero = config.framework.zero_stage or 0
     layout = Layout(
         mesh.shape, topology.pipe, replicas=topology.data, zero_stage=zero,
-        weight_gather=config.tensor_parallel.weight_gather,
+        weight_gather=config.tensor_parallel.weight_gather, gradient_sync=config.tensor_parallel.gradient_sync,
     )  # fmt: skip
     return SegmentChoice(described, with_pipeline(layout, pipeline, described), _cluster(config, topology.world_size))
 
@@ -162,7 +162,7 @@ def _layouts(
                 continue
             layout = Layout(
                 mesh, config.stages, rows, steps, replicas, zero_stage=config.framework.zero_stage or 0,
-                weight_gather=settings.weight_gather,
+                weight_gather=settings.weight_gather, gradient_sync=settings.gradient_sync,
             )  # fmt: skip
             if pipeline is None:
                 yield layout

@@ -10,7 +10,7 @@ from typing import Any
 
 from cuboid.config.schema import CuboidConfig, PipelineConfig
 from cuboid.errors import ConfigError
-from cuboid.planner.comm_formula import layer_bytes
+from cuboid.planner.comm_formula import layer_bytes, stage_layer_bytes
 from cuboid.planner.cost.layout import CUBOID, Layout, Software
 from cuboid.planner.cost.memory import Memory, stage_memory, usable_bytes
 from cuboid.planner.cost.step import StepCost, StepTime
@@ -82,13 +82,15 @@ class Estimate:
         """Bytes that a rank of the busiest stage sends in a step inside of its layers, by the mesh's axes."""
         cost, layout = self.cost, self.layout
         layers = max(cost.stage_layers)
-        total: dict[str, int] = {}
-        sizes = block_sizes(cost.model, layout.mesh)
-        for length in cost.lengths:
-            one = layer_bytes(sizes, layout.mesh, layout.micro_batch, length, weight_gather=layout.weight_gather)
-            for axis, count in one.items():
-                total[axis] = total.get(axis, 0) + count * layers * layout.micro_batches
-        return total
+        sizes, mesh, rows = block_sizes(cost.model, layout.mesh), layout.mesh, layout.micro_batch
+        if layout.stages == 1:
+            one = layer_bytes(sizes, mesh, rows, cost.length, weight_gather=layout.weight_gather)
+            return {axis: count * layers * layout.micro_batches for axis, count in one.items()}
+        one = stage_layer_bytes(
+            sizes, mesh, rows, cost.lengths * layout.micro_batches, weight_gather=layout.weight_gather,
+            gradient_sync=layout.gradient_sync,
+        )  # fmt: skip
+        return {axis: count * layers for axis, count in one.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -241,6 +243,7 @@ def layout_of_config(
         zero_stage=int(zero.get("stage", 0)),
         checkpointing="full" if checkpointing else "none",
         weight_gather=config.tensor_parallel.weight_gather,
+        gradient_sync=config.tensor_parallel.gradient_sync,
     )
     if config.tensor_parallel.gather_logits is True:
         raise ConfigError('tensor_parallel.gather_logits is true: whole logits have no estimate; write "auto"')
@@ -311,6 +314,8 @@ def remedies(found: Estimate) -> list[tuple[str, Estimate]]:
         changes.append(("gradient checkpointing", replace(layout, checkpointing="full")))
     if layout.weight_gather == "step":
         changes.append(('"weight_gather": "layer"', replace(layout, weight_gather="layer")))
+    if layout.gradient_sync == "step":
+        changes.append(('"gradient_sync": "unit"', replace(layout, gradient_sync="unit")))
     if layout.zero_stage == 0 and layout.replicas > 1:
         changes.append(("ZeRO stage 1", replace(layout, zero_stage=1)))
     if layout.zero_stage == 1 and layout.replicas > 1 and layout.stages == 1:

@@ -22,7 +22,7 @@ _ROWS = (1, 2, 4, 8)
 #: A mesh whose sequence × hidden axes span more nodes than these is never fast.
 _MOST_NODES_OF_MESH = 2
 
-Goal = Literal["fastest", "smallest"]
+Goal = Literal["fastest", "smallest", "fewest"]
 #: What a script does for a layout with checkpointing, which is the model's affair: no key of a config does it.
 CHECKPOINTING_LINE = "model.gradient_checkpointing_enable()"
 
@@ -49,7 +49,7 @@ def search(
     goal: Goal = "fastest",
     count: int = 10,
 ) -> Plan:
-    """Go through the layouts of all GPUs of a cluster.
+    """Go through the layouts of all GPUs of a cluster; for "fewest", of the fewest on which one fits.
 
     A bound of each is computed first; they are then estimated in its order, until no other can be among the best.
 
@@ -58,12 +58,15 @@ def search(
         cluster: the machines.
         length: S, tokens of a sequence.
         global_batch: rows of a step, of all replicas together.
-        goal: what is best.
+        goal: what is best: the shortest step, the least memory of a GPU, or the shortest step on the fewest GPUs, which
+            are a divisor of a node's, or so many whole nodes.
         count: how many to return.
 
     Raises:
         ConfigError: no layout divides model, batch and cluster, or none fits; says what would come nearest.
     """
+    if goal == "fewest":
+        return _on_fewest(model, cluster, length, global_batch, count)
     known: dict[Any, Any] = {}
     costs = (
         StepCost(model, layout, cluster, length, cuboid_software(layout), known=known)
@@ -71,6 +74,18 @@ def search(
     )
     what = f"{model.name} with {length} tokens and a global batch of {global_batch} on {cluster}"
     return best_of(costs, what, goal=goal, count=count)
+
+
+def _on_fewest(model: ModelDescription, cluster: Cluster, length: int, global_batch: int, count: int) -> Plan:
+    """The fastest layouts on the smallest part of the cluster that has any."""
+    parts = [replace(cluster, nodes=1, gpus_per_node=gpus) for gpus in divisors(cluster.gpus_per_node)]
+    parts += [replace(cluster, nodes=nodes) for nodes in divisors(cluster.nodes) if nodes > 1]
+    for part in parts[:-1]:
+        try:
+            return search(model, part, length, global_batch, count=count)
+        except ConfigError:
+            continue
+    return search(model, parts[-1], length, global_batch, count=count)
 
 
 def best_of(costs: Iterable[StepCost], what: str, *, goal: Goal = "fastest", count: int = 10) -> Plan:
@@ -157,15 +172,20 @@ def _variants(base: Layout, length: int, rows_of_replica: int) -> Iterator[Layou
     batch = base.mesh.batch
     counts = segment_counts(base, length)
     zeros = (1, 2) if base.replicas > 1 and base.stages == 1 else (1,)
-    gathers: tuple[Literal["layer", "step"], ...] = ("layer", "step") if batch > 1 else ("layer",)
+    # Each with when gradients are reduced, which units of a pipeline can wait with.
+    gathers: list[tuple[Literal["layer", "step"], Literal["unit", "step"]]] = [("layer", "unit")]
+    if batch > 1:
+        gathers += [("step", "unit"), ("step", "step")] if base.stages > 1 else [("step", "unit")]
     for rows in (batch * each for each in _ROWS):
         if rows_of_replica % rows:
             continue
         sized = replace(base, micro_batch=rows, micro_batches=rows_of_replica // rows)
         for segments in counts:
-            for gather in gathers:
+            for gather, sync in gathers:
                 for zero in zeros:
-                    one = replace(sized, segments=segments, weight_gather=gather, zero_stage=zero)
+                    one = replace(
+                        sized, segments=segments, weight_gather=gather, gradient_sync=sync, zero_stage=zero
+                    )  # fmt: skip
                     yield one
                     yield replace(one, checkpointing="full")
 
@@ -218,6 +238,7 @@ def config_of(layout: Layout) -> dict[str, Any]:
             "mode": "3d_tensor",
             "mesh": {"batch": mesh.batch, "sequence": mesh.sequence, "hidden": mesh.hidden},
             "weight_gather": layout.weight_gather,
+            **({"gradient_sync": "step"} if layout.gradient_sync == "step" else {}),
         },
     }
     if layout.stages > 1:
@@ -234,8 +255,9 @@ def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
     """A layout as ``--explain`` takes it: ``2x4x1``, ``stages=4``, … joined by commas.
 
     Args:
-        text: a mesh, and of ``stages``, ``segments``, ``rows``, ``zero``, ``checkpointing`` (full, none) and ``gather``
-            (layer, step) those that aren't 1, 1, one for each rank of `batch`, 1, none and layer.
+        text: a mesh, and of ``stages``, ``segments``, ``rows``, ``zero``, ``checkpointing`` (full, none), ``gather``
+            (layer, step) and ``sync`` (unit, step) those that aren't 1, 1, one for each rank of `batch`, 1, none, layer
+            and unit.
         cluster, global_batch: from which replicas and micro-batches follow.
 
     Raises:
@@ -250,6 +272,7 @@ def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
         "zero": "1",
         "checkpointing": "none",
         "gather": "layer",
+        "sync": "unit",
     }
     for part in rest:
         key, _, value = part.partition("=")
@@ -261,9 +284,13 @@ def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
         if not given[key].isdigit():
             raise ConfigError(f"layout {text!r}: {key}={given[key]!r} is not a number")
         numbers[key] = int(given[key])
-    checkpointing, gather = given["checkpointing"], given["gather"]
-    if checkpointing not in ("none", "full") or gather not in ("layer", "step"):
-        raise ConfigError(f"layout {text!r}: checkpointing is none or full, and gather layer or step")
+    checkpointing, gather, sync = given["checkpointing"], given["gather"], given["sync"]
+    if checkpointing not in ("none", "full") or gather not in ("layer", "step") or sync not in ("unit", "step"):
+        raise ConfigError(
+            f"layout {text!r}: checkpointing is none or full, gather layer or step, and sync unit or step"
+        )
+    if sync == "step" and numbers["stages"] == 1:
+        raise ConfigError(f"layout {text!r}: sync=step is for a pipeline's units; give it stages, or leave it out")
     ranks = mesh.size * max(1, numbers["stages"])
     replicas = cluster.gpus // ranks
     per_step = max(1, numbers["rows"]) * max(1, replicas)
@@ -276,4 +303,5 @@ def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
         mesh, numbers["stages"], numbers["rows"], global_batch // per_step, replicas, numbers["segments"],
         zero_stage=numbers["zero"], checkpointing="full" if checkpointing == "full" else "none",
         weight_gather="step" if gather == "step" else "layer",
+        gradient_sync="step" if sync == "step" else "unit",
     )  # fmt: skip

@@ -30,7 +30,8 @@ class Layout:
         key_value_gradient_bytes: of a number that segments add gradients of keys and values up in.
         zero_stage: of the optimizer over the replicas.
         checkpointing: what is recomputed.
-        weight_gather: how long gathered weights are kept; see docs/config.md.
+        weight_gather, gradient_sync: how long gathered weights are kept, and when a stage's gradients are reduced over
+            the mesh; see docs/config.md.
         context: ranks that share each sequence in attention too (only in layouts of other frameworks).
         expert_ranks: ranks among which whole experts are divided (likewise).
         offload: part of the activations that waits in the host's memory (likewise).
@@ -50,6 +51,7 @@ class Layout:
     zero_stage: int = 1
     checkpointing: Checkpointing = "none"
     weight_gather: Literal["layer", "step"] = "layer"
+    gradient_sync: Literal["unit", "step"] = "unit"
     context: int = 1
     expert_ranks: int = 1
     offload: float = 0.0
@@ -58,6 +60,11 @@ class Layout:
     def ranks(self) -> int:
         """Of all replicas."""
         return self.mesh.size * self.context * self.stages * self.replicas
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether a step's first unit leaves its weights for the others: only a pipeline's stages keep them so long."""
+        return self.weight_gather == "step" and self.stages > 1
 
     @property
     def splits_experts(self) -> bool:
@@ -76,6 +83,7 @@ class Layout:
         parts += [f"{self.micro_batches} micro-batches of {self.micro_batch}", f"ZeRO {self.zero_stage}"]
         parts += ["checkpointing"] if self.checkpointing == "full" else []
         parts += ["weights kept"] if self.weight_gather == "step" else []
+        parts += ["gradients reduced once"] if self.gradient_sync == "step" else []
         return ", ".join(parts)
 
 

@@ -140,10 +140,12 @@ class _Stage:
         blocks = [self._units.block_weights(layer) * _ELEMENT for layer in self.layers]
         head = self.model.vocabulary * self.model.hidden / self._ranks * _ELEMENT
         ends = head if self.is_last or self.stage == 0 else 0
+        # Gradients that wait for the step's last unit are added up in float32.
+        waiting = (sum(blocks) + ends) / _ELEMENT * 4 if self.layout.gradient_sync == "step" else 0
         if self.layout.weight_gather == "step":
-            return sum(blocks) * (2 if self.software.keeps_whole_gradients else 1) + ends
+            return sum(blocks) * (2 if self.software.keeps_whole_gradients else 1) + ends + waiting
         # One that runs and one that is on its way.
-        return max(2 * max(blocks), ends)
+        return max(2 * max(blocks), ends) + waiting
 
     # --- activations --------------------------------------------------------------------------------------------
 

@@ -62,10 +62,11 @@ class StepTime:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Forward and backward of each segment on each stage, ``[stage][segment]``."""
+    """Forward and backward of each segment on each stage, ``[stage][segment]``, and what each waits once a step."""
 
     forward: tuple[tuple[Seconds, ...], ...]
     backward: tuple[tuple[Seconds, ...], ...]
+    once_s: tuple[float, ...]
 
     def busy(self, stage: int) -> Seconds:
         """Of one micro-batch on one stage."""
@@ -97,7 +98,7 @@ class StepCost:
         length: int,
         software: Software = CUBOID,
         *,
-        known: dict[Any, tuple[Seconds, Seconds]] | None = None,
+        known: dict[Any, tuple[Seconds, Seconds, float]] | None = None,
     ) -> None:
         self.model, self.layout, self.cluster, self.length = model, layout, cluster, length
         self.software = software
@@ -119,40 +120,51 @@ class StepCost:
             return (self.length,)
         return _cut(self.model, self.length, segments, math.lcm(mesh.sequence, mesh.hidden))
 
-    def _layer(self, kind: int, start: int, stop: int) -> tuple[Seconds, Seconds]:
-        """Forward and backward of a layer of one of the model's kinds; the same wherever stages and replicas are."""
+    def _layer(self, kind: int, start: int, stop: int) -> tuple[Seconds, Seconds, float]:
+        """Forward and backward of a layer of one of the model's kinds, and seconds that it waits once a step.
+
+        They are the same wherever stages and replicas are.
+        """
         layout = self.layout
         adds = layout.micro_batches * layout.segments > 1
-        rest = layout.micro_batch, layout.checkpointing, layout.weight_gather, layout.context, layout.expert_ranks
-        key = kind, start, stop, layout.mesh, rest, adds, self.software.gradient_bytes
+        rest = layout.micro_batch, layout.checkpointing, layout.context, layout.expert_ranks
+        weights = layout.weight_gather, layout.gathers_once, layout.gradient_sync
+        key = kind, start, stop, layout.mesh, rest, weights, adds, self.software.gradient_bytes
         if key not in self._known:
             layer = self.model.kinds[kind]
             self._known[key] = (
                 self.units.layer_forward(layer, start, stop),
                 self.units.layer_backward(layer, start, stop),
+                self.units.once_s(layer, stop) if start == 0 else 0.0,
             )
         return self._known[key]
 
     def stage_times(self) -> StageTimes:
         """Of each stage and segment."""
-        stages = []
+        forwards: list[tuple[Seconds, ...]] = []
+        backwards: list[tuple[Seconds, ...]] = []
+        waits_s: list[float] = []
         ends = list(pairwise(accumulate(self.lengths, initial=0)))
         for first, stop in pairwise(accumulate(self.stage_layers, initial=0)):
             kinds = Counter(self.model.kind_of_layers[first:stop])
             forward, backward = [], []
+            once_s = ((first == 0) + (stop == len(self.model.layers))) * self.units.once_of_ends_s()
             for begin, end in ends:
                 own_forward = own_backward = Seconds()
                 for kind, count in kinds.items():
                     one = self._layer(kind, begin, end)
                     own_forward, own_backward = own_forward + one[0] * count, own_backward + one[1] * count
+                    once_s += one[2] * count
                 if first == 0:
                     own_backward += self.units.embedding(begin, end)
                 if stop == len(self.model.layers):
                     own_forward += self.units.head_forward(begin, end)
                 forward.append(own_forward)
                 backward.append(own_backward)
-            stages.append((tuple(forward), tuple(backward)))
-        return StageTimes(tuple(each[0] for each in stages), tuple(each[1] for each in stages))
+            forwards.append(tuple(forward))
+            backwards.append(tuple(backward))
+            waits_s.append(once_s)
+        return StageTimes(tuple(forwards), tuple(backwards), tuple(waits_s))
 
     def simulated(self) -> Timeline:
         """The pipeline's step, with no more micro-batches than a picture can show."""
@@ -217,7 +229,7 @@ class StepCost:
         ends = list(pairwise(self.length * index // count for index in range(count + 1)))
         layers = Counter(self.model.kind_of_layers)
         work = sum(
-            number * sum(each.total for each in self._layer(kind, *span))
+            number * sum(each.total for each in self._layer(kind, *span)[:2])
             for kind, number in layers.items()
             for span in ends
         )
@@ -231,7 +243,7 @@ class StepCost:
         pipeline_s = self.pipeline_s(times)
         return StepTime(
             compute_s=busy.compute,
-            exposed_s=busy.exposed,
+            exposed_s=busy.exposed + times.once_s[times.busiest],
             bubble_s=pipeline_s - busy.total,
             reduce_s=self._reduce_s(times),
             optimizer_s=self._optimizer_s(),

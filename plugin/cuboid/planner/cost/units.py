@@ -73,7 +73,7 @@ class UnitTimes:
         compute += self._elementwise(layer, tokens, backward=False)
         exposed = self._mesh_exchange(layer, tokens, backward=False) + self._expert_exchange(layer, tokens)
         own = self._at_host_speed(Seconds(compute, exposed), launches=1)
-        return self._with_weights(layer, own, gathers=1)
+        return self._with_weights(layer, own, gathers=0 if self._layout.gathers_once else 1)
 
     def layer_backward(self, layer: Layer, start: int, stop: int) -> Seconds:
         """Backward of positions ``[start, stop)``, with what is recomputed."""
@@ -94,11 +94,26 @@ class UnitTimes:
         elif layout.checkpointing == "mlp_up":
             norm = self.kernels.elementwise_s(tokens * 4 * self._model.hidden / self._residual_ranks)
             again = Seconds(norm + self._product(self._mlp_up(layer), tokens))
-        gathers = 2 if layout.weight_gather == "layer" else 1
+        gathers = (layout.weight_gather == "layer") + (layout.gradient_sync == "unit")
         own = self._at_host_speed(
             Seconds(compute, exposed) + again, launches=3 if layout.checkpointing == "full" else 2
         )
         return self._with_weights(layer, own, gathers=gathers)
+
+    def once_s(self, layer: Layer, stop: int) -> float:
+        """Waiting in a step's first forward and last backward for what only these gather and reduce.
+
+        Args:
+            layer: of one of the model's kinds.
+            stop: end of the first segment, which both are of.
+        """
+        layout, waiting_s = self._layout, 0.0
+        if layout.gathers_once:
+            waiting_s += self._waiting_s(layer, self.layer_forward(layer, 0, stop), gathers=1)
+        if layout.gradient_sync == "step":
+            own, before = self.layer_backward(layer, 0, stop), int(layout.weight_gather == "layer")
+            waiting_s += self._waiting_s(layer, own, before + 1) - self._waiting_s(layer, own, before)
+        return waiting_s
 
     def _at_host_speed(self, own: Seconds, launches: int) -> Seconds:
         """At least what the host takes to launch it, in forwards of a layer."""
@@ -245,12 +260,23 @@ class UnitTimes:
 
     def _with_weights(self, layer: Layer, own: Seconds, gathers: int) -> Seconds:
         """With the gathers of weights over `batch`, and in backward the reduction of gradients, which run meanwhile."""
-        if self._layout.mesh.batch == 1:
-            return own
-        needed = self.links.batch.gather_s(self.block_weights(layer) * _ELEMENT, gathers)
-        return Seconds(own.compute, own.exposed + max(0.0, needed - own.compute))
+        return Seconds(own.compute, own.exposed + self._waiting_s(layer, own, gathers))
+
+    def _waiting_s(self, layer: Layer, own: Seconds, gathers: int) -> float:
+        """What computing doesn't hide of so many gathers or reductions of a layer's weights."""
+        return max(0.0, self.links.batch.gather_s(self.block_weights(layer) * _ELEMENT, gathers) - own.compute)
 
     # --- the ends -----------------------------------------------------------------------------------------------
+
+    @property
+    def _gathers_of_ends(self) -> int:
+        """Of the embedding or the head in each unit: its weight, and the reduction of the gradient."""
+        return (not self._layout.gathers_once) + (self._layout.gradient_sync == "unit")
+
+    def once_of_ends_s(self) -> float:
+        """As :meth:`once_s`, of the embedding or the head."""
+        rows = self._model.vocabulary * self._model.hidden / self._ranks
+        return self.links.batch.gather_s(rows * _ELEMENT, 2 - self._gathers_of_ends)
 
     def head_forward(self, start: int, stop: int) -> Seconds:
         """The head with its loss; forward and, as logits aren't kept, backward."""
@@ -265,7 +291,7 @@ class UnitTimes:
         add = weights / mesh.batch * 2 * self._software.gradient_bytes
         exposed = self.links.sequence.gather_s(tokens * model.hidden / mesh.hidden * _ELEMENT, 3)
         exposed += self.links.hidden.gather_s(tokens * own_vocabulary * _ELEMENT, 2)
-        exposed += self.links.batch.gather_s(weights * _ELEMENT, 2)
+        exposed += self.links.batch.gather_s(weights * _ELEMENT, self._gathers_of_ends)
         return Seconds(3 * product + self.kernels.elementwise_s(moved + add, 8), exposed)
 
     def embedding(self, start: int, stop: int) -> Seconds:
@@ -274,7 +300,7 @@ class UnitTimes:
         rows = model.vocabulary * model.hidden / self._ranks
         moved = 8 * tokens * model.hidden / self._ranks + rows / mesh.batch * (2 * self._software.gradient_bytes + 4)
         exposed = self.links.sequence.gather_s(tokens * model.hidden / mesh.hidden * _ELEMENT, 2)
-        exposed += self.links.batch.gather_s(rows * _ELEMENT, 2)
+        exposed += self.links.batch.gather_s(rows * _ELEMENT, self._gathers_of_ends)
         return Seconds(self.kernels.elementwise_s(moved, 4), exposed)
 
     def message_s(self, start: int, stop: int) -> float:
