@@ -28,6 +28,7 @@ from cuboid.models.stages.stages import Chunk, StageCut, StageLayout, cut_stages
 from cuboid.models.stages.whole_recorder import WholeSequenceRecorder
 from cuboid.seq1f1b.schedule.choice import is_generated
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
+from cuboid.tensor3d.layers.whole_block import LateSplit
 from cuboid.tensor3d.sharding.gradient_sync import GradientSync
 from cuboid.tensor3d.sharding.sharded_param import UnshardedCopy, defer_gradient_sync, keep_until_step_ends
 from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
@@ -142,9 +143,10 @@ def finish_stage(
         parallel_plan: how to shard the stage over the mesh; None on a mesh of one rank.
         shard_of: gives the shard of a parameter.
     """
+    late: LateSplit | None = None
     if parallel_plan is not None:
         stages = [{staging.outline.layer(i) for i in range(cut.first, cut.stop)} for cut in staging.cuts]
-        parallelize_modules(model, parallel_plan, mesh, staging.config.tensor_parallel, shard_of, stages)
+        late = parallelize_modules(model, parallel_plan, mesh, staging.config.tensor_parallel, shard_of, stages)
         if staging.config.tensor_parallel.gradient_sync == "step":
             staging.gradient_sync = defer_gradient_sync(model)
         if staging.config.tensor_parallel.weight_gather == "step":
@@ -171,7 +173,7 @@ def finish_stage(
     staging.shared = shared_parameters(model, staging.outline, staging.cuts)
     base = type(model)
     assert staging.whole is not None
-    model.cuboid = Sharding(mesh, staging.config.tensor_parallel, base, own, staging.whole)
+    model.cuboid = Sharding(mesh, staging.config.tensor_parallel, base, own, staging.whole, late=late)
     model.staging = staging
     inner: Any = model.get_submodule(staging.outline.base)
     inner.__class__ = _stage_base_class(type(inner))  # type: ignore[arg-type]

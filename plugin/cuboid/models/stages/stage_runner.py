@@ -175,7 +175,15 @@ class StageRunner:
         deferring = self._weight_gradients.open() if self._splits else nullcontext()
         known = known_packing(batch.positions, batch.packed)
         with known, self._staging.slot.running(batch.unit(segment, self._stores[micro_batch])), deferring:
-            return self._chunk.run(self._model, hidden=hidden, **options)
+            output = self._chunk.run(self._model, hidden=hidden, **options)
+        late = self._model.cuboid.late
+        if late is not None and self._cut.is_last:
+            # Some models call what has the layers without the base model around it, whose hook would do this.
+            return late.own_part(output)
+        if late is not None:
+            # What this stage returns never was whole: its own code went on, over placeholders.
+            late.is_whole = False
+        return output
 
     def _positions_and_mask(self, batch: SegmentedBatch, segment: int) -> dict[str, torch.Tensor]:
         if not batch.is_cut and self._mesh.shape.size == 1:

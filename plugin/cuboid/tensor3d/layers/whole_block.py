@@ -90,9 +90,16 @@ class LateSplit:
     def end(self, _: nn.Module, __: Any, output: Any) -> Any:
         """A forward hook of the base model, whose hidden state becomes the rank's part."""
         if self.is_whole:
-            self.is_whole = False
-            output.last_hidden_state = _Part.apply(output.last_hidden_state, self._mesh)
+            output.last_hidden_state = self.own_part(output.last_hidden_state)
         return output
+
+    def own_part(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The rank's part of the base model's last hidden state, which is whole unless a head or hook has split it."""
+        if not self.is_whole:
+            return hidden
+        self.is_whole = False
+        part: torch.Tensor = _Part.apply(hidden, self._mesh)
+        return part
 
 
 def compute_whole(block: nn.Module, mesh: Mesh, late: LateSplit | None = None, *, everywhere: bool = False) -> None:
