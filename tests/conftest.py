@@ -12,13 +12,24 @@ from cuboid.verify import SmallModel, WorkerPool
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
+TESTS = Path(__file__).parent
 #: Timeout of a job of the pool, which takes a second or two; generous for slow machines.
 TIMEOUT_S = 120.0
+#: Files that take longest. They begin first, so that the processes of ``make test`` end together: each takes a whole
+#: file at a time.
+_LONGEST_FILES = (
+    *("tensor3d/test_parity.py", "models/test_sharded_model.py", "checkpoint/test_checkpoints.py"),
+    *("seq1f1b/test_pipeline_parity.py", "frameworks/test_colossalai.py", "commands/test_train_launch.py"),
+    *("tensor3d/test_bounded_loss.py", "tensor3d/test_ahead.py", "checkpoint/test_stage_checkpoints.py"),
+)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked ``sample(n)``, run n cases for every change, evenly spread; mark the others as slow."""
+    """Of a test marked ``sample(n)``, run n cases for every change, evenly spread; mark the others as slow.
+
+    The longest files come first.
+    """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
@@ -31,6 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for place, item in enumerate(found):
             if place not in chosen:
                 item.add_marker(pytest.mark.slow)
+    place_of = {TESTS / name: place for place, name in enumerate(_LONGEST_FILES)}
+    items.sort(key=lambda item: place_of.get(item.path, len(place_of)))
 
 
 @pytest.fixture(scope="module")
