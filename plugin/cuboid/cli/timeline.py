@@ -111,7 +111,7 @@ def timeline(
     if sequence_bytes is not None:
         simulated, label = _in_bytes(simulated, sequence_bytes), format_bytes
     draw_timeline(simulated, output, title=title, caption=costs.caption, time_label=_TIME, memory_label=label)
-    head = _head(request, costs, chosen)
+    head = costs.head(chosen)
     if json_output is not None:
         write_json(json_output, _numbers(request, chosen, sequence_bytes, head))
     _print(Console(), chosen, costs, title)
@@ -188,12 +188,8 @@ class _Costs:
         """Layers of each stage, if there are any."""
         raise NotImplementedError
 
-    def head(self, stages: int) -> HeadShare | None:
-        """What the head is worth, if there is one."""
-        raise NotImplementedError
-
-    def with_shared_head(self) -> _Costs:
-        """Costs of the same work, where each layer does its part of the head's."""
+    def head(self, chosen: ChosenSchedule) -> _Head | None:
+        """What the head is worth and costs in a step that was chosen, if there is one."""
         raise NotImplementedError
 
 
@@ -215,7 +211,7 @@ class _PlainCosts(_Costs):
     def layers(self, stages: int) -> None:
         """See :class:`_Costs`."""
 
-    def head(self, stages: int) -> None:
+    def head(self, chosen: ChosenSchedule) -> None:
         """See :class:`_Costs`."""
 
     def placed(self, rank_of: tuple[int, ...]) -> PlacedCosts:
@@ -269,20 +265,20 @@ class _ModelCosts(_Costs):
 
         return balance_by_flops(self._sizes, stages, self._length)
 
-    def head(self, stages: int) -> HeadShare:
+    def head(self, chosen: ChosenSchedule) -> _Head:
         """See :class:`_Costs`."""
         from cuboid.seq1f1b.schedule.partition import HeadShare
 
-        return HeadShare.of(self._sizes, self.layers(stages), self._length)
+        share = HeadShare.of(self._sizes, self.layers(chosen.shape.stages), self._length)
+        spread = _choose(self._request, self._with_spread_head())
+        return _Head(share, max(0.0, 1 - spread.timeline.makespan_s / chosen.timeline.makespan_s))
 
-    def with_shared_head(self) -> _ModelCosts:
-        """See :class:`_Costs`."""
-        layers, head = self._sizes.layers, self._sizes.head
+    def _with_spread_head(self) -> _ModelCosts:
+        """Costs of the same work, where each layer does its part of the head's."""
+        layers, part = self._sizes.layers, self._sizes.head // len(self._sizes.layers)
         found = copy.copy(self)
         found._sizes = replace(
-            self._sizes,
-            layers=tuple(replace(layer, weights=layer.weights + head // len(layers)) for layer in layers),
-            head=0,
+            self._sizes, layers=tuple(replace(layer, weights=layer.weights + part) for layer in layers), head=0
         )
         return found
 
@@ -328,14 +324,6 @@ class _Head:
                 f"over all stages, the step would be {self.costs:.0%} shorter"
             )
         return text
-
-
-def _head(request: _Request, costs: _Costs, chosen: ChosenSchedule) -> _Head | None:
-    share = costs.head(chosen.shape.stages)
-    if share is None:
-        return None
-    spread = _choose(request, costs.with_shared_head())
-    return _Head(share, max(0.0, 1 - spread.timeline.makespan_s / chosen.timeline.makespan_s))
 
 
 def _title(request: _Request, chosen: ChosenSchedule) -> str:

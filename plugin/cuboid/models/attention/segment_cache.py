@@ -178,12 +178,14 @@ def give_cache(layer: nn.Module, slot: UnitSlot) -> None:
     if argument is None:
         return
     cache = SegmentCache(layer, slot)
+    keeps_cache = hasattr(layer, "_can_checkpoint_with_cache")
+    # By transformers' checkpointing, from the arguments of a layer that doesn't say that it can be given one.
+    is_stripped = argument in ("past_key_values", "layer_past") and not keeps_cache
 
     def give(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         if not cache.begin():
             return None
-        strips = argument in ("past_key_values", "layer_past") and not hasattr(module, "_can_checkpoint_with_cache")
-        if strips and getattr(module, "gradient_checkpointing", False):
+        if is_stripped and getattr(module, "gradient_checkpointing", False):
             raise UnsupportedModelError(
                 f"{type(module).__name__} has no rule with segments and activation checkpointing in this version of "
                 "transformers, which takes from the layer what tells it where its segment begins"
@@ -196,7 +198,7 @@ def give_cache(layer: nn.Module, slot: UnitSlot) -> None:
         return cache.end(output)
 
     # Nothing is written twice by a recomputation, and it may read.
-    if hasattr(layer, "_can_checkpoint_with_cache"):
+    if keeps_cache:
         vars(layer)["_can_checkpoint_with_cache"] = True
     layer.register_forward_pre_hook(give, with_kwargs=True)
     layer.register_forward_hook(carry)

@@ -215,9 +215,11 @@ def _without_parameters(model: PreTrainedModel, outline: Outline) -> Iterator[tu
             full = f"{name}.{child}"
             absent = isinstance(module, PlaceholderModule)
             if full not in (*around, outline.layers) and not absent and not any(True for _ in module.parameters()):
-                # A list isn't called; what is in it is.
-                inner = module.named_children() if isinstance(module, nn.ModuleList | nn.ModuleDict) else [("", module)]
-                yield from ((f"{full}.{each}".rstrip("."), called) for each, called in inner)
+                if isinstance(module, nn.ModuleList | nn.ModuleDict):
+                    # It isn't called; what is in it is.
+                    yield from ((f"{full}.{each}", called) for each, called in module.named_children())
+                else:
+                    yield full, module
 
 
 # --- segments' forwards --------------------------------------------------------------------------------------------

@@ -25,9 +25,7 @@ class Kernels:
         self._bytes = gpu.memory_bytes_per_s * gpu.memory_efficiency
         self.kernel_s = gpu.kernel_s
 
-    def matmul_s(
-        self, rows: float, outputs: float, inputs: float, count: int = 1, *, grouped: bool = False
-    ) -> float:  # fmt: skip
+    def matmul_s(self, rows: float, outputs: float, inputs: float, count: int = 1, *, grouped: bool = False) -> float:
         """``count`` products of ``[rows, inputs]`` and ``[inputs, outputs]``, each a kernel or grouped in one.
 
         The bytes are added to the operations, for the two only overlap in part. That makes small products slow: with I
