@@ -150,6 +150,10 @@ SHOWN = {
 }
 
 
+def _theory(row: dict[str, Any]) -> str:
+    return known(row["bubble_theory"], ".1%", before=", theory ", none="")
+
+
 class Measured:
     """The generator of one case, with `parts` and `draw` as a module has them."""
 
