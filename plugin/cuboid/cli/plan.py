@@ -33,9 +33,9 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Search meshes, stages, segments, micro-batches, replicas, ZeRO stage and checkpointing for the best that fits.
+    """Search meshes, stages, segments, schedules, micro-batches, replicas, ZeRO stage and checkpointing.
 
-    Prints the ten best with the reason why each loses to the first. Nothing is allocated, and no GPU is needed.
+    Prints the ten best that fit, with the reason why each loses to the first. Nothing is allocated; no GPU is needed.
     """
     from rich.console import Console
 
