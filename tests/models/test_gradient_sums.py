@@ -12,7 +12,7 @@ import cuboid
 from cuboid.models.cross_entropy.chunked import ChunkedCrossEntropy, chunked_loss
 from cuboid.models.cross_entropy.lm_head import Head
 from cuboid.models.pipeline.pipeline import Pipeline
-from cuboid.optim.grad_buffer import float32_sums
+from cuboid.optim.grad_buffer import GradientBuffer, float32_sums, gradient_of
 
 SIZES = {
     "vocab_size": 256,
@@ -98,6 +98,27 @@ def test_a_sum_begins_with_what_grad_was_and_ends_in_it():
     assert torch.equal(weight.grad, torch.full((3,), 262.0, dtype=torch.bfloat16))
     (weight.sum() * 2).backward()
     assert torch.equal(weight.grad, torch.full((3,), 264.0, dtype=torch.bfloat16))
+
+
+class NoGradient(torch.autograd.Function):
+    """Of a parameter, as a product whose gradient is reduced by a later backward."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, _):
+        return None
+
+
+def test_a_backward_may_have_no_gradient_for_a_parameter():
+    for sums in (float32_sums, lambda weights: contextlib.nullcontext(GradientBuffer(weights, torch.float32))):
+        weight = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        with sums([weight]):
+            NoGradient.apply(weight).sum().backward()
+            (2 * weight).sum().backward()
+        assert torch.equal(gradient_of(weight).float(), torch.full((3,), 2.0))
 
 
 def head_gradients(dtype, chunk_tokens):

@@ -95,7 +95,9 @@ def float32_sums(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
     def take(parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
+        if gradient is None:
+            # torch runs the hooks of a parameter that a backward came to without a gradient for it, too.
+            return
         total = sums.get(parameter)
         if total is None:
             sums[parameter] = gradient
@@ -120,6 +122,7 @@ def float32_sums(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def _add_to_main_grad(parameter: torch.Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
-    parameter.grad = None
+    # None where a backward came to the parameter without a gradient, as all but a step's last do under "gradient_sync".
+    if parameter.grad is not None:
+        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+        parameter.grad = None
