@@ -29,14 +29,21 @@ class _Late:
         compute: writes the results.
         device: of all.
         side: the stream for it on CUDA. Elsewhere it computes only when it is waited for.
+        holds: what no caller has, and must live until then.
     """
 
     def __init__(
-        self, outs: Sequence[torch.Tensor], compute: Callable[[], object], device: torch.device, side: Any
+        self,
+        outs: Sequence[torch.Tensor],
+        compute: Callable[[], object],
+        device: torch.device,
+        side: Any,
+        holds: object = None,
     ) -> None:
         for out in outs:
             out.fill_(float("nan") if out.is_floating_point() else torch.iinfo(out.dtype).max)
         self._compute: Callable[[], object] | None = compute
+        self._holds = holds
         if side is None:
             return
         side.wait_stream(torch.cuda.current_stream(device))
@@ -45,7 +52,7 @@ class _Late:
             compute()
             self._over = torch.cuda.Event()
             self._over.record(side)
-        # It is under way, and keeps nothing alive.
+        # It is under way, and keeps nothing of the caller's alive.
         self._compute = None
         self._device = device
 
@@ -74,12 +81,18 @@ def mirrored(device: torch.device, *, late: bool) -> Iterator[list[str]]:
     side = torch.cuda.Stream(device) if late and device.type == "cuda" else None
     started: list[str] = []
 
-    def start(name: str, outs: Sequence[torch.Tensor], compute: Callable[[], object], is_async: bool) -> _Late | None:
+    def start(
+        name: str,
+        outs: Sequence[torch.Tensor],
+        compute: Callable[[], object],
+        is_async: bool,
+        holds: object = None,
+    ) -> _Late | None:
         started.append(name)
         if not late:
             compute()
             return _Late((), lambda: None, device, None) if is_async else None
-        work = _Late(outs, compute, device, side)
+        work = _Late(outs, compute, device, side, holds)
         return work if is_async else work.wait() and None
 
     def gather(out: torch.Tensor, x: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
@@ -98,7 +111,7 @@ def mirrored(device: torch.device, *, late: bool) -> Iterator[list[str]]:
 
     def all_reduce(x: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
         value = x.clone()
-        return start("all-reduce", [x], lambda: x.copy_(value), async_op)
+        return start("all-reduce", [x], lambda: x.copy_(value), async_op, value)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "_gather", gather)
