@@ -28,7 +28,7 @@ MORE = [("1x2x1", None, 2, 2), ("2x1x1", None, 1, 1), ("1x1x2", 2, 1, 1), ("1x1x
 
 def _on_any_cpu():
     """torch multiplies float16 on every CPU; DeepSpeed wants one that is fast at it."""
-    return mock.patch.object(get_accelerator(), "is_fp16_supported", lambda: True)
+    return mock.patch.object(get_accelerator(), "is_fp16_supported", return_value=True)
 
 
 def _after(engine, loss):
