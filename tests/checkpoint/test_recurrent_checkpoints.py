@@ -1,4 +1,4 @@
-"""Models whose layers hand on states, on several processes: loaded as slices, trained in segments, saved and resumed."""
+"""Layers that hand on states, on several processes: loaded as slices, trained in segments, saved and resumed."""
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed

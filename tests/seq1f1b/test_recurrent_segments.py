@@ -23,8 +23,8 @@ OPTIONS = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},  # which its defaults leave out
     "megatron-bert": {"is_decoder": True},
 }
-#: A convolution and experts; a convolution, a gated delta rule and attention; a state space; attention of its own, with
-#: a bias over keys, windows, a cache among the positional arguments; attention twice in a layer; another name for a state.
+#: A convolution and experts; a convolution, a gated delta rule and attention; a state space; attention of its own, also
+#: with a bias over keys, windows, a cache among positional arguments; attention twice in a layer; lightning attention.
 ARCHITECTURES = [
     *("lfm2_moe", "qwen3_next", "mamba2", "gptj"),
     *("bloom", "gpt_neo", "megatron-bert", "diffllama", "minimax"),

@@ -227,6 +227,8 @@ def prepare_masks(
     position_ids: torch.Tensor | None,
     length: int,
     labels: torch.Tensor | None = None,
+    *,
+    is_causal: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Reduce what a user gave to what causal attention doesn't do by itself, once for each micro-batch.
 
@@ -240,6 +242,7 @@ def prepare_masks(
             there is no attention mask.
         length: S.
         labels: ``[B, S]``, shifted.
+        is_causal: whether no position sees later ones; else padding on the right matters as well.
 
     Returns:
         ``attention_mask`` and ``packed`` of :class:`Unit`.
@@ -252,7 +255,8 @@ def prepare_masks(
     mask = nn.functional.pad(attention_mask.bool(), (0, length - attention_mask.shape[1]))
     only_on_the_right = (mask[:, 1:] <= mask[:, :-1]).all()
     labelled = torch.zeros_like(only_on_the_right) if labels is None else ((labels != IGNORE_INDEX) & ~mask).any()
-    return (None if bool(only_on_the_right & ~labelled) else mask), None
+    hides_nothing = only_on_the_right & ~labelled if is_causal else mask.all()
+    return (None if bool(hides_nothing) else mask), None
 
 
 def visible_to_all(attention_mask: torch.Tensor | None) -> int:

@@ -19,6 +19,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError
 from cuboid.models.architectures.certificate import MODES, Certificate, Kind, MeshVerdict, Mode, Verdict
+from cuboid.models.architectures.supported_tasks import task_of
 from cuboid.models.batch.batch import IGNORE_INDEX
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import LONGEST, Case, cases
@@ -241,7 +242,7 @@ def run_plain(model: PreTrainedModel, batch: MicroBatch) -> Outcome:
     own = copy.deepcopy(model)
     arguments = {name: x for name, x in batch.items() if name != "labels"}
     logits = own(**arguments, use_cache=False).logits
-    shifted = with_shifted_labels(batch)["shift_labels"]
+    shifted = with_shifted_labels(batch, is_causal=task_of(type(model)) == "causal")["shift_labels"]
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), shifted.flatten(), ignore_index=IGNORE_INDEX)
     loss.backward()
     if not bool(loss.isfinite()):
@@ -284,12 +285,13 @@ def run_stages(stages: Sequence[Any], batch: MicroBatch, lengths: tuple[int, ...
     Returns:
         The loss.
     """
-    shifted = with_shifted_labels(batch)
+    is_causal = stages[0].staging.outline.is_causal
+    shifted = with_shifted_labels(batch, is_causal=is_causal)
     items = max(int(label_tokens(shifted)), 1)
     runners = []
     for stage in stages:
         store = KVCache(sum(lengths), KVCachePool())
-        cut = SegmentedBatch.of(shifted, lengths, stage.config, stage.cuboid.mesh)
+        cut = SegmentedBatch.of(shifted, lengths, stage.config, stage.cuboid.mesh, is_causal=is_causal)
         (chunk,) = stage.staging.chunks
         runners.append(StageRunner(stage, chunk, [cut], [store], scale=1.0 / items, training=True))
     for segment in range(len(lengths)):

@@ -196,7 +196,8 @@ def _reasons_against_stages(probe: _Probe, choice: MeshVerdict) -> dict[Mode, st
     """What is wrong with the longest micro-batch on a mesh and in stages, whole or in segments."""
     modes: tuple[Mode, ...] = ("whole", "segments")
     if probe.task != "causal":
-        return dict.fromkeys(modes, f"it is for {WORDS[probe.task]}, and a pipeline takes causal language models only")
+        reason = f"it is for {WORDS[probe.task]}, and stages on a mesh take causal language models only"
+        return dict.fromkeys(modes, reason)
     try:
         outline = draw_outline(type(probe.model), probe.model.config)
         with probe.attempt.precision():
