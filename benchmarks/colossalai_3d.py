@@ -1,24 +1,18 @@
 """Time, bytes, memory and error of Colossal-AI's legacy 3-D layers and of Cuboid, for the same block on 8 ranks.
 
-python benchmarks/colossalai_3d.py [--peer-1d PYTHON] …
+python benchmarks/colossalai_3d.py …
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import logging
-import multiprocessing
-import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from harness import freshness
@@ -28,7 +22,7 @@ from harness.rounds import Record, run_rounds
 from harness.tables import MIB, Column, Row, Table, in_order, ranged
 from harness.watch import Watch, pin
 from network.networks import Loopback
-from network.ranks import TIMEOUT_S, Member, Ranks, forked_ranks
+from network.ranks import Ranks, forked_ranks
 from network.rate import Link, timed_step
 from three_d.sides import BLOCKS, QUICK, Block, Collective, Place, Side
 
@@ -40,46 +34,6 @@ from cuboid.errors import CuboidError
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
-
-#: Run by the Python of an environment of its own, for Colossal-AI's versions of 1-D exclude ours.
-_WORKER = Path(__file__).parent / "three_d" / "worker_1d.py"
-
-
-class PausedRanks(Ranks):
-    """Ranks that stand still between two calls, or their threads would wake up while others are measured."""
-
-    def call(self, method: str, *arguments: object, timeout_s: float = TIMEOUT_S) -> list[Any]:
-        for member in self.members:
-            member.process.resume()
-        answers = super().call(method, *arguments, timeout_s=timeout_s)
-        for member in self.members:
-            member.process.suspend()
-        return answers
-
-
-@contextlib.contextmanager
-def ranks_1d(python: Path, ranks: int, worker: Path = _WORKER) -> Iterator[Ranks]:
-    """Ranks of an environment's Python for the time of a ``with`` block, each with a :class:`network.serving.Host`."""
-    members: list[Member] = []
-    found = PausedRanks(members)
-    with tempfile.TemporaryDirectory(prefix="cuboid-") as folder:
-        try:
-            for rank in range(ranks):
-                ours, theirs = multiprocessing.Pipe()
-                world = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-                paths = {"PYTHONPATH": str(_WORKER.parents[1]), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-                process = psutil.Popen(
-                    [str(python), str(worker), str(theirs.fileno()), f"file://{folder}/meeting_point"],
-                    env={**os.environ, **world, **paths},
-                    pass_fds=[theirs.fileno()],
-                )
-                theirs.close()
-                members.append(Member(process, ours))
-            found.collect("its start", TIMEOUT_S)
-            yield found
-        finally:
-            found.close()
-
 
 # --- ours ---
 
@@ -118,7 +72,6 @@ def _place(layout: ShardingSpec, mesh: Mesh) -> Place:
 DEPTH = 2
 RANKS = DEPTH**3
 NAMES = {
-    "colossalai_1d": "Colossal-AI 1-D (own environment)",
     "colossalai_3d": "Colossal-AI 3-D",
     "colossalai_3d_exchange": "Colossal-AI 3-D, reduce-scatter as ours",
     "cuboid": "Cuboid 2×2×2",
@@ -138,39 +91,23 @@ class Colossalai3d(Case):
     packages = (*Case.packages, "colossalai")
     limit_s = 900.0
 
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        text = (
-            "Colossal-AI's HybridParallelPlugin with tp_size=8 too, by the Python of an environment for it: README.md"
-        )
-        parser.add_argument("--peer-1d", type=Path, metavar="PYTHON", help=text)
-
     def check(self, given: argparse.Namespace, error: Callable[[str], Any]) -> None:  # noqa: ARG002
         if importlib.util.find_spec("colossalai") is None:
             error("colossalai isn't installed; `make colossalai` does that")
 
     def measure(self, given: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
         blocks = QUICK if given.quick else BLOCKS
-        keys = [key for key in NAMES if given.peer_1d or key != "colossalai_1d"]
         result.update(mesh=[DEPTH] * 3, workload=[block.numbers() for block in blocks])
         for block in blocks:
             # Here, for all ranks that are forked.
             block.truth()
-        with contextlib.ExitStack() as stack:
-            ours = stack.enter_context(forked_ranks(Loopback(RANKS), _keep))
-            of_key = dict.fromkeys(keys, ours)
-            if "colossalai_1d" in keys:
-                of_key["colossalai_1d"] = stack.enter_context(ranks_1d(given.peer_1d, RANKS))
+        with forked_ranks(Loopback(RANKS), _keep) as ranks:
             for block in blocks:
-                records = [_prepared(block, key, of_key[key]) for key in keys]
+                records = [_prepared(block, key, ranks) for key in NAMES]
                 watch = Watch(given.limit)
-
-                def step(record: Record, watch: Watch = watch) -> Any:
-                    return timed_step(of_key[record.entry[1]], watch, record, figures=lambda *_: {})
-
-                run_rounds(records, given.repeats, watch, step)
+                run_rounds(records, given.repeats, watch, partial(timed_step, ranks, watch, figures=lambda *_: {}))
                 result["rows"] += [_row(record, records) for record in records]
-                for ranks in in_order(list(of_key.values())):
-                    ranks.call("discard")
+                ranks.call("discard")
                 write()
 
     def facts(self, result: Row) -> list[str]:

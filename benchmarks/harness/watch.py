@@ -1,7 +1,4 @@
-"""Time that is worth measuring: nobody else computes on the cores that the ranks have.
-
-Only psutil is needed here, so that ranks in an environment without Cuboid can be pinned too.
-"""
+"""Time that is worth measuring: nobody else computes on the cores that the ranks have."""
 
 from __future__ import annotations
 

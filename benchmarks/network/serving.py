@@ -1,7 +1,4 @@
-"""A rank's side of the rig: an object that it keeps, whose methods it is told to call, and steps that begin on a word.
-
-Only torch is needed here, so that ranks in an environment without Cuboid can take part.
-"""
+"""A rank's side of the rig: an object that it keeps, whose methods it is told to call; steps begin on a word."""
 
 from __future__ import annotations
 

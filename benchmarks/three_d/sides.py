@@ -2,7 +2,7 @@
 contestant on one rank: what it holds of the whole, and what a forward and backward of it sends, holds and saves.
 
 A GPT-2 block is what Colossal-AI's 3-D layers can build too: LayerNorms, linear layers with biases, causal attention,
-GELU. Only torch and transformers are needed here, so that an environment without Cuboid can take part.
+GELU.
 """
 
 from __future__ import annotations

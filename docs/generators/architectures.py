@@ -49,6 +49,11 @@ def _longrope(half: int) -> dict[str, Any]:
     return {"rope_type": "longrope", "original_max_position_embeddings": 4096, **factors, **_ROPE}
 
 
+#: Its embedding gets no gradient from the input, and masks and losses leave it out.
+_PAD = {"pad_token_id": 0}
+#: So low that they affect most scores and logits.
+_LOW_CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+_GROUPED_PAD = {"num_key_value_heads": 8, **_PAD}
 #: By model type, what real configs and the tests' differ in from the defaults, by what the page calls it.
 FLAVOURS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
@@ -58,15 +63,42 @@ FLAVOURS: dict[str, dict[str, dict[str, Any]]] = {
         "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 8},
         **{f"rope {name}": {"rope_parameters": rope, "num_key_value_heads": 8} for name, rope in _ROPES.items()},
         "rope longrope": {"rope_parameters": _longrope(64), "num_key_value_heads": 8},
+        "padding token": _PAD,
+        "grouped, padding token": _GROUPED_PAD,
+        "grouped, tied, padding token": {"tie_word_embeddings": True, **_GROUPED_PAD},
+        "biases, padding token": {"attention_bias": True, "mlp_bias": True, **_GROUPED_PAD},
     },
-    "qwen2": {"grouped": {"num_key_value_heads": 8}, "tied": {"num_key_value_heads": 8, "tie_word_embeddings": True}},
-    "qwen3": {"grouped": {"num_key_value_heads": 8}, "tied": {"num_key_value_heads": 8, "tie_word_embeddings": True}},
-    "mistral": {"no window": {"sliding_window": None}},
-    "mixtral": {"window": {"sliding_window": 4096}},
-    "gemma2": {"eager": {}},
+    "qwen2": {
+        "grouped": {"num_key_value_heads": 8},
+        "tied": {"num_key_value_heads": 8, "tie_word_embeddings": True},
+        "grouped, padding token": _GROUPED_PAD,
+    },
+    "qwen3": {
+        "grouped": {"num_key_value_heads": 8},
+        "tied": {"num_key_value_heads": 8, "tie_word_embeddings": True},
+        "tied, padding token": {"tie_word_embeddings": True, **_GROUPED_PAD},
+    },
+    "qwen3_moe": {"padding token": {"head_dim": 128, **_PAD}},
+    "mistral": {
+        "no window": {"sliding_window": None},
+        "padding token": _PAD,
+        "no window, padding token": {"sliding_window": None, **_PAD},
+    },
+    "mixtral": {
+        "window": {"sliding_window": 4096},
+        "padding token": _PAD,
+        "window, padding token": {"sliding_window": 4096, **_PAD},
+    },
+    "gpt_neox": {"padding token": _PAD},
+    "gemma2": {"eager": {}, "2 layers": {"num_hidden_layers": 2, **_LOW_CAPS}},
+    "gemma3_text": {"2 layers": {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}},
     "phi3": {"rope longrope": {"rope_parameters": _longrope(48)}},
     "falcon": {"ALiBi": {"alibi": True}, "new decoder": {"new_decoder_architecture": True}},
-    "gpt2": {"untied": {"tie_word_embeddings": False}},
+    "gpt2": {
+        "untied": {"tie_word_embeddings": False},
+        "padding token": _PAD,
+        "untied, padding token": {"tie_word_embeddings": False, **_PAD},
+    },
 }
 _DECODER = "decoder"
 #: Where transformers' own defaults make no model.

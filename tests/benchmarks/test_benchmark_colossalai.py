@@ -5,10 +5,8 @@ import json
 import math
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -82,55 +80,6 @@ def test_saved_bytes_are_told_apart(instruments):
         module(x)
     size = x.nbytes
     assert saved == {"linear_inputs": size, "other_activations": size, "gathered_weights": 0}
-
-
-# --- ranks in an environment of their own ------------------------------------------------------------------------
-
-#: As three_d/worker_1d.py, but with GPT-2's own block, whole on each rank.
-WORKER = """
-import os, sys
-from multiprocessing.connection import Connection
-import torch, torch.distributed as dist
-from network.serving import Host, serve
-from three_d.sides import Side, everything
-
-def build(entry):
-    block, fails = entry
-    if fails:
-        raise ValueError("on purpose")
-    part = block.model().get_submodule(block.path)
-    everywhere = tuple(map(everything, (block.batch, block.length, block.hidden)))
-    parameters = {name: (p, tuple(map(everything, p.shape))) for name, p in part.named_parameters()}
-    return Side(block, part, everywhere, parameters, (), set())
-
-def start():
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=size)
-    return Host(build)
-
-assert "cuboid" not in sys.modules
-serve(start, Connection(int(sys.argv[1])))
-"""
-
-
-def test_ranks_of_another_environment_take_part_and_stand_still_between_calls(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    case, gpt2 = (importlib.import_module(name) for name in ("colossalai_3d", "three_d.sides"))
-    ranks = importlib.import_module("network.ranks")
-    (tmp_path / "worker.py").write_text(WORKER)
-    block = gpt2.Block("mlp", 2, 4, 8, 2)
-    with case.ranks_1d(Path(sys.executable), 2, tmp_path / "worker.py") as found:
-        for answer in found.call("prepare", (block, False), timeout_s=60):
-            assert answer["errors"].keys() == block.truth().keys()
-            assert 0 < max(answer["errors"].values()) < 1e-6
-            assert answer["peak_bytes"] > answer["saved_bytes"]["other_activations"] > 0
-        processes = [psutil.Process(member.process.pid) for member in found.members]
-        assert [process.status() for process in processes] == [psutil.STATUS_STOPPED] * 2
-        steps = found.call("step", (block, False), time.perf_counter(), timeout_s=60)
-        assert all(step.duration_s > 0 for step in steps)
-        with pytest.raises(ranks.RankError, match=r"rank . of 2 failed in prepare:[^$]*ValueError: on purpose"):
-            found.call("prepare", (block, True), timeout_s=60)
-    assert not any(process.is_running() for process in processes)
 
 
 # --- the comparison ----------------------------------------------------------------------------------------------

@@ -69,7 +69,8 @@ def test_on_links_the_rate_is_that_at_which_sending_takes_as_long_as_computing(t
     for row in measured(tmp_path, "--network", "shaped")["rows"]:
         assert row["rate_mbit"] == pytest.approx(min(row["wanted_mbit"], 50))
         assert row["measured_mbit"] == pytest.approx(row["rate_mbit"], rel=0.1)
-        assert 0 < row["interface_excess"] < 0.5
+        # What is still in an interface's queue when a rank's step ends counts in the next one.
+        assert -0.01 < row["interface_excess"] < 0.5
         # The step whose collectives do nothing sends nothing.
         _, silent, _ = row["samples"].values()
         assert all(sample["interface_bytes"] < 0.01 * row["counted_bytes"] for sample in silent)

@@ -91,15 +91,16 @@ def pipeline(found, stage, *axes, given=(), answer=True, keys=None, schedule=Non
     config = {"engine": "seq1f1b", "stages": 2, "segments": 3, "partition": "even", "certification": "verified"}
     sections = {"tensor_parallel": {**mesh_of(*axes), **(keys or {})}, "pipeline": {**config, **(schedule or {})}}
     model = model_of(sections, **options)
-    with device.watch(found, answer=answer):
+    share = pipelines.share_micro_batches
+    if stage:
+        # Nothing comes from the rank that reads the data.
+        share = mock.Mock(side_effect=lambda given, *_: list(given))
+    with device.watch(found, answer=answer), mock.patch.object(pipelines, "share_micro_batches", share):
         put_on_device(model)
         runs = pipelines.Pipeline(model)
         for _ in range(2):
             found.clear()
             batches = [{name: torch.ones_like(ids()) for name in ("input_ids", "labels", *given)} for _ in range(2)]
-            if stage:
-                # Nothing comes from the rank that reads the data.
-                pipelines.share_micro_batches = lambda given, *_: list(given)
             runs.train(iter(batches), 2)
 
 

@@ -63,7 +63,8 @@ def test_segments_go_on_where_the_one_before_ended(architecture, lengths, paddin
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_recomputation_reads_what_the_forward_read(architecture):
-    assert difference(architecture, (6, 5, 2), use_reentrant=False) < 1e-5
+    # Norms are in float32 here; a state of another segment would be wrong by more than a percent.
+    assert difference(architecture, (6, 5, 2), use_reentrant=False) < 1e-4
 
 
 def test_states_without_a_graph_are_refused():

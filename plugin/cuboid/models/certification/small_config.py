@@ -122,7 +122,10 @@ def _shrunk_fields(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _kept_layers(fields: Mapping[str, Any], count: int) -> list[int]:
-    """One or two layers of each kind, and as many as it takes for the kinds that are known by their number."""
+    """One or two layers of each kind, and as many as it takes for the kinds that are known by their number.
+
+    Models whose layers are all alike get three, those with fewer too: how many there are decides nothing.
+    """
     lists = [value for value in fields.values() if isinstance(value, list) and len(value) == count]
     kinds: dict[tuple[str, ...], list[int]] = {}
     for index in range(count):
@@ -132,7 +135,8 @@ def _kept_layers(fields: Mapping[str, Any], count: int) -> list[int]:
         return list(range(min(count, max(4, period), _MOST_LAYERS)))
     found = [index for places in kinds.values() for index in places[:2]][:_MOST_LAYERS]
     more = [index for index in range(count) if index not in found]
-    return sorted([*found, *more[: max(0, 3 - len(found))]])
+    again = [0] * 3 if len(kinds) == 1 else []
+    return sorted([*found, *[*more, *again][: max(0, 3 - len(found))]])
 
 
 def _smaller(name: str, value: Any, fields: Mapping[str, Any], kept: list[int] | None) -> Any:
