@@ -25,7 +25,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import PipelineModule
+from deepspeed.pipe import DualPipeVModule, PipelineModule
 from harness import freshness, llama
 from harness.case import Case, at_least
 from harness.llama import Llama
@@ -72,8 +72,9 @@ _TRACED_STEP = 2
 class Task:
     """A step of one pipeline: P stages, M micro-batches of one sequence of S tokens each. Hashable.
 
-    ``stage`` gives a stage as peers take one; ``data`` what the first one is given and what the last one should give,
-    by micro-batch and the same every time; ``loss`` the mean of a micro-batch; ``sizes`` what the model multiplies.
+    ``stage`` gives a stage, of so many a rank, as peers take one; ``data`` what the first one is given and what the
+    last one should give, by micro-batch and the same every time; ``loss`` the mean of a micro-batch; ``sizes`` what the
+    model multiplies.
     """
 
     @property
@@ -107,7 +108,8 @@ class RealTask(Llama, Task):
     def sizes(self) -> ModelSizes:
         return model_sizes(self.config())
 
-    def stage(self, number: int) -> nn.Module:
+    def stage(self, number: int, chunks: int = 1) -> nn.Module:
+        assert chunks == 1
         return PlainStage(self.model(), number, self.stages)
 
     def data(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,7 +150,7 @@ class Entry:
     """Which pipeline takes part."""
 
     kind: str  # "cuboid", "deepspeed" or "torch"
-    schedule: str = "1f1b"  # a name in :data:`~cuboid.seq1f1b.schedule.choice.NAMES`; the peers have "1f1b"
+    schedule: str = "1f1b"  # a name in :data:`~cuboid.seq1f1b.schedule.choice.NAMES`, or one that the peer's has
     segments: int = 1  # k; 1 for "gpipe" and "1f1b"
     partition: str = "flops"  # where sequences are cut, "flops" or "even"
     chunks: int = 1  # v, stages on each rank
@@ -157,10 +159,15 @@ class Entry:
     @property
     def name(self) -> str:
         if self.kind != "cuboid":
-            return _PEERS[self.kind]
+            return _PEERS[self.kind] + ("" if self.chunks == 1 else f" {self.schedule}")
         segments = f", k={self.segments}" if self.schedule not in ("gpipe", "1f1b") else ""
         kept = f", v={self.chunks}, kept {self.limit:g}" if self.limit else ""
         return f"Cuboid {self.schedule}{segments}{kept}" + (f", {self.partition} cut" if self.segments > 1 else "")
+
+    @property
+    def is_known(self) -> bool:
+        """Whether Cuboid has such a schedule too, by which it can be simulated."""
+        return self.kind == "cuboid" or self.chunks == 1
 
     def lengths(self, task: Task) -> tuple[int, ...]:
         if self.partition == "even":
@@ -208,12 +215,15 @@ class Pipeline(Contestant):
     optimizer: torch.optim.Optimizer
     pool: MeteredPool | None = None
     loss = 0.0
-    _module: nn.Module | None = None
+    #: Stages of this rank that record their units.
+    _recording: Sequence[Any] = ()
     _squares = 0.0
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, own: Sequence[int] | None = None, chunks: int = 1) -> None:
         self.task, self.number = task, dist.get_rank()
-        self.is_last = self.number == task.stages - 1
+        #: This rank's stages.
+        self.own = [self.number] if own is None else own
+        self.is_last = task.stages * chunks - 1 in self.own
 
     def first(self) -> Row:
         """A step, in which all but the time is measured: loss, squares of gradients, peak of live activations."""
@@ -236,8 +246,8 @@ class Pipeline(Contestant):
         """Record units anew, where stages do."""
         if self.task.is_emulated:
             self._recorder = Profiler(torch.device("cpu"))
-            if self._module is not None:
-                self._module.begin(self._recorder)
+            for stage in self._recording:
+                stage.begin(self._recorder)
 
     def figures(self) -> Row:
         """Loss, sum of the gradients' squares and units, where each step is to be checked."""
@@ -250,18 +260,22 @@ class Pipeline(Contestant):
 class TorchPipeline(Pipeline):
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self._module = task.stage(self.number)
-        stage = PipelineStage(self._module, self.number, task.stages, torch.device("cpu"))
-        self._schedule = Schedule1F1B(stage, task.micro_batches, loss_fn=task.loss)
-        self._given, self._wanted = task.data()
-        self.optimizer = torch.optim.SGD(self._module.parameters(), lr=task.learning_rate)
+        module = task.stage(self.number)
+        self._recording = [module] if task.is_emulated else []
+        stage = PipelineStage(module, self.number, task.stages, torch.device("cpu"))
+        self._set_up(Schedule1F1B(stage, task.micro_batches, loss_fn=task.loss), [module])
+
+    def _set_up(self, schedule: Any, modules: Sequence[nn.Module]) -> None:
+        self._schedule = schedule
+        self._given, self._wanted = self.task.data()
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        self.optimizer = torch.optim.SGD(parameters, lr=self.task.learning_rate)
 
     def step(self) -> None:
         losses: list[torch.Tensor] = []
-        if self.is_last:
-            self._schedule.step(target=self._wanted, losses=losses, return_outputs=False)
-        else:
-            self._schedule.step(*([self._given] if self.number == 0 else []), return_outputs=False)
+        given = [self._given] if 0 in self.own else []
+        asked: Row = {"target": self._wanted, "losses": losses} if self.is_last else {}
+        self._schedule.step(*given, **asked, return_outputs=False)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.loss = torch.stack(losses).mean().item() if self.is_last else 0.0
@@ -298,13 +312,17 @@ class _UnderDeepSpeed(Pipeline):
 
 
 class DeepSpeedPipeline(_UnderDeepSpeed):
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
+    """1F1B, or DualPipeV with two stages a rank."""
+
+    def __init__(self, task: Task, chunks: int = 1) -> None:
+        number, total = dist.get_rank(), task.stages * chunks
+        super().__init__(task, [number, total - 1 - number][:chunks], chunks)
         SHARED_MEMORY_BUILD.skip()  # it takes half a minute, and point-to-point messages don't use it
         deepspeed.init_distributed()
-        stages = [task.stage(number) for number in range(task.stages)]
-        self._module = stages[self.number]
-        module = PipelineModule(stages, num_stages=task.stages, loss_fn=task.loss, partition_method="uniform")
+        stages = [task.stage(stage, chunks) for stage in range(total)]
+        self._recording = [stages[stage] for stage in self.own] if task.is_emulated else []
+        kind = PipelineModule if chunks == 1 else DualPipeVModule
+        module = kind(stages, num_stages=task.stages, loss_fn=task.loss, partition_method="uniform")
         self._start(module, self._micro_batches(), self._config())
 
 
@@ -347,7 +365,8 @@ class CuboidPipeline(_UnderDeepSpeed):
 def row_name(row: Row) -> str:
     """A peer, or Cuboid's cut, for tables."""
     if row["kind"] != "cuboid":
-        return {"torch": "`torch.distributed.pipelining`", "deepspeed": "DeepSpeed `PipelineEngine`"}[row["kind"]]
+        peer = {"torch": "`torch.distributed.pipelining`", "deepspeed": "DeepSpeed `PipelineEngine`"}[row["kind"]]
+        return peer + ("" if row.get("chunks", 1) == 1 else f", {row['schedule']}")
     return f"k = {row['segments']}" + (f", {row['partition']}" if row["segments"] > 1 else "")
 
 
@@ -479,18 +498,20 @@ def pipeline_row(record: Record, records: Sequence[Record], yardsticks: Mapping[
     (entry, task), whole = record.entry, yardsticks["own_1f1b"]
     by_entry = {other.entry: other for other in records}
     others = {key: by_entry[other, task] for key, other in yardsticks.items() if (other, task) in by_entry}
-    own, base = (each.simulated(task) for each in (entry, whole))
+    # Schedules that only peers have aren't simulated.
+    own = entry.simulated(task) if entry.is_known else None
+    base = whole.simulated(task)
     return {
         "name": entry.name,
         **dataclasses.asdict(entry),
         "stages": task.stages,
         "micro_batches": task.micro_batches,
         "lengths": list(entry.lengths(task)),
-        "simulated_s": own.makespan_s,
-        "bubble_theory": entry.theory(task),
-        "bubble_simulated": own.bubble,
-        "ratio_theory": (1 - entry.theory(task)) / (1 - whole.theory(task)),
-        "ratio_simulated": base.makespan_s / own.makespan_s,
+        "simulated_s": own and own.makespan_s,
+        "bubble_theory": own and entry.theory(task),
+        "bubble_simulated": own and own.bubble,
+        "ratio_theory": own and (1 - entry.theory(task)) / (1 - whole.theory(task)),
+        "ratio_simulated": own and base.makespan_s / own.makespan_s,
         **record.numbers(others.items()),
     }
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from harness import freshness
 from harness.case import Case, at_least
 from harness.rounds import Record, check_equal, run_rounds, spread, undisturbed
-from harness.tables import Column, Row, Table, ranged
+from harness.tables import Column, Row, Table, known, ranged
 from harness.watch import Watch
 from network.networks import Loopback
 from network.ranks import Ranks, forked_ranks
@@ -45,6 +45,13 @@ from pipeline import (
     together,
 )
 from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    ScheduleDualPipeV,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
@@ -98,8 +105,8 @@ class Work(Task):
         }
         return lambda action: table[action.op, action.segment]
 
-    def stage(self, number: int) -> nn.Module:
-        return WholeStage(self, number)
+    def stage(self, number: int, chunks: int = 1) -> nn.Module:
+        return WholeStage(self, number, chunks)
 
     # All contestants of a rank share it.
     @functools.lru_cache(maxsize=1)  # noqa: B019 -- as long as the rank lives
@@ -232,10 +239,10 @@ class SegmentedStage:
 class WholeStage(nn.Module):
     """A stage as peers take one: a module of hidden states ``[1, S, W]``, whose gradient autograd asks for."""
 
-    def __init__(self, work: Work, stage: int) -> None:
+    def __init__(self, work: Work, stage: int, chunks: int = 1) -> None:
         super().__init__()
         self.mixer = Mixer(work, stage)
-        self._stage, self._duration_s = stage, work.cost((work.length,))
+        self._stage, self._duration_s = stage, work.cost((work.length,), chunks)
         self.begin(None)
 
     def begin(self, recorder: Profiler | None) -> None:
@@ -277,6 +284,62 @@ class _Whole(torch.autograd.Function):
         return of_given if ctx.needs_input_grad[0] else None, *found, None
 
 
+class _OneOutput(nn.Module):
+    """A stage without segments, that autograd goes through."""
+
+    def __init__(self, mixer: Mixer) -> None:
+        super().__init__()
+        self.mixer = mixer
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        output, _ = self.mixer(given)
+        return output
+
+
+class TimedStage(PipelineStage):
+    """One of a rank's stages as torch's schedules take them, each part of whose units lasts as long as it should."""
+
+    def __init__(self, work: Work, stage: int, chunks: int) -> None:
+        self._duration_s = work.cost((work.length,), chunks)
+        super().__init__(_OneOutput(Mixer(work, stage)), stage, work.stages * chunks, torch.device("cpu"))
+
+    def begin(self, recorder: Profiler) -> None:
+        self._recorder = recorder
+
+    @contextmanager
+    def _unit(self, op: Op, micro_batch: int) -> Iterator[None]:
+        action = Action(op, self.stage_index, micro_batch, 0)
+        with self._recorder.observe(action), _lasting(self._duration_s(action)):
+            yield
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **options: Any) -> Any:
+        with self._unit(Op.FORWARD, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *arguments, **options)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        with self._unit(Op.BACKWARD if full_backward else Op.INPUT_GRADIENT, bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with self._unit(Op.WEIGHT_GRADIENT, bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+
+class TorchChunks(TorchPipeline):
+    """Two stages on each rank, under one of torch's schedules for that."""
+
+    def __init__(self, entry: Entry, work: Work) -> None:
+        number, total = dist.get_rank(), work.stages * entry.chunks
+        second = total - 1 - number if entry.schedule in _V else work.stages + number
+        Pipeline.__init__(self, work, [number, second], entry.chunks)
+        stages = [TimedStage(work, stage, entry.chunks) for stage in self.own]
+        self._recording = stages
+        schedule = _TORCH[entry.schedule](stages, work.micro_batches, loss_fn=work.loss)
+        self._set_up(schedule, [stage.submod for stage in stages])
+
+
 class CuboidRuntime(Pipeline):
     def __init__(self, entry: Entry, work: Work, channels: dict[tuple[int, int], Channel]) -> None:
         super().__init__(work)
@@ -307,6 +370,14 @@ AGREEMENT = 1e-5
 YARDSTICKS = {"own_1f1b": Entry("cuboid"), "torch": Entry("torch"), "deepspeed": Entry("deepspeed")}
 
 
+#: torch's schedules of two stages on each rank, and those of them that are placed as a V.
+_TORCH: dict[str, Any] = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "interleaved zero bubble": ScheduleInterleavedZeroBubble,
+    "ZBV": ScheduleZBVZeroBubble,
+    "DualPipeV": ScheduleDualPipeV,
+}
+_V = ("ZBV", "DualPipeV")
 #: Schedules of two stages on each rank, and the sequences of its share that a rank may keep.
 _CHUNKED = [("zero_bubble-interleaved", 2.0), ("zero_bubble-interleaved", 1.5), ("zero_bubble-v", 2.0)]
 
@@ -316,7 +387,15 @@ def entries(segments: Sequence[int]) -> list[Entry]:
     most = max(segments)
     split = [Entry("cuboid", "zero_bubble", most, limit=2.0)]
     split += [Entry("cuboid", name, most, chunks=2, limit=limit) for name, limit in _CHUNKED]
-    return [Entry("cuboid", "gpipe"), *YARDSTICKS.values(), *cuts(segments), *split]
+    peers = [Entry("torch", name, chunks=2) for name in _TORCH] + [Entry("deepspeed", "DualPipeV", chunks=2)]
+    return [Entry("cuboid", "gpipe"), *YARDSTICKS.values(), *peers, *cuts(segments), *split]
+
+
+def is_able(entry: Entry, work: Work) -> bool:
+    """Whether a peer's schedule takes so few micro-batches."""
+    if entry.kind == "cuboid" or (entry.kind, entry.chunks) == ("deepspeed", 1):
+        return True
+    return work.micro_batches >= work.stages * (2 if entry.schedule == "DualPipeV" else 1)
 
 
 class EmulatedPipeline(Case):
@@ -353,7 +432,7 @@ class EmulatedPipeline(Case):
                 forked_ranks(Loopback(stages), _keep) as ranks,
             ):
                 for work in own:
-                    able = [entry for entry in everyone if entry.kind != "torch" or work.micro_batches >= stages]
+                    able = [entry for entry in everyone if is_able(entry, work)]
                     _measure(ranks, work, able, given, records, write_rows)
 
     def facts(self, result: Row) -> list[str]:
@@ -379,15 +458,15 @@ class EmulatedPipeline(Case):
         columns = [
             Column("", _name, "l"),
             Column("step, s", lambda row: ranged(row["step_s"])),
-            Column("simulated", lambda row: f"{row['simulated_s']:.2f}"),
+            Column("simulated", lambda row: known(row["simulated_s"], ".2f")),
             Column("÷ 1F1B", lambda row: ranged(row["ratios"].get("own_1f1b"))),
-            Column("simulated", lambda row: f"{row['ratio_simulated']:.2f}"),
-            Column("theory", lambda row: f"{row['ratio_theory']:.2f}"),
+            Column("simulated", lambda row: known(row["ratio_simulated"], ".2f")),
+            Column("theory", lambda row: known(row["ratio_theory"], ".2f")),
             Column("÷ torch", lambda row: ranged(row["ratios"].get("torch"))),
             Column("÷ DeepSpeed", lambda row: ranged(row["ratios"].get("deepspeed"))),
             Column("bubble", lambda row: f"{100 * row['bubble']['median']:.1f} %"),
-            Column("simulated", lambda row: f"{100 * row['bubble_simulated']:.1f} %"),
-            Column("theory", lambda row: f"{100 * row['bubble_theory']:.1f} %"),
+            Column("simulated", lambda row: known(row["bubble_simulated"], ".1f", unit=0.01, end=" %")),
+            Column("theory", lambda row: known(row["bubble_theory"], ".1f", unit=0.01, end=" %")),
             Column("sequences in flight", lambda row: f"{max(row['sequences_in_flight']):.2f}"),
         ]
         return [
@@ -409,7 +488,9 @@ def _keep(_: int) -> Link:
         entry, work = key
         if entry.kind == "cuboid":
             return CuboidRuntime(entry, work, channels(place_stages(entry.schedule, work.stages, entry.chunks)))
-        return DeepSpeedPipeline(work) if entry.kind == "deepspeed" else TorchPipeline(work)
+        if entry.kind == "deepspeed":
+            return DeepSpeedPipeline(work, entry.chunks)
+        return TorchPipeline(work) if entry.chunks == 1 else TorchChunks(entry, work)
 
     return Link(Loopback(dist.get_world_size()), build)
 
@@ -457,7 +538,15 @@ def check_complete(record: Record, timeline: Timeline) -> None:
     """Make sure that every unit ran forward and backward once, for else no time means anything."""
     entry, work = record.entry
     ran = Counter(span.action for spans in timeline.spans for span in spans)
-    wanted = Counter(itertools.chain.from_iterable(entry.chosen(work).schedule))
+    if entry.is_known:
+        wanted = Counter(itertools.chain.from_iterable(entry.chosen(work).schedule))
+    else:
+        # Which backwards are split is the peer's choice.
+        split = {(action.stage, action.micro_batch) for action in ran if action.op is Op.INPUT_GRADIENT}
+        wanted = Counter()
+        for unit in itertools.product(range(work.stages * entry.chunks), range(work.micro_batches)):
+            backward = (Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT) if unit in split else (Op.BACKWARD,)
+            wanted.update(Action(op, *unit, 0) for op in (Op.FORWARD, *backward))
     for action in (ran - wanted) + (wanted - ran):
         raise CuboidError(f"{record.name} ran {action} {ran[action]} times instead of {wanted[action]}")
 
@@ -476,7 +565,7 @@ def _row(record: Record, records: Sequence[Record]) -> Row:
         "error": record.error,
         "bubble": spread([sample.figures["bubble"] for sample in quiet]),
         "sequences_in_flight": [peak_bytes(own, kept, INPUT_GRADIENT_FREES) for own in ran],
-        "sequences_in_flight_simulated": list(entry.simulated(work).peak_bytes),
+        "sequences_in_flight_simulated": list(entry.simulated(work).peak_bytes) if entry.is_known else None,
     }
 
 

@@ -69,9 +69,11 @@ def percent(numbers: dict[str, float], form: str = ".0%", *, base: float = 0.0, 
     return f"{'**' * bold}{median}{'**' * bold} ({low} to {high})"
 
 
-def known(value: float | None, form: str, *, none: str = DASH, unit: float = 1.0) -> str:
-    """A number in some unit; ``none`` where it isn't known."""
-    return none if value is None else f"{value / unit:{form}}"
+def known(
+    value: float | None, form: str, *, none: str = DASH, unit: float = 1.0, before: str = "", end: str = ""
+) -> str:
+    """A number in some unit, between two texts; ``none`` where it isn't known."""
+    return none if value is None else f"{before}{value / unit:{form}}{end}"
 
 
 def error(row: Row) -> str:

@@ -51,6 +51,7 @@ def _longrope(half: int) -> dict[str, Any]:
 
 #: Its embedding gets no gradient from the input, and masks and losses leave it out.
 _PAD = {"pad_token_id": 0}
+_TURNS = ["sliding_attention", "full_attention"]
 #: So low that they affect most scores and logits.
 _LOW_CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 _GROUPED_PAD = {"num_key_value_heads": 8, **_PAD}
@@ -83,6 +84,8 @@ FLAVOURS: dict[str, dict[str, dict[str, Any]]] = {
         "no window": {"sliding_window": None},
         "padding token": _PAD,
         "no window, padding token": {"sliding_window": None, **_PAD},
+        "padding token, eager": _PAD,
+        "no window, padding token, eager": {"sliding_window": None, **_PAD},
     },
     "mixtral": {
         "window": {"sliding_window": 4096},
@@ -90,8 +93,15 @@ FLAVOURS: dict[str, dict[str, dict[str, Any]]] = {
         "window, padding token": {"sliding_window": 4096, **_PAD},
     },
     "gpt_neox": {"padding token": _PAD},
-    "gemma2": {"eager": {}, "2 layers": {"num_hidden_layers": 2, **_LOW_CAPS}},
-    "gemma3_text": {"2 layers": {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}},
+    "gemma2": {
+        "eager": {},
+        "low caps, eager": _LOW_CAPS,
+        "2 layers, low caps, eager": {"num_hidden_layers": 2, **_LOW_CAPS},
+    },
+    "gemma3_text": {
+        "2 layers": {"layer_types": _TURNS, "num_hidden_layers": 2},
+        "in turns": {"layer_types": 2 * _TURNS, "num_hidden_layers": 4},
+    },
     "phi3": {"rope longrope": {"rope_parameters": _longrope(48)}},
     "falcon": {"ALiBi": {"alibi": True}, "new decoder": {"new_decoder_architecture": True}},
     "gpt2": {
@@ -214,7 +224,7 @@ def config_of(model_type: str, flavour: str) -> tuple[Any, PretrainedConfig]:
     text = next((getattr(config, name, None) for name in config.sub_configs if name == "text_config"), None)
     if text is not None and isinstance(text, cls.config_class):
         config = text
-    config._attn_implementation = "eager" if flavour == "eager" else config._attn_implementation
+    config._attn_implementation = "eager" if flavour.endswith("eager") else config._attn_implementation
     return cls, config
 
 

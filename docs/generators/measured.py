@@ -12,6 +12,7 @@ from typing import Any
 
 from harness import freshness
 from harness.links import MARKS
+from harness.tables import known
 
 from generators import bars
 from generators.bars import Bar, Panel
@@ -89,7 +90,10 @@ SHOWN = {
     ),
     "pipeline_emulated": Shown(
         {"pipeline_emulated": "emulated stages"},
-        bar=lambda row: _step_bar(row, f"bubble {row['bubble']['median']:.1%}, theory {row['bubble_theory']:.1%}"),
+        bar=lambda row: _step_bar(
+            row,
+            f"bubble {row['bubble']['median']:.1%}" + known(row["bubble_theory"], ".1%", before=", theory ", none=""),
+        ),
         group=lambda row: f"{row['stages']} stages, M = {row['micro_batches']}; computing emulated by sleeping",
         marks={"simulated": lambda row: row["simulated_s"]},
     ),
@@ -144,6 +148,10 @@ SHOWN = {
         page="colossalai.md",
     ),
 }
+
+
+def _theory(row: dict[str, Any]) -> str:
+    return known(row["bubble_theory"], ".1%", before=", theory ", none="")
 
 
 class Measured:

@@ -1,5 +1,7 @@
 """What NCCL and CUDA would make of a step, proven without either: orders, synchronised devices, poisoned results."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from cuboid.verify import SmallModel
 from cuboid.verify.workers.pool import WorkerError
 from proofs.device import SynchronisedDevice
 from proofs.former import formerly_lowered
+from proofs.mirror import mirrored
 from proofs.order import Issued, OrderRecorder, check_orders
 from proofs.poison import PoisonError, poisoned
 
@@ -263,3 +266,17 @@ def test_the_poison_finds_mistakes(pool):
             "written": "the result of all-gather was written to before its end",
             "freed": "the memory of the input of all-gather was freed before its end",
         }
+
+
+def test_a_late_collective_shows_who_reads_or_changes_early():
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+    with mirrored(torch.device("cpu"), late=True) as started:
+        x, out = torch.arange(2.0), torch.empty(4)
+        pending = AsyncResult(out, [collectives._gather(out, x, group=group, async_op=True)])
+        assert out.isnan().all()
+        x += 1
+        assert pending.wait().tolist() == [1.0, 2.0, 1.0, 2.0]
+        own = torch.empty(1)
+        assert collectives._reduce_scatter(own, x, group=group) is None
+        assert own.tolist() == [2.0]
+    assert started == ["all-gather", "reduce-scatter"]

@@ -1,5 +1,8 @@
-"""The page that ``make gpu`` writes, from results that need no GPU."""
+"""The page that ``make gpu`` writes, from results that need no GPU, and whose time its checks' limits are for."""
 
+import signal
+
+from gpu import conftest
 from gpu.page import Result, page
 
 MACHINE = {"GPU": "1 × Some GPU, 80 GiB", "torch": "2.13.0"}
@@ -48,3 +51,11 @@ def test_the_page_of_a_run_that_was_stopped_says_in_which_check():
     text = page(MACHINE, [RESULTS[0], Result("test_cold.py::test_d", "running", 0.0)])
     assert "before `test_cold.py::test_d` ended" in text
     assert "before" not in page(MACHINE, RESULTS)
+
+
+def test_the_time_limit_of_a_check_is_for_no_other_test(request):
+    # pytest calls this hook of a folder's conftest for all tests of a session.
+    running = conftest.pytest_runtest_protocol(request.node)
+    next(running)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    running.close()

@@ -129,6 +129,9 @@ STACKS = pytest.StashKey()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
+    # Unlike other hooks of a conftest, this one is called for all tests of a session.
+    if FOLDER not in item.path.parents:
+        return (yield)
     marker = item.get_closest_marker("limit")
     limit_s = marker.args[0] if marker else LIMIT_S
     item.config.stash[RUN].begin(item)

@@ -3,6 +3,7 @@
 Whatever synchronises the whole device (a kernel's first load, an allocator that has to free) would wait for it.
 """
 
+import os
 import subprocess
 import sys
 
@@ -25,7 +26,9 @@ def cold(fill):
         kept = torch.empty(max(free - 2 * 2**30, 0), dtype=torch.uint8, device="cuda")
     side, over = torch.cuda.Stream(), torch.cuda.Event()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(int(10 * torch.cuda.get_device_properties(0).clock_rate * 1e3))
+        # Newer versions of CUDA don't tell the clock; at 2 GHz, other GPUs take longer.
+        kilohertz = getattr(torch.cuda.get_device_properties(0), "clock_rate", 2_000_000)
+        torch.cuda._sleep(int(10e3 * kilohertz))
         over.record()
     start = time.perf_counter()
     pipeline.train(iter([batch]), 1)
@@ -36,17 +39,33 @@ if __name__ == "__main__":
     with WorkerPool(1) as workers:
         ((seconds, is_over),) = workers.run(1, cold, sys.argv[1] == "full", timeout_s=70)
     print(seconds, is_over)
-    sys.exit(is_over)
 """
 
 
+#: As ``cuboid train`` sets them, which is what is promised; CUDA's own way is only noted.
+SETTINGS = {
+    "as set by cuboid train": {"CUDA_MODULE_LOADING": "EAGER", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+    "as CUDA does by itself": {"CUDA_MODULE_LOADING": "LAZY"},
+}
+
+
 @pytest.mark.gpus(1)
-@pytest.mark.parametrize("memory", ["free", "full"])
-def test_a_first_step_waits_for_no_other_stream(tmp_path, memory, figure):
+@pytest.mark.parametrize(
+    ("settings", "memory"),
+    [("as set by cuboid train", "free"), ("as set by cuboid train", "full"), ("as CUDA does by itself", "free")],
+)
+def test_a_first_step_waits_for_no_other_stream(tmp_path, settings, memory, figure):
     script = tmp_path / "cold.py"
     script.write_text(SCRIPT, encoding="utf-8")
+    # The script finds this package where pytest has found it.
+    environment = {**os.environ, **SETTINGS[settings], "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, str(script), memory], capture_output=True, text=True, timeout=85, check=False
+        [sys.executable, str(script), memory], env=environment, capture_output=True, text=True, timeout=85, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    figure("A cold first step beside a kernel of ten seconds", f"memory {memory}", "s", done.stdout.split()[0])
+    seconds, _, is_over = done.stdout.strip().rpartition("\n")[2].partition(" ")
+    assert is_over in ("True", "False"), done.stdout + done.stderr
+    table = "A cold first step beside a kernel of ten seconds"
+    figure(table, f"{settings}, memory {memory}", "s", seconds)
+    figure(table, f"{settings}, memory {memory}", "waits for it", "yes" if is_over == "True" else "no")
+    if settings == "as set by cuboid train":
+        assert is_over == "False"

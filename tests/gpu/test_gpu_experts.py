@@ -31,7 +31,8 @@ def test_grouped_products_are_right(device, dtype, case, tokens):
 
     dispatch = Dispatch.of(chosen_experts(case, tokens, count, device), count)
     x, y, weight = made(2 * tokens, into), made(2 * tokens, out), made(count, out, into).transpose(1, 2)
-    assert has_kernel(x, weight) == (device.type == "cuda" and dtype == torch.bfloat16)
+    knows_one = device.type == "cuda" and torch.cuda.get_device_capability()[0] in (9, 10)
+    assert has_kernel(x, weight) == (knows_one and dtype == torch.bfloat16)
     of_expert = torch.nn.functional.one_hot(dispatch.experts.long(), count).double()
     wide = [each.double() for each in (x, y, weight)]
     rows = torch.stack([wide[0][row] @ wide[2][expert] for row, expert in enumerate(dispatch.experts.tolist())])

@@ -2,12 +2,12 @@
 
 import importlib.util
 import math
-import shutil
 import time
 
 import pytest
 import torch
 import transformers
+from torch.utils import cpp_extension
 
 import cuboid
 from gpu.test_gpu_stage import SIZES as LLAMA
@@ -81,10 +81,12 @@ def test_a_checkpoint_resumes_with_the_same_dropout(device, fresh, tmp_path, seg
     figure(table, row, "until it is published, ms", f"{done_s * 1e3:.0f}")
 
 
+# Compiling it takes a minute or more.
+@pytest.mark.limit(180)
 def test_the_fused_adam_of_deepspeed(device, fresh, tmp_path):
-    if device.type == "cpu" or shutil.which("nvcc") is None:
-        pytest.skip("FusedAdam is compiled with nvcc, which isn't there; configs say torch_adam")
-    ((losses, _),) = fresh.run(1, deepspeed_run, str(device), str(tmp_path), False, 4, False, timeout_s=85)
+    if device.type == "cpu" or cpp_extension.CUDA_HOME is None or not cpp_extension.is_ninja_available():
+        pytest.skip("FusedAdam is compiled with nvcc and ninja, which aren't there; configs say torch_adam")
+    ((losses, _),) = fresh.run(1, deepspeed_run, str(device), str(tmp_path), False, 4, False, timeout_s=160)
     assert all(map(math.isfinite, losses))
     assert len(losses) == STEPS
 

@@ -11,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import cuboid
 from cuboid.distributed import rank_agreement
 from cuboid.verify import WorkerPool
+from proofs.mirror import mirrored
 
 LAYERS, LENGTH = 2, 4096
 SIZES = {
@@ -29,16 +30,15 @@ def own_process():
         yield workers
 
 
-def sharded(axes, sizes):
+def sharded(axes, sizes, device="cuda", dtype=torch.bfloat16):
     """One rank's part of a model on a mesh, all others of whose ranks are pretended."""
     dist.destroy_process_group()
     ranks = axes[0] * axes[1] * axes[2]
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     rank_agreement._world = lambda mesh: None
-    with torch.device("cuda"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            transformers.LlamaConfig(**sizes), dtype=torch.bfloat16
-        ).train()
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes), dtype=dtype).train()
     section = {"mode": "3d_tensor", "mesh": dict(zip(("batch", "sequence", "hidden"), axes, strict=True))}
     return cuboid.shard(model, {"tensor_parallel": section})
 
@@ -92,3 +92,29 @@ def watched(axes, sizes):
 def test_no_layer_makes_the_host_wait(own_process, axes):
     sizes = {**SIZES, "hidden_size": 512, "intermediate_size": 1024}
     assert own_process.run(1, watched, axes, sizes, timeout_s=80) == [True]
+
+
+def mirrored_gradients(device, axes, checkpointing, late):
+    """How many collectives two steps have, and their gradients."""
+    sizes = {**SIZES, "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
+    model = sharded(axes, sizes, device, torch.float32)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.arange(axes[0] * 2 * 64, device=device).view(-1, 64) * 7 % 512
+    with mirrored(torch.device(device), late=late) as started:
+        for _ in range(2):
+            model.base_model(input_ids=ids).last_hidden_state.square().mean().backward()
+    return len(started), {name: parameter.grad.cpu() for name, parameter in model.base_model.named_parameters()}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("axes", [(2, 2, 2), (1, 4, 1), (4, 1, 1)], ids=str)
+def test_nothing_reads_or_changes_what_a_late_collective_has_in_hand(own_process, device, axes, checkpointing):
+    ((count, wanted),), ((late, found),) = (
+        own_process.run(1, mirrored_gradients, str(device), axes, checkpointing, late, timeout_s=40)
+        for late in (False, True)
+    )
+    assert count == late > 20
+    for name, gradient in wanted.items():
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item(), msg=name)

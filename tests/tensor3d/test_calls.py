@@ -1,12 +1,16 @@
-"""What a step costs the host: Python calls of ours, and how deep a layer's product lies."""
+"""What a step costs the host: Python calls of ours, matrix products, and how deep a layer's product lies."""
 
 import sys
 import threading
 from collections import Counter
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import cuboid
@@ -54,13 +58,59 @@ def test_a_step_of_two_layers_makes_few_calls(pool, checkpoint, axes, most):
         assert calls.total() <= most, calls.most_common(8)
 
 
+class Products(TorchDispatchMode):
+    """Counts matrix products, batched ones as one."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_")
+        return func(*args, **(kwargs or {}))
+
+
+def products_of_a_layer(path, axes, rows):
+    """In a layer's forward, and in its backward."""
+    model = sharded(path, axes)
+    with Products() as forward:
+        output = model.base_model(input_ids=IDS[:rows]).last_hidden_state
+    with Products() as backward:
+        output.sum().backward()
+    return forward.count / 2, backward.count / 2
+
+
+@pytest.mark.parametrize(
+    ("axes", "rows", "forward", "backward"),
+    [
+        # One for each of seven weights, and in backward two.
+        ((2, 1, 1), 2, 7, 14),
+        ((1, 2, 1), 1, 7, 14),
+        ((2, 2, 1), 2, 7, 14),
+        # Over several ranks of `hidden`, the input of o and down comes in as many pieces, whose products are added up,
+        # and so do the gradients of what the five others give.
+        ((1, 1, 2), 2, 5 + 2 * 2, 7 + 5 * 2 + 2),
+        ((1, 2, 2), 1, 5 + 2 * 2, 7 + 5 * 2 + 2),
+        # Of several rows, positions that go to one rank of `sequence` are multiplied together: those of o and down, and
+        # the gradients for the inputs of the others.
+        ((1, 2, 1), 2, 5 + 2 * 2, 7 + 5 * 2 + 2),
+    ],
+    ids=str,
+)
+def test_a_weight_is_multiplied_at_once_where_that_needs_no_copy(pool, checkpoint, axes, rows, forward, backward):
+    ranks = axes[0] * axes[1] * axes[2]
+    small = SmallModel("llama", layers=2, kv_heads=4)
+    for found in pool.run(ranks, products_of_a_layer, checkpoint(small), axes, rows):
+        assert found == (forward, backward)
+
+
 def frames_to_products(path):
     """Our frames between torch's call of a hook or a module and each product of a forward."""
     model = sharded(path, (1, 2, 2))
     found = []
-    product = torch.mm
+    originals = {name: getattr(torch, name) for name in ("mm", "bmm")}
 
-    def spy(*args, **kwargs):
+    def spy(product, *args, **kwargs):
         frames, frame = [], sys._getframe(1)
         while "tensor3d" in frame.f_code.co_filename or "autograd/function.py" in frame.f_code.co_filename:
             if frame.f_code.co_filename.startswith(PACKAGE):
@@ -69,18 +119,17 @@ def frames_to_products(path):
         found.append(frames)
         return product(*args, **kwargs)
 
-    torch.mm = spy
-    try:
+    with ExitStack() as stack:
+        for name, product in originals.items():
+            stack.enter_context(mock.patch.object(torch, name, partial(spy, product)))
         model.base_model(input_ids=IDS)
-    finally:
-        torch.mm = product
     return found
 
 
 def test_a_product_is_five_frames_in_three_files_away_from_its_layer(pool, checkpoint):
     # Heads for every rank, so that no key or value has to be selected.
     for found in pool.run(4, frames_to_products, checkpoint(SmallModel("llama", layers=2, kv_heads=4))):
-        # q, k, v, gate, up and down once for each rank along an axis, o and down once for each of those along another.
-        assert len(found) >= 2 * 2 * 5
+        # q, k, v, gate and up once, o and down once for each rank along `sequence`.
+        assert len(found) >= 2 * (5 + 2 * 2)
         assert max(map(len, found)) <= 5
         assert max(len(set(frames)) for frames in found) <= 3

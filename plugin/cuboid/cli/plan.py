@@ -28,13 +28,14 @@ def plan(
         typer.Option(
             metavar="A B",
             help="Compare two layouts term by term instead, such as 1x8x1 and 2x2x1,stages=2,segments=4,rows=2. "
-            "Further keys: zero, checkpointing (none, full), gather (layer, step), sync (unit, step).",
+            "Further keys: zero, checkpointing (none, full), gather (layer, step), sync (unit, step), schedule and "
+            "chunks.",
         ),
     ] = None,
 ) -> None:
-    """Search meshes, stages, segments, micro-batches, replicas, ZeRO stage and checkpointing for the best that fits.
+    """Search meshes, stages, segments, schedules, micro-batches, replicas, ZeRO stage and checkpointing.
 
-    Prints the ten best with the reason why each loses to the first. Nothing is allocated, and no GPU is needed.
+    Prints the ten best that fit, with the reason why each loses to the first. Nothing is allocated; no GPU is needed.
     """
     from rich.console import Console
 

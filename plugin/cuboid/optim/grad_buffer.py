@@ -1,8 +1,9 @@
-"""A flat buffer for the gradients of many parameters, so that one collective reduces all of them."""
+"""Where gradients add up: a flat buffer of many parameters, which one collective reduces, or float32 for a step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -83,7 +84,45 @@ def gradient_of(parameter: nn.Parameter) -> torch.Tensor | None:
     return parameter.grad
 
 
+@contextmanager
+def float32_sums(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, gradients of parameters that are shorter than float32 add up in float32.
+
+    Behind it, ``.grad`` is what it was before and their sum, rounded once. Inside, post-accumulate hooks that were
+    registered before see each gradient by itself. A parameter takes four bytes an element from its second gradient on.
+    """
+    sums: dict[nn.Parameter, torch.Tensor] = {}
+
+    def take(parameter: nn.Parameter) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            # torch runs the hooks of a parameter that a backward came to without a gradient for it, too.
+            return
+        total = sums.get(parameter)
+        if total is None:
+            sums[parameter] = gradient
+        elif total.dtype == gradient.dtype:
+            sums[parameter] = total.float().add_(gradient)
+        else:
+            total.add_(gradient)
+
+    short = [each for each in parameters if each.requires_grad and each.dtype.itemsize < torch.float32.itemsize]
+    for parameter in short:
+        if parameter.grad is not None:
+            take(parameter)
+    hooks = [parameter.register_post_accumulate_grad_hook(take) for parameter in short]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        while sums:
+            parameter, total = sums.popitem()
+            parameter.grad = total.to(parameter.dtype)
+
+
 def _add_to_main_grad(parameter: torch.Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
-    parameter.grad = None
+    # None where a backward came to the parameter without a gradient, as all but a step's last do under "gradient_sync".
+    if parameter.grad is not None:
+        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+        parameter.grad = None

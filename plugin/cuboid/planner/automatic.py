@@ -167,7 +167,7 @@ def _layouts(
             if pipeline is None:
                 yield layout
                 continue
-            layout, segments = with_pipeline(layout, pipeline, model), pipeline.segments
+            layout, segments = with_pipeline(layout, pipeline, model).without_chunks, pipeline.segments
             for count in segment_counts(layout, length) if segments == "auto" else (segments,):
                 yield replace(layout, segments=count)
 
@@ -223,9 +223,10 @@ def _log(found: tuple[Estimate, ...], config: CuboidConfig, length: int) -> None
     assumed = "" if config.sequence_length else " (assumed; sequence_length in the config says another)"
     _logger.warning(
         '"mesh": "auto" is %s with %d replicas, for micro-batches of %d rows of %d tokens%s on %s: %.3g s a step, %.1f '
-        "GiB a rank%s%s",
+        "GiB a rank%s%s%s",
         best.layout.mesh, best.layout.replicas, best.layout.micro_batch, length, assumed, best.cost.cluster,
         best.time.total_s, best.memory_bytes / 2**30,
         ", with gradient checkpointing, without which nothing fits" if best.layout.checkpointing == "full" else "",
         f". Behind it: {others}" if others else "",
+        f". Not counted: {uncounted}" if (uncounted := best.cost.model.uncounted) else "",
     )  # fmt: skip

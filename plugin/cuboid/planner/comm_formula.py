@@ -138,6 +138,7 @@ def stage_layer_bytes(
     statistic_bytes: int = 4,
     weight_gather: Literal["layer", "step"] = "layer",
     gradient_sync: Literal["unit", "step"] = "unit",
+    splits: bool = False,
 ) -> dict[str, int]:
     """Bytes that one rank sends for one layer of a pipeline's stage in an optimizer step, by axes.
 
@@ -146,19 +147,25 @@ def stage_layer_bytes(
         lengths: of the segments of all micro-batches, each a multiple of s.
         weight_gather: whether a weight is gathered in each unit's forward and backward ("layer") or once ("step").
         gradient_sync: whether a gradient is reduced after each unit's backward ("unit") or once ("step").
+        splits: whether each unit's backward is in two actions, none of which are one product.
     """
     total = Counter[str]()
     for length in lengths:
         total.update(
             layer_bytes(sizes, mesh, batch, length, element_bytes=element_bytes, statistic_bytes=statistic_bytes)
         )
+    if splits:
+        again = _Count(mesh)
+        for length in lengths:
+            _add_again(again, sizes, mesh, batch / mesh.batch * length * element_bytes)
+        total.update(again.bytes)
     spared = _Count(mesh)
     if weight_gather == "step":
         _add_weights(spared, sizes, mesh, element_bytes, times=2 * len(lengths) - 1)
     if gradient_sync == "step":
-        again = len(lengths) - 1
-        _add_weights(spared, sizes, mesh, element_bytes, times=again)
-        _add_vectors(spared, sizes, mesh, element_bytes, times=again)
+        units = len(lengths) - 1
+        _add_weights(spared, sizes, mesh, element_bytes, times=units)
+        _add_vectors(spared, sizes, mesh, element_bytes, times=units)
     total.subtract(spared.bytes)
     return dict(sorted(total.items()))
 
@@ -174,6 +181,18 @@ def _add_projections(count: _Count, sizes: BlockSizes, mesh: MeshShape, per_feat
     count.add("reduce_scatter", ("hidden",), per_feature * scattered, 2)
     # Input of "down": gather in forward and again in backward, and reduce-scatter of its gradient.
     count.add("all_gather", ("hidden",), per_feature * (sizes.query + sizes.intermediate), 3)
+
+
+def _add_again(count: _Count, sizes: BlockSizes, mesh: MeshShape, per_feature: float) -> None:
+    """Gradients of linear layers' results, which both halves of a split backward gather."""
+    blocks = 1 + (sizes.intermediate > 0)
+    count.add("all_gather", ("sequence",), per_feature * sizes.hidden / mesh.hidden, blocks)
+    outputs = sizes.query + (2 if sizes.gated else 1) * sizes.intermediate
+    if sizes.summed is None:
+        outputs += 2 * sizes.key_value
+    else:
+        count.add("all_reduce", ("hidden",), per_feature * sizes.summed, 2)
+    count.add("all_gather", ("hidden",), per_feature / mesh.sequence * outputs)
 
 
 def _add_weights(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_bytes: int, times: int) -> None:

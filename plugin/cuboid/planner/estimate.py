@@ -18,8 +18,8 @@ from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.model import ModelDescription
 from cuboid.planner.divisibility import check_mesh
 from cuboid.planner.model_formulas import block_sizes
+from cuboid.seq1f1b.schedule.choice import NAMES
 from cuboid.seq1f1b.schedule.partition import check_lengths, even_cut
-from cuboid.seq1f1b.schedule.schedules import SCHEDULES
 
 #: Numbers of segments that are tried.
 SEGMENTS = (1, 2, 4, 8, 16)
@@ -81,14 +81,17 @@ class Estimate:
     def bytes_by_axis(self) -> dict[str, int]:
         """Bytes that a rank of the busiest stage sends in a step inside of its layers, by the mesh's axes."""
         cost, layout = self.cost, self.layout
-        layers = max(cost.stage_layers)
+        layers = max(
+            sum(count for count, owner in zip(cost.stage_layers, layout.rank_of, strict=True) if owner == rank)
+            for rank in range(layout.stages)
+        )
         sizes, mesh, rows = block_sizes(cost.model, layout.mesh), layout.mesh, layout.micro_batch
         if layout.stages == 1:
             one = layer_bytes(sizes, mesh, rows, cost.length, weight_gather=layout.weight_gather)
             return {axis: count * layers * layout.micro_batches for axis, count in one.items()}
         one = stage_layer_bytes(
             sizes, mesh, rows, cost.lengths * layout.micro_batches, weight_gather=layout.weight_gather,
-            gradient_sync=layout.gradient_sync,
+            gradient_sync=layout.gradient_sync, splits=cost.splits,
         )  # fmt: skip
         return {axis: count * layers for axis, count in one.items()}
 
@@ -101,6 +104,7 @@ class Estimate:
             "sequence_length": self.cost.length,
             "layout": {**asdict(layout), "mesh": asdict(layout.mesh), "stage_layers": list(self.cost.stage_layers),
                        "segment_lengths": list(self.cost.lengths), "ranks": layout.ranks},
+            "uncounted": self.cost.model.uncounted,
             "fits": self.fits,
             "memory_bytes": round(self.memory_bytes),
             "memory_limit_bytes": round(self.limit_bytes),
@@ -142,17 +146,22 @@ def estimate(
 
 
 def cuboid_software(layout: Layout) -> Software:
-    """Cuboid's behaviour: under a pipeline gradients are added up in float32, as units add to them."""
-    return replace(CUBOID, gradient_bytes=4) if layout.stages > 1 else CUBOID
+    """Cuboid's behaviour.
+
+    Under a pipeline gradients are added up in float32, as units add to them; without a mesh its stages have the model's
+    own modules.
+    """
+    return replace(CUBOID, gradient_bytes=4, plain_modules=layout.mesh.size == 1) if layout.stages > 1 else CUBOID
 
 
 def _check(model: ModelDescription, layout: Layout, cluster: Cluster, length: int) -> None:
     if layout.ranks != cluster.gpus:
         raise ConfigError(f"the layout has {layout.ranks} ranks, but the cluster {cluster} has {cluster.gpus} GPUs")
-    if layout.stages > len(model.layers):
+    if layout.parts > len(model.layers):
+        chunks = f" with {layout.chunks} chunks on each" if layout.parts > layout.stages else ""
         raise ConfigError(
-            f"pipeline.stages is {layout.stages}, but {model.name} has {len(model.layers)} layers, and each stage "
-            "needs at least one"
+            f"pipeline.stages is {layout.stages}{chunks}, but {model.name} has {len(model.layers)} layers, and each "
+            f"{'chunk' if chunks else 'stage'} needs at least one"
         )
     if layout.micro_batch % layout.mesh.batch:
         raise ConfigError(
@@ -189,6 +198,7 @@ def best_segments(model: ModelDescription, layout: Layout, cluster: Cluster, len
         length: S, a multiple of what the mesh needs.
     """
     known: dict[Any, Any] = {}
+    layout = layout.without_chunks
     changed = [replace(layout, segments=count) for count in segment_counts(layout, length)]
     tried = [Estimate.of(StepCost(model, one, cluster, length, cuboid_software(one), known=known)) for one in changed]
     fitting = [each for each in tried if each.fits]
@@ -255,10 +265,8 @@ def _with_segments(
     layout: Layout, pipeline: PipelineConfig, model: ModelDescription, cluster: Cluster, length: int
 ) -> Layout:
     """The layout with what the config's pipeline section says."""
-    if pipeline.schedule not in SCHEDULES:
-        raise ConfigError(
-            f"pipeline.schedule {pipeline.schedule!r} has no estimate yet; there are {', '.join(SCHEDULES)}"
-        )
+    if pipeline.schedule not in NAMES:
+        raise ConfigError(f"pipeline.schedule {pipeline.schedule!r} is none of {', '.join(NAMES)}")
     if pipeline.partition == "measured":
         raise ConfigError('pipeline.partition "measured" cuts by the times of real steps; estimate it as "flops"')
     multiple = math.lcm(layout.mesh.sequence, layout.mesh.hidden)
@@ -276,22 +284,17 @@ def _with_segments(
 
 
 def with_pipeline(layout: Layout, pipeline: PipelineConfig, model: ModelDescription) -> Layout:
-    """The layout with what a config says of stages and keys.
-
-    A schedule that is generated has the same order of forwards in principle as `seq1f1b`, which stands for it.
-    """
+    """The layout with what a config says of stages, their schedule and keys."""
     balance: tuple[int, ...] = ()
     if isinstance(pipeline.stage_balance, tuple):
-        # A rank with several chunks takes as long as all of them.
-        by_rank = [0] * pipeline.stages
-        for rank, layers in zip(pipeline.placement, _checked_balance(pipeline.stage_balance, model), strict=True):
-            by_rank[rank] += layers
-        balance = tuple(by_rank)
+        balance = _checked_balance(pipeline.stage_balance, model)
     elif pipeline.stage_balance == "layers":
-        balance = even_cut(len(model.layers), layout.stages)
+        balance = even_cut(len(model.layers), pipeline.parts)
     return replace(
         layout,
-        schedule=pipeline.schedule if pipeline.schedule in SCHEDULES else "seq1f1b",
+        schedule=pipeline.schedule,
+        chunks=pipeline.chunks,
+        memory_limit=pipeline.memory_limit,
         stage_layers=balance,
         key_value_gradient_bytes=2 if pipeline.kv_gradients == "parameter" else 4,
     )

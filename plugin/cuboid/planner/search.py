@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -11,14 +11,19 @@ from cuboid.distributed.topology import MeshShape, divisors
 from cuboid.errors import ConfigError
 from cuboid.planner.cost.layout import Layout
 from cuboid.planner.cost.memory import ends_memory, states_bytes, usable_bytes
-from cuboid.planner.cost.step import StepCost
+from cuboid.planner.cost.step import StepCost, StepTime
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.model import ModelDescription
 from cuboid.planner.divisibility import mesh_misfit, stage_counts
 from cuboid.planner.estimate import Estimate, cuboid_software, segment_counts
+from cuboid.seq1f1b.schedule.choice import CHUNKED, NAMES, check_chunks
 
 #: Numbers of rows for each rank of the `batch` axis that are tried.
 _ROWS = (1, 2, 4, 8)
+#: Schedules that are tried on the best pipelines, with chunks on each rank.
+_SCHEDULES = (("zero_bubble", 1), ("seq1f1b-interleaved", 2), ("zero_bubble-interleaved", 2), ("zero_bubble-v", 2))
+#: Pipelines on which they are tried, and about what they leave of the bubble.
+_PIPELINES, _BUBBLE_LEFT = 6, 0.3
 #: A mesh whose sequence × hidden axes span more nodes than these is never fast.
 _MOST_NODES_OF_MESH = 2
 
@@ -51,7 +56,9 @@ def search(
 ) -> Plan:
     """Go through the layouts of all GPUs of a cluster; for "fewest", of the fewest on which one fits.
 
-    A bound of each is computed first; they are then estimated in its order, until no other can be among the best.
+    A bound of each is computed first; they are then estimated in its order, until no other can be among the best. On
+    the pipelines that would be the fastest with less of a bubble, the schedules that need a simulation of their own are
+    tried, unless a GPU's memory is what counts.
 
     Args:
         model: what is trained.
@@ -68,12 +75,48 @@ def search(
     if goal == "fewest":
         return _on_fewest(model, cluster, length, global_batch, count)
     known: dict[Any, Any] = {}
-    costs = (
-        StepCost(model, layout, cluster, length, cuboid_software(layout), known=known)
-        for layout in layouts(model, cluster, length, global_batch)
-    )
+
+    def cost_of(layout: Layout) -> StepCost:
+        return StepCost(model, layout, cluster, length, cuboid_software(layout), known=known)
+
+    costs = [cost_of(layout) for layout in layouts(model, cluster, length, global_batch)]
     what = f"{model.name} with {length} tokens and a global batch of {global_batch} on {cluster}"
-    return best_of(costs, what, goal=goal, count=count)
+    found = best_of(costs, what, goal=goal, count=count)
+    if goal == "smallest":
+        return found
+    more = [cost_of(layout) for layout in _with_less_bubble(costs, found.best[-1].time)]
+    return Plan(tuple(_improved(found.best, more, count)), found.considered + len(more))
+
+
+def _with_less_bubble(costs: Sequence[StepCost], limit: StepTime) -> Iterator[Layout]:
+    """The fastest pipelines with other schedules, if a bubble is all that makes them slower than a step at hand."""
+    pipelines: dict[Any, tuple[float, StepCost]] = {}
+    for cost in costs:
+        layout, bubble = cost.layout, cost.least_bubble_s
+        about_s = cost.least_s() - (1 - _BUBBLE_LEFT) * bubble
+        kind = layout.mesh, layout.stages, layout.replicas
+        if (
+            bubble
+            and about_s < pipelines.get(kind, (limit.total_s,))[0]
+            and states_bytes(cost) < usable_bytes(cost.cluster)
+        ):
+            pipelines[kind] = about_s, cost
+    for _, cost in sorted(pipelines.values(), key=lambda pair: pair[0])[:_PIPELINES]:
+        for schedule, chunks in _SCHEDULES:
+            if cost.layout.stages * chunks <= len(cost.model.layers):
+                yield replace(cost.layout, schedule=schedule, chunks=chunks)
+
+
+def _improved(found: Iterable[Estimate], costs: Iterable[StepCost], count: int) -> list[Estimate]:
+    """The best of estimates that fit and of further layouts."""
+    best = list(found)
+    for cost in costs:
+        if len(best) >= count and cost.least_s() > best[count - 1].time.total_s:
+            continue
+        one = Estimate.of(cost)
+        if one.fits:
+            best = _with(best, one, "fastest")[:count]
+    return best
 
 
 def _on_fewest(model: ModelDescription, cluster: Cluster, length: int, global_batch: int, count: int) -> Plan:
@@ -247,6 +290,9 @@ def config_of(layout: Layout) -> dict[str, Any]:
             "stages": layout.stages,
             "segments": layout.segments,
             "partition": "flops",
+            **({"chunks": layout.chunks} if layout.chunks > 1 else {}),
+            **({"schedule": layout.schedule} if layout.schedule != "seq1f1b" else {}),
+            **({"memory_limit": layout.memory_limit} if layout.memory_limit is not None else {}),
         }
     return config
 
@@ -256,8 +302,8 @@ def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
 
     Args:
         text: a mesh, and of ``stages``, ``segments``, ``rows``, ``zero``, ``checkpointing`` (full, none), ``gather``
-            (layer, step) and ``sync`` (unit, step) those that aren't 1, 1, one for each rank of `batch`, 1, none, layer
-            and unit.
+            (layer, step), ``sync`` (unit, step), ``schedule`` and ``chunks`` those that aren't 1, 1, one for each rank
+            of `batch`, 1, none, layer, unit, seq1f1b and, where the schedule has several, 2.
         cluster, global_batch: from which replicas and micro-batches follow.
 
     Raises:
@@ -273,6 +319,8 @@ def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
         "checkpointing": "none",
         "gather": "layer",
         "sync": "unit",
+        "schedule": "seq1f1b",
+        "chunks": "0",
     }
     for part in rest:
         key, _, value = part.partition("=")
@@ -280,7 +328,7 @@ def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
             raise ConfigError(f"layout {text!r}: {key!r} is not one of {', '.join(given)}")
         given[key] = value
     numbers = {}
-    for key in ("stages", "segments", "rows", "zero"):
+    for key in ("stages", "segments", "rows", "zero", "chunks"):
         if not given[key].isdigit():
             raise ConfigError(f"layout {text!r}: {key}={given[key]!r} is not a number")
         numbers[key] = int(given[key])
@@ -291,6 +339,11 @@ def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
         )
     if sync == "step" and numbers["stages"] == 1:
         raise ConfigError(f"layout {text!r}: sync=step is for a pipeline's units; give it stages, or leave it out")
+    schedule = given["schedule"]
+    if schedule not in NAMES or (schedule != "seq1f1b" and numbers["stages"] == 1):
+        raise ConfigError(f"layout {text!r}: schedule is one of {', '.join(NAMES)}, of several stages")
+    chunks = numbers["chunks"] or (2 if schedule in CHUNKED else 1)
+    check_chunks(schedule, chunks)
     ranks = mesh.size * max(1, numbers["stages"])
     replicas = cluster.gpus // ranks
     per_step = max(1, numbers["rows"]) * max(1, replicas)
@@ -304,4 +357,5 @@ def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
         zero_stage=numbers["zero"], checkpointing="full" if checkpointing == "full" else "none",
         weight_gather="step" if gather == "step" else "layer",
         gradient_sync="step" if sync == "step" else "unit",
+        schedule=schedule, chunks=chunks,
     )  # fmt: skip

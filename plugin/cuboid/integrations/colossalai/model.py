@@ -31,7 +31,7 @@ class CuboidModel(ModelWrapper):
 
     def __init__(self, module: nn.Module, origin: Origin) -> None:
         super().__init__(module)
-        self.pipeline = Pipeline(module) if isinstance(module, StageModel) else None
+        self.pipeline = Pipeline(module, sums=False) if isinstance(module, StageModel) else None
         self.optimizer: CuboidOptimizer | None = None
         self.checkpointing = Checkpointing(module, origin)
         self.progress = Progress()

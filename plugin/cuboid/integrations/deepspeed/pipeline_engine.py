@@ -42,7 +42,7 @@ class CuboidPipelineEngine(CuboidEngine):
         """
         engine.__class__ = cls
         assert isinstance(engine, cls)
-        engine.pipeline = Pipeline(engine.module)
+        engine.pipeline = Pipeline(engine.module, sums=False)
         engine.placeholder = placeholder
         loader = engine.training_dataloader
         engine._iterator = None if loader is None else iter(RepeatingLoader(loader))

@@ -26,7 +26,7 @@ from cuboid.models.sharded.sharded_model import unwrap
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.models.stages.stage_runner import StageRunner
 from cuboid.models.stages.units import SegmentedBatch, label_tokens, with_shifted_labels
-from cuboid.optim.grad_buffer import gradient_of
+from cuboid.optim.grad_buffer import float32_sums, gradient_of
 from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
 from cuboid.seq1f1b.runtime.p2p import Channel
 from cuboid.seq1f1b.runtime.profiler import Profiler
@@ -52,9 +52,11 @@ class Pipeline:
 
     Args:
         model: what a rank has of the stages, or an engine around it.
+        sums: whether gradients of parameters in bf16 or fp16 add up in float32 over the units of a step, and reach
+            ``.grad`` rounded once. A framework whose hooks take each unit's gradient does that itself.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, sums: bool = True) -> None:
         stage = unwrap(model)
         if not isinstance(stage, StageModel):
             raise CuboidError("the model isn't cut into stages; load it with a config that has pipeline.engine")
@@ -72,6 +74,7 @@ class Pipeline:
         self.pool = KVCachePool()
         self._schedules = StepSchedules(stage.staging)
         self._channels = open_channels(self.mesh, self._device)
+        self._sums = sums
         self._step = 0
         #: Rows of this replica in the last step.
         self.rows = 0
@@ -118,7 +121,8 @@ class Pipeline:
         scale = gradient_scale / step.items
         recomputes = bool(self._model.is_gradient_checkpointing)
         schedule, programs = self._schedules.of(step.shape, max(step.lengths, key=sum), recomputes=recomputes)
-        loss = self._run(programs, step, scale, profiler)
+        with float32_sums(self._model.parameters()) if self._sums else nullcontext():
+            loss = self._run(programs, step, scale, profiler)
         if complete:
             self.add_shared_gradients()
         self.recut = None

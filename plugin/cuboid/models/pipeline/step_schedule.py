@@ -6,18 +6,9 @@ import functools
 
 from cuboid.models.stages.stage_model import Staging
 from cuboid.seq1f1b.schedule.actions import Program, Schedule
-from cuboid.seq1f1b.schedule.choice import (
-    MemoryLimit,
-    PlacedCosts,
-    Request,
-    choose_schedule,
-    fixed_schedule,
-    is_generated,
-    placed_costs,
-)
+from cuboid.seq1f1b.schedule.choice import ModelPipeline, fixed_schedule, is_generated
 from cuboid.seq1f1b.schedule.lowering import lower
 from cuboid.seq1f1b.schedule.schedules import PipelineShape
-from cuboid.seq1f1b.schedule.unit_costs import BACKWARD_RATIO, kept_bytes, unit_flops
 
 #: Kept for steps with other numbers or lengths of micro-batches.
 _REMEMBERED = 64
@@ -49,17 +40,12 @@ class StepSchedules:
         return schedule, lower(schedule, shape)
 
     def _schedule(self, shape: PipelineShape, lengths: tuple[int, ...], *, recomputes: bool) -> Schedule:
-        name, ranks = self._config.schedule, self._config.stages
-        if not is_generated(name):
-            return fixed_schedule(name, shape, ranks)
-        limit = None if self._config.memory_limit is None else MemoryLimit(sequences=self._config.memory_limit)
-        costs = functools.partial(self._costs, lengths=lengths, recomputes=recomputes)
-        request = Request(ranks, shape.micro_batches, shape.segments, costs, limit, self._config.chunks)
-        return choose_schedule(name, request).schedule
-
-    def _costs(self, rank_of: tuple[int, ...], *, lengths: tuple[int, ...], recomputes: bool) -> PlacedCosts:
-        """By the count of operations; in units of their own, as only their ratios matter."""
-        sizes, counts = self._staging.sizes, self._staging.layout.counts
+        config, sizes = self._config, self._staging.sizes
+        if not is_generated(config.schedule):
+            return fixed_schedule(config.schedule, shape, config.stages)
         assert sizes is not None, "a generated schedule without the model's sizes"
-        flops = unit_flops(sizes, counts, lengths, backward_ratio=BACKWARD_RATIO + recomputes)
-        return placed_costs(flops, kept_bytes(sizes, counts, lengths), rank_of, len(lengths), recomputes=recomputes)
+        counts = tuple(self._staging.layout.counts)
+        pipeline = ModelPipeline(
+            config.schedule, config.stages, config.chunks, counts, lengths, config.memory_limit, recomputes
+        )
+        return pipeline.order(sizes, shape.micro_batches)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from cuboid.distributed.topology import MeshShape
+from cuboid.seq1f1b.schedule.choice import CHUNKED, is_generated, place_stages
+from cuboid.seq1f1b.schedule.schedules import SCHEDULES
 
 #: What is recomputed in backward: nothing; attention's scores; the MLP's product before its nonlinearity and the norm
 #: before that; or whole layers.
@@ -23,9 +26,11 @@ class Layout:
         micro_batches: M of each replica in a step.
         replicas: copies of all that.
         segments: k of each sequence.
-        chunks: pieces of layers that each pipeline rank has (interleaved where more than one).
-        schedule: a name in :data:`~cuboid.seq1f1b.schedule.schedules.SCHEDULES`.
-        stage_layers: layers of each stage, in order of the stages; () for a balanced cut.
+        chunks: pieces of layers that each pipeline rank has. With a schedule that isn't in
+            :data:`~cuboid.seq1f1b.schedule.choice.CHUNKED`, interleaved as other frameworks do, in a closed form.
+        schedule: a name in :data:`~cuboid.seq1f1b.schedule.choice.NAMES`.
+        memory_limit: as of the config, in sequences of a rank's share.
+        stage_layers: layers of each of :attr:`parts`, in order; () for a balanced cut.
         lengths: of the segments; () for a cut by cost.
         key_value_gradient_bytes: of a number that segments add gradients of keys and values up in.
         zero_stage: of the optimizer over the replicas.
@@ -45,6 +50,7 @@ class Layout:
     segments: int = 1
     chunks: int = 1
     schedule: str = "seq1f1b"
+    memory_limit: float | None = None
     stage_layers: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
     key_value_gradient_bytes: int = 4
@@ -60,6 +66,34 @@ class Layout:
     def ranks(self) -> int:
         """Of all replicas."""
         return self.mesh.size * self.context * self.stages * self.replicas
+
+    @property
+    def parts(self) -> int:
+        """That the layers are cut into."""
+        return len(self.rank_of)
+
+    @cached_property
+    def rank_of(self) -> tuple[int, ...]:
+        """The pipeline rank of each part."""
+        if self.schedule in CHUNKED:
+            return place_stages(self.schedule, self.stages, self.chunks)
+        return tuple(range(self.stages))
+
+    @property
+    def may_split(self) -> bool:
+        """Whether its schedule is made for the costs at hand, and may run backwards in two actions."""
+        return is_generated(self.schedule)
+
+    @property
+    def without_chunks(self) -> Layout:
+        """With the schedule that is a formula, which numbers of segments are chosen by."""
+        if self.schedule in SCHEDULES:
+            return self
+        layers = [0] * self.stages
+        for rank, count in zip(self.rank_of, self.stage_layers, strict=bool(self.stage_layers)):
+            layers[rank] += count
+        own = tuple(layers) if self.stage_layers else ()
+        return replace(self, schedule="seq1f1b", chunks=1, memory_limit=None, stage_layers=own)
 
     @property
     def gathers_once(self) -> bool:
@@ -79,6 +113,8 @@ class Layout:
     def __str__(self) -> str:
         parts = [f"{self.mesh}"]
         parts += [f"{self.stages} stages × {self.segments} segments"] if self.stages > 1 else []
+        if self.schedule != "seq1f1b":
+            parts.append(self.schedule + (f" of {self.chunks} chunks" if self.chunks > 1 else ""))
         parts += [f"{self.replicas} replicas"] if self.replicas > 1 else []
         parts += [f"{self.micro_batches} micro-batches of {self.micro_batch}", f"ZeRO {self.zero_stage}"]
         parts += ["checkpointing"] if self.checkpointing == "full" else []
@@ -105,6 +141,8 @@ class Software:
         fused_weight_gradients: whether each weight's gradient is added to its buffer by the product itself.
         buffers_weight_gradients: whether a 16-bit gradient of each shape of weight stays allocated (TransformerEngine).
         fused_nonlinearity: whether nothing between the MLP's products is kept but their results.
+        plain_modules: whether stages have Hugging Face's own modules. Their RMSNorms keep their input in 32 bits and
+            what it is normalized to; their experts what the weight of a choice is multiplied with, and the routing.
         shares_keys: whether segments of a micro-batch share one store of keys and values.
         keeps_prefixes: whether each segment keeps all keys and values before it once more.
         balances_context: whether the ranks that share a sequence have equal parts of causal attention.
@@ -131,6 +169,7 @@ class Software:
     fused_weight_gradients: bool = False
     buffers_weight_gradients: bool = False
     fused_nonlinearity: bool = False
+    plain_modules: bool = False
     shares_keys: bool = True
     keeps_prefixes: bool = False
     balances_context: bool = True

@@ -5,16 +5,15 @@ Kept activations are those of docs/formulas.md, for whole layers of any architec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from cuboid.planner.cost.step import StepCost, own_parameters
+from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.model import Layer
-from cuboid.seq1f1b.schedule.actions import Action, Op, Schedule
-from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
+from cuboid.seq1f1b.schedule.actions import Op
+from cuboid.seq1f1b.schedule.choice import CHUNKED
 
 #: Part of a GPU's memory that tensors can have. The rest is the context, the buffers of the communication library, and
 #: gaps between tensors: runs in docs/data that are counted at 0.92 of it ran, and those at 0.94 didn't.
@@ -88,7 +87,7 @@ def states_bytes(cost: StepCost) -> float:
 
 def ends_memory(cost: StepCost) -> float:
     """Bytes of the fuller one of the first and the last stage, which are the fullest where stages are balanced."""
-    return max(_Stage(cost, stage).memory().total for stage in {0, cost.layout.stages - 1})
+    return max(_Stage(cost, stage).memory().total for stage in {0, cost.layout.rank_of[-1]})
 
 
 def fullest(cost: StepCost) -> Memory:
@@ -97,20 +96,25 @@ def fullest(cost: StepCost) -> Memory:
 
 
 class _Stage:
-    """One stage of a layout."""
+    """One stage of a layout: a pipeline rank with all its parts."""
 
     def __init__(self, cost: StepCost, stage: int) -> None:
         self.cost, self.stage = cost, stage
         self.model, self.layout, self.software = cost.model, cost.layout, cost.software
         self._units = cost.units
-        first, stop = list(pairwise(accumulate(cost.stage_layers, initial=0)))[stage]
-        self.layers = cost.model.layers[first:stop]
-        self.is_last = stage == cost.layout.stages - 1
+        ends = list(pairwise(accumulate(cost.stage_layers, initial=0)))
+        rank_of = cost.layout.rank_of
+        #: Layers of each of its parts.
+        self.parts = {
+            part: cost.model.layers[first:stop] for part, (first, stop) in enumerate(ends) if rank_of[part] == stage
+        }
+        self.layers = [layer for layers in self.parts.values() for layer in layers]
+        self.is_first, self.is_last = rank_of[0] == stage, rank_of[-1] == stage
         self._ranks = self.layout.mesh.of("sequence", "hidden")
 
     def memory(self) -> Memory:
         layout, software = self.layout, self.software
-        dense, experts = own_parameters(self.model, layout, self.cost.stage_layers)[self.stage]
+        dense, experts = self.cost.own_parameters()[self.stage]
         shared = layout.replicas * layout.context
         optimizer = dense / (shared if layout.zero_stage else 1)
         optimizer += experts / (max(1, shared // layout.expert_ranks) if layout.zero_stage else 1)
@@ -139,7 +143,7 @@ class _Stage:
             return 0
         blocks = [self._units.block_weights(layer) * _ELEMENT for layer in self.layers]
         head = self.model.vocabulary * self.model.hidden / self._ranks * _ELEMENT
-        ends = head if self.is_last or self.stage == 0 else 0
+        ends = head if self.is_last or self.is_first else 0
         # Gradients that wait for the step's last unit are added up in float32.
         waiting = (sum(blocks) + ends) / _ELEMENT * 4 if self.layout.gradient_sync == "step" else 0
         if self.layout.weight_gather == "step":
@@ -156,7 +160,7 @@ class _Stage:
         residual = 2 * hidden * _ELEMENT
         if software.dropout:
             residual += 2 * hidden
-        norms = 2 * hidden * _ELEMENT + 2 * _STATISTIC
+        norms = 2 * self._norm()
         attention = (own.query + own.output) * _ELEMENT + own.heads * _STATISTIC
         latent = sum(each.outputs for each in layer.projections if each.kind == "whole")
         attention += 2 * latent * _ELEMENT
@@ -175,15 +179,31 @@ class _Stage:
                 routing = routed * _ROUTED + layer.experts.count * _STATISTIC / layout.mesh.sequence
             else:
                 mlp += routed * (hidden + (between + 1) * width) * _ELEMENT
+                if software.plain_modules:
+                    mlp += routed * (hidden * _ELEMENT + _ROUTED) + layer.experts.count * _STATISTIC
         if software.attention == "scores":
             # The softmax's result, and with dropout its mask and what is left.
             attention += own.heads * self.cost.length * (2 + (3 if software.dropout else 0)) * self._with_scores()
         if layout.checkpointing == "mlp_up":
             mlp -= between * layer.intermediate * _ELEMENT
             residual -= hidden * _ELEMENT
-        residual_ranks = self._ranks if software.sequence_parallel else layout.mesh.hidden
-        rest = (residual + norms) / residual_ranks + (attention + mlp) / self._ranks + routing
+        rest = (residual + norms) / self._residual_ranks + (attention + mlp) / self._ranks + routing
         return tokens * self._key_value(layer), tokens * rest
+
+    def _norm(self) -> float:
+        """Bytes that a norm keeps of one token: its input and statistics."""
+        hidden = self.model.hidden
+        if self.model.norm == "layer":
+            return hidden * _ELEMENT + 2 * _ELEMENT
+        return hidden * ((_STATISTIC if self.software.plain_modules else 0) + _ELEMENT) + _STATISTIC
+
+    def _end(self, tokens: float) -> float:
+        """Bytes that a unit keeps behind the last layer: the last norm's, and the gradient of the head's input."""
+        return tokens * (self._norm() + self.model.hidden * _ELEMENT) / self._residual_ranks
+
+    @property
+    def _residual_ranks(self) -> int:
+        return self._ranks if self.software.sequence_parallel else self.layout.mesh.hidden
 
     def _with_scores(self) -> int:
         return 0 if self.layout.checkpointing == "attention" else 1
@@ -195,21 +215,26 @@ class _Stage:
         return heads * (own.query_dim + own.value_dim) * _ELEMENT
 
     def _layer_input(self, tokens: float) -> float:
-        ranks = self._ranks if self.software.sequence_parallel else self.layout.mesh.hidden
-        return tokens * self.model.hidden / ranks * _ELEMENT
+        return tokens * self.model.hidden / self._residual_ranks * _ELEMENT
 
-    def _unit(self, segment: int) -> float:
-        """What a unit keeps until its backward, without keys and values where segments share them."""
+    def _unit(self, layers: Sequence[Layer], segment: int) -> float:
+        """What a unit of some layers keeps until its backward, without keys and values where segments share them."""
         tokens = self._units.tokens(self.cost.lengths[segment])
         if self.layout.checkpointing == "full":
-            return len(self.layers) * self._layer_input(tokens)
-        kept = [self._kept(layer, tokens) for layer in self.layers]
+            return len(layers) * self._layer_input(tokens)
+        kept = [self._kept(layer, tokens) for layer in layers]
         shared = self._shares_keys
         own = sum(rest + (0 if shared else key_value) for key_value, rest in kept)
         if self.software.keeps_prefixes:
             before = self._units.tokens(sum(self.cost.lengths[:segment]))
-            own += before * sum(self._key_value(layer) for layer in self.layers)
+            own += before * sum(self._key_value(layer) for layer in layers)
         return own
+
+    def _waiting(self, layers: Sequence[Layer], segment: int) -> float:
+        """What a unit keeps from I to W: inputs of linear layers, and gradients of their outputs."""
+        own = [each for layer in layers for each in layer.projections if each.kind != "router"]
+        features = sum(each.inputs + each.outputs for each in own)
+        return self._units.tokens(self.cost.lengths[segment]) * features / self._ranks * _ELEMENT
 
     @property
     def _shares_keys(self) -> bool:
@@ -219,14 +244,13 @@ class _Stage:
         """What units in flight keep, and the stores of keys and values."""
         layout = self.layout
         ends = self._units.tokens(self.cost.length) * 8
-        if layout.chunks > 1:
-            chunk = sum(self._unit(segment) for segment in range(len(self.cost.lengths))) / layout.chunks
+        segments = range(len(self.cost.lengths))
+        if layout.chunks > 1 and layout.schedule not in CHUNKED:
+            chunk = sum(self._unit(self.layers, segment) for segment in segments) / layout.chunks
             in_flight = self._chunks_in_flight()
             resident = in_flight - layout.offload * max(0.0, in_flight - _NEVER_OFFLOADED)
             return chunk * resident + ends, 0
-        units = [self._unit(segment) for segment in range(len(self.cost.lengths))]
-        store = self._store_bytes() if self._shares_keys else 0.0
-        activations, stores = self._peak(lambda action: units[action.segment], store)
+        activations, stores = self._peak()
         return activations * (1 - layout.offload) + ends, stores
 
     def _chunks_in_flight(self) -> float:
@@ -235,35 +259,43 @@ class _Stage:
         units = 2 * (layout.stages - self.stage - 1) + (layout.chunks - 1) * layout.stages + segments
         return min(units / segments, layout.micro_batches * layout.chunks)
 
-    def _store_bytes(self) -> float:
-        """Keys and values of one micro-batch in all layers of this stage."""
-        tokens = self._units.tokens(self.cost.length)
-        return tokens * sum(self._key_value(layer) for layer in self.layers)
+    def _store_bytes(self, layers: Sequence[Layer]) -> float:
+        """Keys and values of one micro-batch in some layers, where segments share them."""
+        if not self._shares_keys:
+            return 0.0
+        return self._units.tokens(self.cost.length) * sum(self._key_value(layer) for layer in layers)
 
-    def _peak(self, kept: Callable[[Action], float], store: float) -> tuple[float, float]:
+    def _peak(self) -> tuple[float, float]:
         """The most that units and stores take together, going through the stage's actions in order."""
-        layout = self.layout
-        segments = len(self.cost.lengths)
-        # Enough micro-batches for all units that are ever in flight.
-        enough = layout.micro_batches
-        if layout.schedule != "gpipe":
-            enough = min(enough, (layout.stages - 1 + segments) // segments + 2)
-        schedule = _schedule(layout.schedule, layout.stages, enough, segments)
+        last = len(self.cost.lengths) - 1
+        kept = {part: [self._unit(own, each) for each in range(last + 1)] for part, own in self.parts.items()}
+        waiting = {part: [self._waiting(own, each) for each in range(last + 1)] for part, own in self.parts.items()}
+        stores = {part: self._store_bytes(own) for part, own in self.parts.items()}
+        if self.is_last and self.software.loss == "chunked":
+            ends = map(self._end, map(self._units.tokens, self.cost.lengths))
+            kept[max(kept)] = [own + end for own, end in zip(kept[max(kept)], ends, strict=True)]
+        gradients = self.layout.key_value_gradient_bytes / _ELEMENT
         now, most = 0.0, (0.0, 0.0)
-        opened: dict[int, float] = {}
-        for action in schedule[self.stage]:
-            if action.op is Op.FORWARD:
-                now += kept(action)
-                opened.setdefault(action.micro_batch, store)
-            elif action.op is Op.BACKWARD and segments > 1 and action.segment == segments - 1:
-                # With the gradients of keys and values.
-                opened[action.micro_batch] = store * (1 + layout.key_value_gradient_bytes / _ELEMENT)
+        opened: dict[tuple[int, int], float] = {}
+        # Layer by layer a backward frees what its forward kept, and makes what W needs and the gradients of keys and
+        # values, so that the most is there at its beginning or at its end.
+        for action in self.cost.order(self.cost.enough).schedule[self.stage]:
+            part, segment, store = action.stage, action.segment, (action.stage, action.micro_batch)
+            own, later = kept[part][segment], waiting[part][segment]
+            match action.op:
+                case Op.FORWARD:
+                    now += own
+                    opened.setdefault(store, stores[part])
+                case Op.WEIGHT_GRADIENT:
+                    now -= later
+                case _:
+                    now -= own - (later if action.op is Op.INPUT_GRADIENT else 0.0)
+                    if segment == last:
+                        opened[store] += stores[part] * gradients
             if now + sum(opened.values()) > sum(most):
                 most = now, sum(opened.values())
-            if action.op is Op.BACKWARD:
-                now -= kept(action)
-                if action.segment == 0:
-                    opened.pop(action.micro_batch)
+            if segment == 0 and action.op in (Op.BACKWARD, Op.INPUT_GRADIENT):
+                opened.pop(store)
         return most
 
     # --- while it runs ------------------------------------------------------------------------------------------
@@ -312,11 +344,6 @@ class _Stage:
         tokens = max(self._units.tokens(each) for each in self.cost.lengths)
         # One that comes and one that goes, of either kind.
         return 4 * tokens * self.model.hidden / self._ranks * _ELEMENT
-
-
-@lru_cache(maxsize=256)
-def _schedule(name: str, stages: int, micro_batches: int, segments: int) -> Schedule:
-    return SCHEDULES[name](PipelineShape(stages, micro_batches, segments))
 
 
 #: Chunks that are about to run, or have just run.

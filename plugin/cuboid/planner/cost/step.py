@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -15,9 +15,11 @@ from cuboid.planner.cost.units import Seconds, UnitTimes
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.model import ModelDescription
 from cuboid.seq1f1b.schedule.actions import Action, Op
+from cuboid.seq1f1b.schedule.choice import CHUNKED, ModelPipeline, fixed_schedule
+from cuboid.seq1f1b.schedule.list_scheduling import TRIED_ACTIONS
 from cuboid.seq1f1b.schedule.partition import balance_by_flops, cut_sequence
-from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
-from cuboid.seq1f1b.schedule.simulator import Timeline, simulate
+from cuboid.seq1f1b.schedule.schedules import PipelineShape
+from cuboid.seq1f1b.schedule.simulator import ActionGraph, Timeline, simulate
 from cuboid.seq1f1b.schedule.unit_costs import segment_flops
 
 #: Bytes that Adam reads and writes for each parameter: gradient, master copy and both moments, and the new weight.
@@ -62,20 +64,31 @@ class StepTime:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Forward and backward of each segment on each stage, ``[stage][segment]``, and what each waits once a step."""
+    """What the parts of the layers take.
 
-    forward: tuple[tuple[Seconds, ...], ...]
-    backward: tuple[tuple[Seconds, ...], ...]
+    Args:
+        units: by operation, each segment on each part, ``[part][segment]``.
+        once_s: what each rank waits once a step.
+        rank_of: of each part.
+        splits: whether backwards are in two actions.
+    """
+
+    units: Mapping[Op, tuple[tuple[Seconds, ...], ...]]
     once_s: tuple[float, ...]
+    rank_of: tuple[int, ...]
+    splits: bool = False
 
-    def busy(self, stage: int) -> Seconds:
-        """Of one micro-batch on one stage."""
-        return sum((*self.forward[stage], *self.backward[stage]), Seconds())
+    def busy(self, rank: int) -> Seconds:
+        """Of one micro-batch on one rank."""
+        backward = (Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT) if self.splits else (Op.BACKWARD,)
+        parts = [part for part, owner in enumerate(self.rank_of) if owner == rank]
+        units = [each for op in (Op.FORWARD, *backward) for part in parts for each in self.units[op][part]]
+        return sum(units, Seconds())
 
     @property
     def busiest(self) -> int:
-        """The stage that takes longest."""
-        return max(range(len(self.forward)), key=lambda stage: self.busy(stage).total)
+        """The rank that takes longest."""
+        return max(range(len(self.once_s)), key=lambda rank: self.busy(rank).total)
 
 
 class StepCost:
@@ -98,7 +111,7 @@ class StepCost:
         length: int,
         software: Software = CUBOID,
         *,
-        known: dict[Any, tuple[Seconds, Seconds, float]] | None = None,
+        known: dict[Any, tuple[dict[Op, Seconds], float]] | None = None,
     ) -> None:
         self.model, self.layout, self.cluster, self.length = model, layout, cluster, length
         self.software = software
@@ -107,8 +120,8 @@ class StepCost:
 
     @cached_property
     def stage_layers(self) -> tuple[int, ...]:
-        """Layers of each stage, as ``"stage_balance": "flops"`` cuts them unless the layout has them."""
-        return self.layout.stage_layers or _balance(self.model, self.layout.stages)
+        """Layers of each part, as ``"stage_balance": "flops"`` cuts them unless the layout has them."""
+        return self.layout.stage_layers or _balance(self.model, self.layout.parts)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -120,63 +133,103 @@ class StepCost:
             return (self.length,)
         return _cut(self.model, self.length, segments, math.lcm(mesh.sequence, mesh.hidden))
 
-    def _layer(self, kind: int, start: int, stop: int) -> tuple[Seconds, Seconds, float]:
-        """Forward and backward of a layer of one of the model's kinds, and seconds that it waits once a step.
+    def _layer(self, kind: int, start: int, stop: int) -> tuple[dict[Op, Seconds], float]:
+        """Operations of a layer of one of the model's kinds, and seconds that it waits once a step.
 
         They are the same wherever stages and replicas are.
         """
         layout = self.layout
         adds = layout.micro_batches * layout.segments > 1
         rest = layout.micro_batch, layout.checkpointing, layout.context, layout.expert_ranks
-        weights = layout.weight_gather, layout.gathers_once, layout.gradient_sync
+        weights = layout.weight_gather, layout.gathers_once, layout.gradient_sync, layout.may_split
         key = kind, start, stop, layout.mesh, rest, weights, adds, self.software.gradient_bytes
         if key not in self._known:
-            layer = self.model.kinds[kind]
-            self._known[key] = (
-                self.units.layer_forward(layer, start, stop),
-                self.units.layer_backward(layer, start, stop),
-                self.units.once_s(layer, stop) if start == 0 else 0.0,
-            )
+            layer, units = self.model.kinds[kind], self.units
+            found = {
+                Op.FORWARD: units.layer_forward(layer, start, stop),
+                Op.BACKWARD: units.layer_backward(layer, start, stop),
+            }
+            if layout.may_split:
+                halves = units.layer_split_backward(layer, start, stop)
+                found |= zip((Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT), halves, strict=True)
+            self._known[key] = found, units.once_s(layer, stop) if start == 0 else 0.0
         return self._known[key]
 
     def stage_times(self) -> StageTimes:
-        """Of each stage and segment."""
-        forwards: list[tuple[Seconds, ...]] = []
-        backwards: list[tuple[Seconds, ...]] = []
-        waits_s: list[float] = []
+        """Of each part and segment."""
+        layout, rank_of = self.layout, self.layout.rank_of
+        waits_s = [0.0] * layout.stages
+        by_op: dict[Op, list[tuple[Seconds, ...]]] = {}
         ends = list(pairwise(accumulate(self.lengths, initial=0)))
-        for first, stop in pairwise(accumulate(self.stage_layers, initial=0)):
+        for rank, (first, stop) in zip(rank_of, pairwise(accumulate(self.stage_layers, initial=0)), strict=True):
             kinds = Counter(self.model.kind_of_layers[first:stop])
-            forward, backward = [], []
-            once_s = ((first == 0) + (stop == len(self.model.layers))) * self.units.once_of_ends_s()
+            segments = []
+            waits_s[rank] += ((first == 0) + (stop == len(self.model.layers))) * self.units.once_of_ends_s()
             for begin, end in ends:
-                own_forward = own_backward = Seconds()
+                own: dict[Op, Seconds] = {}
                 for kind, count in kinds.items():
-                    one = self._layer(kind, begin, end)
-                    own_forward, own_backward = own_forward + one[0] * count, own_backward + one[1] * count
-                    once_s += one[2] * count
+                    one, once_s = self._layer(kind, begin, end)
+                    own = {op: own.get(op, Seconds()) + each * count for op, each in one.items()}
+                    waits_s[rank] += once_s * count
                 if first == 0:
-                    own_backward += self.units.embedding(begin, end)
+                    embedding = self.units.embedding(begin, end)
+                    own |= {op: own[op] + embedding for op in (Op.BACKWARD, Op.INPUT_GRADIENT) if op in own}
                 if stop == len(self.model.layers):
-                    own_forward += self.units.head_forward(begin, end)
-                forward.append(own_forward)
-                backward.append(own_backward)
-            forwards.append(tuple(forward))
-            backwards.append(tuple(backward))
-            waits_s.append(once_s)
-        return StageTimes(tuple(forwards), tuple(backwards), tuple(waits_s))
+                    own[Op.FORWARD] += self.units.head_forward(begin, end)
+                segments.append(own)
+            for op in segments[0]:
+                by_op.setdefault(op, []).append(tuple(each[op] for each in segments))
+        units = {op: tuple(table) for op, table in by_op.items()}
+        return StageTimes(units, tuple(waits_s), rank_of, self.splits)
 
     def simulated(self) -> Timeline:
         """The pipeline's step, with no more micro-batches than a picture can show."""
-        return self.timeline(self.stage_times(), min(self.layout.micro_batches, 2 * self.layout.stages))
+        order = self.order(min(self.layout.micro_batches, 2 * self.layout.stages))
+        duration, transfer = self._durations(self.stage_times())
+        return simulate(order.schedule, order.shape, duration, transfer_s=transfer)
 
-    def timeline(self, times: StageTimes, micro_batches: int) -> Timeline:
-        """The pipeline's step with so many micro-batches, simulated."""
+    def simulated_s(self, times: StageTimes, micro_batches: int) -> float:
+        """The pipeline's step with so many micro-batches, from the first forward to the last backward."""
+        return max(end_s for *_, end_s in self.order(micro_batches).times(*self._durations(times)))
+
+    def order(self, micro_batches: int) -> ActionGraph:
+        """Of a step of so many micro-batches, as training runs it."""
         layout = self.layout
-        shape = PipelineShape(layout.stages, micro_batches, len(self.lengths))
-        duration, transfer = self._durations(times)
-        schedule = SCHEDULES[layout.schedule](shape)
-        return simulate(schedule, shape, duration, transfer_s=transfer)
+        if not layout.may_split:
+            return _fixed_order(layout.schedule, layout.stages, layout.parts, micro_batches, len(self.lengths))
+        pipeline = ModelPipeline(
+            layout.schedule, layout.stages, layout.chunks, self.stage_layers, self.lengths, layout.memory_limit,
+            layout.checkpointing == "full",
+        )  # fmt: skip
+        # As many rules as training tries for all micro-batches, as far as there is time.
+        tried = min(_TRIED_ACTIONS, TRIED_ACTIONS * micro_batches // layout.micro_batches)
+        return _generated_order(self.model, pipeline, micro_batches, tried)
+
+    @cached_property
+    def splits(self) -> bool:
+        """Whether the schedule that is generated has backwards in two actions."""
+        if not self.layout.may_split:
+            return False
+        return any(action.op is Op.WEIGHT_GRADIENT for action in self.order(self.enough).schedule[0])
+
+    @property
+    def _group(self) -> int:
+        """Micro-batches whose units keep all ranks busy."""
+        return -(-self.layout.stages // len(self.lengths))
+
+    @property
+    def enough(self) -> int:
+        """Micro-batches of a step in which every unit that is ever in flight is."""
+        layout = self.layout
+        if layout.schedule == "gpipe":
+            return layout.micro_batches
+        if layout.may_split:
+            # What is generated isn't regular, so that as much of it as there is time for is.
+            most = _TRIED_ACTIONS // (3 * layout.parts * len(self.lengths))
+            return min(layout.micro_batches, max(most, 3 * self._group + 4))
+        if layout.schedule in CHUNKED:
+            return min(layout.micro_batches, 2 * self._group + 2)
+        return min(layout.micro_batches, (layout.stages - 1 + len(self.lengths)) // len(self.lengths) + 2)
 
     def _durations(self, times: StageTimes) -> tuple[Callable[[Action], float], Callable[[Action], float]]:
         ends = list(pairwise(accumulate(self.lengths, initial=0)))
@@ -184,9 +237,9 @@ class StepCost:
         blocking = not self.software.overlaps_messages
 
         def duration(action: Action) -> float:
-            table = times.forward if action.op is Op.FORWARD else times.backward
+            own_s = times.units[action.op][action.stage][action.segment].total
             # Where messages block, each unit waits for its own to be taken.
-            return table[action.stage][action.segment].total + (messages[action.segment] if blocking else 0.0)
+            return own_s + (messages[action.segment] if blocking else 0.0)
 
         return duration, lambda action: 0.0 if blocking else messages[action.segment]
 
@@ -195,14 +248,21 @@ class StepCost:
         layout = self.layout
         if layout.stages == 1:
             return times.busy(0).total * layout.micro_batches
-        if layout.chunks > 1 or not self.software.overlaps_messages:
+        is_placed = layout.schedule in CHUNKED
+        if (layout.chunks > 1 and not is_placed) or not self.software.overlaps_messages:
             return self._whole_sequences_s(times)
-        # Once every stage has a micro-batch, each further one takes as long as the one before.
-        exact = min(layout.micro_batches, layout.stages + 1)
-        step = self.timeline(times, exact).makespan_s
+        # Once every stage has a micro-batch, each further one, or group of them, takes as long as the one before.
+        if layout.may_split:
+            exact, fewer = self.enough, self.enough // 2
+        elif is_placed:
+            exact, fewer = self.enough, self._group
+        else:
+            exact, fewer = min(layout.micro_batches, layout.stages + 1), 1
+        step = self.simulated_s(times, exact)
         if exact == layout.micro_batches:
             return step
-        return step + (layout.micro_batches - exact) * (step - self.timeline(times, exact - 1).makespan_s)
+        each = (step - self.simulated_s(times, exact - fewer)) / fewer
+        return step + (layout.micro_batches - exact) * max(each, times.busy(times.busiest).total)
 
     def _whole_sequences_s(self, times: StageTimes) -> float:
         """A closed form for 1F1B, interleaved or not: all micro-batches on the busiest stage, and one on the others.
@@ -224,17 +284,31 @@ class StepCost:
         )
 
     def least_s(self) -> float:
-        """A bound of the step's time that takes microseconds: stages of equal work, equal segments, nothing else."""
-        layout, count = self.layout, self.layout.segments
+        """A bound of the step's time that takes microseconds: stages of equal work, equal segments, nothing else.
+
+        Of a schedule that is generated none of the bubble is part of it.
+        """
+        return self._whole_stage_s * self.layout.micro_batches + (0.0 if self.layout.may_split else self.least_bubble_s)
+
+    @property
+    def least_bubble_s(self) -> float:
+        """That of a schedule that isn't generated, in the same way."""
+        layout = self.layout
+        return self._whole_stage_s * (layout.stages - 1) / (layout.segments * layout.chunks)
+
+    @cached_property
+    def _whole_stage_s(self) -> float:
+        """Of one micro-batch on one stage, as if all had equal parts."""
+        count = self.layout.segments
         ends = list(pairwise(self.length * index // count for index in range(count + 1)))
         layers = Counter(self.model.kind_of_layers)
         work = sum(
-            number * sum(each.total for each in self._layer(kind, *span)[:2])
+            number * sum(self._layer(kind, *span)[0][op].total for op in (Op.FORWARD, Op.BACKWARD))
             for kind, number in layers.items()
             for span in ends
         )
         work += self.units.head_forward(0, self.length).total
-        return work / layout.stages * (layout.micro_batches + (layout.stages - 1) / count)
+        return work / self.layout.stages
 
     def step_time(self) -> StepTime:
         """Of the whole step."""
@@ -251,8 +325,23 @@ class StepCost:
         )
 
     def own_parameters(self) -> list[tuple[float, float]]:
-        """For each stage the elements that a rank of the mesh owns: all but whole experts, and experts."""
-        return own_parameters(self.model, self.layout, self.stage_layers)
+        """For each stage the elements that a rank of the mesh owns: all but experts, and experts."""
+        model, layout = self.model, self.layout
+        found = [(0.0, 0.0)] * layout.stages
+        for rank, (first, stop) in zip(layout.rank_of, pairwise(accumulate(self.stage_layers, initial=0)), strict=True):
+            own = model.layers[first:stop]
+            dense = float(sum(layer.dense_parameters for layer in own))
+            if first == 0:
+                dense += model.embedding_parameters
+            if stop == len(model.layers):
+                dense += model.extra_parameters
+                # If another rank has the embeddings, the head has a copy of tied ones.
+                dense += model.vocabulary * model.hidden if layout.rank_of[0] != rank else model.head_parameters
+            experts = sum(layer.experts.padded(layout.mesh.batch) for layer in own if layer.experts is not None)
+            before = found[rank]
+            dense, whole = dense / layout.mesh.size, experts / (layout.mesh.size * layout.expert_ranks)
+            found[rank] = before[0] + dense, before[1] + whole
+        return found
 
     def _reduce_s(self, times: StageTimes) -> float:
         """Gradients between replicas, and with ZeRO the gather of new weights."""
@@ -279,6 +368,8 @@ class StepCost:
 
 #: Bytes of a weight as replicas gather it.
 _GATHERED = 2
+#: Actions that are scheduled for trying rules, a part of what training takes the time for.
+_TRIED_ACTIONS = 100_000
 #: As cuboid.models.stages.stages, which doesn't know the sequences' length when it cuts.
 _ASSUMED_LENGTH = 4096
 
@@ -297,25 +388,13 @@ def _cut(model: ModelDescription, length: int, segments: int, multiple: int) -> 
     return cut_sequence(length, segments, multiple=grain, cost=segment_flops(model.sizes))
 
 
-def own_parameters(
-    model: ModelDescription, layout: Layout, stage_layers: Sequence[int]
-) -> list[tuple[float, float]]:  # fmt: skip
-    """For each stage the elements that a rank of the mesh owns: all but experts, and experts.
+@lru_cache(maxsize=256)
+def _fixed_order(name: str, ranks: int, parts: int, micro_batches: int, segments: int) -> ActionGraph:
+    shape = PipelineShape(parts, micro_batches, segments)
+    return ActionGraph(fixed_schedule(name, shape, ranks), shape)
 
-    Args:
-        model, layout: what runs where.
-        stage_layers: layers of each stage.
-    """
-    found = []
-    for first, stop in pairwise(accumulate(stage_layers, initial=0)):
-        own = model.layers[first:stop]
-        dense = float(sum(layer.dense_parameters for layer in own))
-        if first == 0:
-            dense += model.embedding_parameters
-        if stop == len(model.layers):
-            dense += model.extra_parameters
-            # The last of several stages has a copy of tied embeddings.
-            dense += model.vocabulary * model.hidden if layout.stages > 1 else model.head_parameters
-        experts = sum(layer.experts.padded(layout.mesh.batch) for layer in own if layer.experts is not None)
-        found.append((dense / layout.mesh.size, experts / (layout.mesh.size * layout.expert_ranks)))
-    return found
+
+@lru_cache(maxsize=256)
+def _generated_order(model: ModelDescription, pipeline: ModelPipeline, micro_batches: int, tried: int) -> ActionGraph:
+    schedule = pipeline.order(model.sizes, micro_batches, tried_actions=tried)
+    return ActionGraph(schedule, PipelineShape(len(pipeline.counts), micro_batches, len(pipeline.lengths)))

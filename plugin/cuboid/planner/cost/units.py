@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from cuboid.planner.cost.communication import Links
 from cuboid.planner.cost.kernels import ATTENTION_BACKWARD, Kernels
@@ -17,6 +18,11 @@ from cuboid.seq1f1b.schedule.unit_costs import seen_keys
 
 _ELEMENT = 2
 _STATISTIC = 4
+#: Of a unit; "input" and "weight" are the halves of a split backward.
+Pass = Literal["forward", "backward", "input", "weight"]
+#: Exchanges of a block's input and output over `sequence`, besides gathering its input again for the weight's gradient;
+#: and over `hidden`, of what "down" projections multiply.
+_EXCHANGES: dict[Pass, tuple[float, int]] = {"forward": (2, 1), "backward": (2, 2), "input": (2, 1), "weight": (1, 1)}
 
 
 @dataclass(frozen=True)
@@ -71,34 +77,60 @@ class UnitTimes:
         tokens = self.tokens(stop - start)
         compute = self._products(layer, tokens) + self._attention(layer, start, stop, backward=False)
         compute += self._elementwise(layer, tokens, backward=False)
-        exposed = self._mesh_exchange(layer, tokens, backward=False) + self._expert_exchange(layer, tokens)
+        exposed = self._mesh_exchange(layer, tokens, "forward") + self._expert_exchange(layer, tokens)
         own = self._at_host_speed(Seconds(compute, exposed), launches=1)
         return self._with_weights(layer, own, gathers=0 if self._layout.gathers_once else 1)
 
     def layer_backward(self, layer: Layer, start: int, stop: int) -> Seconds:
         """Backward of positions ``[start, stop)``, with what is recomputed."""
+        layout, adds = self._layout, self._add_weight_gradients(self.block_weights(layer))
+        own = self._backward(layer, start, stop, "backward") + Seconds(adds)
+        own = self._at_host_speed(own, launches=3 if layout.checkpointing == "full" else 2)
+        gathers = (layout.weight_gather == "layer") + (layout.gradient_sync == "unit")
+        return self._with_weights(layer, own, gathers=gathers)
+
+    def layer_split_backward(self, layer: Layer, start: int, stop: int) -> tuple[Seconds, Seconds]:
+        """The halves of a split backward: the gradient of the input, and those of the weights.
+
+        On a mesh the second gathers the rank's parts of inputs and gradients once more, and nothing hides the reduction
+        over `batch`. It is counted for each segment, though segments whose second halves follow one another share one.
+        """
+        layout, tokens, batch = self._layout, self.tokens(stop - start), self.links.batch
+        # Gradients that can wait are those of linear layers, of which routers and experts aren't.
+        later = sum(self._product(each, tokens) for each in layer.projections if each.kind != "router")
+        weights, others = self.block_weights(layer, experts=False), 0.0
+        if layer.experts is not None:
+            others = self.block_weights(layer) - weights
+        inputs = self._backward(layer, start, stop, "input") + Seconds(self._add_weight_gradients(others) - later)
+        inputs = self._at_host_speed(inputs, launches=2 if layout.checkpointing == "full" else 1)
+        reduces = layout.gradient_sync == "unit"
+        moving_s = batch.gather_s((weights + others) * _ELEMENT, int(layout.weight_gather == "layer"))
+        moving_s += batch.gather_s(others * _ELEMENT, int(reduces and others > 0))
+        inputs += Seconds(exposed=max(0.0, moving_s - inputs.compute))
+        own = Seconds(later + self._add_weight_gradients(weights), self._mesh_exchange(layer, tokens, "weight"))
+        own = self._at_host_speed(own, launches=1)
+        return inputs, own + Seconds(exposed=batch.gather_s(weights * _ELEMENT, int(reduces)))
+
+    def _backward(self, layer: Layer, start: int, stop: int, half: Literal["backward", "input"]) -> Seconds:
+        """With what is recomputed and the products of all weights' gradients, without what becomes of these."""
         tokens, layout = self.tokens(stop - start), self._layout
         compute = 2 * self._products(layer, tokens) + self._attention(layer, start, stop, backward=True)
-        compute += self._elementwise(layer, tokens, backward=True) + self._add_weight_gradients(layer)
-        exposed = self._mesh_exchange(layer, tokens, backward=True) + self._expert_exchange(layer, tokens)
+        compute += self._elementwise(layer, tokens, backward=True)
+        exposed = self._mesh_exchange(layer, tokens, half) + self._expert_exchange(layer, tokens)
         again = Seconds()
         if layout.checkpointing == "full":
             again = Seconds(
                 self._products(layer, tokens)
                 + self._attention(layer, start, stop, backward=False)
                 + self._elementwise(layer, tokens, backward=False),
-                self._mesh_exchange(layer, tokens, backward=False) + self._expert_exchange(layer, tokens),
+                self._mesh_exchange(layer, tokens, "forward") + self._expert_exchange(layer, tokens),
             )
         elif layout.checkpointing == "attention" and self._software.attention == "scores":
             again = Seconds(self._attention(layer, start, stop, backward=False))
         elif layout.checkpointing == "mlp_up":
             norm = self.kernels.elementwise_s(tokens * 4 * self._model.hidden / self._residual_ranks)
             again = Seconds(norm + self._product(self._mlp_up(layer), tokens))
-        gathers = (layout.weight_gather == "layer") + (layout.gradient_sync == "unit")
-        own = self._at_host_speed(
-            Seconds(compute, exposed) + again, launches=3 if layout.checkpointing == "full" else 2
-        )
-        return self._with_weights(layer, own, gathers=gathers)
+        return Seconds(compute, exposed) + again
 
     def once_s(self, layer: Layer, stop: int) -> float:
         """Waiting in a step's first forward and last backward for what only these gather and reduce.
@@ -197,44 +229,56 @@ class UnitTimes:
             return (10 if backward else 6) * features
         return (6 if backward else 4) * features
 
-    def block_weights(self, layer: Layer) -> float:
-        """Elements of the weights that a rank multiplies with."""
+    def block_weights(self, layer: Layer, *, experts: bool = True) -> float:
+        """Elements of the weights that a rank multiplies with, perhaps without those of experts and their router."""
         mesh = self._layout.mesh
         pieces = {"up": self._ranks, "down": self._ranks, "router": mesh.hidden, "whole": 1}
-        own = sum(each.weights / pieces[each.kind] for each in layer.projections)
-        if layer.experts is not None:
+        own = sum(each.weights / pieces[each.kind] for each in layer.projections if experts or each.kind != "router")
+        if layer.experts is not None and experts:
             own += layer.experts.padded(mesh.batch) / (self._layout.expert_ranks * self._ranks)
         return own
 
-    def _add_weight_gradients(self, layer: Layer) -> float:
-        """Adding a unit's weight gradients to those before: reading and writing the sum, and reading the gradient."""
+    def _add_weight_gradients(self, weights: float) -> float:
+        """Adding a unit's gradients of so many weights of a block to those before.
+
+        That is reading and writing the sum, and reading the gradient.
+        """
         software = self._software
         per_weight = 2 * software.gradient_bytes + (0 if software.fused_weight_gradients else _ELEMENT)
         if not software.fused_weight_gradients and self._layout.micro_batches * self._layout.segments == 1:
             per_weight = 0
-        return self.kernels.elementwise_s(self.block_weights(layer) / self._layout.mesh.batch * per_weight, 0)
+        return self.kernels.elementwise_s(weights / self._layout.mesh.batch * per_weight, 0)
 
     # --- communication ------------------------------------------------------------------------------------------
 
-    def _mesh_exchange(self, layer: Layer, tokens: float, *, backward: bool) -> float:
+    def _mesh_exchange(self, layer: Layer, tokens: float, which: Pass) -> float:
         mesh, links, software = self._layout.mesh, self.links, self._software
+        each_block, of_downs = _EXCHANGES[which]
+        if which in ("backward", "weight") and software.sequence_parallel:
+            each_block += software.regathers
         hidden_bytes = tokens * self._model.hidden / mesh.hidden * _ELEMENT
-        splits_experts = layer.experts is not None and self._layout.splits_experts
+        routed = layer.experts if which != "weight" else None
+        splits_experts = routed is not None and self._layout.splits_experts
         # Attention and the MLP; shared experts are a block beside the others.
         blocks = 3 if splits_experts and layer.intermediate else 2
-        each_block = 2 + (software.regathers if backward and software.sequence_parallel else 0)
-        total = links.sequence.gather_s(hidden_bytes, blocks * each_block) * (1 - software.hides_exchange)
+        if which == "weight" and not layer.intermediate:
+            blocks = 1
+        exchanged = blocks * each_block
+        if which == "input" and splits_experts:
+            exchanged += software.regathers
+        total = links.sequence.gather_s(hidden_bytes, exchanged) * (1 - software.hides_exchange)
         if mesh.hidden > 1:
-            ups = sum(each.outputs for each in layer.projections if each.kind == "up")
-            downs = sum(each.inputs for each in layer.projections if each.kind == "down")
-            if layer.experts is not None:
-                ups += layer.experts.per_token * layer.experts.projections[0].outputs
-                downs += layer.experts.per_token * layer.experts.width
+            ups: float = sum(each.outputs for each in layer.projections if each.kind == "up")
+            downs: float = sum(each.inputs for each in layer.projections if each.kind == "down")
+            if routed is not None:
+                ups += routed.per_token * routed.projections[0].outputs
+                # Experts run backward whole.
+                downs += routed.per_token * routed.width * (2 if which == "input" else 1)
             total += links.hidden.gather_s(tokens * ups / mesh.sequence * _ELEMENT)
-            total += links.hidden.gather_s(tokens * downs / mesh.sequence * _ELEMENT, 2 if backward else 1)
-        if layer.experts is not None and splits_experts:
-            total += self._routing_exchange(layer.experts, tokens, backward=backward)
-        return total + self._context_exchange(layer, backward=backward)
+            total += links.hidden.gather_s(tokens * downs / mesh.sequence * _ELEMENT, of_downs)
+        if routed is not None and splits_experts:
+            total += self._routing_exchange(routed, tokens, backward=which != "forward")
+        return total if which == "weight" else total + self._context_exchange(layer, backward=which != "forward")
 
     def _routing_exchange(self, experts: Experts, tokens: float, *, backward: bool) -> float:
         """What routers add up over `hidden`, and say of their tokens to the ranks of `sequence`; in float32."""

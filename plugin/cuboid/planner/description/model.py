@@ -159,6 +159,15 @@ class Layer:
             return own
         return own + self.experts.per_token * sum(each.weights for each in self.experts.projections)
 
+    @property
+    def kept_features(self) -> int:
+        """By which schedules count what a token keeps: into and out of each weight of a checkpoint."""
+        own = sum(each.parts * each.inputs + each.outputs for each in self.projections)
+        if self.experts is None:
+            return own
+        # Experts' weights are stacked, those that share their input as one.
+        return own + self.experts.per_token * sum(each.inputs + each.outputs for each in self.experts.projections)
+
 
 @dataclass(frozen=True, eq=False)
 class ModelDescription:
@@ -176,6 +185,7 @@ class ModelDescription:
         positions: learned position embeddings; 0 for none.
         most_positions: the longest sequence that the config allows; None if it doesn't say.
         extra_parameters: elements of modules outside of the layers besides embedding, positions and head.
+        uncounted: what its layers take time and memory for that isn't counted; "" if there is nothing.
     """
 
     name: str
@@ -188,6 +198,7 @@ class ModelDescription:
     positions: int = 0
     most_positions: int | None = None
     extra_parameters: int = 0
+    uncounted: str = ""
 
     @property
     def embedding_parameters(self) -> int:
@@ -225,9 +236,12 @@ class ModelDescription:
     def sizes(self) -> ModelSizes:
         """What segments and stages are balanced by."""
         layers = [
-            LayerSizes(each.weights_of_token, each.attention.query, each.attention.output, each.attention.window)
+            LayerSizes(
+                each.weights_of_token, each.attention.query, each.attention.output, each.attention.window,
+                each.kept_features,
+            )
             for each in self.layers
-        ]
+        ]  # fmt: skip
         return ModelSizes(tuple(layers), self.vocabulary * self.hidden)
 
     def step_flops(self, rows: int, length: int) -> int:
@@ -321,6 +335,9 @@ _KEPT_BY_NONLINEARITY: Mapping[str, int] = MappingProxyType(
     {"silu": 1, "swish": 1, "gelu": 1, "gelu_pytorch_tanh": 1, "relu": 0, "gelu_new": 4}
 )
 
+#: See :attr:`ModelDescription.uncounted`.
+SOFT_CAPPED = "scores of attention with a soft cap, which are kept whole"
+
 _ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "hidden_size": ("n_embd",),
@@ -395,6 +412,7 @@ def _ordinary_model(config: _Config, rules: Rules) -> ModelDescription:
         norm=rules.norm,
         nonlinearity=_nonlinearity(config, rules),
         positions=positions,
+        uncounted=SOFT_CAPPED if config.get("attn_logit_softcapping") else "",
         most_positions=config.get("max_position_embeddings"),
         extra_parameters=_norm_size(hidden, rules),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from cuboid.models.architectures.attention_heads import HeadCounts
 from cuboid.models.architectures.roles import Role, find_roles
 from cuboid.models.sharded.parallel_plan import out_features
 from cuboid.models.stages.model_costs import decoder_layers, expert_counts, sizes_of
-from cuboid.planner.description.model import Attention, Experts, Layer, ModelDescription, Projection
+from cuboid.planner.description.model import SOFT_CAPPED, Attention, Experts, Layer, ModelDescription, Projection
 from cuboid.seq1f1b.schedule.unit_costs import LayerSizes
 from cuboid.tensor3d.experts.experts import ExpertForm
 
@@ -61,9 +61,17 @@ def describe_modules(model: PreTrainedModel, whole: Collection[str] = ()) -> Mod
         nonlinearity=_kept_by_nonlinearity(config, gated=layers[0].gated),
         positions=config.max_position_embeddings if learned else 0,
         most_positions=getattr(config, "max_position_embeddings", None),
+        uncounted=_uncounted(config, sizes.layers),
     )
     more = sum(parameter.numel() for parameter in model.parameters()) - found.parameters
     return replace(found, extra_parameters=max(0, more))
+
+
+def _uncounted(config: PretrainedConfig, layers: Sequence[LayerSizes]) -> str:
+    found = [SOFT_CAPPED] if getattr(config, "attn_logit_softcapping", None) else []
+    if any(layer.query == 0 for layer in layers):
+        found.append("recurrent states and convolutions of layers without attention")
+    return "; ".join(found)
 
 
 def check_countable(model: PreTrainedModel) -> None:

@@ -86,6 +86,9 @@ class _AttendSegment(torch.autograd.Function):
         if start > 0:
             past = kernel.forward(_fold(query, group), *store.read(layer, 0, start), causal=False, scale=scale)
             _merge(_by_group(out, group), _by_group(lse, group), *(_unfold(x, group) for x in past))
+        if ctx.needs_input_grad[0] and query.untyped_storage().nbytes() > query.nbytes:
+            # A view of a fused projection's result would keep keys and values once more.
+            query = query.clone()
         ctx.save_for_backward(query, out, lse)
         ctx.place = (store, layer, start)
         ctx.call = (kernel, group, scale)

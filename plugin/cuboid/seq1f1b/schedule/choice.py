@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from cuboid.errors import ConfigError
 from cuboid.seq1f1b.schedule.actions import Action, Op, Schedule
-from cuboid.seq1f1b.schedule.list_scheduling import ActionCosts, list_schedule
+from cuboid.seq1f1b.schedule.list_scheduling import TRIED_ACTIONS, ActionCosts, list_schedule
 from cuboid.seq1f1b.schedule.schedules import (
     SCHEDULES,
     PipelineShape,
@@ -17,7 +17,13 @@ from cuboid.seq1f1b.schedule.schedules import (
     v_placement,
 )
 from cuboid.seq1f1b.schedule.simulator import Timeline, simulate
-from cuboid.seq1f1b.schedule.unit_costs import INPUT_GRADIENT_FREES
+from cuboid.seq1f1b.schedule.unit_costs import (
+    BACKWARD_RATIO,
+    INPUT_GRADIENT_FREES,
+    ModelSizes,
+    kept_bytes,
+    unit_flops,
+)
 
 Placement = Callable[[int, int], tuple[int, ...]]
 #: The one schedule of several stages on each rank whose order doesn't depend on what units cost.
@@ -121,6 +127,7 @@ class Request:
         costs: of the stages, given the rank of each.
         limit: of the memory. By default what ``seq1f1b`` takes without chunks, for those that need one.
         chunks: v, stages on each rank; for ``"auto"``, those of the schedules that have several.
+        tried_actions: as of :func:`~cuboid.seq1f1b.schedule.list_scheduling.list_schedule`.
     """
 
     ranks: int
@@ -129,6 +136,7 @@ class Request:
     costs: Callable[[tuple[int, ...]], PlacedCosts]
     limit: MemoryLimit | None = None
     chunks: int = 1
+    tried_actions: int = TRIED_ACTIONS
 
 
 @dataclass(frozen=True)
@@ -212,6 +220,49 @@ def fixed_schedule(name: str, shape: PipelineShape, ranks: int) -> Schedule:
     return seq1f1b_interleaved(shape, ranks) if name == _INTERLEAVED else SCHEDULES[name](shape)
 
 
+@dataclass(frozen=True)
+class ModelPipeline:
+    """What of a pipeline of a model's layers the order of its actions depends on.
+
+    Args:
+        schedule: a name in :data:`NAMES`.
+        ranks: P.
+        chunks: v, stages on each rank.
+        counts: layers of each stage, of all ranks.
+        lengths: tokens of each segment.
+        limit: of the memory, in sequences of a rank's share; None for the default of :class:`Request`.
+        recomputes: whether activation checkpointing is on.
+    """
+
+    schedule: str
+    ranks: int
+    chunks: int
+    counts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    limit: float | None = None
+    recomputes: bool = False
+
+    def order(self, sizes: ModelSizes, micro_batches: int, *, tried_actions: int = TRIED_ACTIONS) -> Schedule:
+        """The order in which training runs so many micro-batches, by the count of operations of a model of these sizes.
+
+        Raises:
+            ConfigError: as of :func:`choose_schedule`.
+        """
+        limit = None if self.limit is None else MemoryLimit(sequences=self.limit)
+        segments = len(self.lengths)
+        request = Request(
+            self.ranks, micro_batches, segments, lambda rank_of: self._costs(sizes, rank_of), limit, self.chunks,
+            tried_actions,
+        )  # fmt: skip
+        return choose_schedule(self.schedule, request).schedule
+
+    def _costs(self, sizes: ModelSizes, rank_of: tuple[int, ...]) -> PlacedCosts:
+        """In units of their own, as only their ratios matter."""
+        flops = unit_flops(sizes, self.counts, self.lengths, backward_ratio=BACKWARD_RATIO + self.recomputes)
+        kept = kept_bytes(sizes, self.counts, self.lengths)
+        return placed_costs(flops, kept, rank_of, len(self.lengths), recomputes=self.recomputes)
+
+
 def _chosen(name: str, request: Request, chunks: int) -> ChosenSchedule:
     check_chunks(name, chunks)
     rank_of = place_stages(name, request.ranks, chunks)
@@ -219,7 +270,7 @@ def _chosen(name: str, request: Request, chunks: int) -> ChosenSchedule:
     placed = request.costs(rank_of)
     limits = _limits(request, placed)
     if is_generated(name):
-        schedule = list_schedule(shape, rank_of, placed.actions, limits)
+        schedule = list_schedule(shape, rank_of, placed.actions, limits, tried_actions=request.tried_actions)
     else:
         schedule = fixed_schedule(name, shape, request.ranks)
     costs = placed.actions

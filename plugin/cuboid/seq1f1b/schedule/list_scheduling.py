@@ -32,7 +32,7 @@ from cuboid.seq1f1b.schedule.schedules import PipelineShape
 from cuboid.seq1f1b.schedule.unit_costs import INPUT_GRADIENT_FREES
 
 #: Actions that may be scheduled for trying rules and modes, in all; a few seconds of Python. One is always tried.
-_TRIED_ACTIONS = 400_000
+TRIED_ACTIONS = 400_000
 #: What a step may take longer where the weight gradients of whole micro-batches are one product each.
 _MICRO_BATCH_GAIN = 0.005
 #: For sums of floats.
@@ -96,6 +96,7 @@ def list_schedule(
     costs: ActionCosts,
     limits: Sequence[float],
     modes: Sequence[BackwardMode] = tuple(BackwardMode),
+    tried_actions: int = TRIED_ACTIONS,
 ) -> Schedule:
     """The shortest of the schedules that several rules lead to. The same input gives the same schedule everywhere.
 
@@ -108,6 +109,7 @@ def list_schedule(
         costs: of the actions.
         limits: for each rank the most that its units may keep at a time, in sequences of its share.
         modes: how units may run backward.
+        tried_actions: how many may be scheduled in all before no more rules are tried.
 
     Raises:
         ConfigError: a limit is less than what one micro-batch needs.
@@ -116,7 +118,7 @@ def list_schedule(
     rules = _RULES if shape.stages > len(limits) else (_RULES[0], _RULES[4])
     tables: dict[BackwardMode, _Tables] = {}
     best: tuple[float, Schedule] | None = None
-    for rule, mode in islice(product(rules, modes), max(1, _TRIED_ACTIONS // (3 * shape.stages * shape.units))):
+    for rule, mode in islice(product(rules, modes), max(1, tried_actions // (3 * shape.stages * shape.units))):
         if mode not in tables:
             tables[mode] = _Tables(shape, rank_of, costs, limits, mode)
         end_s, schedule = _Search(tables[mode], rule).run()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 from cuboid.seq1f1b.schedule.actions import Action, Op, Schedule
 from cuboid.seq1f1b.schedule.dependencies import dependencies, fulfils
@@ -63,6 +64,52 @@ class Timeline:
         return sum(self.bubbles) / len(self.spans) if self.spans else 0
 
 
+class ActionGraph:
+    """A schedule's actions and what each depends on: what of a simulation is the same whatever actions cost.
+
+    Args:
+        schedule: what each rank computes, in order.
+        shape: of the pipeline.
+    """
+
+    def __init__(self, schedule: Schedule, shape: PipelineShape) -> None:
+        self.schedule, self.shape = schedule, shape
+
+    @cached_property
+    def _steps(self) -> list[tuple[int, Action, list[tuple[int, Action | None]]]]:
+        """In an order in which they can run, with rank, action, and what it needs.
+
+        Of that the place in the list, and the action if its result comes from another rank.
+        """
+        rank_of, places = placement(self.schedule), dict[Action, int]()
+        needs_of = cache(lambda action: dependencies(action, self.shape))
+        found: list[tuple[int, Action, list[tuple[int, Action | None]]]] = []
+        for rank, action in walk(self.schedule, needs_of):
+            needs = [(places[each], each if rank_of[each.stage] != rank else None) for each in needs_of(action)]
+            places[fulfils(action)] = len(found)
+            found.append((rank, action, needs))
+        return found
+
+    def times(
+        self, duration_s: Callable[[Action], float], transfer_s: Callable[[Action], float] | None = None
+    ) -> Iterator[tuple[int, Action, float, float]]:
+        """Rank, action, start and end of all actions, those of a rank in its order; arguments as of :func:`simulate`.
+
+        Raises:
+            ScheduleError: the schedule can't be run to its end.
+        """
+        clocks: list[float] = [0] * len(self.schedule)
+        ends: list[float] = []
+        for rank, action, needs in self._steps:
+            start_s = clocks[rank]
+            for place, sent in needs:
+                there_s = ends[place] + (transfer_s(sent) if sent is not None and transfer_s is not None else 0)
+                start_s = max(start_s, there_s)
+            clocks[rank] = end_s = start_s + duration_s(action)
+            ends.append(end_s)
+            yield rank, action, start_s, end_s
+
+
 def simulate(
     schedule: Schedule,
     shape: PipelineShape,
@@ -88,17 +135,9 @@ def simulate(
     Raises:
         ScheduleError: the schedule can't be run to its end.
     """
-    rank_of = placement(schedule)
-    clocks: list[float] = [0] * len(schedule)
-    ends: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in schedule]
-    for rank, action in walk(schedule, lambda action: dependencies(action, shape)):
-        start_s = clocks[rank]
-        for needed in dependencies(action, shape):
-            crosses = transfer_s is not None and rank_of[needed.stage] != rank
-            start_s = max(start_s, ends[needed] + (transfer_s(needed) if crosses and transfer_s else 0))
-        clocks[rank] = ends[fulfils(action)] = start_s + duration_s(action)
-        spans[rank].append(Span(action, start_s, clocks[rank]))
+    for rank, action, start_s, end_s in ActionGraph(schedule, shape).times(duration_s, transfer_s):
+        spans[rank].append(Span(action, start_s, end_s))
     memory = () if kept_bytes is None else tuple(memory_curve(rank, kept_bytes, input_gradient_frees) for rank in spans)
     peaks = [max((now for _, now in curve), default=0) for curve in memory] or [0] * len(spans)
     return Timeline(tuple(tuple(rank) for rank in spans), tuple(peaks), memory)

@@ -22,23 +22,30 @@ from cuboid.distributed.topology import AXES, Axis
 
 @contextmanager
 def own_random_numbers(mesh: Mesh, device: torch.device, axes: tuple[Axis, ...] = AXES) -> Iterator[None]:
-    """Random numbers inside differ between the ranks of the mesh; the generators outside stay in step.
+    """Random numbers of a device inside differ between the ranks of the mesh; the generators outside stay in step.
 
-    Along other axes than ``axes`` they are the same.
+    Along other axes than ``axes`` they are the same. No other device's generator is touched, but for the host's, which
+    advances by one number.
     """
     if mesh.size(*axes) == 1:
         yield
         return
-    seed = int(torch.randint(2**62, ()))
-    seed += mesh.index(*axes)
+    # On the host, whatever the default device is: the number is needed there at once.
+    seed = int(torch.randint(2**62, (), device="cpu")) + mesh.index(*axes)
     if device.type == "cpu":
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             yield
-    else:
-        with torch.random.fork_rng(devices=[device], device_type=device.type):
-            torch.get_device_module(device).manual_seed(seed)
-            yield
+        return
+    module = torch.get_device_module(device)
+    before = module.get_rng_state(device)
+    # It seeds the current device, which may be another one than the tensor's.
+    with module.device(device):
+        module.manual_seed(seed)
+    try:
+        yield
+    finally:
+        module.set_rng_state(before, device)
 
 
 class _MeshDropout(nn.Dropout):

@@ -9,7 +9,7 @@ import torch
 from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import SEQUENCE_DIM, start_all_gather
 from cuboid.distributed.mesh import Mesh
-from cuboid.tensor3d.layers.output_reduce import NoReduce, OutputReduce, Pieces, ScatterFeatures, ScatterSequence
+from cuboid.tensor3d.layers.output_reduce import NoReduce, OutputReduce, ScatterFeatures, ScatterSequence
 
 
 class InputGather(Protocol):
@@ -25,8 +25,8 @@ class InputGather(Protocol):
     reduces: bool
     pieces: int
 
-    def start(self, x: torch.Tensor, *, in_place: bool = False) -> AsyncResult[Pieces]:
-        """The rank's own part to the whole input, perhaps in pieces along its features.
+    def start(self, x: torch.Tensor, *, in_place: bool = False) -> AsyncResult[torch.Tensor]:
+        """The rank's own part to the whole input, in n pieces along its features: ``[n, B/b, S, I/n]``.
 
         For ``in_place`` see :func:`~cuboid.distributed.axis_collectives.start_all_gather`.
         """
@@ -43,12 +43,15 @@ class GatherSequence:
         self.transpose: OutputReduce = ScatterSequence(self.along)
         self.reduces = self.along.size > 1
 
-    def start(self, x: torch.Tensor, *, in_place: bool = False) -> AsyncResult[Pieces]:
+    def start(self, x: torch.Tensor, *, in_place: bool = False) -> AsyncResult[torch.Tensor]:
         """See :class:`InputGather`."""
         if self.along.size == 1:
-            return AsyncResult((x,))
+            return AsyncResult(x.unsqueeze(0))
         return start_all_gather(
-            x, self.along, lambda stacked: (stacked.movedim(0, SEQUENCE_DIM).flatten(1, 2),), in_place=in_place
+            x,
+            self.along,
+            lambda stacked: stacked.movedim(0, SEQUENCE_DIM).flatten(1, 2).unsqueeze(0),
+            in_place=in_place,
         )
 
 
@@ -61,9 +64,9 @@ class GatherFeatures:
         self.reduces = self.along.size > 1
         self.pieces = self.along.size
 
-    def start(self, x: torch.Tensor, *, in_place: bool = False) -> AsyncResult[Pieces]:
+    def start(self, x: torch.Tensor, *, in_place: bool = False) -> AsyncResult[torch.Tensor]:
         """See :class:`InputGather`."""
-        return start_all_gather(x, self.along, torch.unbind, in_place=in_place)
+        return start_all_gather(x, self.along, in_place=in_place)
 
 
 class NoGather:
@@ -73,6 +76,6 @@ class NoGather:
     reduces = False
     pieces = 1
 
-    def start(self, x: torch.Tensor, *, in_place: bool = False) -> AsyncResult[Pieces]:  # noqa: ARG002
+    def start(self, x: torch.Tensor, *, in_place: bool = False) -> AsyncResult[torch.Tensor]:  # noqa: ARG002
         """See :class:`InputGather`."""
-        return AsyncResult((x,))
+        return AsyncResult(x.unsqueeze(0))

@@ -39,7 +39,7 @@ from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import SEQUENCE_DIM, scatter_dim
 from cuboid.tensor3d.layers.input_gather import GatherSequence, InputGather
 from cuboid.tensor3d.layers.norm import statistics_dtype
-from cuboid.tensor3d.layers.output_reduce import Columns, OutputReduce, Pieces, share_reduces
+from cuboid.tensor3d.layers.output_reduce import Columns, OutputReduce, multiply_batch, share_reduces
 from cuboid.tensor3d.sharding.bucketing import start_reduce_scatters, start_unshards
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce
 from cuboid.tensor3d.sharding.sharded_param import ShardedParam
@@ -181,34 +181,45 @@ class LinearOp:
         return [found[group][place] for group, place in self.places]
 
     def input_gradient(
-        self, weights: Sequence[torch.Tensor], dy: Sequence[Pieces]
+        self, weights: Sequence[torch.Tensor], dy: Sequence[torch.Tensor]
     ) -> AsyncResult[Sequence[torch.Tensor]]:
         """dy W, summed over the products, on its way to the rank's own part."""
         pieces: list[torch.Tensor] = []
         rows: list[torch.Tensor] = []
         for output_reduce, numbers in self.groups:
             for place, number in enumerate(numbers):
-                pieces += dy[number]
-                rows += map(torch.t, output_reduce.rows(self.block(weights, number), place))
+                pieces += dy[number].unbind()
+                rows += output_reduce.rows(self.block(weights, number), place).mT.unbind()
         return self.input_gather.transpose.start(pieces, (rows,))
 
-    def block_gradient(self, number: int, dy: Pieces, x: Pieces) -> torch.Tensor:
-        """dyᵀ x, as ``[out, in]`` or ``[in, out]``, with zeros in the rows that were not multiplied."""
+    def block_gradient(self, number: int, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """dyᵀ x, as ``[out, in]`` or ``[in, out]``, with zeros in the rows that were not multiplied.
+
+        Args:
+            number: of the product.
+            dy: of the product's output, in pieces.
+            x: the input, in pieces; in several only where ``dy`` is in one.
+        """
         product = self.products[number]
         group, place = self.places[number]
         shape = product.weight.block_shape
-        whole = x[0].new_empty(shape) if product.rows is None else x[0].new_zeros(shape)
+        whole = x.new_empty(shape) if product.rows is None else x.new_zeros(shape)
         block = whole if product.is_plain else product.out_in(whole)
-        for features, columns in zip(x, block.chunk(len(x), 1), strict=True):
-            features = features.reshape(-1, features.shape[-1])
-            for piece, places in zip(dy, self.groups[group][0].places(columns, place), strict=True):
-                piece = piece.reshape(-1, piece.shape[-1])
-                for part, out in places:
-                    # Its transpose is multiplied where that is how the gradient lies.
-                    if product.in_first:
-                        torch.mm(features.t(), piece[:, part], out=out.t())
-                    else:
-                        torch.mm(piece[:, part].t(), features, out=out)
+        dy, x = dy.flatten(1, -2), x.flatten(1, -2)
+        if len(x) > 1:
+            assert len(dy) == 1, "pieces of both factors"
+            places: Sequence[tuple[slice, torch.Tensor]] = [
+                (slice(None), block.unflatten(1, (len(x), -1)).movedim(1, 0))
+            ]
+        else:
+            places = self.groups[group][0].places(block, place)
+        for features, out in places:
+            own, inputs = dy[..., features].expand(len(out), -1, -1), x.expand(len(out), -1, -1)
+            # Its transpose is multiplied where that is how the gradient lies.
+            if product.in_first:
+                multiply_batch((inputs.mT,), (own.mT,), out.mT)
+            else:
+                multiply_batch((own.mT,), (inputs.mT,), out)
         return whole
 
     def reduce(self, blocks: dict[int, torch.Tensor]) -> dict[int, AsyncResult[torch.Tensor]]:
@@ -294,9 +305,8 @@ class _LinearFunction(torch.autograd.Function):
             if index == ctx.parts - 1:
                 # No collective is started after this one that this backward waits for.
                 _begin_next(ctx.call.before)
-            pieces = begun.gathering[index].wait() if wanted else ()
             for number in wanted:
-                block = own.block_gradient(number, whole[number], pieces)
+                block = own.block_gradient(number, whole[number], begun.gathering[index].wait())
                 if ctx.parts > 1:
                     block = block.to(statistics_dtype(block.dtype))
                 blocks[number] = blocks[number].add_(block) if number in blocks else block
@@ -397,7 +407,7 @@ class _Begun:
     """
 
     weights: Sequence[torch.Tensor]
-    gathering: Sequence[AsyncResult[Pieces]]
+    gathering: Sequence[AsyncResult[torch.Tensor]]
     x: torch.Tensor | None
 
 

@@ -1,9 +1,10 @@
 """Matrix products, and how their partial sums become a rank's own pieces of the sums; for gradients, the transpose.
 
 A collective leaves and takes the ranks' tensors one behind the other. Where that isn't the order of the dim in
-question, a product of the whole would need a copy before it and another one after it. These multiply piece by piece
-instead, straight out of one collective's buffer and into the other's. Several products of one input share one output
-reduce, so that query, key and value need one collective and not three.
+question, one product of the whole would need a copy before it or another one after it. These multiply straight out of
+one collective's buffer and into the other's instead: by one batched product where each rank's piece is a result of its
+own, and piece by piece where all of them are added up, or lie further apart than a batched product can say. Several
+products of one input share one output reduce, so that query, key and value need one collective and not three.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from cuboid.distributed.axis_collectives import (
 )
 from cuboid.distributed.mesh import AxisGroup
 
-#: A tensor that is cut along its last dim, its features: what one would concatenate to have the whole.
-Pieces = Sequence[torch.Tensor]
+#: A tensor that is cut along its last dim, its features: what one would concatenate to have the whole. Pieces of one
+#: size may be stacked, as a collective leaves them.
+Pieces = torch.Tensor | Sequence[torch.Tensor]
 #: Of one weight ``[O, I]``: the columns that belong to each of the input's pieces.
 Columns = Sequence[torch.Tensor]
 #: oneDNN multiplies these on a CPU, where a batched product of several rows takes half as long again as one by one.
@@ -40,16 +42,22 @@ class OutputReduce(Protocol):
         """x Wᵀ of each weight, as partial sums, to the rank's own piece of their sum. Weights may come one by one."""
         ...
 
-    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[Pieces]]:
-        """Gradients of the own pieces to those of the partial sums, whole or in pieces along the rows."""
+    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[torch.Tensor]]:
+        """Gradients of the own pieces to those of the partial sums, in n pieces along the rows, which are stacked:
+        ``[n, B/b, S, rows/n]``.
+        """
         ...
 
-    def rows(self, weight: torch.Tensor, product: int) -> Sequence[torch.Tensor]:
-        """The rows of a product's ``[out, in]`` that belong to each of :meth:`start_transpose`'s pieces."""
+    def rows(self, weight: torch.Tensor, product: int) -> torch.Tensor:
+        """The rows of a product's ``[out, in]`` that belong to each of :meth:`start_transpose`'s n pieces,
+        ``[n, out/n, in]``.
+        """
         ...
 
-    def places(self, whole: torch.Tensor, product: int) -> Sequence[Sequence[tuple[slice, torch.Tensor]]]:
-        """Where the gradients of these rows go, for each piece: some of its features, and their rows of ``whole``."""
+    def places(self, whole: torch.Tensor, product: int) -> Sequence[tuple[slice, torch.Tensor]]:
+        """Where the gradients of these rows go: some features of all n pieces, and those features' rows of ``whole``,
+        ``[n, ..., in]``.
+        """
         ...
 
 
@@ -70,26 +78,21 @@ def multiply(x: Pieces, weights: Columns, out: torch.Tensor | None = None) -> to
     return out
 
 
-def multiply_positions(x: Pieces, weights: Columns, out: torch.Tensor, first: int) -> None:
-    """As :func:`multiply`, of some positions of each row.
+def multiply_batch(x: Pieces, weights: Columns, out: torch.Tensor) -> None:
+    """As :func:`multiply`, of n at once.
 
     Args:
-        x: pieces ``[B, S, I_i]``.
-        weights: as there.
-        out: contiguous ``[B, n, O]``, of the positions from ``first`` on.
-        first: position in 0 … S - n.
+        x: pieces ``[n, M, I_i]``.
+        weights: for each piece ``[n, O, I_i]``.
+        out: ``[n, M, O]``, which takes the results.
     """
-    count, length, _ = out.shape
-    # These positions are contiguous within a row of the batch, but not from row to row: flattening them for a single
-    # product would be a copy, so each row has a product of its own.
+    is_batch = len(out) > 1 and (out.is_cuda or out.dtype not in _ONE_BY_ONE)
     for number, (piece, weight) in enumerate(zip(x, weights, strict=True)):
-        own, by_in = piece.narrow(1, first, length), weight.t()
-        if count > 1 and (out.is_cuda or out.dtype not in _ONE_BY_ONE):
-            factors = own, by_in.expand(count, -1, -1)
-            out.baddbmm_(*factors) if number else torch.bmm(*factors, out=out)
+        if is_batch:
+            out.baddbmm_(piece, weight.mT) if number else torch.bmm(piece, weight.mT, out=out)
         else:
-            for each, target in zip(own.unbind(), out.unbind(), strict=True):
-                target.addmm_(each, by_in) if number else torch.mm(each, by_in, out=target)
+            for own, by_in, target in zip(piece.unbind(), weight.mT.unbind(), out.unbind(), strict=True):
+                target.addmm_(own, by_in) if number else torch.mm(own, by_in, out=target)
 
 
 @dataclass(frozen=True)
@@ -109,60 +112,55 @@ class ScatterFeatures:
         ranks = self.along.size
         if ranks == 1:
             return AsyncResult([multiply(x, columns) for columns in weights])
-        # For each product, the rows of its pieces' columns that belong to each rank, and the shape of its result there.
+        # For each product, what of its columns belongs to each rank, and the shape of its result there.
         rows, shapes = [], []
         for number, columns in enumerate(weights):
             rows.append(list(map(self.rows, columns, repeat(number))))
             shapes.append((*x[0].shape[:-1], columns[0].shape[0] // ranks))
         sizes = list(map(math.prod, shapes))
         slots = x[0].new_empty((ranks, sum(sizes)))
+        # Each rank's rows are multiplied with all tokens.
+        tokens = list(map(torch.Tensor.expand, map(torch.flatten, x, repeat(0), repeat(-2)), repeat((ranks, -1, -1))))
         for by_piece, shape, slot in zip(rows, shapes, slots.split(sizes, 1), strict=True):
-            for of_rank, out in zip(zip(*by_piece, strict=True), slot.unbind(), strict=True):
-                multiply(x, of_rank, out.view(shape))
+            multiply_batch(tokens, by_piece, slot.view(ranks, -1, shape[-1]))
         return start_reduce_scatter_parts(slots, shapes, self.along)
 
-    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[Pieces]]:
+    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[torch.Tensor]]:
         """See :class:`OutputReduce`."""
         if self.along.size == 1:
-            return AsyncResult([(gradient,) for gradient in gradients])
+            return AsyncResult(list(map(torch.unsqueeze, gradients, repeat(0))))
         flat = list(map(torch.ravel, gradients))
 
-        def cut(slots: torch.Tensor) -> Sequence[Pieces]:
-            pieces = []
-            for own, part in zip(gradients, slots.split(list(map(len, flat)), 1), strict=True):
-                pieces.append(part.view(-1, *own.shape).unbind())
-            return pieces
+        def cut(slots: torch.Tensor) -> Sequence[torch.Tensor]:
+            parts = slots.split(list(map(len, flat)), 1)
+            return [part.view(-1, *own.shape) for own, part in zip(gradients, parts, strict=True)]
 
         return start_all_gather(flat[0] if len(flat) == 1 else torch.cat(flat), self.along, cut)
 
-    def rows(self, weight: torch.Tensor, product: int) -> Sequence[torch.Tensor]:
+    def rows(self, weight: torch.Tensor, product: int) -> torch.Tensor:
         """See :class:`OutputReduce`. With several parts these are copies, which are small beside activations."""
-        parts = self.parts[product]
-        if parts == 1:
-            return weight.chunk(self.along.size)
-        return weight.unflatten(0, (parts, self.along.size, -1)).transpose(0, 1).flatten(1, 2).unbind()
+        by_part = weight.unflatten(0, (self.parts[product], self.along.size, -1))
+        return by_part[0] if len(by_part) == 1 else by_part.transpose(0, 1).flatten(1, 2)
 
-    def places(self, whole: torch.Tensor, product: int) -> Sequence[Sequence[tuple[slice, torch.Tensor]]]:
+    def places(self, whole: torch.Tensor, product: int) -> Sequence[tuple[slice, torch.Tensor]]:
         """See :class:`OutputReduce`."""
-        parts = self.parts[product]
-        by_part = whole.unflatten(0, (parts, self.along.size, -1))
+        by_part = whole.unflatten(0, (self.parts[product], self.along.size, -1))
+        if len(by_part) == 1:
+            return ((slice(None), by_part[0]),)
         height = by_part.shape[2]
-        if parts == 1:
-            return [((slice(height), own),) for own in by_part[0].unbind()]
-        features = [slice(part * height, (part + 1) * height) for part in range(parts)]
-        return [list(zip(features, own, strict=True)) for own in by_part.unbind(1)]
+        return [(slice(part * height, (part + 1) * height), own) for part, own in enumerate(by_part.unbind())]
 
 
 class _InOnePiece:
     """For reductions whose :meth:`OutputReduce.start_transpose` gives all rows together."""
 
-    def rows(self, weight: torch.Tensor, product: int) -> Sequence[torch.Tensor]:  # noqa: ARG002
+    def rows(self, weight: torch.Tensor, product: int) -> torch.Tensor:  # noqa: ARG002
         """See :class:`OutputReduce`."""
-        return (weight,)
+        return weight.unsqueeze(0)
 
-    def places(self, whole: torch.Tensor, product: int) -> Sequence[Sequence[tuple[slice, torch.Tensor]]]:  # noqa: ARG002
+    def places(self, whole: torch.Tensor, product: int) -> Sequence[tuple[slice, torch.Tensor]]:  # noqa: ARG002
         """See :class:`OutputReduce`."""
-        return (((slice(None), whole),),)
+        return ((slice(None), whole.unsqueeze(0)),)
 
 
 @dataclass(frozen=True)
@@ -179,17 +177,27 @@ class ScatterSequence(_InOnePiece):
             return AsyncResult((multiply(x, columns),))
         own = length // ranks
         slots = x[0].new_empty((ranks, batch, own, columns[0].shape[0]))
-        for rank, slot in enumerate(slots.unbind()):
-            multiply_positions(x, columns, slot, rank * own)
+        if batch == 1:
+            # The positions of one row lie in the order of the ranks.
+            multiply(x, columns, slots.view(1, length, -1))
+        else:
+            # A rank's positions are contiguous within a row of the batch, but not from row to row: flattening them for
+            # a single product would be a copy, so each row has a product of its own.
+            factors = list(map(torch.Tensor.expand, columns, repeat((batch, -1, -1))))
+            for rank, slot in enumerate(slots.unbind()):
+                positions = list(map(torch.narrow, x, repeat(1), repeat(rank * own), repeat(own)))
+                multiply_batch(positions, factors, slot)
         return start_reduce_scatter_parts(slots, (slots.shape[1:],), self.along)
 
-    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[Pieces]]:
+    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[torch.Tensor]]:
         """See :class:`OutputReduce`."""
         (gradient,) = gradients
         if self.along.size == 1:
-            return AsyncResult((gradients,))
+            return AsyncResult((gradient.unsqueeze(0),))
         return start_all_gather(
-            gradient, self.along, lambda stacked: ((stacked.movedim(0, SEQUENCE_DIM).flatten(1, 2),),)
+            gradient,
+            self.along,
+            lambda stacked: (stacked.movedim(0, SEQUENCE_DIM).flatten(1, 2).unsqueeze(0),),
         )
 
 
@@ -224,12 +232,12 @@ class SelectHeads(_InOnePiece):
         keep = self._indices[wholes.device]
         return [whole.index_select(-2, keep).flatten(-2) for whole in by_head]
 
-    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[Pieces]]:
+    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[torch.Tensor]]:
         """See :class:`OutputReduce`."""
         kept = torch.stack(list(gradients)).unflatten(-1, (len(self.keep), self.head_dim))
         wholes = kept.new_zeros((*kept.shape[:-2], self.heads, self.head_dim))
         wholes.index_add_(-2, self._indices[kept.device], kept)
-        return start_all_reduce(wholes.flatten(-2), self.along, lambda summed: list(zip(summed, strict=True)))
+        return start_all_reduce(wholes.flatten(-2), self.along, lambda summed: summed.unsqueeze(1).unbind())
 
 
 @dataclass(frozen=True)
@@ -240,9 +248,9 @@ class NoReduce(_InOnePiece):
         """See :class:`OutputReduce`."""
         return AsyncResult([multiply(x, columns) for columns in weights])
 
-    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[Pieces]]:
+    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[torch.Tensor]]:
         """See :class:`OutputReduce`."""
-        return AsyncResult([(gradient,) for gradient in gradients])
+        return AsyncResult(list(map(torch.unsqueeze, gradients, repeat(0))))
 
 
 def share_reduces(reduces: Sequence[OutputReduce]) -> list[tuple[OutputReduce, list[int]]]:
