@@ -200,7 +200,7 @@ def test_a_pipeline_needs_its_stages_and_no_autotp():
         ({"zero_optimization": {"stage": 2}}, 2, "stage 2 would give away gradients.*use stage 1"),
         ({"zero_optimization": {"stage": 3}}, 2, "stage 3.*use stage 1, and"),
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, 2, "offload_optimizer"),
-        ({"fp16": {"enabled": True}}, 2, "fp16.*pipeline.engine seq1f1b"),
+        ({"fp16": {"enabled": True}}, 2, "stage 0 with fp16.*pipeline.engine seq1f1b.*use stage 1$"),
         ({"bf16": {"enabled": True}}, 2, "stage 0 with bf16.*use stage 1"),
         ({"train_batch_size": 3}, 2, "train_batch_size is 3"),
         ({"pipeline": {**PIPELINE, "schedule": "1b1f"}}, 2, "schedule is '1b1f'; known: gpipe, 1f1b, seq1f1b"),
@@ -234,7 +234,11 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"fp16": {"enabled": True}}, "fp16"),
+        ({"fp16": {"enabled": True}}, "stage 0 with fp16.*3d_tensor.*use stage 1 or 2"),
+        (
+            {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}, "zero_optimization": {"stage": 1}},
+            "fp16_master_weights_and_grads",
+        ),
         ({"zero_optimization": {"stage": 3}}, r"stage 3.*mesh\.batch"),
         ({"bf16": {"enabled": True}}, "stage 0 with bf16"),
         ({"hybrid_engine": {"enabled": True}}, "hybrid_engine"),

@@ -202,7 +202,7 @@ def test_half_the_gradient_memory_on_request():
     for gradients in ("fp32", "parameter"):
         key = torch.zeros(1, 2, 4, 8, dtype=torch.bfloat16)
         store = KVCache(8, KVCachePool(), gradients)
-        store.write(0, 4, key, key)
+        store.write(0, 0, key, key)
         without = store.held_bytes
         store.add_gradients(0, 0, key, key)
         held[gradients] = store.held_bytes - without
@@ -563,12 +563,17 @@ def test_attention_outside_the_interface_needs_whole_sequences():
         run_briefly(model, "transformer.h")
 
 
-def test_two_attentions_in_one_module_need_whole_sequences():
-    torch.manual_seed(0)
-    config = transformers.DiffLlamaConfig(**GROUPED)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="sdpa")
-    with pytest.raises(UnsupportedModelError, match="more than once"):
-        run_briefly(model, "model.layers")
+def test_each_attention_of_one_module_has_keys_of_its_own():
+    """Also where both go through the fused kernels, which the probe of DiffLlama covers."""
+    store = KVCache(8, KVCachePool())
+    (_, key, value), _ = random_heads(4, 4, 2, 8, 8, 1)
+    store.write(("module", 0), 0, key, value)
+    store.write(("module", 1), 0, 2 * key, value)
+    store.write(("module", 0), 4, key, value)
+    assert torch.equal(store.read(("module", 0), 0, 4)[0], key)
+    assert torch.equal(store.read(("module", 1), 0, 4)[0], 2 * key)
+    with pytest.raises(UnsupportedModelError, match="from position 4 on as it didn't in the segments before"):
+        store.write(("module", 2), 4, key, value)
 
 
 def test_convolutions_need_whole_sequences():
@@ -586,7 +591,7 @@ def called(**changes):
     (query, key, value), _ = random_heads(4, 4, 2, 8, 8, 1)
     arguments = {"query": query, "key": key, "value": value, "attention_mask": None, **changes}
     store = KVCache(8, segmented.pool)
-    store.write(module, 0, key, value)
+    store.write((module, 0), 0, key, value)
     with segmented.slot.running(Unit(store, 4, 8, 8)):
         return transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["cuboid_sdpa"](module, **arguments)[0]
 

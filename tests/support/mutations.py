@@ -292,12 +292,14 @@ def counted_positions(original: Any, model: Any, batch: Any) -> Any:
     return {**arguments, "position_ids": torch.arange(positions.shape[1]).expand_as(positions)}
 
 
-def no_mask_in_segments(original: Any, mask: Any, positions: Any, length: int, labels: Any = None) -> Any:
-    return None, original(None, positions, length, labels)[1] if mask is None else None
+def no_mask_in_segments(
+    original: Any, mask: Any, positions: Any, length: int, labels: Any = None, **options: Any
+) -> Any:
+    return None, original(None, positions, length, labels, **options)[1] if mask is None else None
 
 
-def nothing_packed(original: Any, mask: Any, positions: Any, length: int, labels: Any = None) -> Any:
-    return original(mask, positions, length, labels)[0], None
+def nothing_packed(original: Any, mask: Any, positions: Any, length: int, labels: Any = None, **options: Any) -> Any:
+    return original(mask, positions, length, labels, **options)[0], None
 
 
 def window_off_by_one(original: Any, name: str, unit: Any, arguments: dict[str, Any]) -> Any:

@@ -11,7 +11,9 @@ ROWS, LENGTH, VOCABULARY = 4, 12, 131
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
-def settings(mesh="1x1x1", stages=None, *, zero=1, data=1, bf16=False, learning_rate=1e-3, pipeline=(), **checkpoint):
+def settings(
+    mesh="1x1x1", stages=None, *, zero=1, data=1, bf16=False, fp16=None, learning_rate=1e-3, pipeline=(), **checkpoint
+):
     """A config whose global batch is the same on every layout: two micro-batches of four rows, over all replicas."""
     batch, sequence, hidden = map(int, mesh.split("x"))
     config = {
@@ -31,6 +33,8 @@ def settings(mesh="1x1x1", stages=None, *, zero=1, data=1, bf16=False, learning_
     }
     if bf16:
         config["bf16"] = {"enabled": True}
+    if fp16 is not None:
+        config["fp16"] = {"enabled": True, **fp16}
     if stages is not None:
         config["pipeline"] = {
             "engine": "seq1f1b",
@@ -52,7 +56,7 @@ def ranks_of(config, data=1):
 
 def make_engine(path, config, **overrides):
     """An engine around a checkpoint."""
-    dtype = torch.bfloat16 if "bf16" in config else torch.float32
+    dtype = torch.bfloat16 if "bf16" in config else torch.float16 if "fp16" in config else torch.float32
     model = cuboid.from_pretrained(path, config, dtype=dtype, **overrides)
     engine, *_ = deepspeed.initialize(model=model, config=config)
     return engine

@@ -103,8 +103,16 @@ def _nearest(wanted: MeshShape, world_size: int) -> list[MeshShape]:
 
 
 def _check_precision(config: CuboidConfig, part: DeepSpeedPart) -> None:
-    if part.fp16:
-        raise ConfigError(f"fp16.enabled: loss scaling isn't supported with {_mode(config)}; use bf16 or fp32")
+    if part.fp16 and part.zero_stage == 0:
+        raise ConfigError(
+            f"zero_optimization.stage 0 with fp16 has no rule with {_mode(config)}: whether gradients overflowed is "
+            "agreed on by the ranks of ZeRO's optimizer; use stage 1" + ("" if config.pipeline else " or 2")
+        )
+    if part.fp16_masters:
+        raise ConfigError(
+            "fp16.fp16_master_weights_and_grads keeps the optimizer's weights in fp16, which checkpoints have no rule "
+            "for; leave it out"
+        )
     if part.zero_stage == 3:
         raise ConfigError(
             "zero_optimization.stage 3 would split parameters that the mesh splits already; use stage 1"

@@ -77,7 +77,8 @@ class DeepSpeedPart:
     Attributes:
         zero_stage: of ``zero_optimization``; 0 without.
         bf16: whether it trains in bfloat16.
-        fp16: likewise.
+        fp16: whether it trains in float16, with loss scaling.
+        fp16_masters: whether its master weights are in float16 too.
         offloads: keys of ``zero_optimization`` that enable offloading.
         optimizer: name of the optimizer that DeepSpeed will make; None if the script passes one.
     """
@@ -98,6 +99,7 @@ class DeepSpeedPart:
         self.zero_stage = int(zero.stage)
         self.bf16 = bool(parsed.bfloat16_config.enabled)
         self.fp16 = bool(parsed.float16_config.enabled)
+        self.fp16_masters = self.fp16 and bool(parsed.float16_config.fp16_master_weights_and_grads)
         self.offloads = []
         for name in ("offload_optimizer", "offload_param"):
             section = getattr(zero, name)

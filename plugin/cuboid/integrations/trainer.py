@@ -18,7 +18,7 @@ from cuboid.models.pipeline.pipeline import Pipeline
 _REFUSED = {
     "label_smoothing_factor": "the loss is computed in pieces on the last stage, and only there; leave it at 0",
     "torch_compile": "stages are run unit by unit, which nobody has fitted to compiled graphs; leave it out",
-    "fp16": "loss scaling isn't supported; use bf16 or fp32",
+    "fp16": "its loss scaling is untried with the Trainer; use bf16, or the engine itself (deepspeed.initialize)",
     "fp16_full_eval": "a stage is evaluated in the precision that it has",
     "bf16_full_eval": "a stage is evaluated in the precision that it has; use bf16",
     "neftune_noise_alpha": "its noise depends on the length of the sequence, but segments are embedded one by one",

@@ -95,6 +95,9 @@ def at_least(value: int, name: str, least: int) -> None:
 
 
 def weights_dtype(config: dict[str, Any]) -> torch.dtype:
-    """The weights' dtype: bfloat16 if the config enables it, else float32."""
-    section = config.get("bf16")
-    return torch.bfloat16 if isinstance(section, dict) and section.get("enabled") is True else torch.float32
+    """The weights' dtype: bfloat16 or float16 if the config enables it, else float32."""
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        section = config.get(name)
+        if isinstance(section, dict) and section.get("enabled") is True:
+            return dtype
+    return torch.float32

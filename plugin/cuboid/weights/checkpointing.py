@@ -71,11 +71,13 @@ class Part:
         weights: whether to save the weights.
         optimizer: to save, if any.
         scheduler: learning-rate schedule to save, if any.
+        loss_scale: numbers that a dynamic loss scale goes on from, if there is one.
     """
 
     weights: bool = True
     optimizer: OptimizerAdapter | None = None
     scheduler: Any = None
+    loss_scale: dict[str, float] | None = None
 
 
 @dataclass
@@ -118,7 +120,7 @@ class Checkpointing:
                 self.model,
                 part.optimizer,
                 step=progress.optimizer,
-                document=self._document(part.scheduler, progress, dict(client_state)),
+                document=self._document(part, progress, dict(client_state)),
                 weights=part.weights,
             )
 
@@ -167,15 +169,17 @@ class Checkpointing:
         """Restore this rank's random states; see :func:`cuboid.weights.training_state.restore_random`."""
         run_on_all_ranks(lambda: restore_random(self.model, opened), self._mesh, what="random states")
 
-    def _document(self, scheduler: Any, progress: Progress, client_state: dict[str, Any]) -> dict[str, Any]:
+    def _document(self, part: Part, progress: Progress, client_state: dict[str, Any]) -> dict[str, Any]:
         if self._identity is None:
             self._identity = new_identity()
+        scheduler = part.scheduler
         return {
             **self._identity,
             "framework": self.origin.framework,
             "steps": asdict(progress),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "scheduler_class": None if scheduler is None else type(scheduler).__name__,
+            "loss_scale": part.loss_scale,
             "config": self.origin.source,
             "versions": {name: version(name) for name in (*_PACKAGES, self.origin.framework)},
             "client": client_state,

@@ -112,6 +112,7 @@ class _Document(_Part):
     client: dict[Any, Any]
     scheduler: dict[Any, Any] | None
     optimizer: _Optimizer | None = None
+    loss_scale: dict[str, int | float] | None = None
 
 
 def check_document(document: dict[str, Any], path: Path) -> None:

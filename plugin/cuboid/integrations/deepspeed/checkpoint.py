@@ -9,6 +9,7 @@ from typing import Any
 
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.dataloader import RepeatingLoader
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.utils import DummyOptim
 
 from cuboid.checkpoint.loader import Opened
@@ -17,6 +18,9 @@ from cuboid.errors import CheckpointError
 from cuboid.integrations.deepspeed.optimizer_state import adapt_optimizer
 from cuboid.weights.checkpointing import Checkpointing, Part, Progress, load_scheduler, progress_of
 from cuboid.weights.state_dict_map import stored_names
+
+#: What a dynamic loss scale goes on from; the rest is the config's.
+_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class CheckpointedEngine(DeepSpeedEngine):
@@ -55,7 +59,9 @@ class CheckpointedEngine(DeepSpeedEngine):
             raise CheckpointError("exclude_frozen_parameters would leave a checkpoint that no model can be opened from")
         self.checkpointing.changed()
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
-        part = Part(optimizer=self._adapter, scheduler=self.lr_scheduler)
+        scaler = self._loss_scaler
+        scale = None if scaler is None else {name: getattr(scaler, name) for name in _LOSS_SCALE}
+        part = Part(optimizer=self._adapter, scheduler=self.lr_scheduler, loss_scale=scale)
         progress = Progress(self.global_steps, self.global_samples, self.skipped_steps)
         return self.checkpointing.save(Path(save_dir), name, part, progress, client_state or {}, latest=save_latest)
 
@@ -96,6 +102,7 @@ class CheckpointedEngine(DeepSpeedEngine):
         if not load_module_only:
             if load_optimizer_states and adapter is not None:
                 self.checkpointing.load_optimizer(opened, adapter)
+                self._restore_loss_scale(opened)
             self._restore(opened, with_scheduler=load_lr_scheduler_states)
             self.checkpointing.restore_random(opened)
         return str(opened.path), dict(opened.document["client"])
@@ -122,6 +129,21 @@ class CheckpointedEngine(DeepSpeedEngine):
         if self.optimizer is None or isinstance(self.optimizer, DummyOptim):
             return None
         return adapt_optimizer(self.optimizer, stored_names(self.module))
+
+    @property
+    def _loss_scaler(self) -> DynamicLossScaler | None:
+        scaler = getattr(self.optimizer, "loss_scaler", None)
+        return scaler if isinstance(scaler, DynamicLossScaler) else None
+
+    def _restore_loss_scale(self, opened: Opened) -> None:
+        scaler, saved = self._loss_scaler, opened.document.get("loss_scale")
+        # A run in another precision, or with a scale that stays, leaves none; this one begins with its config's.
+        if scaler is None or saved is None:
+            return
+        for name in _LOSS_SCALE:
+            if name not in saved:
+                raise CheckpointError(f"{opened.path}: its loss scale has no {name}")
+            setattr(scaler, name, saved[name])
 
     def _restore(self, opened: Opened, *, with_scheduler: bool) -> None:
         progress = progress_of(opened)

@@ -77,8 +77,9 @@ class CuboidPipelineEngine(CuboidEngine):
         loss = self.pipeline.train(
             self._iterator,
             self.gradient_accumulation_steps(),
-            # DeepSpeed takes the mean over the replicas, where this loss's gradients are to be added.
-            gradient_scale=float(self.dp_world_size),
+            # DeepSpeed takes the mean over the replicas, where this loss's gradients are to be added; its optimizer
+            # divides by the loss scale, which is 1 but under fp16.
+            gradient_scale=self.dp_world_size * float(getattr(self.optimizer, "loss_scale", 1.0)),
         )
         if self.placeholder is not None:
             # DeepSpeed's optimizers and its clipping need a gradient on each stage; this one's is zero.

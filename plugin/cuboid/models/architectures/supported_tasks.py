@@ -117,10 +117,10 @@ def check_class(cls: type, *, stages: bool = False) -> None:
         UnsupportedModelError: there are none.
     """
     task = task_of(cls)
-    if stages and task != "causal":
+    if stages and task not in ("causal", "masked"):
         raise UnsupportedModelError(
-            f"{cls.__name__} is for {WORDS[task]}; a pipeline has rules for the heads and losses of causal language "
-            "models only, such as LlamaForCausalLM. Leave the pipeline section out: a mesh takes it"
+            f"{cls.__name__} is for {WORDS[task]}; a pipeline has rules for the heads and losses of language models "
+            "only, causal or masked, such as LlamaForCausalLM. Leave the pipeline section out: a mesh takes it"
         )
 
 

@@ -112,10 +112,12 @@ def attention_twin(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor 
         call = Call(query, key, value, attention_mask, kwargs)
         unit = record.unit
         if record.slot is not None and unit is not None:
-            check_call(call, unit, module, record.slot)
+            check_call(call, unit, module)
+            # A module may attend more than once, as differential attention does to each half of its values.
+            layer = (module, record.slot.next_call(module))
             if is_plain(name, call, unit):
-                return attend_plain(call, unit, module), None
-            call = with_prefix(name, call, unit, module)
+                return attend_plain(call, unit, layer), None
+            call = with_prefix(name, call, unit, layer)
         with _random_numbers(record, call):
             return kernel(module, call.query, call.key, call.value, call.mask, **call.options)
 

@@ -8,13 +8,14 @@ micro-batch's own store, with gradients.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import nn
 
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.attention.segments import Unit, UnitSlot, cache_argument, uses_interface
+from cuboid.models.attention.segments import STRIPPED, Unit, UnitSlot, cache_argument, uses_interface
 from cuboid.seq1f1b.attention.chunked_attention import prefix
 from cuboid.seq1f1b.attention.recurrent_states import StateKey, carry_states, read_state
 
@@ -55,7 +56,7 @@ class SegmentCache:
         """
         if not self._adds_prefix:
             return key, value
-        if not self._slot.is_first_call(self):
+        if self._slot.next_call(self) > 0:
             raise UnsupportedModelError(f"{self._name} has no rule with segments: it updates its cache more than once")
         unit = self._unit
         return prefix(key, value, unit.store, self, unit.start)
@@ -113,6 +114,16 @@ class SegmentCache:
         """Keep the state at the end of the running segment."""
         self._keep(_RECURRENT, state_idx, state)
         return state
+
+    # MiniMax's names. Its lightning attention goes on from a state position by position, which is right and slow.
+
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        """See :meth:`get_recurrent_state`."""
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, state: torch.Tensor) -> None:
+        """See :meth:`update_recurrent_state`."""
+        self.update_recurrent_state(state, layer_idx)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -178,9 +189,10 @@ def give_cache(layer: nn.Module, slot: UnitSlot) -> None:
     if argument is None:
         return
     cache = SegmentCache(layer, slot)
+    place = list(inspect.signature(layer.forward).parameters).index(argument)
     keeps_cache = hasattr(layer, "_can_checkpoint_with_cache")
     # By transformers' checkpointing, from the arguments of a layer that doesn't say that it can be given one.
-    is_stripped = argument in ("past_key_values", "layer_past") and not keeps_cache
+    is_stripped = argument in STRIPPED and not keeps_cache
 
     def give(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         if not cache.begin():
@@ -190,6 +202,9 @@ def give_cache(layer: nn.Module, slot: UnitSlot) -> None:
                 f"{type(module).__name__} has no rule with segments and activation checkpointing in this version of "
                 "transformers, which takes from the layer what tells it where its segment begins"
             )
+        # Its place among the positional arguments is filled only as far as the caller does.
+        if place < len(args):
+            return (*args[:place], cache, *args[place + 1 :]), kwargs
         return args, {**kwargs, argument: cache}
 
     def carry(_: nn.Module, __: Any, output: Any) -> Any:

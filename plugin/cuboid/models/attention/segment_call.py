@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.attention.segment_mask import FLASH
-from cuboid.models.attention.segments import Unit, UnitSlot
+from cuboid.models.attention.segments import Unit
 from cuboid.seq1f1b.attention.chunked_attention import attend_segment, prefix
 
 #: Arguments without a say in plain causal attention. Any other goes to the model's own kernel, which knows it.
@@ -45,8 +46,8 @@ class Call:
     options: dict[str, Any]
 
 
-def check_call(call: Call, unit: Unit, module: nn.Module, slot: UnitSlot) -> None:
-    """Make sure that a call is causal self-attention of just this unit, and the module's only one.
+def check_call(call: Call, unit: Unit, module: nn.Module) -> None:
+    """Make sure that a call is causal self-attention of just this unit.
 
     Raises:
         UnsupportedModelError: it isn't.
@@ -54,9 +55,7 @@ def check_call(call: Call, unit: Unit, module: nn.Module, slot: UnitSlot) -> Non
     own = unit.stop - unit.start
     is_causal = call.options.get("is_causal")
     reason = None
-    if not slot.is_first_call(module):
-        reason = "it computes attention more than once in a forward"
-    elif call.query.shape[2] != own or call.key.shape[2] != own:
+    if call.query.shape[2] != own or call.key.shape[2] != own:
         reason = f"it has {call.query.shape[2]} queries and {call.key.shape[2]} keys for a segment of {own} positions"
     elif not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         reason = "its positions see later ones"
@@ -83,16 +82,17 @@ def is_plain(name: str, call: Call, unit: Unit) -> bool:
     )
 
 
-def attend_plain(call: Call, unit: Unit, module: nn.Module) -> torch.Tensor:
-    """``[B, L, Hq, Dv]``, by the fused kernels."""
+def attend_plain(call: Call, unit: Unit, layer: Hashable) -> torch.Tensor:
+    """``[B, L, Hq, Dv]``, by the fused kernels; ``layer`` names the call in the store."""
     scale = call.options.get("scaling")
     scale = call.query.shape[-1] ** -0.5 if scale is None else float(scale)
-    out = attend_segment(call.query, call.key, call.value, unit.store, module, unit.start, scale)
+    out = attend_segment(call.query, call.key, call.value, unit.store, layer, unit.start, scale)
     return out.transpose(1, 2).contiguous()
 
 
-def with_prefix(name: str, call: Call, unit: Unit, module: nn.Module) -> Call:
-    """The same call with the keys and values of all positions that its mask is for, or that a window reaches."""
+def with_prefix(name: str, call: Call, unit: Unit, layer: Hashable) -> Call:
+    """The same call with the keys and values of all positions that its mask is for, or that a window reaches; ``layer``
+    names it in the store."""
     mask, options = call.mask, call.options
     first = 0
     if mask is not None:
@@ -112,5 +112,5 @@ def with_prefix(name: str, call: Call, unit: Unit, module: nn.Module) -> Call:
         )
     if name in FLASH:
         options = {**options, "position_ids": None}  # they may look as if a packed sequence began
-    key, value = prefix(call.key, call.value, unit.store, module, unit.start, first)
+    key, value = prefix(call.key, call.value, unit.store, layer, unit.start, first)
     return dataclasses.replace(call, key=key, value=value, mask=mask, options=options)

@@ -22,6 +22,8 @@ from cuboid.models.batch.batch import IGNORE_INDEX
 from cuboid.seq1f1b.attention.kv_cache import KVCache
 
 PREFIX = "cuboid_"
+#: Names of a cache that transformers' checkpointing takes from a layer's arguments. Some layers annotate none.
+STRIPPED = ("past_key_values", "layer_past")
 _RECORD = "cuboid_attention"
 
 
@@ -79,7 +81,7 @@ class UnitSlot:
         self.current: Unit | None = None
         self.recording: WholeSequence | None = None
         self.obstacle: str | None = None
-        self._called: set[Hashable] = set()
+        self._calls: dict[Hashable, int] = {}
 
     @contextmanager
     def running(self, unit: Unit) -> Iterator[None]:
@@ -91,7 +93,7 @@ class UnitSlot:
         if self.obstacle is not None and not unit.is_whole:
             raise UnsupportedModelError(f'{self.obstacle}; write "segments": 1')
         before, self.current = self.current, unit
-        self._called.clear()
+        self._calls.clear()
         token = _running.set(unit)
         try:
             yield
@@ -99,11 +101,11 @@ class UnitSlot:
             self.current = before
             _running.reset(token)
 
-    def is_first_call(self, module: Hashable) -> bool:
-        """Whether a module calls its attention function for the first time in this forward, or in its recomputation."""
-        called = module in self._called
-        self._called.add(module)
-        return not called
+    def next_call(self, module: Hashable) -> int:
+        """How often a module called its attention function before, in this forward or in its recomputation."""
+        count = self._calls.get(module, 0)
+        self._calls[module] = count + 1
+        return count
 
 
 @dataclass
@@ -177,7 +179,7 @@ def cache_argument(layer: nn.Module) -> str | None:
     for cls in type(layer).__mro__:
         if "forward" in vars(cls):
             for name, parameter in inspect.signature(vars(cls)["forward"]).parameters.items():
-                if "Cache" in str(parameter.annotation):
+                if "Cache" in str(parameter.annotation) or name in STRIPPED:
                     return name
     return None
 
@@ -225,6 +227,8 @@ def prepare_masks(
     position_ids: torch.Tensor | None,
     length: int,
     labels: torch.Tensor | None = None,
+    *,
+    is_causal: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Reduce what a user gave to what causal attention doesn't do by itself, once for each micro-batch.
 
@@ -238,6 +242,7 @@ def prepare_masks(
             there is no attention mask.
         length: S.
         labels: ``[B, S]``, shifted.
+        is_causal: whether no position sees later ones; else padding on the right matters as well.
 
     Returns:
         ``attention_mask`` and ``packed`` of :class:`Unit`.
@@ -250,7 +255,8 @@ def prepare_masks(
     mask = nn.functional.pad(attention_mask.bool(), (0, length - attention_mask.shape[1]))
     only_on_the_right = (mask[:, 1:] <= mask[:, :-1]).all()
     labelled = torch.zeros_like(only_on_the_right) if labels is None else ((labels != IGNORE_INDEX) & ~mask).any()
-    return (None if bool(only_on_the_right & ~labelled) else mask), None
+    hides_nothing = only_on_the_right & ~labelled if is_causal else mask.all()
+    return (None if bool(hides_nothing) else mask), None
 
 
 def visible_to_all(attention_mask: torch.Tensor | None) -> int:

@@ -53,12 +53,13 @@ class Replay:
         self._calls[name] = count + 1
         return count
 
-    def cut(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """The segment's part of a tensor along a dim of S positions."""
+    def cut(self, x: torch.Tensor, dim: int, start: int | None = None) -> torch.Tensor:
+        """The segment's part of a tensor along a dim of S positions, or all from another ``start`` on."""
+        start = self.start if start is None else start
         last = self.whole.length - 1
         if self.stop - 1 <= last:
-            return x.narrow(dim, self.start, self.stop - self.start)
-        return x.index_select(dim, torch.arange(self.start, self.stop, device=x.device).clamp(max=last))
+            return x.narrow(dim, start, self.stop - start)
+        return x.index_select(dim, torch.arange(start, self.stop, device=x.device).clamp(max=last))
 
 
 def is_recording() -> bool:

@@ -19,6 +19,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError
 from cuboid.models.architectures.certificate import MODES, Certificate, Kind, MeshVerdict, Mode, Verdict
+from cuboid.models.architectures.supported_tasks import task_of
 from cuboid.models.batch.batch import IGNORE_INDEX
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import LONGEST, Case, cases
@@ -45,15 +46,25 @@ _WEIGHT_STD, _VECTOR_STD = 0.15, 0.2
 
 @dataclass(frozen=True)
 class Attempt:
-    """In what to compute. What models compute in float32 on purpose hides small differences; some can't do without."""
+    """In what to compute. What models compute in float32 on purpose hides small differences; some can't do without.
+
+    Args:
+        dtype: of the weights.
+        precision: around what is computed.
+        tolerance: the largest relative error that is right.
+        default: torch's default dtype, in which models make numbers of their own.
+    """
 
     dtype: torch.dtype
     precision: Callable[[], AbstractContextManager[Any]]
     tolerance: float
+    default: torch.dtype = torch.float32
 
 
 ATTEMPTS = (
     Attempt(torch.float64, KeepFloat64, 1e-8),
+    # XGLM's attention makes float64's smallest number in the default dtype, which can't hold it.
+    Attempt(torch.float64, KeepFloat64, 1e-8, default=torch.float64),
     Attempt(torch.float64, nullcontext, 1e-4),
     Attempt(torch.float32, nullcontext, 1e-3),
 )
@@ -83,7 +94,8 @@ def check(cls: type[PreTrainedModel], config: PretrainedConfig) -> Verdict:
         for attempt in ATTEMPTS:
             model = random_model(cls, small, config._attn_implementation, attempt.dtype)
             try:
-                return _best(model, outline, attempt)
+                with default_dtype(attempt.default):
+                    return _best(model, outline, attempt)
             except CannotProbe as error:
                 obstacle = error
         raise obstacle
@@ -92,15 +104,22 @@ def check(cls: type[PreTrainedModel], config: PretrainedConfig) -> Verdict:
 @contextmanager
 def quiet_cpu() -> Iterator[None]:
     """Whatever the surroundings: on the CPU, with numbers of its own, and without warnings about tiny models."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
+    own_numbers = torch.random.fork_rng(devices=[])
+    with default_dtype(torch.float32), own_numbers, torch.device("cpu"), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        yield
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Torch's default inside, for all threads: not to be entered by several at once."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.manual_seed(0)
-            yield
+        yield
     finally:
-        torch.set_default_dtype(default)
+        torch.set_default_dtype(before)
 
 
 def random_model(
@@ -223,7 +242,7 @@ def run_plain(model: PreTrainedModel, batch: MicroBatch) -> Outcome:
     own = copy.deepcopy(model)
     arguments = {name: x for name, x in batch.items() if name != "labels"}
     logits = own(**arguments, use_cache=False).logits
-    shifted = with_shifted_labels(batch)["shift_labels"]
+    shifted = with_shifted_labels(batch, is_causal=task_of(type(model)) == "causal")["shift_labels"]
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), shifted.flatten(), ignore_index=IGNORE_INDEX)
     loss.backward()
     if not bool(loss.isfinite()):
@@ -266,12 +285,13 @@ def run_stages(stages: Sequence[Any], batch: MicroBatch, lengths: tuple[int, ...
     Returns:
         The loss.
     """
-    shifted = with_shifted_labels(batch)
+    is_causal = stages[0].staging.outline.is_causal
+    shifted = with_shifted_labels(batch, is_causal=is_causal)
     items = max(int(label_tokens(shifted)), 1)
     runners = []
     for stage in stages:
         store = KVCache(sum(lengths), KVCachePool())
-        cut = SegmentedBatch.of(shifted, lengths, stage.config, stage.cuboid.mesh)
+        cut = SegmentedBatch.of(shifted, lengths, stage.config, stage.cuboid.mesh, is_causal=is_causal)
         (chunk,) = stage.staging.chunks
         runners.append(StageRunner(stage, chunk, [cut], [store], scale=1.0 / items, training=True))
     for segment in range(len(lengths)):

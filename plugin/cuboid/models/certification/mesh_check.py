@@ -27,6 +27,7 @@ from cuboid.models.certification.check import (
     Attempt,
     CannotProbe,
     Outcome,
+    default_dtype,
     largest_error,
     make_stage,
     probe_cases,
@@ -37,6 +38,7 @@ from cuboid.models.certification.check import (
     stage_counts,
     unit_lengths,
 )
+from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.models.certification.small_config import small_config
 from cuboid.models.certification.task_batches import loss_of, takes_token_types, task_batch
 from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
@@ -47,7 +49,8 @@ from cuboid.tensor3d.sharding.sharding_spec import put_shard, take_shard
 
 #: The axes one by one, and all together. Key/value heads divide by the first ones, and not by the last.
 MESHES = (MeshShape(1, 2, 1), MeshShape(1, 1, 2), MeshShape(2, 1, 1), MeshShape(2, 2, 2))
-_EXACT = replace(ATTEMPTS[0], tolerance=1e-9)
+#: All that keep float64: they leave nothing that small differences could hide in.
+_EXACT = tuple(replace(each, tolerance=1e-9) for each in ATTEMPTS if each.precision is KeepFloat64)
 #: For micro-batches of other kinds: along `batch` they are only rows.
 _OTHER_KINDS = MeshShape(1, 2, 2)
 
@@ -69,8 +72,16 @@ def check_meshes(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVe
             small = small_config(config)
         except Exception as error:
             raise CannotProbe(f"its config can't be made small: {type(error).__name__}: {error}") from error
-        model = random_model(cls, small, config._attn_implementation, _EXACT.dtype)
-        return _best(_Probe(model, _EXACT))
+        for attempt in _EXACT:
+            model = random_model(cls, small, config._attn_implementation, attempt.dtype)
+            with default_dtype(attempt.default):
+                try:
+                    probe = _Probe(model, attempt)
+                except CannotProbe as error:
+                    obstacle = error
+                    continue
+                return _best(probe)
+        raise obstacle
 
 
 class _Probe:
@@ -185,7 +196,8 @@ def _reasons_against_stages(probe: _Probe, choice: MeshVerdict) -> dict[Mode, st
     """What is wrong with the longest micro-batch on a mesh and in stages, whole or in segments."""
     modes: tuple[Mode, ...] = ("whole", "segments")
     if probe.task != "causal":
-        return dict.fromkeys(modes, f"it is for {WORDS[probe.task]}, and a pipeline takes causal language models only")
+        reason = f"it is for {WORDS[probe.task]}, and stages on a mesh take causal language models only"
+        return dict.fromkeys(modes, reason)
     try:
         outline = draw_outline(type(probe.model), probe.model.config)
         with probe.attempt.precision():

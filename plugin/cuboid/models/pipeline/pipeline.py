@@ -155,14 +155,15 @@ class Pipeline:
     def _prepare_own(self, shared: list[MicroBatch]) -> tuple[_Step, torch.Tensor]:
         """This replica's part of a step, and its label tokens."""
         count, self.rows = len(shared), sum(batch["input_ids"].shape[0] for batch in shared)
-        micro_batches = [with_shifted_labels(batch) for batch in shared]
+        is_causal = self._staging.outline.is_causal
+        micro_batches = [with_shifted_labels(batch, is_causal=is_causal) for batch in shared]
         for batch in micro_batches:
             self._check_length(batch["input_ids"].shape[1])
         lengths = [self._cutter.lengths(batch["input_ids"].shape[1], count) for batch in micro_batches]
         for batch, own in zip(micro_batches, lengths, strict=True):
             self._check_kind(batch, own)
         cut = [
-            SegmentedBatch.of(batch, own, self._model.config, self.mesh)
+            SegmentedBatch.of(batch, own, self._model.config, self.mesh, is_causal=is_causal)
             for batch, own in zip(micro_batches, lengths, strict=True)
         ]
         shape = PipelineShape(self._staging.layout.stages, count, len(lengths[0]))

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from cuboid.errors import UnsupportedModelError
+from cuboid.models.architectures.supported_tasks import task_of
 from cuboid.models.plain_construction import plain_construction
 from cuboid.models.sharded.sharded_model import learned_positions
 from cuboid.models.stages.module_flow import ForwardLog
@@ -30,7 +31,7 @@ _TRACED_DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class Outline:
-    """The parts of a causal language model. All names are those of modules inside the whole model.
+    """The parts of a language model. All names are those of modules inside the whole model.
 
     Args:
         base: the model without its head.
@@ -49,6 +50,7 @@ class Outline:
         output: the class of what the base model returns.
         options: arguments that the base model takes by name.
         longest: positions that the model has learned, where it has a table of them.
+        is_causal: whether it predicts the token after each position; else it is a masked language model.
     """
 
     base: str
@@ -67,6 +69,7 @@ class Outline:
     output: type
     options: frozenset[str]
     longest: int | None
+    is_causal: bool
 
     def layer(self, index: int) -> str:
         """Name of a layer."""
@@ -97,7 +100,12 @@ def _build_on_meta(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreT
 def _check_config(cls: type[PreTrainedModel], config: PretrainedConfig) -> None:
     if config.is_encoder_decoder:
         raise _unsupported(cls, "it is an encoder-decoder")
-    if getattr(config, "is_decoder", True) is False and getattr(config, "add_cross_attention", None) is not None:
+    is_causal = task_of(cls) == "causal"
+    if (
+        is_causal
+        and getattr(config, "is_decoder", True) is False
+        and getattr(config, "add_cross_attention", None) is not None
+    ):
         raise _unsupported(cls, "its config says is_decoder=False, so that its tokens see the ones after them")
     for name in ("layerdrop", "layer_dropout"):
         if getattr(config, name, None):
@@ -160,6 +168,8 @@ def _check_layers(cls: type, layers: nn.ModuleList) -> None:
 
 
 def _check_causality(cls: type, layers: nn.ModuleList, log: ForwardLog) -> None:
+    if task_of(cls) != "causal":
+        return
     for index, layer in enumerate(layers):
         for name, module in layer.named_modules():
             # Attention to an encoder's output doesn't run in a decoder that is given none.
@@ -234,6 +244,7 @@ def _outline_of(model: PreTrainedModel, layers: str, log: ForwardLog) -> Outline
         output=type(output),
         options=frozenset(inspect.signature(type(model.get_submodule(base)).forward).parameters),
         longest=learned_positions(model),
+        is_causal=task_of(cls) == "causal",
     )
     _check_ties(cls, outline)
     return outline

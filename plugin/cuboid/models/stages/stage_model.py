@@ -114,6 +114,12 @@ class StageModel(ShardedModel):
         """As on any sharded model; on stages that haven't the head an :class:`PlaceholderEnd`."""
         return _present(super().get_output_embeddings, self.staging.ends["head"])
 
+    def enable_input_require_grads(self) -> None:
+        """For activation checkpointing, of embeddings that are frozen. Other stages' inputs have a gradient anyway, and
+        parts of the model would look for the embedding in a placeholder."""
+        if any(cut.is_first for cut in self.staging.cuts):
+            super().enable_input_require_grads()  # type: ignore[misc]
+
 
 def _present(end: Callable[[], nn.Module | None], absent: PlaceholderEnd) -> nn.Module:
     try:

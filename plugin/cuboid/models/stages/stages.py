@@ -235,6 +235,9 @@ def cut_stages(model: PreTrainedModel, outline: Outline, cuts: Sequence[StageCut
     for name in (*outline.before, *outline.after, *outline.head):
         if name not in kept:
             model.set_submodule(name, PlaceholderModule(dtype))
+    if not any(cut.is_first for cut in cuts):
+        for name in _holders(outline) & kept:
+            _keep_tied(model, name, outline)
     _keep_ties(model, outline, kept)
     return chunks
 
@@ -252,6 +255,16 @@ def _holders(outline: Outline) -> set[str]:
     units = (*outline.before, *outline.after, *outline.head)
     pairs = [(_unit_of(target, units), _unit_of(source, units)) for target, source in outline.tied.items()]
     return {source for target, source in pairs if target not in outline.before and source in outline.before}
+
+
+def _keep_tied(model: PreTrainedModel, unit: str, outline: Outline) -> None:
+    """Leave of a module that holds a parameter for the head what has it. All else that may be in BERT's embeddings is
+    the first stage's; a second copy would be saved in the place of the one that is trained."""
+    sources = set(outline.tied.values())
+    for name, module in list(model.get_submodule(unit).named_modules(prefix=unit)):
+        own = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
+        if own and sources.isdisjoint(own):
+            model.set_submodule(name, PlaceholderModule(model.dtype))
 
 
 def _unit_of(parameter: str, units: Sequence[str]) -> str:

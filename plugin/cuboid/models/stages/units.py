@@ -19,10 +19,15 @@ from cuboid.seq1f1b.attention.kv_cache import KVCache
 from cuboid.tensor3d.layers.vocab_cross_entropy import shifted
 
 
-def with_shifted_labels(batch: MicroBatch) -> MicroBatch:
+def with_shifted_labels(batch: MicroBatch, *, is_causal: bool = True) -> MicroBatch:
     """The same micro-batch with ``shift_labels`` in place of ``labels``.
 
     They are shifted before the sequence is cut, or each segment would lose the label of its last token.
+
+    Args:
+        batch: as the user gave it.
+        is_causal: whether positions predict the token after them; in masked language models they predict their own, and
+            labels stay as they are.
 
     Raises:
         CuboidError: it has neither.
@@ -32,7 +37,7 @@ def with_shifted_labels(batch: MicroBatch) -> MicroBatch:
         return rest
     if "labels" not in batch:
         raise CuboidError("a pipeline's micro-batch needs labels; add labels: input_ids, with -100 for padding")
-    return {**rest, "shift_labels": shifted(batch["labels"], IGNORE_INDEX)}
+    return {**rest, "shift_labels": shifted(batch["labels"], IGNORE_INDEX) if is_causal else batch["labels"]}
 
 
 def label_tokens(batch: MicroBatch) -> torch.Tensor:
@@ -67,8 +72,22 @@ class SegmentedBatch:
     whole: WholeSequence | None = None
 
     @classmethod
-    def of(cls, batch: MicroBatch, lengths: Sequence[int], config: PretrainedConfig, mesh: Mesh) -> SegmentedBatch:
+    def of(
+        cls,
+        batch: MicroBatch,
+        lengths: Sequence[int],
+        config: PretrainedConfig,
+        mesh: Mesh,
+        *,
+        is_causal: bool = True,
+    ) -> SegmentedBatch:
         """Take this rank's rows of a whole micro-batch with shifted labels; fill them up to the sum of ``lengths``.
+
+        Args:
+            batch, is_causal: see :func:`with_shifted_labels`.
+            lengths: of the segments.
+            config: of the model.
+            mesh: of this rank.
 
         Raises:
             CuboidError: the mesh's batch axis doesn't divide the rows.
@@ -80,6 +99,7 @@ class SegmentedBatch:
             local["position_ids"][:, : taken.length] if "position_ids" in batch else None,
             local["input_ids"].shape[1],
             local["shift_labels"],
+            is_causal=is_causal,
         )
         return cls(
             ids=local["input_ids"],

@@ -371,7 +371,9 @@ def _part(name: str, replay: Replay, own: Any, whole: Any) -> Any:
         differing = [dim for dim in differing if 1 not in (own.shape[dim], whole.shape[dim]) or here == 1]
         if all(whole.shape[dim] == length and own.shape[dim] == here for dim in differing):
             for dim in differing:
-                whole = replay.cut(whole, dim)
+                # What is added to attention's scores ``[…, Q, K]``, as ALiBi is: a segment's keys begin with the first.
+                is_keys = own.dim() > 2 and dim == own.dim() - 1
+                whole = replay.cut(whole, dim, start=0 if is_keys else None)
             return whole
     raise UnsupportedModelError(
         f"{name} is given a tensor {list(own.shape)} with a segment of {replay.stop - replay.start} positions and "

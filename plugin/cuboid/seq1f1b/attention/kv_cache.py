@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from cuboid.errors import UnsupportedModelError
 from cuboid.seq1f1b.attention.recurrent_states import RecurrentStates
 
 #: What gradients of keys and values are added up in: at least float32, or the dtype of the keys and values.
@@ -56,9 +57,11 @@ def _kind(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> _Kind:
 
 @dataclass
 class _Layer:
-    """Keys first, values second. Gradients are there from the first backward on that has a past."""
+    """Keys first, values second, of all positions up to ``stop``. Gradients are there from the first backward on that
+    has a past."""
 
     buffers: tuple[torch.Tensor, torch.Tensor]
+    stop: int = 0
     gradients: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
@@ -89,10 +92,19 @@ class KVCache:
             start: position of the first of the L that are given.
             key: ``[B, Hkv, L, D]``.
             value: ``[B, Hkv, L, Dv]``.
+
+        Raises:
+            UnsupportedModelError: there are positions before that were never written.
         """
         entry = self._layers.get(layer)
         if entry is None:
             entry = self._layers[layer] = _Layer((self._allocate(key), self._allocate(value)))
+        if start > entry.stop:
+            raise UnsupportedModelError(
+                f"a layer attends in the segment from position {start} on as it didn't in the segments before, whose "
+                'keys and values are missing; write "segments": 1'
+            )
+        entry.stop = max(entry.stop, start + key.shape[2])
         for buffer, part in zip(entry.buffers, (key, value), strict=True):
             buffer.data[:, :, start : start + part.shape[2]].copy_(part.detach())
 
