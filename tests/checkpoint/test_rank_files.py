@@ -227,8 +227,8 @@ def test_loading_a_ranks_file_equals_slicing_the_full_checkpoint(
     path, config = checkpoint(small), layout_section(mesh, stages)
     run(path, tmp_path / "ranks", config=layout(mesh, stages))
     places = MeshShape.parse(mesh).size * (stages or 1)
-    # Two replicas read the same files.
-    for rank in range(2 * places):
+    # All of the first replica, and one of the second, which reads the same files.
+    for rank in (*range(places), 2 * places - 1):
         cut = load(monkeypatch, path, config, rank, 2 * places)
         own = _machine_of(cut.cuboid.mesh, tmp_path)
         model = load(monkeypatch, own, config, rank, 2 * places)

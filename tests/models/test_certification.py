@@ -219,9 +219,15 @@ def test_a_small_config_keeps_what_decides_and_crosses_every_length():
     # Sizes don't matter to what is known of a model, flags do.
     features = [
         certificates.features_of(transformers.LlamaForCausalLM, transformers.LlamaConfig(**options))
-        for options in ({}, {"hidden_size": 8192, "num_attention_heads": 64, "rms_norm_eps": 1e-5}, {"mlp_bias": True})
+        for options in (
+            {},
+            {"hidden_size": 8192, "num_attention_heads": 64, "rms_norm_eps": 1e-5},
+            {"transformers_weights": "rank-pipe0-b0-s0-h1.safetensors"},
+            {"num_hidden_layers": 2},
+            {"mlp_bias": True},
+        )
     ]
-    assert features[0] == features[1] != features[2]
+    assert features[0] == features[1] == features[2] == features[3] != features[4]
 
 
 def test_the_shipped_table_is_what_the_probe_finds():

@@ -71,6 +71,8 @@ _MEANINGLESS = frozenset(
         *("initializer_range", "problem_type", "return_dict", "output_attentions", "output_hidden_states", "use_cache"),
         *("finetuning_task", "task_specific_params", "auto_map", "quantization_config", "chunk_size_feed_forward"),
         *("router_aux_loss_coef", "attn_implementation", "_attn_implementation", "is_encoder_decoder"),
+        # The file of weights, which is another one for each rank where a checkpoint was sharded ahead of time.
+        "transformers_weights",
     }
 )
 
