@@ -409,9 +409,11 @@ def test_other_kinds_of_models_are_refused_by_name_and_task(monkeypatch, tmp_pat
         # A mesh takes them.
         expected |= {
             "LlamaForSequenceClassification is for sequence": LlamaForSequenceClassification(LLAMA.config()),
-            "BertForMaskedLM is for masked language modelling": BertForMaskedLM(bert),
             "LlamaModel is for hidden states": llama.base_model,
         }
+        said = message(lambda: cuboid.shard(BertForMaskedLM(bert), config))
+        assert said.startswith("BertForMaskedLM isn't right when its sequences are cut into segments")
+        assert said.endswith('"segments": 1 is right')
     for start, model in expected.items():
         assert message(lambda model=model: cuboid.shard(model, config)).startswith(start)
     with cuboid.scope(config):
