@@ -315,10 +315,10 @@ def last_label_lost(original: Any, self: SegmentedBatch, tensor: torch.Tensor, s
     return part
 
 
-def wrong_offset(original: Any, self: Replay, x: torch.Tensor, dim: int) -> torch.Tensor:
+def wrong_offset(original: Any, self: Replay, x: torch.Tensor, dim: int, start: int | None = None) -> torch.Tensor:
     behind = min(self.start, 1)
     moved = dataclasses.replace(self, start=self.start - behind, stop=self.stop - behind)
-    part: torch.Tensor = original(moved, x, dim)
+    part: torch.Tensor = original(moved, x, dim, start)
     return part
 
 
