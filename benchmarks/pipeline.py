@@ -257,15 +257,10 @@ class Pipeline(Contestant):
         return {"loss": self.loss, "squares": self._squares, "spans": spans}
 
 
-class TorchPipeline(Pipeline):
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        module = task.stage(self.number)
-        self._recording = [module] if task.is_emulated else []
-        stage = PipelineStage(module, self.number, task.stages, torch.device("cpu"))
-        self._set_up(Schedule1F1B(stage, task.micro_batches, loss_fn=task.loss), [module])
+class UnderTorch(Pipeline):
+    """What torch's schedules share."""
 
-    def _set_up(self, schedule: Any, modules: Sequence[nn.Module]) -> None:
+    def _start(self, schedule: Any, modules: Sequence[nn.Module]) -> None:
         self._schedule = schedule
         self._given, self._wanted = self.task.data()
         parameters = [parameter for module in modules for parameter in module.parameters()]
@@ -279,6 +274,15 @@ class TorchPipeline(Pipeline):
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.loss = torch.stack(losses).mean().item() if self.is_last else 0.0
+
+
+class TorchPipeline(UnderTorch):
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        module = task.stage(self.number)
+        self._recording = [module] if task.is_emulated else []
+        stage = PipelineStage(module, self.number, task.stages, torch.device("cpu"))
+        self._start(Schedule1F1B(stage, task.micro_batches, loss_fn=task.loss), [module])
 
 
 class _UnderDeepSpeed(Pipeline):

@@ -38,6 +38,7 @@ from pipeline import (
     Pipeline,
     Task,
     TorchPipeline,
+    UnderTorch,
     cuts,
     pipeline_row,
     row_name,
@@ -327,17 +328,17 @@ class TimedStage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
 
-class TorchChunks(TorchPipeline):
+class TorchChunks(UnderTorch):
     """Two stages on each rank, under one of torch's schedules for that."""
 
     def __init__(self, entry: Entry, work: Work) -> None:
         number, total = dist.get_rank(), work.stages * entry.chunks
         second = total - 1 - number if entry.schedule in _V else work.stages + number
-        Pipeline.__init__(self, work, [number, second], entry.chunks)
+        super().__init__(work, [number, second], entry.chunks)
         stages = [TimedStage(work, stage, entry.chunks) for stage in self.own]
         self._recording = stages
         schedule = _TORCH[entry.schedule](stages, work.micro_batches, loss_fn=work.loss)
-        self._set_up(schedule, [stage.submod for stage in stages])
+        self._start(schedule, [stage.submod for stage in stages])
 
 
 class CuboidRuntime(Pipeline):

@@ -30,6 +30,11 @@ def _step_bar(row: Row, text: str = "") -> Bar:
     return Bar.of(name, row["step_s"], colour, text)
 
 
+def _theory(row: Row) -> str:
+    """Of the bubble, behind what was measured; nothing for schedules that only peers have."""
+    return known(row["bubble_theory"], ".1%", before=", theory ", none="")
+
+
 def _exposed_bar(row: Row) -> Bar:
     step, computing = (row["seconds"][kind]["median"] for kind in ("step", "computing"))
     exposed = (max(step - computing, 0), bars.CYAN, "exposed communication")
@@ -148,10 +153,6 @@ SHOWN = {
         page="colossalai.md",
     ),
 }
-
-
-def _theory(row: dict[str, Any]) -> str:
-    return known(row["bubble_theory"], ".1%", before=", theory ", none="")
 
 
 class Measured:

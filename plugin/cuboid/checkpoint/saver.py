@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +193,7 @@ class Saver:
         own_state = None
         if optimizer is not None and self._mesh.rank == self._mesh.stage_ranks[0][0]:
             # One rank speaks for its stage. Of the quantities only the names: their tensors are in the files.
-            own_state = dataclasses.replace(optimizer, quantities={name: {} for name in optimizer.quantities})
+            own_state = replace(optimizer, quantities={name: {} for name in optimizer.quantities})
         place = {"pipe": at.pipe, "data": at.data, "mesh": self._mesh.mesh_ranks.index(self._mesh.rank)}
         parts = gather_objects((own_state, {**place, "state": dict(contents.random)}), self._mesh)
         document = {**contents.document, "random": [random for _, random in parts]}

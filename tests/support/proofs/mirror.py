@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 
-from cuboid.distributed import collectives
+from proofs.replaced import replaced_collectives
 
 #: How long a collective takes, in cycles of the device: about a millisecond.
 _CYCLES = 2_000_000
@@ -113,9 +111,5 @@ def mirrored(device: torch.device, *, late: bool) -> Iterator[list[str]]:
         value = x.clone()
         return start("all-reduce", [x], lambda: x.copy_(value), async_op, value)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "_gather", gather)
-        patch.setattr(collectives, "_reduce_scatter", reduce_scatter)
-        patch.setattr(dist, "all_to_all_single", all_to_all)
-        patch.setattr(dist, "all_reduce", all_reduce)
+    with replaced_collectives(gather, reduce_scatter, all_to_all, all_reduce):
         yield started

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cuboid.distributed import collectives
+from proofs.replaced import replaced_collectives
 
 
 class PoisonError(AssertionError):
@@ -149,11 +149,7 @@ def poisoned() -> Iterator[list[str]]:
         all_reduce(result, op=op, group=group)
         return _Poisoned("all-reduce", [x], [result], [], open_works, started)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "_gather", start_gather)
-        patch.setattr(collectives, "_reduce_scatter", start_reduce_scatter)
-        patch.setattr(dist, "all_to_all_single", start_all_to_all)
-        patch.setattr(dist, "all_reduce", start_all_reduce)
+    with replaced_collectives(start_gather, start_reduce_scatter, start_all_to_all, start_all_reduce):
         yield started
     if open_works:
         raise PoisonError(f"{len(open_works)} collectives were never waited for, such as {open_works[0]._name}")
