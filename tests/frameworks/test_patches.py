@@ -6,12 +6,15 @@ import os
 import re
 import sys
 import textwrap
+from distutils.core import run_setup
 from importlib.metadata import PackageNotFoundError
 
 import accelerate
 import deepspeed
 import pytest
 import transformers
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
@@ -19,7 +22,7 @@ import cuboid
 from cuboid import requirements
 from cuboid_patches.base import Patch, PatchError
 from cuboid_patches.deepspeed import SHARED_MEMORY_BUILD
-from launching import as_ranks, run, torchrun, world
+from launching import ROOT, as_ranks, run, torchrun, world
 
 
 def touched():
@@ -92,6 +95,15 @@ def test_a_target_with_another_signature_is_refused_with_both_versions():
     patch.target = "deepspeed:absent"
     with pytest.raises(PatchError, match="does not exist"):
         patch.apply()
+
+
+def test_every_requirement_is_pinned_to_a_version_that_it_takes():
+    # `make install` installs what is pinned, and Cuboid without its requirements.
+    lines = (ROOT / "configs" / "requirements.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    versions = {canonicalize_name(name): version for name, version in pins.items()}
+    for requirement in map(Requirement, run_setup(ROOT / "setup.py", stop_after="init").install_requires):
+        assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), requirement
 
 
 def late(tmp_path, monkeypatch, name, parameters=()):
