@@ -148,6 +148,8 @@ def _layout(
         return ShardingSpec(shape, ((),) * len(shape))
     if role.kind == "norm":
         return ShardingSpec(shape, (("hidden",),))
+    if role.kind == "bias of heads":
+        return ShardingSpec(shape, ((), ("sequence", "hidden")))
     if role.kind == "labels":
         return ShardingSpec(shape, ((), ("hidden",)) if name == "weight" else ((),))
     if role.kind in ("embedding", "head", "tied"):
