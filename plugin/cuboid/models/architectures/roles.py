@@ -143,10 +143,15 @@ def token_embeddings(model: PreTrainedModel) -> list[nn.Module]:
     if own is None:
         return []
     found = {own: None}
-    for part in model.modules() if model.config.is_encoder_decoder else ():
-        with suppress(NotImplementedError):  # A part that has none.
-            if isinstance(part, PreTrainedModel):
-                found[part.get_input_embeddings()] = None
+    if model.config.is_encoder_decoder:
+        for part in model.modules():
+            with suppress(NotImplementedError):  # A part that has none.
+                if isinstance(part, PreTrainedModel):
+                    found[part.get_input_embeddings()] = None
+        # Nobody may call the one that their weights are tied to.
+        ties: dict[str, str] = model.all_tied_weights_keys
+        tied = [model.get_submodule(name.rpartition(".")[0]) for pair in ties.items() for name in pair]
+        found.update(dict.fromkeys(module for module in tied if isinstance(module, nn.Embedding)))
     return list(found)
 
 

@@ -92,6 +92,8 @@ class _Probe:
         self.task = task_of(type(model))
         self.takes_types = takes_token_types(model)
         self.has_own_loss = False
+        if self.task != "causal" and getattr(model.config, "attention_type", None) == "block_sparse":
+            raise CannotProbe("its attention is another one beyond a length that small models don't reach")
         self.refused: dict[Kind, str] = {}
         self.cases: list[tuple[Kind, Case, MicroBatch, Outcome]] = []
         for number, (kind, case) in enumerate(probe_cases(model.config)):

@@ -16,6 +16,7 @@ _MOST_LAYERS, _LABELS = 8, 3
 #: What numbers become, by the names under which the configs of transformers have them.
 _SIZES: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCABULARY),
+    **dict.fromkeys(("decoder_vocab_size",), VOCABULARY),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim_model", "emb_dim", "embedding_dim", "dim"), HIDDEN),
     **dict.fromkeys(("attention_hidden_size", "lru_width", "embedding_size"), HIDDEN),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), HEADS),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from cuboid.models.architectures.transformers_names import decoder_ids
 from cuboid.models.batch.batch import IGNORE_INDEX
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
@@ -71,9 +72,9 @@ def _with_target(source: MicroBatch, case: Case, model: PreTrainedModel) -> Micr
     target = probe_batch(own, model.config.get_text_config().vocab_size)
     batch = {name: x for name, x in source.items() if name != "position_ids"} | {"labels": target["labels"]}
     if "attention_mask" in target:
-        ids: Any = model
         batch["decoder_attention_mask"] = target["attention_mask"]
-        batch["decoder_input_ids"] = ids.prepare_decoder_input_ids_from_labels(target["labels"])
+        ids = decoder_ids(model, target["labels"])
+        batch["decoder_input_ids"] = target["input_ids"] if ids is None else ids
     return batch
 
 

@@ -24,7 +24,7 @@ from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.architectures.roles import token_embeddings
 from cuboid.models.architectures.supported_tasks import compiling_refused
-from cuboid.models.architectures.transformers_names import keep_logits
+from cuboid.models.architectures.transformers_names import decoder_ids, keep_logits
 from cuboid.models.attention.interface import (
     Lengths,
     is_in_forward,
@@ -375,13 +375,19 @@ def _masked_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) ->
         labels = batch.tensors.pop("labels", None)
         output = base_forward(**_local_arguments(model, batch), return_dict=True)
         if labels is not None:
-            items = arguments.get("num_items_in_batch") if sharding.verdict.counts_items else None
-            vocabulary = sharding.whole.limits.labels
-            assert vocabulary is not None
-            loss = sharded_cross_entropy(output.logits, labels, vocabulary=vocabulary, mesh=sharding.mesh, items=items)
-            output = type(output)(**{**output, "loss": loss})
+            output = type(output)(**{**output, "loss": _loss_in_place(sharding, output.logits, labels, arguments)})
     output.logits = _whole_logits(model, output.logits, batch, has_loss=labels is not None)
     return output.to_tuple() if as_tuple else output
+
+
+def _loss_in_place(
+    sharding: Sharding, logits: torch.Tensor, labels: torch.Tensor, arguments: dict[str, Any]
+) -> torch.Tensor:
+    """Of labels that are those of the positions themselves."""
+    items = arguments.get("num_items_in_batch") if sharding.verdict.counts_items else None
+    vocabulary = sharding.whole.limits.labels
+    assert vocabulary is not None
+    return sharded_cross_entropy(logits, labels, vocabulary=vocabulary, mesh=sharding.mesh, items=items)
 
 
 def _sequence_to_sequence_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
@@ -406,11 +412,7 @@ def _sequence_to_sequence_forward(model: Any, base_forward: Any, arguments: dict
                 encoder_outputs=encoded, **seen, **own, **source.options, use_cache=False, return_dict=True
             )
         if labels is not None:
-            vocabulary = sharding.whole.limits.labels
-            assert vocabulary is not None
-            items = arguments.get("num_items_in_batch") if sharding.verdict.counts_items else None
-            loss = sharded_cross_entropy(output.logits, labels, vocabulary=vocabulary, mesh=sharding.mesh, items=items)
-            output = type(output)(**{**output, "loss": loss})
+            output = type(output)(**{**output, "loss": _loss_in_place(sharding, output.logits, labels, arguments)})
     known = ("loss", "logits", "encoder_last_hidden_state")
     for name, x in output.items():
         if x is not None and name not in known:
@@ -427,13 +429,16 @@ def _with_decoder_ids(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """A forward's arguments with what the decoder is given: what the model makes of the labels, if nothing else.
 
     Raises:
-        CuboidError: neither is there.
+        CuboidError: neither is there, or the model's own code for it isn't known.
     """
     if arguments.get("decoder_input_ids") is not None:
         return arguments
-    if arguments.get("labels") is None:
-        raise CuboidError(f"{type(model).__name__} on a mesh needs labels or decoder_input_ids [batch, target length]")
-    return {**arguments, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(arguments["labels"])}
+    labels = arguments.get("labels")
+    ids = None if labels is None else decoder_ids(model, labels)
+    if ids is None:
+        also = "labels or " if labels is None else ""
+        raise CuboidError(f"{type(model).__name__} on a mesh needs {also}decoder_input_ids [batch, target length]")
+    return {**arguments, "decoder_input_ids": ids}
 
 
 @contextmanager
