@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ _BESIDE = ("generation_config.json", *TOKENIZER_FILES)
 #: Config keys that say how many modules to build.
 _COUNTS = re.compile(r"(num|n)_\w*(layer|expert|head|block|stage)\w*|\w*_layers?|depth")
 _MOST_MODULES = 100_000
+_ROWS_AT_ONCE = 4096
 #: Those of them that are the number of decoder layers.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 #: A number in a parameter's dotted name: that of a layer or an expert.
@@ -212,6 +214,30 @@ def _tensors_in(folder: Path, variant: str | None = None) -> Iterator[Mapping[st
         if missing is not None:
             raise CheckpointError(f"{folder / name}: has no tensor {missing}, though {index.name} says so")
         yield own
+
+
+def stored_alike(folder: Path, first: str, second: str) -> bool | None:
+    """Whether two tensors of a folder's safetensors files are equal; None if it doesn't hold both by these names.
+
+    They are read only as far as they are equal.
+    """
+    index = folder / (SINGLE + INDEX_SUFFIX)
+    weight_map = read_index(index) if os.path.lexists(index) else {}
+    with ExitStack() as stack:
+        files = []
+        for name in (first, second):
+            path = folder / weight_map.get(name, SINGLE)
+            files.append(stack.enter_context(TensorFile(path)) if os.path.lexists(path) else None)
+            if files[-1] is None or name not in files[-1].specs:
+                return None
+        specs = [file.specs[name] for file, name in zip(files, (first, second), strict=True)]
+        if specs[0].shape != specs[1].shape or not specs[0].shape:
+            return False
+        for start in range(0, specs[0].shape[0], _ROWS_AT_ONCE):
+            rows = [slice(start, min(start + _ROWS_AT_ONCE, specs[0].shape[0]))]
+            if not torch.equal(files[0].read(first, rows), files[1].read(second, rows)):
+                return False
+    return True
 
 
 def weights_bytes(folder: Path, dtype: torch.dtype) -> int:
