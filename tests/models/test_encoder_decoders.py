@@ -270,9 +270,7 @@ def test_parts_and_generation_are_refused():
     model, batch = built("bart"), micro_batch()
     ids = {"input_ids": batch["input_ids"]}
     assert "BartModel was called by itself" in message_of(model, ids, lambda model, batch: model.model(**batch))
-    assert "embedding was called by itself" in message_of(
-        model, ids, lambda model, batch: model.get_encoder()(**batch)
-    )
+    assert "embedding was called by itself" in message_of(model, ids, lambda model, batch: model.get_encoder()(**batch))
     assert message_of(model, ids, lambda model, batch: model.generate(**batch)).startswith("generate has no rule")
 
 

@@ -299,15 +299,10 @@ def _untie_as_stored(model: Any, missing_keys: Any) -> None:
         if target in missing_keys or source in missing_keys:
             continue
         alike = None if folder is None else stored_alike(folder, target, source)
-        if alike is None:
-            alike = torch.equal(model.get_parameter(target), model.get_parameter(source))
-            may_untie = False
-        else:
-            # Stages were planned with both as one.
-            may_untie = model._staging is None
-        if not alike and may_untie:
+        # Stages were planned with both as one.
+        if alike is False and model._staging is None:
             del model.all_tied_weights_keys[target]
-        elif not alike:
+        elif alike is False or not torch.equal(model.get_parameter(target), model.get_parameter(source)):
             raise CheckpointError(
                 f"the config ties {target} to {source}, but the checkpoint holds both with different values; "
                 "set tie_word_embeddings to false in its config.json, or remove one of them"

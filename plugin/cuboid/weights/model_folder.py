@@ -10,7 +10,6 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -223,21 +222,17 @@ def stored_alike(folder: Path, first: str, second: str) -> bool | None:
     """
     index = folder / (SINGLE + INDEX_SUFFIX)
     weight_map = read_index(index) if os.path.lexists(index) else {}
-    with ExitStack() as stack:
-        files = []
-        for name in (first, second):
-            path = folder / weight_map.get(name, SINGLE)
-            files.append(stack.enter_context(TensorFile(path)) if os.path.lexists(path) else None)
-            if files[-1] is None or name not in files[-1].specs:
-                return None
-        specs = [file.specs[name] for file, name in zip(files, (first, second), strict=True)]
-        if specs[0].shape != specs[1].shape or not specs[0].shape:
+    paths = [folder / weight_map.get(name, SINGLE) for name in (first, second)]
+    if not all(map(os.path.lexists, paths)):
+        return None
+    with TensorFile(paths[0]) as one, TensorFile(paths[1]) as other:
+        if first not in one.specs or second not in other.specs:
+            return None
+        if one.specs[first].shape != other.specs[second].shape:
             return False
-        for start in range(0, specs[0].shape[0], _ROWS_AT_ONCE):
-            rows = [slice(start, min(start + _ROWS_AT_ONCE, specs[0].shape[0]))]
-            if not torch.equal(files[0].read(first, rows), files[1].read(second, rows)):
-                return False
-    return True
+        rows = one.specs[first].shape[0]
+        parts = [[slice(start, min(start + _ROWS_AT_ONCE, rows))] for start in range(0, rows, _ROWS_AT_ONCE)]
+        return all(torch.equal(one.read(first, part), other.read(second, part)) for part in parts)
 
 
 def weights_bytes(folder: Path, dtype: torch.dtype) -> int:

@@ -400,7 +400,7 @@ def _sequence_to_sequence_forward(model: Any, base_forward: Any, arguments: dict
     with _taken(model, arguments) as batch:
         source = batch.source
         assert source is not None
-        with whole_sequence(_lengths_of(source)):
+        with whole_sequence(Lengths(source.length, source.padded)):
             encoded = model.get_encoder()(**source.tensors, return_dict=True)
         if sharding.late is not None:
             encoded.last_hidden_state = sharding.late.split_source(encoded.last_hidden_state)
@@ -566,16 +566,15 @@ def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
     check.read_if_there()
     sharding.check = check
     try:
-        with whole_sequence(_lengths_of(batch)), known_packing(*_packing_of(arguments, batch)):
+        lengths = Lengths(batch.length, batch.padded)
+        if batch.source is not None:
+            lengths = replace(lengths, source=Lengths(batch.source.length, batch.source.padded))
+        with whole_sequence(lengths), known_packing(*_packing_of(arguments, batch)):
             yield batch
         check.read()
     finally:
         sharding.check = None
     sharding.checked = True
-
-
-def _lengths_of(batch: LocalBatch) -> Lengths:
-    return Lengths(batch.length, batch.padded, None if batch.source is None else _lengths_of(batch.source))
 
 
 def _packing_of(arguments: dict[str, Any], batch: LocalBatch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
