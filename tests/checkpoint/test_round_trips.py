@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, set_seed
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 import cuboid
 from converting import run, same
-from cuboid.models.certification.small_config import small_config
-from training import VOCABULARY, make_engine, ranks_of, settings, train
+from training import make_engine, ranks_of, settings, small_checkpoint, train
 
 TIMEOUT_S = 240.0
 #: The learning rate is 0 in the first two steps.
@@ -23,14 +22,6 @@ AUTO = {
     **dict.fromkeys(("t5", "bart"), AutoModelForSeq2SeqLM),
 }
 SAVED, OTHER = settings("2x1x2"), settings("1x2x1")
-
-
-def small_checkpoint(architecture, folder):
-    config = small_config(AutoConfig.for_model(architecture))
-    config.vocab_size = VOCABULARY
-    set_seed(0)
-    AUTO[architecture].from_config(config).save_pretrained(folder)
-    return str(folder)
 
 
 def train_and_save(path, out):
@@ -53,7 +44,8 @@ def resume_and_save(path, out, again):
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", AUTO)
 def test_weights_survive_two_meshes_and_come_back_as_plain_ones(pool, architecture, tmp_path):
-    path, out, again = small_checkpoint(architecture, tmp_path / "model"), tmp_path / "out", tmp_path / "again"
+    path = small_checkpoint(AUTO[architecture], architecture, tmp_path / "model")
+    out, again = tmp_path / "out", tmp_path / "again"
     wanted = pool.run(ranks_of(SAVED), train_and_save, path, str(out), timeout_s=TIMEOUT_S)[0]
     found, weights = pool.run(ranks_of(OTHER), resume_and_save, path, str(out), str(again), timeout_s=TIMEOUT_S)[0]
     assert found == pytest.approx(wanted, rel=1e-4)
