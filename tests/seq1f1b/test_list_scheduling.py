@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -340,6 +341,28 @@ def test_memory_follows_the_halves_of_a_backward():
     timeline = simulate(schedule, shape, timing(EQUAL), kept_bytes=lambda _: 100, input_gradient_frees=0.25)
     assert timeline.memory == (((0, 100), (2, 75), (3, 0)),)
     assert timeline.peak_bytes == (100,)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "limit", "gain"),
+    [
+        ("1f1b", 1, None, 0.0),
+        ("seq1f1b", 1, None, 0.0),
+        ("zero_bubble", 1, 2.0, 0.0),
+        ("seq1f1b-interleaved", 2, None, 0.0),
+        ("zero_bubble-interleaved", 2, 2.0, 0.018),
+        ("zero_bubble-v", 2, 2.0, 0.018),
+    ],
+)
+def test_ranks_that_wait_for_all_at_the_end_lose_little(name, chunks, limit, gain):
+    """Two steps of which each rank begins the second when it is done with the first: the next one's first forwards are
+    on the rank whose backwards are the last, or nearly so."""
+    segments = 1 if name == "1f1b" else 8
+    chosen = choose_schedule(name, request(8, 8, segments, limit, chunks))
+    again = tuple((*own, *(replace(each, micro_batch=each.micro_batch + 8) for each in own)) for own in chosen.schedule)
+    shape = PipelineShape(8 * chunks, 16, segments)
+    freely_s = simulate(again, shape, timing(EQUAL, chunks)).makespan_s - chosen.timeline.makespan_s
+    assert 1 - freely_s / chosen.timeline.makespan_s == pytest.approx(gain, abs=0.001)
 
 
 # The command line
