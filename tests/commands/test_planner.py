@@ -99,7 +99,7 @@ def test_profiles_that_mean_nothing_are_rejected(tmp_path, gpu):
 def test_kept_activations_are_those_of_the_formulas_that_counters_confirm(mesh, name):
     """Those of test_memory_formula.py, but for the gathered weights of norms."""
     shape = MeshShape.parse(mesh)
-    heads = {"num_key_value_heads": 12} if name == "llama" else {}
+    heads = {"num_key_value_heads": 12}
     nonlinearity = {"llama": "hidden_act", "gpt2": "activation_function"}[name]
     dropouts = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
     model = describe({"model_type": name, **COMMON, **heads, **dropouts, nonlinearity: "gelu_new", "n_inner": 96})
