@@ -277,5 +277,5 @@ def _log(found: tuple[Estimate, ...], config: CuboidConfig, length: int) -> None
         best.time.total_s, best.memory_bytes / 2**30,
         ", with gradient checkpointing, without which nothing fits" if best.layout.checkpointing == "full" else "",
         f". Behind it: {others}" if others else "",
-        f". Not counted: {uncounted}" if (uncounted := best.cost.model.uncounted) else "",
+        f". Not counted: {uncounted}" if (uncounted := best.uncounted) else "",
     )  # fmt: skip

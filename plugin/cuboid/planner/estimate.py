@@ -13,7 +13,7 @@ from cuboid.errors import ConfigError
 from cuboid.models.pipeline.schedule_choice import settle_schedule
 from cuboid.planner.comm_formula import layer_bytes, stage_layer_bytes
 from cuboid.planner.cost.layout import CUBOID, Layout, Software
-from cuboid.planner.cost.memory import Memory, stage_memory, usable_bytes
+from cuboid.planner.cost.memory import Memory, stage_memory, uncounted, usable_bytes
 from cuboid.planner.cost.step import StepCost, StepTime
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.model import ModelDescription
@@ -68,6 +68,11 @@ class Estimate:
         return self.memory_bytes <= self.limit_bytes
 
     @property
+    def uncounted(self) -> str:
+        """What isn't counted; "" if there is nothing."""
+        return uncounted(self.cost)
+
+    @property
     def tokens_per_s(self) -> float:
         """Of all ranks together."""
         return self.layout.rows * self.cost.length / self.time.total_s
@@ -105,7 +110,7 @@ class Estimate:
             "sequence_length": self.cost.length,
             "layout": {**asdict(layout), "mesh": asdict(layout.mesh), "stage_layers": list(self.cost.stage_layers),
                        "segment_lengths": list(self.cost.lengths), "ranks": layout.ranks},
-            "uncounted": self.cost.model.uncounted,
+            "uncounted": self.uncounted,
             "fits": self.fits,
             "memory_bytes": round(self.memory_bytes),
             "memory_limit_bytes": round(self.limit_bytes),
@@ -147,12 +152,8 @@ def estimate(
 
 
 def cuboid_software(layout: Layout) -> Software:
-    """Cuboid's behaviour.
-
-    Under a pipeline gradients are added up in float32, as units add to them; without a mesh its stages have the model's
-    own modules.
-    """
-    return replace(CUBOID, gradient_bytes=4, plain_modules=layout.mesh.size == 1) if layout.stages > 1 else CUBOID
+    """Cuboid's behaviour: under a pipeline gradients are added up in float32, as units add to them."""
+    return replace(CUBOID, gradient_bytes=4) if layout.stages > 1 else CUBOID
 
 
 def _check(model: ModelDescription, layout: Layout, cluster: Cluster, length: int) -> None:
