@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -48,6 +49,7 @@ from cuboid.config.schema import suggestion
 from cuboid.distributed.topology import MeshShape, Topology
 from cuboid.errors import CuboidError
 from cuboid.models.certification.float64 import precision
+from cuboid.planner.cost.layout import Layout
 from cuboid_patches.deepspeed import SHARED_MEMORY_BUILD
 
 #: All contestants' processes; the global batch has a row for each, so that every layout can share it out.
@@ -74,6 +76,8 @@ class Entry:
     tensor_parallel: int = 1  # ranks that share a layer (AutoTP, ``tp_plan``); the others are replicas of them
     split_head: bool = False  # whether AutoTP splits the LM head by vocabulary and computes the loss so
     reshard: bool = True  # whether Cuboid or FSDP2 frees a layer's weights between its forward and its backward
+    stages: int = 1  # of Cuboid's pipeline, whose micro-batches have a row for each rank of the mesh's `batch` axis
+    segments: int = 1
 
     @property
     def gathers(self) -> Literal["layer", "step"]:
@@ -82,6 +86,17 @@ class Entry:
 
     def shape(self, workload: Llama, model: LlamaForCausalLM) -> MeshShape:
         return workload.shape(self.mesh, RANKS, model, weight_gather=self.gathers)
+
+    def layout(self, workload: Llama, model: LlamaForCausalLM) -> Layout:
+        """For the planner."""
+        mesh, zero_stage = self.shape(workload, model), int(workload.dtype == "bfloat16")
+        replicas = RANKS // (mesh.size * self.stages)
+        rows = workload.batch // replicas
+        micro_batch = rows if self.stages == 1 else mesh.batch
+        return Layout(
+            mesh, self.stages, micro_batch, rows // micro_batch, replicas, self.segments, zero_stage=zero_stage,
+            weight_gather=self.gathers,
+        )  # fmt: skip
 
 
 def _autotp(size: int, *, split_head: bool) -> Entry:
@@ -101,29 +116,33 @@ _PEERS = [
 _MESHES = ["1x8x1", "1x4x2", "2x2x2", "8x1x1", f"8x1x1{_KEPT}", AUTO, f"{AUTO}{_KEPT}"]
 DEFAULT = [f"cuboid-{mesh}" for mesh in _MESHES] + [entry.key for entry in _PEERS]
 AUTO_KEY = f"cuboid-{AUTO}"
+_CUBOID = re.compile(r"cuboid-(.+?)(?:-p(\d+)k(\d+))?(-kept)?")
 
 
 def find(keys: Sequence[str], workload: Llama, model: LlamaForCausalLM) -> list[Entry]:
     """The contestants of these names, each mesh only once: as ``"auto"`` where the automatic choice is one of them.
-    After ``cuboid-`` any mesh may stand, of which one with fewer ranks has replicas, and ``-kept`` behind it."""
+    After ``cuboid-`` any mesh may stand, of which one with fewer ranks has replicas, behind it ``-p2k4`` for two stages
+    with four segments, and ``-kept``."""
     peers = {entry.key: entry for entry in _PEERS}
     chosen: dict[object, Entry] = {}
     for key in keys:
         if key in peers:
             chosen[key] = peers[key]
             continue
-        family, _, mesh = key.partition("-")
-        if family != "cuboid":
+        match = _CUBOID.fullmatch(key)
+        if match is None:
             raise CuboidError(f"there is no contestant {key}; {suggestion(key, DEFAULT)}")
-        reshard, mesh = not mesh.endswith(_KEPT), mesh.removesuffix(_KEPT)
-        shape = Entry(key, "", "cuboid", mesh=mesh, reshard=reshard).shape(workload, model)
-        if RANKS % shape.size:
+        mesh, stages, segments, reshard = match[1], int(match[2] or 1), int(match[3] or 1), match[4] is None
+        entry = Entry(key, "", "cuboid", mesh=mesh, reshard=reshard, stages=stages, segments=segments)
+        shape = entry.shape(workload, model)
+        if RANKS % (shape.size * stages):
             raise CuboidError(f"contestant {key}: mesh {shape} has {shape.size} ranks, which don't divide {RANKS}")
-        replicas = f" × DP {RANKS // shape.size}" if shape.size < RANKS else ""
-        kept = "" if reshard else ", weights kept"
-        name = f"Cuboid, {shape}{replicas}{kept}" + (" (auto)" if mesh == AUTO else "")
-        if mesh == AUTO or (shape, reshard) not in chosen:
-            chosen[shape, reshard] = Entry(key, name, "cuboid", mesh=mesh, reshard=reshard)
+        layout = entry.layout(workload, model)
+        name = f"Cuboid, {shape}" + (f" × {stages} stages of {segments} segments" if stages > 1 else "")
+        name += f" × DP {layout.replicas}" if layout.replicas > 1 else ""
+        name += ("" if reshard else ", weights kept") + (" (auto)" if mesh == AUTO else "")
+        if mesh == AUTO or layout not in chosen:
+            chosen[layout] = dataclasses.replace(entry, name=name)
     return list(chosen.values())
 
 
@@ -161,7 +180,9 @@ class _Training(Contestant):
 class _Engine(_Training):
     """A model under DeepSpeed; this rank's part of the global batch is one of as many as there are replicas."""
 
-    def __init__(self, workload: Llama, model: LlamaForCausalLM, section: Row, replicas: int, own: int) -> None:
+    def __init__(
+        self, workload: Llama, model: LlamaForCausalLM, section: Row, replicas: int, own: int, **more: Any
+    ) -> None:
         self._rows = workload.tokens().chunk(replicas)[own]
         self._groups = _own_groups()
         # ZeRO is off in float32, where it would only add work: no contestant has optimizer state that it could save by
@@ -177,6 +198,7 @@ class _Engine(_Training):
             "steps_per_print": 10**9,
             "tensor_parallel": section,
             **({"bf16": {"enabled": True}} if low_precision else {}),
+            **more,
         }
         copied = copy.deepcopy(model)
         with self._in_own_groups():
@@ -227,11 +249,24 @@ class MeshStep(_Engine):
     """Cuboid on a mesh, whose ranks are all given the whole batch, or what is their replica's of it."""
 
     def __init__(self, entry: Entry, workload: Llama, model: LlamaForCausalLM) -> None:
-        place = Topology(entry.shape(workload, model), RANKS)
-        own = place.coordinate(dist.get_rank()).data
+        layout, more = entry.layout(workload, model), {}
+        if layout.stages > 1:
+            sizes = {"train_micro_batch_size_per_gpu": layout.micro_batch}
+            sizes["gradient_accumulation_steps"] = layout.micro_batches
+            pipeline = {"engine": "seq1f1b", "stages": layout.stages, "segments": layout.segments}
+            more = {**sizes, "pipeline": pipeline}
+        own = Topology(layout.mesh, RANKS, layout.stages).coordinate(dist.get_rank()).data
         section = workload.section(entry.mesh, RANKS, weight_gather=entry.gathers)
-        super().__init__(workload, model, section, place.data, own)
+        super().__init__(workload, model, section, layout.replicas, own, **more)
+        self._micro_batches = self._rows.split(layout.micro_batch) if layout.stages > 1 else ()
         self._counter = cuboid.mesh_of(self.engine).comm_counter
+
+    def step(self) -> tuple[torch.Tensor, Any]:
+        if not self._micro_batches:
+            return super().step()
+        with self._in_own_groups():
+            loss = self.engine.train_batch(iter({"input_ids": rows, "labels": rows} for rows in self._micro_batches))
+            return loss.detach(), self.engine.get_global_grad_norm()
 
     def begin(self) -> None:
         self._counter.reset()
@@ -342,18 +377,19 @@ class TrainingStep(Case):
     name = "training_step"
     sources = freshness.MESHES + freshness.LOSS + freshness.ENGINE
     networks = ("loopback", "shaped")
+    workload, quick_workload, contestants = WORKLOAD, QUICK, DEFAULT
     #: At which the links should take three times as long as two cores do, even for the one that sends least: 100 MB in
     #: float32, beside 5.5 s of computing on one core. What it came to is in the results.
     rate_mbit = 80.0
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="bfloat16 is mixed precision")
-        default = f"default: {' '.join(DEFAULT)}"
-        parser.add_argument("--contestants", nargs="+", metavar="KEY", default=DEFAULT, help=default)
+        default = f"default: {' '.join(self.contestants)}"
+        parser.add_argument("--contestants", nargs="+", metavar="KEY", default=self.contestants, help=default)
 
     def measure(self, given: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
         SHARED_MEMORY_BUILD.skip()  # it takes half a minute
-        workload = dataclasses.replace(QUICK if given.quick else WORKLOAD, dtype=given.dtype)
+        workload = dataclasses.replace(self.quick_workload if given.quick else self.workload, dtype=given.dtype)
         model = workload.model()
         entries = find(given.contestants, workload, model)
         reference = compute_reference(workload, model)
@@ -364,15 +400,19 @@ class TrainingStep(Case):
             own = partial(build, workload=workload, model=model, folder=Path(folder))
             with forked_ranks(network, lambda _: Link(network, own)) as ranks:
                 records = [check(entry, ranks.call("prepare", entry), reference, given.dtype) for entry in entries]
-                for record, entry in zip(records, entries, strict=True):
-                    shape = str(entry.shape(workload, model)) if entry.family == "cuboid" else None
-                    record.facts["shape"] = shape
+                for record in records:
+                    record.facts |= self.facts_of(record.entry, workload, model, given)
 
                 def write_rows() -> None:
                     result["rows"] = [_row(record, records, given.rate_mbit) for record in records]
                     write()
 
                 measure(ranks, records, given, result, write_rows)
+
+    def facts_of(self, entry: Entry, workload: Llama, model: LlamaForCausalLM, given: argparse.Namespace) -> Row:
+        """What is known of a contestant without measuring it."""
+        del given
+        return {"shape": str(entry.shape(workload, model)) if entry.family == "cuboid" else None}
 
     def facts(self, result: Row) -> list[str]:
         sizes = result["workload"]

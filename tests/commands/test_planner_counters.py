@@ -1,6 +1,7 @@
 """What the planner says that a rank keeps, against counters in real pipelines."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,15 +12,18 @@ from conftest import TIMEOUT_S
 from cuboid.distributed.topology import MeshShape
 from cuboid.models.pipeline.pipeline import Pipeline
 from cuboid.models.stages import stage_runner
-from cuboid.planner.cost.layout import Layout
-from cuboid.planner.cost.memory import _Stage
+from cuboid.planner.cost.layout import CUBOID, Layout
+from cuboid.planner.cost.memory import _Stage, fullest
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import Cluster
+from cuboid.planner.description.kept import _Key, _Sample, count_kept
+from cuboid.planner.description.model import describe
 from cuboid.planner.description.modules import describe_modules
-from cuboid.planner.estimate import Estimate, cuboid_software
+from cuboid.planner.estimate import Estimate, cuboid_software, estimate
 from cuboid.seq1f1b.runtime.memory import LiveActivations, MeteredPool
 from cuboid.seq1f1b.schedule.choice import CHUNKED
 from cuboid.verify import SmallModel
+from planning import LLAMA_8B, small
 
 ROWS, LENGTH, MICRO_BATCHES = 4, 96, 4
 
@@ -29,9 +33,9 @@ def model(architecture):
     return SmallModel(architecture, heads=12, kv_heads=4, head_dim=16, layers=8)
 
 
-#: Those of Gemma keep scores, which the planner says that it doesn't count.
-PARALLEL_BLOCKS = ["gpt_neox"]
-ONE_BEHIND_THE_OTHER = ["llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe"]
+ARCHITECTURES = [
+    *("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe", "gpt_neox", "gemma2", "gemma3"),
+]
 SCHEDULES = [
     "seq1f1b",
     "1f1b",
@@ -41,6 +45,14 @@ SCHEDULES = [
     "zero_bubble-interleaved",
     "zero_bubble-v",
 ]
+
+
+def config_of(path):
+    """Without dropout of scores, for which CPUs have no fused kernel. GPT-2 drops out elsewhere, and keeps masks."""
+    config = AutoConfig.from_pretrained(path)
+    if hasattr(config, "attn_pdrop"):
+        config.attn_pdrop = 0.0
+    return config
 
 
 @contextmanager
@@ -71,8 +83,7 @@ def counting(model, pool):
 
 def counted(path, config, recompute):
     """Of a step: the most bytes that are kept, and those of the parameters."""
-    # Outside of checkpointing without dropout, whose masks are kept too.
-    model = cuboid.from_pretrained(path, config, dtype=torch.bfloat16).train(recompute)
+    model = cuboid.from_pretrained(path, config, config=config_of(path), dtype=torch.bfloat16).train()
     if recompute:
         model.gradient_checkpointing_enable()
     runs = Pipeline(model)
@@ -94,7 +105,7 @@ def measure(pool, path, schedule, mesh="1x1x1", recompute=False, stages=2):
         config["tensor_parallel"] = {"mode": "3d_tensor", "mesh": axes}
     found = pool.run(stages * shape.size, counted, path, config, recompute, timeout_s=TIMEOUT_S)
     with torch.device("meta"):
-        described = describe_modules(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)))
+        described = describe_modules(AutoModelForCausalLM.from_config(config_of(path)))
     layout = Layout(
         shape, stages, ROWS, MICRO_BATCHES, 1, segments, chunks, schedule,
         checkpointing="full" if recompute else "none",
@@ -113,14 +124,9 @@ def check(measured, most=0.02):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("architecture", [*PARALLEL_BLOCKS, *ONE_BEHIND_THE_OTHER])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_what_a_rank_keeps_is_what_counters_see(pool, checkpoint, architecture, schedule):
-    most = 0.02
-    if architecture in PARALLEL_BLOCKS:
-        # Blocks side by side share the gradient that a weight gradient waits with; and in whole sequences values are
-        # views of what the fused projection makes, all of which they keep.
-        most = {"zero_bubble": 0.07, "1f1b": 0.15}.get(schedule.partition("-")[0], most)
-    check(measure(pool, checkpoint(model(architecture)), schedule), most)
+    check(measure(pool, checkpoint(model(architecture)), schedule))
 
 
 @pytest.mark.slow
@@ -150,3 +156,31 @@ def test_what_a_split_backward_sends_is_what_counters_see(pool, checkpoint, arch
     for (_, _, own), (_, _, other) in zip(split, plain, strict=True):
         more = {axes: own[axes] - other[axes] for axes in expected}
         assert more == {axes: pytest.approx(count, abs=200) for axes, count in expected.items()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mixtral", pytest.param("gemma2", marks=pytest.mark.slow), pytest.param("deepseek_v3", marks=pytest.mark.slow)],
+)
+def test_counts_hold_for_units_of_other_sizes(name):
+    described, window = describe(small(name)), 96
+    windows = [each.attention.window is not None for each in described.kinds]
+    sample = _Sample(_Key(described.config, described.kind_of_layers), window, sharded=False, segmented=True)
+    kept = sample.run(3, 320, 192).kept
+    count = count_kept(described, sharded=False, segmented=True)
+    last = len(sample.kinds) - 1
+    own, keys = count.layers[sample.kinds[last]], 192 + 320
+    if windows[sample.kinds[last]]:
+        own, keys = count.windowed[sample.kinds[last]], window - 1 + 320
+    assert own.kept.of(3, 320, keys) == pytest.approx(kept[last], rel=1e-3)
+
+
+def test_what_cannot_be_counted_is_said_and_taken_from_formulas():
+    layout, cluster = Layout(MeshShape()), Cluster.parse("1xH200")
+    # transformers makes no model whose heads don't divide its hidden size.
+    described = describe({**LLAMA_8B, "hidden_size": 4095})
+    found = estimate(described, layout, cluster, 4096)
+    assert "architecture" in found.uncounted
+    formulas = replace(CUBOID, counted=False)
+    assert found.memory_bytes == fullest(StepCost(described, layout, cluster, 4096, formulas)).total
+    assert not estimate(describe(LLAMA_8B), layout, cluster, 4096).uncounted

@@ -10,9 +10,10 @@ from typing import Any
 
 from cuboid.config.schema import CuboidConfig, PipelineConfig
 from cuboid.errors import ConfigError
+from cuboid.models.pipeline.schedule_choice import settle_schedule
 from cuboid.planner.comm_formula import layer_bytes, stage_layer_bytes
 from cuboid.planner.cost.layout import CUBOID, Layout, Software
-from cuboid.planner.cost.memory import Memory, stage_memory, usable_bytes
+from cuboid.planner.cost.memory import Memory, stage_memory, uncounted, usable_bytes
 from cuboid.planner.cost.step import StepCost, StepTime
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.model import ModelDescription
@@ -67,6 +68,11 @@ class Estimate:
         return self.memory_bytes <= self.limit_bytes
 
     @property
+    def uncounted(self) -> str:
+        """What isn't counted; "" if there is nothing."""
+        return uncounted(self.cost)
+
+    @property
     def tokens_per_s(self) -> float:
         """Of all ranks together."""
         return self.layout.rows * self.cost.length / self.time.total_s
@@ -104,7 +110,7 @@ class Estimate:
             "sequence_length": self.cost.length,
             "layout": {**asdict(layout), "mesh": asdict(layout.mesh), "stage_layers": list(self.cost.stage_layers),
                        "segment_lengths": list(self.cost.lengths), "ranks": layout.ranks},
-            "uncounted": self.cost.model.uncounted,
+            "uncounted": self.uncounted,
             "fits": self.fits,
             "memory_bytes": round(self.memory_bytes),
             "memory_limit_bytes": round(self.limit_bytes),
@@ -146,12 +152,8 @@ def estimate(
 
 
 def cuboid_software(layout: Layout) -> Software:
-    """Cuboid's behaviour.
-
-    Under a pipeline gradients are added up in float32, as units add to them; without a mesh its stages have the model's
-    own modules.
-    """
-    return replace(CUBOID, gradient_bytes=4, plain_modules=layout.mesh.size == 1) if layout.stages > 1 else CUBOID
+    """Cuboid's behaviour: under a pipeline gradients are added up in float32, as units add to them."""
+    return replace(CUBOID, gradient_bytes=4) if layout.stages > 1 else CUBOID
 
 
 def _check(model: ModelDescription, layout: Layout, cluster: Cluster, length: int) -> None:
@@ -270,21 +272,25 @@ def _with_segments(
     if pipeline.partition == "measured":
         raise ConfigError('pipeline.partition "measured" cuts by the times of real steps; estimate it as "flops"')
     multiple = math.lcm(layout.mesh.sequence, layout.mesh.hidden)
-    layout = with_pipeline(layout, pipeline, model)
+    layout = with_pipeline(layout, pipeline if pipeline.is_placed else pipeline.without_chunks, model)
     segments = pipeline.segments
     if segments == "auto":
         segments = best_segments(model, layout, cluster, length)
     layout = replace(layout, segments=segments)
     if isinstance(pipeline.partition, tuple):
         check_lengths(pipeline.partition, length=length, segments=segments, multiple=multiple)
-        return replace(layout, lengths=pipeline.partition)
-    if pipeline.partition == "even":
-        return replace(layout, lengths=even_cut(length, segments, multiple))
-    return layout
+        layout = replace(layout, lengths=pipeline.partition)
+    elif pipeline.partition == "even":
+        layout = replace(layout, lengths=even_cut(length, segments, multiple))
+    if pipeline.is_placed:
+        return layout
+    lengths = StepCost(model, layout, cluster, length).lengths
+    return with_pipeline(layout, settle_schedule(pipeline, model.sizes, lengths, layout.micro_batches)[0], model)
 
 
 def with_pipeline(layout: Layout, pipeline: PipelineConfig, model: ModelDescription) -> Layout:
     """The layout with what a config says of stages, their schedule and keys."""
+    assert pipeline.chunks != "auto"
     balance: tuple[int, ...] = ()
     if isinstance(pipeline.stage_balance, tuple):
         balance = _checked_balance(pipeline.stage_balance, model)

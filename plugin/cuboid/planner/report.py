@@ -28,8 +28,8 @@ def print_estimate(found: Estimate, console: Any) -> None:
         f"{cost.model.name}, {cost.model.parameters / 1e9:.2f}B parameters, {cost.length} tokens, on {cost.cluster}"
     )
     console.print(f"{layout}")
-    if cost.model.uncounted:
-        console.print(f"Not counted: {cost.model.uncounted}.")
+    if found.uncounted:
+        console.print(f"Not counted: {found.uncounted}.")
     table = Table(title="a step", title_justify="left")
     table.add_column("kind")
     table.add_column("seconds", justify="right")

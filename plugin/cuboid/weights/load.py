@@ -29,7 +29,7 @@ from cuboid.models.plain_construction import plain_construction
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.sharded.sharded_model import shard_modules
 from cuboid.models.stages.stage_model import StageModel, Staging, cut_model, finish_stage
-from cuboid.planner.automatic import choose_mesh, segment_choice
+from cuboid.planner.automatic import choose_mesh, segment_choice, settle_stages
 from cuboid.tensor3d.sharding.sharded_param import local_state
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 from cuboid.weights.model_folder import (
@@ -203,6 +203,8 @@ class _Loading:
             if plan is None
             else plan.mesh.shape
         )
+        if plan is None:
+            config = settle_stages(self, config, shape, world_size=current_world_size())
         # Stages of one rank each don't shard parameters, so need no parallel plan for the architecture.
         self._parallel_plan = None
         if config.pipeline is None or shape.size > 1:

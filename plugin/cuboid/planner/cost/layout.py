@@ -141,8 +141,7 @@ class Software:
         fused_weight_gradients: whether each weight's gradient is added to its buffer by the product itself.
         buffers_weight_gradients: whether a 16-bit gradient of each shape of weight stays allocated (TransformerEngine).
         fused_nonlinearity: whether nothing between the MLP's products is kept but their results.
-        plain_modules: whether stages have Hugging Face's own modules. Their RMSNorms keep their input in 32 bits and
-            what it is normalized to; their experts what the weight of a choice is multiplied with, and the routing.
+        counted: whether what layers keep is counted in their own code, as Cuboid runs it, rather than by formulas.
         shares_keys: whether segments of a micro-batch share one store of keys and values.
         keeps_prefixes: whether each segment keeps all keys and values before it once more.
         balances_context: whether the ranks that share a sequence have equal parts of causal attention.
@@ -169,7 +168,7 @@ class Software:
     fused_weight_gradients: bool = False
     buffers_weight_gradients: bool = False
     fused_nonlinearity: bool = False
-    plain_modules: bool = False
+    counted: bool = False
     shares_keys: bool = True
     keeps_prefixes: bool = False
     balances_context: bool = True
@@ -184,4 +183,4 @@ class Software:
 
 
 #: The host's time was counted as Python calls of a layer, not measured on a GPU (docs/planner.md).
-CUBOID = Software(host_s=1.5e-3)
+CUBOID = Software(host_s=1.5e-3, counted=True)

@@ -5,12 +5,14 @@ Kept activations are those of docs/formulas.md, for whole layers of any architec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import Cluster
+from cuboid.planner.description.kept import LayerCount, ModelCount, count_kept
 from cuboid.planner.description.model import Layer
 from cuboid.seq1f1b.schedule.actions import Op
 from cuboid.seq1f1b.schedule.choice import CHUNKED
@@ -71,6 +73,14 @@ def stage_memory(cost: StepCost) -> list[Memory]:
     return [_Stage(cost, stage).memory() for stage in range(cost.layout.stages)]
 
 
+def uncounted(cost: StepCost) -> str:
+    """What of a step isn't counted; "" if there is nothing."""
+    found = [cost.model.uncounted] if cost.model.uncounted else []
+    if obstacle := _Stage(cost, 0).count.obstacle:
+        found.append(f"what its layers keep by their own code, instead of which formulas stand ({obstacle})")
+    return "; ".join(found)
+
+
 def usable_bytes(cluster: Cluster) -> float:
     """What tensors can have of a GPU."""
     return USABLE * cluster.gpu.memory_bytes
@@ -104,11 +114,12 @@ class _Stage:
         self._units = cost.units
         ends = list(pairwise(accumulate(cost.stage_layers, initial=0)))
         rank_of = cost.layout.rank_of
-        #: Layers of each of its parts.
+        indices_of = {part: range(*span) for part, span in enumerate(ends) if rank_of[part] == stage}
+        #: Of each of its parts, how many layers of each of the model's kinds it has.
         self.parts = {
-            part: cost.model.layers[first:stop] for part, (first, stop) in enumerate(ends) if rank_of[part] == stage
+            part: Counter(cost.model.kind_of_layers[index] for index in indices) for part, indices in indices_of.items()
         }
-        self.layers = [layer for layers in self.parts.values() for layer in layers]
+        self.layers = [cost.model.layers[index] for indices in indices_of.values() for index in indices]
         self.is_first, self.is_last = rank_of[0] == stage, rank_of[-1] == stage
         self._ranks = self.layout.mesh.of("sequence", "hidden")
 
@@ -153,8 +164,44 @@ class _Stage:
 
     # --- activations --------------------------------------------------------------------------------------------
 
-    def _kept(self, layer: Layer, tokens: float) -> tuple[float, float]:
-        """Bytes that a layer keeps of so many tokens: keys and values, and everything else."""
+    @cached_property
+    def count(self) -> ModelCount:
+        """What layers keep by their own code; of no layers where only the formulas know."""
+        # Stages without a mesh have Hugging Face's own modules.
+        return self._counted(sharded=self.layout.mesh.size > 1 or self.layout.stages == 1)
+
+    def _counted(self, *, sharded: bool) -> ModelCount:
+        if not self.software.counted or self.model.config is None:
+            return ModelCount()
+        return count_kept(self.model, sharded=sharded, segmented=self._is_cut)
+
+    @property
+    def _is_cut(self) -> bool:
+        return len(self.cost.lengths) > 1
+
+    def _layer_count(self, count: ModelCount, kind: int, segment: int) -> tuple[LayerCount, tuple[float, int, int]]:
+        """What is known of a kind of layer, and a segment's rows, tokens and keys that they see."""
+        length, window = self.cost.lengths[segment], self.model.kinds[kind].attention.window
+        stop = sum(self.cost.lengths[: segment + 1])
+        reached = window is not None and stop > window
+        keys = min(stop, length + window - 1) if reached and window and self._is_cut else stop
+        return (count.windowed if reached else count.layers)[kind], (self._units.tokens(1), length, keys)
+
+    def _kept(self, kind: int, segment: int) -> tuple[float, float]:
+        """Bytes that a layer of one of the model's kinds keeps of a segment: keys and values, and everything else."""
+        layer, tokens = self.model.kinds[kind], self._units.tokens(self.cost.lengths[segment])
+        key_value = tokens * self._key_value(layer)
+        # Experts on one rank run the model's own code, which isn't what they do on several.
+        if not self.count.layers or (layer.experts is not None and self.layout.splits_experts):
+            return key_value, tokens * self._kept_by_formula(layer)
+        own, sizes = self._layer_count(self.count, kind, segment)
+        kept = own.kept.of(*sizes)
+        if not self._shares_keys:
+            kept -= tokens * (layer.attention.key + layer.attention.value) * _ELEMENT
+        return key_value, kept / self._ranks
+
+    def _kept_by_formula(self, layer: Layer) -> float:
+        """Bytes that a layer keeps of one token, without keys and values."""
         layout, software, hidden, own = self.layout, self.software, self.model.hidden, layer.attention
         routing = 0.0
         residual = 2 * hidden * _ELEMENT
@@ -179,27 +226,25 @@ class _Stage:
                 routing = routed * _ROUTED + layer.experts.count * _STATISTIC / layout.mesh.sequence
             else:
                 mlp += routed * (hidden + (between + 1) * width) * _ELEMENT
-                if software.plain_modules:
-                    mlp += routed * (hidden * _ELEMENT + _ROUTED) + layer.experts.count * _STATISTIC
         if software.attention == "scores":
             # The softmax's result, and with dropout its mask and what is left.
             attention += own.heads * self.cost.length * (2 + (3 if software.dropout else 0)) * self._with_scores()
         if layout.checkpointing == "mlp_up":
             mlp -= between * layer.intermediate * _ELEMENT
             residual -= hidden * _ELEMENT
-        rest = (residual + norms) / self._residual_ranks + (attention + mlp) / self._ranks + routing
-        return tokens * self._key_value(layer), tokens * rest
+        return (residual + norms) / self._residual_ranks + (attention + mlp) / self._ranks + routing
 
     def _norm(self) -> float:
-        """Bytes that a norm keeps of one token: its input and statistics."""
-        hidden = self.model.hidden
+        """Bytes that a norm keeps of one token, by formula: its input and statistics."""
         if self.model.norm == "layer":
-            return hidden * _ELEMENT + 2 * _ELEMENT
-        return hidden * ((_STATISTIC if self.software.plain_modules else 0) + _ELEMENT) + _STATISTIC
+            return self.model.hidden * _ELEMENT + 2 * _ELEMENT
+        return self.model.hidden * _ELEMENT + _STATISTIC
 
-    def _end(self, tokens: float) -> float:
+    def _end(self, segment: int) -> float:
         """Bytes that a unit keeps behind the last layer: the last norm's, and the gradient of the head's input."""
-        return tokens * (self._norm() + self.model.hidden * _ELEMENT) / self._residual_ranks
+        length, rows = self.cost.lengths[segment], self._units.tokens(1)
+        norm = self.count.end.of(rows, length, length) if self.count.layers else rows * length * self._norm()
+        return (norm + rows * length * self.model.hidden * _ELEMENT) / self._residual_ranks
 
     @property
     def _residual_ranks(self) -> int:
@@ -217,28 +262,38 @@ class _Stage:
     def _layer_input(self, tokens: float) -> float:
         return tokens * self.model.hidden / self._residual_ranks * _ELEMENT
 
-    def _unit(self, layers: Sequence[Layer], segment: int) -> float:
-        """What a unit of some layers keeps until its backward, without keys and values where segments share them."""
+    def _unit(self, kinds: Counter[int], segment: int) -> float:
+        """What a unit of so many layers of each kind keeps until its backward, without what segments share."""
         tokens = self._units.tokens(self.cost.lengths[segment])
         if self.layout.checkpointing == "full":
-            return len(layers) * self._layer_input(tokens)
-        kept = [self._kept(layer, tokens) for layer in layers]
+            return kinds.total() * self._layer_input(tokens)
+        kept = {kind: self._kept(kind, segment) for kind in kinds}
         shared = self._shares_keys
-        own = sum(rest + (0 if shared else key_value) for key_value, rest in kept)
+        own = sum(count * (kept[kind][1] + (0 if shared else kept[kind][0])) for kind, count in kinds.items())
         if self.software.keeps_prefixes:
             before = self._units.tokens(sum(self.cost.lengths[:segment]))
-            own += before * sum(self._key_value(layer) for layer in layers)
+            own += before * sum(count * self._key_value(self.model.kinds[kind]) for kind, count in kinds.items())
+        for kind in kinds if self.count.layers else ():
+            layer, sizes = self._layer_count(self.count, kind, segment)
+            own += layer.shared.of(*sizes)
         return own
 
-    def _waiting(self, layers: Sequence[Layer], segment: int) -> float:
+    def _waiting(self, kinds: Counter[int], segment: int) -> float:
         """What a unit keeps from I to W: inputs of linear layers, and gradients of their outputs."""
-        own = [each for layer in layers for each in layer.projections if each.kind != "router"]
-        features = sum(each.inputs + each.outputs for each in own)
-        return self._units.tokens(self.cost.lengths[segment]) * features / self._ranks * _ELEMENT
+        tokens, found = self._units.tokens(self.cost.lengths[segment]), 0.0
+        counted = self._counted(sharded=False)
+        for kind, count in kinds.items():
+            if counted.layers:
+                layer, sizes = self._layer_count(counted, kind, segment)
+                found += count * layer.waiting.of(*sizes)
+            else:
+                own = [each for each in self.model.kinds[kind].projections if each.kind != "router"]
+                found += count * tokens * sum(each.inputs + each.outputs for each in own) * _ELEMENT
+        return found / self._ranks
 
     @property
     def _shares_keys(self) -> bool:
-        return len(self.cost.lengths) > 1 and self.software.shares_keys
+        return self._is_cut and self.software.shares_keys
 
     def _activations(self) -> tuple[float, float]:
         """What units in flight keep, and the stores of keys and values."""
@@ -246,7 +301,8 @@ class _Stage:
         ends = self._units.tokens(self.cost.length) * 8
         segments = range(len(self.cost.lengths))
         if layout.chunks > 1 and layout.schedule not in CHUNKED:
-            chunk = sum(self._unit(self.layers, segment) for segment in segments) / layout.chunks
+            units = (self._unit(kinds, segment) for kinds in self.parts.values() for segment in segments)
+            chunk = sum(units) / layout.chunks
             in_flight = self._chunks_in_flight()
             resident = in_flight - layout.offload * max(0.0, in_flight - _NEVER_OFFLOADED)
             return chunk * resident + ends, 0
@@ -259,20 +315,24 @@ class _Stage:
         units = 2 * (layout.stages - self.stage - 1) + (layout.chunks - 1) * layout.stages + segments
         return min(units / segments, layout.micro_batches * layout.chunks)
 
-    def _store_bytes(self, layers: Sequence[Layer]) -> float:
-        """Keys and values of one micro-batch in some layers, where segments share them."""
+    def _store_bytes(self, kinds: Counter[int]) -> float:
+        """Keys and values of one micro-batch in so many layers of each kind, where segments share them."""
         if not self._shares_keys:
             return 0.0
-        return self._units.tokens(self.cost.length) * sum(self._key_value(layer) for layer in layers)
+        each = sum(count * self._key_value(self.model.kinds[kind]) for kind, count in kinds.items())
+        return self._units.tokens(self.cost.length) * each
 
     def _peak(self) -> tuple[float, float]:
         """The most that units and stores take together, going through the stage's actions in order."""
         last = len(self.cost.lengths) - 1
         kept = {part: [self._unit(own, each) for each in range(last + 1)] for part, own in self.parts.items()}
-        waiting = {part: [self._waiting(own, each) for each in range(last + 1)] for part, own in self.parts.items()}
+        waiting = {
+            part: [self._waiting(own, each) if self.cost.splits else 0.0 for each in range(last + 1)]
+            for part, own in self.parts.items()
+        }
         stores = {part: self._store_bytes(own) for part, own in self.parts.items()}
         if self.is_last and self.software.loss == "chunked":
-            ends = map(self._end, map(self._units.tokens, self.cost.lengths))
+            ends = map(self._end, range(last + 1))
             kept[max(kept)] = [own + end for own, end in zip(kept[max(kept)], ends, strict=True)]
         gradients = self.layout.key_value_gradient_bytes / _ELEMENT
         now, most = 0.0, (0.0, 0.0)
@@ -318,7 +378,8 @@ class _Stage:
             # The gradient of a block before it is scattered.
             working += max(self._units.block_weights(layer) * _ELEMENT for layer in self.layers)
         if self.layout.checkpointing == "full":
-            working += max(sum(self._kept(layer, tokens)) for layer in self.layers)
+            longest = max(range(len(self.cost.lengths)), key=self.cost.lengths.__getitem__)
+            working += max(sum(self._kept(kind, longest)) for kinds in self.parts.values() for kind in kinds)
         return working
 
     def _features_at_work(self, layer: Layer) -> float:

@@ -185,7 +185,8 @@ class ModelDescription:
         positions: learned position embeddings; 0 for none.
         most_positions: the longest sequence that the config allows; None if it doesn't say.
         extra_parameters: elements of modules outside of the layers besides embedding, positions and head.
-        uncounted: what its layers take time and memory for that isn't counted; "" if there is nothing.
+        uncounted: what its layers take time for that isn't counted; "" if there is nothing.
+        config: that it was described by, of transformers or the mapping in a ``config.json``; None for none.
     """
 
     name: str
@@ -199,6 +200,7 @@ class ModelDescription:
     most_positions: int | None = None
     extra_parameters: int = 0
     uncounted: str = ""
+    config: Any = None
 
     @property
     def embedding_parameters(self) -> int:
@@ -274,7 +276,8 @@ def describe(config: Any) -> ModelDescription:
             f"model_type {given.model_type!r}: the planner doesn't know this architecture's layers; it knows "
             f"{', '.join(sorted(ARCHITECTURES))}"
         )
-    return _mla_model(given, rules) if rules.latent_attention else _ordinary_model(given, rules)
+    found = _mla_model(given, rules) if rules.latent_attention else _ordinary_model(given, rules)
+    return replace(found, config=config)
 
 
 @dataclass(frozen=True)
@@ -336,7 +339,7 @@ _KEPT_BY_NONLINEARITY: Mapping[str, int] = MappingProxyType(
 )
 
 #: See :attr:`ModelDescription.uncounted`.
-SOFT_CAPPED = "scores of attention with a soft cap, which are kept whole"
+SOFT_CAPPED = "the time that attention with a soft cap takes for scores that are written whole"
 
 _ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

@@ -62,6 +62,7 @@ def describe_modules(model: PreTrainedModel, whole: Collection[str] = ()) -> Mod
         positions=config.max_position_embeddings if learned else 0,
         most_positions=getattr(config, "max_position_embeddings", None),
         uncounted=_uncounted(config, sizes.layers),
+        config=model.config,
     )
     more = sum(parameter.numel() for parameter in model.parameters()) - found.parameters
     return replace(found, extra_parameters=max(0, more))
@@ -70,7 +71,7 @@ def describe_modules(model: PreTrainedModel, whole: Collection[str] = ()) -> Mod
 def _uncounted(config: PretrainedConfig, layers: Sequence[LayerSizes]) -> str:
     found = [SOFT_CAPPED] if getattr(config, "attn_logit_softcapping", None) else []
     if any(layer.query == 0 for layer in layers):
-        found.append("recurrent states and convolutions of layers without attention")
+        found.append("the time of recurrent states and convolutions of layers without attention")
     return "; ".join(found)
 
 

@@ -21,16 +21,16 @@ class MeteredPool(KVCachePool):
     def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See :class:`~cuboid.seq1f1b.attention.kv_cache.KVCachePool`."""
         buffer = super().take(shape, dtype, device)
-        self._used_bytes[_place(buffer)] = buffer.untyped_storage().nbytes()
+        self._used_bytes[storage_id(buffer)] = buffer.untyped_storage().nbytes()
         return buffer
 
     def give(self, buffer: torch.Tensor) -> None:
         """See :class:`~cuboid.seq1f1b.attention.kv_cache.KVCachePool`."""
-        del self._used_bytes[_place(buffer)]
+        del self._used_bytes[storage_id(buffer)]
         super().give(buffer)
 
     def holds(self, place: int) -> bool:
-        """Whether the storage at this address is a buffer in use."""
+        """Whether the storage of this id is a buffer in use."""
         return place in self._used_bytes
 
     @property
@@ -61,9 +61,9 @@ class LiveActivations:
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], pool: MeteredPool | None = None) -> None:
-        self._excluded = {_place(parameter) for parameter in parameters}
+        self._excluded = {storage_id(parameter) for parameter in parameters}
         self._pool = pool
-        #: By address: bytes, and how many saved tensors share them.
+        #: By storage: bytes, and how many saved tensors share them.
         self._live: dict[int, list[int]] = {}
         self._saved_bytes = 0
         #: The most bytes so far.
@@ -89,7 +89,7 @@ class LiveActivations:
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         saved = _Saved(tensor)
-        place = _place(tensor)
+        place = storage_id(tensor)
         if place not in self._excluded:
             self._add(place, tensor.untyped_storage().nbytes())
             weakref.finalize(saved, self._remove, place)
@@ -114,6 +114,6 @@ class LiveActivations:
             del self._live[place]
 
 
-def _place(tensor: torch.Tensor) -> int:
-    """Tells storages apart that are alive at the same time."""
-    return tensor.untyped_storage().data_ptr()
+def storage_id(tensor: torch.Tensor) -> int:
+    """Tells storages apart that are alive at the same time, also those that have no memory."""
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return, unused-ignore]

@@ -1,0 +1,391 @@
+"""What a model's layers keep from forward to backward, counted in their own code rather than by formulas.
+
+A few of the layers run forward and backward once without values (torch's ``FakeTensorMode``), as a stage runs them,
+while hooks see what autograd saves. That takes a second and no memory, whatever the sizes, and knows nothing of any
+architecture. What it finds for units of a few sizes gives the coefficients for all sizes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from cuboid.config.schema import CuboidConfig
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.topology import MeshShape
+from cuboid.errors import UnsupportedModelError
+from cuboid.models.attention.packing import known_packing
+from cuboid.models.attention.segments import Unit, UnitSlot, use_segment_attention
+from cuboid.models.plain_construction import plain_construction
+from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
+from cuboid.models.sharded.parallelize import parallelize_modules
+from cuboid.models.stages.deferred_linear import defer_weight_gradients
+from cuboid.models.stages.model_costs import decoder_layers
+from cuboid.planner.description.model import ModelDescription
+from cuboid.seq1f1b.attention.kv_cache import KVCache
+from cuboid.seq1f1b.runtime.memory import MeteredPool, storage_id
+from cuboid.tensor3d.sharding.sharding_spec import take_shard
+from cuboid.tensor3d.sharding.weight_gradients import DeferredProduct, WeightGradientStore
+
+#: Rows, tokens and the position that a segment starts from. Lengths are multiples of what scans and convolutions work
+#: on at a time; the last of each is a check of what the others gave.
+_SEGMENTS = ((1, 256, 512), (2, 256, 64), (1, 512, 64), (2, 512, 512), (1, 256, 768), (2, 768, 256), (3, 256, 256))
+_WHOLE = ((1, 256, 0), (2, 256, 0), (1, 512, 0), (2, 768, 0), (3, 512, 0), (1, 768, 0))
+#: A window that all of these reach, and one that none does.
+_SHORT, _LONG = 128, 1 << 20
+_WINDOWS = ("sliding_window", "attention_chunk_size")
+#: Of what the coefficients give.
+_TOLERANCE = 0.002
+
+
+@dataclass(frozen=True)
+class KeptBytes:
+    """Bytes that grow with a unit's sizes.
+
+    Args:
+        token: for each token.
+        key: for each key that a row's tokens see.
+        score: for each token and key of each row.
+        position: for each token of one row, whatever the rows.
+        mask: for each token and key of one row, likewise.
+        fixed: whatever the sizes.
+    """
+
+    token: float = 0.0
+    key: float = 0.0
+    score: float = 0.0
+    position: float = 0.0
+    mask: float = 0.0
+    fixed: float = 0.0
+
+    def of(self, rows: float, length: float, keys: float) -> float:
+        """Of a unit of so many rows and tokens of each, which see so many keys."""
+        return (
+            rows * (length * self.token + keys * self.key + length * keys * self.score)
+            + length * (self.position + keys * self.mask)
+            + self.fixed
+        )
+
+
+@dataclass(frozen=True)
+class LayerCount:
+    """What one kind of layer keeps, all of it on one rank.
+
+    Args:
+        kept: from forward to backward, without what the store of keys and values has.
+        shared: besides, once for all such layers of a unit: masks and positions.
+        waiting: from the first half of a split backward to the second; counted of Hugging Face's own modules.
+    """
+
+    kept: KeptBytes
+    shared: KeptBytes
+    waiting: KeptBytes
+
+
+@dataclass(frozen=True)
+class ModelCount:
+    """What a model's layers keep.
+
+    Args:
+        layers: by kind, for units that reach no window.
+        windowed: the same for units that reach it.
+        end: what is behind the last layer, in front of the head.
+        obstacle: why nothing could be counted, where that is so; "" else.
+    """
+
+    layers: tuple[LayerCount, ...] = ()
+    windowed: tuple[LayerCount, ...] = ()
+    end: KeptBytes = KeptBytes()
+    obstacle: str = ""
+
+
+@lru_cache(maxsize=256)
+def count_kept(model: ModelDescription, *, sharded: bool, segmented: bool) -> ModelCount:
+    """Count what a model's layers keep.
+
+    Args:
+        model: with the config that it was described by.
+        sharded: whether its modules are those of a mesh, or Hugging Face's own.
+        segmented: whether units are parts of sequences, which share a store of keys and values.
+    """
+    if not all(each.attention.query for each in model.kinds):
+        return ModelCount(obstacle="layers without attention have other kernels on GPUs, which keep other things")
+    windows = tuple(each.attention.window is not None for each in model.kinds)
+    log = logging.getLogger(FakeTensor.__module__)  # which writes what is raised
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        config = model.config
+        if isinstance(config, Mapping):
+            config = AutoConfig.for_model(**config)
+        # Configs that say the same have one count, whoever made them.
+        return _count(_Key(config, model.kind_of_layers), windows, sharded, segmented)
+    except Exception as error:
+        # Whatever code of whatever architecture makes of tensors without values.
+        return ModelCount(obstacle=" ".join(f"{type(error).__name__}: {error}".split())[:300])
+    finally:
+        log.setLevel(level)
+
+
+class _Key:
+    """A config and the kinds of its layers, compared by what they say."""
+
+    def __init__(self, config: PretrainedConfig, kinds: tuple[int, ...]) -> None:
+        self.config, self.kinds = config, kinds
+        said = {**config.to_dict(), "attention": config._attn_implementation}
+        self._said = json.dumps(said, sort_keys=True, default=str), kinds
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._said == other._said
+
+    def __hash__(self) -> int:
+        return hash(self._said)
+
+
+@lru_cache(maxsize=64)
+def _count(key: _Key, windows: tuple[bool, ...], sharded: bool, segmented: bool) -> ModelCount:
+    plain, end = _fitted(_Sample(key, _LONG, sharded=sharded, segmented=segmented), windows)
+    if not any(windows):
+        return ModelCount(plain, plain, end)
+    return ModelCount(plain, _fitted(_Sample(key, _SHORT, sharded=sharded, segmented=segmented), windows)[0], end)
+
+
+@dataclass(frozen=True)
+class _UnitCount:
+    """Bytes of one unit: kept by place, and what waits by layer."""
+
+    kept: dict[int, int]
+    waiting: dict[int, int]
+
+
+class _Sample:
+    """A few layers of a model without values, which have each kind twice where the model does.
+
+    Args:
+        key: of the whole model.
+        window: of the layers that have one.
+        sharded, segmented: see :func:`count_kept`.
+    """
+
+    def __init__(self, key: _Key, window: int, *, sharded: bool, segmented: bool) -> None:
+        self.kinds, self.window, self.segmented = _enough(key.kinds), window, segmented
+        config = _cut_config(key.config, len(key.kinds), len(self.kinds), window)
+        # Made of a model on the meta device, whose norms are tried with values.
+        plan = _plan_of_one(config) if sharded else None
+        self._mode, self._slot, self.waiting = FakeTensorMode(allow_non_fake_inputs=True), UnitSlot(), _Waiting()
+        with self._mode, plain_construction():
+            self._model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+            if plan is not None:
+                settings, mesh = CuboidConfig().tensor_parallel, _lone_mesh()
+                parallelize_modules(self._model, plan, mesh, settings, functools.partial(take_shard, mesh=mesh))
+        layers = decoder_layers(self._model)
+        self._saved = _Saved(self._model, list(layers.values()))
+        use_segment_attention(self._model.config, layers, self._slot)
+        defer_weight_gradients(layers.values(), self.waiting)
+
+    def run(self, rows: int, length: int, start: int) -> _UnitCount:
+        """Run one unit forward and backward. If it is a segment, there is one behind it that it stores keys for."""
+        stop, pool = start + length, MeteredPool()
+        total = stop + (length if self.segmented else 0)
+        cache = KVCache(total, pool)
+        self._saved.clear()
+        self.waiting.products.clear()
+        with self._mode:
+            if start:
+                with self._running(Unit(cache, 0, start, total)), torch.no_grad():
+                    self._forward(rows, start)
+            unit = Unit(cache, start, stop, total)
+            with self._running(unit), self.waiting.open(), self._saved.hooks():
+                hidden = self._forward(rows, length)
+            kept = self._saved.bytes_by_place(pool)
+            with self._slot.running(unit), self.waiting.filling(0):
+                hidden.backward(torch.empty_like(hidden))
+        return _UnitCount(kept, self._saved.bytes_of(self.waiting.products))
+
+    @contextmanager
+    def _running(self, unit: Unit) -> Iterator[None]:
+        with self._slot.running(unit), known_packing(None, None), _FusedAttention():
+            yield
+
+    def _forward(self, rows: int, length: int) -> torch.Tensor:
+        ids = torch.zeros((rows, length), dtype=torch.int64, device="cpu")
+        hidden: torch.Tensor = self._model.base_model(ids, use_cache=False)[0]
+        return hidden
+
+
+def _cut_config(config: PretrainedConfig, layers: int, kept: int, window: int) -> PretrainedConfig:
+    """The config of the first layers, with another window."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == layers:
+            setattr(text, name, value[:kept])
+    text.num_hidden_layers = kept
+    for name in _WINDOWS:
+        if getattr(text, name, None):
+            setattr(text, name, window)
+    rope = getattr(text, "rope_parameters", None)
+    if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
+        # They look at the positions' values, and tables are as large with any other.
+        text.rope_parameters = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 1e4)}
+    return config
+
+
+def _plan_of_one(config: PretrainedConfig) -> ParallelPlan:
+    with plain_construction(), torch.device("meta"):
+        return make_parallel_plan(AutoModelForCausalLM.from_config(copy.deepcopy(config)), MeshShape())
+
+
+def _lone_mesh() -> Mesh:
+    return Mesh(MeshShape(), rank=0, world_size=1)
+
+
+def _enough(kinds: tuple[int, ...]) -> tuple[int, ...]:
+    """The first layers up to the second of each kind that has one."""
+    seconds = [[index for index, each in enumerate(kinds) if each == kind][:2][-1] for kind in set(kinds)]
+    return kinds[: max(seconds) + 1]
+
+
+class _Waiting(WeightGradientStore):
+    """Keeps what waits for weight gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: list[Any] = []
+
+    def add(self, product: DeferredProduct) -> None:
+        """Called by a layer's backward."""
+        self.products.append(product)
+
+
+class _Saved:
+    """Storages that autograd saves, each once, by the layer that first does; they are kept, so that none comes again.
+
+    Args:
+        model: whose parameters and buffers don't count.
+        layers: in order.
+    """
+
+    def __init__(self, model: nn.Module, layers: list[nn.Module]) -> None:
+        self._excluded = {storage_id(x) for x in (*model.parameters(), *model.buffers())}
+        self._place = -1
+        self._found: dict[int, tuple[int, torch.Tensor]] = {}
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(functools.partial(self._enter, index), prepend=True)
+        layers[-1].register_forward_hook(functools.partial(self._enter, len(layers)))
+
+    def clear(self) -> None:
+        """Before a unit."""
+        self._place, self._found = -1, {}
+
+    def hooks(self) -> AbstractContextManager[None]:
+        """Inside, what is saved is seen."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
+
+    def _enter(self, index: int, *_: Any) -> None:
+        self._place = index
+
+    def _pack(self, x: torch.Tensor) -> torch.Tensor:
+        if storage_id(x) not in self._excluded:
+            self._found.setdefault(storage_id(x), (self._place, x.detach()))
+        return x
+
+    def bytes_by_place(self, pool: MeteredPool) -> dict[int, int]:
+        """By layer, -1 for what is before the first and their number for what is behind the last."""
+        found: Counter[int] = Counter()
+        for key, (place, x) in self._found.items():
+            if not pool.holds(key):
+                found[place] += x.untyped_storage().nbytes()
+        return found
+
+    def bytes_of(self, products: list[Any]) -> dict[int, int]:
+        """Inputs and gradients of outputs of products, by the layer whose they are: each storage once, in order."""
+        found: Counter[int] = Counter()
+        seen: set[int] = set()
+        for product in products:
+            # The input is an activation, of which it is known where it was saved.
+            place, _ = self._found[storage_id(product.x)]
+            for x in (product.x, product.dy):
+                if storage_id(x) not in seen:
+                    seen.add(storage_id(x))
+                    found[place] += x.untyped_storage().nbytes()
+        return found
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Attention as the fused kernels of GPUs compute it, whichever this device has."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention:
+            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+            names = ("query", "key", "value")
+            return _Attend.apply(*(args[i] if i < len(args) else kwargs[n] for i, n in enumerate(names)), mask)
+        return func(*args, **kwargs)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any) -> torch.Tensor:
+        rows, heads, length, _ = query.shape
+        # As it lies in memory behind such kernels: as the query does.
+        out = query.new_empty((rows, length, heads, value.shape[-1])).transpose(1, 2)
+        if query.shape[-1] == value.shape[-1]:
+            out = torch.empty_like(query)
+        log_sums = query.new_empty((rows, heads, length), dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, mask, out, log_sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return (*(torch.empty_like(x) for x in ctx.saved_tensors[:3]), None)
+
+
+def _fitted(sample: _Sample, windows: tuple[bool, ...]) -> tuple[tuple[LayerCount, ...], KeptBytes]:
+    """The coefficients of each kind, and of what is behind the last layer."""
+    points = _SEGMENTS if sample.segmented else _WHOLE
+    counts = [sample.run(*point) for point in points]
+    layers = []
+    for kind, has_window in enumerate(windows):
+        own = [index for index, each in enumerate(sample.kinds) if each == kind]
+        first, last = own[0], own[-1]
+        most = sample.window if has_window and sample.segmented else _LONG
+        keys = [length + min(start, most - 1) for _, length, start in points]
+        # The last one saves nothing that another layer of its kind has saved before, as the first one does; what waits
+        # is shared with layers behind it.
+        kept = _fit(points, keys, [count.kept.get(last, 0) for count in counts])
+        shared = _fit(points, keys, [count.kept.get(first, 0) - count.kept.get(last, 0) for count in counts])
+        layers.append(LayerCount(kept, shared, _fit(points, keys, [count.waiting.get(first, 0) for count in counts])))
+    keys = [length + start for _, length, start in points]
+    return tuple(layers), _fit(points, keys, [count.kept.get(len(sample.kinds), 0) for count in counts])
+
+
+def _fit(points: tuple[tuple[int, int, int], ...], keys: list[int], found: list[int]) -> KeptBytes:
+    """Coefficients by least squares. They have to give what was found: there are more units than coefficients."""
+    table = np.array([
+        [rows * length, rows * seen, rows * length * seen, length, length * seen, 1.0]
+        for (rows, length, _), seen in zip(points, keys, strict=True)
+    ])  # fmt: skip
+    scale = table.max(axis=0)
+    solved = np.linalg.lstsq(table / scale, np.array(found, dtype=float), rcond=1e-9)[0]
+    error = np.abs(table / scale @ solved - found).max()
+    if error > _TOLERANCE * max(map(abs, found), default=0):
+        raise UnsupportedModelError(f"bytes of units don't grow with their sizes: {found}")
+    return KeptBytes(*(solved / scale).round(6).tolist())
