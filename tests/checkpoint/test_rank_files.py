@@ -269,8 +269,8 @@ def test_options_of_from_pretrained_are_respected(checkpoint, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("config", "ranks", "expected"),
     [
-        (layout_section("1x4x1"), 4, r"mesh 1×2×2 .* asks for a mesh of 1×4×1 in 1 stage"),
-        (layout_section("1x2x2", 2), 8, r"mesh 1×2×2 .* asks for a mesh of 1×2×2 in 2 stage"),
+        (layout_section("1x4x1"), 4, r"mesh 1×2×2 .* asks for a mesh of 1×4×1 in 1 pipeline stage;"),
+        (layout_section("1x2x2", 2), 8, r"mesh 1×2×2 .* asks for a mesh of 1×2×2 in 2 pipeline stages;"),
         (layout_section("1x2x2"), 6, r"1×2×2.* 6"),
     ],
 )

@@ -379,6 +379,10 @@ class FrameworkNumbers(Section):
 _NO_MESH = {"mode": "3d_tensor", "mesh": {}}
 
 
+def _stages(count: int) -> str:
+    return f"{count} pipeline stage{'' if count == 1 else 's'}"
+
+
 class CuboidConfig(Section):
     """All of Cuboid's settings in a config, with one section for each feature that it adds to the framework."""
 
@@ -446,11 +450,11 @@ class CuboidConfig(Section):
     def stages_in_words(self) -> str:
         """Number of stages of all ranks, and where they are if ranks have several."""
         if self.pipeline is not None and not self.pipeline.is_placed:
-            return f'{self.stages} pipeline stage(s), or with "chunks": {self.pipeline.chunks!r} as many on each rank'
+            return f'{_stages(self.stages)}, or with "chunks": {self.pipeline.chunks!r} as many on each rank'
         places, where = self.placement, ""
         if len(places) > self.stages:
             where = f" on the pipeline's ranks {', '.join(map(str, places))}"
-        return f"{len(places)} pipeline stage(s){where}"
+        return _stages(len(places)) + where
 
     @property
     def ranks(self) -> int:
