@@ -1,4 +1,4 @@
-"""benchmarks/training_step.py and layouts.py, made of it, run, and their numbers hang together. Times aren't looked at."""
+"""benchmarks/training_step.py, and layouts.py made of it, run, and their numbers hang together. Times say nothing."""
 
 import json
 import statistics
