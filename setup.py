@@ -49,6 +49,7 @@ setup(
         "tqdm>=4.66",
         "matplotlib>=3.9",
         "psutil>=5.9",
+        "wrapt>=1.16,<3",
     ],
     extras_require={
         "dev": [

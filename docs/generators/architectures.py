@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
@@ -125,10 +126,17 @@ _REPAIRS: dict[str, dict[str, Any]] = {
 #: For what other tasks these are probed on meshes; the page shows them as examples, and the table saves their users the
 #: probe's seconds.
 _DECODERS = ("llama", "qwen2", "qwen3", "gpt2")
+#: Of encoder-decoders one probe each, as language models of two sequences.
+_ENCODER_DECODERS = (
+    *("t5", "mt5", "umt5", "longt5", "switch_transformers", "bart", "mbart", "plbart", "mvp", "led", "pegasus"),
+    *("pegasus_x", "marian", "m2m_100", "nllb-moe", "blenderbot", "blenderbot-small", "prophetnet", "t5gemma"),
+)
+_SEQ2SEQ = "sequence to sequence"
 _ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert", "electra", "modernbert")
 #: By the task's name on the page: transformers' own table of classes, and what a config differs in.
 _HEADS: dict[str, tuple[Any, dict[str, Any]]] = {
     "masked language model": (MODEL_FOR_MASKED_LM_MAPPING, {}),
+    _SEQ2SEQ: (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, {}),
     "sequence classification": (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, {}),
     "regression, rewards": (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, {"num_labels": 1}),
     "token classification": (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, {}),
@@ -149,7 +157,7 @@ def probe(model_types: list[str]) -> None:
     Each takes 10 to 15 s of a processor. What was found is written down as soon as it is known.
     """
     cases = list(_cases(model_types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)))
-    heads = list(_head_cases(model_types or [*_DECODERS, *_ENCODERS]))
+    heads = list(_head_cases(model_types or [*_DECODERS, *_ENCODERS, *_ENCODER_DECODERS]))
     with ProcessPoolExecutor(2) as pool:
         for path, find in ((TABLE, _probe), (MESH_TABLE, _probe_meshes)):
             for case, (key, entry) in zip(cases, pool.map(find, cases), strict=True):
@@ -160,6 +168,8 @@ def probe(model_types: list[str]) -> None:
 
 def _head_cases(model_types: Iterable[str]) -> Iterator[tuple[str, str]]:
     for model_type in model_types:
+        if model_type in _ENCODER_DECODERS:
+            yield model_type, _SEQ2SEQ
         if model_type in (*_DECODERS, *_ENCODERS):
             config = AutoConfig.for_model(model_type)
             yield from ((model_type, head) for head, (classes, _) in _HEADS.items() if type(config) in classes)
@@ -206,6 +216,8 @@ def write_entry(path: Path, case: tuple[str, str], key: str | None, entry: Any, 
 
 def _cases(model_types: list[str]) -> Iterator[tuple[str, str]]:
     for model_type in model_types:
+        if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            continue
         yield model_type, ""
         yield from ((model_type, flavour) for flavour in FLAVOURS.get(model_type, {}))
         config = AutoConfig.for_model(model_type)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
+
+from wrapt import register_post_import_hook
 
 from cuboid.errors import CuboidError
 from cuboid.requirements import RANGES
@@ -28,6 +30,7 @@ class Patch:
         parameters: names of the target's parameters that the replacement relies on.
         replace: makes the replacement from the original.
 
+    Nothing is imported for a patch: the Trainer and PEFT take two seconds, which a rank without them doesn't spend.
     :meth:`apply` twice is one application. :meth:`revert` puts the very same object back.
     """
 
@@ -38,14 +41,20 @@ class Patch:
     replace: Callable[[Any], Any]
     _original: Any = field(default=None, init=False, repr=False)
     _applied: bool = field(default=False, init=False, repr=False)
+    _wanted: bool = field(default=False, init=False, repr=False)
 
     def apply(self) -> None:
-        """Put the replacement in place.
+        """Put the replacement in place, as soon as the target's module is imported.
 
         Raises:
-            PatchError: the target is missing or has another signature.
+            PatchError: the target is missing or has another signature. If its module isn't imported yet, that import
+                raises it.
         """
-        if self._applied:
+        self._wanted = True
+        register_post_import_hook(self._put_in_place, self._module)
+
+    def _put_in_place(self, _: Any) -> None:
+        if self._applied or not self._wanted:
             return
         owner, name = self._owner()
         if name not in vars(owner):
@@ -57,16 +66,20 @@ class Patch:
 
     def revert(self) -> None:
         """Put the original back, if the replacement is in place."""
+        self._wanted = False
         if not self._applied:
             return
         owner, name = self._owner()
         setattr(owner, name, self._original)
         self._original, self._applied = None, False
 
+    @property
+    def _module(self) -> str:
+        return self.target.partition(":")[0]
+
     def _owner(self) -> tuple[Any, str]:
-        module, _, path = self.target.partition(":")
-        *classes, name = path.split(".")
-        owner: Any = importlib.import_module(module)
+        *classes, name = self.target.partition(":")[2].split(".")
+        owner: Any = sys.modules[self._module]
         for attribute in classes:
             owner = getattr(owner, attribute)
         return owner, name

@@ -1,5 +1,6 @@
 """Checkpoints of real engines: loading them with plain transformers, and resuming training on any layout."""
 
+import dataclasses
 import json
 import threading
 from pathlib import Path
@@ -19,10 +20,10 @@ from cuboid.verify import SmallModel
 from training import NO_DROPOUT, make_engine, ranks_of, settings, train
 
 #: Steps before the save, and after it; in the sweep more, so that differences would show.
-BEFORE, AFTER, LONG_AFTER = 3, 5, 20
-LLAMA = SmallModel("llama", heads=8, kv_heads=4, layers=4)
-TIED = SmallModel("qwen3", heads=8, kv_heads=4, layers=4)
-FUSED = SmallModel("gpt2", heads=8, kv_heads=8, layers=4)
+BEFORE, AFTER, LONG_AFTER = 3, 3, 20
+LLAMA = SmallModel("llama", heads=8, kv_heads=4, layers=3)
+TIED = SmallModel("qwen3", heads=8, kv_heads=4, layers=3)
+FUSED = SmallModel("gpt2", heads=8, kv_heads=8, layers=3)
 EXPERTS = SmallModel("mixtral", heads=4, kv_heads=2, layers=3)
 MORE_EXPERTS = SmallModel("qwen3_moe", heads=4, kv_heads=2, layers=3)
 NAMES = {
@@ -63,13 +64,13 @@ def resume(path, config, out, overrides, steps=AFTER):
 
 @pytest.fixture(scope="module")
 def saved(pool, checkpoint, tmp_path_factory):
-    """A checkpoint of each model, written once by eight ranks."""
+    """A checkpoint of each model, written once: by four ranks, and in the sweep by eight."""
     written = {}
 
     def of(small, after=AFTER):
         if (small, after) not in written:
             out = tmp_path_factory.mktemp("saved")
-            config = settings("2x2x1", stages=2)
+            config = settings("2x1x1" if after == AFTER else "2x2x1", stages=2)
             job = (checkpoint(small), config, str(out), overrides_of(small), after)
             losses, weights = pool.run(ranks_of(config), train_and_save, *job)[0]
             written[small, after] = out, config, ranks_of(config), losses, weights
@@ -231,7 +232,7 @@ def test_loading_only_the_weights_for_fine_tuning(pool, checkpoint, saved):
     assert alike
     assert (steps, iteration <= 0, client["epoch"]) == (0, True, 2)
     # Any Hugging Face checkpoint can be loaded.
-    other = checkpoint(SmallModel("llama", heads=8, kv_heads=4, layers=4, seed=5))
+    other = checkpoint(dataclasses.replace(LLAMA, seed=5))
     alike, steps, _, client, others = pool.run(2, fine_tune, checkpoint(LLAMA), settings("1x2x1"), other)[0]
     assert alike
     assert (steps, client) == (0, {})

@@ -18,6 +18,7 @@ from training import ranks_of, settings
 
 V = {"chunks": 2, "schedule": "zero_bubble-v", "stage_balance": "layers"}
 ROUND = {"chunks": 2, "schedule": "seq1f1b-interleaved", "stage_balance": "layers"}
+AUTO = {"chunks": "auto", "schedule": "auto"}
 LLAMA = SmallModel("llama", heads=8, kv_heads=4, layers=5)
 TIED = SmallModel("qwen3", heads=8, kv_heads=4, layers=5)
 KINDS = {"v": (TIED, V), "interleaved": (LLAMA, ROUND)}
@@ -52,6 +53,7 @@ def test_a_checkpoint_is_whole_and_the_same_layout_resumes_bit_for_bit(pool, sav
 
 OTHERS = {
     "whole stages": settings(stages=2),
+    "stages wherever the step is shortest": settings(stages=2, pipeline=AUTO),
     "one process": settings(),
     "meshes in a V": settings("1x1x2", stages=2, pipeline=V),
     "meshes, interleaved": settings("2x1x1", stages=2, pipeline=ROUND, zero=0),
@@ -61,12 +63,12 @@ OTHERS = {
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [("v", "whole stages"), ("v", "one process")]
+    [("v", "whole stages"), ("v", "one process"), ("interleaved", "stages wherever the step is shortest")]
     + [
         pytest.param(kind, layout, marks=pytest.mark.slow)
         for kind in KINDS
         for layout in OTHERS
-        if kind != "v" or layout not in ("whole stages", "one process")
+        if (kind == "v") is not (layout in ("whole stages", "one process"))
     ],
 )
 def test_training_goes_on_with_other_stages(pool, alone, saved, kind, layout):
@@ -87,7 +89,7 @@ def inspected(folder, capsys):
     return " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("chunked", [V, ROUND], ids=["v", "interleaved"])
+@pytest.mark.parametrize("chunked", [V, ROUND, AUTO], ids=["v", "interleaved", "auto"])
 def test_files_for_each_rank_and_back(checkpoint, tmp_path, monkeypatch, capsys, chunked):
     path, section = checkpoint(TIED), layout_section("1x1x2", 2, **chunked)
     run(path, tmp_path / "ranks", config=parse_config(section))

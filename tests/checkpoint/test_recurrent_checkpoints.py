@@ -1,11 +1,10 @@
 """Layers that hand on states, on several processes: loaded as slices, trained in segments, saved and resumed."""
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+from transformers import AutoModelForCausalLM
 
-from cuboid.models.certification.small_config import small_config
 from cuboid.verify import WorkerPool
-from training import VOCABULARY, make_engine, ranks_of, settings, train
+from training import make_engine, ranks_of, settings, small_checkpoint, train
 
 TIMEOUT_S = 240.0
 BEFORE, AFTER = 3, 3
@@ -13,14 +12,6 @@ BEFORE, AFTER = 3, 3
 OPTIONS = {"lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16}, "qwen3_next": {}, "mamba2": {}}
 SAVED = settings("2x1x1", stages=2)
 OTHERS = {"one process": settings(), "1×2×1": settings("1x2x1"), "3 stages": settings(stages=3)}
-
-
-def small_checkpoint(architecture, folder):
-    config = small_config(AutoConfig.for_model(architecture, **OPTIONS[architecture]))
-    config.vocab_size = VOCABULARY
-    set_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return str(folder)
 
 
 def train_and_save(path, config, out):
@@ -50,7 +41,8 @@ def run(pool, function, path, config, out):
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", OPTIONS)
 def test_it_trains_and_resumes_as_in_one_process(pool, architecture, tmp_path):
-    path, out = small_checkpoint(architecture, tmp_path / "model"), str(tmp_path / "out")
+    path = small_checkpoint(AutoModelForCausalLM, architecture, tmp_path / "model", **OPTIONS[architecture])
+    out = str(tmp_path / "out")
     expected = run(pool, train_and_save, path, settings(), str(tmp_path / "alone"))
     before, after = run(pool, train_and_save, path, SAVED, out)
     assert before == pytest.approx(expected[0], rel=1e-5)

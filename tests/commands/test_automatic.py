@@ -3,6 +3,7 @@
 import json
 import logging
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -14,16 +15,21 @@ from cuboid.config.schema import parse_config, require_config
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import ConfigError, MeshError
+from cuboid.models.pipeline.sequence_cut import Cutter
 from cuboid.models.sharded.parallel_plan import fitting_meshes
 from cuboid.planner import automatic, profile
-from cuboid.planner.automatic import choose_mesh, segment_choice
+from cuboid.planner.automatic import choose_mesh, segment_choice, settle_stages
 from cuboid.planner.cost.layout import Layout
 from cuboid.planner.description import seen
 from cuboid.planner.description.cluster import GPUS, Cluster
 from cuboid.planner.description.model import ARCHITECTURES, describe
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.description.seen import known_gpu, seen_cluster
-from cuboid.planner.estimate import best_segments, estimate, segment_counts
+from cuboid.planner.estimate import best_segments, estimate, layout_of_config, segment_counts
+from cuboid.seq1f1b.schedule.choice import ModelPipeline, place_stages
+from cuboid.seq1f1b.schedule.partition import balance_by_flops
+from cuboid.seq1f1b.schedule.schedules import PipelineShape
+from cuboid.seq1f1b.schedule.simulator import peak_bytes, simulate
 from launching import alone, reports_of, world
 from planning import LLAMA_8B, on_meta, small
 
@@ -207,6 +213,107 @@ def test_on_loopback_meshes_are_ordered_as_measured(monkeypatch):
     assert sorted(times, key=times.__getitem__) == [*MEASURED, "1x8x1"]
     for mesh, measured in MEASURED.items():
         assert times[mesh] == pytest.approx(measured, rel=0.3), mesh
+
+
+# --- where the stages are ---------------------------------------------------------------------------------------
+
+
+def places_of(sequence_length=8192, accumulation=4, **keys):
+    pipeline = {"engine": "seq1f1b", "stages": 4, "segments": 4, "schedule": "auto", "chunks": 2, **keys}
+    numbers = {"gradient_accumulation_steps": accumulation, "train_micro_batch_size_per_gpu": 1}
+    return {"pipeline": pipeline, "sequence_length": sequence_length, "bf16": {"enabled": True}, **numbers}
+
+
+def settled(model, sections):
+    return settle_stages(model, parse_config(sections), MeshShape()).pipeline
+
+
+@pytest.mark.parametrize("limit", [None, 1.25, 3.0])
+@pytest.mark.parametrize(("chunks", "layers"), [(2, 8), (2, 13), ("auto", 4), ("auto", 16)])
+def test_the_stages_are_where_the_shortest_step_has_them(caplog, chunks, layers, limit):
+    deep, described = llama(num_hidden_layers=layers), describe(LLAMA_8B | {"num_hidden_layers": layers})
+    sections = places_of(chunks=chunks, **({} if limit is None else {"memory_limit": limit}))
+    with caplog.at_level(logging.WARNING):
+        pipeline = settled(deep, sections)
+    counts = [1, *(v for v in ((2, 3, 4) if chunks == "auto" else (chunks,)) if 4 * v <= layers)]
+    lengths = Cutter(parse_config(sections).pipeline, described.sizes, Mesh(MeshShape(), rank=0, world_size=1)).lengths(
+        8192, 4
+    )
+    shape, times = PipelineShape(4, 4, 4), {}
+    for name, v in [("auto", 1), *product(("auto-interleaved", "zero_bubble-v"), counts[1:])]:
+        layer_counts = balance_by_flops(described.sizes, 4 * v, 4096)
+        own = ModelPipeline(name, 4, v, layer_counts, lengths, limit)
+        costs = own.costs(described.sizes, place_stages(name, 4, v)).actions
+        schedule = own.order(described.sizes, 4)
+        assert limit is None or peak_of(schedule, costs) <= limit * (1 + 1e-6)
+        times[name, v] = simulate(schedule, replace(shape, stages=4 * v), costs.duration_s).makespan_s
+    found = times[pipeline.schedule, pipeline.chunks]
+    assert found <= min(times.values()) * (1 if chunks == 2 else 1.01)
+    assert all(time > found * (1 - 0.011) for (_, v), time in times.items() if v < pipeline.chunks)
+    (said,) = [record.getMessage() for record in caplog.records if record.name == automatic.__name__]
+    assert said.startswith('"schedule": "auto" is, for 4 micro-batches of 8192 tokens in 4 segments, ')
+    assert said.count("chunks") == 3 * len(counts[1:])
+    # The estimate is of the same.
+    own, rest = require_config(sections)
+    layout = layout_of_config(own, rest, described, Cluster.parse("4xH100"), 8192)
+    assert (layout.schedule, layout.chunks) == (pipeline.schedule, pipeline.chunks)
+
+
+def peak_of(schedule, costs):
+    return max(peak_bytes(own, costs.kept, costs.input_gradient_frees) for own in schedule)
+
+
+def test_a_list_of_layers_leaves_the_schedules_with_as_many_parts(model):
+    deep = llama(num_hidden_layers=8)
+    for chunks in (2, "auto"):
+        pipeline = settled(deep, places_of(chunks=chunks, stage_balance=[1] * 8))
+        assert pipeline.chunks == 2
+    assert settled(deep, places_of(chunks="auto", stage_balance=[2] * 4)).chunks == 1
+    with pytest.raises(ConfigError, match=r"stage_balance is \[2, 2.* 8 numbers, each at least 1, with the sum 8"):
+        settled(deep, places_of(stage_balance=[2] * 8))
+    with pytest.raises(ConfigError, match=r"pipeline\.stages is 4 and pipeline\.chunks 2, but the model has 4 layers"):
+        settled(model, places_of())
+    assert settled(model, places_of(chunks="auto")).chunks == 1
+
+
+def test_what_works_without_chunks_is_left_as_it_is(model):
+    for keys in ({"chunks": 1}, {"schedule": "zero_bubble-v"}, {"schedule": "seq1f1b", "chunks": 1}):
+        config = parse_config(places_of(**keys))
+        assert settle_stages(model, config, MeshShape()) is config
+
+
+def test_the_number_of_segments_may_be_open_too():
+    deep = llama(num_hidden_layers=8)
+    sections = {**places_of(segments="auto"), "cluster": "4xH100"}
+    pipeline = settled(deep, sections)
+    assert pipeline.segments == "auto"
+    mesh = Mesh(MeshShape(), pipe=4, placement=pipeline.placement, rank=0, world_size=4)
+    config = parse_config(sections).with_pipeline(pipeline)
+    assert segment_choice(deep, config, mesh)(8192, 1, 4, recomputes=False) > 1
+
+
+def test_micro_batches_are_those_that_deepspeed_derives():
+    numbers = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2}
+    assert parse_config({**places_of(accumulation=None), **numbers}).framework.per_replica(4) == (2, 4)
+    assert parse_config(places_of(accumulation=6)).framework.per_replica(4) == (1, 6)
+
+
+def test_places_that_are_not_known_yet_are_asked_for():
+    with pytest.raises(ConfigError, match=r"where the chunks are is known once the model is loaded"):
+        _ = parse_config(places_of()).placement
+
+
+@pytest.mark.parametrize(
+    ("chunks", "allowed", "refused"),
+    [
+        (2, [(0, 1), (0, 1, 0, 1), (0, 1, 1, 0)], [(0, 1, 0, 1, 0, 1), (0,), (1, 0), (0, 0, 1, 1)]),
+        ("auto", [(0, 1), (0, 1, 1, 0, 0, 1)], [(0, 1, 0), (0, 0, 1, 1)]),
+    ],
+)
+def test_a_model_may_be_cut_as_auto_would_cut_it(chunks, allowed, refused):
+    pipeline = parse_config(places_of(stages=2, chunks=chunks)).pipeline
+    assert all(map(pipeline.allows, allowed))
+    assert not any(map(pipeline.allows, refused))
 
 
 AUTOMATIC = """

@@ -255,7 +255,7 @@ def _fail_where_nothing_notices(aborts, failing):
     finally:
         if rank == failing:
             # The process doesn't end, so that no connection is lost either.
-            time.sleep(8)
+            time.sleep(6)
 
 
 @pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 1])

@@ -49,9 +49,9 @@ def reference(pool, checkpoint):
     return run
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("mesh", "stages"), [("2x2x1", None), ("1x2x2", None), ("1x1x2", 2)], ids=["2x2x1", "1x2x2", "2 stages of 1x1x2"]
+    ("mesh", "stages"), [("1x1x2", 2), ("2x2x1", None), ("1x2x2", None)], ids=["2 stages of 1x1x2", "2x2x1", "1x2x2"]
 )
 def test_five_steps_equal_those_of_deepspeed_and_of_one_process(pool, checkpoint, reference, mesh, stages):
     path, config = checkpoint(LLAMA), settings(mesh, stages)

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import cuboid
 from boosting import CLOSE, adamw, boosted, booster_backward, deepspeed_step, schedule, settings
+from converting import run
 from cuboid.errors import CuboidError
 from cuboid.verify import SmallModel, WorkerPool
+from training import small_checkpoint
 
 pytest.importorskip("colossalai", reason="ColossalAI isn't installed: `make colossalai` does it, or tells why it can't")
 
@@ -124,6 +126,27 @@ def test_the_same_layout_resumes_bit_for_bit_and_plain_transformers_loads_it(
     )
     whole = pool.run(4, booster_run, path, config, None, None, range(AFTER))[0][0]
     assert pool.run(4, booster_run, path, config, folder, None, range(BEFORE, AFTER))[0][0] == whole[BEFORE:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "auto"),
+    [("gpt2", AutoModelForCausalLM), ("mixtral", AutoModelForCausalLM), ("t5", AutoModelForSeq2SeqLM)],
+)
+def test_weights_survive_two_meshes_and_come_back_as_plain_ones(pool, tmp_path, architecture, auto):
+    path, out, again = small_checkpoint(auto, architecture, tmp_path / "model"), tmp_path / "out", tmp_path / "again"
+    saved, other = LAYOUTS["2x2x1"], LAYOUTS["2 x 1x2x1"]
+    pool.run(4, booster_run, path, saved, None, out, range(BEFORE))
+    wanted = pool.run(4, booster_run, path, saved, out, None, range(BEFORE, AFTER))[0][0]
+    found, weights = pool.run(4, booster_run, path, other, out, again, range(BEFORE, AFTER))[0]
+    # What a loss is divided by is a replica's own number of labels.
+    assert found == pytest.approx(wanted, rel=2e-2)
+    run(again, tmp_path / "plain")
+    plain = auto.from_pretrained(tmp_path / "plain").state_dict()
+    assert plain.keys() == weights.keys()
+    assert all(torch.equal(plain[name], weights[name]) for name in weights)
+    before = auto.from_pretrained(path).state_dict()
+    assert any(not torch.equal(plain[name], x) for name, x in before.items())
 
 
 def save_parts(path, config, root):

@@ -1,16 +1,20 @@
 """What Cuboid changes in other packages: exactly that, only that, and back again."""
 
+import importlib
 import json
 import os
 import re
 import sys
 import textwrap
+from distutils.core import run_setup
 from importlib.metadata import PackageNotFoundError
 
 import accelerate
 import deepspeed
 import pytest
 import transformers
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
@@ -18,7 +22,7 @@ import cuboid
 from cuboid import requirements
 from cuboid_patches.base import Patch, PatchError
 from cuboid_patches.deepspeed import SHARED_MEMORY_BUILD
-from launching import as_ranks, run, torchrun, world
+from launching import ROOT, as_ranks, run, torchrun, world
 
 
 def touched():
@@ -29,6 +33,7 @@ def touched():
         "from_pretrained": vars(transformers.PreTrainedModel)["from_pretrained"],
         "HfDeepSpeedConfig": vars(accelerate.utils.deepspeed.HfDeepSpeedConfig)["__init__"],
         "gather_for_metrics": vars(accelerate.Accelerator)["gather_for_metrics"],
+        "save_model": vars(transformers.Trainer)["save_model"],
         "excepthook": sys.excepthook,
         "attention": dict(AttentionInterface._global_mapping),
         "masks": dict(AttentionMaskInterface._global_mapping),
@@ -90,6 +95,48 @@ def test_a_target_with_another_signature_is_refused_with_both_versions():
     patch.target = "deepspeed:absent"
     with pytest.raises(PatchError, match="does not exist"):
         patch.apply()
+
+
+def test_every_requirement_is_pinned_to_a_version_that_it_takes():
+    # `make install` installs what is pinned, and Cuboid without its requirements.
+    lines = (ROOT / "configs" / "requirements.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    versions = {canonicalize_name(name): version for name, version in pins.items()}
+    for requirement in map(Requirement, run_setup(ROOT / "setup.py", stop_after="init").install_requires):
+        assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), requirement
+
+
+def late(tmp_path, monkeypatch, name, parameters=()):
+    """A patch of a module that nobody has imported yet: its function gives 2 instead of 1."""
+    (tmp_path / f"{name}.py").write_text("def number():\n    return 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return Patch(
+        target=f"{name}:number", package="deepspeed", reason="test", parameters=parameters, replace=lambda _: lambda: 2
+    )
+
+
+def test_a_module_that_is_imported_later_is_patched_then(tmp_path, monkeypatch):
+    patch = late(tmp_path, monkeypatch, "imported_later")
+    patch.apply()
+    patch.apply()
+    assert "imported_later" not in sys.modules
+    module = importlib.import_module("imported_later")
+    assert module.number() == 2
+    patch.revert()
+    assert module.number() == 1
+
+
+def test_a_patch_that_is_taken_back_before_its_module_is_imported_does_nothing(tmp_path, monkeypatch):
+    patch = late(tmp_path, monkeypatch, "imported_never")
+    patch.apply()
+    patch.revert()
+    assert importlib.import_module("imported_never").number() == 1
+
+
+def test_a_module_that_is_imported_later_with_another_signature_is_refused_then(tmp_path, monkeypatch):
+    late(tmp_path, monkeypatch, "imported_changed", ("turbo",)).apply()
+    with pytest.raises(PatchError, match=r"imported_changed:number .* without turbo"):
+        importlib.import_module("imported_changed")
 
 
 @pytest.mark.parametrize(

@@ -316,7 +316,8 @@ def planned(counts_or_name, stages, architecture="llama"):
     config = config_of(architecture)
     outline = draw_outline(AutoModelForCausalLM._model_mapping[type(config)], config)
     sizes = functools.partial(model_sizes, config)
-    return plan_stages(outline, sizes, PipelineConfig(engine="seq1f1b", stages=stages, stage_balance=counts_or_name))
+    pipeline = PipelineConfig(engine="seq1f1b", stages=stages, stage_balance=counts_or_name)
+    return plan_stages(outline.count, sizes, pipeline)
 
 
 def test_numbers_of_layers():

@@ -64,6 +64,21 @@ def test_loss_gradients_norms_and_weights_are_those_of_one_process(
     assert {check.kind for check in report.checks} == {"activation", "loss", "gradient", "norm", "weight"}
 
 
+@pytest.mark.parametrize("chunks", [2, pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"mesh": "2x1x1", "checkpointing": True}, marks=pytest.mark.slow)]
+)
+def test_the_stages_may_be_where_the_shortest_step_has_them(
+    parity: Compare, chunks: int | str, options: dict[str, Any]
+) -> None:
+    keys = {"schedule": "auto", "chunks": chunks, "segments": 2, "memory_limit": 1.5}
+    report = parity("auto", LLAMA, keys, accumulate=3, **options)
+    assert report.pipeline is not None
+    # Known before anything runs, and written into the config that both passes run with.
+    assert report.pipeline.is_placed
+    assert (report.pipeline.schedule, report.pipeline.chunks) == ("auto-interleaved", 2)
+
+
 ONCE = {"weight_gather": "step", "gradient_sync": "step"}
 
 
@@ -289,7 +304,12 @@ def config(**keys: Any) -> dict[str, Any]:
         ({"chunks": 2, "schedule": "1f1b", "segments": 1}, '"1f1b" has one chunk on each rank'),
         ({"schedule": "zero_bubble-v"}, '"zero_bubble-v" has several chunks on each rank: give 2 chunks or more'),
         ({"schedule": "seq1f1b-interleaved", "chunks": 1}, "give 2 chunks or more"),
-        ({"chunks": 2, "schedule": "auto"}, '"chunks" is 2, but "schedule": "auto" .* take one of seq1f1b-interleaved'),
+        ({"chunks": "auto", "schedule": "zero_bubble-v"}, '"chunks": "auto" is for "schedule": "auto", .*a number'),
+        ({"chunks": 40000, "schedule": "auto"}, '"stages" × "chunks" is 80000; 65536 at most'),
+        (
+            {"chunks": "auto", "schedule": "auto", "stage_balance": [1, 1, 1]},
+            '"stage_balance" has 3 numbers for 2 stages; with "chunks": "auto" give 2, or for each chunk as many',
+        ),
         ({"chunks": 0, "schedule": "zero_bubble-v"}, r"pipeline\.chunks: .*greater than or equal to 1"),
         ({"chunks": 2.0, "schedule": "zero_bubble-v"}, r"pipeline\.chunks: .*valid integer"),
         ({"chunks": 40000, "schedule": "zero_bubble-v"}, '"stages" × "chunks" is 80000; 65536 at most'),

@@ -1,6 +1,8 @@
 """Schedules that are generated: valid, within their memory, free of deadlock, as short as they were said to be."""
 
 import json
+import re
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -9,7 +11,17 @@ from hypothesis import strategies as st
 
 from cuboid.errors import ConfigError
 from cuboid.seq1f1b.schedule.actions import Op
-from cuboid.seq1f1b.schedule.choice import CHUNKED, NAMES, MemoryLimit, PlacedCosts, Request, choose_schedule
+from cuboid.seq1f1b.schedule.choice import (
+    CHUNKED,
+    NAMES,
+    MemoryLimit,
+    PlacedCosts,
+    Request,
+    choose_schedule,
+    compare_schedules,
+    name_of_placement,
+    place_stages,
+)
 from cuboid.seq1f1b.schedule.list_scheduling import ActionCosts, BackwardMode, list_schedule
 from cuboid.seq1f1b.schedule.lowering import lower
 from cuboid.seq1f1b.schedule.schedules import (
@@ -217,7 +229,7 @@ def test_stages_that_ranks_cannot_share_are_rejected():
 def test_every_name_gives_a_valid_schedule(name):
     chosen = choose_schedule(name, request(3, 4, 1, chunks=2 if name in CHUNKED else 1))
     validate(chosen.schedule, chosen.shape)
-    assert chosen.name == name or name == "auto"
+    assert chosen.name == name or name.startswith("auto")
     assert chosen.peak_micro_batches == pytest.approx(max(chosen.timeline.peak_bytes))
 
 
@@ -231,6 +243,48 @@ def test_auto_takes_the_shortest_that_fits():
     assert chosen.peak_micro_batches <= 1.5 + 1e-9
     with pytest.raises(ConfigError, match=r"limit of 0\.5 sequences"):
         choose_schedule("auto", request(4, 4, 4, 0.5, 2))
+
+
+@pytest.mark.parametrize(("ranks", "segments"), [(4, 1), (8, 4), (8, 8)])
+def test_without_a_limit_auto_keeps_no_more_than_whole_stages(ranks, segments):
+    compared = compare_schedules("auto", request(ranks, 8, segments, chunks=2))
+    usual = choose_schedule("seq1f1b", request(ranks, 8, segments)).peak_micro_batches
+    assert max(each.peak_micro_batches for each in compared.fitting) <= usual + 1e-6
+    interleaved = choose_schedule("seq1f1b-interleaved", request(ranks, 8, segments, chunks=2))
+    assert ("seq1f1b-interleaved of 2 chunks" in compared.rejected) == (interleaved.peak_micro_batches > usual)
+
+
+def test_schedules_with_the_same_places_stand_for_one_another():
+    compared = compare_schedules("auto-interleaved", request(4, 4, 4, 2.0, chunks=3))
+    assert {str(each) for each in compared.fitting} | compared.rejected.keys() == {
+        "seq1f1b-interleaved of 3 chunks",
+        "zero_bubble-interleaved of 3 chunks",
+    }
+    for name in NAMES:
+        alike = name_of_placement(name)
+        chunks = 3 if name in CHUNKED else 1
+        assert place_stages(alike, 4, chunks) == place_stages(name, 4, chunks)
+        assert name_of_placement(alike) == alike
+
+
+def test_further_chunks_must_be_worth_it():
+    """With many short units nobody waits, however many chunks there are."""
+    compared = compare_schedules("auto", request(2, 8, 8, 2.0, chunks=(2, 3)))
+    shortest = min(each.timeline.makespan_s for each in compared.fitting)
+    assert compared.best.chunks == 1
+    assert shortest < compared.best.timeline.makespan_s <= 1.01 * shortest
+    assert choose_schedule("auto", request(2, 8, 8, 2.0, 3)).chunks == 3
+    few = compare_schedules("auto", request(4, 1, 2, 1.0, chunks=(2, 3)))
+    assert few.best.chunks > 1
+    assert few.best.timeline.makespan_s <= 1.01 * min(each.timeline.makespan_s for each in few.fitting)
+
+
+def test_a_comparison_says_what_the_others_would_take():
+    said = str(compare_schedules("auto", request(4, 4, 4, 1.5, 2)))
+    best, *others = said.split("; ")
+    assert re.fullmatch(r"zero_bubble-\w+ of 2 chunks: \d+\.\d% idle, 1\.\d\d sequences kept", best)
+    assert "not seq1f1b: the schedule" in said
+    assert any(re.fullmatch(r"zero_bubble takes \+\d+\.\d%", other) for other in others)
 
 
 def test_a_formula_that_needs_more_than_the_limit_is_rejected():
@@ -289,6 +343,28 @@ def test_memory_follows_the_halves_of_a_backward():
     assert timeline.peak_bytes == (100,)
 
 
+@pytest.mark.parametrize(
+    ("name", "chunks", "limit", "gain"),
+    [
+        ("1f1b", 1, None, 0.0),
+        ("seq1f1b", 1, None, 0.0),
+        ("zero_bubble", 1, 2.0, 0.0),
+        ("seq1f1b-interleaved", 2, None, 0.0),
+        ("zero_bubble-interleaved", 2, 2.0, 0.018),
+        ("zero_bubble-v", 2, 2.0, 0.018),
+    ],
+)
+def test_ranks_that_wait_for_all_at_the_end_lose_little(name, chunks, limit, gain):
+    """Two steps of which each rank begins the second when it is done with the first: the next one's first forwards are
+    on the rank whose backwards are the last, or nearly so."""
+    segments = 1 if name == "1f1b" else 8
+    chosen = choose_schedule(name, request(8, 8, segments, limit, chunks))
+    again = tuple((*own, *(replace(each, micro_batch=each.micro_batch + 8) for each in own)) for own in chosen.schedule)
+    shape = PipelineShape(8 * chunks, 16, segments)
+    freely_s = simulate(again, shape, timing(EQUAL, chunks)).makespan_s - chosen.timeline.makespan_s
+    assert 1 - freely_s / chosen.timeline.makespan_s == pytest.approx(gain, abs=0.001)
+
+
 # The command line
 
 
@@ -329,6 +405,11 @@ def test_the_command_chooses_by_a_models_costs(numbers, tmp_path):
     found = numbers(*model, "--schedule", "auto", "--memory-limit", "1GiB")
     assert max(found["peak_bytes_by_rank"]) <= 2**30
     assert found["bubble"] <= numbers(*model)["bubble"]
+    found = numbers(*model, "--schedule", "auto", "--chunks", "auto", "--micro-batches", 2)
+    # Eight layers on two ranks: four chunks at most.
+    assert len(found["compared"]) + len(found["rejected"]) == 2 + 3 * 3
+    chosen = found["schedule"] + (f" of {found['chunks']} chunks" if found["chunks"] > 1 else "")
+    assert found["compared"][chosen] == found["makespan"] <= 1.01 * min(found["compared"].values())
 
 
 @pytest.mark.parametrize(
@@ -340,6 +421,8 @@ def test_the_command_chooses_by_a_models_costs(numbers, tmp_path):
         (("--durations", "1,2,3", "--backward-ratio", "3"), "neither"),
         (("--schedule", "zero_bubble", "--memory-limit", "0.5"), "give at least that"),
         (("--schedule", "zero_bubble-v", "--chunks", "1"), "2 chunks or more"),
+        (("--schedule", "zero_bubble-v", "--chunks", "auto"), "for --schedule auto"),
+        (("--schedule", "auto", "--chunks", "0"), "neither auto nor a number"),
     ],
 )
 def test_the_command_rejects_what_makes_no_schedule(numbers, arguments, problem):

@@ -86,7 +86,7 @@ def section(stages: int = 2, segments: Any = 3, **keys: Any) -> dict[str, Any]:
     return {"engine": "seq1f1b", "stages": stages, "segments": segments, **keys}
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("stages", "segments", "micro_batches", "mesh", "replicas", "small"),
     [
@@ -124,9 +124,8 @@ def test_every_number_of_stages_and_segments(
     assert kinds == {"activation", "loss", "gradient", "norm", "weight"}
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["core", "engine"])
-@pytest.mark.parametrize("mesh", ["2x1x1", "2x2x1"])
+@pytest.mark.parametrize("mesh", ["2x1x1", pytest.param("2x2x1", marks=pytest.mark.slow)])
 def test_weights_that_are_kept_for_the_step(parity: Compare, mesh: str, name: Literal["core", "engine"]) -> None:
     small = SmallModel("llama", layers=4)
     parity({"stages": 2, "segments": 3}, small, mesh=mesh, name=name, weight_gather="step", accumulate=3)
@@ -137,9 +136,9 @@ def test_weights_that_are_kept_for_the_step(parity: Compare, mesh: str, name: Li
 REDUCED = [
     ("2x1x1", SmallModel("gpt2", layers=4, tied=True), "core", {}),
     ("2x2x1", SmallModel("qwen3", layers=4), "engine", {}),
-    ("2x1x1", SmallModel("mixtral", layers=2), "core", {}),
     ("2x1x2", SmallModel("llama", layers=4, tied=True), "engine", {"weight_gather": "step"}),
     ("2x1x1", SmallModel("gemma2", layers=4), "core", {"data_parallel": 2}),
+    ("2x1x1", SmallModel("mixtral", layers=2), "core", {}),
 ]
 
 
@@ -255,7 +254,7 @@ def test_a_sequence_of_the_maximum_length(parity: Compare) -> None:
 
 
 def test_lengths_that_vary_from_micro_batch_to_micro_batch(parity: Compare) -> None:
-    parity({}, sequence_length=29, varying=True, accumulate=4, steps=3)
+    parity({}, sequence_length=29, varying=True, accumulate=4)
     parity({}, "gpt2", mesh="1x2x1", sequence_length=16, varying=True, accumulate=4)
 
 
@@ -289,12 +288,13 @@ def test_schedules(parity: Compare, schedule: str, segments: int) -> None:
     parity({"stages": 3, "schedule": schedule, "segments": segments}, accumulate=3)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("small", "mesh"),
     [
         (SmallModel("llama"), ALONE),
-        (SmallModel("mistral", sliding_window=8), "1x2x1"),
         (SmallModel("gemma2"), ALONE),
+        (SmallModel("mistral", sliding_window=8), "1x2x1"),
     ],
     ids=name_of,
 )

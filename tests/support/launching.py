@@ -85,7 +85,7 @@ def torchrun(ranks, script, *arguments, timeout_s=240, **variables):
 def as_ranks(ranks, script, *arguments, timeout_s=240, **variables):
     """Run a script as the ranks of one world, without a launcher, which would end the others when one fails.
 
-    The processes are forked from a server that has imported torch, transformers, DeepSpeed and Cuboid, which takes six
+    The processes are forked from a server that has imported torch, transformers, DeepSpeed and Cuboid, which takes four
     seconds of a core. So this is for scripts that import Cuboid anyway and whose launcher doesn't matter.
 
     Returns:

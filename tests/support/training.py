@@ -3,8 +3,10 @@
 import deepspeed
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig, set_seed
 
 import cuboid
+from cuboid.models.certification.small_config import small_config
 
 ROWS, LENGTH, VOCABULARY = 4, 12, 131
 #: Without dropout, so that no random numbers are drawn and all layouts give the same.
@@ -52,6 +54,15 @@ def ranks_of(config, data=1):
     """Number of ranks for a config with that many replicas."""
     mesh = config["tensor_parallel"]["mesh"]
     return data * mesh["batch"] * mesh["sequence"] * mesh["hidden"] * config.get("pipeline", {}).get("stages", 1)
+
+
+def small_checkpoint(auto, architecture, folder, **options):
+    """Write a tiny model of an architecture, without dropout; returns the folder as a string."""
+    config = small_config(AutoConfig.for_model(architecture, **options))
+    config.vocab_size = VOCABULARY
+    set_seed(0)
+    auto.from_config(config).save_pretrained(folder)
+    return str(folder)
 
 
 def make_engine(path, config, **overrides):

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import weakref
 
 import pytest
@@ -256,8 +257,8 @@ def train_in_parts(path, axes, bucket_bytes):
 def test_parts_of_a_batch_one_behind_the_other_give_the_same(path, alone, bucket_bytes):
     # Their modules are changed, so these processes serve no other test.
     with WorkerPool(6) as workers:
-        for axes in [(1, 2, 3), (1, 6, 1), (2, 1, 3)]:
-            assert_same(alone, workers.run(6, train_in_parts, path, axes, bucket_bytes))
+        for axes in [(1, 2, 3), (1, 3, 1), (2, 1, 2)]:
+            assert_same(alone, workers.run(math.prod(axes), train_in_parts, path, axes, bucket_bytes))
 
 
 def train_compiled(path, axes):

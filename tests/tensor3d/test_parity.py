@@ -99,7 +99,7 @@ def test_the_whole_product(parity: Compare, mesh: str, architecture: Architectur
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("kv_heads", [2, 1])
-@pytest.mark.parametrize("mesh", ["2x2x2", "1x2x4", "1x8x1", "1x1x8", "8x1x1"])
+@pytest.mark.parametrize("mesh", ["2x2x2", "1x8x1", "1x1x8", "8x1x1", "1x2x4"])
 def test_grouped_query_attention(parity: Compare, mesh: str, kv_heads: int) -> None:
     parity(mesh, SmallModel("llama", heads=8, kv_heads=kv_heads))
 
@@ -125,13 +125,13 @@ def test_ties_and_biases(parity: Compare, mesh: str, small: SmallModel) -> None:
     parity(mesh, small)
 
 
-def test_a_vocabulary_smaller_than_the_mesh_leaves_ranks_with_padding_only(parity: Compare) -> None:
-    parity("1x8x1", SmallModel("llama", vocabulary=9))
-    parity("2x2x2", SmallModel("llama", vocabulary=5, tied=True))
+def test_a_small_vocabulary_leaves_ranks_with_padding_only(parity: Compare) -> None:
+    parity("1x4x1", SmallModel("llama", vocabulary=9))
+    parity("2x1x2", SmallModel("llama", vocabulary=5, tied=True))
 
 
 def test_a_sliding_window(parity: Compare) -> None:
-    parity("1x2x4", SmallModel("mistral", sliding_window=8))
+    parity("1x2x2", SmallModel("mistral", sliding_window=8))
 
 
 @pytest.mark.sample(2)
@@ -143,31 +143,31 @@ def test_sequences_that_do_not_divide(parity: Compare, mesh: str, architecture: 
 
 def test_a_sequence_of_the_maximum_length(parity: Compare) -> None:
     small = SmallModel("gpt2", positions=29)
-    parity("2x2x2", small, sequence_length=29)
+    parity("1x2x2", small, sequence_length=29)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{"masking": False, "positions": True}, {"masking": False}, {"positions": True}])
 def test_without_a_mask_and_with_positions(parity: Compare, options: dict[str, bool]) -> None:
-    parity("2x2x2", "llama", **options)
+    parity("1x2x2", "llama", **options)
     parity("2x1x2", "gpt2", **options)
 
 
 def test_micro_batches_with_some_or_all_rows_without_labels(parity: Compare) -> None:
     # Row kinds rotate: with one row a rank, some rank's part has no label; with one row, some micro-batch has none.
-    parity("2x2x1", "llama", batch=2, accumulate=4)
-    parity("1x2x2", "llama", batch=1, accumulate=4)
+    parity("2x2x1", "llama", batch=2, accumulate=4, steps=1)
+    parity("1x2x1", "llama", batch=1, accumulate=4, steps=1)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_the_mean_over_micro_batches(parity: Compare, architecture: Architecture) -> None:
-    parity("2x2x2", architecture, mean_over="micro_batches", accumulate=2)
+    parity("2x1x2", architecture, mean_over="micro_batches", accumulate=2)
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-@pytest.mark.parametrize("mesh", ["2x2x2", "1x2x3"])
+@pytest.mark.parametrize("mesh", ["2x2x1", "1x2x3"])
 def test_activation_checkpointing(parity: Compare, mesh: str, architecture: Architecture) -> None:
     parity(mesh, architecture, checkpointing=True, accumulate=2)
 
@@ -179,33 +179,33 @@ def test_data_parallel_and_accumulation(parity: Compare, mesh: str) -> None:
 
 
 def test_clipping(parity: Compare) -> None:
-    report = parity("2x2x2", "llama", clipping=0.25)
+    report = parity("2x1x2", "llama", clipping=0.25)
     assert min(report.norms[0]) > 0.25
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_sharding_in_memory(parity: Compare, architecture: Architecture) -> None:
-    parity("2x2x2", architecture, shard_in_memory=True)
+    parity("2x2x1", architecture, shard_in_memory=True)
 
 
 def test_an_auto_mesh(parity: Compare) -> None:
-    report = parity({"mesh": "auto", "size": 8}, "llama")
-    assert report.mesh.size == 8
+    report = parity({"mesh": "auto", "size": 4}, "llama")
+    assert report.mesh.size == 4
 
 
 def test_the_casts_of_hugging_face(parity: Compare) -> None:
-    assert parity("2x2x2", "llama", keep_float64=False).tolerance == 1e-6
+    assert parity("1x2x2", "llama", keep_float64=False).tolerance == 1e-6
 
 
 def test_float32(parity: Compare) -> None:
-    parity("2x2x2", "llama", dtype="float32", keep_float64=False)
+    parity("2x1x2", "llama", dtype="float32", keep_float64=False)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_bfloat16(parity: Compare, architecture: Architecture) -> None:
-    parity("2x2x2", architecture, dtype="bfloat16", keep_float64=False)
+    parity("1x2x2", architecture, dtype="bfloat16", keep_float64=False)
 
 
 def test_a_wrong_weight_is_located(pool: WorkerPool, checkpoint: Callable[[SmallModel], str], tmp_path: Path) -> None:
@@ -215,11 +215,11 @@ def test_a_wrong_weight_is_located(pool: WorkerPool, checkpoint: Callable[[Small
     wrong.save_pretrained(tmp_path / "wrong")
     for name in ("reference", "cuboid"):
         (tmp_path / name).mkdir()
-    plan, config = Plan(path, batch=4), {"tensor_parallel": section("2x2x2")}
+    plan, config = Plan(path, batch=4), {"tensor_parallel": section("1x2x2")}
     pool.run(1, run_reference, plan, str(tmp_path / "reference"), timeout_s=TIMEOUT_S)
     changed = dataclasses.replace(plan, checkpoint=str(tmp_path / "wrong"))
-    pool.run(8, run_core, changed, config, str(tmp_path / "cuboid"), timeout_s=TIMEOUT_S)
-    report = judge("core", plan, Topology(MeshShape(2, 2, 2), 8), tmp_path / "reference", tmp_path / "cuboid")
+    pool.run(4, run_core, changed, config, str(tmp_path / "cuboid"), timeout_s=TIMEOUT_S)
+    report = judge("core", plan, Topology(MeshShape(1, 2, 2), 4), tmp_path / "reference", tmp_path / "cuboid")
     assert report.first_difference == ("forward: the first output that differs is that of model.layers.1.mlp.down_proj")
 
 

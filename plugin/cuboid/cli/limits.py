@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import typer
 
@@ -27,3 +28,18 @@ def finite(value: float | None) -> float | None:
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number")
     return value
+
+
+def chunk_count(text: str | None) -> int | Literal["auto"] | None:
+    """What an option for stages on each rank says.
+
+    Raises:
+        BadParameter: it is neither ``auto`` nor a number of at least 1.
+    """
+    if text is None:
+        return None
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal() or int(text) < 1:
+        raise typer.BadParameter(f"--chunks {text!r} is neither auto nor a number of at least 1")
+    return int(text)

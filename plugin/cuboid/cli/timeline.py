@@ -11,15 +11,23 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cuboid.cli.limits import MOST_UNITS, finite
+from cuboid.cli.limits import MOST_UNITS, chunk_count, finite
 
 if TYPE_CHECKING:
-    from cuboid.seq1f1b.schedule.choice import ChosenSchedule, MemoryLimit, PlacedCosts
+    from cuboid.seq1f1b.schedule.choice import ChosenSchedule, Comparison, MemoryLimit, PlacedCosts
     from cuboid.seq1f1b.schedule.partition import HeadShare
     from cuboid.seq1f1b.schedule.simulator import Timeline
 
 _Name = Literal[
-    "seq1f1b", "seq1f1b-interleaved", "1f1b", "gpipe", "zero_bubble", "zero_bubble-interleaved", "zero_bubble-v", "auto"
+    "seq1f1b",
+    "seq1f1b-interleaved",
+    "1f1b",
+    "gpipe",
+    "zero_bubble",
+    "zero_bubble-interleaved",
+    "zero_bubble-v",
+    "auto",
+    "auto-interleaved",
 ]
 
 
@@ -31,8 +39,8 @@ def timeline(
     ] = None,
     schedule: Annotated[_Name, typer.Option(help="Order of the units; auto: the shortest step that fits.")] = "seq1f1b",
     chunks: Annotated[
-        int | None,
-        typer.Option(help="Stages on each rank. Default: 2 with -interleaved, -v and auto, else 1.", min=1),
+        str | None,
+        typer.Option(help="Stages on each rank; auto compares 1 to 4. Default: 2 with -interleaved, -v, auto, else 1."),
     ] = None,
     memory_limit: Annotated[
         str | None,
@@ -83,15 +91,19 @@ def timeline(
     from rich.console import Console
 
     from cuboid.checkpoint.format.bounded_files import write_json
-    from cuboid.seq1f1b.schedule.choice import CHUNKED
+    from cuboid.seq1f1b.schedule.choice import CHUNKED, COMPARED_CHUNKS
     from cuboid.seq1f1b.schedule.timeline_picture import draw_timeline, format_bytes
 
     lengths = _lengths_given(partition)
     count = segments or (len(lengths) if lengths else 1 if schedule == "1f1b" else 4)
-    each = chunks or (2 if schedule in (*CHUNKED, "auto") else 1)
-    if stages * each * micro_batches * count > MOST_UNITS:
+    given = chunk_count(chunks) or (2 if schedule in (*CHUNKED, "auto") else 1)
+    if given == "auto" and schedule != "auto":
+        raise typer.BadParameter(f"--chunks auto is for --schedule auto; give {schedule} a number")
+    each = COMPARED_CHUNKS if given == "auto" else given
+    most = stages * (max(COMPARED_CHUNKS) if given == "auto" else given)
+    if most * micro_batches * count > MOST_UNITS:
         raise typer.BadParameter(
-            f"{stages * each} stages × {micro_batches} micro-batches × {count} segments are too many units to draw; "
+            f"{most} stages × {micro_batches} micro-batches × {count} segments are too many units to draw; "
             f"{MOST_UNITS:,} at most"
         )
     request = _Request(
@@ -104,7 +116,8 @@ def timeline(
         costs: _Costs = _PlainCosts(request)
     else:
         costs = _ModelCosts(request, model, sequence_length, rows)
-    chosen = _choose(request, costs)
+    compared = _compare(request, costs)
+    chosen = compared.best
     title = _title(request, chosen)
     simulated, label = chosen.timeline, _sequences
     sequence_bytes = costs.placed(chosen.rank_of).sequence_bytes
@@ -113,8 +126,10 @@ def timeline(
     draw_timeline(simulated, output, title=title, caption=costs.caption, time_label=_TIME, memory_label=label)
     head = costs.head(chosen)
     if json_output is not None:
-        write_json(json_output, _numbers(request, chosen, sequence_bytes, head))
+        write_json(json_output, _numbers(request, compared, sequence_bytes, head))
     _print(Console(), chosen, costs, title)
+    if len(compared.fitting) + len(compared.rejected) > 1:
+        typer.echo(f"{schedule} is {compared}")
     if head is not None:
         typer.echo(head.sentence)
     typer.echo(f"drawn in {output}")
@@ -128,7 +143,7 @@ class _Request:
     """What was asked for; ``ratios`` are the times of backward, input and weight gradient for a forward's."""
 
     ranks: int
-    chunks: int
+    chunks: int | tuple[int, ...]
     micro_batches: int
     segments: int
     schedule: str
@@ -270,7 +285,7 @@ class _ModelCosts(_Costs):
         from cuboid.seq1f1b.schedule.partition import HeadShare
 
         share = HeadShare.of(self._sizes, self.layers(chosen.shape.stages), self._length)
-        spread = _choose(self._request, self._with_spread_head())
+        spread = _compare(self._request, self._with_spread_head()).best
         return _Head(share, max(0.0, 1 - spread.timeline.makespan_s / chosen.timeline.makespan_s))
 
     def _with_spread_head(self) -> _ModelCosts:
@@ -298,10 +313,10 @@ class _ModelCosts(_Costs):
         )
 
 
-def _choose(request: _Request, costs: _Costs) -> ChosenSchedule:
-    from cuboid.seq1f1b.schedule.choice import Request, choose_schedule
+def _compare(request: _Request, costs: _Costs) -> Comparison:
+    from cuboid.seq1f1b.schedule.choice import Request, compare_schedules
 
-    return choose_schedule(
+    return compare_schedules(
         request.schedule,
         Request(*(request.ranks, request.micro_batches, request.segments, costs.placed, request.limit, request.chunks)),
     )
@@ -327,7 +342,7 @@ class _Head:
 
 
 def _title(request: _Request, chosen: ChosenSchedule) -> str:
-    chunks = chosen.shape.stages // request.ranks
+    chunks = chosen.chunks
     placed = f"{request.ranks} ranks of {chunks} chunks" if chunks > 1 else f"{request.ranks} stages"
     return (
         f"{chosen.name}: {placed}, {request.micro_batches} micro-batches, {request.segments} segments; "
@@ -350,14 +365,15 @@ def _in_bytes(simulated: Timeline, sequence_bytes: Sequence[float]) -> Timeline:
 
 
 def _numbers(
-    request: _Request, chosen: ChosenSchedule, sequence_bytes: Sequence[float] | None, head: _Head | None
+    request: _Request, compared: Comparison, sequence_bytes: Sequence[float] | None, head: _Head | None
 ) -> dict[str, Any]:
     """What ``--json`` writes."""
+    chosen = compared.best
     simulated = chosen.timeline
     found = {
         "schedule": chosen.name,
         "ranks": request.ranks,
-        "chunks": chosen.shape.stages // request.ranks,
+        "chunks": chosen.chunks,
         "micro_batches": request.micro_batches,
         "segments": request.segments,
         "memory_limit": None if request.limit is None else str(request.limit),
@@ -366,6 +382,8 @@ def _numbers(
         "bubble_by_rank": simulated.bubbles,
         "peak_micro_batches": chosen.peak_micro_batches,
         "peak_micro_batches_by_rank": simulated.peak_bytes,
+        "compared": {str(each): each.timeline.makespan_s for each in compared.fitting},
+        "rejected": dict(compared.rejected),
     }
     if sequence_bytes is not None:
         found["peak_bytes_by_rank"] = _in_bytes(simulated, sequence_bytes).peak_bytes

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cuboid.cli.limits import LARGEST_VOCABULARY, MOST_HEADS, MOST_LAYERS, MOST_PROCESSES, finite
+from cuboid.cli.limits import LARGEST_VOCABULARY, MOST_HEADS, MOST_LAYERS, MOST_PROCESSES, chunk_count, finite
 from cuboid.verify.plan import Dtype
 from cuboid.verify.small_models import Architecture, Rope
 
@@ -30,7 +30,8 @@ def verify(
     ] = None,
     schedule: Annotated[str | None, typer.Option(help="Of the pipeline, instead of the config's.")] = None,
     chunks: Annotated[
-        int | None, typer.Option(help="Stages on each rank of the pipeline, instead of the config's.", min=1)
+        str | None,
+        typer.Option(help="Stages on each rank of the pipeline, or auto; instead of the config's."),
     ] = None,
     partition: Annotated[
         str | None,
@@ -116,7 +117,7 @@ def verify(
     section = parsed.tensor_parallel
     # The axes of an "auto" mesh aren't known yet, but its batch axis divides the number of ranks.
     rows = section.mesh_size if section.mesh == "auto" else section.mesh.batch
-    options: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "layers": layers or max(2, len(parsed.placement))}
+    options: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "layers": layers or max(2, parsed.parts)}
     options |= {"vocabulary": vocabulary, "tied": tied, "bias": bias, "sliding_window": sliding_window, "rope": rope}
     small = SmallModel.fitting(arch, section.mesh_size, **options) if arch else None
     console = Console()
@@ -166,11 +167,11 @@ def _settings(config: Path | None, mesh: str | None, pipeline: dict[str, Any]) -
 
 
 def _pipeline(
-    stages: int | None, segments: int | None, partition: str | None, schedule: str | None, chunks: int | None
+    stages: int | None, segments: int | None, partition: str | None, schedule: str | None, chunks: str | None
 ) -> dict[str, Any]:
     """The keys of the pipeline section that are given on the command line."""
     given: dict[str, Any] = {"stages": stages, "segments": segments, "partition": partition}
-    given |= {"schedule": schedule, "chunks": chunks}
+    given |= {"schedule": schedule, "chunks": chunk_count(chunks)}
     if partition is not None and partition[:1].isdigit():
         lengths = partition.split(",")
         if not all(length.strip().isdigit() for length in lengths):

@@ -17,7 +17,15 @@ from pydantic.json_schema import SkipJsonSchema
 from cuboid.config.config_file import ConfigSource, checked_copy, config_text, read_config
 from cuboid.distributed.topology import MeshShape, Topology
 from cuboid.errors import ConfigError
-from cuboid.seq1f1b.schedule.choice import AUTO, CHUNKED, NAMES, check_chunks, is_generated, place_stages
+from cuboid.seq1f1b.schedule.choice import (
+    AUTO,
+    CHUNKED,
+    COMPARED_CHUNKS,
+    NAMES,
+    check_chunks,
+    is_generated,
+    place_stages,
+)
 
 
 class Section(BaseModel):
@@ -134,12 +142,11 @@ class PipelineConfig(Section):
         description="Stages that the layers are cut into, one for each pipeline rank; with `chunks`, the pipeline "
         "ranks, each of which has several.",
     )
-    chunks: int = Field(
+    chunks: Annotated[int, Field(ge=1, le=_MOST_PARTS)] | Literal["auto"] = Field(
         1,
-        ge=1,
-        le=_MOST_PARTS,
-        description="Stages on each pipeline rank, for the schedules `seq1f1b-interleaved`, `zero_bubble-interleaved` "
-        "and `zero_bubble-v`: the layers are cut into stages × chunks parts.",
+        description="Stages on each pipeline rank, for the schedules `…-interleaved` and `zero_bubble-v`: the layers "
+        "are cut into stages × chunks parts. With the schedule `auto` a rank may have one stage instead, and "
+        '"auto" compares 1 to 4.',
     )
     segments: Annotated[int, Field(ge=1, le=_MOST_PARTS)] | Literal["auto"] = Field(
         "auto",
@@ -156,15 +163,17 @@ class PipelineConfig(Section):
         "flops",
         description="How many layers each stage has. "
         '"flops": so that the costliest stage, the head counted, costs the least; "layers": as equal as can be; or a '
-        "list of numbers, one for each stage; with `chunks`, stages × chunks numbers in the order of the layers.",
+        "list of numbers, one for each stage; with `chunks`, stages × chunks numbers in the order of the layers. With "
+        "the schedule `auto`, a list leaves those schedules that have as many parts.",
     )
     schedule: str = Field(
         "seq1f1b",
         description="Order of the units: `seq1f1b`, `gpipe`, or, with one segment, `1f1b`, which is then the same as "
         "`seq1f1b`; `zero_bubble`, which computes weight gradients when a stage would be idle, under a memory limit; "
         "or `auto`, of `seq1f1b` and `zero_bubble` the one with the shorter simulated step. With `chunks`: "
-        "`seq1f1b-interleaved` or `zero_bubble-interleaved`, which place stages on the ranks round and round, or "
-        "`zero_bubble-v`, to and fro.",
+        "`seq1f1b-interleaved` or `zero_bubble-interleaved`, which place stages on the ranks round and round, "
+        "`auto-interleaved`, of these two the one with the shorter simulated step, or `zero_bubble-v`, to and fro; "
+        "`auto` compares all of these, for the batch that the config tells.",
     )
     memory_limit: float | None = Field(
         None,
@@ -200,12 +209,8 @@ class PipelineConfig(Section):
     @model_validator(mode="after")
     def _check_counts(self) -> PipelineConfig:
         self._check_chunks()
-        if isinstance(self.stage_balance, tuple) and len(self.stage_balance) != self.parts:
-            chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
-            raise ValueError(
-                f'"stage_balance" has {len(self.stage_balance)} numbers for {self.stages} stages{chunks}; give one for '
-                "each" + (f" chunk, {self.parts} in all" if self.chunks > 1 else "")
-            )
+        if isinstance(self.stage_balance, tuple):
+            self._check_balance(len(self.stage_balance))
         if isinstance(self.partition, tuple) and self.segments != len(self.partition):
             raise ValueError(
                 f'"partition" has {len(self.partition)} lengths, but "segments" is {self.segments!r}; '
@@ -221,25 +226,85 @@ class PipelineConfig(Section):
         return self
 
     def _check_chunks(self) -> None:
+        if self.chunks == "auto":
+            if self.schedule != AUTO:
+                raise ValueError(
+                    f'"chunks": "auto" is for "schedule": "auto", and the schedule is "{self.schedule}"; give a number'
+                )
+            return
         if self.parts > _MOST_PARTS:
             raise ValueError(f'"stages" × "chunks" is {self.parts}; {_MOST_PARTS} at most')
-        if self.schedule == AUTO and self.chunks > 1:
-            raise ValueError(
-                f'"chunks" is {self.chunks}, but "schedule": "auto" has one chunk on each rank: where the stages are '
-                f"has to be known before there is a batch to choose by; take one of {', '.join(CHUNKED)}"
-            )
         if self.schedule in NAMES:
             check_chunks(self.schedule, self.chunks)
 
+    def _check_balance(self, count: int) -> None:
+        if self.chunks == "auto":
+            if count % self.stages:
+                raise ValueError(
+                    f'"stage_balance" has {count} numbers for {self.stages} stages; with "chunks": "auto" give '
+                    f"{self.stages}, or for each chunk as many"
+                )
+        elif count != self.parts:
+            chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
+            raise ValueError(
+                f'"stage_balance" has {count} numbers for {self.stages} stages{chunks}; give one for each'
+                + (f" chunk, {self.parts} in all" if chunks else "")
+            )
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether the schedule says where stages are; ``"auto"`` with chunks is decided for the model."""
+        return self.schedule != AUTO or self.chunks == 1
+
+    @property
+    def compared_chunks(self) -> int | tuple[int, ...]:
+        """Numbers of stages on a rank that ``"auto"`` has to compare beside 1."""
+        return COMPARED_CHUNKS if self.chunks == "auto" else self.chunks
+
     @property
     def parts(self) -> int:
-        """Parts that the layers are cut into: the stages of all pipeline ranks, of which each has ``chunks``."""
-        return self.stages * self.chunks
+        """Parts that the layers are cut into: the stages of all pipeline ranks, of which each has ``chunks``.
+
+        As many as it may be where the number of chunks is to be chosen.
+        """
+        return self.stages * (max(COMPARED_CHUNKS) if self.chunks == "auto" else self.chunks)
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """The pipeline rank of each part, in the order of the layers."""
-        return place_stages(self.schedule, self.stages, self.chunks)
+        """The pipeline rank of each part, in the order of the layers.
+
+        Raises:
+            ConfigError: it is decided for a model, and there is none yet.
+        """
+        if self.is_placed:
+            assert self.chunks != "auto"
+            return place_stages(self.schedule, self.stages, self.chunks)
+        raise ConfigError(
+            'with "schedule": "auto", where the chunks are is known once the model is loaded, and is needed before; '
+            f"name the schedule, one of {', '.join(CHUNKED)}"
+        )
+
+    def allows(self, placement: tuple[int, ...]) -> bool:
+        """Whether the stages may be on these ranks of the pipeline."""
+        if self.is_placed:
+            return placement == self.placement
+        chunks, rest = divmod(len(placement), self.stages)
+        if rest or (self.chunks != "auto" and chunks not in (1, self.chunks)):
+            return False
+        return placement in {place_stages(name, self.stages, chunks) for name in CHUNKED}
+
+    @property
+    def without_chunks(self) -> PipelineConfig:
+        """The same with one stage on each rank, with all layers that several parts had in a row."""
+        balance = self.stage_balance
+        if isinstance(balance, tuple):
+            each = len(balance) // self.stages
+            balance = tuple(sum(balance[first : first + each]) for first in range(0, len(balance), each))
+        return self.on_ranks(AUTO, 1).model_copy(update={"stage_balance": balance})
+
+    def on_ranks(self, schedule: str, chunks: int) -> PipelineConfig:
+        """The same with a schedule that was chosen, which says where stages are."""
+        return self.model_copy(update={"schedule": schedule, "chunks": chunks})
 
 
 #: Default maximum size of a weights file, as recommended for the Hugging Face hub.
@@ -302,6 +367,8 @@ class FrameworkNumbers(Section):
 
         There are no rows where the config has none, or the step's don't divide.
         """
+        if self.micro_batch is not None and self.batch is not None and self.accumulation is None:
+            return self.micro_batch, max(1, self.batch // (self.micro_batch * replicas))
         steps = self.accumulation or 1
         if self.micro_batch is not None or self.batch is None:
             return self.micro_batch, steps
@@ -327,8 +394,8 @@ class CuboidConfig(Section):
         default=None,
         ge=1,
         le=_MOST_TOKENS,
-        description='Tokens of a sequence, for `"mesh": "auto"`, which is decided before there is data. By default '
-        "4096, or as many as the model has positions.",
+        description='Tokens of a sequence, for `"mesh": "auto"` and for `"schedule": "auto"` with chunks, which are '
+        "decided before there is data. By default 4096, or as many as the model has positions.",
     )
     #: Copied from the framework's part; not a key.
     framework: SkipJsonSchema[FrameworkNumbers] = FrameworkNumbers()
@@ -366,9 +433,24 @@ class CuboidConfig(Section):
         return 1 if self.pipeline is None else self.pipeline.stages
 
     @property
+    def parts(self) -> int:
+        """Parts of the layers on all ranks; at most, where that is to be chosen."""
+        return 1 if self.pipeline is None else self.pipeline.parts
+
+    @property
     def placement(self) -> tuple[int, ...]:
         """The pipeline rank of each part of the layers; one part without a pipeline."""
         return (0,) if self.pipeline is None else self.pipeline.placement
+
+    @property
+    def stages_in_words(self) -> str:
+        """Number of stages of all ranks, and where they are if ranks have several."""
+        if self.pipeline is not None and not self.pipeline.is_placed:
+            return f'{self.stages} pipeline stage(s), or with "chunks": {self.pipeline.chunks!r} as many on each rank'
+        places, where = self.placement, ""
+        if len(places) > self.stages:
+            where = f" on the pipeline's ranks {', '.join(map(str, places))}"
+        return f"{len(places)} pipeline stage(s){where}"
 
     @property
     def ranks(self) -> int:
@@ -380,6 +462,10 @@ class CuboidConfig(Section):
         axes = MeshConfig(batch=shape.batch, sequence=shape.sequence, hidden=shape.hidden)
         section = self.tensor_parallel.model_copy(update={"mesh": axes, "size": None})
         return self.model_copy(update={"tensor_parallel": section})
+
+    def with_pipeline(self, pipeline: PipelineConfig) -> CuboidConfig:
+        """The same config with another pipeline."""
+        return self.model_copy(update={"pipeline": pipeline})
 
     def topology(self, world_size: int) -> Topology:
         """The topology of stages and replicas. The mesh's shape may still be unknown, so it is one axis in it."""

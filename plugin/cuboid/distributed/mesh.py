@@ -291,13 +291,18 @@ class Mesh:
     def _find_nodes(self) -> None:
         """Learn which ranks reach one another without a network."""
         own = own_network() if dist.get_backend() == "gloo" else socket.gethostname()
-        gathered = [("", "")] * self.topology.world_size
-        dist.all_gather_object(gathered, (own, str(self.shape)))
-        nodes, shapes = zip(*gathered, strict=True)
+        gathered = [("", "", self.placement)] * self.topology.world_size
+        dist.all_gather_object(gathered, (own, str(self.shape), self.placement))
+        nodes, shapes, placements = zip(*gathered, strict=True)
         if len(set(shapes)) > 1:
             raise MeshError(
                 f"ranks have different meshes, {', '.join(sorted(set(shapes)))}; rank {self.rank} has {self.shape}: "
                 'with "mesh": "auto" that is so where their GPUs differ: name the "cluster", or the mesh'
+            )
+        if len(set(placements)) > 1:
+            raise MeshError(
+                f"ranks have the pipeline's stages in different places, {', '.join(map(str, sorted(set(placements))))};"
+                f" rank {self.rank} has {self.placement}: give all ranks the same config, and the same versions"
             )
         # Other backends than gloo choose their routes by themselves. Unbatched receives and sends, as gloo has them
         # directly, would wait for one another on NCCL's one stream.

@@ -168,15 +168,13 @@ def _check_same(model: Any, config: CuboidConfig) -> None:
     mesh, wanted = mesh_of(model), config.tensor_parallel.mesh
     if wanted != "auto" and mesh.shape != wanted.shape:
         raise ConfigError(f"the model is sharded over {mesh.shape}, but tensor_parallel.mesh is {wanted.shape}")
-    if isinstance(model, StageModel) != (config.pipeline is not None) or mesh.placement != config.placement:
-        found, asked = (_in_words(placement) for placement in (mesh.placement, config.placement))
-        raise ConfigError(f"the model is cut into {found}, but the config has {asked}; load it with the same config")
-
-
-def _in_words(placement: tuple[int, ...]) -> str:
-    ranks = max(placement) + 1
-    where = "" if len(placement) == ranks else f" on the pipeline's ranks {', '.join(map(str, placement))}"
-    return f"{len(placement)} pipeline stages{where}"
+    staging = model.staging if isinstance(model, StageModel) else None
+    is_same = staging is None if config.pipeline is None else staging and config.pipeline.allows(mesh.placement)
+    if not is_same:
+        found = "1 pipeline stage(s)" if staging is None else staging.config.stages_in_words
+        raise ConfigError(
+            f"the model is cut into {found}, but the config has {config.stages_in_words}; load it with the same config"
+        )
 
 
 def _successors(model: nn.Module) -> _Successor:

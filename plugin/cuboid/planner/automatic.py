@@ -1,4 +1,4 @@
-"""``"mesh": "auto"`` and ``"segments": "auto"``: what the planner takes for a model that is being loaded."""
+"""``"auto"`` for the mesh, the segments and the places of stages: what is taken for a model that is being loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from cuboid.distributed.mesh import Mesh, current_rank
 from cuboid.distributed.topology import MeshShape, divisors
 from cuboid.errors import ConfigError, MeshError
 from cuboid.models.certification.mesh_certificates import mesh_verdict
+from cuboid.models.pipeline.schedule_choice import settle_schedule
+from cuboid.models.pipeline.sequence_cut import Cutter
 from cuboid.models.sharded.parallel_plan import fitting_meshes
+from cuboid.models.stages.model_costs import model_sizes
 from cuboid.planner.cost.layout import Checkpointing, Layout
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import Cluster
@@ -62,7 +65,7 @@ def choose_mesh(
     cluster = _cluster(config, world_size)
     verdict = mesh_verdict(cls or type(model), model.config)
     described = describe_modules(model, verdict.whole)
-    length = _length(described, config)
+    length = _length(described.most_positions, config)
 
     def fitting(size: int) -> list[MeshShape]:
         return [MeshShape()] if size == 1 else fitting_meshes(model, size, verdict)
@@ -127,6 +130,53 @@ def segment_choice(model: PreTrainedModel, config: CuboidConfig, mesh: Mesh) -> 
     return SegmentChoice(described, with_pipeline(layout, pipeline, described), _cluster(config, topology.world_size))
 
 
+def settle_stages(
+    model: PreTrainedModel, config: CuboidConfig, shape: MeshShape, *, world_size: int | None = None
+) -> CuboidConfig:
+    """The config with a schedule that says where the stages are; the first rank logs why.
+
+    Only ``"schedule": "auto"`` with chunks leaves that open. All ranks that read the same config come to the same;
+    meshes compare notes when they are connected.
+
+    Args:
+        model: full, on any device, meta included.
+        config: Cuboid's.
+        shape: of the mesh.
+        world_size: ranks in all; by default those of one replica.
+
+    Raises:
+        ConfigError: no schedule keeps to the memory limit, or the layers can't be given to so many stages as asked.
+    """
+    pipeline = config.pipeline
+    if pipeline is None or pipeline.is_placed:
+        return config
+    mesh = Mesh(shape, pipe=pipeline.stages, rank=0, world_size=world_size or shape.size * pipeline.stages)
+    rows, micro_batches = config.framework.per_replica(mesh.topology.data)
+    length = _length(getattr(model.config.get_text_config(), "max_position_embeddings", None), config)
+
+    def segments(padded: int, steps: int) -> int:
+        whole = config.with_pipeline(pipeline.without_chunks)
+        choice = segment_choice(model, whole, mesh)
+        assert choice is not None
+        layout = replace(choice.layout, micro_batch=rows or _ASSUMED_ROWS, micro_batches=steps)
+        return best_segments(choice.model, layout, choice.cluster, padded)
+
+    sizes = model_sizes(model.config)
+    lengths = Cutter(pipeline, sizes, mesh, segments).lengths(length, micro_batches)
+    settled, compared = settle_schedule(pipeline, sizes, lengths, micro_batches)
+    if current_rank() == 0:
+        _logger.warning(
+            '"schedule": "auto" is, for %d micro-batches of %d tokens in %d segments%s, %s', micro_batches,
+            length, len(lengths), _assumed(config), compared,
+        )  # fmt: skip
+    return config.with_pipeline(settled)
+
+
+def _assumed(config: CuboidConfig) -> str:
+    """A remark on the length of sequences, where the config doesn't have it."""
+    return "" if config.sequence_length else " (assumed; sequence_length in the config says another)"
+
+
 def _cluster(config: CuboidConfig, world_size: int | None) -> Cluster:
     """The config's, or that which this process sees."""
     if config.cluster is None:
@@ -137,11 +187,11 @@ def _cluster(config: CuboidConfig, world_size: int | None) -> Cluster:
     return named
 
 
-def _length(model: ModelDescription, config: CuboidConfig) -> int:
+def _length(most_positions: int | None, config: CuboidConfig) -> int:
     pipeline = config.pipeline
     if pipeline is not None and isinstance(pipeline.partition, tuple):
         return sum(pipeline.partition)
-    return config.sequence_length or min(_ASSUMED_LENGTH, model.most_positions or _ASSUMED_LENGTH)
+    return config.sequence_length or min(_ASSUMED_LENGTH, most_positions or _ASSUMED_LENGTH)
 
 
 def _layouts(
@@ -220,11 +270,10 @@ def _log(found: tuple[Estimate, ...], config: CuboidConfig, length: int) -> None
     best = found[0]
     others = "; ".join(f"{each.layout.mesh} with {each.layout.replicas} replicas: {reason(each, best)}"
                        for each in found[1:3])  # fmt: skip
-    assumed = "" if config.sequence_length else " (assumed; sequence_length in the config says another)"
     _logger.warning(
         '"mesh": "auto" is %s with %d replicas, for micro-batches of %d rows of %d tokens%s on %s: %.3g s a step, %.1f '
         "GiB a rank%s%s%s",
-        best.layout.mesh, best.layout.replicas, best.layout.micro_batch, length, assumed, best.cost.cluster,
+        best.layout.mesh, best.layout.replicas, best.layout.micro_batch, length, _assumed(config), best.cost.cluster,
         best.time.total_s, best.memory_bytes / 2**30,
         ", with gradient checkpointing, without which nothing fits" if best.layout.checkpointing == "full" else "",
         f". Behind it: {others}" if others else "",

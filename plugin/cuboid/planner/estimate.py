@@ -10,6 +10,7 @@ from typing import Any
 
 from cuboid.config.schema import CuboidConfig, PipelineConfig
 from cuboid.errors import ConfigError
+from cuboid.models.pipeline.schedule_choice import settle_schedule
 from cuboid.planner.comm_formula import layer_bytes, stage_layer_bytes
 from cuboid.planner.cost.layout import CUBOID, Layout, Software
 from cuboid.planner.cost.memory import Memory, stage_memory, uncounted, usable_bytes
@@ -271,21 +272,25 @@ def _with_segments(
     if pipeline.partition == "measured":
         raise ConfigError('pipeline.partition "measured" cuts by the times of real steps; estimate it as "flops"')
     multiple = math.lcm(layout.mesh.sequence, layout.mesh.hidden)
-    layout = with_pipeline(layout, pipeline, model)
+    layout = with_pipeline(layout, pipeline if pipeline.is_placed else pipeline.without_chunks, model)
     segments = pipeline.segments
     if segments == "auto":
         segments = best_segments(model, layout, cluster, length)
     layout = replace(layout, segments=segments)
     if isinstance(pipeline.partition, tuple):
         check_lengths(pipeline.partition, length=length, segments=segments, multiple=multiple)
-        return replace(layout, lengths=pipeline.partition)
-    if pipeline.partition == "even":
-        return replace(layout, lengths=even_cut(length, segments, multiple))
-    return layout
+        layout = replace(layout, lengths=pipeline.partition)
+    elif pipeline.partition == "even":
+        layout = replace(layout, lengths=even_cut(length, segments, multiple))
+    if pipeline.is_placed:
+        return layout
+    lengths = StepCost(model, layout, cluster, length).lengths
+    return with_pipeline(layout, settle_schedule(pipeline, model.sizes, lengths, layout.micro_batches)[0], model)
 
 
 def with_pipeline(layout: Layout, pipeline: PipelineConfig, model: ModelDescription) -> Layout:
     """The layout with what a config says of stages, their schedule and keys."""
+    assert pipeline.chunks != "auto"
     balance: tuple[int, ...] = ()
     if isinstance(pipeline.stage_balance, tuple):
         balance = _checked_balance(pipeline.stage_balance, model)

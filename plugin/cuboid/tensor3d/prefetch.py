@@ -64,6 +64,8 @@ class LayerPrefetcher:
         self._started: list[ParamGroupUnshard] = []
         self._next: LayerPrefetcher | None = None
         self._previous: LayerPrefetcher | None = None
+        #: In which the weights were used by the forward that ran last: autocast is off in backward.
+        self._dtypes: list[torch.dtype] = []
         if self._groups or self._weights:
             layer.register_forward_pre_hook(self._before)
             layer.register_forward_hook(self._after)
@@ -122,14 +124,15 @@ class LayerPrefetcher:
         self._clear()
         hidden = output[0] if isinstance(output, tuple) else output
         if self._weights and hidden.requires_grad and not is_recomputing():
-            # Autocast is off in backward.
-            dtypes = [autocast_dtype(place.shard) for place in self._weights]
-            hidden.register_hook(partial(self._before_backward, dtypes))
+            self._dtypes = [autocast_dtype(place.shard) for place in self._weights]
+            # A decoder's layers have other weights than the encoder's before them.
+            before = [] if self._previous is None else self._previous._dtypes
+            hidden.register_hook(partial(self._before_backward, self._dtypes, before))
 
-    def _before_backward(self, dtypes: Sequence[torch.dtype], _: torch.Tensor) -> None:
+    def _before_backward(self, dtypes: Sequence[torch.dtype], before: Sequence[torch.dtype], _: torch.Tensor) -> None:
         self._begin_backward(dtypes)
-        if self._previous is not None:
-            self._previous._begin_backward(dtypes)
+        if self._previous is not None and before:
+            self._previous._begin_backward(before)
 
     def _begin_backward(self, dtypes: Sequence[torch.dtype]) -> None:
         """Start to unshard the weights, the last first."""

@@ -87,8 +87,7 @@ def rank_figures(engine: Any, sent_bytes: dict[str, int]) -> RankFigures:
 
 def pipeline_figures(job: Job, engine: Any) -> PipelineFigures:
     """How the layers and sequences of full length were divided, and the trace, if one was taken."""
-    asked = cuboid.parse_config(job.config).pipeline
-    assert asked is not None
+    asked = engine.module.staging.config.pipeline
     lengths = engine.pipeline.segment_lengths(job.options.sequence_length, job.accumulation)
     return PipelineFigures(
         stages=asked.stages,

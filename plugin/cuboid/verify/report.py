@@ -123,7 +123,7 @@ def _print_pass(report: PassReport, console: Console) -> None:
     layout = f"mesh {report.mesh}"
     if report.pipeline is not None:
         schedule = f"{report.pipeline.segments} segments ({report.pipeline.schedule})"
-        chunks = f" × {report.pipeline.chunks} chunks" if report.pipeline.chunks > 1 else ""
+        chunks = f" × {report.pipeline.chunks} chunks" if report.pipeline.chunks != 1 else ""
         layout = f"{report.pipeline.stages} stages{chunks} of {layout}, {schedule}"
     console.print(
         f"[bold]{_TITLES[report.name]}[/]: {plan.dtype}, {layout}, data parallel {plan.data_parallel}, "

@@ -16,9 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cuboid.config.compatibility import check_framework_config
 from cuboid.config.config_file import ConfigSource, load_config
-from cuboid.config.schema import PipelineConfig, parse_config, require_config, split_config
+from cuboid.config.schema import CuboidConfig, PipelineConfig, parse_config, require_config, split_config
 from cuboid.distributed.topology import Topology
 from cuboid.errors import CuboidError
+from cuboid.planner.automatic import choose_mesh, settle_stages
 from cuboid.verify.compare import KINDS, Kind, compare, dropout_checks
 from cuboid.verify.noise import compare_noisy
 from cuboid.verify.plan import Plan, covering_plan
@@ -90,10 +91,29 @@ def _verify(
         # because they can't be probed without their weights.
         loaded["pipeline"]["certification"] = "verified"
     plan = complete(plan, ours.pipeline)
+    ours = _with_places(ours, plan, loaded)
     world_size = ours.ranks * plan.data_parallel
     check_framework_config(ours, rest, world_size)
     with _pool(pool, world_size) as workers:
         return Report([_run(name, plan, loaded, workers, world_size, tolerance, timeout_s) for name in passes])
+
+
+def _with_places(config: CuboidConfig, plan: Plan, loaded: dict[str, Any]) -> CuboidConfig:
+    """The config with a schedule that says where the stages are, in ``loaded`` too, as training chooses it.
+
+    Chosen here, because what the plan runs has other numbers of rows and micro-batches than the config.
+    """
+    if config.pipeline is None or config.pipeline.is_placed:
+        return config
+    if config.framework.accumulation is None and config.framework.batch is None:
+        numbers = config.framework.model_copy(update={"accumulation": plan.accumulate})
+        config = config.model_copy(update={"framework": numbers})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(plan.model_config())
+    config = settle_stages(model, config, choose_mesh(model, config))
+    assert config.pipeline is not None
+    loaded["pipeline"].update(schedule=config.pipeline.schedule, chunks=config.pipeline.chunks)
+    return config
 
 
 def complete(plan: Plan, pipeline: PipelineConfig | None) -> Plan:

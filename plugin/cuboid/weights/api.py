@@ -24,7 +24,7 @@ from cuboid.models.pipeline.staging_plan import plan_staging
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.sharded.sharded_model import FormerParameters, ShardedModel, shard_modules, sharding_of, unwrap
 from cuboid.models.stages.stage_model import cut_model, finish_stage
-from cuboid.planner.automatic import choose_mesh, segment_choice
+from cuboid.planner.automatic import choose_mesh, segment_choice, settle_stages
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
 from cuboid.weights.save import save_sharded
 
@@ -154,6 +154,7 @@ def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTra
 
 def _shard(model: PreTrainedModel, parsed: CuboidConfig) -> PreTrainedModel:
     shape = choose_mesh(model, parsed, world_size=current_world_size())
+    parsed = settle_stages(model, parsed, shape, world_size=current_world_size())
     mesh = Mesh(shape, pipe=parsed.stages, placement=parsed.placement)
     shard_of = functools.partial(take_shard, mesh=mesh)
     if parsed.pipeline is None:

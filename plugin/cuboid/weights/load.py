@@ -29,7 +29,7 @@ from cuboid.models.plain_construction import plain_construction
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.sharded.sharded_model import shard_modules
 from cuboid.models.stages.stage_model import StageModel, Staging, cut_model, finish_stage
-from cuboid.planner.automatic import choose_mesh, segment_choice
+from cuboid.planner.automatic import choose_mesh, segment_choice, settle_stages
 from cuboid.tensor3d.sharding.sharded_param import local_state
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 from cuboid.weights.model_folder import (
@@ -40,6 +40,7 @@ from cuboid.weights.model_folder import (
     folder_of,
     has_config,
     model_config,
+    stored_alike,
     verify_model_folder,
 )
 from cuboid.weights.new_weights import is_of_new_head, make_new_head
@@ -202,6 +203,8 @@ class _Loading:
             if plan is None
             else plan.mesh.shape
         )
+        if plan is None:
+            config = settle_stages(self, config, shape, world_size=current_world_size())
         # Stages of one rank each don't shard parameters, so need no parallel plan for the architecture.
         self._parallel_plan = None
         if config.pipeline is None or shape.size > 1:
@@ -248,7 +251,7 @@ class _Loading:
 
     def tie_weights(self, missing_keys: Any = None, **kwargs: Any) -> Any:
         if missing_keys is not None:
-            _check_ties(self, missing_keys)
+            _untie_as_stored(self, missing_keys)
         return super().tie_weights(missing_keys=missing_keys, **kwargs)  # type: ignore[misc]
 
     def _adjust_bias(self, *modules: Any) -> None:
@@ -289,13 +292,19 @@ def _cut_stage(model: Any, staging: Staging) -> None:
     model._keys_to_ignore_on_load_unexpected = set(model._keys_to_ignore_on_load_unexpected or ()) | patterns
 
 
-def _check_ties(model: Any, missing_keys: Any) -> None:
-    # If a checkpoint has both of a tied pair, transformers compares them and unties them if they differ. Ranks compare
-    # their slices only, so that one could untie them while the others don't.
-    for target, source in model.all_tied_weights_keys.items():
+def _untie_as_stored(model: Any, missing_keys: Any) -> None:
+    """Untie what the config ties and the checkpoint holds twice, with different values, as T5's heads since 1.1."""
+    # Transformers compares them too, but only what the rank has of them: one could untie them while others don't. So
+    # each looks at the whole tensors in the files.
+    folder = folder_of((model.config._name_or_path,), {})
+    for target, source in list(model.all_tied_weights_keys.items()):
         if target in missing_keys or source in missing_keys:
             continue
-        if not torch.equal(model.get_parameter(target), model.get_parameter(source)):
+        alike = None if folder is None else stored_alike(folder, target, source)
+        # Stages were planned with both as one.
+        if alike is False and model._staging is None:
+            del model.all_tied_weights_keys[target]
+        elif alike is False or not torch.equal(model.get_parameter(target), model.get_parameter(source)):
             raise CheckpointError(
                 f"the config ties {target} to {source}, but the checkpoint holds both with different values; "
                 "set tie_word_embeddings to false in its config.json, or remove one of them"

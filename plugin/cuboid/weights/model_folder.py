@@ -36,6 +36,7 @@ _BESIDE = ("generation_config.json", *TOKENIZER_FILES)
 #: Config keys that say how many modules to build.
 _COUNTS = re.compile(r"(num|n)_\w*(layer|expert|head|block|stage)\w*|\w*_layers?|depth")
 _MOST_MODULES = 100_000
+_ROWS_AT_ONCE = 4096
 #: Those of them that are the number of decoder layers.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 #: A number in a parameter's dotted name: that of a layer or an expert.
@@ -212,6 +213,26 @@ def _tensors_in(folder: Path, variant: str | None = None) -> Iterator[Mapping[st
         if missing is not None:
             raise CheckpointError(f"{folder / name}: has no tensor {missing}, though {index.name} says so")
         yield own
+
+
+def stored_alike(folder: Path, first: str, second: str) -> bool | None:
+    """Whether two tensors of a folder's safetensors files are equal; None if it doesn't hold both by these names.
+
+    They are read only as far as they are equal.
+    """
+    index = folder / (SINGLE + INDEX_SUFFIX)
+    weight_map = read_index(index) if os.path.lexists(index) else {}
+    paths = [folder / weight_map.get(name, SINGLE) for name in (first, second)]
+    if not all(map(os.path.lexists, paths)):
+        return None
+    with TensorFile(paths[0]) as one, TensorFile(paths[1]) as other:
+        if first not in one.specs or second not in other.specs:
+            return None
+        if one.specs[first].shape != other.specs[second].shape:
+            return False
+        rows = one.specs[first].shape[0]
+        parts = [[slice(start, min(start + _ROWS_AT_ONCE, rows))] for start in range(0, rows, _ROWS_AT_ONCE)]
+        return all(torch.equal(one.read(first, part), other.read(second, part)) for part in parts)
 
 
 def weights_bytes(folder: Path, dtype: torch.dtype) -> int:

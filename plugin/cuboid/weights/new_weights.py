@@ -28,8 +28,8 @@ def is_of_new_head(model: PreTrainedModel, name: str) -> bool:
     """
     task = task_of(type(model))
     if ".pooler." in f".{name}":
-        return task not in ("causal", "masked")
-    return task not in ("causal", "masked", "hidden") and not name.startswith(f"{model.base_model_prefix}.")
+        return task not in ("causal", "masked", "seq2seq")
+    return task not in ("causal", "masked", "seq2seq", "hidden") and not name.startswith(f"{model.base_model_prefix}.")
 
 
 def make_new_head(model: Any, cls: type[PreTrainedModel], names: Collection[str]) -> None:

@@ -80,12 +80,10 @@ def _check_config(document: RankFolder, config: CuboidConfig, folder: Path) -> N
     mesh, placement = config.tensor_parallel.mesh, document.placement or tuple(range(document.topology.pipe))
     other_mesh = mesh != "auto" and mesh.shape != document.mesh.shape
     other_size = config.tensor_parallel.size not in (None, document.mesh.shape.size)
-    if other_mesh or other_size or config.placement != placement:
+    other_places = placement != (0,) if config.pipeline is None else not config.pipeline.allows(placement)
+    if other_mesh or other_size or other_places:
         asked = f"{config.tensor_parallel.size or 'any number of'} ranks" if mesh == "auto" else str(mesh.shape)
-        stages = f"{len(config.placement)} stage(s)"
-        if len(config.placement) > config.stages:
-            stages += f" on the pipeline's ranks {', '.join(map(str, config.placement))}"
-        raise _other_layout(document, f"a mesh of {asked} in {stages}", folder)
+        raise _other_layout(document, f"a mesh of {asked} in {config.stages_in_words}", folder)
 
 
 def _other_layout(document: RankFolder, asked: str, folder: Path) -> CheckpointError:
@@ -162,9 +160,9 @@ def _check_layouts(model: Any) -> None:
     layers = () if staging is None else staging.layout.counts
     # No pipeline and a pipeline of one stage are the same layout.
     same_layers = layers == document.layers or max(len(layers), len(document.layers)) <= 1
-    if mesh.shape != document.mesh.shape or not same_layers:
-        # Where the stages are was compared before.
-        found = layout_in_words(mesh.shape, layers, document.placement)
+    same_places = mesh.placement == (document.placement or tuple(range(document.topology.pipe)))
+    if mesh.shape != document.mesh.shape or not same_layers or not same_places:
+        found = layout_in_words(mesh.shape, layers, mesh.placement if len(layers) > mesh.topology.pipe else ())
         raise _other_layout(document, found, model._cuboid_folder)
     if mesh.shape.size == 1:
         return

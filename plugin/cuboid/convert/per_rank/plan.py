@@ -17,7 +17,7 @@ from cuboid.errors import CheckpointError, UnsupportedModelError
 from cuboid.models.certification.mesh_certificates import certified_plan
 from cuboid.models.pipeline.staging_plan import plan_staging
 from cuboid.models.stages.stages import cut_stages
-from cuboid.planner.automatic import choose_mesh
+from cuboid.planner.automatic import choose_mesh, settle_stages
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 from cuboid.weights.rank_folder import RankTensor, StoredLayout, layout_in_words
 
@@ -62,6 +62,7 @@ def plan_ranks(
     """
     model = blank_model(model_config)
     shape = choose_mesh(model, config, world_size=world_size)
+    config = settle_stages(model, config, shape, world_size=world_size)
     mesh = Mesh(shape, pipe=config.stages, rank=0, world_size=world_size or shape.size * config.stages)
     layouts: Mapping[str, ShardingSpec] = {}
     # Stages of one rank each have full tensors, which works for architectures without a parallel plan too.

@@ -59,7 +59,8 @@ class LayoutNames:
     @property
     def stage_manager(self) -> StageManager:
         """Where this rank is in the pipeline."""
-        return StageManager(self.coordinate.pipe, self.pp_size, self.config.placement)
+        placement = self.config.placement if self.mesh is None else self.mesh.placement
+        return StageManager(self.coordinate.pipe, self.pp_size, placement)
 
     @property
     def pp_size(self) -> int:

@@ -182,9 +182,11 @@ _WORDS: dict[Mode, str] = {
 def _kinds_of(batch: Mapping[str, torch.Tensor]) -> list[Kind]:
     kinds: list[Kind] = ["whole rows"]
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    if mask is not None and not bool(mask.all()):
-        seen = mask.bool()
-        kinds.append("padding on the left" if bool((seen[:, 1:] > seen[:, :-1]).any()) else "padding on the right")
+    for each in (mask, batch.get("decoder_attention_mask")):
+        if each is not None and not bool(each.all()):
+            seen = each.bool()
+            is_left = bool((seen[:, 1:] > seen[:, :-1]).any())
+            kinds.append("padding on the left" if is_left else "padding on the right")
     if mask is None and positions is not None and bool((positions.diff(dim=1) != 1).any()):
         kinds.append("packed sequences")
     return kinds

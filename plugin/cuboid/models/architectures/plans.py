@@ -21,12 +21,16 @@ from __future__ import annotations
 COMMON: dict[str, str] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "query_proj", "key_proj", "value_proj"), "colwise"),
     **dict.fromkeys(("query", "key", "value", "query_key_value", "g_proj"), "colwise"),
+    **dict.fromkeys(("wi_0", "wi_1"), "colwise"),
     **dict.fromkeys(("gate_proj", "up_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h", "w1", "w3", "wi"), "colwise"),
     "gate_up_proj": "packed_colwise",
     **dict.fromkeys(("o_proj", "out_proj", "down_proj", "fc2", "fc_out", "dense_4h_to_h", "w2", "wo"), "rowwise"),
     # By the last two parts, as BERT and its relatives call them.
     "intermediate.dense": "colwise",
     "output.dense": "rowwise",
+    # As T5 and its relatives do.
+    **{f"{attention}.{name}": "colwise" for attention in ("SelfAttention", "EncDecAttention") for name in "qkv"},
+    **dict.fromkeys(("SelfAttention.o", "EncDecAttention.o"), "rowwise"),
 }
 
 #: By ``config.model_type``; patterns of names behind the base model's.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,7 +26,19 @@ from cuboid.models.architectures.plans import COMMON, PLANS
 from cuboid.tensor3d.experts.experts import ExpertForm
 
 Kind = Literal[
-    "embedding", "up", "down", "experts", "router", "head", "labels", "norm", "gathered", "whole", "inside", "tied"
+    "embedding",
+    "up",
+    "down",
+    "experts",
+    "router",
+    "head",
+    "labels",
+    "norm",
+    "bias of heads",
+    "gathered",
+    "whole",
+    "inside",
+    "tied",
 ]
 Heads = Literal["query", "key_value", "query_key_value"]
 
@@ -39,7 +52,8 @@ class Role:
             ``"inside"``. ``"gathered"``: of each head by itself, with the same parameters. ``"experts"``: all experts
             of a mixture. ``"router"``: beside them, makes a few numbers of all features of a token. ``"tied"``: its
             parameters are the head's, which is inside of it. ``"labels"``: a head of few outputs, which all ranks get
-            whole.
+            whole. ``"bias of heads"``: a table with a number for each attention head in each row, such as one by the
+            distance of two positions.
         heads: what its out features are, where they are attention heads.
         parts: of how many projections, one behind the other, the out features consist.
         norm: what a norm computes.
@@ -63,8 +77,9 @@ class Role:
 
 
 _HEADS: dict[str, Heads] = {
-    **dict.fromkeys(("q_proj", "query", "query_proj", "q_lin"), "query"),
+    **dict.fromkeys(("q_proj", "query", "query_proj", "q_lin", "q"), "query"),
     **dict.fromkeys(("k_proj", "v_proj", "key", "value", "key_proj", "value_proj", "k_lin", "v_lin"), "key_value"),
+    **dict.fromkeys(("k", "v"), "key_value"),
     **dict.fromkeys(("query_key_value", "c_attn", "qkv_proj", "Wqkv"), "query_key_value"),
 }
 
@@ -122,6 +137,24 @@ def layer_names(model: nn.Module) -> list[str]:
     return found
 
 
+def token_embeddings(model: PreTrainedModel) -> list[nn.Module]:
+    """What a model looks tokens up in; an encoder and a decoder may have one each, with the same weight."""
+    own = model.get_input_embeddings()
+    if own is None:
+        return []
+    found = {own: None}
+    if model.config.is_encoder_decoder:
+        for part in model.modules():
+            with suppress(NotImplementedError):  # A part that has none.
+                if isinstance(part, PreTrainedModel):
+                    found[part.get_input_embeddings()] = None
+        # Nobody may call the one that their weights are tied to.
+        ties: dict[str, str] = model.all_tied_weights_keys
+        tied = [model.get_submodule(name.rpartition(".")[0]) for pair in ties.items() for name in pair]
+        found.update(dict.fromkeys(module for module in tied if isinstance(module, nn.Embedding)))
+    return list(found)
+
+
 class _Finder:
     def __init__(
         self,
@@ -134,7 +167,8 @@ class _Finder:
         self._modules = dict(model.named_modules())
         self._layers = set(layer_names(model))
         self._styles = [(_regex(pattern), style) for pattern, style in _plan(model.config).items()]
-        self._ends = {model.get_input_embeddings(): "embedding", model.get_output_embeddings(): "head"}
+        self._ends: dict[nn.Module | None, str] = dict.fromkeys(token_embeddings(model), "embedding")
+        self._ends[model.get_output_embeddings()] = "head"
         self._norms: dict[tuple[object, ...], NormFormula | None] = {}
 
     def blocks(self) -> dict[str, list[str]]:
@@ -161,9 +195,17 @@ class _Finder:
         for end in range(layer.count(".") + 2, len(parts) + 1):
             block = ".".join(parts[:end])
             # Lists aren't called themselves.
-            if not isinstance(self._modules[block], nn.ModuleList | nn.ModuleDict):
+            if not isinstance(self._modules[block], nn.ModuleList | nn.ModuleDict) and not self._is_sublayer(block):
                 return block
         return layer
+
+    def _is_sublayer(self, name: str) -> bool:
+        """Whether a member of a list in a layer is a norm, and one block, with a residual connection around them."""
+        if not name.rpartition(".")[2].isdigit():
+            return False
+        own = [module for module in self._modules[name].children() if _owns_any(module)]
+        blocks = [module for module in own if not _may_normalize(module)]
+        return len(own) == 2 and len(blocks) == 1 and not _owns(blocks[0]) and not _owns(self._modules[name])
 
     def _outside_of_layers(self, name: str) -> str:
         """Where a module that has no rule, such as a pooler's, is computed: in what it is a part of."""
@@ -283,7 +325,12 @@ class _Finder:
             return Role("head") if type(module) is nn.Linear else None
         leaf = name.rpartition(".")[2]
         if isinstance(module, nn.Embedding):
-            return Role("embedding") if not self._inside_layers(name) else None
+            if not self._inside_layers(name):
+                return Role("embedding")
+            is_of_heads = (
+                type(module) is nn.Embedding and module.embedding_dim == HeadCounts.of(self._model.config).query
+            )
+            return Role("bias of heads") if is_of_heads else None
         if type(module) in (nn.Linear, Conv1D):
             return self._linear(name, leaf, alone=is_block) if self._inside_layers(name) else None
         form = expert_form(module)
@@ -358,6 +405,10 @@ def _regex(pattern: str) -> re.Pattern[str]:
 
 def _owns(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
+
+
+def _owns_any(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
 
 
 def _may_normalize(module: nn.Module) -> bool:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import transformers
 from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedModel,
@@ -20,8 +23,9 @@ from transformers import (
 
 from cuboid.errors import UnsupportedModelError
 
-#: ``"hidden"``: no head; what users make of hidden states is their own.
-Task = Literal["causal", "masked", "sequence", "tokens", "answers", "hidden"]
+#: ``"seq2seq"``: an encoder's sequence to a decoder's. ``"hidden"``: no head; what users make of hidden states is their
+#: own.
+Task = Literal["causal", "masked", "seq2seq", "sequence", "tokens", "answers", "hidden"]
 #: By how transformers ends the names of its classes.
 _TASKS: dict[str, Task] = {
     "ForCausalLM": "causal",
@@ -35,6 +39,7 @@ _TASKS: dict[str, Task] = {
 _AUTO_CLASSES: dict[Task, Any] = {
     "causal": AutoModelForCausalLM,
     "masked": AutoModelForMaskedLM,
+    "seq2seq": AutoModelForSeq2SeqLM,
     "sequence": AutoModelForSequenceClassification,
     "tokens": AutoModelForTokenClassification,
     "answers": AutoModelForQuestionAnswering,
@@ -44,6 +49,7 @@ _AUTO_CLASSES: dict[Task, Any] = {
 WORDS: dict[Task, str] = {
     "causal": "causal language modelling",
     "masked": "masked language modelling, where positions see later ones",
+    "seq2seq": "sequence-to-sequence language modelling by an encoder-decoder",
     "sequence": "sequence classification",
     "tokens": "token classification",
     "answers": "question answering",
@@ -64,6 +70,9 @@ def auto_class_of(architectures: Sequence[str] | None) -> Any:
             modelling, whose class then says what is wrong.
     """
     name = next(iter(architectures or ()), "")
+    known = getattr(transformers, name, None)
+    if isinstance(known, type) and _is_sequence_to_sequence(known):
+        return AutoModelForSeq2SeqLM
     return _AUTO_CLASSES[_task_by_name(name) or "causal"]
 
 
@@ -73,12 +82,21 @@ def _task_by_name(name: str) -> Task | None:
     return next((task for ending, task in _TASKS.items() if name.endswith(ending)), None)
 
 
+def _is_sequence_to_sequence(cls: Any) -> bool:
+    """Whether a class is a language model of two sequences of ids; the names of such classes end in several ways."""
+    if not issubclass(cls, PreTrainedModel) or cls.main_input_name != "input_ids" or not cls.can_generate():
+        return False
+    return {"input_ids", "decoder_input_ids", "labels"} <= inspect.signature(cls.forward).parameters.keys()
+
+
 def task_of(cls: type) -> Task:
     """What a class is for.
 
     Raises:
         UnsupportedModelError: something that there are no rules for.
     """
+    if _is_sequence_to_sequence(cls):
+        return "seq2seq"
     names = [base.__name__ for base in cls.__mro__ if issubclass(base, PreTrainedModel)]
     for name in names:
         task = _task_by_name(name)
@@ -93,8 +111,8 @@ def task_of(cls: type) -> Task:
     else:
         what = "isn't a model of transformers"
     raise UnsupportedModelError(
-        f"{cls.__name__} {what}; a mesh has rules for language models, causal and masked, for sequence and token "
-        "classification, question answering, and models without a head, such as LlamaForCausalLM"
+        f"{cls.__name__} {what}; a mesh has rules for language models, causal, masked and of two sequences, for "
+        "sequence and token classification, question answering, and models without a head, such as LlamaForCausalLM"
     )
 
 
@@ -136,7 +154,7 @@ def check_model(model: Any, *, stages: bool = False) -> None:
     if isinstance(getattr(model, "_orig_mod", None), nn.Module):
         raise compiling_refused(model._orig_mod)
     check_class(type(model), stages=stages)
-    if task_of(type(model)) in ("causal", "masked") and model.get_output_embeddings() is None:
+    if task_of(type(model)) in ("causal", "masked", "seq2seq") and model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no output embeddings; a language model has")
 
 

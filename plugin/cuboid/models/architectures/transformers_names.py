@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,19 @@ def keep_logits(logits: torch.Tensor, keep: int | torch.Tensor) -> torch.Tensor:
     if hasattr(modeling_utils, "slice_logits_to_keep"):
         return modeling_utils.slice_logits_to_keep(logits, keep)
     return logits[:, slice(-keep, None) if isinstance(keep, int) else keep, :]
+
+
+def decoder_ids(model: Any, labels: torch.Tensor) -> torch.Tensor | None:
+    """What an encoder-decoder's own code gives its decoder for labels ``[B, T]``, each one later; None if nobody knows.
+
+    Args:
+        model: of a class of transformers.
+        labels: with -100 where there is none.
+    """
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        return model.prepare_decoder_input_ids_from_labels(labels)
+    shift = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
+    return None if shift is None else shift(labels, model.config.pad_token_id, model.config.decoder_start_token_id)
 
 
 def within_packed(pattern: Pattern, positions: torch.Tensor, packed: torch.Tensor) -> Pattern:

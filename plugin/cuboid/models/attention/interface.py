@@ -39,10 +39,16 @@ IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "f
 
 @dataclass(frozen=True)
 class Lengths:
-    """Positions of the unsplit sequence: as given, and as padded for the mesh."""
+    """Positions of the unsplit sequence: as given, and as padded for the mesh.
+
+    Args:
+        real, padded: of the sequence.
+        source: of the other one, where this is a decoder's and each position sees an encoder's output too.
+    """
 
     real: int
     padded: int
+    source: Lengths | None = None
 
 
 #: Of the forward that is running. Masks are made from an embedding that holds only this rank's part of the sequence,
@@ -140,9 +146,13 @@ def mask_twin(name: str) -> Callable[..., Any]:
         if unit is not None:
             return segment_mask(name, unit, kwargs)
         lengths = _lengths.get()
+        if kwargs.get("allow_is_bidirectional_skip") and lengths.source is not None:
+            # A decoder's own positions see no later ones, so this is for its attention to the encoder's output.
+            sizes = {"q_length": lengths.padded, "kv_length": lengths.source.padded}
+            return _bidirectional_mask(name, {**kwargs, **sizes}, lengths.padded, lengths.source)
         sizes = {"q_length": lengths.padded, "kv_length": lengths.padded}
         if kwargs.get("allow_is_bidirectional_skip") and lengths.padded > lengths.real:
-            return _bidirectional_mask(name, {**kwargs, **sizes}, lengths)
+            return _bidirectional_mask(name, {**kwargs, **sizes}, lengths.padded, lengths)
         mask = ALL_MASK_ATTENTION_FUNCTIONS[name](**{**kwargs, **sizes})
         if isinstance(mask, torch.Tensor) and mask.is_floating_point():
             # A position that may see nothing, as in padding on the left, sees everything alike under an additive
@@ -153,16 +163,25 @@ def mask_twin(name: str) -> Callable[..., Any]:
     return make_mask
 
 
-def _bidirectional_mask(name: str, arguments: dict[str, Any], lengths: Lengths) -> Any:
-    """Where positions see later ones, they must not see what a sequence was filled up with."""
+def _bidirectional_mask(name: str, arguments: dict[str, Any], queries: int, keys: Lengths) -> Any:
+    """Where positions see later ones, they must not see what a sequence was filled up with.
+
+    Args:
+        name: of the implementation.
+        arguments: of its mask function.
+        queries: how many positions see.
+        keys: how many are seen.
+    """
+    if keys.padded == keys.real:
+        return ALL_MASK_ATTENTION_FUNCTIONS[name](**arguments)
     mask = ALL_MASK_ATTENTION_FUNCTIONS[name](**{**arguments, "allow_is_bidirectional_skip": False})
     if not isinstance(mask, torch.Tensor) or mask.dim() != 4:
         raise UnsupportedModelError(
             f"attn_implementation {name!r} has no rule for a model whose positions see later ones, with sequences that "
             "the mesh doesn't divide"
         )
-    mask = mask.expand(*mask.shape[:2], lengths.padded, lengths.padded).clone()
-    mask[..., lengths.real :] = -torch.inf if mask.is_floating_point() else False
+    mask = mask.expand(*mask.shape[:2], queries, keys.padded).clone()
+    mask[..., keys.real :] = -torch.inf if mask.is_floating_point() else False
     return mask
 
 

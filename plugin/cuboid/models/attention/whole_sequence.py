@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import TreeSpec
 
 #: Of the thread that looks at a whole sequence, for mask functions too, which get no module that could know. All
 #: tensors without values must be of one mode.
@@ -22,13 +23,13 @@ class WholeSequence:
 
     Args:
         length: S, positions of the sequence as the user gave it, without padding for segments or the mesh.
-        layers: by name, the arguments of each layer.
+        layers: by name, the arguments of each layer, as leaves and what these were in (torch's pytree).
         outputs: by name, what modules without parameters returned, call by call.
         lookups: by name, what tables of positions were looked up by, call by call.
     """
 
     length: int
-    layers: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    layers: dict[str, tuple[list[Any], TreeSpec]] = field(default_factory=dict)
     outputs: dict[str, list[Any]] = field(default_factory=dict)
     lookups: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 

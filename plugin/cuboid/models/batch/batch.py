@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ IGNORE_INDEX = -100
 TENSORS = ("input_ids", "labels", "attention_mask", "position_ids", "shift_labels")
 #: Of models that were seen to take it, as those of sentence pairs.
 TOKEN_TYPES = "token_type_ids"
+#: Of an encoder-decoder, beside ``input_ids`` and ``attention_mask`` ``[B, S]``, each ``[B, T]``.
+TARGET_TENSORS = ("decoder_input_ids", "decoder_attention_mask", "labels")
 LABELS = ("labels", "shift_labels")
 _INDICES = (torch.int64, torch.int32)
 #: Arguments that mean "nothing special" with these values and have no rule with others.
@@ -34,6 +36,9 @@ _REJECTED: dict[str, tuple[Any, ...]] = {
     "encoder_hidden_states": (None,),
     "encoder_attention_mask": (None,),
     "cache_position": (None,),
+    "encoder_outputs": (None,),
+    "decoder_inputs_embeds": (None,),
+    "decoder_position_ids": (None,),
 }
 
 
@@ -46,12 +51,14 @@ class LocalBatch:
         rows: B.
         length: S.
         options: the forward's other arguments, unchanged.
+        source: where this is what a decoder is given, the encoder's.
     """
 
     tensors: dict[str, torch.Tensor]
     rows: int
     length: int
     options: dict[str, Any]
+    source: LocalBatch | None = None
 
     @property
     def padded(self) -> int:
@@ -105,6 +112,30 @@ def take_local_batch(
         own = tensor if given_once else own_slice(_with_rows(name, tensor, more), 0, mesh.along("batch"))
         local[name] = _pad(name, own, target - length, config, inputs)
     return LocalBatch(local, rows, length, options)
+
+
+def take_local_pair(arguments: dict[str, Any], config: PretrainedConfig, mesh: Mesh) -> LocalBatch:
+    """:func:`take_local_batch` of an encoder's sequences and of a decoder's, which may differ in length.
+
+    Args:
+        arguments: of an encoder-decoder, by name, with ``decoder_input_ids``.
+        config, mesh: of the model.
+
+    Returns:
+        What the decoder is given, and its source, which has the options. Neither has positions, which such a model
+        counts by itself.
+    """
+    for name in ("position_ids", "shift_labels"):
+        if arguments.get(name) is not None:
+            raise UnsupportedModelError(f"{name} has no rule for an encoder-decoder, which counts positions by itself")
+    inputs = {name: x for name, x in arguments.items() if name not in TARGET_TENSORS}
+    names = {"input_ids": "decoder_input_ids", "attention_mask": "decoder_attention_mask", "labels": "labels"}
+    target = {own: arguments[name] for own, name in names.items() if arguments.get(name) is not None}
+    source = take_local_batch(inputs, config, mesh, inputs="only ids")
+    batch = take_local_batch(target, config, mesh, inputs="only ids")
+    if source.rows != batch.rows:
+        raise CuboidError(f"input_ids has {source.rows} rows, but decoder_input_ids has {batch.rows}")
+    return replace(batch, source=source)
 
 
 def given_tensors(arguments: dict[str, Any], *, token_types: bool = False) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from cuboid.distributed.axis_collectives import all_gather
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import AXES
 from cuboid.errors import CuboidError
-from cuboid.models.batch.batch import IGNORE_INDEX, LABELS, TENSORS, TOKEN_TYPES
+from cuboid.models.batch.batch import IGNORE_INDEX, LABELS, TARGET_TENSORS, TENSORS, TOKEN_TYPES
 from cuboid.models.batch.targets import ANSWERS, Targets
 from cuboid.tensor3d.layers.vocab_cross_entropy import PADDING
 
@@ -50,13 +50,16 @@ class Limits:
     def names(self) -> tuple[str, ...]:
         """Of the tensors that may be given."""
         types = () if self.types is None else (TOKEN_TYPES,)
-        return (*TENSORS, *types, *(ANSWERS if self.targets.task == "answers" else ()))
+        more = {"answers": ANSWERS, "seq2seq": TARGET_TENSORS[:-1]}.get(self.targets.task, ())
+        return (*TENSORS, *types, *more)
 
     def of(self, name: str) -> int | None:
         """The limit of one of :attr:`names`; None if it has none."""
         if name in LABELS:
             return self.labels
-        return {"input_ids": self.tokens, "position_ids": self.positions, TOKEN_TYPES: self.types}.get(name)
+        if name in ("input_ids", "decoder_input_ids"):
+            return self.tokens
+        return {"position_ids": self.positions, TOKEN_TYPES: self.types}.get(name)
 
     def out_of_range(self, name: str, x: torch.Tensor, ignore_index: int = IGNORE_INDEX) -> torch.Tensor | None:
         """Where a tensor ``[B, S]`` or ``[B]`` holds what indexes nothing, of bool; None if it can't."""
@@ -108,9 +111,10 @@ class BatchCheck:
         ids = self._tensors["input_ids"]
         device = ids.device
         if limits.positions is not None and "position_ids" not in self._tensors:
-            # What the model counts by itself then.
-            first = limits.first_position
-            self._tensors["position_ids"] = torch.arange(first, first + ids.shape[1], device=device).unsqueeze(0)
+            # What the model counts by itself then; an encoder and a decoder have tables of the same size.
+            first, decoder_ids = limits.first_position, self._tensors.get("decoder_input_ids", ids)
+            last = first + max(ids.shape[1], decoder_ids.shape[1])
+            self._tensors["position_ids"] = torch.arange(first, last, device=device).unsqueeze(0)
         out_of_range = {name: limits.out_of_range(name, x, self._ignore_index) for name, x in self._tensors.items()}
         self._bounded = [name for name, outside in out_of_range.items() if outside is not None]
         found = [outside.any() for outside in out_of_range.values() if outside is not None]
@@ -160,7 +164,7 @@ class BatchCheck:
         places = _places(max(x.numel() for x in self._tensors.values()), device)
         for name in self._names:
             x = self._tensors.get(name)
-            is_mask = name == "attention_mask"
+            is_mask = name.endswith("attention_mask")
             numbers.append(torch.zeros_like(divisor) if x is None else _checksum(x, places, is_mask=is_mask))
         return torch.stack(numbers)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
 from cuboid.errors import CuboidError
@@ -15,6 +16,7 @@ from cuboid.models.architectures.supported_tasks import WORDS, Task, task_of
 _NAMES: dict[Task, tuple[str, ...]] = {
     "causal": ("labels", "shift_labels"),
     "masked": ("labels",),
+    "seq2seq": ("labels",),
     "sequence": ("labels",),
     "tokens": ("labels",),
     "answers": ("start_positions", "end_positions"),
@@ -43,7 +45,7 @@ class Targets:
     def of(cls, model: type, config: PretrainedConfig) -> Targets:
         """Of a class and a config."""
         task = task_of(model)
-        if task in ("causal", "masked"):
+        if task in ("causal", "masked", "seq2seq"):
             return cls(task, 0, config.get_text_config().vocab_size)
         if task not in ("sequence", "tokens"):
             return cls(task)
@@ -67,6 +69,9 @@ class Targets:
             if name not in _NAMES[self.task]:
                 wanted = " and ".join(_NAMES[self.task]) or "no labels"
                 raise CuboidError(f"{name} were given to a model for {WORDS[self.task]}, which takes {wanted}")
+            if self.task == "seq2seq":
+                _check_target_shape(arguments, x)
+                continue
             shapes = self._shapes(rows, length, is_integer=not x.is_floating_point())
             if tuple(x.shape) not in shapes:
                 raise CuboidError(
@@ -82,3 +87,14 @@ class Targets:
             return shapes
         # Several numbers, or classes that exclude nothing of one another, for each row.
         return shapes if self.outputs == 1 else [(rows, self.outputs)]
+
+
+def _check_target_shape(arguments: dict[str, Any], labels: torch.Tensor) -> None:
+    """Labels of an encoder-decoder are those of its decoder's positions, of which there may be any number."""
+    source, ids = arguments["input_ids"], arguments.get("decoder_input_ids")
+    if labels.dim() != 2 or labels.shape[0] != source.shape[0] or (ids is not None and labels.shape != ids.shape):
+        beside = "" if ids is None else f" and decoder_input_ids is {list(ids.shape)}"
+        raise CuboidError(
+            f"labels is {list(labels.shape)}, but input_ids is {list(source.shape)}{beside}; an encoder-decoder needs "
+            f"{[source.shape[0], 'target length'] if ids is None else list(ids.shape)}"
+        )

@@ -92,9 +92,14 @@ class _Probe:
         self.task = task_of(type(model))
         self.takes_types = takes_token_types(model)
         self.has_own_loss = False
+        if self.task != "causal" and getattr(model.config, "attention_type", None) == "block_sparse":
+            raise CannotProbe("its attention is another one beyond a length that small models don't reach")
         self.refused: dict[Kind, str] = {}
         self.cases: list[tuple[Kind, Case, MicroBatch, Outcome]] = []
         for number, (kind, case) in enumerate(probe_cases(model.config)):
+            if self.task == "seq2seq" and kind == "packed sequences":
+                # An encoder-decoder is given no positions that could tell them apart.
+                continue
             batch = task_batch(case, model, has_types=self.takes_types and number % 2 == 1)
             try:
                 with attempt.precision():
@@ -107,7 +112,7 @@ class _Probe:
     def _run_plain(self, batch: MicroBatch) -> Outcome:
         own = copy.deepcopy(self.model)
         called: list[bool] = []
-        if self.task in ("causal", "masked"):
+        if self.task in ("causal", "masked", "seq2seq"):
             loss_function = own.loss_function
 
             def note(*args: Any, **kwargs: Any) -> Any:
@@ -146,15 +151,19 @@ def _best(probe: _Probe) -> MeshVerdict:
 
 def _choices(probe: _Probe) -> Iterator[MeshVerdict]:
     """How a model may be run with its layers split, the best way first."""
-    ways: list[dict[str, Any]] = [{"inputs": inputs} for inputs in get_args(Inputs)]
+    ways: list[dict[str, Any]] = [*({"inputs": inputs} for inputs in get_args(Inputs)), {"splits_late": True}]
     heads: list[dict[str, Any]] = [{"head": "labels"}, {"head": "whole"}]
     if probe.task == "causal":
         heads = [{"gathers_logits": probe.has_own_loss}]
+    elif probe.task == "seq2seq":
+        # Stacks may do more with ids than look them up, and count positions by themselves.
+        ways = [{"inputs": "only ids"}, {"inputs": "only ids", "splits_late": True}]
+        heads = [{"counts_items": not probe.has_own_loss}]
     elif probe.task == "masked":
         heads = [{"counts_items": not probe.has_own_loss}, {"gathers_logits": True}]
     elif probe.task == "hidden":
         heads = [{}]
-    for way in (*ways, {"splits_late": True}):
+    for way in ways:
         for head in heads:
             yield MeshVerdict(**way, **head, token_types=probe.takes_types)
 

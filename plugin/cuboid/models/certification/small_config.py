@@ -16,13 +16,16 @@ _MOST_LAYERS, _LABELS = 8, 3
 #: What numbers become, by the names under which the configs of transformers have them.
 _SIZES: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCABULARY),
+    **dict.fromkeys(("decoder_vocab_size",), VOCABULARY),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim_model", "emb_dim", "embedding_dim", "dim"), HIDDEN),
     **dict.fromkeys(("attention_hidden_size", "lru_width", "embedding_size"), HIDDEN),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), HEADS),
     **dict.fromkeys(("decoder_attention_heads", "swa_num_attention_heads", "index_n_heads"), HEADS),
+    **dict.fromkeys(("encoder_attention_heads",), HEADS),
     **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), HEADS),
     **dict.fromkeys(("linear_num_key_heads",), HEADS // 2),
     **dict.fromkeys(("head_dim", "swa_head_dim", "kv_channels", "dim_head", "d_head", "index_head_dim"), HEAD_DIM),
+    **dict.fromkeys(("d_kv",), HEAD_DIM),
     **dict.fromkeys(("attention_head_size", "attention_head_dim", "query_pre_attn_scalar"), HEAD_DIM),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rotary_dim"), HEAD_DIM // 2),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), HEAD_DIM // 2),
@@ -30,6 +33,7 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(("intermediate_size", "intermediate_size_mlp", "dense_intermediate_size", "ffn_dim"), FEATURES),
     **dict.fromkeys(("hidden_dim",), FEATURES),
     **dict.fromkeys(("ffn_hidden_size", "decoder_ffn_dim", "dim_ff", "dff", "d_inner", "n_inner"), FEATURES),
+    **dict.fromkeys(("encoder_ffn_dim", "d_ff"), FEATURES),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 24),
     **dict.fromkeys(("shared_experts_intermediate_size", "moe_shared_expert_intermediate_size"), 24),
     **dict.fromkeys(("expert_ffn_hidden_size",), 24),
@@ -50,7 +54,10 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(("original_max_position_embeddings",), POSITIONS // 2),
 }
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "n_head_kv")
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
+_LAYERS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"),
+    "encoder_layers",
+)
 #: Every so many layers something differs; without a list that says where.
 _PERIODS = (
     *("full_attention_interval", "no_rope_layer_interval", "sliding_window_pattern", "_sliding_window_pattern"),
@@ -59,6 +66,7 @@ _PERIODS = (
 )
 _WINDOWS = ("sliding_window", "sliding_window_size", "window_size", "attention_window_size", "local_attention")
 _TOKENS = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3, "sep_token_id": 3, "cls_token_id": 2}
+_FIRST_OF_TARGET = "decoder_start_token_id"
 #: Any value runs the same code.
 _NUMBERS: dict[str, float] = {
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "layernorm_epsilon"), 1e-6),
@@ -87,6 +95,9 @@ def small_config(config: PretrainedConfig) -> PretrainedConfig:
     """
     small = type(config)(**_shrunk_fields(config))
     small._experts_implementation = "eager"  # the grouped kernels have no float64
+    if config.is_encoder_decoder:
+        # Some configs have it only where a checkpoint's config.json does.
+        setattr(small, _FIRST_OF_TARGET, _TOKENS["bos_token_id"])
     # Of classifiers, which kind of loss they have.
     small.num_labels = min(config.num_labels or 2, _LABELS)
     small.problem_type = config.problem_type
@@ -95,7 +106,7 @@ def small_config(config: PretrainedConfig) -> PretrainedConfig:
 
 def meaningful_fields(config: PretrainedConfig) -> dict[str, Any]:
     """Of a small config all that decides which code runs."""
-    without = _MEANINGLESS | (_TOKENS.keys() - {"pad_token_id"})
+    without = _MEANINGLESS | (_TOKENS.keys() - {"pad_token_id"}) | {_FIRST_OF_TARGET}
     return {name: value for name, value in config.to_dict().items() if name not in without}
 
 
@@ -144,9 +155,11 @@ def _kept_layers(fields: Mapping[str, Any], count: int) -> list[int]:
 def _smaller(name: str, value: Any, fields: Mapping[str, Any], kept: list[int] | None) -> Any:
     if name in _LAYERS and kept is not None:
         return len(kept)
+    if name == _FIRST_OF_TARGET:
+        return _TOKENS["bos_token_id"]
     if name in _TOKENS:
         return None if value is None else _TOKENS[name]
-    if name.endswith(("dropout", "pdrop", "dropout_prob", "jitter", "jitter_noise", "layerdrop")):
+    if name.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate", "jitter", "jitter_noise", "layerdrop")):
         return 0.0 if isinstance(value, float) else value
     if not isinstance(value, int) or isinstance(value, bool) or value <= 1:
         return value

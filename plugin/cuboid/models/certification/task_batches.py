@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from cuboid.models.architectures.transformers_names import decoder_ids
 from cuboid.models.batch.batch import IGNORE_INDEX
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
 from cuboid.models.batch.targets import Targets
 from cuboid.models.certification.check import probe_batch
+
+#: From so many tokens on, a source has a target that is shorter.
+_LEAST_LENGTH = 12
 
 
 def takes_token_types(model: PreTrainedModel) -> bool:
@@ -42,6 +47,8 @@ def task_batch(case: Case, model: PreTrainedModel, *, has_types: bool = False) -
     if targets.task == "causal":
         return batch
     labels = batch.pop("labels")
+    if targets.task == "seq2seq":
+        return _with_target(batch, case, model)
     if targets.task == "masked":
         hidden = torch.rand((rows, length), generator=generator) < 0.5
         batch["labels"] = labels.masked_fill(hidden, IGNORE_INDEX)
@@ -52,6 +59,22 @@ def task_batch(case: Case, model: PreTrainedModel, *, has_types: bool = False) -
             batch[name] = torch.randint(0, length, (rows,), generator=generator)
     elif targets.task == "sequence":
         batch["labels"] = _labels_of_rows(targets, rows, generator)
+    return batch
+
+
+def _with_target(source: MicroBatch, case: Case, model: PreTrainedModel) -> MicroBatch:
+    """A source, and a target that is shorter, or longer than a short one, and padded on the same side.
+
+    The model shifts labels itself where nothing is padded.
+    """
+    longest = case.length > _LEAST_LENGTH
+    own = replace(case, length=case.length * 2 // 3 if longest else case.length + _LEAST_LENGTH // 2, packed=())
+    target = probe_batch(own, model.config.get_text_config().vocab_size)
+    batch = {name: x for name, x in source.items() if name != "position_ids"} | {"labels": target["labels"]}
+    if "attention_mask" in target:
+        batch["decoder_attention_mask"] = target["attention_mask"]
+        ids = decoder_ids(model, target["labels"])
+        batch["decoder_input_ids"] = target["input_ids"] if ids is None else ids
     return batch
 
 

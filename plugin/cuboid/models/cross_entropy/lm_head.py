@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -83,12 +84,14 @@ class Head:
 
     def unsharded(self) -> AbstractContextManager[list[UnshardedParam]]:
         """Unshard the head's parameters for the time of a ``with``; see :func:`unshard_modules`."""
-        return unshard_modules(list(self._modules()))
+        return unshard_modules(self._modules)
 
-    def _modules(self) -> Iterator[nn.Module]:
-        for name, module in self.model.named_modules():
-            if name != self.outline.base and not name.startswith(f"{self.outline.base}."):
-                yield module
+    @cached_property
+    def _modules(self) -> list[nn.Module]:
+        """All but the base model's. Kept: to walk through the modules of all layers would take long for each unit."""
+        base = self.outline.base
+        named = self.model.named_modules()
+        return [module for name, module in named if name != base and not name.startswith(f"{base}.")]
 
     @contextmanager
     def _base_returns(self, output: Any) -> Iterator[None]:

@@ -54,7 +54,7 @@ def plan_staging(
     certificate.check_model(cls.__name__, modes, verified=config.pipeline.certification == "verified")
     # They take a model without memory to find out: once at most, and only where somebody asks.
     find_sizes = functools.cache(lambda: model_sizes(hf_config))
-    layout = StageLayout(plan_stages(outline, find_sizes, config.pipeline), config.placement)
+    layout = StageLayout(plan_stages(outline.count, find_sizes, config.pipeline), config.placement)
     sizes = find_sizes() if _asks_for_costs(config.pipeline) else None
     if config.pipeline.stage_balance == "flops" and mesh.rank == 0:
         _warn_of_head(HeadShare.of(find_sizes(), layout.counts, ASSUMED_LENGTH))

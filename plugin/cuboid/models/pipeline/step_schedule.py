@@ -44,8 +44,9 @@ class StepSchedules:
         if not is_generated(config.schedule):
             return fixed_schedule(config.schedule, shape, config.stages)
         assert sizes is not None, "a generated schedule without the model's sizes"
-        counts = tuple(self._staging.layout.counts)
+        counts = self._staging.layout.counts
+        chunks = len(counts) // config.stages
         pipeline = ModelPipeline(
-            config.schedule, config.stages, config.chunks, counts, lengths, config.memory_limit, recomputes
+            config.schedule, config.stages, chunks, counts, lengths, config.memory_limit, recomputes
         )
         return pipeline.order(sizes, shape.micro_batches)

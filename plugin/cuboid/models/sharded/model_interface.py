@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cuboid.distributed.mesh import Mesh
-from cuboid.errors import CuboidError
+from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.supported_tasks import adapters_refused, compiling_refused
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.sharding.full_params import whole_parameter
@@ -126,7 +126,15 @@ class WholeInterface:
 
         Each step runs the whole sequence, so this is for looking at a model while it is trained. What is sampled is
         drawn from the generator of the mesh's first rank, whose state all ranks have from then on.
+
+        Raises:
+            UnsupportedModelError: of an encoder-decoder.
         """
+        if self.config.is_encoder_decoder:
+            raise UnsupportedModelError(
+                "generate has no rule for an encoder-decoder on a mesh; save it with save_pretrained, and generate "
+                "with plain transformers"
+            )
         if kwargs.get("use_cache") and self.cuboid.mesh.rank == 0:
             _logger.warning("generate(use_cache=True): a sharded model has no cache; every step runs all tokens")
         self.cuboid.mesh.connect()

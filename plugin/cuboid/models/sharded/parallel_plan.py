@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from cuboid.distributed.topology import Axis, Coordinate, MeshShape
-from cuboid.errors import MeshError
+from cuboid.errors import MeshError, UnsupportedModelError
 from cuboid.models.architectures.attention_heads import HeadCounts, plan_key_value_heads
 from cuboid.models.architectures.certificate import MeshVerdict
-from cuboid.models.architectures.roles import Role, find_roles
+from cuboid.models.architectures.roles import Role, find_roles, token_embeddings
 from cuboid.models.attention.interface import check_attention
 from cuboid.tensor3d.experts.experts import ExpertForm
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
@@ -61,6 +61,7 @@ def make_parallel_plan(model: PreTrainedModel, mesh: MeshShape, verdict: MeshVer
         MeshError: the mesh doesn't divide the model; names what, and the nearest meshes that do.
     """
     check_attention(model.config)
+    _check_stacks(model)
     roles = find_roles(model, verdict.whole, splits_late=verdict.splits_late, head=verdict.head)
     misfits = _misfits(model, roles, mesh)
     if misfits:
@@ -68,6 +69,27 @@ def make_parallel_plan(model: PreTrainedModel, mesh: MeshShape, verdict: MeshVer
     heads = HeadCounts.of(model.config)
     layouts = {name: _module_layouts(model.get_submodule(name), role, heads, mesh) for name, role in roles.items()}
     return ParallelPlan(mesh, heads, roles, layouts, verdict)
+
+
+def _check_stacks(model: PreTrainedModel) -> None:
+    """Make sure that an encoder and a decoder have as many heads each, and the same vocabulary.
+
+    Raises:
+        UnsupportedModelError: they don't.
+    """
+    if not model.config.is_encoder_decoder:
+        return
+    names = ("encoder_attention_heads", "decoder_attention_heads")
+    heads = [getattr(model.config, name, None) for name in names]
+    if heads[0] != heads[1]:
+        both = " and ".join(f"{name} is {count}" for name, count in zip(names, heads, strict=True))
+        raise UnsupportedModelError(f"{type(model).__name__}: {both}; a mesh has rules for as many of each only")
+    sizes = {table.num_embeddings for table in token_embeddings(model) if isinstance(table, nn.Embedding)}
+    if len(sizes) > 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: the encoder's and the decoder's vocabularies have {min(sizes)} and {max(sizes)} "
+            "entries; a mesh has rules for one vocabulary only"
+        )
 
 
 def _misfits(model: PreTrainedModel, roles: dict[str, Role], mesh: MeshShape) -> list[str]:
@@ -148,6 +170,8 @@ def _layout(
         return ShardingSpec(shape, ((),) * len(shape))
     if role.kind == "norm":
         return ShardingSpec(shape, (("hidden",),))
+    if role.kind == "bias of heads":
+        return ShardingSpec(shape, ((), ("sequence", "hidden")))
     if role.kind == "labels":
         return ShardingSpec(shape, ((), ("hidden",)) if name == "weight" else ((),))
     if role.kind in ("embedding", "head", "tied"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -12,12 +13,13 @@ from transformers.pytorch_utils import Conv1D
 from cuboid.config.schema import TensorParallelConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.models.architectures.attention_heads import KeyValuePlan, plan_key_value_heads
-from cuboid.models.architectures.roles import Role, layer_names
+from cuboid.models.architectures.roles import Role, layer_names, token_embeddings
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.tensor3d.experts.experts import ShardedExperts
 from cuboid.tensor3d.experts.router import ShardedRouter
 from cuboid.tensor3d.layers.dropout import CommonDropout, ShardedDropout
-from cuboid.tensor3d.layers.fused_projections import FusedProjections
+from cuboid.tensor3d.layers.fused_projections import CrossProjections, FusedProjections
+from cuboid.tensor3d.layers.head_bias import HeadBias
 from cuboid.tensor3d.layers.labels_head import LabelsHead
 from cuboid.tensor3d.layers.linear import ShardedLinear, down_product, head_product, up_product
 from cuboid.tensor3d.layers.linear_op import Product
@@ -40,6 +42,8 @@ _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
 _FEATURES = ("split_size", "embed_dim", "hidden_size", "all_head_size", "attn_hidden_size", "hidden_dim")
 #: Attributes of blocks with experts, and of their routers: features of a token.
 _WIDTHS = ("hidden_dim", "hidden_size", "input_size")
+#: What a forward of attention calls the sequence that keys and values are made of, where that isn't its own input.
+_SOURCES = ("key_value_states", "encoder_hidden_states")
 #: Gives the shard of a parameter: cut from a whole tensor, or already read as a slice.
 ShardOf = Callable[[nn.Parameter, ShardingSpec], torch.Tensor]
 
@@ -151,6 +155,9 @@ def _build(
         norm = ShardedLayerNorm if role.norm.kind == "layer" else ShardedRMSNorm
         return norm(weight, bias, mesh=mesh, layouts=layouts, eps=role.norm.eps, offset=role.norm.offset)
     assert weight is not None
+    if role.kind == "bias of heads":
+        assert isinstance(old, nn.Embedding)
+        return HeadBias(old, weight, mesh=mesh, layouts=layouts)
     if role.kind == "labels":
         return LabelsHead(weight, bias, mesh=mesh, layouts=layouts)
     if role.kind == "embedding":
@@ -193,6 +200,7 @@ def _bias_rows(plan: KeyValuePlan, head_dim: int) -> torch.Tensor:
 
 def _fuse_projections(model: PreTrainedModel, parallel_plan: ParallelPlan) -> None:
     """Gather the sequence once where a block's "up" projections live, and at the head."""
+    sources: dict[str, list[ShardedLinear]] = {}
     behind: dict[str, list[ShardedLinear]] = {}
     exits: dict[str, list[ShardedLinear]] = {}
     for name, role in parallel_plan.roles.items():
@@ -201,12 +209,29 @@ def _fuse_projections(model: PreTrainedModel, parallel_plan: ParallelPlan) -> No
             linear = model.get_submodule(name)
             assert isinstance(linear, ShardedLinear)
             (exits if role.kind == "down" else behind).setdefault(place, []).append(linear)
+            if role.heads == "key_value":
+                sources.setdefault(place, []).append(linear)
     mixtures = {name.rpartition(".")[0] for name, role in parallel_plan.roles.items() if role.experts is not None}
     for place, projections in behind.items():
-        fused = FusedProjections(projections, exits.get(place, []))
+        fused = _fused(model.get_submodule(place), projections, sources.get(place, []), exits.get(place, []))
         model.get_submodule(place).register_forward_pre_hook(fused, with_kwargs=True)
-        if place.rpartition(".")[0] in mixtures:
+        if place.rpartition(".")[0] in mixtures and isinstance(fused, FusedProjections):
             model.get_submodule(place).register_forward_hook(fused.restore)
+
+
+def _fused(
+    block: nn.Module,
+    projections: list[ShardedLinear],
+    keys_and_values: list[ShardedLinear],
+    exits: list[ShardedLinear],
+) -> FusedProjections | CrossProjections:
+    """The hook of a block, which may be attention of one sequence to another."""
+    parameters = inspect.signature(block.forward).parameters
+    source = next((name for name in _SOURCES if name in parameters), None)
+    queries = [each for each in projections if each not in keys_and_values]
+    if source is None or not keys_and_values or not queries:
+        return FusedProjections(projections, exits)
+    return CrossProjections(queries, keys_and_values, exits, source)
 
 
 def _prefetch_layers(model: PreTrainedModel, parallel_plan: ParallelPlan, stages: Sequence[Collection[str]]) -> None:
@@ -277,8 +302,8 @@ def whole_blocks(parallel_plan: ParallelPlan) -> list[str]:
 
 def _split_late(model: PreTrainedModel, late: LateSplit) -> None:
     """Have activations split in layers, and whole around them."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if embedding is not None:
+    head = model.get_output_embeddings()
+    for embedding in token_embeddings(model):
         embedding.register_forward_hook(late.begin)
     layers = layer_names(model)
     for name in layers:

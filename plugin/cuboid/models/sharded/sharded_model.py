@@ -22,8 +22,9 @@ from cuboid.distributed.no_compile import uncompiled
 from cuboid.distributed.rank_agreement import StepGuard
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict
+from cuboid.models.architectures.roles import token_embeddings
 from cuboid.models.architectures.supported_tasks import compiling_refused
-from cuboid.models.architectures.transformers_names import keep_logits
+from cuboid.models.architectures.transformers_names import decoder_ids, keep_logits
 from cuboid.models.attention.interface import (
     Lengths,
     is_in_forward,
@@ -31,7 +32,13 @@ from cuboid.models.attention.interface import (
     whole_sequence,
 )
 from cuboid.models.attention.packing import known_packing
-from cuboid.models.batch.batch import LABELS, LocalBatch, given_tensors, take_local_batch
+from cuboid.models.batch.batch import (
+    LABELS,
+    LocalBatch,
+    given_tensors,
+    take_local_batch,
+    take_local_pair,
+)
 from cuboid.models.batch.batch_check import BatchCheck, Limits
 from cuboid.models.batch.targets import TARGETS, Targets
 from cuboid.models.cross_entropy.lm_head import is_in_head
@@ -117,6 +124,8 @@ class Sharding:
     verdict: MeshVerdict = field(default_factory=MeshVerdict)
     #: Whether routers of experts see a rank's own tokens, and aren't in blocks that are computed whole.
     splits_routers: bool = False
+    #: Of a language model.
+    head: nn.Module | None = None
     #: Splits activations at the first layer, where that isn't done before.
     late: LateSplit | None = None
     #: Of the micro-batch that the forward which is running was given.
@@ -158,14 +167,19 @@ def shard_modules(
     whole = replace(whole, limits=_limits_of_task(whole.limits, model, parallel_plan.verdict))
     late = parallelize_modules(model, parallel_plan, mesh, config, shard_of)
     attention = {name: model.get_submodule(name) for name in attention_modules(parallel_plan)}
-    use_sharded_attention(model.config, list(attention.values()), mesh)
+    # An encoder's and a decoder's configs may be copies of the model's.
+    configs = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
+    for config_of_part in configs.values():
+        use_sharded_attention(config_of_part, list(attention.values()), mesh)
     for name in whole_blocks(parallel_plan):
         # Their heads are all there, and their random numbers are the block's affair.
-        use_sharded_attention(model.config, list(model.get_submodule(name).modules()), None)
+        for config_of_part in configs.values():
+            use_sharded_attention(config_of_part, list(model.get_submodule(name).modules()), None)
     if whole.limits.targets.task == "causal":
         model.loss_function = functools.partial(sharded_loss, mesh=mesh)
     base = type(model)
     model.cuboid = Sharding(mesh, config, base, attention, whole, verdict=parallel_plan.verdict, late=late)
+    model.cuboid.head = model.get_output_embeddings()
     model.cuboid.splits_routers = any(role.kind == "router" for role in parallel_plan.roles.values())
     inner: Any = model.base_model
     if inner is not model:
@@ -234,7 +248,8 @@ class _VerdictReader:
 
 def _guard_ends(model: PreTrainedModel) -> None:
     """Let the embedding and the head say so when they are called by themselves: they take and return parts."""
-    ends = {model.get_input_embeddings(): "embedding", model.get_output_embeddings(): "head"}
+    ends: dict[nn.Module | None, str] = dict.fromkeys(token_embeddings(model), "embedding")
+    ends[model.get_output_embeddings()] = "head"
     for module, what in ends.items():
         if module is not None:
             module.register_forward_pre_hook(functools.partial(_check_in_forward, what=what), prepend=True)
@@ -328,6 +343,8 @@ def _forward_of(sharding: Sharding) -> Callable[[Any, Any, dict[str, Any]], Any]
     task = sharding.whole.limits.targets.task
     if task == "causal":
         return _forward
+    if task == "seq2seq":
+        return _sequence_to_sequence_forward
     if task == "masked":
         return _forward if sharding.verdict.gathers_logits else _masked_forward
     return _base_forward if task == "hidden" else _task_forward
@@ -358,13 +375,85 @@ def _masked_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) ->
         labels = batch.tensors.pop("labels", None)
         output = base_forward(**_local_arguments(model, batch), return_dict=True)
         if labels is not None:
-            items = arguments.get("num_items_in_batch") if sharding.verdict.counts_items else None
-            vocabulary = sharding.whole.limits.labels
-            assert vocabulary is not None
-            loss = sharded_cross_entropy(output.logits, labels, vocabulary=vocabulary, mesh=sharding.mesh, items=items)
-            output = type(output)(**{**output, "loss": loss})
+            output = type(output)(**{**output, "loss": _loss_in_place(sharding, output.logits, labels, arguments)})
     output.logits = _whole_logits(model, output.logits, batch, has_loss=labels is not None)
     return output.to_tuple() if as_tuple else output
+
+
+def _loss_in_place(
+    sharding: Sharding, logits: torch.Tensor, labels: torch.Tensor, arguments: dict[str, Any]
+) -> torch.Tensor:
+    """Of labels that are those of the positions themselves."""
+    items = arguments.get("num_items_in_batch") if sharding.verdict.counts_items else None
+    vocabulary = sharding.whole.limits.labels
+    assert vocabulary is not None
+    return sharded_cross_entropy(logits, labels, vocabulary=vocabulary, mesh=sharding.mesh, items=items)
+
+
+def _sequence_to_sequence_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
+    """Of an encoder-decoder: its encoder runs on the source, and then its own forward, given what that makes of it."""
+    sharding: Sharding = model.cuboid
+    as_tuple = arguments.pop("return_dict", None) is False
+    if arguments.get("input_ids") is not None:
+        sharding.whole.limits.targets.check(arguments)
+    arguments = _with_decoder_ids(model, arguments)
+    with _taken(model, arguments) as batch:
+        source = batch.source
+        assert source is not None
+        with whole_sequence(Lengths(source.length, source.padded)):
+            encoded = model.get_encoder()(**source.tensors, return_dict=True)
+        if sharding.late is not None:
+            encoded.last_hidden_state = sharding.late.split_source(encoded.last_hidden_state)
+        labels = batch.tensors.pop("labels", None)
+        seen = {name: x for name, x in source.tensors.items() if name == "attention_mask"}
+        own = {f"decoder_{name}": x for name, x in batch.tensors.items()}
+        with _vocabulary_parts(model):
+            output = base_forward(
+                encoder_outputs=encoded, **seen, **own, **source.options, use_cache=False, return_dict=True
+            )
+        if labels is not None:
+            output = type(output)(**{**output, "loss": _loss_in_place(sharding, output.logits, labels, arguments)})
+    known = ("loss", "logits", "encoder_last_hidden_state")
+    for name, x in output.items():
+        if x is not None and name not in known:
+            raise UnsupportedModelError(f"{type(model).__name__} returns {name}, for which there is no rule on a mesh")
+    output.logits = _whole_logits(model, output.logits, batch, has_loss=labels is not None)
+    hidden = output.encoder_last_hidden_state
+    if hidden is not None and output.logits is not None:
+        hidden = gather_hidden(hidden, sharding.mesh, rows=source.rows, length=source.length)
+    output.encoder_last_hidden_state = None if output.logits is None else hidden
+    return output.to_tuple() if as_tuple else output
+
+
+def _with_decoder_ids(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A forward's arguments with what the decoder is given: what the model makes of the labels, if nothing else.
+
+    Raises:
+        CuboidError: neither is there, or the model's own code for it isn't known.
+    """
+    if arguments.get("decoder_input_ids") is not None:
+        return arguments
+    labels = arguments.get("labels")
+    ids = None if labels is None else decoder_ids(model, labels)
+    if ids is None:
+        also = "labels or " if labels is None else ""
+        raise CuboidError(f"{type(model).__name__} on a mesh needs {also}decoder_input_ids [batch, target length]")
+    return {**arguments, "decoder_input_ids": ids}
+
+
+@contextmanager
+def _vocabulary_parts(model: Any) -> Iterator[None]:
+    """Give a model, for the time of a ``with``, its rank's part of buffers with a number for each logit."""
+    size, along = model.cuboid.whole.limits.tokens, model.cuboid.mesh.along("sequence")
+    rows = model.cuboid.head.sharded_params["weight"].block_shape[0]
+    whole = {name: x for name, x in model._buffers.items() if x is not None and x.shape[-1:] == (size,)}
+    for name, x in whole.items():
+        padded = nn.functional.pad(x, (0, rows * along.size - size))
+        model._buffers[name] = padded.narrow(-1, rows * along.index, rows)
+    try:
+        yield
+    finally:
+        model._buffers.update(whole)
 
 
 def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
@@ -429,6 +518,11 @@ def _base_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> A
     """
     sharding: Sharding = model.cuboid
     as_tuple = arguments.pop("return_dict", None) is False
+    if sharding.whole.limits.targets.task == "seq2seq":
+        raise UnsupportedModelError(
+            f"{type(model).__name__} was called by itself, for which there is no rule on a mesh; call the "
+            f"{sharding.base.__name__} around it, with labels or decoder_input_ids"
+        )
     if sharding.whole.limits.targets.task == "hidden" and arguments.get("input_ids") is not None:
         sharding.whole.limits.targets.check(arguments)
     with _taken(model, arguments) as batch:
@@ -461,15 +555,21 @@ def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
         )
     verdict = sharding.verdict
     verdict.check_batch(given_tensors(arguments), type(model).__name__)
-    batch = take_local_batch(
-        arguments, model.config, sharding.mesh, inputs=verdict.inputs, token_types=verdict.token_types
-    )
+    if sharding.whole.limits.targets.task == "seq2seq":
+        batch = take_local_pair(arguments, model.config, sharding.mesh)
+    else:
+        batch = take_local_batch(
+            arguments, model.config, sharding.mesh, inputs=verdict.inputs, token_types=verdict.token_types
+        )
     modes = (model.training, torch.is_grad_enabled())
     check = BatchCheck({**arguments, **sharding.targets}, sharding.whole.limits, sharding.mesh, modes)
     check.read_if_there()
     sharding.check = check
     try:
-        with whole_sequence(Lengths(batch.length, batch.padded)), known_packing(*_packing_of(arguments, batch)):
+        lengths = Lengths(batch.length, batch.padded)
+        if batch.source is not None:
+            lengths = replace(lengths, source=Lengths(batch.source.length, batch.source.padded))
+        with whole_sequence(lengths), known_packing(*_packing_of(arguments, batch)):
             yield batch
         check.read()
     finally:

@@ -11,6 +11,7 @@ import torch
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.models.attention.packing import known_packing
+from cuboid.models.attention.whole_sequence import WholeSequence
 from cuboid.models.cross_entropy.chunked import chunked_loss
 from cuboid.models.cross_entropy.lm_head import Head
 from cuboid.models.stages.stage_model import StageModel
@@ -190,11 +191,21 @@ class StageRunner:
             # All as the user gave it, and the model's own code makes of it what it always does.
             return batch.given
         if batch.whole is None:
+            batch.whole = self._whole_of_others(batch)
+        if batch.whole is None:
             uncut = {name: x[:, : batch.length] for name, x in batch.given.items()}
             positions, mask = uncut.get("position_ids"), uncut.get("attention_mask")
             with known_packing(positions, batch.packed):
                 batch.whole = self._staging.recorded(batch.ids.shape[0], batch.length, self.device, positions, mask)
         return {name: batch.cut(x, segment) for name, x in {**batch.given, "position_ids": batch.positions}.items()}
+
+    def _whole_of_others(self, batch: SegmentedBatch) -> WholeSequence | None:
+        """What was made of a micro-batch of this step that has the same rows and length, and no masks or positions."""
+        if batch.given:
+            return None
+        size = batch.ids.shape[0], batch.length
+        alike = (each for each in self._batches if not each.given and (each.ids.shape[0], each.length) == size)
+        return next((each.whole for each in alike if each.whole is not None), None)
 
     def _run_head(self, batch: SegmentedBatch, segment: int, output: torch.Tensor) -> torch.Tensor | None:
         self._count("head")

@@ -76,40 +76,40 @@ class StageLayout:
         return tuple(cut for cut, rank in zip(cuts, self.placement, strict=True) if rank == pipe)
 
 
-def plan_stages(outline: Outline, sizes: Callable[[], ModelSizes], pipeline: PipelineConfig) -> tuple[int, ...]:
+def plan_stages(count: int, sizes: Callable[[], ModelSizes], pipeline: PipelineConfig) -> tuple[int, ...]:
     """Numbers of layers of each stage, of all ranks.
 
     Args:
-        outline: of the model.
+        count: the model's layers.
         sizes: gives the model's sizes, where the stages are balanced by them.
         pipeline: what was asked for.
 
     Raises:
         ConfigError: fewer layers than stages, or an explicit list that isn't the model's.
     """
-    if outline.count < pipeline.parts:
-        asked, fewer = f"pipeline.stages is {pipeline.stages}", f"{outline.count} stages or fewer"
-        if pipeline.chunks > 1:
+    if count < pipeline.parts:
+        asked, fewer = f"pipeline.stages is {pipeline.stages}", f"{count} stages or fewer"
+        if pipeline.parts > pipeline.stages:
             asked += f" and pipeline.chunks {pipeline.chunks}"
-            fewer = f"stages × chunks of {outline.count} or less"
+            fewer = f"stages × chunks of {count} or less"
         raise ConfigError(
-            f"{asked}, but the model has {outline.count} layers, and each stage needs at least one; {fewer} would work"
+            f"{asked}, but the model has {count} layers, and each stage needs at least one; {fewer} would work"
         )
     balance = pipeline.stage_balance
     if isinstance(balance, tuple):
-        return _checked_balance(balance, outline, pipeline)
+        return _checked_balance(balance, count, pipeline)
     if balance == "layers":
-        even, rest = divmod(outline.count, pipeline.parts)
+        even, rest = divmod(count, pipeline.parts)
         # The odd ones go to the front: the last stage has the head already.
         return tuple(even + (stage < rest) for stage in range(pipeline.parts))
     return balance_by_flops(sizes(), pipeline.parts, ASSUMED_LENGTH)
 
 
-def _checked_balance(balance: tuple[int, ...], outline: Outline, pipeline: PipelineConfig) -> tuple[int, ...]:
-    if len(balance) != pipeline.parts or min(balance) < 1 or sum(balance) != outline.count:
+def _checked_balance(balance: tuple[int, ...], count: int, pipeline: PipelineConfig) -> tuple[int, ...]:
+    if len(balance) != pipeline.parts or min(balance) < 1 or sum(balance) != count:
         raise ConfigError(
             f"pipeline.stage_balance is {list(balance)}: it needs {pipeline.parts} numbers, each at least 1, with the "
-            f"sum {outline.count}, the model's number of layers"
+            f"sum {count}, the model's number of layers"
         )
     return balance
 

@@ -87,8 +87,8 @@ class WholeSequenceRecorder:
             options["use_cache"] = False
         self._slot.recording = whole = WholeSequence(length)
         log = logging.getLogger(FakeTensor.__module__)  # which writes what is raised, on every rank
-        level = log.level
-        log.setLevel(logging.CRITICAL)
+        # Not by its level: setting one walks through all loggers of the process, which takes a millisecond.
+        disabled, log.disabled = log.disabled, True
         try:
             with recording(), torch.no_grad():
                 hidden = without_values((rows, length, self._outline.width), self._model.dtype, device)
@@ -100,7 +100,7 @@ class WholeSequenceRecorder:
                 f"be computed for a whole sequence alone: {type(error).__name__}: {error}"
             ) from error
         finally:
-            log.setLevel(level)
+            log.disabled = disabled
             self._slot.recording = None
         return whole
 
@@ -118,7 +118,7 @@ class _KeepArguments(PlaceholderLayer):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Hand the hidden state on."""
         assert self._slot.recording is not None
-        self._slot.recording.layers[self._name] = (args, kwargs)
+        self._slot.recording.layers[self._name] = tree_flatten((args, kwargs))
         return super().forward(*args, **kwargs)
 
 
@@ -348,7 +348,7 @@ def _give_whole(
     if replay is None:
         return None
     own, spec = tree_flatten((args, kwargs))
-    whole, whole_spec = tree_flatten(replay.whole.layers[name])
+    whole, whole_spec = replay.whole.layers[name]
     if spec != whole_spec:
         raise UnsupportedModelError(f"{name} isn't given the same things with a segment as with its whole sequence")
     return tree_unflatten([_part(name, replay, *pair) for pair in zip(own, whole, strict=True)], spec)

@@ -108,7 +108,7 @@ class _AttendSegment(torch.autograd.Function):
             _by_group(dq, group).add_(_unfold(dq_past, group))
             if any(ctx.needs_input_grad[1:3]):
                 store.add_gradients(layer, 0, dk_past, dv_past)
-        dk, dv = store.with_gradients(layer, start, _by_group(dk, group).sum(2), _by_group(dv, group).sum(2))
+        dk, dv = store.with_gradients(layer, start, _group_sum(dk, group), _group_sum(dv, group))
         if start == 0:
             store.free_layer(layer)
         return dq, dk, dv, None, None, None, None
@@ -159,6 +159,15 @@ def _unfold(x: torch.Tensor, group: int) -> torch.Tensor:
 def _by_group(x: torch.Tensor, group: int) -> torch.Tensor:
     """``[B, Hq, L, …]`` to ``[B, Hkv, group, L, …]``, not copied."""
     return x.unflatten(1, (-1, group))
+
+
+def _group_sum(x: torch.Tensor, group: int) -> torch.Tensor:
+    """``[B, Hq, L, …]`` to ``[B, Hkv, L, …]``."""
+    if group == 1:
+        return x
+    heads = _by_group(x, group)
+    # A reduction over a dim of two that lies in the middle takes three times as long on a CPU, for the same bits.
+    return heads[:, :, 0] + heads[:, :, 1] if group == 2 else heads.sum(2)
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, past_out: torch.Tensor, past_lse: torch.Tensor) -> None:

@@ -13,10 +13,11 @@ from cuboid.seq1f1b.schedule.schedules import (
     SCHEDULES,
     PipelineShape,
     interleaved_placement,
+    seq1f1b,
     seq1f1b_interleaved,
     v_placement,
 )
-from cuboid.seq1f1b.schedule.simulator import Timeline, simulate
+from cuboid.seq1f1b.schedule.simulator import Timeline, peak_bytes, simulate
 from cuboid.seq1f1b.schedule.unit_costs import (
     BACKWARD_RATIO,
     INPUT_GRADIENT_FREES,
@@ -28,15 +29,27 @@ from cuboid.seq1f1b.schedule.unit_costs import (
 Placement = Callable[[int, int], tuple[int, ...]]
 #: The one schedule of several stages on each rank whose order doesn't depend on what units cost.
 _INTERLEAVED = "seq1f1b-interleaved"
+#: The faster of those with several stages on each rank that place them round and round.
+_AUTO_INTERLEAVED = "auto-interleaved"
 #: Schedules with several stages on each rank, by how they place them.
 CHUNKED: Mapping[str, Placement] = MappingProxyType(
     {
         _INTERLEAVED: interleaved_placement,
         "zero_bubble-interleaved": interleaved_placement,
         "zero_bubble-v": v_placement,
+        _AUTO_INTERLEAVED: interleaved_placement,
     }
 )
 AUTO = "auto"
+#: What stands for several schedules that place the stages alike, so that each step may have another of them.
+_ALIKE: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {AUTO: ("seq1f1b", "zero_bubble"), _AUTO_INTERLEAVED: (_INTERLEAVED, "zero_bubble-interleaved")}
+)
+#: Numbers of chunks beside 1 that ``"chunks": "auto"`` compares.
+COMPARED_CHUNKS = (2, 3, 4)
+#: By how much of a step further chunks must make it shorter where their number is chosen: shorter units and more
+#: messages cost what no count of operations shows.
+_CHUNKS_GAIN = 0.01
 #: All names that a config or the command line may have.
 NAMES = (*SCHEDULES, "zero_bubble", *CHUNKED, AUTO)
 
@@ -126,7 +139,8 @@ class Request:
         segments: k.
         costs: of the stages, given the rank of each.
         limit: of the memory. By default what ``seq1f1b`` takes without chunks, for those that need one.
-        chunks: v, stages on each rank; for ``"auto"``, those of the schedules that have several.
+        chunks: v, stages on each rank; for ``"auto"``, those of the schedules that have several. With a tuple it
+            compares these numbers too, and more chunks must be worth it.
         tried_actions: as of :func:`~cuboid.seq1f1b.schedule.list_scheduling.list_schedule`.
     """
 
@@ -135,8 +149,13 @@ class Request:
     segments: int
     costs: Callable[[tuple[int, ...]], PlacedCosts]
     limit: MemoryLimit | None = None
-    chunks: int = 1
+    chunks: int | tuple[int, ...] = 1
     tried_actions: int = TRIED_ACTIONS
+
+    @property
+    def chunk_counts(self) -> tuple[int, ...]:
+        """All of :attr:`chunks`."""
+        return (self.chunks,) if isinstance(self.chunks, int) else self.chunks
 
 
 @dataclass(frozen=True)
@@ -144,7 +163,7 @@ class ChosenSchedule:
     """A schedule, and its simulation.
 
     Attributes:
-        name: in :data:`NAMES`, never ``"auto"``.
+        name: in :data:`NAMES`, never ``"auto"`` or ``"auto-interleaved"``.
         shape: with the stages of all ranks.
         rank_of: the rank of each stage.
         schedule: itself.
@@ -162,29 +181,85 @@ class ChosenSchedule:
         """The most that any rank keeps, in sequences of its share."""
         return max(self.timeline.peak_bytes)
 
+    @property
+    def chunks(self) -> int:
+        """Stages on each rank."""
+        return self.shape.stages // len(self.schedule)
+
+    def __str__(self) -> str:
+        return _in_words(self.name, self.chunks)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Schedules that were compared.
+
+    Attributes:
+        fitting: those that keep to the limit, the simplest first; never empty.
+        rejected: why each of the others doesn't, by its name and chunks.
+        least_gain: the part of its step by which a schedule must be shorter than those with fewer chunks.
+    """
+
+    fitting: tuple[ChosenSchedule, ...]
+    rejected: Mapping[str, str]
+    least_gain: float = 0.0
+
+    @property
+    def best(self) -> ChosenSchedule:
+        """The one with the shortest step, or with fewer chunks one that takes little more."""
+        most_s = min(map(_makespan_s, self.fitting)) * (1 + self.least_gain)
+        near = [each for each in self.fitting if _makespan_s(each) <= most_s]
+        fewest = min(each.chunks for each in near)
+        return min((each for each in near if not self.least_gain or each.chunks == fewest), key=_makespan_s)
+
+    def __str__(self) -> str:
+        """The best, and what the others would take, in one line."""
+        best = self.best
+        text = f"{best}: {best.timeline.bubble:.1%} idle, {best.peak_micro_batches:.2f} sequences kept"
+        rest = (each for each in self.fitting if each is not best)
+        others = [f"{each} takes {_makespan_s(each) / _makespan_s(best) - 1:+.1%}" for each in rest]
+        others += [f"not {name}: {reason}" for name, reason in self.rejected.items()]
+        return text + "".join(f"; {other}" for other in others)
+
 
 def choose_schedule(name: str, request: Request) -> ChosenSchedule:
-    """Make the schedule of a name; for ``"auto"`` the one whose simulated step is the shortest of those that fit.
+    """Make the schedule of a name; for ``"auto"`` the best of :func:`compare_schedules`.
 
     Raises:
         ConfigError: it has no chunks and some are wanted, or the other way round; it needs more memory than the limit.
     """
-    if name != AUTO:
-        return _chosen(name, request, request.chunks)
-    candidates = [("seq1f1b", 1), ("zero_bubble", 1)]
-    if request.chunks > 1:
-        candidates += [(each, request.chunks) for each in CHUNKED]
-    found: list[ChosenSchedule] = []
+    return compare_schedules(name, request).best
+
+
+def compare_schedules(name: str, request: Request) -> Comparison:
+    """Simulate all schedules that a name stands for: one, or several for ``"auto"`` and ``"auto-interleaved"``.
+
+    Of these, without a memory limit, none may keep more than ``seq1f1b`` does without chunks.
+
+    Raises:
+        ConfigError: as of :func:`choose_schedule`; of several, none keeps to the limit.
+    """
+    if name not in _ALIKE:
+        (chunks,) = request.chunk_counts
+        return Comparison((_chosen(name, request, chunks),), MappingProxyType({}))
+    chunked = _ALIKE[name] if name != AUTO else [each for each in CHUNKED if each not in _ALIKE]
+    candidates = [(each, 1) for each in _ALIKE[name] if name == AUTO]
+    candidates += [(each, chunks) for chunks in request.chunk_counts if chunks > 1 for each in chunked]
+    fitting: list[ChosenSchedule] = []
+    rejected: dict[str, str] = {}
     problem: ConfigError | None = None
     for each, chunks in candidates:
         try:
-            found.append(_chosen(each, request, chunks))
+            fitting.append(_chosen(each, request, chunks, compared=True))
         except ConfigError as error:
             problem = error
-    if not found:
+            # What comes behind is advice.
+            rejected[_in_words(each, chunks)] = str(error).partition("; ")[0]
+    if not fitting:
         assert problem is not None
         raise problem
-    return min(found, key=lambda chosen: chosen.timeline.makespan_s)
+    least_gain = 0.0 if isinstance(request.chunks, int) else _CHUNKS_GAIN
+    return Comparison(tuple(fitting), MappingProxyType(rejected), least_gain)
 
 
 def check_chunks(name: str, chunks: int) -> None:
@@ -207,7 +282,13 @@ def check_chunks(name: str, chunks: int) -> None:
 
 def place_stages(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
     """The rank of each of ``ranks × chunks`` stages, where the schedule of a name has it."""
+    assert name != AUTO or chunks == 1, "auto with several chunks stands for several places"
     return CHUNKED.get(name, interleaved_placement)(ranks, chunks)
+
+
+def name_of_placement(name: str) -> str:
+    """The name that stands for all schedules with the stages where the schedule of a name has them."""
+    return next((alike for alike, names in _ALIKE.items() if name in names), name)
 
 
 def is_generated(name: str) -> bool:
@@ -251,19 +332,19 @@ class ModelPipeline:
         limit = None if self.limit is None else MemoryLimit(sequences=self.limit)
         segments = len(self.lengths)
         request = Request(
-            self.ranks, micro_batches, segments, lambda rank_of: self._costs(sizes, rank_of), limit, self.chunks,
+            self.ranks, micro_batches, segments, lambda rank_of: self.costs(sizes, rank_of), limit, self.chunks,
             tried_actions,
         )  # fmt: skip
         return choose_schedule(self.schedule, request).schedule
 
-    def _costs(self, sizes: ModelSizes, rank_of: tuple[int, ...]) -> PlacedCosts:
-        """In units of their own, as only their ratios matter."""
+    def costs(self, sizes: ModelSizes, rank_of: tuple[int, ...]) -> PlacedCosts:
+        """Of its stages on these ranks; in units of their own, as only their ratios matter."""
         flops = unit_flops(sizes, self.counts, self.lengths, backward_ratio=BACKWARD_RATIO + self.recomputes)
         kept = kept_bytes(sizes, self.counts, self.lengths)
         return placed_costs(flops, kept, rank_of, len(self.lengths), recomputes=self.recomputes)
 
 
-def _chosen(name: str, request: Request, chunks: int) -> ChosenSchedule:
+def _chosen(name: str, request: Request, chunks: int, *, compared: bool = False) -> ChosenSchedule:
     check_chunks(name, chunks)
     rank_of = place_stages(name, request.ranks, chunks)
     shape = PipelineShape(len(rank_of), request.micro_batches, request.segments)
@@ -284,7 +365,10 @@ def _chosen(name: str, request: Request, chunks: int) -> ChosenSchedule:
     )
     chosen = ChosenSchedule(name, shape, rank_of, schedule, timeline)
     if request.limit is not None:
-        _check_fits(chosen, limits, request.limit)
+        _check_fits(chosen, limits, f"the memory limit of {request.limit}")
+    elif compared:
+        usual = _seq1f1b_peak(chosen, costs)
+        _check_fits(chosen, [max(limit, usual) for limit in limits], f'the {usual:.3g} that "seq1f1b" keeps')
     return chosen
 
 
@@ -302,11 +386,28 @@ def _limits(request: Request, placed: PlacedCosts) -> list[float]:
     return [limit.bytes / each for each in placed.sequence_bytes]
 
 
-def _check_fits(chosen: ChosenSchedule, limits: Sequence[float], limit: MemoryLimit) -> None:
+def _seq1f1b_peak(chosen: ChosenSchedule, costs: ActionCosts) -> float:
+    """The most that ``seq1f1b`` would keep on any rank, in sequences of its share, of segments as long as these."""
+    shape = chosen.shape
+    first = [stage for stage, rank in enumerate(chosen.rank_of) if rank == 0]
+    shares = [sum(costs.kept(Action(Op.FORWARD, s, 0, segment)) for s in first) for segment in range(shape.segments)]
+    whole = PipelineShape(len(chosen.schedule), shape.micro_batches, shape.segments)
+    return peak_bytes(seq1f1b(whole)[0], lambda action: shares[action.segment])
+
+
+def _check_fits(chosen: ChosenSchedule, limits: Sequence[float], limit: str) -> None:
     """A schedule that is made by a formula takes what it takes."""
     for rank, (peak, most) in enumerate(zip(chosen.timeline.peak_bytes, limits, strict=True)):
         if peak > most * (1 + 1e-6):
             raise ConfigError(
                 f'the schedule "{chosen.name}" keeps up to {peak:.3g} sequences of its share on rank {rank}, more than '
-                f'the memory limit of {limit}; "zero_bubble" keeps to any limit of a sequence or more'
+                f'{limit}; "zero_bubble" keeps to any limit of a sequence or more'
             )
+
+
+def _makespan_s(chosen: ChosenSchedule) -> float:
+    return chosen.timeline.makespan_s
+
+
+def _in_words(name: str, chunks: int) -> str:
+    return f"{name} of {chunks} chunks" if chunks > 1 else name

@@ -70,3 +70,39 @@ class FusedProjections:
     def restore(self, _: nn.Module, __: Any, output: Any) -> Any:
         """A forward hook of the same module: tokens in a row again, if they were."""
         return output.squeeze(0) if self._is_flat else output
+
+
+class CrossProjections:
+    """A forward pre-hook of attention that may have keys and values made of another sequence than its queries.
+
+    That sequence, which is the encoder's output ``[B/b, S/s, H/h]`` in a decoder's layer, is gathered beside the
+    block's own input ``[B/b, T/s, H/h]``. Where a call brings none, queries, keys and values are of one input.
+
+    Args:
+        queries: "up" projections of the block's own input.
+        keys_and_values: "up" projections of the other sequence.
+        exits: as in :class:`FusedProjections`.
+        source: the name by which the block's forward is given the other sequence.
+    """
+
+    def __init__(
+        self,
+        queries: Sequence[ShardedLinear],
+        keys_and_values: Sequence[ShardedLinear],
+        exits: Sequence[ShardedLinear],
+        source: str,
+    ) -> None:
+        self._of_one = FusedProjections([*queries, *keys_and_values], exits)
+        # Queries are multiplied last: their backward is the first behind that of the exits, and prefetched by it.
+        self._keys_and_values = FusedProjections(keys_and_values)
+        self._queries = FusedProjections(queries, exits)
+        self._source = source
+
+    @uncompiled
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replace both inputs by the gathered ones, ``[B/b, S, H/h]`` and ``[B/b, T, H/h]``."""
+        source = kwargs.get(self._source)
+        if source is None:
+            return self._of_one(module, args, kwargs)
+        (whole,), _ = self._keys_and_values(module, (source,), {})
+        return self._queries(module, args, {**kwargs, self._source: whole})

@@ -10,6 +10,7 @@ Autograd keeps activations of the block, whole; of parameters it keeps shards, w
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -53,6 +54,7 @@ class LateSplit:
         self._mesh = mesh
         self._is_split = mesh.size("sequence", "hidden") > 1
         self.is_whole = False
+        self._source: weakref.ref[torch.Tensor] | None = None
 
     @uncompiled
     def begin(self, _: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
@@ -70,9 +72,12 @@ class LateSplit:
             return None
         self.is_whole = False
         stream = next(x for x in (*args, *kwargs.values()) if _is_activation(x))
+        # By its shape alone, a part of a longer source could be taken for something whole.
+        source = None if self._source is None else self._source()
 
         def part(x: Any) -> Any:
-            return _Part.apply(x, self._mesh) if _is_activation(x) and x.shape == stream.shape else x
+            is_whole = _is_activation(x) and x.shape == stream.shape and x is not source
+            return _Part.apply(x, self._mesh) if is_whole else x
 
         return tuple(map(part, args)), {name: part(x) for name, x in kwargs.items()}
 
@@ -92,6 +97,12 @@ class LateSplit:
         if self.is_whole:
             output.last_hidden_state = self.own_part(output.last_hidden_state)
         return output
+
+    def split_source(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The rank's part of an encoder's output, which layers of a decoder are given as it is."""
+        part = self.own_part(hidden)
+        self._source = weakref.ref(part)
+        return part
 
     def own_part(self, hidden: torch.Tensor) -> torch.Tensor:
         """The rank's part of the base model's last hidden state, which is whole unless a head or hook has split it."""
