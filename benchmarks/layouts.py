@@ -25,6 +25,8 @@ LAYOUTS = [
     *("8x1x1", "4x2x1", "2x2x2", "1x8x1", "4x1x1", "2x2x1", "1x4x1", "2x1x1", "1x2x1", "1x1x2", "1x1x1"),
     *("2x1x1-p2k2", "1x2x1-p2k2", "1x1x1-p2k2", "1x2x1-p4k4"),
 ]
+#: Of which each way of running is one.
+QUICK_LAYOUTS = ["cuboid-1x2x1", "cuboid-1x1x1-p2k2", "autotp-2-head"]
 
 
 class Layouts(TrainingStep):

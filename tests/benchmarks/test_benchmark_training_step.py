@@ -1,4 +1,4 @@
-"""benchmarks/training_step.py runs, and its numbers hang together. Times are not looked at: machines are busy."""
+"""benchmarks/training_step.py, and layouts.py made of it, run, and their numbers hang together. Times say nothing."""
 
 import json
 import statistics
@@ -12,6 +12,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 sys.path.insert(0, str(ROOT / "docs"))
 
 from generators.measured import Measured
+from layouts import CASE as LAYOUTS
+from layouts import QUICK_LAYOUTS, judged, rank_correlation
 from network.networks import why_not_shaped
 from training_step import CASE, DEFAULT, QUICK, FirstSteps, check, comparisons, find
 
@@ -175,3 +177,26 @@ def test_the_page_tells_a_result(result):
     assert all(f"| {row['name']} |" in text for row in result["rows"])
     assert all(one["what"] in text for one in comparisons(result["rows"]))
     assert "(figures/training_step_loopback_float32.png)" in text
+
+
+@pytest.mark.slow
+def test_meshes_and_stages_are_measured_beside_what_is_predicted(tmp_path):
+    command = [sys.executable, ROOT / "benchmarks" / "layouts.py", "--quick", "--contestants", *QUICK_LAYOUTS]
+    status, output = finish(start(*command, "--out", tmp_path), TIMEOUT_S)
+    assert status == 0, output
+    result = json.loads((tmp_path / "layouts.json").read_text(encoding="utf-8"))
+    assert [row["key"] for row in result["rows"]] == QUICK_LAYOUTS
+    assert all(row["error"] < 1e-5 for row in result["rows"])
+    assert [row["predicted_s"] is None for row in result["rows"]] == [False, False, True]
+    assert all(sentence.replace("**", "") in output for sentence in LAYOUTS.remarks(result))
+
+
+def test_the_planners_choice_is_judged_by_what_was_measured():
+    def row(name, measured_s, predicted_s, family="cuboid"):
+        return {"name": name, "family": family, "step_s": {"median": measured_s}, "predicted_s": predicted_s}
+
+    said = judged([row("a", 1.1, 2.0), row("b", 1.0, 3.0), row("c", 2.0, 4.0), row("d", 1.21, None, "autotp")])
+    assert "choice of 3 layouts is a: 10.0% behind the fastest, b." in said[0]
+    assert said[0].endswith("is 0.50.")
+    assert said[1] == "It is 1.10 times as fast as d."
+    assert rank_correlation([1, 2, 3], [30, 20, 10]) == pytest.approx(-1)

@@ -143,7 +143,7 @@ class Software:
         fused_nonlinearity: whether nothing between the MLP's products is kept but their results.
         counted: whether what layers keep is counted in their own code, as Cuboid runs it, rather than by formulas.
         shares_keys: whether segments of a micro-batch share one store of keys and values.
-        keeps_prefixes: whether each segment keeps all keys and values before it once more.
+        keeps_prefixes: whether each segment keeps all keys and values up to its end once more.
         balances_context: whether the ranks that share a sequence have equal parts of causal attention.
         shards_over_context: whether the ranks that share a sequence divide weights among them too.
         keeps_whole_gradients: whether gradients stay whole over the micro-batches of a step as long as weights do.

@@ -270,9 +270,10 @@ class _Stage:
         kept = {kind: self._kept(kind, segment) for kind in kinds}
         shared = self._shares_keys
         own = sum(count * (kept[kind][1] + (0 if shared else kept[kind][0])) for kind, count in kinds.items())
-        if self.software.keeps_prefixes:
-            before = self._units.tokens(sum(self.cost.lengths[:segment]))
-            own += before * sum(count * self._key_value(self.model.kinds[kind]) for kind, count in kinds.items())
+        if self.software.keeps_prefixes and segment:
+            # Put together with its own, which stay in the result of the fused projection too: queries are a view of it.
+            prefix = self._units.tokens(sum(self.cost.lengths[: segment + 1]))
+            own += prefix * sum(count * self._key_value(self.model.kinds[kind]) for kind, count in kinds.items())
         for kind in kinds if self.count.layers else ():
             layer, sizes = self._layer_count(self.count, kind, segment)
             own += layer.shared.of(*sizes)
