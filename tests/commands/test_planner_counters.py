@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import cuboid
@@ -16,7 +17,7 @@ from cuboid.planner.cost.layout import CUBOID, Layout
 from cuboid.planner.cost.memory import _Stage, fullest
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import Cluster
-from cuboid.planner.description.kept import _Key, _Sample, count_kept
+from cuboid.planner.description.kept import _count, _Key, _Sample, count_kept
 from cuboid.planner.description.model import describe
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.estimate import Estimate, cuboid_software, estimate
@@ -173,6 +174,20 @@ def test_counts_hold_for_units_of_other_sizes(name):
     if windows[sample.kinds[last]]:
         own, keys = count.windowed[sample.kinds[last]], window - 1 + 320
     assert own.kept.of(3, 320, keys) == pytest.approx(kept[last], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_the_first_count_of_a_process_is_as_any_other(name):
+    described, counts = describe(small(name)), []
+    for forget in (True, False):
+        if forget:
+            # What torch remembers of operators without values, as a new process has none of it.
+            FakeTensorMode.cache_clear()
+        _count.cache_clear()
+        count_kept.cache_clear()
+        counts.append(count_kept(described, sharded=True, segmented=True))
+    assert not counts[0].obstacle
+    assert counts[0] == counts[1]
 
 
 def test_what_cannot_be_counted_is_said_and_taken_from_formulas():

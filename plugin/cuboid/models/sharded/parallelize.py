@@ -144,12 +144,25 @@ def _shard_mixture(
         module.configure(role.experts)
 
 
+def _forget_values(module: nn.Module) -> None:
+    """Leave shapes and dtypes only. ``module.to("meta")`` can't swap what torch holds weak references to."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                empty = torch.empty_like(parameter, device="meta")
+                part._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for name, buffer in part._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                part._buffers[name] = torch.empty_like(buffer, device="meta")
+
+
 def _build(
     old: nn.Module, role: Role, parameters: dict[str, nn.Parameter], layouts: dict[str, ShardingSpec], mesh: Mesh
 ) -> nn.Module:
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if role.kind == "gathered":
-        return UnshardedModule(old.to("meta"), parameters, mesh=mesh, layouts=layouts)
+        _forget_values(old)
+        return UnshardedModule(old, parameters, mesh=mesh, layouts=layouts)
     if role.kind == "norm":
         assert role.norm is not None
         norm = ShardedLayerNorm if role.norm.kind == "layer" else ShardedRMSNorm
