@@ -1,6 +1,6 @@
 """Layouts of 8 ranks (meshes × stages × replicas), measured beside the planner's order of them and DeepSpeed AutoTP.
 
-python benchmarks/layouts.py [--network loopback|shaped] [--rate-mbit R] [--contestants KEY …] …
+python benchmarks/layouts.py [--network loopback|shaped] [--rate-mbit R] [--dtype …] [--contestants KEY …] …
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import numpy as np
+from harness import freshness
 from harness.llama import Llama
 from harness.tables import Column, Row, Table, known
 from training_step import RANKS, Entry, TrainingStep
@@ -30,12 +31,14 @@ QUICK_LAYOUTS = ["cuboid-1x2x1", "cuboid-1x1x1-p2k2", "autotp-2-head"]
 
 
 class Layouts(TrainingStep):
-    """The planner sees the machine as "auto" does, and on links their rate. It counts in 16 bits whatever the dtype."""
+    """The planner sees the machine as "auto" does, and on links their rate. It counts in 16 bits, and so the default is
+    mixed precision."""
 
     name = "layouts"
+    sources = TrainingStep.sources + freshness.SEQ1F1B
     workload = Llama(length=256, hidden=256, intermediate=688, vocabulary=2048)
     contestants = [*(f"cuboid-{layout}" for layout in LAYOUTS), "autotp-2", "autotp-2-head"]
-    repeats, limit_s, rate_mbit = 5, 20.0, 100.0
+    repeats, limit_s, rate_mbit, dtype = 5, 60.0, 50.0, "bfloat16"
 
     def facts_of(self, entry: Entry, workload: Llama, model: LlamaForCausalLM, given: argparse.Namespace) -> Row:
         found = super().facts_of(entry, workload, model, given)

@@ -22,6 +22,11 @@ CASES = {
     "pipeline": ("Seq1F1B beside DeepSpeed's and PyTorch's pipelines, two stages", 12, "–"),
     "layer_meshes": ("one layer on meshes of 8 ranks, over links of a set rate", 10, "root, or loopback is measured"),
     "training_step": ("a step beside AutoTP, tp_plan and FSDP2, 8 ranks", 30, "root, or loopback is measured"),
+    "layouts": (
+        "meshes, stages and replicas of 8 ranks, as the planner orders them",
+        6,
+        "root, or loopback is measured",
+    ),
     "loading": ("time and memory of loading 2 GiB on 4 and 8 ranks", 40, "Linux"),
     "memory": ("activations kept on 8 ranks, beside the formula", 3, "–"),
     "colossalai_3d": ("Colossal-AI's 3-D layers and ours, 8 ranks", 5, "ColossalAI (make colossalai)"),
@@ -30,7 +35,7 @@ CASES = {
     "pipeline_emulated": ("8 and 16 stages, computing emulated by sleeping", 30, "–"),
 }
 #: Links of a set rate are what these are about; they have them by default where they can be had.
-SHAPED = ("layer_meshes", "training_step", "hidden_communication")
+SHAPED = ("layer_meshes", "training_step", "layouts", "hidden_communication")
 #: Python ends by the signal itself, or says 128 + its number where it has tidied up after it.
 _INTERRUPTS = {
     status for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) for status in (-number, 128 + number)

@@ -381,9 +381,11 @@ class TrainingStep(Case):
     #: At which the links should take three times as long as two cores do, even for the one that sends least: 100 MB in
     #: float32, beside 5.5 s of computing on one core. What it came to is in the results.
     rate_mbit = 80.0
+    dtype = "float32"
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="bfloat16 is mixed precision")
+        mixed = f"bfloat16 is mixed precision (default {self.dtype})"
+        parser.add_argument("--dtype", choices=_DTYPES, default=self.dtype, help=mixed)
         default = f"default: {' '.join(self.contestants)}"
         parser.add_argument("--contestants", nargs="+", metavar="KEY", default=self.contestants, help=default)
 

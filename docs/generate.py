@@ -23,8 +23,8 @@ from harness import freshness
 WRITTEN = ("architectures", "checkpoints", "choosing", "config", "formulas", "layout", "planner", "timeline", "traffic")
 #: Cases of benchmarks/.
 MEASURED = (
-    *("pipeline", "pipeline_emulated", "layer_meshes", "training_step", "hidden_communication", "overhead", "loading"),
-    *("memory", "colossalai_3d"),
+    *("pipeline", "pipeline_emulated", "layer_meshes", "training_step", "layouts", "hidden_communication", "overhead"),
+    *("loading", "memory", "colossalai_3d"),
 )
 
 

@@ -117,6 +117,13 @@ SHOWN = {
         "Step times of all contestants",
         marks=MARKS,
     ),
+    "layouts": Shown(
+        {f"layouts_{network}_bfloat16": f"layouts, {network}" for network in ("shaped", "loopback")},
+        "seconds for a training step",
+        "Step times of layouts, measured and predicted",
+        marks={"predicted": lambda row: row["predicted_s"]},
+        page="planner.md",
+    ),
     "hidden_communication": Shown(
         {"hidden_communication": "hidden"},
         "seconds for a layer's forward and backward, 2 ranks",

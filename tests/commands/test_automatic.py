@@ -195,24 +195,37 @@ def test_ranks_that_share_a_core_have_a_part_of_it(monkeypatch):
     assert (cluster.nodes, cluster.gpus_per_node) == (2, 8)
     assert cluster.gpu.peak_flops == seen.CPU.peak_flops / 4
     assert cluster.gpu.kernel_s == seen.CPU.kernel_s * 4
+    # Each message waits for the turns of three others.
+    assert cluster.gpu.link_latency_s == pytest.approx(seen.CPU.link_latency_s + 3 * 8e-4)
 
 
-#: Seconds of a step of 8 rows of 512 tokens on 8 ranks of two cores, over loopback in bfloat16.
-MEASURED = {"8x1x1": 1.385, "4x2x1": 1.479, "2x2x2": 1.861}
+#: Seconds of a step of 8 rows on 8 ranks of two cores, over loopback in bfloat16, by hidden size and length.
+MEASURED = {
+    (512, 512): {"4x2x1": 1.511, "2x2x2": 1.861},
+    (256, 256): {
+        "2x1x1": 0.47,
+        "1x2x1": 0.49,
+        "4x1x1": 0.52,
+        "8x1x1": 0.56,
+        "4x2x1": 0.61,
+        "2x2x2": 0.76,
+        "1x8x1": 1.02,
+    },
+}
 
 
-def test_on_loopback_meshes_are_ordered_as_measured(monkeypatch):
+@pytest.mark.parametrize("size", MEASURED)
+def test_on_loopback_meshes_take_as_long_as_measured(monkeypatch, size):
     monkeypatch.setattr(seen.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(seen.os, "sched_getaffinity", lambda _: {0, 1})
-    tiny = describe({"model_type": "llama", "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4,
-                     "num_attention_heads": 8, "vocab_size": 4096})  # fmt: skip
-    times = {
-        mesh: estimate(tiny, Layout(MeshShape.parse(mesh), micro_batch=8), seen_cluster(8), 512).time.total_s
-        for mesh in (*MEASURED, "1x8x1")
-    }
-    assert sorted(times, key=times.__getitem__) == [*MEASURED, "1x8x1"]
-    for mesh, measured in MEASURED.items():
-        assert times[mesh] == pytest.approx(measured, rel=0.3), mesh
+    hidden, length = size
+    tiny = describe({"model_type": "llama", "hidden_size": hidden, "intermediate_size": hidden * 43 // 16,
+                     "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 8 * hidden})  # fmt: skip
+    for name, measured in MEASURED[size].items():
+        mesh = MeshShape.parse(name)
+        layout = Layout(mesh, 1, 8 * mesh.size // 8, 1, 8 // mesh.size, zero_stage=1)
+        predicted = estimate(tiny, layout, seen_cluster(8), length).time.total_s
+        assert predicted == pytest.approx(measured, rel=0.35), mesh
 
 
 # --- where the stages are ---------------------------------------------------------------------------------------

@@ -17,11 +17,17 @@ class Group:
         size: how many.
         rate: bytes a second that each of them sends at most.
         latency_s: of each step of a ring.
+        overlap: part of the computing meanwhile that hides it.
     """
 
     size: int
     rate: float
     latency_s: float
+    overlap: float = 1.0
+
+    def exposed_s(self, whole_bytes: float, count: float, compute_s: float) -> float:
+        """What computing of ``compute_s`` leaves to wait for of :meth:`gather_s`."""
+        return max(0.0, self.gather_s(whole_bytes, count) - self.overlap * compute_s)
 
     def gather_s(self, whole_bytes: float, count: float = 1) -> float:
         """``count`` all-gathers to, or reduce-scatters from, tensors of ``whole_bytes``."""
@@ -75,7 +81,7 @@ class Links:
         link = gpu.link_bytes_per_s * gpu.link_efficiency
         per_node = max(1, min(size, cluster.gpus_per_node // stride)) if stride <= cluster.gpus_per_node else 1
         if size <= per_node:
-            return Group(size, link, gpu.link_latency_s)
+            return Group(size, link, gpu.link_latency_s, gpu.link_overlap)
         # Every byte crosses each border between nodes once, by all network cards that the group's ranks have there.
         network = gpu.network_bytes_per_s * gpu.network_efficiency * per_node
         return Group(size, min(link, network), gpu.network_latency_s)

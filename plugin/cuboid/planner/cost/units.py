@@ -106,7 +106,7 @@ class UnitTimes:
         reduces = layout.gradient_sync == "unit"
         moving_s = batch.gather_s((weights + others) * _ELEMENT, int(layout.weight_gather == "layer"))
         moving_s += batch.gather_s(others * _ELEMENT, int(reduces and others > 0))
-        inputs += Seconds(exposed=max(0.0, moving_s - inputs.compute))
+        inputs += Seconds(exposed=max(0.0, moving_s - batch.overlap * inputs.compute))
         own = Seconds(later + self._add_weight_gradients(weights), self._mesh_exchange(layer, tokens, "weight"))
         own = self._at_host_speed(own, launches=1)
         return inputs, own + Seconds(exposed=batch.gather_s(weights * _ELEMENT, int(reduces)))
@@ -308,7 +308,7 @@ class UnitTimes:
 
     def _waiting_s(self, layer: Layer, own: Seconds, gathers: int) -> float:
         """What computing doesn't hide of so many gathers or reductions of a layer's weights."""
-        return max(0.0, self.links.batch.gather_s(self.block_weights(layer) * _ELEMENT, gathers) - own.compute)
+        return self.links.batch.exposed_s(self.block_weights(layer) * _ELEMENT, gathers, own.compute)
 
     # --- the ends -----------------------------------------------------------------------------------------------
 

@@ -34,6 +34,8 @@ class Gpu:
         memory_efficiency: part of the memory's rate that elementwise kernels reach.
         link_efficiency, network_efficiency: part of a link's rate that collectives reach.
         link_latency_s, network_latency_s: of each step of a collective.
+        link_overlap: part of the computing beside a message within a node that hides it; 0 where the cores that compute
+            move the message too.
         kernel_s: of each kernel beyond its work.
         step_s: of each optimizer step, whatever its size.
     """
@@ -53,6 +55,7 @@ class Gpu:
     network_latency_s: float = 12e-6
     kernel_s: float = 4e-6
     step_s: float = 0.01
+    link_overlap: float = 1.0
 
 
 def _gpu(name: str, memory_gib: float, tflops: float, memory: float, link: float, network: float, **more: float) -> Gpu:
@@ -102,10 +105,10 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
 
 
 #: One core of a server for a rank by itself, in bfloat16, whose ranks talk to one another through gloo on loopback. By
-#: benchmarks/measured/training_step_loopback_bfloat16.json.
+#: benchmarks/measured/training_step_loopback_bfloat16.json and layouts_loopback_bfloat16.json.
 CPU = _gpu(
-    "CPU", 16, 0.39, 10, 1, 1, matmul_efficiency=0.5, attention_efficiency=0.25, link_efficiency=0.9,
-    network_efficiency=0.9, link_latency_s=1e-4, network_latency_s=1e-4, kernel_s=1e-5,
+    "CPU", 16, 0.39, 10, 1, 1, matmul_efficiency=0.64, attention_efficiency=0.32, link_efficiency=0.9,
+    network_efficiency=0.9, link_latency_s=1e-4, network_latency_s=1e-4, kernel_s=6e-5, link_overlap=0.0,
 )  # fmt: skip
 
 
@@ -200,9 +203,14 @@ def _read_gpu(given: Any, path: Path) -> Gpu:
     if unknown:
         raise ConfigError(f"cluster profile {path}: gpu has no {', '.join(unknown)}; it has {', '.join(fields)}")
     for name, value in values.items():
-        good = isinstance(value, str) if name == "name" else _is_positive(value)
+        if name == "link_overlap":
+            good, wanted = _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"
+        elif name == "name":
+            good, wanted = isinstance(value, str), "a name"
+        else:
+            good, wanted = _is_number(value) and value > 0, "a number above zero"
         if not good:
-            raise ConfigError(f"cluster profile {path}: gpu.{name} is {value!r}, not a number above zero")
+            raise ConfigError(f"cluster profile {path}: gpu.{name} is {value!r}, not {wanted}")
     base.update(values)
     missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in base]
     if missing:
@@ -210,5 +218,5 @@ def _read_gpu(given: Any, path: Path) -> Gpu:
     return Gpu(**base)
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -10,6 +10,8 @@ import torch
 from cuboid.errors import ConfigError
 from cuboid.planner.description.cluster import CPU, GPUS, Cluster, Gpu
 
+#: What a message waits for each other rank on its core to have its turn.
+_TURN_S = 8e-4
 #: Under which launchers say how many of their ranks are on this node.
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 
@@ -68,6 +70,7 @@ def known_gpu(name: str, memory_bytes: int) -> Gpu | None:
 def _share_of_cpu(ranks: int) -> Gpu:
     """A rank's share of this machine's cores, which also move what ranks send each other; its memory is everyone's."""
     share = min(1.0, len(os.sched_getaffinity(0)) / ranks)
+    waits_s = _TURN_S * (1 / share - 1)
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return replace(
         CPU,
@@ -76,7 +79,7 @@ def _share_of_cpu(ranks: int) -> Gpu:
         memory_bytes_per_s=CPU.memory_bytes_per_s * share,
         link_bytes_per_s=CPU.link_bytes_per_s * share,
         network_bytes_per_s=CPU.network_bytes_per_s * share,
-        link_latency_s=CPU.link_latency_s / share,
-        network_latency_s=CPU.network_latency_s / share,
+        link_latency_s=CPU.link_latency_s + waits_s,
+        network_latency_s=CPU.network_latency_s + waits_s,
         kernel_s=CPU.kernel_s / share,
     )
