@@ -31,7 +31,6 @@ from cuboid.distributed.comm_counter import sent_bytes
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError
-from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
@@ -51,14 +50,13 @@ def build_ours(block: Block, shape: MeshShape | None = None) -> Side:
     mesh = cuboid.mesh_of(model)
     mesh.connect()
     part = model.get_submodule(block.path)
-    parameters, gathered = {}, set()
+    parameters = {}
     for path, layer in part.named_modules():
         for name in layer.sharded_params if isinstance(layer, ShardedModule) else ():
             parameters[f"{path}.{name}"] = layer.get_parameter(name), _place(layer.layout(name), mesh)
-            gathered.add(layer.layout(name).block_shape(mesh.shape))
     # The residual stream is cut as a parameter of its shape would be.
     stream = ShardingSpec((block.batch, block.length, block.hidden), (("batch",), ("sequence",), ("hidden",)))
-    return Side(block, part, _place(stream, mesh), parameters, (ShardedLinear,), gathered)
+    return Side(block, part, _place(stream, mesh), parameters)
 
 
 def _place(layout: ShardingSpec, mesh: Mesh) -> Place:
@@ -119,7 +117,6 @@ class Colossalai3d(Case):
             "forward + backward, s": _time,
             "sent by a rank, MiB": lambda row: _mib(row["sent_bytes"]),
             "kept for backward, MiB": lambda row: _mib(row["saved_bytes"]),
-            "of it inputs of linear layers": lambda row: _mib(row["saved_by_kind"]["linear_inputs"]),
             "peak of live tensors, MiB": lambda row: _mib(row["peak_bytes"]),
             "largest error against float64": lambda row: f"{max(row['errors'].values()):.1e}",
         }
@@ -164,15 +161,13 @@ def _prepared(block: Block, key: str, ranks: Ranks) -> Record:
 
 def _row(record: Record, records: Sequence[Record]) -> Row:
     (block, key), answers = record.entry, record.facts["answers"]
-    saved = [answer["saved_bytes"] for answer in answers]
     return {
         "part": block.part,
         "title": block.title,
         "key": key,
         "name": record.name + (f" ({chosen_mesh(block, RANKS)})" if key == "cuboid_auto" else ""),
         "sent_bytes": [sent(answer["collectives"]) for answer in answers],
-        "saved_bytes": [sum(each.values()) for each in saved],
-        "saved_by_kind": {kind: [each[kind] for each in saved] for kind in saved[0]},
+        "saved_bytes": [answer["saved_bytes"] for answer in answers],
         "peak_bytes": [answer["peak_bytes"] for answer in answers],
         "errors": answers[0]["errors"],
         "collectives": sorted({collective.operation for collective in answers[0]["collectives"]}),

@@ -21,15 +21,7 @@ from harness.case import Case
 from harness.rounds import Record, Sample, count_disturbed, run_rounds, spread, undisturbed, undisturbed_rounds
 from harness.tables import MB, Column, Row, Table, known, percent, ranged
 from harness.watch import Watch, pin
-from layer_meshes import (
-    AGREEMENT,
-    LayerWorkload,
-    ShardedLayers,
-    check_error,
-    compute_reference,
-    distinct,
-    mesh_name,
-)
+from layer_meshes import AGREEMENT, LayerWorkload, ShardedLayers, check_error, compute_reference, distinct, mesh_name
 from network.networks import Loopback, open_network
 from network.ranks import Ranks, forked_ranks
 from network.rate import Link, set_rate, timed_step, traffic

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 # DeepSpeed looks for this when it is imported.
@@ -56,14 +55,11 @@ from cuboid.seq1f1b.schedule.choice import (
 )
 from cuboid.seq1f1b.schedule.partition import cut_sequence, even_cut, segment_cost
 from cuboid.seq1f1b.schedule.simulator import Span, Timeline
-from cuboid.seq1f1b.schedule.timeline_trace import read_chrome_trace
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes, unit_flops
 from cuboid_patches.deepspeed import SHARED_MEMORY_BUILD
 
 _SEED = 20240605
 _PEERS = {"deepspeed": "DeepSpeed PipelineEngine", "torch": "torch.distributed.pipelining 1F1B"}
-#: Counted from 1; the first one warms up.
-_TRACED_STEP = 2
 
 
 # --- what is done ---
@@ -331,36 +327,17 @@ class DeepSpeedPipeline(_UnderDeepSpeed):
 
 
 class CuboidPipeline(_UnderDeepSpeed):
-    """Cuboid as users have it: given the whole model, which it cuts. Of its second step it writes a trace."""
+    """Cuboid as users have it: given the whole model, which it cuts."""
 
-    def __init__(self, entry: Entry, task: RealTask, traces: Path) -> None:
+    def __init__(self, entry: Entry, task: RealTask) -> None:
         super().__init__(task)
-        self._trace = traces / f"p{task.stages}_m{task.micro_batches}_k{entry.segments}_{entry.partition}"
-        self._steps = 0
-        pipeline = {
-            "engine": "seq1f1b",
-            "stages": task.stages,
-            "segments": entry.segments,
-            "partition": entry.partition,
-            "stage_balance": list(task.balance),
-            "trace": str(self._trace),
-            "trace_step": _TRACED_STEP,
-        }
+        pipeline = {"engine": "seq1f1b", "stages": task.stages, "stage_balance": list(task.balance)}
+        pipeline |= {"segments": entry.segments, "partition": entry.partition}
         config = {**self._config(), "pipeline": pipeline}
         batches = ({"input_ids": ids, "shift_labels": labels} for ids, labels in self._micro_batches())
         self._start(cuboid.shard(task.model(), config), batches, config)
         self.pool = MeteredPool()
         self.engine.pipeline.pool = self.pool
-
-    def step(self) -> None:
-        super().step()
-        self._steps += 1
-
-    def figures(self) -> Row:
-        """After the second step its timeline, on the first rank."""
-        if self._steps != _TRACED_STEP or self.number > 0:
-            return {}
-        return {"timeline": read_chrome_trace(self._trace / f"step_{_TRACED_STEP}.json")}
 
 
 # --- how they are shown ---
@@ -399,18 +376,17 @@ class PipelineCase(Case):
         task = RealTask(length=256, hidden=64, intermediate=128) if given.quick else RealTask()
         entries = [Entry("torch"), Entry("deepspeed"), *cuts(given.segments)]
         result.update(workload=task.numbers(), memory=[])
-        own = partial(build, traces=given.out / "traces")
 
         def keep(_: int) -> Link:
             pin(dist.get_rank())
-            return Link(Loopback(dist.get_world_size()), own)
+            return Link(Loopback(dist.get_world_size()), build)
 
         records: list[Record] = []
         with forked_ranks(Loopback(task.stages), keep) as ranks:
             for count in given.micro_batches:
                 step = dataclasses.replace(task, micro_batches=count)
                 watch = Watch(given.limit)
-                ready = [_prepare(ranks, entry, step, watch) for entry in entries]
+                ready = [_prepare(ranks, entry, step) for entry in entries]
                 check_agreement(ready)
                 records += ready
                 run_rounds(ready, given.repeats, watch, partial(timed_step, ranks, watch, figures=_idle))
@@ -418,10 +394,10 @@ class PipelineCase(Case):
                 result["rows"] = [_row(record, records) for record in records]
                 write()
         many = dataclasses.replace(task, stages=_MANY_STAGES, micro_batches=_MANY_STAGES)
-        kept = []
+        kept: list[Record] = []
         with forked_ranks(Loopback(many.stages), keep) as ranks:
             for entry in entries:
-                kept.append(Record((entry, many), entry.name, facts=together(ranks.call("prepare", (entry, many)))))
+                kept.append(_prepare(ranks, entry, many))
                 ranks.call("discard")
                 gc.collect()
         check_agreement(kept)
@@ -441,26 +417,17 @@ class PipelineCase(Case):
 # --- measuring ---
 
 
-def build(key: tuple[Entry, RealTask], traces: Path) -> Pipeline:
+def build(key: tuple[Entry, RealTask]) -> Pipeline:
     """Set up a contestant for a task. All ranks must call."""
     entry, task = key
     if entry.kind == "cuboid":
-        return CuboidPipeline(entry, task, traces)
+        return CuboidPipeline(entry, task)
     return DeepSpeedPipeline(task) if entry.kind == "deepspeed" else TorchPipeline(task)
 
 
-def _prepare(ranks: Ranks, entry: Entry, task: RealTask, watch: Watch) -> Record:
-    """Build a contestant and have its first two steps. Of the second one Cuboid records a timeline."""
-    record = Record((entry, task), entry.name, facts=together(ranks.call("prepare", (entry, task))))
-    watch.wait()
-    timed_step(ranks, watch, record, figures=_timeline)
-    return record
-
-
-def _timeline(record: Record, steps: Sequence[Step]) -> Row:
-    timeline = steps[0].figures.get("timeline")
-    record.facts["bubble_traced"] = None if timeline is None else timeline.bubble
-    return {}
+def _prepare(ranks: Ranks, entry: Entry, task: RealTask) -> Record:
+    """Build a contestant and have its first step."""
+    return Record((entry, task), entry.name, facts=together(ranks.call("prepare", (entry, task))))
 
 
 def _idle(_: Record, steps: Sequence[Step]) -> Row:
@@ -552,10 +519,9 @@ def _step_table(rows: Sequence[Row], count: int) -> Table:
 
 def _bubble_table(by_count: Mapping[tuple[int, ...], Sequence[Row]]) -> Table:
     def cell(rows: Row, count: int, key: str) -> str:
-        return DASH if rows[count][key] is None else f"{100 * rows[count][key]:.1f} %"
+        return f"{100 * rows[count][key]:.1f} %"
 
-    kinds = {"measured": "bubble", "traced": "bubble_traced"}
-    kinds |= {"simulated": "bubble_simulated", "theory": "bubble_theory"}
+    kinds = {"measured": "bubble", "simulated": "bubble_simulated", "theory": "bubble_theory"}
     counts = [count for (count,) in by_count]
     columns = [Column("", lambda rows: row_name(rows[counts[0]]), "l")]
     for count in counts:

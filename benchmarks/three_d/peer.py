@@ -136,18 +136,16 @@ def build_peer(block: Block, *, exchange: bool = False) -> Side:
     """The block with its weights, cut as Colossal-AI cuts, perhaps :func:`exchanging`. :func:`launch` must have run."""
     module: nn.Module = _Layer(block.hidden, block.heads) if block.part == "layer" else _Mlp(block.hidden)
     whole = dict(block.model().get_submodule(block.path).named_parameters())
-    parameters, gathered = {}, set()
+    parameters = {}
     for path, layer in module.named_modules():
         if isinstance(layer, LayerNorm3D | Linear3D):
             for name, place in _places(layer, path, block).items():
                 parameters[f"{path}.{name}"] = layer.get_parameter(name), place
-        if isinstance(layer, Linear3D):
-            gathered.add((layer.in_features // layer.depth, layer.out_features // layer.depth))
     with torch.no_grad():
         for path, (parameter, place) in parameters.items():
             parameter.copy_(take(whole[path], place))
     around = exchanging if exchange else contextlib.nullcontext
-    return Side(block, module, _activation(block), parameters, (Linear3D,), gathered, around)
+    return Side(block, module, _activation(block), parameters, around)
 
 
 def _activation(block: Block) -> Place:

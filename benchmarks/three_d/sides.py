@@ -12,7 +12,7 @@ import functools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -25,13 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from cuboid.seq1f1b.runtime.memory import LiveActivations
+
 _SEED = 20240607
 #: The vocabulary isn't used; it must be there.
 _VOCABULARY = 128
 #: For each dim of the whole tensor the indices, int64, of what a rank holds: its part is their outer product.
 Place = tuple[torch.Tensor, ...]
-#: A rank's part of a tensor, and where it belongs.
-Piece = tuple[torch.Tensor, Place]
 
 
 @dataclass(frozen=True)
@@ -56,21 +56,10 @@ class Block:
     def model(self) -> GPT2LMHeadModel:
         """The whole model, with the same weights every time. Biases aren't zero and norms aren't one, or errors would
         hide."""
-        config = GPT2Config(
-            n_embd=self.hidden,
-            n_head=self.heads,
-            n_layer=1,
-            n_positions=self.length,
-            vocab_size=_VOCABULARY,
-            activation_function="gelu",
-            bos_token_id=0,
-            eos_token_id=0,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            attn_implementation="sdpa",
-        )
-        model = GPT2LMHeadModel(config)
+        sizes = {"n_embd": self.hidden, "n_head": self.heads, "n_layer": 1, "n_positions": self.length}
+        sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "bos_token_id", "eos_token_id"), 0)
+        others = {"activation_function": "gelu", "attn_implementation": "sdpa"}
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=_VOCABULARY, **sizes, **others))
         generator = torch.Generator().manual_seed(_SEED)
         with torch.no_grad():
             for name, parameter in sorted(model.named_parameters()):
@@ -120,30 +109,18 @@ def take(whole: torch.Tensor, place: Place) -> torch.Tensor:
 
 
 def relative_error(
-    whole: torch.Tensor, pieces: Iterable[Piece], add_up: Callable[[torch.Tensor], Any] = lambda _: None
+    whole: torch.Tensor, part: torch.Tensor, place: Place, add_up: Callable[[torch.Tensor], Any] = lambda _: None
 ) -> float:
-    """How far the pieces are from ``whole``: ‖pieces − their places in whole‖ / ‖the same places of whole‖.
-
-    Frobenius norms over all pieces; infinite where a number isn't finite or an element of ``whole`` is in no piece.
-    ``add_up`` adds a tensor up over all ranks, where there are others.
-    """
-    found = torch.zeros(whole.shape, dtype=torch.int32)
-    squares = torch.zeros(2, dtype=torch.float64)
-    for part, place in pieces:
-        index = torch.meshgrid(*place, indexing="ij")
-        expected = whole[index].double()
-        if part.shape == expected.shape:
-            difference = (part.detach().double() - expected).square().sum()
-            squares += torch.stack([difference, expected.square().sum()])
-            found[index] = 1
-        else:
-            squares += math.inf
+    """‖parts − their places in whole‖ / ‖the same places of whole‖, Frobenius norms over the parts of all ranks, which
+    ``add_up`` adds a tensor up over; infinite where one isn't a number or an element of ``whole`` is in no part."""
+    index = torch.meshgrid(*place, indexing="ij")
+    found, expected = torch.zeros(whole.shape, dtype=torch.int32), whole[index].double()
+    assert part.shape == expected.shape, f"a part is {tuple(part.shape)}, its place {tuple(expected.shape)}"
+    found[index] = 1
+    squares = torch.stack([(part.detach().double() - expected).square().sum(), expected.square().sum()])
     add_up(squares)
     add_up(found)
-    difference, magnitude = squares.tolist()
-    if not found.all() or not math.isfinite(difference) or magnitude == 0.0:
-        return math.inf
-    return math.sqrt(difference / magnitude)
+    return (squares[0] / squares[1]).sqrt().nan_to_num(math.inf).item() if found.all() else math.inf
 
 
 # --- who computes it, and what that takes ---
@@ -216,40 +193,6 @@ def _ranks(group: Any) -> int:
     return dist.ProcessGroup.unbox(group).size()
 
 
-@contextlib.contextmanager
-def saved_bytes(
-    module: nn.Module,
-    linear: tuple[type[nn.Module], ...],
-    gathered: set[tuple[int, ...]],
-    parameters: Iterable[torch.Tensor],
-) -> Iterator[dict[str, int]]:
-    """Inside, counts the bytes that autograd saves for backward: whole storages, each once; what ``linear`` layers
-    save, and weights, which alone have the shapes of ``gathered``, are told apart."""
-    found = {"linear_inputs": 0, "other_activations": 0, "gathered_weights": 0}
-    seen = {_storage(parameter) for parameter in parameters}
-    # As long as these are kept here, no other storage can come to their addresses.
-    kept: list[torch.Tensor] = []
-    inside: list[nn.Module] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if _storage(tensor) not in seen:
-            seen.add(_storage(tensor))
-            kept.append(tensor.detach())
-            kind = "linear_inputs" if inside else "other_activations"
-            kind = "gathered_weights" if tuple(tensor.shape) in gathered else kind
-            found[kind] += tensor.untyped_storage().nbytes()
-        return tensor
-
-    handles = []
-    for layer in (each for each in module.modules() if isinstance(each, linear)):
-        handles.append(layer.register_forward_pre_hook(lambda layer, _: inside.append(layer)))
-        handles.append(layer.register_forward_hook(lambda *_: inside.clear()))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield found
-    for handle in handles:
-        handle.remove()
-
-
 @dataclass
 class Side(Contestant):
     """Forward and backward of a module, which takes this rank's part of the input and returns its part of the output;
@@ -260,8 +203,6 @@ class Side(Contestant):
     module: nn.Module  # this rank's part of it
     place: Place  # of the input and of the output
     parameters: dict[str, tuple[nn.Parameter, Place]]
-    linear: tuple[type[nn.Module], ...]  # classes of the linear layers
-    gathered: set[tuple[int, ...]]  # shapes to which weights are gathered
     around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     def __post_init__(self) -> None:
@@ -277,10 +218,11 @@ class Side(Contestant):
         with Meter([self._x, self._dy, *parameters]) as meter:
             self.step()
         self.begin()
-        with saved_bytes(self.module, self.linear, self.gathered, parameters) as saved, self.around():
+        with LiveActivations(parameters) as live, self.around():
             y = self.module(self._x)
-        y.backward(self._dy)
-        answers = {"collectives": dict(meter.collectives), "saved_bytes": saved, "peak_bytes": meter.peak_bytes}
+            saved_bytes = live.live_bytes
+            y.backward(self._dy)
+        answers = {"collectives": dict(meter.collectives), "saved_bytes": saved_bytes, "peak_bytes": meter.peak_bytes}
         return {"errors": errors, **answers}
 
     def begin(self) -> None:
@@ -301,4 +243,4 @@ class Side(Contestant):
         truth = self.block.truth()
         missing = truth.keys() ^ pieces.keys()
         assert not missing, f"only one of this and GPT-2 has {', '.join(sorted(missing))}"
-        return {name: relative_error(whole, [pieces[name]], dist.all_reduce) for name, whole in truth.items()}
+        return {name: relative_error(whole, *pieces[name], dist.all_reduce) for name, whole in truth.items()}
