@@ -181,7 +181,15 @@ def test_the_page_tells_a_result(result):
 
 @pytest.mark.slow
 def test_meshes_and_stages_are_measured_beside_what_is_predicted(tmp_path):
-    command = [sys.executable, ROOT / "benchmarks" / "layouts.py", "--quick", "--contestants", *QUICK_LAYOUTS]
+    command = [
+        sys.executable,
+        ROOT / "benchmarks" / "layouts.py",
+        "--quick",
+        "--dtype",
+        "float32",
+        "--contestants",
+        *QUICK_LAYOUTS,
+    ]
     status, output = finish(start(*command, "--out", tmp_path), TIMEOUT_S)
     assert status == 0, output
     result = json.loads((tmp_path / "layouts.json").read_text(encoding="utf-8"))

@@ -107,8 +107,8 @@ def test_a_side_without_gradients_fails() -> None:
 def test_outputs_at_padding_are_ignored() -> None:
     other = outcome(first_output=torch.tensor([[[7.0, 7.0], [1, 1], [1, 1], [1, 1]]]))
     padding = torch.tensor([[True, False, False, False]])
-    assert all(check.passed for check in compare(outcome(), other, 1e-9, padding=padding))
-    assert not all(check.passed for check in compare(outcome(), other, 1e-9, padding=~padding))
+    assert all(check.passed for check in compare(outcome(), other, 1e-9, padding=[padding]))
+    assert not all(check.passed for check in compare(outcome(), other, 1e-9, padding=[~padding]))
 
 
 def test_only_the_given_kinds_are_compared() -> None:

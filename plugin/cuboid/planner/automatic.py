@@ -161,7 +161,7 @@ def settle_stages(
         layout = replace(choice.layout, micro_batch=rows or _ASSUMED_ROWS, micro_batches=steps)
         return best_segments(choice.model, layout, choice.cluster, padded)
 
-    sizes = model_sizes(model.config)
+    sizes = model_sizes(model.config, type(model))
     lengths = Cutter(pipeline, sizes, mesh, segments).lengths(length, micro_batches)
     settled, compared = settle_schedule(pipeline, sizes, lengths, micro_batches)
     if current_rank() == 0:

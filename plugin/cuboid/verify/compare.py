@@ -23,6 +23,9 @@ ALL = "all parameters together"
 #: Tensors far smaller than the largest of their kind are rounding noise (such as a gradient that is zero in exact
 #: arithmetic): their errors are relative to at least this fraction of the largest one.
 FLOOR = 1e-6
+#: Multiples of the dtype's resolution. Where no value of a tensor is larger than so many times the largest of its kind,
+#: on neither side, the tensor is nothing but noise, as gradients of biases of keys are without rotary embeddings.
+_NOISE = 16
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def compare(
     tolerance: float,
     *,
     kinds: Collection[Kind] = KINDS,
-    padding: torch.Tensor | None = None,
+    padding: Sequence[torch.Tensor] = (),
 ) -> list[Check]:
     """Compare two outcomes.
 
@@ -67,7 +70,8 @@ def compare(
         other: of Cuboid.
         tolerance: for every check.
         kinds: what to compare.
-        padding: ``[B, S]``, true where the probed micro-batch has padding; outputs there are undefined and ignored.
+        padding: ``[B, S]`` for each length, true where the probed micro-batch has padding; outputs of that length are
+            undefined there and ignored.
 
     Returns:
         The checks, kind by kind in the order of :data:`KINDS`, activations in forward order.
@@ -92,7 +96,7 @@ def numbers_of(outcome: Outcome, kind: Kind) -> list[float]:
 
 
 def tensors_of(
-    kind: Kind, reference: Outcome, other: Outcome, padding: torch.Tensor | None
+    kind: Kind, reference: Outcome, other: Outcome, padding: Sequence[torch.Tensor]
 ) -> Iterator[tuple[int | None, Tensors, Tensors]]:
     """Tensors of a kind on both sides, for each step if there are several; nothing for losses and norms."""
     if kind == "activation":
@@ -159,9 +163,14 @@ def first_difference(checks: Sequence[Check]) -> str | None:
 def _compare_tensors(
     kind: Kind, reference: Tensors, other: Tensors, tolerance: float, step: int | None
 ) -> Iterator[Check]:
-    floor = FLOOR * max((_magnitude(tensor) for tensor in reference.values()), default=0.0)
+    largest = max((_magnitude(tensor) for tensor in reference.values()), default=0.0)
     for name, tensor in reference.items():
-        error = relative_error(tensor, other[name], floor) if name in other else math.inf
+        own = other.get(name)
+        floor = FLOOR * largest
+        if own is not None and tensor.is_floating_point():
+            noise = _NOISE * torch.finfo(tensor.dtype).eps * largest
+            floor = largest if max(_magnitude(tensor), _magnitude(own)) <= noise else floor
+        error = math.inf if own is None else relative_error(tensor, own, floor)
         yield Check(kind, name, error, _magnitude(tensor), tolerance, step)
     for name in other:
         if name not in reference:
@@ -178,7 +187,10 @@ def _magnitude(tensor: torch.Tensor) -> float:
     return tensor.double().abs().max().item() if tensor.numel() else 0.0
 
 
-def _zero_padding(tensors: Tensors, padding: torch.Tensor | None) -> Tensors:
-    if padding is None:
-        return tensors
-    return {name: x.masked_fill(padding.unsqueeze(-1), 0) for name, x in tensors.items()}
+def _zero_padding(tensors: Tensors, padding: Sequence[torch.Tensor]) -> Tensors:
+    by_shape = {mask.shape: mask for mask in padding}
+    masks = {name: by_shape.get(x.shape[:2]) for name, x in tensors.items()}
+    return {
+        name: x if (mask := masks[name]) is None else x.masked_fill(mask.view(*mask.shape, *[1] * (x.dim() - 2)), 0)
+        for name, x in tensors.items()
+    }

@@ -14,7 +14,7 @@ noise hardly changes.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,7 +73,7 @@ def compare_noisy(
     other: Outcome,
     *,
     kinds: Collection[Kind],
-    padding: torch.Tensor | None = None,
+    padding: Sequence[torch.Tensor] = (),
 ) -> list[Check]:
     """Compare two outcomes in half precision by their distances from an exact one.
 

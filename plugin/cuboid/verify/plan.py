@@ -8,9 +8,12 @@ from itertools import chain
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+import transformers
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from cuboid.errors import CuboidError
+from cuboid.models.architectures.certificate import Kind
+from cuboid.models.architectures.supported_tasks import auto_class_of, check_class
 from cuboid.models.batch.length_cases import LONGEST, Case, Padding, covering, packed_case, shrunk, thresholds
 from cuboid.models.certification.float64 import Precision, precision
 
@@ -51,6 +54,8 @@ class Plan:
             micro-batch crosses them.
         rounded: whether to round weights to bfloat16 first, whatever ``dtype`` is.
         shard_in_memory: whether Cuboid's side loads the full model and then shards it, rather than loading shards.
+        left_out: kinds of micro-batches that there are none of, because the architecture isn't right with them on a
+            mesh, and why.
         seed: of the batches.
     """
 
@@ -81,6 +86,7 @@ class Plan:
     shrink: bool = False
     rounded: bool = False
     shard_in_memory: bool = False
+    left_out: tuple[tuple[Kind, str], ...] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -109,12 +115,29 @@ class Plan:
             options["experts_implementation"] = "eager"  # torch's grouped matrix product doesn't support float64
         return options
 
+    @property
+    def auto_class(self) -> Any:
+        """Of transformers, for what the checkpoint's model is for.
+
+        Raises:
+            UnsupportedModelError: it is for something that there are no rules for.
+        """
+        architectures = AutoConfig.from_pretrained(self.checkpoint).architectures or ()
+        for known in (getattr(transformers, name, None) for name in architectures):
+            if isinstance(known, type):
+                check_class(known)
+        return auto_class_of(architectures)
+
+    def empty_model(self) -> PreTrainedModel:
+        """On the meta device."""
+        with torch.device("meta"):
+            model: PreTrainedModel = self.auto_class.from_config(self.model_config())
+        return model
+
     def model_config(self) -> PretrainedConfig:
         """The checkpoint's config without dropout, whose masks differ between layouts."""
         config = AutoConfig.from_pretrained(self.checkpoint)
-        for name, value in config.to_dict().items():
-            if name.endswith(("dropout", "pdrop", "layerdrop")) and isinstance(value, float):
-                setattr(config, name, 0.0)
+        _leave_dropout_out(config)
         if self.shrink:
             config = shrunk(config, self.longest)
         end = next((threshold for threshold in thresholds(config) if threshold.is_end), None)
@@ -143,6 +166,20 @@ class Plan:
         cases = self.cases and tuple(replace(c, padding=right.get(c.padding, c.padding)) for c in self.cases)
         return replace(self, left_padding=False, cases=cases)
 
+    def without(self, refused: dict[Kind, str]) -> Plan:
+        """The same without kinds of micro-batches that aren't right."""
+        swaps: dict[Padding, Padding] = {}
+        if "padding on the left" in refused:
+            swaps = {"left": "right", "rows": "right rows"}
+        if "padding on the right" in refused:
+            swaps |= {"left": "none", "right": "none", "rows": "none", "right rows": "none"}
+        cases = self.cases and tuple(
+            replace(case, padding=swaps.get(case.padding, case.padding)) for case in self.cases
+        )
+        if cases and "packed sequences" in refused:
+            cases = tuple(replace(case, packed=()) for case in cases)
+        return replace(self, cases=cases, left_out=tuple(refused.items()))
+
     def without_positions(self) -> Plan:
         """The same for a model that takes no position ids: nothing packed, and counting from 0."""
         cases = self.cases and tuple(replace(case, packed=(), first_position=0) for case in self.cases)
@@ -159,8 +196,13 @@ class Plan:
         self, step: int, replica: int, vocabulary: int, pad_token: int | None = None
     ) -> list[dict[str, torch.Tensor]]:
         """A replica's ``accumulate`` micro-batches of a step, as keyword arguments, each ``[B, S]``."""
+        indices = self.indices(step, replica)
+        return [self.micro_batch(index, self.case(index), vocabulary, pad_token) for index in indices]
+
+    def indices(self, step: int, replica: int) -> range:
+        """The numbers of a replica's micro-batches of a step, over all replicas and steps."""
         first = (step * self.data_parallel + replica) * self.accumulate
-        return [self._micro_batch(first + number, vocabulary, pad_token) for number in range(self.accumulate)]
+        return range(first, first + self.accumulate)
 
     def label_tokens(self, step: int, vocabulary: int, pad_token: int | None = None) -> int:
         """Number of tokens in a step, over all replicas, that have a loss."""
@@ -182,10 +224,15 @@ class Plan:
         count = self.steps * self.data_parallel * self.accumulate
         return list(dict.fromkeys(self.case(index) for index in range(count)))
 
-    def _micro_batch(self, index: int, vocabulary: int, pad_token: int | None) -> dict[str, torch.Tensor]:
-        case = self.case(index)
-        # Seeded by its number, so that both sides get the same micro-batch on any layout.
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
+    def generator(self, index: int, stream: int = 0) -> torch.Generator:
+        """Seeded by a micro-batch's number, so that both sides get the same one on any layout."""
+        return torch.Generator().manual_seed(self.seed * 1_000_003 + index + stream * 100_003)
+
+    def micro_batch(
+        self, index: int, case: Case, vocabulary: int, pad_token: int | None = None, stream: int = 0
+    ) -> dict[str, torch.Tensor]:
+        """The micro-batch of a number; other ids for each ``stream``."""
+        generator = self.generator(index, stream)
         shape = (self.batch, case.length)
         ids = torch.randint(vocabulary, shape, generator=generator)
         mask, positions = case.attention_mask(self.batch, first=index), case.position_ids(self.batch, first=index)
@@ -208,6 +255,14 @@ class Plan:
         elif self.positions and positions is None:
             positions = torch.arange(case.length).repeat(self.batch, 1)
         return batch if positions is None else {**batch, "position_ids": positions}
+
+
+def _leave_dropout_out(config: PretrainedConfig) -> None:
+    for name, value in vars(config).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+        elif isinstance(value, PretrainedConfig):
+            _leave_dropout_out(value)
 
 
 def covering_plan(config: PretrainedConfig) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -12,33 +12,31 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from cuboid.distributed.topology import Coordinate, MeshShape
+from cuboid.distributed.topology import AXES, Axis, Coordinate, MeshShape
 from cuboid.models.pipeline.pipeline import Pipeline
 from cuboid.models.stages.stage_model import StageModel, Staging
+from cuboid.tensor3d.layers.dropout import CommonDropout
+from cuboid.tensor3d.layers.whole_block import axes_computed_alike
+from cuboid.verify.task_inputs import run_forward
 
+Tensors = dict[str, torch.Tensor]
 #: Outputs by module, one for each call: a single one of a full sequence, or one for each segment.
 Outputs = dict[str, list[torch.Tensor]]
 #: Dropout's probability while its masks are compared.
 HALF = 0.5
 
 
-def probe(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[Outputs, torch.Tensor]:
+def probe(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[Outputs, Tensors]:
     """Run a micro-batch in evaluation mode.
 
     Returns:
-        This rank's part of the output of every module with a three-dimensional one, in forward order; and the logits.
+        This rank's part of the output of every module with a three-dimensional one, in forward order; and what the
+        model gives, such as logits.
     """
     with _evaluation(model), torch.no_grad(), _captured(model.named_modules()) as outputs:
-        logits = run_forward(model, batch).logits
+        given = run_forward(model, batch)
     # If a module is called several times, such as a shared one, only the first call is compared.
-    return {name: calls[:1] for name, calls in outputs.items()}, logits.cpu()
-
-
-def run_forward(model: Any, batch: Mapping[str, torch.Tensor]) -> Any:
-    """Run a forward without labels."""
-    device = next(model.parameters()).device
-    inputs = {name: x.to(device) for name, x in batch.items() if name != "labels"}
-    return model(**inputs, use_cache=False)
+    return {name: calls[:1] for name, calls in outputs.items()}, {name: x.cpu() for name, x in given.items()}
 
 
 def probe_stage(pipeline: Pipeline, model: Any, batch: Mapping[str, torch.Tensor]) -> Outputs:
@@ -59,7 +57,11 @@ def _own_modules(model: nn.Module, staging: Staging) -> Iterator[tuple[str, nn.M
             yield name, module
 
 
-def probe_dropout(model: nn.Module, run: Callable[[], Any]) -> dict[str, torch.Tensor]:
+#: By dropout: the axes along which all ranks drop the same, and a flat mask of what a rank kept.
+Masks = dict[str, tuple[tuple[Axis, ...], torch.Tensor]]
+
+
+def probe_dropout(model: nn.Module, run: Callable[[], Any]) -> Masks:
     """Dropout's masks on this rank, in a training forward for which all ranks have the same seed.
 
     Args:
@@ -67,20 +69,23 @@ def probe_dropout(model: nn.Module, run: Callable[[], Any]) -> dict[str, torch.T
         run: the forward.
 
     Returns:
-        For each such module that ran, a flat mask of the elements that it kept.
+        For each such module that ran, the axes along which all ranks have to drop the same, because they compute the
+        same, and a flat mask of the elements that it kept.
     """
     own = _own_modules(model, model.staging) if isinstance(model, StageModel) else model.named_modules()
     drops = {name: module for name, module in own if isinstance(module, nn.Dropout)}
     rates = {name: module.p for name, module in drops.items()}
-    kept: dict[str, torch.Tensor] = {}
+    kept: Masks = {}
 
     def record(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, __: Any, output: torch.Tensor) -> None:
-            kept.setdefault(name, (output.detach() != 0).flatten().cpu())
+            kept.setdefault(name, (_axes_alike(model, name), (output.detach() != 0).flatten().cpu()))
 
         return hook
 
     hooks = [module.register_forward_hook(record(name)) for name, module in drops.items()]
+    # Of ones, since zeros in front of a dropout, such as a ReLU's, look dropped behind it.
+    hooks += [module.register_forward_pre_hook(lambda _, given: torch.ones_like(given[0])) for module in drops.values()]
     was_training = model.training
     model.train()
     for module in drops.values():
@@ -99,11 +104,24 @@ def probe_dropout(model: nn.Module, run: Callable[[], Any]) -> dict[str, torch.T
     return kept
 
 
-def mask_correlation(masks: Sequence[torch.Tensor]) -> tuple[float, float]:
+def _axes_alike(model: nn.Module, name: str) -> tuple[Axis, ...]:
+    if isinstance(model.get_submodule(name), CommonDropout):
+        return AXES
+    inside = [name.rsplit(".", count)[0] for count in range(name.count(".") + 1)]
+    return next((axes for each in inside if (axes := axes_computed_alike(model.get_submodule(each)))), ())
+
+
+def mask_correlation(masks: Sequence[torch.Tensor], places: Sequence[Hashable] | None = None) -> tuple[float, float]:
     """The largest deviation of ranks' masks from independent ones that keep half, and the limit that chance sets.
 
-    The deviation is 1 if two masks are equal, or if one keeps all or nothing.
+    The deviation is 1 if two masks are equal, or if one keeps all or nothing. Ranks of one place have to have the same
+    mask, and it is infinite if they don't.
     """
+    if places is not None:
+        distinct = dict(zip(places, masks, strict=True))
+        if not all(torch.equal(distinct[place], mask) for place, mask in zip(places, masks, strict=True)):
+            return math.inf, 0.0
+        masks = list(distinct.values())
     deviations = [abs(mask.double().mean().item() - HALF) / HALF for mask in masks]
     for one, other in combinations(masks, 2):
         if one.shape == other.shape:

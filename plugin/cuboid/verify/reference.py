@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 import cuboid
 from cuboid.models.certification.float64 import precision
-from cuboid.verify.plan import Plan, tokens_of
+from cuboid.verify.plan import Plan
 from cuboid.verify.probe import probe
 from cuboid.verify.storage import SAVED, write
+from cuboid.verify.task_inputs import micro_batches
 from cuboid.verify.training import Tensors, run_replicas, train
 
 
@@ -47,20 +47,20 @@ def run_reference(plan: Plan, directory: str, moments: bool = False) -> None:
     """Worker job for one process: run the plan with plain transformers and write the outcome into ``directory``."""
     with _without_cuboid():
         model = load_plain(plan)
-        batch = plan.micro_batches(0, 0, *tokens_of(model))[0]
+        batch = micro_batches(plan, model, 0, 0)[0]
         with precision(keep_float64=plan.keep_float64):
             activations, logits = probe(model, batch)
             outcome = train(model, plan, OneProcess(), moments=moments)
         model.save_pretrained(Path(directory, SAVED))
     whole = (*batch["input_ids"].shape, model.config.get_text_config().hidden_size)
     outcome.activations = {name: x for name, (x,) in activations.items() if tuple(x.shape) == whole}
-    outcome.logits = {"logits": logits}
+    outcome.logits = logits
     write(outcome, Path(directory))
 
 
 def load_plain(plan: Plan) -> Any:
     """The plan's full model on this process's device."""
-    model = AutoModelForCausalLM.from_pretrained(plan.checkpoint, **plan.loading_options())
+    model = plan.auto_class.from_pretrained(plan.checkpoint, **plan.loading_options())
     if plan.rounded:
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16().to(parameter.dtype)

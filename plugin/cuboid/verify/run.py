@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from cuboid.config.compatibility import check_framework_config
 from cuboid.config.config_file import ConfigSource, load_config
 from cuboid.config.schema import CuboidConfig, PipelineConfig, parse_config, require_config, split_config
 from cuboid.distributed.topology import Topology
 from cuboid.errors import CuboidError
+from cuboid.models.architectures.supported_tasks import task_of
+from cuboid.models.certification.mesh_certificates import mesh_verdict
 from cuboid.planner.automatic import choose_mesh, settle_stages
 from cuboid.verify.compare import KINDS, Kind, compare, dropout_checks
 from cuboid.verify.noise import compare_noisy
@@ -27,6 +29,7 @@ from cuboid.verify.reference import run_reference
 from cuboid.verify.report import Pass, PassReport, Report
 from cuboid.verify.sharded import run_core, run_engine
 from cuboid.verify.storage import read, read_parts
+from cuboid.verify.task_inputs import paddings
 from cuboid.verify.training import Outcome
 from cuboid.verify.workers.pool import WorkerError, WorkerPool
 
@@ -90,7 +93,9 @@ def _verify(
         # Skips certification: this comparison is the stronger test, and works for models that can't be certified
         # because they can't be probed without their weights.
         loaded["pipeline"]["certification"] = "verified"
-    plan = complete(plan, ours.pipeline)
+    plan = complete(
+        plan, ours.pipeline, has_mesh=not ours.tensor_parallel.is_sized or ours.tensor_parallel.mesh_size > 1
+    )
     ours = _with_places(ours, plan, loaded)
     world_size = ours.ranks * plan.data_parallel
     check_framework_config(ours, rest, world_size)
@@ -108,16 +113,17 @@ def _with_places(config: CuboidConfig, plan: Plan, loaded: dict[str, Any]) -> Cu
     if config.framework.accumulation is None and config.framework.batch is None:
         numbers = config.framework.model_copy(update={"accumulation": plan.accumulate})
         config = config.model_copy(update={"framework": numbers})
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(plan.model_config())
+    model = plan.empty_model()
     config = settle_stages(model, config, choose_mesh(model, config))
     assert config.pipeline is not None
     loaded["pipeline"].update(schedule=config.pipeline.schedule, chunks=config.pipeline.chunks)
     return config
 
 
-def complete(plan: Plan, pipeline: PipelineConfig | None) -> Plan:
+def complete(plan: Plan, pipeline: PipelineConfig | None, *, has_mesh: bool = False) -> Plan:
     """Choose micro-batches for the plan's model if it has no choice, and drop inputs that the model doesn't support.
+
+    Without a choice, there are none of a kind that the architecture isn't right with on a mesh, if there is one.
 
     Raises:
         CuboidError: the plan asks for something that a pipeline doesn't support.
@@ -127,16 +133,26 @@ def complete(plan: Plan, pipeline: PipelineConfig | None) -> Plan:
             raise CuboidError(f"mean_over is {plan.mean_over!r}, but a pipeline's loss is the mean over tokens")
         if isinstance(pipeline.partition, tuple) and plan.sequence_length is None:
             plan = dataclasses.replace(plan, sequence_length=sum(pipeline.partition))
-    if plan.is_default:
+    chooses = plan.is_default
+    if chooses:
         plan = dataclasses.replace(plan, **covering_plan(AutoConfig.from_pretrained(plan.checkpoint)))
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(plan.model_config())
+    model = plan.empty_model()
+    if model.main_input_name != "input_ids":
+        raise CuboidError(
+            f"{type(model).__name__} is given {model.main_input_name}; cuboid verify makes micro-batches of tokens only"
+        )
+    task = task_of(type(model))
+    if task != "causal" and pipeline is None:
+        plan = dataclasses.replace(plan, mean_over="micro_batches")
+    if chooses and has_mesh:
+        plan = plan.without(mesh_verdict(type(model), model.config).refused)
     if pipeline is not None and model.config._attn_implementation == "eager":
         # Eager attention has padding on the left attend to all positions, including later ones, which segments that run
         # before those can't do.
         plan = plan.without_left_padding()
+    # What position ids say of packed sequences, other models than causal ones don't look at.
     takes = inspect.signature(type(model).forward).parameters
-    return plan if "position_ids" in takes else plan.without_positions()
+    return plan if "position_ids" in takes and task == "causal" else plan.without_positions()
 
 
 def default_tolerance(plan: Plan) -> float:
@@ -258,11 +274,10 @@ def judge(
         pipeline: its config, if there is one.
     """
     theirs, ours = read(reference), read(sharded)
-    padding = None
+    padding: list[torch.Tensor] = []
     if name == "core":
         ours.activations = read_parts(sharded, topology, plan.case(0).length)
-        mask = plan.case(0).attention_mask(plan.batch)
-        padding = None if mask is None else mask == 0
+        padding = paddings(plan)
     kinds = _kinds(name, ours, pipeline)
     largest = tolerance
     if plain is not None and tolerance is None:

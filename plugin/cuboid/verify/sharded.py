@@ -11,18 +11,20 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 import cuboid
 from cuboid import Mesh, MeshShape
+from cuboid.distributed.topology import AXES
 from cuboid.integrations.deepspeed.optimizer_state import adapt_optimizer
 from cuboid.models.certification.float64 import precision
+from cuboid.models.certification.task_batches import loss_of
 from cuboid.models.pipeline.pipeline import Pipeline
 from cuboid.models.stages.stage_model import StageModel
-from cuboid.verify.plan import Plan, tokens_of, vocabulary_of
-from cuboid.verify.probe import mask_correlation, probe, probe_dropout, probe_stage, residual_part, run_forward
+from cuboid.verify.plan import Plan, vocabulary_of
+from cuboid.verify.probe import Masks, mask_correlation, probe, probe_dropout, probe_stage, residual_part
 from cuboid.verify.reference import device, load_plain
 from cuboid.verify.storage import SAVED, write, write_part
+from cuboid.verify.task_inputs import micro_batches, options_of, run_forward
 from cuboid.verify.training import MOMENT, Outcome, Tensors, parameter_groups, prepare, run_replicas, train
 from cuboid.weights.save import full_values
 
@@ -68,7 +70,7 @@ class OnStages(OnMesh):
 
     def backward(self, model: Any, plan: Plan, step: int) -> float:
         """Runs all stages of the replica that this rank belongs to."""
-        batches = plan.micro_batches(step, self._mesh.coordinate.data, *tokens_of(model))
+        batches = micro_batches(plan, model, step, self._mesh.coordinate.data)
         cut_logits(model, plan, step, self._mesh)
         return self._pipeline.train(iter(batches), plan.accumulate).item()
 
@@ -82,7 +84,7 @@ def run_core(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
     model = _load(plan, config)
     mesh = cuboid.mesh_of(model)
     mesh.connect()
-    batch = plan.micro_batches(0, mesh.coordinate.data, *tokens_of(model))[0]
+    batch = micro_batches(plan, model, 0, mesh.coordinate.data)[0]
     logits: Tensors = {}
     is_stage = isinstance(model, StageModel)
     with precision(keep_float64=plan.keep_float64):
@@ -92,7 +94,7 @@ def run_core(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
             dropout = probe_dropout(model, lambda: pipeline.evaluate(iter([batch]), 1))
             outcome = train(model, plan, OnStages(pipeline))
         else:
-            outputs, logits["logits"] = probe(model, batch)
+            outputs, logits = probe(model, batch)
             dropout = probe_dropout(model, lambda: run_forward(model, batch))
             outcome = train(model, plan, OnMesh(mesh))
     # The first replica's activations are compared; the others ran another micro-batch.
@@ -108,18 +110,21 @@ def run_core(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
     return mesh.shape
 
 
-def _mask_correlations(kept: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, tuple[float, float]]:
+def _mask_correlations(kept: Masks, mesh: Mesh) -> dict[str, tuple[float, float]]:
     """:func:`mask_correlation` over each stage's mesh, on the first rank of the replica."""
     if mesh.shape.size == 1:
         return {}
     peers = mesh.copy_ranks
     gathered: list[Any] | None = [None] * len(peers) if mesh.rank == peers[0] else None
-    dist.gather_object((mesh.coordinate.pipe, kept), gathered, dst=peers[0], group=mesh.model_parallel_group)
+    dist.gather_object((mesh.coordinate, kept), gathered, dst=peers[0], group=mesh.model_parallel_group)
     masks: dict[tuple[int, str], list[torch.Tensor]] = {}
-    for stage, own in gathered or ():
-        for name, mask in own.items():
-            masks.setdefault((stage, name), []).append(mask)
-    return {name: mask_correlation(own) for (_, name), own in masks.items()}
+    places: dict[tuple[int, str], list[tuple[int, ...]]] = {}
+    for at, own in gathered or ():
+        for name, (alike, mask) in own.items():
+            masks.setdefault((at.pipe, name), []).append(mask)
+            place = tuple(getattr(at, axis) for axis in AXES if axis not in alike)
+            places.setdefault((at.pipe, name), []).append(place)
+    return {key[1]: mask_correlation(own, places[key]) for key, own in masks.items()}
 
 
 def run_engine(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
@@ -133,10 +138,9 @@ def run_engine(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
     with contextlib.redirect_stdout(io.StringIO()):  # some of its optimizers print their memory use
         engine, *_ = deepspeed.initialize(model=model, model_parameters=parameter_groups(model, plan), config=config)
     mesh = cuboid.mesh_of(engine)
-    tokens = tokens_of(engine.module)
     outcome = Outcome()
     for step in range(plan.steps):
-        batches = plan.micro_batches(step, mesh.coordinate.data, *tokens)
+        batches = micro_batches(plan, engine.module, step, mesh.coordinate.data)
         cut_logits(engine.module, plan, step, mesh)
         if isinstance(engine.module, StageModel):
             outcome.losses.append(float(engine.train_batch(iter(batches))))
@@ -178,7 +182,8 @@ def _moments(engine: Any, mesh: Mesh) -> Tensors:
 def _engine_step(engine: Any, batches: list[Tensors], mesh: Mesh) -> float:
     losses = []
     for batch in batches:
-        loss = engine(**{name: x.to(engine.device) for name, x in batch.items()}, use_cache=False).loss
+        given = {name: x.to(engine.device) for name, x in batch.items()}
+        loss = loss_of(engine(**given, **options_of(engine.module)), given)
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach())
@@ -191,5 +196,5 @@ def _load(plan: Plan, config: dict[str, Any]) -> Any:
     if plan.shard_in_memory:
         return cuboid.shard(load_plain(plan), config)
     with cuboid.scope(config):
-        model = AutoModelForCausalLM.from_pretrained(plan.checkpoint, **plan.loading_options())
+        model = plan.auto_class.from_pretrained(plan.checkpoint, **plan.loading_options())
     return model.to(device())

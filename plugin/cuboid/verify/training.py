@@ -9,7 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from cuboid.models.architectures.supported_tasks import task_of
+from cuboid.models.certification.task_batches import loss_of
 from cuboid.verify.plan import Plan, tokens_of
+from cuboid.verify.task_inputs import micro_batches, options_of, token_share
 
 Tensors = dict[str, torch.Tensor]
 #: Adam's first moment, in the optimizer's state.
@@ -25,7 +28,7 @@ class Outcome:
         norms: global gradient norm of each step, before clipping.
         activations: full outputs ``[B, S, hidden]`` of modules, in forward order, in evaluation mode before the first
             step.
-        logits: ``[B, S, V]`` of the same forward.
+        logits: ``[B, S, V]`` of the same forward, or what else a model gives, by its name.
         gradients: of each step, before clipping.
         dropout: by module, the correlation of the ranks' masks, and the limit that chance sets.
         moments: Adam's first moments after the last step.
@@ -114,17 +117,19 @@ def run_replicas(model: Any, plan: Plan, step: int, replicas: Iterable[int]) -> 
     Returns:
         Their contribution to the step's loss, a float64 tensor without dims.
     """
-    tokens, device = tokens_of(model), next(model.parameters()).device
+    device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
-    options: dict[str, Any] = {"use_cache": False}
-    share = 1.0
-    if plan.mean_over == "tokens":
-        options["num_items_in_batch"] = torch.tensor(plan.label_tokens(step, *tokens), device=device)
-    else:
-        share /= plan.data_parallel * plan.accumulate
+    options, counts_items = options_of(model), plan.mean_over == "tokens" and task_of(type(model)) == "causal"
+    share = 1.0 / (plan.data_parallel * plan.accumulate)
+    if counts_items:
+        options["num_items_in_batch"] = torch.tensor(plan.label_tokens(step, *tokens_of(model)), device=device)
+        share = 1.0
     for replica in replicas:
-        for batch in plan.micro_batches(step, replica, *tokens):
-            loss = model(**{name: x.to(device) for name, x in batch.items()}, **options).loss * share
+        for given in micro_batches(plan, model, step, replica):
+            if plan.mean_over == "tokens" and not counts_items:
+                share = token_share(plan, model, step, given)
+            batch = {name: x.to(device) for name, x in given.items()}
+            loss = loss_of(model(**batch, **options), batch) * share
             loss.backward()
             total += loss.detach()
     return total

@@ -46,9 +46,16 @@ def task_batch(case: Case, model: PreTrainedModel, *, has_types: bool = False) -
         batch["token_type_ids"] = torch.randint(0, model.config.type_vocab_size, (rows, length), generator=generator)
     if targets.task == "causal":
         return batch
-    labels = batch.pop("labels")
     if targets.task == "seq2seq":
-        return _with_target(batch, case, model)
+        return with_target(batch, probe_batch(target_case(case), model.config.get_text_config().vocab_size), model)
+    return with_answers(batch, targets, generator)
+
+
+def with_answers(batch: MicroBatch, targets: Targets, generator: torch.Generator) -> MicroBatch:
+    """A micro-batch of ids and causal labels, with what another task's loss compares with instead of these."""
+    batch = dict(batch)
+    labels = batch.pop("labels")
+    rows, length = labels.shape
     if targets.task == "masked":
         hidden = torch.rand((rows, length), generator=generator) < 0.5
         batch["labels"] = labels.masked_fill(hidden, IGNORE_INDEX)
@@ -62,14 +69,15 @@ def task_batch(case: Case, model: PreTrainedModel, *, has_types: bool = False) -
     return batch
 
 
-def _with_target(source: MicroBatch, case: Case, model: PreTrainedModel) -> MicroBatch:
-    """A source, and a target that is shorter, or longer than a short one, and padded on the same side.
-
-    The model shifts labels itself where nothing is padded.
-    """
+def target_case(case: Case) -> Case:
+    """Of the target of a source: shorter, or longer than a short one, and padded on the same side."""
     longest = case.length > _LEAST_LENGTH
-    own = replace(case, length=case.length * 2 // 3 if longest else case.length + _LEAST_LENGTH // 2, packed=())
-    target = probe_batch(own, model.config.get_text_config().vocab_size)
+    length = case.length * 2 // 3 if longest else case.length + _LEAST_LENGTH // 2
+    return replace(case, length=length, packed=())
+
+
+def with_target(source: MicroBatch, target: MicroBatch, model: PreTrainedModel) -> MicroBatch:
+    """A source and its target as one micro-batch. The model shifts labels itself where nothing is padded."""
     batch = {name: x for name, x in source.items() if name != "position_ids"} | {"labels": target["labels"]}
     if "attention_mask" in target:
         batch["decoder_attention_mask"] = target["attention_mask"]
@@ -99,4 +107,4 @@ def loss_of(output: Any, batch: MicroBatch) -> torch.Tensor:
 
 def _weights(x: torch.Tensor) -> torch.Tensor:
     """Numbers that differ from one place to the next."""
-    return torch.arange(x.numel(), dtype=x.dtype).cos().view_as(x)
+    return torch.arange(x.numel(), dtype=x.dtype, device=x.device).cos().view_as(x)

@@ -53,7 +53,7 @@ def plan_staging(
     modes = certificate.modes(is_cut=config.pipeline.segments != 1, is_filled=granule(mesh) > 1)
     certificate.check_model(cls.__name__, modes, verified=config.pipeline.certification == "verified")
     # They take a model without memory to find out: once at most, and only where somebody asks.
-    find_sizes = functools.cache(lambda: model_sizes(hf_config))
+    find_sizes = functools.cache(lambda: model_sizes(hf_config, cls))
     layout = StageLayout(plan_stages(outline.count, find_sizes, config.pipeline), config.placement)
     sizes = find_sizes() if _asks_for_costs(config.pipeline) else None
     if config.pipeline.stage_balance == "flops" and mesh.rank == 0:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.errors import UnsupportedModelError
+from cuboid.models.architectures.supported_tasks import auto_class_of
 from cuboid.models.plain_construction import plain_construction
 from cuboid.seq1f1b.schedule.unit_costs import LayerSizes, ModelSizes
 
@@ -22,14 +23,20 @@ _QUERY_DIMS = ("qk_head_dim", "head_dim", "head_size", "attention_head_size")
 _VALUE_DIMS = ("v_head_dim", *_QUERY_DIMS)
 
 
-def model_sizes(config: PretrainedConfig) -> ModelSizes:
-    """What a causal language model of this config multiplies. The model is built without memory.
+def model_sizes(config: PretrainedConfig, cls: type[PreTrainedModel] | None = None) -> ModelSizes:
+    """What a language model multiplies, which is built without memory.
+
+    Args:
+        config: of the model.
+        cls: its class; by default the one that the config names, or the causal one.
 
     Raises:
         UnsupportedModelError: it has experts, and the config doesn't say how many a token is sent to; or no layers.
     """
     with plain_construction(), torch.device("meta"):
-        return sizes_of(AutoModelForCausalLM.from_config(copy.deepcopy(config)))
+        if cls is not None:
+            return sizes_of(cls(copy.deepcopy(config)))
+        return sizes_of(auto_class_of(config.architectures).from_config(copy.deepcopy(config)))
 
 
 def sizes_of(model: PreTrainedModel) -> ModelSizes:

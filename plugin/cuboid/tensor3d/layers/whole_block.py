@@ -128,6 +128,13 @@ def compute_whole(block: nn.Module, mesh: Mesh, late: LateSplit | None = None, *
         block.__class__ = _computed_whole(cls)
 
 
+def axes_computed_alike(module: nn.Module) -> tuple[Axis, ...]:
+    """Axes along which all ranks compute the same in a module itself, not what it is in; none where it is split."""
+    if "cuboid_everywhere" not in vars(module):
+        return ()
+    return AXES if vars(module)["cuboid_everywhere"] else ("sequence", "hidden")
+
+
 @cache
 def _computed_whole(own: Any) -> type[nn.Module]:
     @uncompiled

@@ -1,0 +1,124 @@
+"""`cuboid verify` of checkpoints that are for other things than causal language modelling, as their configs say."""
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig
+
+from cuboid import CuboidError
+from cuboid.verify import Plan, verify
+from cuboid.verify.probe import mask_correlation, probe_dropout
+from cuboid.verify.run import complete
+
+TIMEOUT_S = 120
+TEXT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96,
+        "vocab_size": 131, "max_position_embeddings": 64}  # fmt: skip
+GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 131, "n_positions": 64, "pad_token_id": 0}
+DISTIL = {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 96, "vocab_size": 131, "max_position_embeddings": 64}
+T5 = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 131}
+MODERN = {**TEXT, "global_attn_every_n_layers": 2, "local_attention": 16, "pad_token_id": 0, "bos_token_id": 1,
+          "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}  # fmt: skip
+#: By class: the model type, and what its config says. Dropout stays as it is by default, and must be left out.
+MODELS = {
+    "BertForMaskedLM": ("bert", TEXT),
+    "BertForSequenceClassification": ("bert", {**TEXT, "num_labels": 3}),
+    "BertModel": ("bert", TEXT),
+    "RobertaForQuestionAnswering": ("roberta", {**TEXT, "max_position_embeddings": 66, "pad_token_id": 1}),
+    "DistilBertForTokenClassification": ("distilbert", {**DISTIL, "num_labels": 5}),
+    "GPT2ForSequenceClassification": ("gpt2", {**GPT2, "num_labels": 1}),
+    "T5ForConditionalGeneration": ("t5", {**T5, "decoder_start_token_id": 0}),
+    "BartForConditionalGeneration": ("bart", {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96,
+        "vocab_size": 131, "max_position_embeddings": 64}),
+    "ModernBertForMaskedLM": ("modernbert", MODERN),
+    "OPTForCausalLM": ("opt", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 96,
+        "vocab_size": 131, "max_position_embeddings": 64, "word_embed_proj_dim": 64, "pad_token_id": 1}),
+    "ViTForImageClassification": ("vit", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 96, "image_size": 32, "patch_size": 8}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Writes the checkpoint of a class once; returns its path."""
+    written = {}
+
+    def path_of(name):
+        if name not in written:
+            model_type, settings = MODELS[name]
+            torch.manual_seed(0)
+            written[name] = tmp_path_factory.mktemp(name)
+            config = AutoConfig.for_model(model_type, **settings)
+            getattr(transformers, name)(config).save_pretrained(written[name])
+        return str(written[name])
+
+    return path_of
+
+
+def config_of(mesh=None, **pipeline):
+    names = ("batch", "sequence", "hidden")
+    axes = {} if mesh is None else dict(zip(names, map(int, mesh.split("x")), strict=True))
+    config = {"zero_optimization": {"stage": 1}}
+    config |= {"tensor_parallel": {"mode": "3d_tensor", "mesh": axes}} if axes else {}
+    return config | ({"pipeline": {"engine": "seq1f1b", **pipeline}} if pipeline else {})
+
+
+CASES = [
+    ("BertForSequenceClassification", config_of("2x2x1")),
+    ("T5ForConditionalGeneration", config_of("1x2x1")),
+    ("BertForMaskedLM", config_of("1x1x2")),
+    ("BertModel", config_of("2x2x1")),
+    ("RobertaForQuestionAnswering", config_of("1x2x2")),
+    ("DistilBertForTokenClassification", config_of("2x1x2")),
+    ("GPT2ForSequenceClassification", config_of("1x2x1")),
+    ("BartForConditionalGeneration", config_of("2x2x2")),
+    ("ModernBertForMaskedLM", config_of(stages=2, segments=1)),
+    ("OPTForCausalLM", config_of("1x2x1")),
+]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("name", "config"), CASES, ids=[name for name, _ in CASES])
+def test_a_checkpoint_is_compared_as_what_it_is_for(pool, saved, name, config):
+    plan = Plan(saved(name), batch=4, accumulate=2, data_parallel=1)
+    report = verify(plan, config, passes=("core",), pool=pool, timeout_s=TIMEOUT_S)
+    (core,) = report.passes
+    assert report.passed, core.first_difference
+    kinds = {check.kind for check in core.checks}
+    assert kinds >= {"loss", "gradient", "norm", "weight", "activation"}
+    if name == "OPTForCausalLM":
+        assert [kind for kind, _ in core.plan.left_out] == ["padding on the left"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "BertForSequenceClassification", "T5ForConditionalGeneration"])
+def test_the_engine_is_compared_too(saved, name):
+    plan = Plan(saved(name), batch=4, accumulate=2, data_parallel=2)
+    report = verify(plan, config_of("1x1x2"), timeout_s=TIMEOUT_S)
+    assert report.passed, [each.first_difference for each in report.passes]
+
+
+def test_a_model_of_images_is_refused(saved):
+    with pytest.raises(CuboidError, match=r"ViTForImageClassification is (given pixel_values|for image)"):
+        complete(Plan(saved("ViTForImageClassification")), None)
+
+
+def test_no_dropout_is_left(saved):
+    plan = Plan(saved("BertForSequenceClassification"))
+    assert plan.model_config().hidden_dropout_prob == plan.model_config().attention_probs_dropout_prob == 0
+    assert not any(module.p for module in plan.empty_model().modules() if isinstance(module, torch.nn.Dropout))
+
+
+def test_what_ranks_compute_alike_they_have_to_drop_alike():
+    torch.manual_seed(0)
+    one, other = torch.rand(2, 4000) < 0.5
+    assert mask_correlation([one, other], [0, 1])[0] < mask_correlation([one, other], [0, 1])[1]
+    assert mask_correlation([one, one], [0, 1])[0] == 1
+    assert mask_correlation([one, one, other, other], [0, 0, 1, 1])[0] < 0.1
+    assert mask_correlation([one, other], [0, 0]) == (float("inf"), 0.0)
+
+
+def test_zeros_in_front_of_a_dropout_are_not_taken_for_dropped():
+    model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Dropout(0.1))
+    _, mask = probe_dropout(model, lambda: model(-torch.ones(4000)))["1"]
+    assert 0.45 < mask.double().mean() < 0.55
