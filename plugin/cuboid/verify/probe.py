@@ -154,7 +154,8 @@ def _capture(module: nn.Module, name: str, outputs: Outputs) -> RemovableHandle:
     def hook(_: nn.Module, __: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) and output else output
         if isinstance(first, torch.Tensor) and first.dim() == 3 and first.is_floating_point():
-            outputs.setdefault(name, []).append(first.detach().cpu())
+            # A copy: Falcon adds attention to its MLP's output in place.
+            outputs.setdefault(name, []).append(first.detach().to("cpu", copy=True))
 
     return module.register_forward_hook(hook)
 

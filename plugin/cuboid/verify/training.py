@@ -88,6 +88,10 @@ def train(model: Any, plan: Plan, side: Side, *, moments: bool = False) -> Outco
 def prepare(model: Any, plan: Plan) -> None:
     """Put a model into training mode, with activation checkpointing if the plan has it."""
     model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            # Some heads have a probability of their own, which no config tells.
+            module.p = 0.0
     if plan.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": plan.recompute_contexts})
 

@@ -45,7 +45,7 @@ from cuboid.weights.model_folder import (
     stored_alike,
     verify_model_folder,
 )
-from cuboid.weights.new_weights import is_of_new_head, make_new_head
+from cuboid.weights.new_weights import is_of_new_head, make_new_weights
 from cuboid.weights.presharded import from_rank_file, rank_folder_of
 from cuboid.weights.save import save_sharded
 from cuboid.weights.slicing import mark_parameters, unmark_parameters
@@ -242,7 +242,7 @@ class _Loading:
     def _move_missing_keys_from_meta_to_device(self, missing_keys: Any, *args: Any) -> None:
         parameters = {name for name, _ in self.named_parameters(remove_duplicate=False)}
         missing = set(missing_keys) & parameters - set(self.all_tied_weights_keys)
-        new = {name for name in missing if self._cuboid_new_head and is_of_new_head(self, name)}  # type: ignore[arg-type]
+        new = {name for name in missing if self._may_be_new(name)}
         lost = sorted(missing - new)
         if lost:
             rest = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
@@ -255,7 +255,12 @@ class _Loading:
         if self._parallel_plan is not None:
             unmark_parameters(self, self._parallel_plan, self._mesh)
         if new:
-            make_new_head(self, self._cuboid_base, new)
+            make_new_weights(self, self._cuboid_base, new)
+
+    def _may_be_new(self: Any, name: str) -> bool:
+        # Some classes leave out of their checkpoints what they make by a formula, such as Marian's sines of positions.
+        is_made = any(re.search(pattern, name) for pattern in self._keys_to_ignore_on_load_missing or ())
+        return is_made or (self._cuboid_new_head and is_of_new_head(self, name))
 
     def tie_weights(self, missing_keys: Any = None, **kwargs: Any) -> Any:
         if missing_keys is not None:

@@ -32,8 +32,9 @@ def is_of_new_head(model: PreTrainedModel, name: str) -> bool:
     return task not in ("causal", "masked", "seq2seq", "hidden") and not name.startswith(f"{model.base_model_prefix}.")
 
 
-def make_new_head(model: Any, cls: type[PreTrainedModel], names: Collection[str]) -> None:
-    """Give a model that was loaded without them its parameters of a head: the same on every mesh and in every run."""
+def make_new_weights(model: Any, cls: type[PreTrainedModel], names: Collection[str]) -> None:
+    """Give a model that was loaded without them parameters, a head's or such as its class makes by a formula: the same
+    on every mesh and in every run."""
     with plain_construction(), torch.device("meta"):
         whole = cls(copy.deepcopy(model.config))
     for path in dict.fromkeys(name.rpartition(".")[0] for name in names):

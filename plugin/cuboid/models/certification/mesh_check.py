@@ -74,6 +74,9 @@ def check_meshes(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVe
             raise CannotProbe(f"its config can't be made small: {type(error).__name__}: {error}") from error
         for attempt in _EXACT:
             model = random_model(cls, small, config._attn_implementation, attempt.dtype)
+            if task_of(cls) == "sequence" and getattr(model.config, "pad_token_id", None) is None:
+                # Classifiers of decoders look for the last token that isn't padding. Users name it later, too.
+                model.config.pad_token_id = 0
             with default_dtype(attempt.default):
                 try:
                     probe = _Probe(model, attempt)
