@@ -18,7 +18,7 @@ SECTIONS = {
 
 @pytest.fixture
 def run_command(monkeypatch, capsys):
-    """Runs a command line; returns (exit status, stderr)."""
+    """Runs a command line that must print nothing but errors; returns (exit status, stderr)."""
     monkeypatch.setattr("cuboid.library_warnings.quiet", lambda **_: None)  # it is for a process of its own
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -27,10 +27,27 @@ def run_command(monkeypatch, capsys):
         monkeypatch.setattr("sys.argv", ["cuboid", *map(str, arguments)])
         with pytest.raises(SystemExit) as exit_:
             app()
-        lines = [line for line in capsys.readouterr().err.splitlines(keepends=True) if "it/s]" not in line]
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        lines = [line for line in printed.err.splitlines(keepends=True) if "it/s]" not in line]
         return exit_.value.code, "".join(lines)
 
     return run
+
+
+#: Options of commands that have to be given, where a test has files by these names.
+REQUIRED = {
+    "train": ["--model", "model", "--data", "text.txt", "--config", "good.json", "--out", "out"],
+    "plan": ["--model", "model", "--cluster", "8xH100", "--seq-len", 64, "--global-batch", 8],
+    "estimate": ["--model", "model", "--config", "good.json", "--cluster", "8xH100", "--seq-len", 64],
+}
+
+
+def required(arguments):
+    """The options of :data:`REQUIRED` without those that are given anyway."""
+    options = REQUIRED.get(arguments[0], [])
+    pairs = zip(options[::2], options[1::2], strict=True)
+    return [part for name, value in pairs if name not in arguments for part in (name, value)]
 
 
 @pytest.fixture
@@ -80,6 +97,7 @@ USAGE = [
     (["convert", "a", "b", "--max-shard-size", "many"], "--max-shard-size"),
     (["convert", "a", "b", "--world-size", "2"], "--config"),
     (["convert", "a", "b", "--world-size", "-2", "--config", "c"], "--world-size"),
+    (["plan", "--explain", "8x1x1", "1x8x1", "--out", "o"], "--explain"),
     (["inspect"], "DIR"),
     (["nonsense"], "nonsense"),
     (["train", "--nonsense"], "--nonsense"),
@@ -89,8 +107,7 @@ USAGE = [
 @pytest.mark.parametrize(("arguments", "word"), USAGE, ids=[" ".join(arguments) for arguments, _ in USAGE])
 def test_values_out_of_range_are_usage_errors(run_command, tmp_path, monkeypatch, arguments, word):
     monkeypatch.chdir(tmp_path)
-    required = ["--model", "m", "--data", "d", "--config", "c", "--out", "o"] if arguments[0] == "train" else []
-    status, message = run_command(arguments[0], *required, *arguments[1:])
+    status, message = run_command(arguments[0], *required(arguments), *arguments[1:])
     assert (status, message.count("\n")) == (2, 1), message
     assert word in message
     assert not list(tmp_path.iterdir())
@@ -119,11 +136,21 @@ MISTAKES = [
     (["verify", "--arch", "llama", "--mesh", "1x1x1", "--seq-len", "1"], "sequence_length is 1"),
     (["verify", "--arch", "llama", "--mesh", "1x1x1", "--heads", "3", "--kv-heads", "2"], "kv_heads"),
     (["verify", "--arch", "llama", "--stages", "1", "--segments", "1000000"], "pipeline.segments"),
-    (["verify", "--arch", "llama", "--mesh", "1x1x1", "--json", "text.txt/report.json"], "text.txt is a file"),
     (["bench", "--model", "model", "--config", "no_optimizer.json"], "optimizer is missing"),
     (["bench", "--model", "model", "--config", "good.json", "--steps", "0"], "--steps is 0"),
-    (["bench", "--model", "model", "--config", "good.json", "--json", "text.txt/report.json"], "text.txt is a file"),
     (["convert", "nowhere", "new"], "nowhere"),
+    (["convert", "model", "new", "--model", "nowhere"], "nowhere: does not exist"),
+    (["plan", "--model", "org/model"], "hf download org/model --local-dir model"),
+    (["estimate", "--model", "nowhere/config.json"], "nowhere/config.json: does not exist"),
+    (["estimate", "--config", "nowhere.json"], "does not exist"),
+    (["timeline", "--model", "org/model", "--seq-len", "8"], "hf download org/model"),
+    (["verify", "--model", "org/model", "--mesh", "1x1x1"], "hf download org/model"),
+    (["bench", "--model", "org/model", "--config", "good.json"], "hf download org/model"),
+    (["train", "--model", "org/model", "--steps", "1"], "hf download org/model"),
+    (["prepare", "--out", "o", "--model", "org/model"], "hf download org/model"),
+    (["prepare", "--out", "o", "--model", "model"], "no tokenizer that transformers can load; copy its files there"),
+    (["prepare", "--out", "o", "--tokenizer", "nowhere"], "nowhere: does not exist"),
+    (["train", "--steps", "1"], "copy its files there"),
     (["convert", "model", "new", "--config", "bytes.json"], "isn't UTF-8"),
     (["inspect", "nowhere"], "nowhere"),
     (["timeline", "--partition", "0,4"], "partition"),
@@ -135,8 +162,32 @@ MISTAKES = [
 @pytest.mark.parametrize(("arguments", "word"), MISTAKES, ids=[" ".join(arguments) for arguments, _ in MISTAKES])
 def test_errors_are_one_line_without_a_traceback(run_command, files, monkeypatch, arguments, word):
     monkeypatch.chdir(files)
-    required = ["--model", "model", "--data", "text.txt", "--out", "out"] if arguments[0] == "train" else []
-    status, message = run_command(arguments[0], *required, *arguments[1:])
+    status, message = run_command(arguments[0], *required(arguments), *arguments[1:])
     assert (status, message.count("\n")) == (1, 1), message
     assert word in message
     assert not (files / "out").exists()
+
+
+OUTPUTS = [
+    ["plan", "--out"],
+    ["plan", "--json"],
+    ["estimate", "--json"],
+    ["estimate", "--picture"],
+    ["estimate", "--timeline"],
+    ["timeline", "--output"],
+    ["timeline", "--json"],
+    ["verify", "--arch", "llama", "--mesh", "1x1x1", "--json"],
+    ["bench", "--model", "model", "--config", "good.json", "--json"],
+    ["profile", "--out"],
+]
+
+
+@pytest.mark.parametrize("arguments", OUTPUTS, ids=" ".join)
+def test_outputs_are_checked_before_anything_is_computed(run_command, files, monkeypatch, arguments):
+    monkeypatch.chdir(files)
+    suffix = ".png" if arguments[-1] in ("--picture", "--timeline", "--output") else ".json"
+    (files / f"folder{suffix}").mkdir()
+    for path, word in ((f"text.txt/a{suffix}", "text.txt is a file"), (f"folder{suffix}", "it is a folder")):
+        status, message = run_command(arguments[0], *required(arguments), *arguments[1:], path)
+        assert (status, message.count("\n")) == (1, 1), message
+        assert word in message

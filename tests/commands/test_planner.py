@@ -5,11 +5,13 @@ import json
 import statistics
 import sys
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
 from cuboid.cli import commands
@@ -28,7 +30,8 @@ from cuboid.planner.divisibility import mesh_misfit
 from cuboid.planner.estimate import estimate, layout_of_config
 from cuboid.planner.layer_memory import KeptSizes, layer_kept_bytes
 from cuboid.planner.model_formulas import block_sizes
-from cuboid.planner.search import CHECKPOINTING_LINE, config_of, layouts, parse_layout, search
+from cuboid.planner.report import print_plan
+from cuboid.planner.search import CHECKPOINTING_LINE, Plan, config_of, layouts, parse_layout, search
 from cuboid.seq1f1b.schedule.actions import Op
 from planning import COMMON, LLAMA_8B, on_meta, small
 
@@ -268,6 +271,18 @@ def test_estimate_and_plan_from_the_command_line(tmp_path, model_path):
     assert found["step_s"] == pytest.approx(best[0]["step_s"])
     assert {"fits", "step_s", "memory_bytes", "tokens_per_s", "bubble"} <= found.keys()
     assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_all_figures_of_a_plan_are_there_however_narrow_the_terminal(width):
+    layout = Layout(MeshShape(2, 2, 1), 2, 2, 8, segments=4, schedule="zero_bubble-v", chunks=2)
+    found = estimate(describe(LLAMA_8B), layout, Cluster.parse("8xH100"), 8192)
+    console = Console(width=width, file=StringIO())
+    print_plan(Plan((found,), 1), console)
+    row = next(line for line in console.file.getvalue().splitlines() if line.startswith("│ 1"))
+    figures = [cell.strip() for cell in row.split("│")[3:7]]
+    assert figures == [f"{found.time.total_s:.3f}", f"{found.tokens_per_s:,.0f}", f"{found.mfu:.1%}",
+                       f"{found.memory_bytes / 2**30:.1f}"]  # fmt: skip
 
 
 def test_estimate_says_what_would_make_it_fit(tmp_path, model_path):

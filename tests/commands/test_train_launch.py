@@ -330,7 +330,10 @@ def test_a_model_comes_from_a_checkpoint_or_from_a_config_and_a_tokenizer(job, t
         (options(), "give either --model, a checkpoint, or --arch-config"),
         (options(model=job / "model", arch_config=config), "give either --model, a checkpoint, or --arch-config"),
         (options(model=job / "model", tokenizer=tokenizer), "--tokenizer goes with --arch-config"),
-        (options(arch_config=config, steps=1), r"text' has no tokenizer that transformers can load; --tokenizer names"),
+        (
+            options(arch_config=config, steps=1),
+            r"text' has no tokenizer that transformers can load; name its folder by --tokenizer",
+        ),
         (options(arch_config=tmp_path / "none.json"), r"--arch-config '.*none.json' does not exist"),
     ):
         with pytest.raises(CuboidError, match=message):

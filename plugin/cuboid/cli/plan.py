@@ -7,9 +7,11 @@ from typing import Annotated, Literal
 
 import typer
 
+from cuboid.cli.outputs import check_outputs
+
 
 def plan(
-    model: Annotated[Path, typer.Option(help="Hugging Face checkpoint, or its config.json.", exists=True)],
+    model: Annotated[Path, typer.Option(help="Hugging Face checkpoint, or its config.json.")],
     cluster: Annotated[str, typer.Option(help="Nodes x GPUs x kind, such as 8x8xH100-80GB, or a profile's .json.")],
     sequence_length: Annotated[
         int, typer.Option("--seq-len", "--sequence-length", help="Tokens of a sequence.", min=1)
@@ -49,6 +51,9 @@ def plan(
     from cuboid.planner.search import CHECKPOINTING_LINE, config_of, parse_layout, search
     from cuboid.weights.model_folder import model_config
 
+    if explain is not None and (out or json):
+        raise typer.BadParameter("--explain prints a comparison, and writes neither --out nor --json; leave them out")
+    check_outputs(out, json)
     console = Console()
     # Rows are longer than the 80 columns that are assumed where there is no terminal.
     wide = console if console.is_terminal else Console(width=140)

@@ -28,6 +28,7 @@ from cuboid.convert.target import (
     write_weights,
 )
 from cuboid.errors import CheckpointError
+from cuboid.weights.model_folder import check_exists
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ def convert(options: ConvertOptions, say: Callable[[str], Any]) -> None:
         ConfigError, MeshError, UnsupportedModelError: no per-rank files can be made for the config.
     """
     # Before the source is read, whose checksums may take minutes.
+    if options.model is not None:
+        check_exists(options.model)
     check_free(options.target)
     check_output_of(options.target)
     with ExitStack() as stack:

@@ -115,8 +115,9 @@ def print_plan(plan: Plan, console: Any) -> None:
     best = plan.best[0]
     table = Table(title=f"the best of {plan.considered:,} layouts", title_justify="left")
     for name in ("", "layout", "step, s", "tokens/s", "MFU", "GiB", "against the first"):
-        left = name in ("layout", "against the first")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+        # On a narrow terminal words go on in the next line, so that all figures are there.
+        words = name in ("layout", "against the first")
+        table.add_column(name, justify="left" if words else "right", no_wrap=not words)
     for number, each in enumerate(plan.best, 1):
         table.add_row(
             str(number), str(each.layout), f"{each.time.total_s:.3f}", f"{each.tokens_per_s:,.0f}", f"{each.mfu:.1%}",

@@ -29,6 +29,7 @@ from cuboid.weights.auxiliary_files import TOKENIZER_FILES
 from cuboid.weights.model_folder import (
     CONFIG,
     as_damage_of,
+    check_exists,
     check_model_folder,
     model_config,
     verify_model_folder,
@@ -159,23 +160,23 @@ def plan(options: TrainOptions) -> Job:
         raise CuboidError(
             f"--steps is {steps}, but the run in {resumed.path} is {resumed.state.step} steps long already"
         )
-    place_trace(config, options.out, steps if resumed is None else steps - resumed.state.step)
+    trace = place_trace(config, options.out, steps if resumed is None else steps - resumed.state.step)
     keep_checkpoints(config, options.keep_last)
     check_config(config, is_complete=True)
     micro_batch = count(config, "train_micro_batch_size_per_gpu", default=None)
     accumulation = count(config, "gradient_accumulation_steps", default=1)
     dtype = weights_dtype(config)
+    tokenizer = _tokenizer(options)
+    vocabulary, model_sha256 = _check_model(options, settings, tokenizer)
     # Room for the result, and for a checkpoint's weights if there are checkpoints.
     size_bytes = _new_bytes(settings, dtype) if options.model is None else weights_bytes(options.model, dtype)
     check_output(options.out, size_bytes * (2 if options.save_every else 1))
-    tokenizer = tokenizer_in(options.tokenizer_folder) if options.model is None else load_tokenizer(options.model)
-    vocabulary, model_sha256 = _check_model(options, settings, tokenizer)
+    if trace is not None:
+        check_output(trace)
     tokens = None
     if Tokens.is_store(options.data):
         tokens = Tokens.open(options.data)
         check_tokens(tokens.meta, tokenizer, vocabulary)
-    elif not options.data.exists():
-        raise CuboidError(f"--data {str(options.data)!r} does not exist; name a text file or a folder of text files")
     if resumed is not None:
         fixed = {name: getattr(options, name) for name in ("seed", "sequence_length", "heldout_blocks")}
         data = {} if tokens is None else {"data_fingerprint": tokens.meta.data_sha256}
@@ -196,6 +197,14 @@ def plan(options: TrainOptions) -> Job:
     )
 
 
+def _tokenizer(options: TrainOptions) -> Any:
+    if options.model is not None:
+        return load_tokenizer(options.model)
+    if options.tokenizer is not None:
+        return tokenizer_in(options.tokenizer)
+    return tokenizer_in(options.data, remedy="name its folder by --tokenizer")
+
+
 def load_tokenizer(model: Path) -> Any:
     """The tokenizer beside a checkpoint.
 
@@ -207,15 +216,20 @@ def load_tokenizer(model: Path) -> Any:
     return tokenizer_in(model)
 
 
-def tokenizer_in(folder: Path) -> Any:
+def tokenizer_in(folder: Path, *, remedy: str = "copy its files there") -> Any:
     """The tokenizer in a folder, which needn't be a checkpoint's.
+
+    Args:
+        folder: with the files that transformers loads a tokenizer from.
+        remedy: what to do where there are none.
 
     Raises:
         CheckpointError: there is none.
     """
+    check_exists(folder)
     names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if not names:
-        raise CheckpointError(f"{str(folder)!r} has no tokenizer that transformers can load; --tokenizer names another")
+        raise CheckpointError(f"{str(folder)!r} has no tokenizer that transformers can load; {remedy}")
     # An error names the first file, which is the tokenizer itself if it is in one file.
     with as_damage_of(folder / names[0]):
         return AutoTokenizer.from_pretrained(folder)
@@ -255,7 +269,9 @@ def check_size(meta: TokensMeta, sequence_length: int, global_batch: int) -> Non
 
 
 def _check_source(options: TrainOptions) -> None:
-    """Make sure that a model comes from a checkpoint, or from a config and a tokenizer."""
+    """Make sure that there is data, and that a model comes from a checkpoint, or from a config and a tokenizer."""
+    if not options.data.exists():
+        raise CuboidError(f"--data {str(options.data)!r} does not exist; name a text file or a folder of text files")
     if (options.model is None) == (options.arch_config is None):
         raise CuboidError("give either --model, a checkpoint, or --arch-config, the config.json of a new model")
     if options.model is not None:

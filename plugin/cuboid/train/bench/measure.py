@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import cuboid
 from cuboid import CuboidError, load_config
-from cuboid.checkpoint.format.bounded_files import check_output
+from cuboid.checkpoint.format.bounded_files import check_output_file
 from cuboid.config.schema import require_config
 from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.models.stages.model_costs import sizes_of
@@ -30,6 +30,7 @@ from cuboid.train.bench.report import BenchReport
 from cuboid.train.process import World, gather
 from cuboid.train.reporting import memory
 from cuboid.train.settings import at_least, check_config, count, weights_dtype
+from cuboid.weights.model_folder import check_model_folder
 
 #: Dense bfloat16 FLOP/s by a part of the device's name, from NVIDIA's data sheets; the first match counts.
 _PEAK_FLOPS = {
@@ -78,7 +79,8 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
     at_least(options.warmup, "--warmup", 0)
     at_least(options.sequence_length, "--sequence-length", 2)
     if options.report is not None and world.is_first:
-        check_output(options.report.parent)
+        check_output_file(options.report)
+    check_model_folder(options.model)
     config = load_config(options.config)
     check_config(config, is_complete=False)
     ours, _ = require_config(config)
