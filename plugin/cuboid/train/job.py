@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, 
 from cuboid import CheckpointError, CuboidError, load_config
 from cuboid.checkpoint.format.bounded_files import check_output
 from cuboid.train.data.tokens import Tokens, TokensMeta, fingerprint
+from cuboid.train.reporting.report import MODEL, REPORT
 from cuboid.train.resume import Resumed, find_run, reject_other_run
 from cuboid.train.settings import (
     at_least,
@@ -139,7 +140,7 @@ def plan(options: TrainOptions) -> Job:
     Raises:
         CuboidError: a file is missing, a number is out of range, or model, tokenizer and data don't match.
         ConfigError: a key of the config that this job needs is missing or malformed.
-        CheckpointError: there is no run to resume.
+        CheckpointError: there is no run to resume, or another one's checkpoints or result are in ``out``.
     """
     for name in ("sequence_length", "heldout_blocks", "evaluations"):
         at_least(getattr(options, name), f"--{name.replace('_', '-')}", 2 if name == "sequence_length" else 1)
@@ -152,7 +153,7 @@ def plan(options: TrainOptions) -> Job:
     settings = model_config(options.architecture)
     resumed = find_run(options.out, options.resume_from) if options.resume else None
     if resumed is None:
-        reject_other_run(options.out)
+        reject_other_run(options.out, (MODEL, REPORT))
     # As given, or as the resumed run had it, or as the config has it.
     asked = resumed.state.steps if resumed is not None and options.steps is None else options.steps
     steps = run_length(asked, config)

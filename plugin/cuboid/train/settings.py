@@ -59,7 +59,7 @@ def place_trace(config: dict[str, Any], out: Path, steps: int) -> Path | None:
     """Set a trace's folder to the run's, unless another one is named, and its step to one that the run has.
 
     Returns:
-        The folder; None if the config doesn't ask for a trace.
+        The folder that is named; None if there is none.
     """
     ours, _ = split_config(config)
     if ours is None or ours.pipeline is None or not ours.pipeline.trace:
@@ -67,7 +67,7 @@ def place_trace(config: dict[str, Any], out: Path, steps: int) -> Path | None:
     section = config["pipeline"]
     section["trace"] = str(out / TRACE) if ours.pipeline.trace is True else ours.pipeline.trace
     section["trace_step"] = min(ours.pipeline.trace_step, max(steps, 1))
-    return Path(section["trace"])
+    return None if ours.pipeline.trace is True else Path(ours.pipeline.trace)
 
 
 def keep_checkpoints(config: dict[str, Any], keep_last: int | None) -> None:
