@@ -39,7 +39,7 @@ def run_command(monkeypatch, capsys):
 REQUIRED = {
     "train": ["--model", "model", "--data", "text.txt", "--config", "good.json", "--out", "out"],
     "plan": ["--model", "model", "--cluster", "8xH100", "--seq-len", 64, "--global-batch", 8],
-    "estimate": ["--model", "model", "--config", "good.json", "--cluster", "8xH100", "--seq-len", 64],
+    "estimate": ["--model", "model", "--config", "bf16.json", "--cluster", "8xH100", "--seq-len", 64],
 }
 
 
@@ -56,6 +56,7 @@ def files(tmp_path):
     SmallModel("llama").config().save_pretrained(tmp_path / "model")
     contents = {
         "good.json": json.dumps(SECTIONS),
+        "bf16.json": json.dumps({**SECTIONS, "bf16": {"enabled": True}}),
         "pipeline.json": json.dumps({**SECTIONS, "pipeline": {"engine": "seq1f1b", "stages": 2}}),
         "list.json": "[]",
         "theirs.json": json.dumps({"train_batch_size": 2}),
@@ -143,6 +144,7 @@ MISTAKES = [
     (["plan", "--model", "org/model"], "hf download org/model --local-dir model"),
     (["estimate", "--model", "nowhere/config.json"], "nowhere/config.json: does not exist"),
     (["estimate", "--config", "nowhere.json"], "does not exist"),
+    (["estimate", "--config", "good.json"], "the config trains in float32"),
     (["timeline", "--model", "org/model", "--seq-len", "8"], "hf download org/model"),
     (["verify", "--model", "org/model", "--mesh", "1x1x1"], "hf download org/model"),
     (["bench", "--model", "org/model", "--config", "good.json"], "hf download org/model"),
@@ -154,6 +156,12 @@ MISTAKES = [
     (["convert", "model", "new", "--config", "bytes.json"], "isn't UTF-8"),
     (["inspect", "nowhere"], "nowhere"),
     (["timeline", "--partition", "0,4"], "partition"),
+    (["timeline", "--model", "model", "--seq-len", "4096"], "--seq-len is 4096, beyond the model's 256 positions"),
+    (["plan", "--seq-len", "4096"], "4096, beyond the model's 256 positions"),
+    (["plan", "--seq-len", "4096", "--goal", "fewest"], "4096, beyond the model's 256 positions"),
+    (["estimate", "--seq-len", "4096"], "4096, beyond the model's 256 positions"),
+    (["verify", "--model", "model", "--mesh", "1x1x1", "--seq-len", "4096"], "4096, beyond the model's 256 positions"),
+    (["bench", "--model", "model", "--config", "good.json", "--seq-len", "4096"], "4096, beyond the model's 256 pos"),
     (["prepare", "--out", "o", "--vocabulary", "1"], "--vocabulary is 1"),
     (["prepare", "--out", "o", "--data", "nowhere"], "nowhere"),
 ]

@@ -294,6 +294,12 @@ def test_estimate_says_what_would_make_it_fit(tmp_path, model_path):
     assert json.loads(out.read_text())["fits"] is False
 
 
+def test_fp16_is_estimated_as_bf16():
+    config = config_of(Layout(MeshShape(2, 4, 1), micro_batch=8))
+    half = {**config, "bf16": {"enabled": False}, "fp16": {"enabled": True}}
+    assert read_layout(half) == read_layout(config)
+
+
 @pytest.mark.parametrize(
     ("section", "change", "message"),
     [
@@ -303,7 +309,7 @@ def test_estimate_says_what_would_make_it_fit(tmp_path, model_path):
         ("pipeline", {"stage_balance": [16, 17]}, "adds up to 33"),
         ("tensor_parallel", {"mesh": "auto", "size": 4}, "cuboid plan"),
         ("tensor_parallel", {"gather_logits": True}, "whole logits"),
-        ("bf16", {"enabled": False}, "bf16"),
+        ("bf16", {"enabled": False}, "trains in float32.*bf16"),
         ("zero_optimization", {"offload_optimizer": {"device": "cpu"}}, "offload_optimizer has no estimate"),
     ],
 )

@@ -253,6 +253,7 @@ class _ModelCosts(_Costs):
     """By the operations and the activations of a model's layers."""
 
     def __init__(self, request: _Request, model: Path, length: int | None, rows: int) -> None:
+        from cuboid.models.batch.length_cases import check_length, longest_sequence
         from cuboid.models.stages.model_costs import model_sizes
         from cuboid.seq1f1b.schedule.partition import check_lengths, cut_sequence, even_cut, segment_cost
         from cuboid.weights.model_folder import model_config
@@ -264,6 +265,7 @@ class _ModelCosts(_Costs):
         if length % request.multiple:
             raise typer.BadParameter(f"--seq-len {length} is not a multiple of --multiple {request.multiple}")
         config = model_config(model)
+        check_length(length, longest_sequence(config), "--seq-len")
         self._sizes = model_sizes(config)
         lengths, k, multiple = request.lengths, request.segments, request.multiple
         if lengths is not None:

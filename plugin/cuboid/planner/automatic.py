@@ -15,6 +15,7 @@ from cuboid.distributed.axis_collectives import padded_length
 from cuboid.distributed.mesh import Mesh, current_rank
 from cuboid.distributed.topology import MeshShape, divisors
 from cuboid.errors import ConfigError, MeshError
+from cuboid.models.batch.length_cases import check_length, longest_sequence
 from cuboid.models.certification.mesh_certificates import mesh_verdict
 from cuboid.models.pipeline.schedule_choice import settle_schedule
 from cuboid.models.pipeline.sequence_cut import Cutter
@@ -152,7 +153,7 @@ def settle_stages(
         return config
     mesh = Mesh(shape, pipe=pipeline.stages, rank=0, world_size=world_size or shape.size * pipeline.stages)
     rows, micro_batches = config.framework.per_replica(mesh.topology.data)
-    length = _length(getattr(model.config.get_text_config(), "max_position_embeddings", None), config)
+    length = _length(longest_sequence(model.config), config)
 
     def segments(padded: int, steps: int) -> int:
         whole = config.with_pipeline(pipeline.without_chunks)
@@ -191,6 +192,7 @@ def _length(most_positions: int | None, config: CuboidConfig) -> int:
     pipeline = config.pipeline
     if pipeline is not None and isinstance(pipeline.partition, tuple):
         return sum(pipeline.partition)
+    check_length(config.sequence_length or 0, most_positions, "sequence_length")
     return config.sequence_length or min(_ASSUMED_LENGTH, most_positions or _ASSUMED_LENGTH)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from cuboid.distributed.topology import MeshShape, divisors
 from cuboid.errors import ConfigError
+from cuboid.models.batch.length_cases import check_length
 from cuboid.planner.cost.layout import Layout
 from cuboid.planner.cost.memory import ends_memory, states_bytes, usable_bytes
 from cuboid.planner.cost.step import StepCost, StepTime
@@ -70,8 +71,10 @@ def search(
         count: how many to return.
 
     Raises:
-        ConfigError: no layout divides model, batch and cluster, or none fits; says what would come nearest.
+        ConfigError: no layout divides model, batch and cluster, or none fits; says what would come nearest. Or the
+            sequences are longer than the model's.
     """
+    check_length(length, model.most_positions, "the sequence length")
     if goal == "fewest":
         return _on_fewest(model, cluster, length, global_batch, count)
     known: dict[Any, Any] = {}

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, 
 
 from cuboid import CheckpointError, CuboidError, load_config
 from cuboid.checkpoint.format.bounded_files import check_output
+from cuboid.models.batch.length_cases import check_length, longest_sequence
 from cuboid.train.data.tokens import Tokens, TokensMeta, fingerprint
 from cuboid.train.reporting.report import MODEL, REPORT
 from cuboid.train.resume import Resumed, find_run, reject_other_run
@@ -302,8 +303,6 @@ def _check_model(options: TrainOptions, config: PretrainedConfig, tokenizer: Any
             f"vocabulary only {vocabulary}; resize the model's embedding or use the tokenizer that it was "
             "trained with"
         )
-    positions = getattr(text_config, "max_position_embeddings", None)
-    if positions is not None and options.sequence_length > positions:
-        raise CuboidError(f"--sequence-length {options.sequence_length} is beyond the model's {positions} positions")
+    check_length(options.sequence_length, longest_sequence(config), "--sequence-length")
     architecture = {key: value for key, value in config.to_dict().items() if key not in _NOT_ARCHITECTURE}
     return vocabulary, hashlib.sha256(json.dumps(architecture, sort_keys=True, default=str).encode()).hexdigest()

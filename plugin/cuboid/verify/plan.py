@@ -11,7 +11,17 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from cuboid.errors import CuboidError
-from cuboid.models.batch.length_cases import LONGEST, Case, Padding, covering, packed_case, shrunk, thresholds
+from cuboid.models.batch.length_cases import (
+    LONGEST,
+    Case,
+    Padding,
+    check_length,
+    covering,
+    longest_sequence,
+    packed_case,
+    shrunk,
+    thresholds,
+)
 from cuboid.models.certification.float64 import Precision, precision
 
 Dtype = Literal["float64", "float32", "bfloat16"]
@@ -115,6 +125,8 @@ class Plan:
         for name, value in config.to_dict().items():
             if name.endswith(("dropout", "pdrop", "layerdrop")) and isinstance(value, float):
                 setattr(config, name, 0.0)
+        if self.sequence_length is not None:
+            check_length(self.longest, longest_sequence(config), "sequence_length")
         if self.shrink:
             config = shrunk(config, self.longest)
         end = next((threshold for threshold in thresholds(config) if threshold.is_end), None)

@@ -159,6 +159,7 @@ class Pipeline:
         micro_batches = [with_shifted_labels(batch, is_causal=is_causal) for batch in shared]
         for batch in micro_batches:
             self._check_length(batch["input_ids"].shape[1])
+            self._model.cuboid.whole.limits.warn_of_length(batch, self.mesh)
         lengths = [self._cutter.lengths(batch["input_ids"].shape[1], count) for batch in micro_batches]
         for batch, own in zip(micro_batches, lengths, strict=True):
             self._check_kind(batch, own)
