@@ -1,6 +1,8 @@
 """The commands' errors for invalid values: one line, no traceback, and an exit status other than 0."""
 
 import json
+import signal
+import sys
 
 import pytest
 import yaml
@@ -8,6 +10,7 @@ from transformers import AutoConfig
 
 from cuboid.cli import app
 from cuboid.verify import SmallModel
+from launching import finish, start
 
 SECTIONS = {
     "tensor_parallel": {"mode": "3d_tensor", "mesh": {}},
@@ -174,6 +177,27 @@ def test_errors_are_one_line_without_a_traceback(run_command, files, monkeypatch
     assert (status, message.count("\n")) == (1, 1), message
     assert word in message
     assert not (files / "out").exists()
+
+
+def test_an_interrupted_command_says_so_in_one_line(run_command, files, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(files)
+    monkeypatch.setattr("cuboid.planner.description.cluster.Cluster.parse", interrupt)
+    assert run_command("plan", *required(["plan"])) == (130, "cuboid: interrupted\n")
+    monkeypatch.setenv("RANK", "1")
+    assert run_command("plan", *required(["plan"]))[1] == "", "rank 0 has said so"
+
+
+def test_a_command_that_is_interrupted_while_it_imports_says_so_in_one_line():
+    process = start(sys.executable, "-v", "-m", "cuboid.cli", "plan")
+    assert any("'torch'" in line for line in process.stdout)
+    process.send_signal(signal.SIGINT)
+    status, output = finish(process, timeout_s=60)
+    assert status == -signal.SIGINT
+    assert "cuboid: interrupted\n" in output
+    assert "Traceback" not in output
 
 
 OUTPUTS = [

@@ -19,6 +19,7 @@ from cuboid.cli.profile import profile
 from cuboid.cli.timeline import timeline
 from cuboid.cli.train import train
 from cuboid.cli.verify import verify
+from cuboid.interruption import INTERRUPTED, end_interrupted
 
 commands = typer.Typer(
     name="cuboid",
@@ -60,6 +61,8 @@ def app() -> None:
         _fail(f"cuboid: {error}", 1)
     except typer.TyperException as error:
         _fail(f"cuboid: {error.format_message()} (see cuboid --help)", 2)
+    if status == INTERRUPTED:
+        end_interrupted()
     sys.exit(status if isinstance(status, int) else 0)
 
 
