@@ -3,7 +3,7 @@ that trains them."""
 
 from typing import TYPE_CHECKING, Any
 
-from cuboid.interruption import expect_interrupts
+from cuboid.endings import expect_interrupts
 from cuboid.requirements import check_installed
 
 # Seconds of imports follow.

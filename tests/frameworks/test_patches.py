@@ -267,9 +267,12 @@ MISTAKES = """
     ],
 )
 def test_a_mistake_is_told_once_and_every_rank_fails(script, mistake, message):
-    (first_status, first), (second_status, second) = as_ranks(2, script(MISTAKES), mistake)
+    path = script(MISTAKES)
+    (first_status, first), (second_status, second) = as_ranks(2, path, mistake)
+    line = 1 + next(n for n, text in enumerate(path.read_text().splitlines()) if "deepspeed.initialize(" in text)
     assert first_status != 0
     assert second_status != 0
     assert message in first
+    assert first.rstrip().endswith(f"({path}:{line})"), "where the script called what raised"
     assert "Traceback" not in first + second
     assert "cuboid:" not in second

@@ -19,7 +19,7 @@ from cuboid.cli.profile import profile
 from cuboid.cli.timeline import timeline
 from cuboid.cli.train import train
 from cuboid.cli.verify import verify
-from cuboid.interruption import INTERRUPTED, end_interrupted
+from cuboid.endings import INTERRUPTED, end_interrupted, tell_launcher
 
 commands = typer.Typer(
     name="cuboid",
@@ -67,6 +67,7 @@ def app() -> None:
 
 
 def _fail(message: str, status: int) -> None:
+    tell_launcher(message)
     if os.environ.get("RANK", "0") == "0":
         print(message, file=sys.stderr, flush=True)
     sys.exit(status)

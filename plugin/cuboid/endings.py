@@ -1,9 +1,12 @@
-"""Ctrl-C ends a command with one line, whatever it is doing; ``cuboid train`` answers it with a checkpoint."""
+"""What a process says when it ends early: why, to the user and to the launcher, or that Ctrl-C ended it."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -12,26 +15,35 @@ from typing import NoReturn
 INTERRUPTED = 130
 
 
+def tell_launcher(message: str) -> None:
+    """Leave word of an error for torchrun, whose long report on the ranks then ends with it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        with contextlib.suppress(OSError):
+            content = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
+            Path(path).write_text(json.dumps(content), encoding="utf-8")
+
+
 def end_interrupted() -> NoReturn:
     """Exit as an interrupted command does; under a launcher, rank 0 alone says so."""
-    _say()
+    _say_interrupted()
     sys.exit(INTERRUPTED)
 
 
 def expect_interrupts() -> None:
     """If this process is the command ``cuboid``, leave out the traceback of Ctrl-C, during its imports too."""
-    command = Path(sys.argv[0]).name == "cuboid" or sys.orig_argv[1:].count("cuboid.cli") == 1
-    if command and sys.excepthook is sys.__excepthook__:
+    is_command = Path(sys.argv[0]).name == "cuboid" or "cuboid.cli" in sys.orig_argv
+    if is_command and sys.excepthook is sys.__excepthook__:
         sys.excepthook = _report
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if issubclass(kind, KeyboardInterrupt):
-        _say()
+        _say_interrupted()
     else:
         sys.__excepthook__(kind, error, trace)
 
 
-def _say() -> None:
+def _say_interrupted() -> None:
     if os.environ.get("RANK", "0") == "0":
         print("cuboid: interrupted", file=sys.stderr, flush=True)
