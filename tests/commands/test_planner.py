@@ -260,6 +260,7 @@ def test_estimate_and_plan_from_the_command_line(tmp_path, model_path):
                  "--out", config, "--json", out)  # fmt: skip
     assert "against the first" in output
     best = json.loads(out.read_text())["best"]
+    assert "set your own learning rate, 0.0003 stands there" in " ".join(output.split())
     assert (CHECKPOINTING_LINE in output) is (best[0]["layout"]["checkpointing"] == "full")
     assert not any(key.startswith("_") for key in json.loads(config.read_text()))
     assert all(each["fits"] for each in best)

@@ -48,7 +48,7 @@ def plan(
     from cuboid.planner.description.model import describe
     from cuboid.planner.estimate import estimate
     from cuboid.planner.report import print_comparison, print_estimate, print_plan
-    from cuboid.planner.search import CHECKPOINTING_LINE, config_of, parse_layout, search
+    from cuboid.planner.search import CHECKPOINTING_LINE, LEARNING_RATE, config_of, parse_layout, search
     from cuboid.weights.model_folder import model_config
 
     if explain is not None and (out or json):
@@ -76,5 +76,6 @@ def plan(
     check_framework_config(*require_config(config), best.cost.cluster.gpus, is_complete=True)
     if out is not None:
         write_json(out, config)
+        console.print(f"{out} is its config; set your own learning rate, {LEARNING_RATE} stands there")
     if json is not None:
         write_json(json, {"best": [each.as_dict() for each in found.best], "config": config})

@@ -29,6 +29,8 @@ _PIPELINES, _BUBBLE_LEFT = 6, 0.3
 _MOST_NODES_OF_MESH = 2
 
 Goal = Literal["fastest", "smallest", "fewest"]
+#: In the configs of plans, which have no opinion on it.
+LEARNING_RATE = 3e-4
 #: What a script does for a layout with checkpointing, which is the model's affair: no key of a config does it.
 CHECKPOINTING_LINE = "model.gradient_checkpointing_enable()"
 
@@ -278,7 +280,7 @@ def config_of(layout: Layout) -> dict[str, Any]:
         "zero_optimization": {"stage": layout.zero_stage},
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True},
+            "params": {"lr": LEARNING_RATE, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True},
         },
         "tensor_parallel": {
             "mode": "3d_tensor",

@@ -29,7 +29,8 @@ def check_config(config: dict[str, Any], *, is_complete: bool) -> None:
     check_framework_config(ours, rest, current_world_size(), is_complete=is_complete)
     if rest.get("optimizer") is None:
         raise ConfigError(
-            'optimizer is missing; add for example "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}} to train with'
+            'optimizer is missing; add for example "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": '
+            "true}} to train with"
         )
 
 
