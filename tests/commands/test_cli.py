@@ -114,6 +114,8 @@ def test_values_out_of_range_are_usage_errors(run_command, tmp_path, monkeypatch
     status, message = run_command(arguments[0], *required(arguments), *arguments[1:])
     assert (status, message.count("\n")) == (2, 1), message
     assert word in message
+    assert "Value error" not in message
+    assert f"(see cuboid {'' if arguments[0] == 'nonsense' else f'{arguments[0]} '}--help)" in message
     assert not list(tmp_path.iterdir())
 
 
@@ -147,6 +149,7 @@ MISTAKES = [
     (["plan", "--model", "org/model"], "hf download org/model --local-dir model"),
     (["estimate", "--model", "nowhere/config.json"], "nowhere/config.json: does not exist"),
     (["estimate", "--config", "nowhere.json"], "does not exist"),
+    (["estimate", "--cluster", "0xH100-80GB"], "has 0 GPUs"),
     (["estimate", "--config", "good.json"], "the config trains in float32"),
     (["timeline", "--model", "org/model", "--seq-len", "8"], "hf download org/model"),
     (["verify", "--model", "org/model", "--mesh", "1x1x1"], "hf download org/model"),

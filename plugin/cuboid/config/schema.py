@@ -669,7 +669,7 @@ def _explain(error: ValidationError) -> str:
         given[path] = value
     # A union has an error for each of its members. Where one of these is a section with something wrong inside, it was
     # meant, and the others, which take no sections, have nothing to say.
-    outer = {path for path in found if any(other.startswith(f"{path}.") for other in found)}
+    outer = {path for path in found if any(other.startswith(f"{path.removesuffix(': ')}.") for other in found)}
     found = {path: texts for path, texts in found.items() if path not in outer}
     return "\n".join(f"{path}{', or '.join(texts)}{given[path]}" for path, texts in found.items())
 

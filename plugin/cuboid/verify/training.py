@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from cuboid.models.architectures.transformers_names import checkpoint_activations
 from cuboid.verify.plan import Plan, tokens_of
 
 Tensors = dict[str, torch.Tensor]
@@ -86,7 +87,7 @@ def prepare(model: Any, plan: Plan) -> None:
     """Put a model into training mode, with activation checkpointing if the plan has it."""
     model.train()
     if plan.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": plan.recompute_contexts})
+        checkpoint_activations(model, {"use_reentrant": False, "context_fn": plan.recompute_contexts})
 
 
 def adamw(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:

@@ -82,10 +82,10 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
     if options.report is not None and world.is_first:
         check_output_file(options.report)
     check_model_folder(options.model)
-    settings = model_config(options.model)
-    check_length(options.sequence_length, longest_sequence(settings), "--sequence-length")
     config = load_config(options.config)
     check_config(config, is_complete=False)
+    settings = model_config(options.model)
+    check_length(options.sequence_length, longest_sequence(settings), "--sequence-length")
     ours, _ = require_config(config)
     rows = count(config, "train_micro_batch_size_per_gpu", None)
     accumulation = count(config, "gradient_accumulation_steps", 1)
