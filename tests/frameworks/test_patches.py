@@ -34,6 +34,7 @@ def touched():
         "HfDeepSpeedConfig": vars(accelerate.utils.deepspeed.HfDeepSpeedConfig)["__init__"],
         "gather_for_metrics": vars(accelerate.Accelerator)["gather_for_metrics"],
         "save_model": vars(transformers.Trainer)["save_model"],
+        "Trainer": vars(transformers.Trainer)["__init__"],
         "excepthook": sys.excepthook,
         "attention": dict(AttentionInterface._global_mapping),
         "masks": dict(AttentionMaskInterface._global_mapping),
