@@ -82,7 +82,7 @@ def test_clusters_are_read(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("8x8", "form NODESxGPUSxKIND"), ("8x8xTPU", "no profile of a GPU 'TPU'.*H100-80GB"), ("0x8xH100", "0 nodes")],
+    [("8x8", "form NODESxGPUSxKIND"), ("8x8xTPU", "no profile of a GPU 'TPU'.*H100-80GB"), ("0x8xH100", "has 0 GPUs")],
 )
 def test_clusters_that_mean_nothing_are_rejected(text, message):
     with pytest.raises(ConfigError, match=message):

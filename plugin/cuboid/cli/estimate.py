@@ -33,6 +33,7 @@ def estimate(
     from cuboid.checkpoint.format.bounded_files import write_json
     from cuboid.config.compatibility import check_framework_config
     from cuboid.config.schema import require_config
+    from cuboid.models.batch.length_cases import check_length
     from cuboid.planner.description.cluster import Cluster
     from cuboid.planner.description.model import describe
     from cuboid.planner.estimate import estimate as predict
@@ -43,6 +44,7 @@ def estimate(
 
     check_outputs(json, pictures=(picture, timeline))
     described, machines = describe(model_config(model)), Cluster.parse(cluster)
+    check_length(sequence_length, described.most_positions, "--seq-len")
     own, rest = require_config(config)
     check_framework_config(own, rest, machines.gpus, is_complete=True)
     layout = layout_of_config(own, rest, described, machines, sequence_length, checkpointing=checkpointing)

@@ -44,6 +44,7 @@ def plan(
     from cuboid.checkpoint.format.bounded_files import write_json
     from cuboid.config.compatibility import check_framework_config
     from cuboid.config.schema import require_config
+    from cuboid.models.batch.length_cases import check_length
     from cuboid.planner.description.cluster import Cluster
     from cuboid.planner.description.model import describe
     from cuboid.planner.estimate import estimate
@@ -58,6 +59,7 @@ def plan(
     # Rows are longer than the 80 columns that are assumed where there is no terminal.
     wide = console if console.is_terminal else Console(width=140)
     described, machines = describe(model_config(model)), Cluster.parse(cluster)
+    check_length(sequence_length, described.most_positions, "--seq-len")
     if explain is not None:
         pair = [
             estimate(described, parse_layout(text, machines, global_batch), machines, sequence_length)

@@ -179,7 +179,7 @@ def _check(model: ModelDescription, layout: Layout, cluster: Cluster, length: in
             f"{layout.mesh.sequence} and hidden = {layout.mesh.hidden} share; use a multiple of {granule}, "
             f"at least {grain}"
         )
-    check_length(length, model.most_positions, "the sequence length")
+    check_length(length, model.positions or None, "the sequence length")
     check_mesh(model, layout.mesh)
 
 

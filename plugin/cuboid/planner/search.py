@@ -74,9 +74,9 @@ def search(
 
     Raises:
         ConfigError: no layout divides model, batch and cluster, or none fits; says what would come nearest. Or the
-            sequences are longer than the model's.
+            sequences go beyond learned positions.
     """
-    check_length(length, model.most_positions, "the sequence length")
+    check_length(length, model.positions or None, "the sequence length")
     if goal == "fewest":
         return _on_fewest(model, cluster, length, global_batch, count)
     known: dict[Any, Any] = {}
