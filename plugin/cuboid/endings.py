@@ -24,9 +24,16 @@ def tell_launcher(message: str) -> None:
             Path(path).write_text(json.dumps(content), encoding="utf-8")
 
 
+def say_interrupted() -> None:
+    """Say that Ctrl-C ended the process; under a launcher, rank 0 alone does. Also where other threads hold stderr."""
+    if os.environ.get("RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            os.write(2, b"cuboid: interrupted\n")
+
+
 def end_interrupted() -> NoReturn:
-    """Exit as an interrupted command does; under a launcher, rank 0 alone says so."""
-    _say_interrupted()
+    """Exit as an interrupted command does."""
+    say_interrupted()
     sys.exit(INTERRUPTED)
 
 
@@ -39,11 +46,6 @@ def expect_interrupts() -> None:
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if issubclass(kind, KeyboardInterrupt):
-        _say_interrupted()
+        say_interrupted()
     else:
         sys.__excepthook__(kind, error, trace)
-
-
-def _say_interrupted() -> None:
-    if os.environ.get("RANK", "0") == "0":
-        print("cuboid: interrupted", file=sys.stderr, flush=True)

@@ -20,7 +20,7 @@ SECTIONS = {
 
 
 @pytest.fixture
-def run_command(monkeypatch, capsys):
+def run_command(monkeypatch, capfd):
     """Runs a command line that must print nothing but errors; returns (exit status, stderr)."""
     monkeypatch.setattr("cuboid.library_warnings.quiet", lambda **_: None)  # it is for a process of its own
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -30,7 +30,7 @@ def run_command(monkeypatch, capsys):
         monkeypatch.setattr("sys.argv", ["cuboid", *map(str, arguments)])
         with pytest.raises(SystemExit) as exit_:
             app()
-        printed = capsys.readouterr()
+        printed = capfd.readouterr()
         assert printed.out == ""
         lines = [line for line in printed.err.splitlines(keepends=True) if "it/s]" not in line]
         return exit_.value.code, "".join(lines)

@@ -275,6 +275,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once(job, tmp_path):
     process = start(*LAUNCHERS["none"], *train_arguments(job, tmp_path, "long", "--steps=1000"))
     status, output = interrupt(process, "after 0 steps", signal.SIGINT, signal.SIGINT)
     assert status == 130, output
+    assert output.count("cuboid: interrupted\n") == 1, output
     assert "Traceback" not in output
     assert not (tmp_path / "checkpoints").exists()
 
