@@ -6,14 +6,28 @@ import functools
 import os
 import sys
 import time
+from traceback import walk_tb
+from types import TracebackType
 from typing import Any
 
+from cuboid.endings import tell_launcher
 from cuboid.errors import CuboidError, RankError
 from cuboid_patches.base import Patch
 
 #: How long a rank waits whose message may be another's too, so that no launcher ends the job before the first one has
 #: spoken.
 _GRACE_S = 3.0
+#: Packages whose frames don't say where in a script something is wrong.
+_FRAMEWORKS = sys.stdlib_module_names | {
+    "accelerate",
+    "colossalai",
+    "cuboid",
+    "cuboid_patches",
+    "deepspeed",
+    "peft",
+    "torch",
+    "transformers",
+}
 
 
 def _excepthook(original: Any) -> Any:
@@ -22,6 +36,8 @@ def _excepthook(original: Any) -> Any:
         if not issubclass(kind, CuboidError) or "RANK" not in os.environ:
             original(kind, error, traceback)
             return
+        place = _place(traceback)
+        tell_launcher(f"{kind.__name__}: {error}{place}")
         rank, origin = os.environ["RANK"], getattr(error, "rank", None)
         if issubclass(kind, RankError) and error.__cause__ is not None and rank == str(0 if origin is None else origin):
             # Nothing that a user did: where it happened matters.
@@ -31,13 +47,20 @@ def _excepthook(original: Any) -> Any:
             time.sleep(_GRACE_S)
         elif origin is None or str(origin) == rank:
             where = "" if origin is None else f"rank {rank}: "
-            print(f"cuboid: {where}{kind.__name__}: {error}", file=sys.stderr, flush=True)
+            print(f"cuboid: {where}{kind.__name__}: {error}{place}", file=sys.stderr, flush=True)
         else:
             # Another rank failed first; its own message comes first too.
             time.sleep(_GRACE_S)
             print(f"cuboid: rank {rank}, for rank {origin}: {kind.__name__}: {error}", file=sys.stderr, flush=True)
 
     return hook
+
+
+def _place(traceback: TracebackType | None) -> str:
+    """Where the script called what raised: the last frame that is neither Cuboid's nor a framework's."""
+    frames = [(frame.f_globals.get("__name__", ""), frame, line) for frame, line in walk_tb(traceback)]
+    own = [(frame, line) for name, frame, line in frames if name.partition(".")[0] not in _FRAMEWORKS]
+    return f" ({own[-1][0].f_code.co_filename}:{own[-1][1]})" if own else ""
 
 
 PATCHES = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig, split_config
+from cuboid.errors import ConfigError
 from cuboid.models.attention.interface import IMPLEMENTATIONS, attention_twin, mask_twin
 from cuboid.models.attention.packing import packed_indices
 from cuboid.models.plain_construction import is_plain_construction
@@ -57,6 +59,20 @@ def _config_from_pretrained(original: Any) -> Any:
             return original.__func__(cls, *args, **kwargs)
 
     return classmethod(from_pretrained)
+
+
+def _trainer(original: Any) -> Any:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        config, own_steps = _config_kept_alive(), sys.modules["transformers.trainer"].Trainer.training_step
+        if config is not None and config.pipeline is not None and type(self).training_step is own_steps:
+            raise ConfigError(
+                "pipeline.engine seq1f1b makes an optimizer step at once, for which transformers.Trainer has no call; "
+                "use cuboid.CuboidTrainer in its place"
+            )
+        original(self, *args, **kwargs)
+
+    return init
 
 
 def _save_model(original: Any) -> Any:
@@ -129,6 +145,13 @@ PATCHES: list[Patch | Registration] = [
         reason="tell a damaged config.json by its name, in bounded time, when a config of ours is active",
         parameters=("pretrained_model_name_or_path", "kwargs"),
         replace=_config_from_pretrained,
+    ),
+    Patch(
+        target="transformers.trainer:Trainer.__init__",
+        package="transformers",
+        reason="refuse a pipeline at once, not at the first forward",
+        parameters=("model", "args"),
+        replace=_trainer,
     ),
     Patch(
         target="transformers.trainer:Trainer.save_model",

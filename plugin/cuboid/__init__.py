@@ -3,8 +3,11 @@ that trains them."""
 
 from typing import TYPE_CHECKING, Any
 
+from cuboid.endings import expect_interrupts
 from cuboid.requirements import check_installed
 
+# Seconds of imports follow.
+expect_interrupts()
 # What follows imports names that other versions of these packages haven't.
 check_installed()
 

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
+from collections.abc import Iterator
 
 import transformers
+
+
+@contextlib.contextmanager
+def progress_bars_of(*, shown: bool) -> Iterator[None]:
+    """Context in which transformers draws its progress bars only if ``shown``, for what all ranks do alike."""
+    hides = not shown and transformers.logging.is_progress_bar_enabled()
+    if hides:
+        transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hides:
+            transformers.logging.enable_progress_bar()
 
 
 def quiet(speaks: bool = True) -> None:

@@ -1,6 +1,8 @@
 """The commands' errors for invalid values: one line, no traceback, and an exit status other than 0."""
 
 import json
+import signal
+import sys
 
 import pytest
 import yaml
@@ -8,6 +10,7 @@ from transformers import AutoConfig
 
 from cuboid.cli import app
 from cuboid.verify import SmallModel
+from launching import finish, start
 
 SECTIONS = {
     "tensor_parallel": {"mode": "3d_tensor", "mesh": {}},
@@ -17,8 +20,8 @@ SECTIONS = {
 
 
 @pytest.fixture
-def run_command(monkeypatch, capsys):
-    """Runs a command line; returns (exit status, stderr)."""
+def run_command(monkeypatch, capfd):
+    """Runs a command line that must print nothing but errors; returns (exit status, stderr)."""
     monkeypatch.setattr("cuboid.library_warnings.quiet", lambda **_: None)  # it is for a process of its own
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -27,10 +30,27 @@ def run_command(monkeypatch, capsys):
         monkeypatch.setattr("sys.argv", ["cuboid", *map(str, arguments)])
         with pytest.raises(SystemExit) as exit_:
             app()
-        lines = [line for line in capsys.readouterr().err.splitlines(keepends=True) if "it/s]" not in line]
+        printed = capfd.readouterr()
+        assert printed.out == ""
+        lines = [line for line in printed.err.splitlines(keepends=True) if "it/s]" not in line]
         return exit_.value.code, "".join(lines)
 
     return run
+
+
+#: Options of commands that have to be given, where a test has files by these names.
+REQUIRED = {
+    "train": ["--model", "model", "--data", "text.txt", "--config", "good.json", "--out", "out"],
+    "plan": ["--model", "model", "--cluster", "8xH100", "--seq-len", 64, "--global-batch", 8],
+    "estimate": ["--model", "model", "--config", "bf16.json", "--cluster", "8xH100", "--seq-len", 64],
+}
+
+
+def required(arguments):
+    """The options of :data:`REQUIRED` without those that are given anyway."""
+    options = REQUIRED.get(arguments[0], [])
+    pairs = zip(options[::2], options[1::2], strict=True)
+    return [part for name, value in pairs if name not in arguments for part in (name, value)]
 
 
 @pytest.fixture
@@ -39,6 +59,7 @@ def files(tmp_path):
     SmallModel("llama").config().save_pretrained(tmp_path / "model")
     contents = {
         "good.json": json.dumps(SECTIONS),
+        "bf16.json": json.dumps({**SECTIONS, "bf16": {"enabled": True}}),
         "pipeline.json": json.dumps({**SECTIONS, "pipeline": {"engine": "seq1f1b", "stages": 2}}),
         "list.json": "[]",
         "theirs.json": json.dumps({"train_batch_size": 2}),
@@ -80,6 +101,7 @@ USAGE = [
     (["convert", "a", "b", "--max-shard-size", "many"], "--max-shard-size"),
     (["convert", "a", "b", "--world-size", "2"], "--config"),
     (["convert", "a", "b", "--world-size", "-2", "--config", "c"], "--world-size"),
+    (["plan", "--explain", "8x1x1", "1x8x1", "--out", "o"], "--explain"),
     (["inspect"], "DIR"),
     (["nonsense"], "nonsense"),
     (["train", "--nonsense"], "--nonsense"),
@@ -89,10 +111,11 @@ USAGE = [
 @pytest.mark.parametrize(("arguments", "word"), USAGE, ids=[" ".join(arguments) for arguments, _ in USAGE])
 def test_values_out_of_range_are_usage_errors(run_command, tmp_path, monkeypatch, arguments, word):
     monkeypatch.chdir(tmp_path)
-    required = ["--model", "m", "--data", "d", "--config", "c", "--out", "o"] if arguments[0] == "train" else []
-    status, message = run_command(arguments[0], *required, *arguments[1:])
+    status, message = run_command(arguments[0], *required(arguments), *arguments[1:])
     assert (status, message.count("\n")) == (2, 1), message
     assert word in message
+    assert "Value error" not in message
+    assert f"(see cuboid {'' if arguments[0] == 'nonsense' else f'{arguments[0]} '}--help)" in message
     assert not list(tmp_path.iterdir())
 
 
@@ -119,14 +142,32 @@ MISTAKES = [
     (["verify", "--arch", "llama", "--mesh", "1x1x1", "--seq-len", "1"], "sequence_length is 1"),
     (["verify", "--arch", "llama", "--mesh", "1x1x1", "--heads", "3", "--kv-heads", "2"], "kv_heads"),
     (["verify", "--arch", "llama", "--stages", "1", "--segments", "1000000"], "pipeline.segments"),
-    (["verify", "--arch", "llama", "--mesh", "1x1x1", "--json", "text.txt/report.json"], "text.txt is a file"),
     (["bench", "--model", "model", "--config", "no_optimizer.json"], "optimizer is missing"),
     (["bench", "--model", "model", "--config", "good.json", "--steps", "0"], "--steps is 0"),
-    (["bench", "--model", "model", "--config", "good.json", "--json", "text.txt/report.json"], "text.txt is a file"),
     (["convert", "nowhere", "new"], "nowhere"),
+    (["convert", "model", "new", "--model", "nowhere"], "nowhere: does not exist"),
+    (["plan", "--model", "org/model"], "hf download org/model --local-dir model"),
+    (["estimate", "--model", "nowhere/config.json"], "nowhere/config.json: does not exist"),
+    (["estimate", "--config", "nowhere.json"], "does not exist"),
+    (["estimate", "--cluster", "0xH100-80GB"], "has 0 GPUs"),
+    (["estimate", "--config", "good.json"], "the config trains in float32"),
+    (["timeline", "--model", "org/model", "--seq-len", "8"], "hf download org/model"),
+    (["verify", "--model", "org/model", "--mesh", "1x1x1"], "hf download org/model"),
+    (["bench", "--model", "org/model", "--config", "good.json"], "hf download org/model"),
+    (["train", "--model", "org/model", "--steps", "1"], "hf download org/model"),
+    (["prepare", "--out", "o", "--model", "org/model"], "hf download org/model"),
+    (["prepare", "--out", "o", "--model", "model"], "no tokenizer that transformers can load; copy its files there"),
+    (["prepare", "--out", "o", "--tokenizer", "nowhere"], "nowhere: does not exist"),
+    (["train", "--steps", "1"], "copy its files there"),
     (["convert", "model", "new", "--config", "bytes.json"], "isn't UTF-8"),
     (["inspect", "nowhere"], "nowhere"),
     (["timeline", "--partition", "0,4"], "partition"),
+    (["timeline", "--model", "model", "--seq-len", "4096"], "--seq-len is 4096, beyond the model's 256 positions"),
+    (["plan", "--seq-len", "4096"], "4096, beyond the model's 256 positions"),
+    (["plan", "--seq-len", "4096", "--goal", "fewest"], "4096, beyond the model's 256 positions"),
+    (["estimate", "--seq-len", "4096"], "4096, beyond the model's 256 positions"),
+    (["verify", "--model", "model", "--mesh", "1x1x1", "--seq-len", "4096"], "4096, beyond the model's 256 positions"),
+    (["bench", "--model", "model", "--config", "good.json", "--seq-len", "4096"], "4096, beyond the model's 256 pos"),
     (["prepare", "--out", "o", "--vocabulary", "1"], "--vocabulary is 1"),
     (["prepare", "--out", "o", "--data", "nowhere"], "nowhere"),
 ]
@@ -135,8 +176,53 @@ MISTAKES = [
 @pytest.mark.parametrize(("arguments", "word"), MISTAKES, ids=[" ".join(arguments) for arguments, _ in MISTAKES])
 def test_errors_are_one_line_without_a_traceback(run_command, files, monkeypatch, arguments, word):
     monkeypatch.chdir(files)
-    required = ["--model", "model", "--data", "text.txt", "--out", "out"] if arguments[0] == "train" else []
-    status, message = run_command(arguments[0], *required, *arguments[1:])
+    status, message = run_command(arguments[0], *required(arguments), *arguments[1:])
     assert (status, message.count("\n")) == (1, 1), message
     assert word in message
     assert not (files / "out").exists()
+
+
+def test_an_interrupted_command_says_so_in_one_line(run_command, files, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(files)
+    monkeypatch.setattr("cuboid.planner.description.cluster.Cluster.parse", interrupt)
+    assert run_command("plan", *required(["plan"])) == (130, "cuboid: interrupted\n")
+    monkeypatch.setenv("RANK", "1")
+    assert run_command("plan", *required(["plan"]))[1] == "", "rank 0 has said so"
+
+
+def test_a_command_that_is_interrupted_while_it_imports_says_so_in_one_line():
+    process = start(sys.executable, "-v", "-m", "cuboid.cli", "plan")
+    assert any("'torch'" in line for line in process.stdout)
+    process.send_signal(signal.SIGINT)
+    status, output = finish(process, timeout_s=60)
+    assert status == -signal.SIGINT
+    assert "cuboid: interrupted\n" in output
+    assert "Traceback" not in output
+
+
+OUTPUTS = [
+    ["plan", "--out"],
+    ["plan", "--json"],
+    ["estimate", "--json"],
+    ["estimate", "--picture"],
+    ["estimate", "--timeline"],
+    ["timeline", "--output"],
+    ["timeline", "--json"],
+    ["verify", "--arch", "llama", "--mesh", "1x1x1", "--json"],
+    ["bench", "--model", "model", "--config", "good.json", "--json"],
+    ["profile", "--out"],
+]
+
+
+@pytest.mark.parametrize("arguments", OUTPUTS, ids=" ".join)
+def test_outputs_are_checked_before_anything_is_computed(run_command, files, monkeypatch, arguments):
+    monkeypatch.chdir(files)
+    suffix = ".png" if arguments[-1] in ("--picture", "--timeline", "--output") else ".json"
+    (files / f"folder{suffix}").mkdir()
+    for path, word in ((f"text.txt/a{suffix}", "text.txt is a file"), (f"folder{suffix}", "it is a folder")):
+        status, message = run_command(arguments[0], *required(arguments), *arguments[1:], path)
+        assert (status, message.count("\n")) == (1, 1), message
+        assert word in message

@@ -374,7 +374,7 @@ def test_positions_reach_the_end_of_the_table_and_stop_there(tmp_path: Path) -> 
     plan = complete(Plan(str(tmp_path), accumulate=2), None)
     positions = [batch["position_ids"] for batch in plan.micro_batches(0, 0, 50) if "position_ids" in batch]
     assert [int(each.max()) for each in positions] == [39]
-    with pytest.raises(CuboidError, match="sequence_length is 41, but the model ends at 40 positions"):
+    with pytest.raises(CuboidError, match="sequence_length is 41, beyond the model's 40 positions"):
         complete(Plan(str(tmp_path), sequence_length=41), None)
 
 

@@ -5,11 +5,13 @@ import json
 import statistics
 import sys
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
 from cuboid.cli import commands
@@ -28,7 +30,8 @@ from cuboid.planner.divisibility import mesh_misfit
 from cuboid.planner.estimate import estimate, layout_of_config
 from cuboid.planner.layer_memory import KeptSizes, layer_kept_bytes
 from cuboid.planner.model_formulas import block_sizes
-from cuboid.planner.search import CHECKPOINTING_LINE, config_of, layouts, parse_layout, search
+from cuboid.planner.report import print_plan
+from cuboid.planner.search import CHECKPOINTING_LINE, Plan, config_of, layouts, parse_layout, search
 from cuboid.seq1f1b.schedule.actions import Op
 from planning import COMMON, LLAMA_8B, on_meta, small
 
@@ -79,7 +82,7 @@ def test_clusters_are_read(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("8x8", "form NODESxGPUSxKIND"), ("8x8xTPU", "no profile of a GPU 'TPU'.*H100-80GB"), ("0x8xH100", "0 nodes")],
+    [("8x8", "form NODESxGPUSxKIND"), ("8x8xTPU", "no profile of a GPU 'TPU'.*H100-80GB"), ("0x8xH100", "has 0 GPUs")],
 )
 def test_clusters_that_mean_nothing_are_rejected(text, message):
     with pytest.raises(ConfigError, match=message):
@@ -257,6 +260,7 @@ def test_estimate_and_plan_from_the_command_line(tmp_path, model_path):
                  "--out", config, "--json", out)  # fmt: skip
     assert "against the first" in output
     best = json.loads(out.read_text())["best"]
+    assert "set your own learning rate, 0.0003 stands there" in " ".join(output.split())
     assert (CHECKPOINTING_LINE in output) is (best[0]["layout"]["checkpointing"] == "full")
     assert not any(key.startswith("_") for key in json.loads(config.read_text()))
     assert all(each["fits"] for each in best)
@@ -270,6 +274,18 @@ def test_estimate_and_plan_from_the_command_line(tmp_path, model_path):
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_all_figures_of_a_plan_are_there_however_narrow_the_terminal(width):
+    layout = Layout(MeshShape(2, 2, 1), 2, 2, 8, segments=4, schedule="zero_bubble-v", chunks=2)
+    found = estimate(describe(LLAMA_8B), layout, Cluster.parse("8xH100"), 8192)
+    console = Console(width=width, file=StringIO())
+    print_plan(Plan((found,), 1), console)
+    row = next(line for line in console.file.getvalue().splitlines() if line.startswith("│ 1"))
+    figures = [cell.strip() for cell in row.split("│")[3:7]]
+    assert figures == [f"{found.time.total_s:.3f}", f"{found.tokens_per_s:,.0f}", f"{found.mfu:.1%}",
+                       f"{found.memory_bytes / 2**30:.1f}"]  # fmt: skip
+
+
 def test_estimate_says_what_would_make_it_fit(tmp_path, model_path):
     config, out = tmp_path / "ds.json", tmp_path / "out.json"
     config.write_text(json.dumps(config_of(Layout(MeshShape(2, 4, 1), micro_batch=8, micro_batches=4))))
@@ -277,6 +293,12 @@ def test_estimate_says_what_would_make_it_fit(tmp_path, model_path):
     assert "does not fit" in (output := run("estimate", *arguments, "--json", out))
     assert "with gradient checkpointing it does" in output
     assert json.loads(out.read_text())["fits"] is False
+
+
+def test_fp16_is_estimated_as_bf16():
+    config = config_of(Layout(MeshShape(2, 4, 1), micro_batch=8))
+    half = {**config, "bf16": {"enabled": False}, "fp16": {"enabled": True}}
+    assert read_layout(half) == read_layout(config)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +310,7 @@ def test_estimate_says_what_would_make_it_fit(tmp_path, model_path):
         ("pipeline", {"stage_balance": [16, 17]}, "adds up to 33"),
         ("tensor_parallel", {"mesh": "auto", "size": 4}, "cuboid plan"),
         ("tensor_parallel", {"gather_logits": True}, "whole logits"),
-        ("bf16", {"enabled": False}, "bf16"),
+        ("bf16", {"enabled": False}, "trains in float32.*bf16"),
         ("zero_optimization", {"offload_optimizer": {"device": "cpu"}}, "offload_optimizer has no estimate"),
     ],
 )

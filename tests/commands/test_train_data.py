@@ -307,7 +307,7 @@ def test_the_dtype_is_the_configs(options, tmp_path, section, dtype):
         ({"heldout_blocks": 0}, CuboidError, "--heldout-blocks is 0"),
         ({"evaluations": 0}, CuboidError, "--evaluations is 0"),
         ({"data": "nowhere"}, CuboidError, "does not exist"),
-        ({"model": "nowhere"}, CheckpointError, r"no config\.json"),
+        ({"model": "nowhere"}, CheckpointError, "nowhere: does not exist"),
         ({"config": "nowhere.json"}, ConfigError, "does not exist"),
     ],
 )

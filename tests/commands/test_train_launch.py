@@ -275,6 +275,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once(job, tmp_path):
     process = start(*LAUNCHERS["none"], *train_arguments(job, tmp_path, "long", "--steps=1000"))
     status, output = interrupt(process, "after 0 steps", signal.SIGINT, signal.SIGINT)
     assert status == 130, output
+    assert output.count("cuboid: interrupted\n") == 1, output
     assert "Traceback" not in output
     assert not (tmp_path / "checkpoints").exists()
 
@@ -330,7 +331,10 @@ def test_a_model_comes_from_a_checkpoint_or_from_a_config_and_a_tokenizer(job, t
         (options(), "give either --model, a checkpoint, or --arch-config"),
         (options(model=job / "model", arch_config=config), "give either --model, a checkpoint, or --arch-config"),
         (options(model=job / "model", tokenizer=tokenizer), "--tokenizer goes with --arch-config"),
-        (options(arch_config=config, steps=1), r"text' has no tokenizer that transformers can load; --tokenizer names"),
+        (
+            options(arch_config=config, steps=1),
+            r"text' has no tokenizer that transformers can load; name its folder by --tokenizer",
+        ),
         (options(arch_config=tmp_path / "none.json"), r"--arch-config '.*none.json' does not exist"),
     ):
         with pytest.raises(CuboidError, match=message):

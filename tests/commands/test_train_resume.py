@@ -158,6 +158,20 @@ def test_a_new_run_does_not_overwrite_another_ones_checkpoints(options, interrup
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
+def test_a_new_run_does_not_replace_another_ones_result(options, job, tmp_path):
+    (tmp_path / "model").mkdir()
+    with pytest.raises(CuboidError, match=r"has the result of another run \(model\).*another --out \(NAME=…\)"):
+        plan(options())
+    (tmp_path / "report.json").write_text("{}")
+    for begin_run in (
+        lambda: plan(options()),
+        lambda: prepare(tmp_path, model=None, data=job / "text", vocabulary=300, seed=0, say=lambda _: None),
+    ):
+        with pytest.raises(CuboidError, match=r"has the result of another run \(.*report.json\)"):
+            begin_run()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "report.json"]
+
+
 def test_for_a_damaged_checkpoint_the_error_names_an_intact_one_and_the_option_to_resume_it(
     options, interrupted, tmp_path
 ):

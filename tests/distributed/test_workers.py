@@ -185,3 +185,12 @@ def wait_until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < give_up_s
         time.sleep(0.1)
+
+
+def _blocked():
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_ctrl_c_is_the_parents_affair(pool):
+    assert pool.run(1, _blocked, timeout_s=TIMEOUT_S) == [True]
+    assert not _blocked()

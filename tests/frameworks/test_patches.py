@@ -34,6 +34,7 @@ def touched():
         "HfDeepSpeedConfig": vars(accelerate.utils.deepspeed.HfDeepSpeedConfig)["__init__"],
         "gather_for_metrics": vars(accelerate.Accelerator)["gather_for_metrics"],
         "save_model": vars(transformers.Trainer)["save_model"],
+        "Trainer": vars(transformers.Trainer)["__init__"],
         "excepthook": sys.excepthook,
         "attention": dict(AttentionInterface._global_mapping),
         "masks": dict(AttentionMaskInterface._global_mapping),
@@ -267,9 +268,12 @@ MISTAKES = """
     ],
 )
 def test_a_mistake_is_told_once_and_every_rank_fails(script, mistake, message):
-    (first_status, first), (second_status, second) = as_ranks(2, script(MISTAKES), mistake)
+    path = script(MISTAKES)
+    (first_status, first), (second_status, second) = as_ranks(2, path, mistake)
+    line = 1 + next(n for n, text in enumerate(path.read_text().splitlines()) if "deepspeed.initialize(" in text)
     assert first_status != 0
     assert second_status != 0
     assert message in first
+    assert first.rstrip().endswith(f"({path}:{line})"), "where the script called what raised"
     assert "Traceback" not in first + second
     assert "cuboid:" not in second

@@ -201,7 +201,7 @@ REFUSALS = """
     import torch
     from cuboid.errors import CuboidError
     from cuboid import CuboidTrainer
-    from transformers import AutoModelForCausalLM, TrainingArguments
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
     out, start, config = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 
@@ -226,6 +226,7 @@ REFUSALS = """
     messages["compute_loss_func"] = message_of(compute_loss_func=lambda *_: None)
     messages["OwnLoss.compute_loss"] = message_of(OwnLoss)
     messages["compute_metrics"] = message_of(compute_metrics=lambda _: {})
+    messages["cuboid.CuboidTrainer in its place"] = message_of(Trainer)
     messages["predictions"] = message_of()
     allowed = message_of(compute_metrics=lambda _: {}, arguments={"prediction_loss_only": True})
     print("RESULT" + json.dumps([messages, allowed]))

@@ -2,6 +2,7 @@
 
 import math
 import time
+import warnings
 
 import pytest
 import torch
@@ -231,3 +232,23 @@ def test_sequences_beyond_the_learned_positions_are_refused_on_all_ranks(pool, c
     message = "a micro-batch has sequences of 17 tokens, but the model has learned 16 positions"
     assert all(answer.startswith(message) for answer in pool.run(2, _train_beyond, path, 17, timeout_s=TIMEOUT_S))
     assert all(answer > 0 for answer in pool.run(2, _train_beyond, path, 16, timeout_s=TIMEOUT_S))
+
+
+def _warnings_beyond(path, length):
+    ids = torch.zeros((1, length), dtype=torch.int64)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [_train_beyond(path, length)]
+        mesh = {"tensor_parallel": {"mode": "3d_tensor", "mesh": {"sequence": 2}}}
+        found.append(from_pretrained(path, mesh)(input_ids=ids, labels=ids).loss.item())
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    return [str(each.message) for each in caught if "positions" in str(each.message)]
+
+
+def test_sequences_beyond_the_positions_that_rotary_embeddings_were_made_for_are_told_once(pool, checkpoint):
+    path = checkpoint(SmallModel("llama", positions=16))
+    first, second = pool.run(2, _warnings_beyond, path, 17, timeout_s=TIMEOUT_S)
+    assert len(first) == 2
+    assert all(each.startswith("a micro-batch has sequences of 17 tokens, beyond the model's 16") for each in first)
+    assert not second
+    assert pool.run(2, _warnings_beyond, path, 16, timeout_s=TIMEOUT_S) == [[], []]

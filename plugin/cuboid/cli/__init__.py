@@ -19,6 +19,7 @@ from cuboid.cli.profile import profile
 from cuboid.cli.timeline import timeline
 from cuboid.cli.train import train
 from cuboid.cli.verify import verify
+from cuboid.endings import INTERRUPTED, end_interrupted, tell_launcher
 
 commands = typer.Typer(
     name="cuboid",
@@ -59,11 +60,23 @@ def app() -> None:
     except CuboidError as error:
         _fail(f"cuboid: {error}", 1)
     except typer.TyperException as error:
-        _fail(f"cuboid: {error.format_message()} (see cuboid --help)", 2)
+        _fail(_usage(error), 2)
+    if status == INTERRUPTED:
+        end_interrupted()
     sys.exit(status if isinstance(status, int) else 0)
 
 
+def _usage(error: typer.TyperException) -> str:
+    """What is wrong with a command line, and where to look; "" for an empty one, whose help is printed already."""
+    # pydantic's own prefix.
+    message = error.format_message().replace("Value error, ", "").removesuffix(".")
+    context = getattr(error, "ctx", None)
+    name = f"cuboid {context.info_name}" if context is not None and context.parent is not None else "cuboid"
+    return message and f"cuboid: {message} (see {name} --help)"
+
+
 def _fail(message: str, status: int) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    tell_launcher(message)
+    if message and os.environ.get("RANK", "0") == "0":
         print(message, file=sys.stderr, flush=True)
     sys.exit(status)

@@ -12,8 +12,8 @@ import typer
 
 
 def bench(
-    model: Annotated[Path, typer.Option(help="Hugging Face checkpoint.", exists=True)],
-    config: Annotated[Path, typer.Option(help="DeepSpeed config with an optimizer.", exists=True, dir_okay=False)],
+    model: Annotated[Path, typer.Option(help="Hugging Face checkpoint.")],
+    config: Annotated[Path, typer.Option(help="DeepSpeed config with an optimizer.")],
     sequence_length: Annotated[int, typer.Option("--sequence-length", "--seq-len", help="Tokens of a sequence.")] = 512,
     steps: Annotated[int, typer.Option(help="Optimizer steps to measure.")] = 10,
     warmup: Annotated[int, typer.Option(help="Steps before them.")] = 3,

@@ -31,7 +31,7 @@ def convert(
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option(help="Hugging Face folder or config.json of the model, where SRC has none.", exists=True),
+        typer.Option(help="Hugging Face folder or config.json of the model, where SRC has none."),
     ] = None,
     master: Annotated[
         bool, typer.Option("--master", help="Take the optimizer's fp32 weights of a checkpoint of cuboid.")

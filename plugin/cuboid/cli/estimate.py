@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 
+from cuboid.cli.outputs import check_outputs
+
 
 def estimate(
-    model: Annotated[Path, typer.Option(help="Hugging Face checkpoint, or its config.json.", exists=True)],
-    config: Annotated[Path, typer.Option(help="DeepSpeed config; JSON or YAML.", exists=True, dir_okay=False)],
+    model: Annotated[Path, typer.Option(help="Hugging Face checkpoint, or its config.json.")],
+    config: Annotated[Path, typer.Option(help="DeepSpeed config; JSON or YAML.")],
     cluster: Annotated[str, typer.Option(help="Nodes x GPUs x kind, such as 8x8xH100-80GB, or a profile's .json.")],
     sequence_length: Annotated[
         int, typer.Option("--seq-len", "--sequence-length", help="Tokens of a sequence.", min=1)
@@ -31,6 +33,7 @@ def estimate(
     from cuboid.checkpoint.format.bounded_files import write_json
     from cuboid.config.compatibility import check_framework_config
     from cuboid.config.schema import require_config
+    from cuboid.models.batch.length_cases import check_length
     from cuboid.planner.description.cluster import Cluster
     from cuboid.planner.description.model import describe
     from cuboid.planner.estimate import estimate as predict
@@ -39,10 +42,14 @@ def estimate(
     from cuboid.seq1f1b.schedule.timeline_picture import draw_timeline
     from cuboid.weights.model_folder import model_config
 
+    check_outputs(json, pictures=(picture, timeline))
     described, machines = describe(model_config(model)), Cluster.parse(cluster)
+    check_length(sequence_length, described.most_positions, "--seq-len")
     own, rest = require_config(config)
     check_framework_config(own, rest, machines.gpus, is_complete=True)
     layout = layout_of_config(own, rest, described, machines, sequence_length, checkpointing=checkpointing)
+    if timeline is not None and layout.stages == 1:
+        raise typer.BadParameter("--timeline needs a pipeline section with more than one stage")
     found = predict(described, layout, machines, sequence_length)
     print_estimate(found, Console())
     if json is not None:
@@ -50,6 +57,4 @@ def estimate(
     if picture is not None:
         draw_estimate(found, picture)
     if timeline is not None:
-        if layout.stages == 1:
-            raise typer.BadParameter("--timeline needs a pipeline section with more than one stage")
         draw_timeline(found.cost.simulated(), timeline, title=str(layout))

@@ -73,7 +73,8 @@ def _table(console: Console, title: str, columns: Sequence[str], rows: Any) -> N
 
     table = Table(title=title, title_justify="left", show_header=any(columns))
     for column in columns:
-        table.add_column(column, overflow="fold", justify="right" if column in _NUMBERS else "left")
+        number = column in _NUMBERS
+        table.add_column(column, overflow="fold", justify="right" if number else "left", no_wrap=number)
     for row in rows:
         table.add_row(*row)
     if table.row_count:

@@ -7,9 +7,11 @@ from typing import Annotated, Literal
 
 import typer
 
+from cuboid.cli.outputs import check_outputs
+
 
 def plan(
-    model: Annotated[Path, typer.Option(help="Hugging Face checkpoint, or its config.json.", exists=True)],
+    model: Annotated[Path, typer.Option(help="Hugging Face checkpoint, or its config.json.")],
     cluster: Annotated[str, typer.Option(help="Nodes x GPUs x kind, such as 8x8xH100-80GB, or a profile's .json.")],
     sequence_length: Annotated[
         int, typer.Option("--seq-len", "--sequence-length", help="Tokens of a sequence.", min=1)
@@ -42,17 +44,22 @@ def plan(
     from cuboid.checkpoint.format.bounded_files import write_json
     from cuboid.config.compatibility import check_framework_config
     from cuboid.config.schema import require_config
+    from cuboid.models.batch.length_cases import check_length
     from cuboid.planner.description.cluster import Cluster
     from cuboid.planner.description.model import describe
     from cuboid.planner.estimate import estimate
     from cuboid.planner.report import print_comparison, print_estimate, print_plan
-    from cuboid.planner.search import CHECKPOINTING_LINE, config_of, parse_layout, search
+    from cuboid.planner.search import CHECKPOINTING_LINE, LEARNING_RATE, config_of, parse_layout, search
     from cuboid.weights.model_folder import model_config
 
+    if explain is not None and (out or json):
+        raise typer.BadParameter("--explain prints a comparison, and writes neither --out nor --json; leave them out")
+    check_outputs(out, json)
     console = Console()
     # Rows are longer than the 80 columns that are assumed where there is no terminal.
     wide = console if console.is_terminal else Console(width=140)
     described, machines = describe(model_config(model)), Cluster.parse(cluster)
+    check_length(sequence_length, described.most_positions, "--seq-len")
     if explain is not None:
         pair = [
             estimate(described, parse_layout(text, machines, global_batch), machines, sequence_length)
@@ -71,5 +78,6 @@ def plan(
     check_framework_config(*require_config(config), best.cost.cluster.gpus, is_complete=True)
     if out is not None:
         write_json(out, config)
+        console.print(f"{out} is its config; set your own learning rate, {LEARNING_RATE} stands there")
     if json is not None:
         write_json(json, {"best": [each.as_dict() for each in found.best], "config": config})

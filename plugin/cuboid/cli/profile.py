@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from cuboid.cli.outputs import check_outputs
+
 
 def profile(
-    out: Annotated[Path, typer.Option(help="Write the profile there; a name that ends in .json.", dir_okay=False)],
+    out: Annotated[Path, typer.Option(help="Write the profile there; a name that ends in .json.")],
     seconds: Annotated[float, typer.Option(help="Roughly how long it may take.", min=0.5)] = 60,
     local_rank: Annotated[int, typer.Option("--local_rank", "--local-rank", hidden=True)] = 0,
 ) -> None:
@@ -19,7 +21,7 @@ def profile(
     """
     from rich.console import Console
 
-    from cuboid.checkpoint.format.bounded_files import check_output, write_json
+    from cuboid.checkpoint.format.bounded_files import write_json
     from cuboid.distributed.rank_agreement import run_on_all_ranks
     from cuboid.library_warnings import quiet
     from cuboid.planner.description.cluster import Cluster
@@ -33,7 +35,7 @@ def profile(
     world = World.from_environment()
     quiet(speaks=world.is_first)
     if world.is_first:
-        check_output(out.parent)
+        check_outputs(out)
     device = world.connect()
     found = run_on_all_ranks(Profiler(device, seconds).profile, what="cuboid profile")
     if world.is_first:

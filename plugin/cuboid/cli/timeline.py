@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from cuboid.cli.limits import MOST_UNITS, chunk_count, finite
+from cuboid.cli.outputs import check_outputs
 
 if TYPE_CHECKING:
     from cuboid.seq1f1b.schedule.choice import ChosenSchedule, Comparison, MemoryLimit, PlacedCosts
@@ -56,7 +57,6 @@ def timeline(
         Path | None,
         typer.Option(
             help="Hugging Face checkpoint, or its config.json, for real costs. Default: all units cost the same.",
-            exists=True,
         ),
     ] = None,
     sequence_length: Annotated[
@@ -106,6 +106,7 @@ def timeline(
             f"{most} stages × {micro_batches} micro-batches × {count} segments are too many units to draw; "
             f"{MOST_UNITS:,} at most"
         )
+    check_outputs(json_output, pictures=(output,))
     request = _Request(
         *(stages, each, micro_batches, count, schedule, _limit_given(memory_limit)),
         *(partition, lengths, multiple, _ratios(backward_ratio, durations, with_model=model is not None), transfer),
@@ -252,6 +253,7 @@ class _ModelCosts(_Costs):
     """By the operations and the activations of a model's layers."""
 
     def __init__(self, request: _Request, model: Path, length: int | None, rows: int) -> None:
+        from cuboid.models.batch.length_cases import check_length, longest_sequence
         from cuboid.models.stages.model_costs import model_sizes
         from cuboid.seq1f1b.schedule.partition import check_lengths, cut_sequence, even_cut, segment_cost
         from cuboid.weights.model_folder import model_config
@@ -263,6 +265,7 @@ class _ModelCosts(_Costs):
         if length % request.multiple:
             raise typer.BadParameter(f"--seq-len {length} is not a multiple of --multiple {request.multiple}")
         config = model_config(model)
+        check_length(length, longest_sequence(config), "--seq-len")
         self._sizes = model_sizes(config)
         lengths, k, multiple = request.lengths, request.segments, request.multiple
         if lengths is not None:

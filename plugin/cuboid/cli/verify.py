@@ -11,14 +11,13 @@ from typing import Annotated, Any
 import typer
 
 from cuboid.cli.limits import LARGEST_VOCABULARY, MOST_HEADS, MOST_LAYERS, MOST_PROCESSES, chunk_count, finite
+from cuboid.cli.outputs import check_outputs
 from cuboid.verify.plan import Dtype
 from cuboid.verify.small_models import Architecture, Rope
 
 
 def verify(
-    model: Annotated[
-        Path | None, typer.Option(help="Hugging Face checkpoint, a folder.", exists=True, file_okay=False)
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="Hugging Face checkpoint, a folder.")] = None,
     arch: Annotated[Architecture | None, typer.Option(help="A small random model instead.")] = None,
     config: Annotated[
         Path | None, typer.Option(help="DeepSpeed config with a tensor_parallel or pipeline section; JSON or YAML.")
@@ -98,7 +97,6 @@ def verify(
     """
     from rich.console import Console
 
-    from cuboid.checkpoint.format.bounded_files import check_output
     from cuboid.config.schema import parse_config
     from cuboid.library_warnings import quiet
     from cuboid.verify import Plan, SmallModel
@@ -106,8 +104,7 @@ def verify(
 
     if (model is None) == (arch is None):
         raise typer.BadParameter("give either --model PATH or --arch NAME")
-    if json is not None:
-        check_output(json.parent)
+    check_outputs(json)
     quiet()
     settings = _settings(config, mesh, _pipeline(stages, segments, partition, schedule, chunks))
     parsed = parse_config(settings)

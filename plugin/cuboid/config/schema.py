@@ -667,7 +667,10 @@ def _explain(error: ValidationError) -> str:
         path, text, value = _explain_one(item["loc"], what_is_wrong(item), item["type"], item.get("input"))
         found.setdefault(path, []).append(text)
         given[path] = value
-    # A union has an error for each of its members, all at the same path.
+    # A union has an error for each of its members. Where one of these is a section with something wrong inside, it was
+    # meant, and the others, which take no sections, have nothing to say.
+    outer = {path for path in found if any(other.startswith(f"{path.removesuffix(': ')}.") for other in found)}
+    found = {path: texts for path, texts in found.items() if path not in outer}
     return "\n".join(f"{path}{', or '.join(texts)}{given[path]}" for path, texts in found.items())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from cuboid.convert.target import (
     write_weights,
 )
 from cuboid.errors import CheckpointError
+from cuboid.weights.model_folder import check_exists
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ def convert(options: ConvertOptions, say: Callable[[str], Any]) -> None:
         ConfigError, MeshError, UnsupportedModelError: no per-rank files can be made for the config.
     """
     # Before the source is read, whose checksums may take minutes.
+    if options.model is not None:
+        check_exists(options.model)
     check_free(options.target)
     check_output_of(options.target)
     with ExitStack() as stack:
@@ -88,22 +91,29 @@ def convert(options: ConvertOptions, say: Callable[[str], Any]) -> None:
         tensors = source.tensors.cast(options.dtype)
         dtypes = ", ".join(sorted({str(spec.dtype).removeprefix("torch.") for spec in tensors.specs.values()}))
         size = f"{len(tensors.specs)} tensors in {dtypes}, {size_text(tensors.nbytes)}"
-        say(f"{source.found.folder}: {source.found.kind.value}, {size}")
-        say(f"checked: {source.checked}")
+        said = [f"{source.found.folder}: {source.found.kind.value}, {size}", f"checked: {source.checked}"]
         plan = None
         if options.config is not None:
             plan = plan_ranks(source.auxiliary_files, tensors.specs, options.config, options.world_size)
-        _write(options, source, tensors, plan, say)
+        _write(options, source, tensors, plan, said, say)
 
 
 def _write(
-    options: ConvertOptions, source: Source, tensors: Tensors, plan: RankPlan | None, say: Callable[[str], Any]
+    options: ConvertOptions,
+    source: Source,
+    tensors: Tensors,
+    plan: RankPlan | None,
+    said: Sequence[str],
+    say: Callable[[str], Any],
 ) -> None:
+    """Write the target; what has been ``said`` of the source comes first, once nothing is refused any more."""
     if plan is None:
         total_bytes = tensors.nbytes
     else:
         total_bytes = sum(tensor.spec.nbytes * len(tensor.stages) for tensor in plan.tensors.values())
     with new_folder(options.target, total_bytes) as folder:
+        for line in said:
+            say(line)
         with progress(total_bytes, "converting", hidden=options.quiet) as advance:
             if plan is None:
                 files = len(write_weights(folder, tensors, options.max_shard_bytes, advance))

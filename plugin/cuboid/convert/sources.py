@@ -19,7 +19,7 @@ from cuboid.convert.formats.hugging_face import open_weights, weights_in
 from cuboid.convert.per_rank.source import ProgressBar, open_rank_files
 from cuboid.convert.target import CONFIG
 from cuboid.errors import CheckpointError
-from cuboid.weights.model_folder import check_model_folder, is_weights, model_files, read_config
+from cuboid.weights.model_folder import check_exists, check_model_folder, is_weights, model_files, read_config
 from cuboid.weights.rank_folder import SHARDS
 
 
@@ -61,7 +61,8 @@ def find_checkpoint(path: Path) -> Found:
         CheckpointError: it is of no known kind; the message lists those.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path}: is not a folder" if path.exists() else f"{path}: does not exist")
+        check_exists(path)
+        raise CheckpointError(f"{path}: is not a folder")
     # Most specific first: checkpoints of cuboid and per-rank files have a config.json and safetensors too.
     if (path / SHARDS).is_file():
         return Found(Kind.RANKS, path)

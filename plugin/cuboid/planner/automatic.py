@@ -15,10 +15,12 @@ from cuboid.distributed.axis_collectives import padded_length
 from cuboid.distributed.mesh import Mesh, current_rank
 from cuboid.distributed.topology import MeshShape, divisors
 from cuboid.errors import ConfigError, MeshError
+from cuboid.models.batch.length_cases import check_length, longest_sequence
 from cuboid.models.certification.mesh_certificates import mesh_verdict
 from cuboid.models.pipeline.schedule_choice import settle_schedule
 from cuboid.models.pipeline.sequence_cut import Cutter
 from cuboid.models.sharded.parallel_plan import fitting_meshes
+from cuboid.models.sharded.sharded_model import learned_positions
 from cuboid.models.stages.model_costs import model_sizes
 from cuboid.planner.cost.layout import Checkpointing, Layout
 from cuboid.planner.cost.step import StepCost
@@ -65,7 +67,7 @@ def choose_mesh(
     cluster = _cluster(config, world_size)
     verdict = mesh_verdict(cls or type(model), model.config)
     described = describe_modules(model, verdict.whole)
-    length = _length(described.most_positions, config)
+    length = _length(model, config)
 
     def fitting(size: int) -> list[MeshShape]:
         return [MeshShape()] if size == 1 else fitting_meshes(model, size, verdict)
@@ -152,7 +154,7 @@ def settle_stages(
         return config
     mesh = Mesh(shape, pipe=pipeline.stages, rank=0, world_size=world_size or shape.size * pipeline.stages)
     rows, micro_batches = config.framework.per_replica(mesh.topology.data)
-    length = _length(getattr(model.config.get_text_config(), "max_position_embeddings", None), config)
+    length = _length(model, config)
 
     def segments(padded: int, steps: int) -> int:
         whole = config.with_pipeline(pipeline.without_chunks)
@@ -187,11 +189,13 @@ def _cluster(config: CuboidConfig, world_size: int | None) -> Cluster:
     return named
 
 
-def _length(most_positions: int | None, config: CuboidConfig) -> int:
+def _length(model: PreTrainedModel, config: CuboidConfig) -> int:
     pipeline = config.pipeline
     if pipeline is not None and isinstance(pipeline.partition, tuple):
         return sum(pipeline.partition)
-    return config.sequence_length or min(_ASSUMED_LENGTH, most_positions or _ASSUMED_LENGTH)
+    # Rotary embeddings go on behind, of which the first forward warns.
+    check_length(config.sequence_length or 0, learned_positions(model), "sequence_length")
+    return config.sequence_length or min(_ASSUMED_LENGTH, longest_sequence(model.config) or _ASSUMED_LENGTH)
 
 
 def _layouts(

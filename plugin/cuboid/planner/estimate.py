@@ -10,6 +10,7 @@ from typing import Any
 
 from cuboid.config.schema import CuboidConfig, PipelineConfig
 from cuboid.errors import ConfigError
+from cuboid.models.batch.length_cases import check_length
 from cuboid.models.pipeline.schedule_choice import settle_schedule
 from cuboid.planner.comm_formula import layer_bytes, stage_layer_bytes
 from cuboid.planner.cost.layout import CUBOID, Layout, Software
@@ -178,8 +179,7 @@ def _check(model: ModelDescription, layout: Layout, cluster: Cluster, length: in
             f"{layout.mesh.sequence} and hidden = {layout.mesh.hidden} share; use a multiple of {granule}, "
             f"at least {grain}"
         )
-    if model.positions and length > model.positions:
-        raise ConfigError(f"{length} tokens are more than the {model.positions} positions that {model.name} has")
+    check_length(length, model.positions or None, "the sequence length")
     check_mesh(model, layout.mesh)
 
 
@@ -232,8 +232,11 @@ def layout_of_config(
     offloads = [key for key in ("offload_optimizer", "offload_param") if zero.get(key)]
     if offloads:
         raise ConfigError(f"zero_optimization.{offloads[0]} has no estimate; leave it out")
-    if not (rest.get("bf16") or {}).get("enabled"):
-        raise ConfigError('the planner counts training in bf16; add "bf16": {"enabled": true}')
+    if not any((rest.get(name) or {}).get("enabled") for name in ("bf16", "fp16")):
+        raise ConfigError(
+            "the config trains in float32 (it enables neither bf16 nor fp16), of which the planner knows no rates of "
+            'GPUs. To estimate its layout in 16 bits, add "bf16": {"enabled": true}'
+        )
     if cluster.gpus % config.ranks:
         raise ConfigError(
             f"the config has {config.ranks} ranks for each replica of the model, which the {cluster.gpus} GPUs of "

@@ -33,14 +33,15 @@ def print_estimate(found: Estimate, console: Any) -> None:
     table = Table(title="a step", title_justify="left")
     table.add_column("kind")
     table.add_column("seconds", justify="right")
-    table.add_column("share", justify="right")
+    table.add_column("of the step", justify="right")
     for name, seconds in terms(found).items():
         table.add_row(name, f"{seconds:.4f}", f"{seconds / found.time.total_s:.1%}")
     table.add_row("all", f"{found.time.total_s:.4f}", "", style="bold")
     console.print(table)
-    console.print(
-        f"{found.tokens_per_s:,.0f} tokens/s, MFU {found.mfu:.1%}, bubble {found.time.bubble:.1%}", highlight=False
-    )
+    console.print(f"{found.tokens_per_s:,.0f} tokens/s, MFU {found.mfu:.1%}", highlight=False)
+    if layout.stages > 1:
+        bubble = f"{found.time.bubble:.1%} of the time from the first forward to the last backward"
+        console.print(f"bubble: {bubble}, without what comes after it in the step", highlight=False)
     console.print(_memory_table(found))
     if found.bytes_by_axis:
         sent = ", ".join(f"{axis} {format_bytes(count)}" for axis, count in found.bytes_by_axis.items())
@@ -115,8 +116,9 @@ def print_plan(plan: Plan, console: Any) -> None:
     best = plan.best[0]
     table = Table(title=f"the best of {plan.considered:,} layouts", title_justify="left")
     for name in ("", "layout", "step, s", "tokens/s", "MFU", "GiB", "against the first"):
-        left = name in ("layout", "against the first")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+        # On a narrow terminal words go on in the next line, so that all figures are there.
+        words = name in ("layout", "against the first")
+        table.add_column(name, justify="left" if words else "right", no_wrap=not words)
     for number, each in enumerate(plan.best, 1):
         table.add_row(
             str(number), str(each.layout), f"{each.time.total_s:.3f}", f"{each.tokens_per_s:,.0f}", f"{each.mfu:.1%}",

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from cuboid.distributed.topology import MeshShape, divisors
 from cuboid.errors import ConfigError
+from cuboid.models.batch.length_cases import check_length
 from cuboid.planner.cost.layout import Layout
 from cuboid.planner.cost.memory import ends_memory, states_bytes, usable_bytes
 from cuboid.planner.cost.step import StepCost, StepTime
@@ -28,6 +29,8 @@ _PIPELINES, _BUBBLE_LEFT = 6, 0.3
 _MOST_NODES_OF_MESH = 2
 
 Goal = Literal["fastest", "smallest", "fewest"]
+#: In the configs of plans, which have no opinion on it.
+LEARNING_RATE = 3e-4
 #: What a script does for a layout with checkpointing, which is the model's affair: no key of a config does it.
 CHECKPOINTING_LINE = "model.gradient_checkpointing_enable()"
 
@@ -70,8 +73,10 @@ def search(
         count: how many to return.
 
     Raises:
-        ConfigError: no layout divides model, batch and cluster, or none fits; says what would come nearest.
+        ConfigError: no layout divides model, batch and cluster, or none fits; says what would come nearest. Or the
+            sequences go beyond learned positions.
     """
+    check_length(length, model.positions or None, "the sequence length")
     if goal == "fewest":
         return _on_fewest(model, cluster, length, global_batch, count)
     known: dict[Any, Any] = {}
@@ -275,7 +280,7 @@ def config_of(layout: Layout) -> dict[str, Any]:
         "zero_optimization": {"stage": layout.zero_stage},
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True},
+            "params": {"lr": LEARNING_RATE, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True},
         },
         "tensor_parallel": {
             "mode": "3d_tensor",

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from cuboid import CuboidError
+from cuboid.endings import say_interrupted
 from cuboid.errors import PeerLostError, RankError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -113,6 +114,8 @@ def _exit_at_once(number: signal.Signals) -> NoReturn:
     """Exit without cleaning up, since the main thread may be in a collective that never ends."""
     if sys.stderr is not None and sys.stderr.isatty():
         os.write(sys.stderr.fileno(), _SHOW_CURSOR)  # a progress bar has hidden it
+    if number is signal.SIGINT:
+        say_interrupted()
     os._exit(128 + number)
 
 

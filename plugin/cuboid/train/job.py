@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, 
 
 from cuboid import CheckpointError, CuboidError, load_config
 from cuboid.checkpoint.format.bounded_files import check_output
+from cuboid.models.batch.length_cases import check_length, longest_sequence
 from cuboid.train.data.tokens import Tokens, TokensMeta, fingerprint
+from cuboid.train.reporting.report import MODEL, REPORT
 from cuboid.train.resume import Resumed, find_run, reject_other_run
 from cuboid.train.settings import (
     at_least,
@@ -29,6 +31,7 @@ from cuboid.weights.auxiliary_files import TOKENIZER_FILES
 from cuboid.weights.model_folder import (
     CONFIG,
     as_damage_of,
+    check_exists,
     check_model_folder,
     model_config,
     verify_model_folder,
@@ -138,7 +141,7 @@ def plan(options: TrainOptions) -> Job:
     Raises:
         CuboidError: a file is missing, a number is out of range, or model, tokenizer and data don't match.
         ConfigError: a key of the config that this job needs is missing or malformed.
-        CheckpointError: there is no run to resume.
+        CheckpointError: there is no run to resume, or another one's checkpoints or result are in ``out``.
     """
     for name in ("sequence_length", "heldout_blocks", "evaluations"):
         at_least(getattr(options, name), f"--{name.replace('_', '-')}", 2 if name == "sequence_length" else 1)
@@ -151,7 +154,7 @@ def plan(options: TrainOptions) -> Job:
     settings = model_config(options.architecture)
     resumed = find_run(options.out, options.resume_from) if options.resume else None
     if resumed is None:
-        reject_other_run(options.out)
+        reject_other_run(options.out, (MODEL, REPORT))
     # As given, or as the resumed run had it, or as the config has it.
     asked = resumed.state.steps if resumed is not None and options.steps is None else options.steps
     steps = run_length(asked, config)
@@ -159,23 +162,23 @@ def plan(options: TrainOptions) -> Job:
         raise CuboidError(
             f"--steps is {steps}, but the run in {resumed.path} is {resumed.state.step} steps long already"
         )
-    place_trace(config, options.out, steps if resumed is None else steps - resumed.state.step)
+    trace = place_trace(config, options.out, steps if resumed is None else steps - resumed.state.step)
     keep_checkpoints(config, options.keep_last)
     check_config(config, is_complete=True)
     micro_batch = count(config, "train_micro_batch_size_per_gpu", default=None)
     accumulation = count(config, "gradient_accumulation_steps", default=1)
     dtype = weights_dtype(config)
+    tokenizer = _tokenizer(options)
+    vocabulary, model_sha256 = _check_model(options, settings, tokenizer)
     # Room for the result, and for a checkpoint's weights if there are checkpoints.
     size_bytes = _new_bytes(settings, dtype) if options.model is None else weights_bytes(options.model, dtype)
     check_output(options.out, size_bytes * (2 if options.save_every else 1))
-    tokenizer = tokenizer_in(options.tokenizer_folder) if options.model is None else load_tokenizer(options.model)
-    vocabulary, model_sha256 = _check_model(options, settings, tokenizer)
+    if trace is not None:
+        check_output(trace)
     tokens = None
     if Tokens.is_store(options.data):
         tokens = Tokens.open(options.data)
         check_tokens(tokens.meta, tokenizer, vocabulary)
-    elif not options.data.exists():
-        raise CuboidError(f"--data {str(options.data)!r} does not exist; name a text file or a folder of text files")
     if resumed is not None:
         fixed = {name: getattr(options, name) for name in ("seed", "sequence_length", "heldout_blocks")}
         data = {} if tokens is None else {"data_fingerprint": tokens.meta.data_sha256}
@@ -196,6 +199,14 @@ def plan(options: TrainOptions) -> Job:
     )
 
 
+def _tokenizer(options: TrainOptions) -> Any:
+    if options.model is not None:
+        return load_tokenizer(options.model)
+    if options.tokenizer is not None:
+        return tokenizer_in(options.tokenizer)
+    return tokenizer_in(options.data, remedy="name its folder by --tokenizer")
+
+
 def load_tokenizer(model: Path) -> Any:
     """The tokenizer beside a checkpoint.
 
@@ -207,15 +218,20 @@ def load_tokenizer(model: Path) -> Any:
     return tokenizer_in(model)
 
 
-def tokenizer_in(folder: Path) -> Any:
+def tokenizer_in(folder: Path, *, remedy: str = "copy its files there") -> Any:
     """The tokenizer in a folder, which needn't be a checkpoint's.
+
+    Args:
+        folder: with the files that transformers loads a tokenizer from.
+        remedy: what to do where there are none.
 
     Raises:
         CheckpointError: there is none.
     """
+    check_exists(folder)
     names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if not names:
-        raise CheckpointError(f"{str(folder)!r} has no tokenizer that transformers can load; --tokenizer names another")
+        raise CheckpointError(f"{str(folder)!r} has no tokenizer that transformers can load; {remedy}")
     # An error names the first file, which is the tokenizer itself if it is in one file.
     with as_damage_of(folder / names[0]):
         return AutoTokenizer.from_pretrained(folder)
@@ -255,7 +271,9 @@ def check_size(meta: TokensMeta, sequence_length: int, global_batch: int) -> Non
 
 
 def _check_source(options: TrainOptions) -> None:
-    """Make sure that a model comes from a checkpoint, or from a config and a tokenizer."""
+    """Make sure that there is data, and that a model comes from a checkpoint, or from a config and a tokenizer."""
+    if not options.data.exists():
+        raise CuboidError(f"--data {str(options.data)!r} does not exist; name a text file or a folder of text files")
     if (options.model is None) == (options.arch_config is None):
         raise CuboidError("give either --model, a checkpoint, or --arch-config, the config.json of a new model")
     if options.model is not None:
@@ -285,8 +303,6 @@ def _check_model(options: TrainOptions, config: PretrainedConfig, tokenizer: Any
             f"vocabulary only {vocabulary}; resize the model's embedding or use the tokenizer that it was "
             "trained with"
         )
-    positions = getattr(text_config, "max_position_embeddings", None)
-    if positions is not None and options.sequence_length > positions:
-        raise CuboidError(f"--sequence-length {options.sequence_length} is beyond the model's {positions} positions")
+    check_length(options.sequence_length, longest_sequence(config), "--sequence-length")
     architecture = {key: value for key, value in config.to_dict().items() if key not in _NOT_ARCHITECTURE}
     return vocabulary, hashlib.sha256(json.dumps(architecture, sort_keys=True, default=str).encode()).hexdigest()

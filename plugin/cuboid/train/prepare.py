@@ -42,7 +42,8 @@ def prepare(
         say: called with each line of output.
 
     Raises:
-        CuboidError: a file is missing or unusable, ``out`` can't be written, or has a run that could be resumed.
+        CuboidError: a file is missing or unusable, ``out`` can't be written, or has a run that finished or could be
+            resumed.
     """
     if vocabulary < _LEAST_VOCABULARY:
         raise CuboidError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,7 +16,7 @@ from cuboid.checkpoint.format.manifest import Manifest, check_sizes
 from cuboid.checkpoint.format.state_file import read_state
 from cuboid.checkpoint.loader import suggest_intact
 from cuboid.errors import DamagedCheckpointError
-from cuboid.train.reporting.report import CHECKPOINTS, HeldoutPoint
+from cuboid.train.reporting.report import CHECKPOINTS, REPORT, HeldoutPoint
 
 #: Messages for differences between two runs.
 _DIFFERENCES = {
@@ -143,11 +144,15 @@ def with_remedy(error: DamagedCheckpointError) -> str:
     return f"{error}. Resume from that one: --resume-from {name} (make train RESUME={name})"
 
 
-def reject_other_run(out: Path) -> None:
-    """Check that a new run doesn't overwrite one that could be resumed.
+def reject_other_run(out: Path, results: Sequence[str] = (REPORT,)) -> None:
+    """Check that a new run doesn't overwrite one that could be resumed, or that has finished.
+
+    Args:
+        out: folder of the new run.
+        results: names of what a finished run leaves there, and the new one would replace.
 
     Raises:
-        CuboidError: ``out`` has checkpoints.
+        CuboidError: ``out`` has checkpoints or results.
     """
     found = complete(out / CHECKPOINTS)
     if found:
@@ -155,4 +160,10 @@ def reject_other_run(out: Path) -> None:
             f"{out / CHECKPOINTS} has checkpoints of another run (the newest is {found[-1].name}). Go on with it: "
             "--resume (make train RESUME=1); or begin another one in another --out (NAME=…), or after removing that "
             "folder"
+        )
+    left = [name for name in results if (out / name).exists()]
+    if left:
+        raise CuboidError(
+            f"{out} has the result of another run ({', '.join(left)}), which would be replaced. Begin this one in "
+            "another --out (NAME=…), or after moving or removing that folder"
         )

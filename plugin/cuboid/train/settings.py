@@ -29,7 +29,8 @@ def check_config(config: dict[str, Any], *, is_complete: bool) -> None:
     check_framework_config(ours, rest, current_world_size(), is_complete=is_complete)
     if rest.get("optimizer") is None:
         raise ConfigError(
-            'optimizer is missing; add for example "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}} to train with'
+            'optimizer is missing; add for example "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": '
+            "true}} to train with"
         )
 
 
@@ -55,14 +56,19 @@ def run_length(asked: int | None, config: dict[str, Any]) -> int:
     return steps
 
 
-def place_trace(config: dict[str, Any], out: Path, steps: int) -> None:
-    """Set a trace's folder to the run's, unless another one is named, and its step to one that the run has."""
+def place_trace(config: dict[str, Any], out: Path, steps: int) -> Path | None:
+    """Set a trace's folder to the run's, unless another one is named, and its step to one that the run has.
+
+    Returns:
+        The folder that is named; None if there is none.
+    """
     ours, _ = split_config(config)
     if ours is None or ours.pipeline is None or not ours.pipeline.trace:
-        return
+        return None
     section = config["pipeline"]
     section["trace"] = str(out / TRACE) if ours.pipeline.trace is True else ours.pipeline.trace
     section["trace_step"] = min(ours.pipeline.trace_step, max(steps, 1))
+    return None if ours.pipeline.trace is True else Path(ours.pipeline.trace)
 
 
 def keep_checkpoints(config: dict[str, Any], keep_last: int | None) -> None:

@@ -14,7 +14,17 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from cuboid.errors import CuboidError
 from cuboid.models.architectures.certificate import Kind
 from cuboid.models.architectures.supported_tasks import auto_class_of, check_class
-from cuboid.models.batch.length_cases import LONGEST, Case, Padding, covering, packed_case, shrunk, thresholds
+from cuboid.models.batch.length_cases import (
+    LONGEST,
+    Case,
+    Padding,
+    check_length,
+    covering,
+    longest_sequence,
+    packed_case,
+    shrunk,
+    thresholds,
+)
 from cuboid.models.certification.float64 import Precision, precision
 
 Dtype = Literal["float64", "float32", "bfloat16"]
@@ -138,14 +148,11 @@ class Plan:
         """The checkpoint's config without dropout, whose masks differ between layouts."""
         config = AutoConfig.from_pretrained(self.checkpoint)
         _leave_dropout_out(config)
-        if self.shrink:
-            config = shrunk(config, self.longest)
-        end = next((threshold for threshold in thresholds(config) if threshold.is_end), None)
-        if end is not None and self.longest > end.tokens:
-            raise CuboidError(
-                f"sequence_length is {self.longest}, but the model ends at {end.tokens} positions ({end.key})"
-            )
-        return config
+        # Our own lengths cross what a model's rotary embeddings were made for, to see whether it is right behind it.
+        ends = (threshold.tokens for threshold in thresholds(config) if threshold.is_end)
+        longest = next(ends, None) if self.sequence_length is None else longest_sequence(config)
+        check_length(self.longest, longest, "sequence_length")
+        return shrunk(config, self.longest) if self.shrink else config
 
     @property
     def longest(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from cuboid.models.architectures.supported_tasks import task_of
+from cuboid.models.architectures.transformers_names import checkpoint_activations
 from cuboid.models.certification.task_batches import loss_of
 from cuboid.verify.plan import Plan, tokens_of
 from cuboid.verify.task_inputs import micro_batches, options_of, token_share
@@ -93,7 +94,7 @@ def prepare(model: Any, plan: Plan) -> None:
             # Some heads have a probability of their own, which no config tells.
             module.p = 0.0
     if plan.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": plan.recompute_contexts})
+        checkpoint_activations(model, {"use_reentrant": False, "context_fn": plan.recompute_contexts})
 
 
 def adamw(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:

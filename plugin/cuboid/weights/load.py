@@ -19,9 +19,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig
-from cuboid.distributed.mesh import Mesh, current_world_size
+from cuboid.distributed.mesh import Mesh, current_rank, current_world_size
 from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.errors import CheckpointError, UnsupportedModelError
+from cuboid.library_warnings import progress_bars_of
 from cuboid.models.architectures.supported_tasks import adapters_refused, check_checkpoint, check_class
 from cuboid.models.attention.segments import UnitSlot
 from cuboid.models.certification.mesh_certificates import certified_plan
@@ -106,7 +107,8 @@ def _load_sharded(
         if config.checkpoint.verify:
             verify_model_folder(folder)
     wants_info = kwargs.pop("output_loading_info", False)
-    with as_damage_of(args[0] if args else kwargs.get("pretrained_model_name_or_path", cls.__name__)):
+    name = args[0] if args else kwargs.get("pretrained_model_name_or_path", cls.__name__)
+    with as_damage_of(name), progress_bars_of(shown=current_rank() == 0):
         # With ``ignore_mismatched_sizes``, transformers lists tensors of another shape, and we raise the error.
         asked = {**kwargs, "output_loading_info": True, "ignore_mismatched_sizes": True}
         model, info = from_pretrained(loading, *args, **asked)
@@ -137,7 +139,7 @@ def read_weights(model: Any, folder: str | Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{folder}: holds a {config.model_type}, but the model is a {model.config.model_type}")
     settings = CuboidConfig() if staging is None else staging.config
     cls = loading_class(model.cuboid.base, settings, _Plan(model.cuboid.mesh, staging))
-    with as_damage_of(folder):
+    with as_damage_of(folder), progress_bars_of(shown=current_rank() == 0):
         asked = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         loaded, info = cls.from_pretrained(folder, config=config, dtype=model.dtype, **asked)
     check_fit(loaded, info)

@@ -39,6 +39,8 @@ _MOST_MODULES = 100_000
 _ROWS_AT_ONCE = 4096
 #: Those of them that are the number of decoder layers.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+#: A model on the hub: its name, with or without whose it is.
+_HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(?<!\.json)")
 #: A number in a parameter's dotted name: that of a layer or an expert.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -50,6 +52,19 @@ def folder_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Path | None:
         return None
     folder = Path(path) / (kwargs.get("subfolder") or "")
     return folder if folder.is_dir() else None
+
+
+def check_exists(path: Path) -> None:
+    """Check that a model's folder or file is there; commands take no names of models on the hub.
+
+    Raises:
+        CheckpointError: it isn't; says how to get a model by what may be such a name.
+    """
+    if os.path.lexists(path):
+        return
+    could_be_on_hub = _HUB_NAME.fullmatch(str(path)) and (path.parent == Path() or not path.parent.exists())
+    hint = f"; if it is a model on the hub, download it first: hf download {path} --local-dir {path.name}"
+    raise CheckpointError(f"{path}: does not exist{hint if could_be_on_hub else ''}")
 
 
 def has_config(folder: Path) -> bool:
@@ -90,6 +105,7 @@ def read_config(path: Path) -> dict[str, Any]:
         CheckpointError: it is missing or damaged, or has an implausible count.
     """
     if not os.path.lexists(path):
+        check_exists(path.parent)
         raise CheckpointError(f"{path.parent}: is not the folder of a Hugging Face checkpoint: no {CONFIG} in it")
     # Some configs have ``Infinity`` for a limit.
     config = read_object(path, numbers_only=False)
@@ -109,6 +125,7 @@ def model_config(path: Path, **kwargs: Any) -> Any:
     Raises:
         CheckpointError: it is missing or damaged, or transformers can't read it.
     """
+    check_exists(path)
     file = path / CONFIG if path.is_dir() else path
     read_config(file)
     with as_damage_of(file):

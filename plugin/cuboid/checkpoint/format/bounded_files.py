@@ -7,6 +7,7 @@ was meant is unknown.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -64,8 +65,38 @@ def _check_regular(path: Path, mode: int) -> None:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write results that people read too."""
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    """Write results that people read too.
+
+    Raises:
+        CheckpointError: it can't be written.
+    """
+    try:
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise _not_written(path, error) from None
+
+
+def check_output_file(path: Path) -> None:
+    """Check that a file of results can be written before they are computed; its folder is created if missing.
+
+    Args:
+        path: of the file, which is replaced if it is there.
+
+    Raises:
+        CheckpointError: it is a folder, or it or its folder isn't writable.
+    """
+    if path.is_dir():
+        raise CheckpointError(f"{path}: can't be written: it is a folder; name a file")
+    if not path.exists():
+        check_output(path.parent)
+    elif not os.access(path, os.W_OK):
+        raise _not_written(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+
+
+def _not_written(path: Path, error: OSError) -> CheckpointError:
+    # What creating something in a folder that is there answers where the file system takes none, such as /proc.
+    reason = "files can't be created there" if error.errno == errno.ENOENT else error.strerror
+    return CheckpointError(f"{path}: can't be written: {reason}")
 
 
 def check_output(folder: Path, needed_bytes: int = 0) -> None:
@@ -90,7 +121,7 @@ def check_output(folder: Path, needed_bytes: int = 0) -> None:
         place = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), folder)
         raise CheckpointError(f"{folder}: can't be written: {place} is a file, not a folder") from None
     except OSError as error:
-        raise CheckpointError(f"{folder}: can't be written: {error.strerror}") from None
+        raise _not_written(folder, error) from None
     if free < needed_bytes:
         raise CheckpointError(
             f"{folder}: has room for {free / 1e9:.1f} GB, but what is going to be written there takes at least "

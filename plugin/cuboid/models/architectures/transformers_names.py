@@ -1,4 +1,4 @@
-"""Private names of transformers that not every supported version has, looked for in this one place."""
+"""Names of transformers that not every supported version has, looked for in this one place."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import masking_utils, modeling_utils
 from transformers.masking_utils import and_masks, packed_sequence_mask_function
 
@@ -24,6 +25,23 @@ def keep_logits(logits: torch.Tensor, keep: int | torch.Tensor) -> torch.Tensor:
     if hasattr(modeling_utils, "slice_logits_to_keep"):
         return modeling_utils.slice_logits_to_keep(logits, keep)
     return logits[:, slice(-keep, None) if isinstance(keep, int) else keep, :]
+
+
+def checkpoint_activations(model: Any, options: dict[str, Any]) -> None:
+    """Have a model recompute activations in backward.
+
+    Args:
+        model: of a class of transformers.
+        options: of ``torch.utils.checkpoint``.
+    """
+    # The name until 5.22, which warns since.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(options)
+
+
+def recomputes(model: nn.Module) -> bool:
+    """Whether a model has any module that recomputes activations in backward."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def decoder_ids(model: Any, labels: torch.Tensor) -> torch.Tensor | None:

@@ -9,6 +9,8 @@ queue, so that it waits for this forward to begin and never for one to end.
 from __future__ import annotations
 
 import hashlib
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +39,7 @@ class Limits:
         types: rows of a table of token types, if there may be such ids.
         targets: what the loss compares with.
         first_position: what a model that counts positions by itself begins with.
+        longest: tokens of the longest sequence that the model is for, if its config says so.
     """
 
     tokens: int
@@ -45,6 +48,7 @@ class Limits:
     types: int | None = None
     targets: Targets = field(default_factory=lambda: Targets("causal"))
     first_position: int = 0
+    longest: int | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -52,6 +56,23 @@ class Limits:
         types = () if self.types is None else (TOKEN_TYPES,)
         more = {"answers": ANSWERS, "seq2seq": TARGET_TENSORS[:-1]}.get(self.targets.task, ())
         return (*TENSORS, *types, *more)
+
+    def warn_of_length(self, given: Mapping[str, Any], mesh: Mesh) -> None:
+        """Say once, on the first rank, that rotary embeddings go on behind the positions that a model is for.
+
+        Args:
+            given: tensors of a micro-batch. Position ids that are among them may restart.
+            mesh: of this rank.
+        """
+        length = 0 if given.get("input_ids") is None else given["input_ids"].shape[1]
+        counts = self.positions is None and given.get("position_ids") is None
+        if self.longest is not None and length > self.longest and counts and mesh.rank == 0 and not mesh.in_threads:
+            warnings.warn(
+                f"a micro-batch has sequences of {length} tokens, beyond the model's {self.longest} positions "
+                "(max_position_embeddings): its rotary embeddings compute them, as in plain transformers, but it was "
+                "not made for them",
+                stacklevel=1,
+            )
 
     def of(self, name: str) -> int | None:
         """The limit of one of :attr:`names`; None if it has none."""

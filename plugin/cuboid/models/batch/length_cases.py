@@ -15,6 +15,8 @@ from typing import Any, Literal
 import torch
 from transformers import PretrainedConfig
 
+from cuboid.errors import ConfigError
+
 #: Odd, so that most meshes have to fill it up.
 LONGEST = 31
 _LEAST = 4
@@ -129,6 +131,34 @@ def thresholds(config: PretrainedConfig) -> tuple[Threshold, ...]:
         # Without rotary embeddings, a number of positions is that of a table.
         found += [Threshold(key, value, not ropes) for key in _LONGEST if (value := _tokens(text, key))]
     return tuple(sorted(found, key=lambda threshold: threshold.tokens))
+
+
+def longest_sequence(config: PretrainedConfig) -> int | None:
+    """Tokens of the longest sequence that a model is for: more either have no positions, or none that it was made for.
+
+    None where its config doesn't say, or where its rotary embeddings are scaled for whatever length there is.
+    """
+    if "dynamic" in rope_types(config):
+        return None
+    return _tokens(config.get_text_config(decoder=True), "max_position_embeddings")
+
+
+def check_length(tokens: int, longest: int | None, what: str) -> None:
+    """Check that a model is for sequences of so many tokens.
+
+    Args:
+        tokens: of a sequence.
+        longest: of :func:`longest_sequence`.
+        what: names the tokens in the message.
+
+    Raises:
+        ConfigError: it isn't.
+    """
+    if longest is not None and tokens > longest:
+        raise ConfigError(
+            f"{what} is {tokens}, beyond the model's {longest} positions (max_position_embeddings); give shorter "
+            "sequences, or a model whose config is for longer ones"
+        )
 
 
 def shrunk(config: PretrainedConfig, longest: int) -> PretrainedConfig:

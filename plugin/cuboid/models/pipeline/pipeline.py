@@ -18,6 +18,7 @@ from torch import nn
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.rank_agreement import StepGuard
 from cuboid.errors import ConfigError, CuboidError
+from cuboid.models.architectures.transformers_names import recomputes
 from cuboid.models.batch.broadcast import MicroBatch, ReplicasInStep, share_micro_batches
 from cuboid.models.pipeline.sequence_cut import Cutter
 from cuboid.models.pipeline.step_schedule import StepSchedules
@@ -119,8 +120,9 @@ class Pipeline:
         measures = self._cutter.measures(self._step)
         profiler = Profiler(self._device) if traces or measures else None
         scale = gradient_scale / step.items
-        recomputes = bool(self._model.is_gradient_checkpointing)
-        schedule, programs = self._schedules.of(step.shape, max(step.lengths, key=sum), recomputes=recomputes)
+        schedule, programs = self._schedules.of(
+            step.shape, max(step.lengths, key=sum), recomputes=recomputes(self._model)
+        )
         with float32_sums(self._model.parameters()) if self._sums else nullcontext():
             loss = self._run(programs, step, scale, profiler)
         if complete:
@@ -159,6 +161,7 @@ class Pipeline:
         micro_batches = [with_shifted_labels(batch, is_causal=is_causal) for batch in shared]
         for batch in micro_batches:
             self._check_length(batch["input_ids"].shape[1])
+            self._model.cuboid.whole.limits.warn_of_length(batch, self.mesh)
         lengths = [self._cutter.lengths(batch["input_ids"].shape[1], count) for batch in micro_batches]
         for batch, own in zip(micro_batches, lengths, strict=True):
             self._check_kind(batch, own)
@@ -173,8 +176,8 @@ class Pipeline:
         """For the first sequences, of so many tokens with padding."""
         choice = self._staging.segment_choice
         assert choice is not None, "a stage that was planned without one"
-        recomputes = bool(self._model.is_gradient_checkpointing)
-        return choice(length, max(1, self.rows // micro_batches), micro_batches, recomputes=recomputes)
+        rows = max(1, self.rows // micro_batches)
+        return choice(length, rows, micro_batches, recomputes=recomputes(self._model))
 
     def _check_same_cluster(self) -> None:
         """Ranks that saw different GPUs would cut their sequences differently, and wait for one another for ever."""

@@ -40,6 +40,7 @@ from cuboid.models.batch.batch import (
     take_local_pair,
 )
 from cuboid.models.batch.batch_check import BatchCheck, Limits
+from cuboid.models.batch.length_cases import longest_sequence
 from cuboid.models.batch.targets import TARGETS, Targets
 from cuboid.models.cross_entropy.lm_head import is_in_head
 from cuboid.models.cross_entropy.loss_forward import forward_with_bounded_loss
@@ -83,7 +84,7 @@ class WholeModel:
         tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
         vocabulary = model.config.get_text_config().vocab_size
         tokens = getattr(model.get_input_embeddings(), "num_embeddings", vocabulary)
-        limits = Limits(tokens, vocabulary, positions)
+        limits = Limits(tokens, vocabulary, positions, longest=longest_sequence(model.config))
         return cls(counts, frozenset(f"{name}.weight" for name in tables), limits)
 
 
@@ -561,6 +562,7 @@ def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
         batch = take_local_batch(
             arguments, model.config, sharding.mesh, inputs=verdict.inputs, token_types=verdict.token_types
         )
+    sharding.whole.limits.warn_of_length(arguments, sharding.mesh)
     modes = (model.training, torch.is_grad_enabled())
     check = BatchCheck({**arguments, **sharding.targets}, sharding.whole.limits, sharding.mesh, modes)
     check.read_if_there()

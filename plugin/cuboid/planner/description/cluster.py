@@ -151,7 +151,7 @@ class Cluster:
             )
         nodes, gpus = int(match[1] or 1), int(match[2])
         if nodes < 1 or gpus < 1 or nodes * gpus > 2**20:
-            raise ConfigError(f"cluster {text!r} has {nodes} nodes of {gpus} GPUs; it needs 1 to {2**20} in all")
+            raise ConfigError(f"cluster {text!r} has {nodes * gpus} GPUs; it needs 1 to {2**20} in all")
         return cls(_find_gpu(match[3]), nodes, gpus)
 
 

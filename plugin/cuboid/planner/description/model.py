@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from cuboid.distributed.axis_collectives import padded_length
 from cuboid.errors import UnsupportedModelError
+from cuboid.models.batch.length_cases import longest_sequence
 from cuboid.seq1f1b.schedule.unit_costs import LayerSizes, ModelSizes, seen_keys
 
 
@@ -371,6 +372,13 @@ class _Config:
                 return found
         return default
 
+    @property
+    def most_positions(self) -> int | None:
+        """Of :func:`longest_sequence`, where the config is more than a mapping."""
+        if isinstance(self._config, Mapping):
+            return self.get("max_position_embeddings")
+        return longest_sequence(self._config)
+
     def number(self, name: str, default: int | None = None) -> int:
         """A number above zero.
 
@@ -416,7 +424,7 @@ def _ordinary_model(config: _Config, rules: Rules) -> ModelDescription:
         nonlinearity=_nonlinearity(config, rules),
         positions=positions,
         uncounted=SOFT_CAPPED if config.get("attn_logit_softcapping") else "",
-        most_positions=config.get("max_position_embeddings"),
+        most_positions=config.most_positions,
         extra_parameters=_norm_size(hidden, rules),
     )
 
@@ -521,6 +529,6 @@ def _mla_model(config: _Config, rules: Rules) -> ModelDescription:
         layers=layers,
         tied=bool(config.get("tie_word_embeddings", rules.tied)),
         nonlinearity=_nonlinearity(config, rules),
-        most_positions=config.get("max_position_embeddings"),
+        most_positions=config.most_positions,
         extra_parameters=hidden,
     )

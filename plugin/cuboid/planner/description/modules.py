@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.attention_heads import HeadCounts
 from cuboid.models.architectures.roles import Role, find_roles
+from cuboid.models.batch.length_cases import longest_sequence
 from cuboid.models.sharded.parallel_plan import out_features
 from cuboid.models.stages.model_costs import decoder_layers, expert_counts, sizes_of
 from cuboid.planner.description.model import SOFT_CAPPED, Attention, Experts, Layer, ModelDescription, Projection
@@ -60,7 +61,7 @@ def describe_modules(model: PreTrainedModel, whole: Collection[str] = ()) -> Mod
         norm="layer" if any(role.norm is not None and role.norm.kind == "layer" for role in roles.values()) else "rms",
         nonlinearity=_kept_by_nonlinearity(config, gated=layers[0].gated),
         positions=config.max_position_embeddings if learned else 0,
-        most_positions=getattr(config, "max_position_embeddings", None),
+        most_positions=longest_sequence(model.config),
         uncounted=_uncounted(config, sizes.layers),
         config=model.config,
     )

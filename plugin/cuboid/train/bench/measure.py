@@ -14,13 +14,14 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import cuboid
 from cuboid import CuboidError, load_config
-from cuboid.checkpoint.format.bounded_files import check_output
+from cuboid.checkpoint.format.bounded_files import check_output_file
 from cuboid.config.schema import require_config
 from cuboid.distributed.rank_agreement import run_on_all_ranks
+from cuboid.models.batch.length_cases import check_length, longest_sequence
 from cuboid.models.stages.model_costs import sizes_of
 from cuboid.planner.comm_formula import layer_bytes
 from cuboid.planner.description.modules import check_countable, describe_modules
@@ -30,6 +31,7 @@ from cuboid.train.bench.report import BenchReport
 from cuboid.train.process import World, gather
 from cuboid.train.reporting import memory
 from cuboid.train.settings import at_least, check_config, count, weights_dtype
+from cuboid.weights.model_folder import check_model_folder, model_config
 
 #: Dense bfloat16 FLOP/s by a part of the device's name, from NVIDIA's data sheets; the first match counts.
 _PEAK_FLOPS = {
@@ -78,9 +80,12 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
     at_least(options.warmup, "--warmup", 0)
     at_least(options.sequence_length, "--sequence-length", 2)
     if options.report is not None and world.is_first:
-        check_output(options.report.parent)
+        check_output_file(options.report)
+    check_model_folder(options.model)
     config = load_config(options.config)
     check_config(config, is_complete=False)
+    settings = model_config(options.model)
+    check_length(options.sequence_length, longest_sequence(settings), "--sequence-length")
     ours, _ = require_config(config)
     rows = count(config, "train_micro_batch_size_per_gpu", None)
     accumulation = count(config, "gradient_accumulation_steps", 1)
@@ -89,7 +94,7 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
     mesh = cuboid.mesh_of(model)
     with torch.device("meta"):
         # The full model, for the formulas: the sharded one has this rank's shapes only.
-        whole: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model))
+        whole: PreTrainedModel = AutoModelForCausalLM.from_config(settings)
     device = world.connect()
     engine, *_ = deepspeed.initialize(model=model.train(), config=copy.deepcopy(config))
     batches = _batches(options, rows, whole.config.get_text_config().vocab_size, mesh.coordinate.data, device)

@@ -6,14 +6,17 @@ new world of the size that it asks for.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -188,10 +191,25 @@ def _start_worker(backend: str) -> _Worker:
     variables = {"OMP_NUM_THREADS": "1"}
     if backend == "gloo":
         variables |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    with environment(variables):
+    with environment(variables), _without_interrupts():
         process.start()
     theirs.close()
     return _Worker(process, ours)
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """What starts in it is never interrupted by Ctrl-C in a terminal, which reaches all processes: the parent ends it.
+
+    The parent itself answers one that comes meanwhile at the end.
+    """
+    # At its own start it lets interrupts through again.
+    resource_tracker.ensure_running()
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 class Member(Protocol):

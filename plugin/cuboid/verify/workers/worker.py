@@ -7,6 +7,7 @@ import datetime
 import gc
 import multiprocessing
 import os
+import signal
 import threading
 import time
 import traceback
@@ -75,6 +76,8 @@ class Failure:
 
 def serve(connection: Connection) -> None:
     """Report that the process is ready, then run jobs until the parent closes the connection or a job fails."""
+    # As the pool has it, where the fork server was there before.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     quiet()
