@@ -64,8 +64,8 @@ class Plan:
             micro-batch crosses them.
         rounded: whether to round weights to bfloat16 first, whatever ``dtype`` is.
         shard_in_memory: whether Cuboid's side loads the full model and then shards it, rather than loading shards.
-        left_out: kinds of micro-batches that there are none of, because the architecture isn't right with them on a
-            mesh, and why.
+        left_out: kinds of micro-batches that there are none of, because the architecture isn't right with them, and
+            why.
         seed: of the batches.
     """
 

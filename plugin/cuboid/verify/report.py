@@ -131,7 +131,7 @@ def _print_pass(report: PassReport, console: Console) -> None:
     )
     console.print("micro-batches: " + escape("; ".join(f"{c.name} ({c.length})" for c in plan.cases_run())))
     for kind, reason in plan.left_out:
-        console.print(escape(f"left out: {kind}, with which the architecture isn't right on a mesh: {reason}"))
+        console.print(escape(f"left out: {kind}, with which the architecture isn't right: {reason}"))
     for table in (_steps(report), _outputs(report), _parameters(report)):
         if table.row_count:
             console.print(table)

@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from cuboid.config.compatibility import check_framework_config
 from cuboid.config.config_file import ConfigSource, load_config
 from cuboid.config.schema import CuboidConfig, PipelineConfig, parse_config, require_config, split_config
 from cuboid.distributed.topology import Topology
 from cuboid.errors import CuboidError
+from cuboid.models.architectures.certificate import Kind as BatchKind
 from cuboid.models.architectures.supported_tasks import task_of
+from cuboid.models.certification.certificates import certificate_of
 from cuboid.models.certification.mesh_certificates import mesh_verdict
 from cuboid.planner.automatic import choose_mesh, settle_stages
 from cuboid.verify.compare import KINDS, Kind, compare, dropout_checks
@@ -123,7 +125,7 @@ def _with_places(config: CuboidConfig, plan: Plan, loaded: dict[str, Any]) -> Cu
 def complete(plan: Plan, pipeline: PipelineConfig | None, *, has_mesh: bool = False) -> Plan:
     """Choose micro-batches for the plan's model if it has no choice, and drop inputs that the model doesn't support.
 
-    Without a choice, there are none of a kind that the architecture isn't right with on a mesh, if there is one.
+    Without a choice, there are none of a kind that the architecture isn't right with.
 
     Raises:
         CuboidError: the plan asks for something that a pipeline doesn't support.
@@ -144,8 +146,8 @@ def complete(plan: Plan, pipeline: PipelineConfig | None, *, has_mesh: bool = Fa
     task = task_of(type(model))
     if task != "causal" and pipeline is None:
         plan = dataclasses.replace(plan, mean_over="micro_batches")
-    if chooses and has_mesh:
-        plan = plan.without(mesh_verdict(type(model), model.config).refused)
+    if chooses:
+        plan = plan.without(_refused(model, pipeline, has_mesh=has_mesh))
     if pipeline is not None and model.config._attn_implementation == "eager":
         # Eager attention has padding on the left attend to all positions, including later ones, which segments that run
         # before those can't do.
@@ -153,6 +155,19 @@ def complete(plan: Plan, pipeline: PipelineConfig | None, *, has_mesh: bool = Fa
     # What position ids say of packed sequences, other models than causal ones don't look at.
     takes = inspect.signature(type(model).forward).parameters
     return plan if "position_ids" in takes and task == "causal" else plan.without_positions()
+
+
+def _refused(model: PreTrainedModel, pipeline: PipelineConfig | None, *, has_mesh: bool) -> dict[BatchKind, str]:
+    """Kinds of micro-batches that the architecture isn't right with, and why."""
+    cls, found = type(model), dict[BatchKind, str]()
+    if has_mesh:
+        found |= mesh_verdict(cls, model.config).refused
+    if pipeline is not None:
+        certificate = certificate_of(cls, model.config)
+        for mode in certificate.modes(is_cut=pipeline.segments != 1, is_filled=has_mesh):
+            found |= {} if certificate.verdict is None else certificate.verdict.refused.get(mode, {})
+    # Whether anything is right is what is to be found out.
+    return {kind: reason for kind, reason in found.items() if kind != "whole rows"}
 
 
 def default_tolerance(plan: Plan) -> float:

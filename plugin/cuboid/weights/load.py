@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig
@@ -30,7 +29,7 @@ from cuboid.models.pipeline.staging_plan import plan_staging
 from cuboid.models.plain_construction import plain_construction
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.sharded.sharded_model import shard_modules
-from cuboid.models.stages.placeholders import PlaceholderEnd, PlaceholderModule
+from cuboid.models.stages.placeholders import taken_for_initialized
 from cuboid.models.stages.stage_model import StageModel, Staging, cut_model, finish_stage
 from cuboid.planner.automatic import choose_mesh, segment_choice, settle_stages
 from cuboid.tensor3d.sharding.sharded_param import local_state
@@ -231,11 +230,10 @@ class _Loading:
             if self._cuboid_marks:
                 mark_parameters(self, self._parallel_plan, self._mesh)
 
-    def _init_weights(self, module: nn.Module) -> None:
-        # Code of a module that is partly on another stage may look into what isn't here. Nothing is left for it to do:
-        # weights that a checkpoint lacks are refused, or made with the rest of a new head.
-        if not any(isinstance(child, PlaceholderModule | PlaceholderEnd) for child in module.children()):
-            super()._init_weights(module)  # type: ignore[misc]
+    def initialize_weights(self: Any) -> None:
+        # Of what the checkpoint has nothing is made; but buffers that it hasn't are.
+        with taken_for_initialized(self):
+            super().initialize_weights()  # type: ignore[misc]
 
     def layout_of(self, name: str) -> ShardingSpec | None:
         """How a parameter is split; None if it isn't."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +13,46 @@ from cuboid.errors import CuboidError
 from cuboid.models.stages.outline import Outline
 
 
-class PlaceholderLayer(nn.Module):
+class _Initialized:
+    """Stands for whatever a placeholder hasn't, while weights are made: transformers leaves it as it is."""
+
+    _is_hf_initialized = True
+
+    def __getattr__(self, _: str) -> _Initialized:
+        return self
+
+
+class _Placeholder(nn.Module):
+    """What all that are in a model have in common.
+
+    Attributes:
+        is_initialized: whether it seems to have all that is asked of it; see :func:`taken_for_initialized`.
+    """
+
+    is_initialized = False
+
+    def __getattr__(self, name: str) -> Any:
+        # Called for what isn't there by itself.
+        return _Initialized() if self.is_initialized else super().__getattr__(name)
+
+
+@contextmanager
+def taken_for_initialized(model: nn.Module) -> Iterator[None]:
+    """Inside, code that makes a model's weights may go through modules of other stages: it finds nothing to do there.
+
+    Falcon-H1 makes a buffer of every layer, and ModernBERT the head, in one place.
+    """
+    placeholders = [module for module in model.modules() if isinstance(module, _Placeholder)]
+    for placeholder in placeholders:
+        placeholder.is_initialized = True
+    try:
+        yield
+    finally:
+        for placeholder in placeholders:
+            placeholder.is_initialized = False
+
+
+class PlaceholderLayer(_Placeholder):
     """In the place of a layer of another stage: hands the hidden state on."""
 
     def __init__(self, layer: nn.Module, outline: Outline) -> None:
@@ -67,7 +108,7 @@ class StageOutput(PlaceholderLayer):
         return hidden.detach()
 
 
-class PlaceholderModule(nn.Module):
+class PlaceholderModule(_Placeholder):
     """In the place of an embedding, a projection or a norm of another stage."""
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -104,7 +104,9 @@ class StageRunner:
     @property
     def hidden_dtype(self) -> torch.dtype:
         """Of hidden states between stages."""
-        return self._staging.outline.dtype or self._model.dtype
+        own = self._staging.outline.dtype
+        # A residual stream in float32 is one in float64 where weights are.
+        return self._model.dtype if own is None else torch.promote_types(own, self._model.dtype)
 
     def hidden_shape(self, micro_batch: int, segment: int) -> tuple[int, ...]:
         """``[B/b, L/s, H/h]`` of a unit."""
