@@ -1,0 +1,156 @@
+"""Models of images on a mesh: their patches are split at the first layer, and a class token makes them an odd number."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModel, AutoModelForImageClassification, AutoModelForMaskedImageModeling
+
+import cuboid
+from conftest import TIMEOUT_S
+from cuboid.config.schema import CuboidConfig
+from cuboid.distributed.thread_ranks import ThreadRanks
+from cuboid.distributed.topology import MeshShape
+from cuboid.errors import CuboidError, UnsupportedModelError
+from cuboid.models.architectures.supported_tasks import auto_class_of, check_class
+from cuboid.models.certification.mesh_certificates import certified_plan
+from cuboid.models.sharded.sharded_model import shard_modules
+from cuboid.tensor3d.sharding.sharding_spec import take_shard
+
+AUTO = {
+    "classes": AutoModelForImageClassification,
+    "masks": AutoModelForMaskedImageModeling,
+    "hidden": AutoModel,
+}
+_VIT = {
+    **{"image_size": 12, "patch_size": 3, "encoder_stride": 3, "hidden_size": 32, "num_attention_heads": 4},
+    **{"num_hidden_layers": 2, "num_labels": 5, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+#: Positions of 16 patches and a class token, and of DeiT's distillation token, or of registers.
+OPTIONS = {
+    "vit": {**_VIT, "intermediate_size": 48},
+    "deit": {**_VIT, "intermediate_size": 48},
+    "dinov2": {**_VIT, "mlp_ratio": 2},
+}
+
+
+def built(architecture, task, **more):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(architecture, **{**OPTIONS[architecture], **more})
+    model = AUTO[task].from_config(config, dtype=torch.float64).train()
+    for parameter in model.parameters():
+        # Far from zero, also where transformers' own initialization is small.
+        torch.nn.init.normal_(parameter, 0.5 * (parameter.dim() == 1), 0.2)
+    return model
+
+
+def micro_batch(task, rows=3, seed=0):
+    """As many rows as no mesh with a batch axis divides."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = {"pixel_values": torch.randn((rows, 3, 12, 12), generator=generator, dtype=torch.float64)}
+    if task == "classes":
+        batch["labels"] = torch.randint(0, 5, (rows,), generator=generator)
+    elif task == "masks":
+        batch["bool_masked_pos"] = torch.rand((rows, 16), generator=generator) < 0.5
+    return batch
+
+
+def score(output):
+    """A loss: the model's own, or one of hidden states."""
+    if getattr(output, "loss", None) is not None:
+        return output.loss
+    pooled = getattr(output, "pooler_output", None)
+    return output.last_hidden_state.sin().mean() + (0 if pooled is None else pooled.cos().mean())
+
+
+def two_steps(model, task, full_gradients, norm):
+    """Loss, norm and all gradients of each of two steps of SGD with momentum."""
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)
+    found = []
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = score(model(**micro_batch(task, seed=step)))
+        loss.backward()
+        found.append((loss.item(), norm(model), full_gradients(model)))
+        optimizer.step()
+    return found
+
+
+def plain_gradients(model):
+    return {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+
+
+def plain_norm(model):
+    return torch.stack([x.norm() for x in plain_gradients(model).values()]).norm().item()
+
+
+def sharded_norm(model):
+    squares = sum(x.grad.square().sum() for x in model.counted_parameters() if x.grad is not None)
+    dist.all_reduce(squares)
+    return squares.sqrt().item()
+
+
+def ds_config(mesh):
+    batch, sequence, hidden = map(int, mesh.split("x"))
+    section = {"batch": batch, "sequence": sequence, "hidden": hidden}
+    return {"tensor_parallel": {"mode": "3d_tensor", "mesh": section}}
+
+
+def train_from_slices(path, mesh, task, out, checkpoints):
+    """On a rank: loaded, trained for two steps, saved."""
+    model = cuboid.from_pretrained(path, ds_config(mesh), auto_class=AUTO[task], dtype=torch.float64).train()
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+    found = two_steps(model, task, cuboid.full_gradients, sharded_norm)
+    model.save_pretrained(out)
+    return found, cuboid.full_state_dict(model)
+
+
+def assert_as_plain(pool, tmp_path, architecture, task, mesh, checkpoints=False):
+    plain = built(architecture, task)
+    plain.save_pretrained(tmp_path / "start")
+    size, out = MeshShape.parse(mesh).size, tmp_path / "out"
+    args = (str(tmp_path / "start"), mesh, task, str(out), checkpoints)
+    results = pool.run(size, train_from_slices, *args, timeout_s=TIMEOUT_S)
+    expected = two_steps(plain, task, plain_gradients, plain_norm)
+    for found, _ in results:
+        assert [each[:2] for each in found] == [pytest.approx(each[:2], rel=1e-9) for each in expected]
+    for (_, _, gradients), (_, _, wanted) in zip(results[0][0], expected, strict=True):
+        assert gradients.keys() == wanted.keys()
+        assert_close(gradients, wanted)
+    weights = results[0][1]
+    assert_close(weights, plain.state_dict())
+    again = AUTO[task].from_pretrained(out, dtype=torch.float64).state_dict()
+    assert again.keys() == weights.keys()
+    assert all(torch.equal(x, weights[name]) for name, x in again.items())
+
+
+def assert_close(found, wanted):
+    for name, x in wanted.items():
+        assert (found[name] - x).norm() <= 1e-9 * x.norm() + 1e-12, name
+
+
+@pytest.mark.parametrize(
+    ("architecture", "task", "mesh"),
+    [
+        ("vit", "classes", "1x2x1"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *(("vit", task, mesh) for task in AUTO for mesh in ("2x1x1", "1x1x2", "2x2x2")),
+                *(("deit", task, "2x2x2") for task in AUTO),
+                *(("dinov2", task, "1x2x2") for task in ("classes", "hidden")),
+                # 17 and 18 positions, filled up to 20.
+                *((architecture, "classes", "1x4x1") for architecture in ("vit", "deit")),
+            )
+        ),
+    ],
+)
+def test_training_from_slices_is_that_of_plain_transformers(pool, tmp_path, architecture, task, mesh):
+    assert_as_plain(pool, tmp_path, architecture, task, mesh)
+
+
+@pytest.mark.slow
+def test_checkpointed_layers_give_the_same(pool, tmp_path):
+    assert_as_plain(pool, tmp_path, "vit", "classes", "1x2x2", checkpoints=True)
