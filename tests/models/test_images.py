@@ -1,4 +1,4 @@
-"""Models of images on a mesh: their patches are split at the first layer, and a class token makes them an odd number."""
+"""Models of images on a mesh: patches are split at the first layer, and a class token makes them an odd number."""
 
 import copy
 
@@ -38,6 +38,9 @@ OPTIONS = {
 def built(architecture, task, **more):
     torch.manual_seed(0)
     config = AutoConfig.for_model(architecture, **{**OPTIONS[architecture], **more})
+    if architecture == "deit" and task == "classes":
+        # Its config has a second class for the task.
+        config.architectures = ["DeiTForImageClassification"]
     model = AUTO[task].from_config(config, dtype=torch.float64).train()
     for parameter in model.parameters():
         # Far from zero, also where transformers' own initialization is small.
@@ -154,3 +157,63 @@ def test_training_from_slices_is_that_of_plain_transformers(pool, tmp_path, arch
 @pytest.mark.slow
 def test_checkpointed_layers_give_the_same(pool, tmp_path):
     assert_as_plain(pool, tmp_path, "vit", "classes", "1x2x2", checkpoints=True)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model():
+    return cuboid.shard(built("vit", "classes"), ds_config("1x1x1"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"interpolate_pos_encoding": True}, "all images have the size in the model's config"),
+        ({"pixel_values": torch.zeros(3, 3, 15, 15)}, "the config's image_size is 12"),
+        ({"pixel_values": torch.zeros(3, 3, 12)}, r"needs pixel_values, floats \[batch, channels, height, width\]"),
+        ({"attention_mask": torch.ones(3, 17)}, "attention_mask has no rule"),
+        ({"output_hidden_states": True}, "output_hidden_states has no rule"),
+        ({"labels": torch.tensor([0, 1, 5])}, r"labels\[2\] is 5, but the model's head has 5 classes"),
+        ({"labels": torch.zeros(3, 17, dtype=torch.long)}, r"image classification needs \[3\] or \[3, 1\]"),
+        ({"input_ids": torch.ones(3, 17, dtype=torch.long)}, "input_ids has no rule on a sharded model of images"),
+    ],
+)
+def test_what_there_is_no_rule_for_is_said(model, changes, words):
+    with pytest.raises(CuboidError, match=words):
+        model(**{**micro_batch("classes"), **changes})
+
+
+def test_ranks_must_be_given_the_same_images():
+    shape = MeshShape.parse("1x2x1")
+    plain = built("vit", "classes")
+    plan, ranks = certified_plan(plain, shape), ThreadRanks(shape)
+
+    def step(mesh):
+        own = copy.deepcopy(plain)
+        sharded = shard_modules(
+            own, plan, mesh, CuboidConfig().tensor_parallel, lambda x, spec: take_shard(x, spec, mesh)
+        )
+        with pytest.raises(CuboidError, match="theirs differ in pixel_values, labels"):
+            sharded(**micro_batch("classes", seed=mesh.rank))
+        return True
+
+    assert all(ranks.run(step))
+
+
+def test_a_pipeline_takes_no_models_of_images():
+    with pytest.raises(UnsupportedModelError, match="for image classification; a pipeline has rules for the heads"):
+        check_class(type(built("vit", "classes")), stages=True)
+
+
+def test_rows_dropped_at_random_are_refused():
+    config = AutoConfig.for_model("dinov2", **OPTIONS["dinov2"], drop_path_rate=0.1)
+    with pytest.raises(UnsupportedModelError, match=r"drop_path_rate is 0\.1: it drops rows in layers at random"):
+        certified_plan(AutoModel.from_config(config), MeshShape(1, 2, 1))
+
+
+def test_checkpoints_name_their_auto_class():
+    assert auto_class_of(["ViTForImageClassification"]) is AutoModelForImageClassification
+    assert auto_class_of(["ViTForMaskedImageModeling"]) is AutoModelForMaskedImageModeling
+    assert auto_class_of(["ViTModel"]) is AutoModel

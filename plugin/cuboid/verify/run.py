@@ -19,6 +19,7 @@ from cuboid.config.config_file import ConfigSource, load_config
 from cuboid.config.schema import CuboidConfig, PipelineConfig, parse_config, require_config, split_config
 from cuboid.distributed.topology import Topology
 from cuboid.errors import CuboidError
+from cuboid.models.architectures.supported_tasks import check_causal
 from cuboid.planner.automatic import choose_mesh, settle_stages
 from cuboid.verify.compare import KINDS, Kind, compare, dropout_checks
 from cuboid.verify.noise import compare_noisy
@@ -122,6 +123,7 @@ def complete(plan: Plan, pipeline: PipelineConfig | None) -> Plan:
     Raises:
         CuboidError: the plan asks for something that a pipeline doesn't support.
     """
+    check_causal(plan.model_config(), "cuboid verify")
     if pipeline is not None:
         if plan.mean_over != "tokens":
             raise CuboidError(f"mean_over is {plan.mean_over!r}, but a pipeline's loss is the mean over tokens")

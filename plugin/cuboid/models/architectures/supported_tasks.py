@@ -20,8 +20,10 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from cuboid.errors import UnsupportedModelError
 
@@ -157,6 +159,20 @@ def check_class(cls: type, *, stages: bool = False) -> None:
         raise UnsupportedModelError(
             f"{cls.__name__} is for {WORDS[task]}; a pipeline has rules for the heads and losses of language models "
             "only, causal or masked, such as LlamaForCausalLM. Leave the pipeline section out: a mesh takes it"
+        )
+
+
+def check_causal(config: PretrainedConfig, command: str) -> None:
+    """Make sure that a config is of a causal language model, for a command that runs nothing else.
+
+    Raises:
+        UnsupportedModelError: it isn't.
+    """
+    kinds = {type(config), type(config.get_text_config())}
+    if kinds.isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING) and not getattr(config, "auto_map", None):
+        raise UnsupportedModelError(
+            f"{command} runs causal language models, and {config.model_type!r} has none; train other models in a "
+            "script of your own, with cuboid.from_pretrained"
         )
 
 
