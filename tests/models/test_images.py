@@ -213,6 +213,15 @@ def test_rows_dropped_at_random_are_refused():
         certified_plan(AutoModel.from_config(config), MeshShape(1, 2, 1))
 
 
+def test_the_planner_refuses_models_of_images(monkeypatch):
+    config = {"train_batch_size": 4, "tensor_parallel": {"mode": "3d_tensor", "mesh": "auto"}}
+    model_config = AutoConfig.for_model("vit", **OPTIONS["vit"])
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UnsupportedModelError, match="give the axes of the mesh in place of"):
+        cuboid.from_config(model_config, config, auto_class=AutoModelForImageClassification)
+
+
 def test_checkpoints_name_their_auto_class():
     assert auto_class_of(["ViTForImageClassification"]) is AutoModelForImageClassification
     assert auto_class_of(["ViTForMaskedImageModeling"]) is AutoModelForMaskedImageModeling
