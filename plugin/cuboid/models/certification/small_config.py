@@ -132,7 +132,7 @@ def _shrunk_fields(config: PretrainedConfig) -> dict[str, Any]:
             fields[name] = {place: by_layer[index] for place, index in enumerate(kept) if index in by_layer}
         else:
             fields[name] = _smaller(name, value, original, kept)
-    if {"image_size", "patch_size"} <= fields.keys():
+    if {"image_size", "patch_size"} <= fields.keys() and not config.sub_configs:
         fields = {name: value for name, value in fields.items() if name not in _OF_BACKBONES}
         fields.update({name: size for name, size in _IMAGE_SIZES.items() if isinstance(fields.get(name), int)})
         fields.update({name: [size] * 2 for name, size in _IMAGE_SIZES.items() if isinstance(fields.get(name), list)})
