@@ -21,7 +21,7 @@ from cuboid.models.pipeline.schedule_choice import settle_schedule
 from cuboid.models.pipeline.sequence_cut import Cutter
 from cuboid.models.sharded.parallel_plan import fitting_meshes
 from cuboid.models.sharded.sharded_model import learned_positions
-from cuboid.models.stages.model_costs import model_sizes
+from cuboid.models.stages.model_costs import sizes_of
 from cuboid.planner.cost.layout import Checkpointing, Layout
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import Cluster
@@ -163,7 +163,7 @@ def settle_stages(
         layout = replace(choice.layout, micro_batch=rows or _ASSUMED_ROWS, micro_batches=steps)
         return best_segments(choice.model, layout, choice.cluster, padded)
 
-    sizes = model_sizes(model.config, type(model))
+    sizes = sizes_of(model)
     lengths = Cutter(pipeline, sizes, mesh, segments).lengths(length, micro_batches)
     settled, compared = settle_schedule(pipeline, sizes, lengths, micro_batches)
     if current_rank() == 0:

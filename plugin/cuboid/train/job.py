@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, 
 
 from cuboid import CheckpointError, CuboidError, load_config
 from cuboid.checkpoint.format.bounded_files import check_output
+from cuboid.models.architectures.supported_tasks import check_causal
 from cuboid.models.batch.length_cases import check_length, longest_sequence
 from cuboid.train.data.tokens import Tokens, TokensMeta, fingerprint
 from cuboid.train.reporting.report import MODEL, REPORT
@@ -293,6 +294,7 @@ def _new_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
 
 def _check_model(options: TrainOptions, config: PretrainedConfig, tokenizer: Any) -> tuple[int, str]:
     """Check the model against tokenizer and sequence length; returns its vocabulary size and architecture's hash."""
+    check_causal(config, "cuboid train")
     file = options.architecture
     with as_damage_of(file / CONFIG if file.is_dir() else file):
         text_config = config.get_text_config()

@@ -47,9 +47,9 @@ class CuboidModel(ModelWrapper):
         if self.pipeline is not None:
             raise CuboidError("a pipeline stage has no forward of its own; use booster.execute_pipeline")
         output = self.module(*args, **kwargs)
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        if torch.is_grad_enabled() and self.training and ids is not None:
-            self.count_rows(ids.shape[0])
+        first = args[0] if args else kwargs.get(self.module.main_input_name)
+        if torch.is_grad_enabled() and self.training and first is not None:
+            self.count_rows(first.shape[0])
         return output
 
     def count_rows(self, rows: int) -> None:

@@ -17,8 +17,8 @@ MODES: tuple[Mode, ...] = ("whole", "segments", "filled")
 #: whole; or of hidden states that are gathered, by every rank alike.
 HeadPlan = Literal["split", "labels", "whole"]
 #: What a model is given: embeddings, which are split; ids of whole sequences, with positions; ids without positions,
-#: which it counts by itself.
-Inputs = Literal["embeddings", "ids", "only ids"]
+#: which it counts by itself; images, which are whole up to the first layer.
+Inputs = Literal["embeddings", "ids", "only ids", "pixels"]
 #: What a micro-batch may have besides whole rows.
 Kind = Literal["whole rows", "padding on the left", "padding on the right", "packed sequences"]
 

@@ -137,8 +137,16 @@ def layer_names(model: nn.Module) -> list[str]:
     return found
 
 
+def takes_pixels(model: PreTrainedModel) -> bool:
+    """Whether a model is given images, whose embeddings are no table."""
+    return model.main_input_name == "pixel_values"
+
+
 def token_embeddings(model: PreTrainedModel) -> list[nn.Module]:
     """What a model looks tokens up in; an encoder and a decoder may have one each, with the same weight."""
+    if takes_pixels(model):
+        # What makes patches of images is no table.
+        return []
     own = model.get_input_embeddings()
     if own is None:
         return []
@@ -179,6 +187,10 @@ class _Finder:
                 found.setdefault(self.block_of(name), []).append(name)
         # What is inside of a layer that is computed whole is no block of its own, nor what is beside a pooler's linear.
         outer = [block for block, members in found.items() if block in self._layers or block not in members]
+        if takes_pixels(self._model):
+            # Embeddings have parameters beside their own modules', such as a class token's; the outermost counts.
+            beside = [block for block in found if block not in outer and not self._inside_layers(block)]
+            outer = sorted([*outer, *beside], key=len, reverse=True)
         inner = {name: layer for layer in outer for name in found if name.startswith(f"{layer}.")}
         for name, layer in inner.items():
             found[layer] += found.pop(name)

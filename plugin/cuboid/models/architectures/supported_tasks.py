@@ -13,19 +13,23 @@ from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedImageModeling,
     AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from cuboid.errors import UnsupportedModelError
 
 #: ``"seq2seq"``: an encoder's sequence to a decoder's. ``"hidden"``: no head; what users make of hidden states is their
 #: own.
-Task = Literal["causal", "masked", "seq2seq", "sequence", "tokens", "answers", "hidden"]
+Task = Literal["causal", "masked", "seq2seq", "sequence", "tokens", "answers", "images", "masked images", "hidden"]
 #: By how transformers ends the names of its classes.
 _TASKS: dict[str, Task] = {
     "ForCausalLM": "causal",
@@ -34,6 +38,8 @@ _TASKS: dict[str, Task] = {
     "ForSequenceClassification": "sequence",
     "ForTokenClassification": "tokens",
     "ForQuestionAnswering": "answers",
+    "ForImageClassification": "images",
+    "ForMaskedImageModeling": "masked images",
     "Model": "hidden",
 }
 _AUTO_CLASSES: dict[Task, Any] = {
@@ -43,6 +49,8 @@ _AUTO_CLASSES: dict[Task, Any] = {
     "sequence": AutoModelForSequenceClassification,
     "tokens": AutoModelForTokenClassification,
     "answers": AutoModelForQuestionAnswering,
+    "images": AutoModelForImageClassification,
+    "masked images": AutoModelForMaskedImageModeling,
     "hidden": AutoModel,
 }
 #: In words, for errors.
@@ -53,6 +61,8 @@ WORDS: dict[Task, str] = {
     "sequence": "sequence classification",
     "tokens": "token classification",
     "answers": "question answering",
+    "images": "image classification",
+    "masked images": "masked image modelling",
     "hidden": "hidden states, without a head",
 }
 #: Tasks without rules that their classes' names don't spell out.
@@ -112,16 +122,26 @@ def task_of(cls: type) -> Task:
         what = "isn't a model of transformers"
     raise UnsupportedModelError(
         f"{cls.__name__} {what}; a mesh has rules for language models, causal, masked and of two sequences, for "
-        "sequence and token classification, question answering, and models without a head, such as LlamaForCausalLM"
+        "sequence and token classification, question answering, image classification, masked image modelling, and "
+        "models without a head, such as LlamaForCausalLM"
     )
 
 
 def _checked(cls: Any, task: Task) -> Task:
-    """A task, unless the class is given images or sounds."""
+    """A task, unless the class is given what there are no rules for, such as sounds."""
     name = getattr(cls, "main_input_name", "input_ids")
-    if task != "causal" and name != "input_ids":
-        raise UnsupportedModelError(f"{cls.__name__} is given {name}; a mesh has rules for models of input_ids")
+    known = {"images": ("pixel_values",), "masked images": ("pixel_values",), "hidden": ("input_ids", "pixel_values")}
+    if task != "causal" and name not in known.get(task, ("input_ids",)):
+        raise UnsupportedModelError(
+            f"{cls.__name__} is given {name}; for {WORDS[task]} a mesh has rules for models of "
+            + " or ".join(known.get(task, ("input_ids",)))
+        )
     return task
+
+
+def takes_images(cls: Any) -> bool:
+    """Whether a class is given ``pixel_values`` and no ids, for a task that there are rules for."""
+    return cls.main_input_name == "pixel_values" and task_of(cls) in ("images", "masked images", "hidden")
 
 
 def check_class(cls: type, *, stages: bool = False) -> None:
@@ -139,6 +159,20 @@ def check_class(cls: type, *, stages: bool = False) -> None:
         raise UnsupportedModelError(
             f"{cls.__name__} is for {WORDS[task]}; a pipeline has rules for the heads and losses of language models "
             "only, causal or masked, such as LlamaForCausalLM. Leave the pipeline section out: a mesh takes it"
+        )
+
+
+def check_causal(config: PretrainedConfig, command: str) -> None:
+    """Make sure that a config is of a causal language model, for a command that runs nothing else.
+
+    Raises:
+        UnsupportedModelError: it isn't.
+    """
+    kinds = {type(config), type(config.get_text_config())}
+    if kinds.isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING) and not getattr(config, "auto_map", None):
+        raise UnsupportedModelError(
+            f"{command} runs causal language models, and {config.model_type!r} has none; train other models in a "
+            "script of your own, with cuboid.from_pretrained"
         )
 
 

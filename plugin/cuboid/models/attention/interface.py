@@ -33,6 +33,7 @@ from cuboid.models.attention.segments import (
 )
 from cuboid.models.attention.whole_sequence import fake_mask, is_recording
 from cuboid.tensor3d.layers.dropout import own_random_numbers
+from cuboid.tensor3d.layers.whole_block import ImageSplit
 
 IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
@@ -51,6 +52,8 @@ class Lengths:
     source: Lengths | None = None
 
 
+#: In place of lengths, where masks are made from whole activations: of a model of images.
+WHOLE_IMAGES = Lengths(0, 0)
 #: Of the forward that is running. Masks are made from an embedding that holds only this rank's part of the sequence,
 #: and get no other argument that knows.
 _lengths: ContextVar[Lengths] = ContextVar("cuboid_lengths")
@@ -71,16 +74,19 @@ def is_in_forward() -> bool:
     return _lengths.get(None) is not None
 
 
-def use_sharded_attention(config: PretrainedConfig, modules: list[nn.Module], mesh: Mesh | None) -> None:
+def use_sharded_attention(
+    config: PretrainedConfig, modules: list[nn.Module], mesh: Mesh | None, images: ImageSplit | None = None
+) -> None:
     """Point a model's config at the twin of its attention implementation, which :func:`check_attention` found.
 
     Args:
         config: of the model.
         modules: that may call the attention function.
         mesh: that their heads are split over; None if they are whole.
+        images: knows how positions were filled up, in a model of images.
     """
     for module in modules:
-        hang_record(module, AttentionRecord(mesh))
+        hang_record(module, AttentionRecord(mesh, images=images))
     # Those that bypass the interface look for their implementation's own name.
     if any(uses_interface(module) for module in modules) and not config._attn_implementation.startswith(PREFIX):
         config._attn_implementation = PREFIX + config._attn_implementation
@@ -115,6 +121,8 @@ def attention_twin(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor 
         kernel = _eager_of(module) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
         record = record_of(module)
         record.calls += 1
+        if record.images is not None:
+            query, key, value = _without_filling(record.images, module, query, key, value)
         call = Call(query, key, value, attention_mask, kwargs)
         unit = record.unit
         if record.slot is not None and unit is not None:
@@ -125,9 +133,20 @@ def attention_twin(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor 
                 return attend_plain(call, unit, layer), None
             call = with_prefix(name, call, unit, layer)
         with _random_numbers(record, call):
-            return kernel(module, call.query, call.key, call.value, call.mask, **call.options)
+            output, weights = kernel(module, call.query, call.key, call.value, call.mask, **call.options)
+        return output if record.images is None else record.images.filled_up(output, dim=1), weights
 
     return attend
+
+
+def _without_filling(images: ImageSplit, module: nn.Module, *heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values ``[B, heads, S, D]`` of ``[B, heads, S', D]``: no position may see what isn't there."""
+    if len({x.shape[2] for x in heads}) > 1:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} attends to another sequence than its own, for which there is no rule in a model "
+            "of images on a mesh"
+        )
+    return tuple(x[:, :, : images.length] for x in heads)
 
 
 def _random_numbers(record: AttentionRecord, call: Call) -> AbstractContextManager[None]:
@@ -146,6 +165,8 @@ def mask_twin(name: str) -> Callable[..., Any]:
         if unit is not None:
             return segment_mask(name, unit, kwargs)
         lengths = _lengths.get()
+        if lengths is WHOLE_IMAGES:
+            return ALL_MASK_ATTENTION_FUNCTIONS[name](**kwargs)
         if kwargs.get("allow_is_bidirectional_skip") and lengths.source is not None:
             # A decoder's own positions see no later ones, so this is for its attention to the encoder's output.
             sizes = {"q_length": lengths.padded, "kv_length": lengths.source.padded}

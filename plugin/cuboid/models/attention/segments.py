@@ -20,6 +20,7 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.models.attention.whole_sequence import Replay, WholeSequence
 from cuboid.models.batch.batch import IGNORE_INDEX
 from cuboid.seq1f1b.attention.kv_cache import KVCache
+from cuboid.tensor3d.layers.whole_block import ImageSplit
 
 PREFIX = "cuboid_"
 #: Names of a cache that transformers' checkpointing takes from a layer's arguments. Some layers annotate none.
@@ -115,11 +116,13 @@ class AttentionRecord:
     Args:
         mesh: that the heads are split over, if any.
         slot: names the running unit, where sequences run in segments.
+        images: knows how positions were filled up, in a model of images.
     """
 
     mesh: Mesh | None = None
     slot: UnitSlot | None = None
     calls: int = 0
+    images: ImageSplit | None = None
 
     @property
     def unit(self) -> Unit | None:

@@ -23,6 +23,8 @@ TENSORS = ("input_ids", "labels", "attention_mask", "position_ids", "shift_label
 TOKEN_TYPES = "token_type_ids"
 #: Of an encoder-decoder, beside ``input_ids`` and ``attention_mask`` ``[B, S]``, each ``[B, T]``.
 TARGET_TENSORS = ("decoder_input_ids", "decoder_attention_mask", "labels")
+#: Of a model of images: ``[B, C, H, W]``, and which patches of it are masked, ``[B, P]``.
+IMAGE_TENSORS = ("pixel_values", "bool_masked_pos")
 LABELS = ("labels", "shift_labels")
 _INDICES = (torch.int64, torch.int32)
 #: Arguments that mean "nothing special" with these values and have no rule with others.
@@ -62,7 +64,7 @@ class LocalBatch:
 
     @property
     def padded(self) -> int:
-        """S'."""
+        """S'; not of images."""
         return self.tensors["input_ids"].shape[1]
 
 
@@ -138,6 +140,54 @@ def take_local_pair(arguments: dict[str, Any], config: PretrainedConfig, mesh: M
     return replace(batch, source=source)
 
 
+def take_local_images(arguments: dict[str, Any], config: PretrainedConfig, mesh: Mesh) -> LocalBatch:
+    """:func:`take_local_batch` of images, of which a rank is given whole ones: they are split behind the embeddings.
+
+    Raises:
+        UnsupportedModelError: an argument that has no rule.
+        CuboidError: ``pixel_values`` aren't images of the size in the config, or there are none.
+    """
+    for name, value in arguments.items():
+        is_known = name in (*IMAGE_TENSORS, "num_items_in_batch")
+        if not is_known and (isinstance(value, torch.Tensor) or value not in (None, False)):
+            hint = ": all images have the size in the model's config" if name == "interpolate_pos_encoding" else ""
+            raise UnsupportedModelError(f"{name} has no rule on a sharded model of images{hint}")
+    tensors = {name: arguments[name] for name in IMAGE_TENSORS if arguments.get(name) is not None}
+    images = tensors.get("pixel_values")
+    wanted = image_shape(config)
+    if images is None or images.dim() != 4 or len(images) == 0 or not images.is_floating_point():
+        found = "none" if images is None else f"{images.dtype} {list(images.shape)}"
+        raise CuboidError(
+            f"a sharded model of images needs pixel_values, floats [batch, channels, height, width], not {found}"
+        )
+    if wanted is None or tuple(images.shape[2:]) != wanted:
+        size = getattr(config, "image_size", None)
+        raise UnsupportedModelError(
+            f"pixel_values are {list(images.shape)}, but the config's image_size is {size}; "
+            "on a mesh there is no rule for other sizes, whose positions are interpolated"
+        )
+    masked = tensors.get("bool_masked_pos")
+    if masked is not None and (masked.dim() != 2 or len(masked) != len(images) or masked.is_floating_point()):
+        raise CuboidError(
+            f"bool_masked_pos is {masked.dtype} {list(masked.shape)}; give booleans [{len(images)}, patches]"
+        )
+    rows = len(images)
+    more = padded_length(rows, mesh.size("batch")) - rows
+    local = {name: own_slice(_with_rows(name, x, more), 0, mesh.along("batch")) for name, x in tensors.items()}
+    options = {name: x for name, x in arguments.items() if name == "num_items_in_batch" and x is not None}
+    return LocalBatch(local, rows, 0, options)
+
+
+def image_shape(config: PretrainedConfig) -> tuple[int, int] | None:
+    """Height and width of a model's images; None if its config doesn't say."""
+    size = getattr(config, "image_size", None)
+    if isinstance(size, int):
+        return size, size
+    if isinstance(size, list | tuple) and len(size) == 2:
+        return int(size[0]), int(size[1])
+    return None
+
+
 def given_tensors(arguments: dict[str, Any], *, token_types: bool = False) -> dict[str, torch.Tensor]:
     """Those of a forward's arguments that are a micro-batch, by the names in :data:`TENSORS`."""
     names = (*TENSORS, TOKEN_TYPES) if token_types else TENSORS
@@ -180,7 +230,7 @@ def _with_rows(name: str, x: torch.Tensor, missing: int) -> torch.Tensor:
     """Fill up with rows that have no loss. What else is in them is what a model surely can compute with."""
     if missing == 0:
         return x
-    last = x[-1:].expand(missing, -1)
+    last = x[-1:].expand(missing, *x.shape[1:])
     return torch.cat([x, torch.full_like(last, IGNORE_INDEX) if name in LABELS else last])
 
 

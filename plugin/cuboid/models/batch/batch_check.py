@@ -20,7 +20,7 @@ from cuboid.distributed.axis_collectives import all_gather
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import AXES
 from cuboid.errors import CuboidError
-from cuboid.models.batch.batch import IGNORE_INDEX, LABELS, TARGET_TENSORS, TENSORS, TOKEN_TYPES
+from cuboid.models.batch.batch import IGNORE_INDEX, IMAGE_TENSORS, LABELS, TARGET_TENSORS, TENSORS, TOKEN_TYPES
 from cuboid.models.batch.targets import ANSWERS, Targets
 from cuboid.tensor3d.layers.vocab_cross_entropy import PADDING
 
@@ -40,6 +40,7 @@ class Limits:
         targets: what the loss compares with.
         first_position: what a model that counts positions by itself begins with.
         longest: tokens of the longest sequence that the model is for, if its config says so.
+        has_images: whether it is given images in place of ids.
     """
 
     tokens: int
@@ -49,10 +50,13 @@ class Limits:
     targets: Targets = field(default_factory=lambda: Targets("causal"))
     first_position: int = 0
     longest: int | None = None
+    has_images: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of the tensors that may be given."""
+        if self.has_images:
+            return (*IMAGE_TENSORS, "labels")
         types = () if self.types is None else (TOKEN_TYPES,)
         more = {"answers": ANSWERS, "seq2seq": TARGET_TENSORS[:-1]}.get(self.targets.task, ())
         return (*TENSORS, *types, *more)
@@ -129,7 +133,7 @@ class BatchCheck:
         self._tensors = {name: arguments[name] for name in self._names if arguments.get(name) is not None}
         self._ignore_index: int = arguments.get("ignore_index", IGNORE_INDEX)
         self._limits, self._mesh = limits, mesh
-        ids = self._tensors["input_ids"]
+        ids = self._tensors["pixel_values" if limits.has_images else "input_ids"]
         device = ids.device
         if limits.positions is not None and "position_ids" not in self._tensors:
             # What the model counts by itself then; an encoder and a decoder have tables of the same size.
@@ -142,7 +146,8 @@ class BatchCheck:
         if mesh.shape.size > 1:
             sums = all_gather(self._summary(arguments, modes, device), mesh.along(*AXES))
             found += (sums != sums[0]).any(0).unbind()
-        self._verdict = _OnHost(torch.stack(found))
+        # On one rank nothing is compared, and images without classes index nothing.
+        self._verdict = _OnHost(torch.stack(found) if found else torch.zeros(0, dtype=torch.bool, device=device))
 
     def read_if_there(self) -> None:
         """:meth:`read` where nobody has to wait for it, which is on a CPU."""

@@ -20,6 +20,8 @@ _NAMES: dict[Task, tuple[str, ...]] = {
     "sequence": ("labels",),
     "tokens": ("labels",),
     "answers": ("start_positions", "end_positions"),
+    "images": ("labels",),
+    "masked images": (),
     "hidden": (),
 }
 TARGETS = ("labels", "shift_labels", "start_positions", "end_positions")
@@ -47,7 +49,7 @@ class Targets:
         task = task_of(model)
         if task in ("causal", "masked", "seq2seq"):
             return cls(task, 0, config.get_text_config().vocab_size)
-        if task not in ("sequence", "tokens"):
+        if task not in ("sequence", "tokens", "images"):
             return cls(task)
         outputs = int(config.num_labels)
         # Without a problem type, several outputs and labels that are integers are classes.
@@ -61,7 +63,8 @@ class Targets:
         Raises:
             CuboidError: one has another shape, or is another task's.
         """
-        rows, length = arguments["input_ids"].shape
+        main = "pixel_values" if arguments.get("input_ids") is None else "input_ids"
+        rows, length = arguments[main].shape[:2]
         for name in TARGETS:
             x = arguments.get(name)
             if x is None:
@@ -75,7 +78,7 @@ class Targets:
             shapes = self._shapes(rows, length, is_integer=not x.is_floating_point())
             if tuple(x.shape) not in shapes:
                 raise CuboidError(
-                    f"{name} is {list(x.shape)}, but input_ids is [{rows}, {length}]: {WORDS[self.task]} needs "
+                    f"{name} is {list(x.shape)}, but {main} is {list(arguments[main].shape)}: {WORDS[self.task]} needs "
                     + " or ".join(str(list(shape)) for shape in shapes)
                 )
 

@@ -36,7 +36,7 @@ from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
 from cuboid.seq1f1b.schedule.partition import even_cut
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
 
-_ROWS = 3
+ROWS = 3
 _STAGES = 3
 _SEGMENTS = 3
 _FILLED = 4
@@ -220,9 +220,9 @@ def probe_cases(config: PretrainedConfig) -> Iterator[tuple[Kind, Case]]:
 
 def probe_batch(case: Case, vocabulary: int) -> MicroBatch:
     generator = torch.Generator().manual_seed(case.length)
-    ids = torch.randint(4, vocabulary, (_ROWS, case.length), generator=generator)  # the first ones pad, begin and end
+    ids = torch.randint(4, vocabulary, (ROWS, case.length), generator=generator)  # the first ones pad, begin and end
     batch = {"input_ids": ids, "labels": ids.clone()}
-    mask, positions = case.attention_mask(_ROWS), case.position_ids(_ROWS)
+    mask, positions = case.attention_mask(ROWS), case.position_ids(ROWS)
     if mask is not None:
         mask[0] = 1  # one row is whole
         batch["attention_mask"] = mask

@@ -16,9 +16,9 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.thread_ranks import ThreadRanks
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError
-from cuboid.models.architectures.certificate import Inputs, Kind, MeshVerdict, Mode
-from cuboid.models.architectures.roles import blocks_computed_whole, split_blocks
-from cuboid.models.architectures.supported_tasks import WORDS, task_of
+from cuboid.models.architectures.certificate import HeadPlan, Inputs, Kind, MeshVerdict, Mode
+from cuboid.models.architectures.roles import blocks_computed_whole, layer_names, split_blocks
+from cuboid.models.architectures.supported_tasks import WORDS, takes_images, task_of
 from cuboid.models.batch.batch import granule
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
@@ -53,6 +53,8 @@ MESHES = (MeshShape(1, 2, 1), MeshShape(1, 1, 2), MeshShape(2, 1, 1), MeshShape(
 _EXACT = tuple(replace(each, tolerance=1e-9) for each in ATTEMPTS if each.precision is KeepFloat64)
 #: For micro-batches of other kinds: along `batch` they are only rows.
 _OTHER_KINDS = MeshShape(1, 2, 2)
+#: Of small images; with patches of 4 × 4, 16 of them or 9.
+_IMAGE_SIZES = (16, 12)
 
 
 def check_meshes(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVerdict:
@@ -72,6 +74,8 @@ def check_meshes(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVe
             small = small_config(config)
         except Exception as error:
             raise CannotProbe(f"its config can't be made small: {type(error).__name__}: {error}") from error
+        if takes_images(cls):
+            small = _with_odd_positions(cls, small)
         for attempt in _EXACT:
             model = random_model(cls, small, config._attn_implementation, attempt.dtype)
             if task_of(cls) == "sequence" and getattr(model.config, "pad_token_id", None) is None:
@@ -87,6 +91,43 @@ def check_meshes(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVe
         raise obstacle
 
 
+def _with_odd_positions(cls: type[PreTrainedModel], small: PretrainedConfig) -> PretrainedConfig:
+    """A small config of a model of images whose layers are given an odd number of positions, which meshes fill up.
+
+    It depends on how many tokens are added to the patches.
+
+    Raises:
+        CannotProbe: there is none, or a small model doesn't run, or it drops rows at random.
+    """
+    for name in ("drop_path_rate", "stochastic_depth_prob"):
+        if getattr(small, name, 0):
+            raise CannotProbe(
+                f"{name} is {getattr(small, name)}: it drops rows in layers at random, for which there is no rule; "
+                "set it to 0.0"
+            )
+    for size in _IMAGE_SIZES:
+        own = copy.deepcopy(small)
+        own.image_size = [size, size] if isinstance(small.image_size, list | tuple) else size
+        model = random_model(cls, own, None, torch.float32)
+        seen: list[int] = []
+
+        def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seen: list[int] = seen) -> None:
+            seen += [x.shape[1] for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim() == 3]
+
+        for name in layer_names(model):
+            model.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            with torch.no_grad():
+                model(**task_batch(Case("images", size), model))
+        except CannotProbe:
+            raise
+        except Exception as error:
+            raise CannotProbe(f"a small one doesn't run: {type(error).__name__}: {error}") from error
+        if seen and seen[0] % 2:
+            return own
+    raise CannotProbe("its layers, if it has a list of them, aren't given activations [B, S, H] of an odd length")
+
+
 class _Probe:
     """A small model, its micro-batches, and what they should give."""
 
@@ -99,7 +140,10 @@ class _Probe:
             raise CannotProbe("its attention is another one beyond a length that small models don't reach")
         self.refused: dict[Kind, str] = {}
         self.cases: list[tuple[Kind, Case, MicroBatch, Outcome]] = []
-        for number, (kind, case) in enumerate(probe_cases(model.config)):
+        self.has_images = takes_images(type(model))
+        images: list[tuple[Kind, Case]] = [("whole rows", Case("images", 0))]
+        self.call = {} if self.has_images else {"use_cache": False}
+        for number, (kind, case) in enumerate(images if self.has_images else probe_cases(model.config)):
             if self.task == "seq2seq" and kind == "packed sequences":
                 # An encoder-decoder is given no positions that could tell them apart.
                 continue
@@ -123,7 +167,7 @@ class _Probe:
                 return loss_function(*args, **kwargs)
 
             own.loss_function = note
-        loss = loss_of(own(**batch, use_cache=False), batch)
+        loss = loss_of(own(**batch, **self.call), batch)
         loss.backward()  # type: ignore[no-untyped-call]
         if not bool(loss.isfinite()):
             raise ValueError("its loss isn't finite")
@@ -154,8 +198,15 @@ def _best(probe: _Probe) -> MeshVerdict:
 
 def _choices(probe: _Probe) -> Iterator[MeshVerdict]:
     """How a model may be run with its layers split, the best way first."""
-    ways: list[dict[str, Any]] = [*({"inputs": inputs} for inputs in get_args(Inputs)), {"splits_late": True}]
+    ways: list[dict[str, Any]] = [
+        *({"inputs": inputs} for inputs in get_args(Inputs) if inputs != "pixels"),
+        {"splits_late": True},
+    ]
     heads: list[dict[str, Any]] = [{"head": "labels"}, {"head": "whole"}]
+    if probe.has_images:
+        plan: HeadPlan = "split" if probe.task == "hidden" else "whole"
+        yield MeshVerdict(inputs="pixels", splits_late=True, head=plan)
+        return
     if probe.task == "causal":
         heads = [{"gathers_logits": probe.has_own_loss}]
     elif probe.task == "seq2seq":
@@ -265,7 +316,7 @@ class _Split:
         model = self._models[mesh.rank]
         model.zero_grad()
         with self._probe.attempt.precision():
-            loss = loss_of(model(**batch, use_cache=False), batch)
+            loss = loss_of(model(**batch, **self._probe.call), batch)
             loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 

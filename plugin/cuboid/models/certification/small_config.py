@@ -53,6 +53,10 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(("max_target_positions", "context_length"), POSITIONS),
     **dict.fromkeys(("original_max_position_embeddings",), POSITIONS // 2),
 }
+#: The same of models of images alone. 16 patches and a class token are an odd number.
+_IMAGE_SIZES = {"image_size": 16, "patch_size": 4, "encoder_stride": 4, "pooler_output_size": HIDDEN}
+#: Names and numbers of layers, of which small models have fewer; of a class that gives the states of some layers.
+_OF_BACKBONES = ("out_features", "out_indices", "_out_features", "_out_indices", "stage_names")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "n_head_kv")
 _LAYERS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"),
@@ -128,6 +132,10 @@ def _shrunk_fields(config: PretrainedConfig) -> dict[str, Any]:
             fields[name] = {place: by_layer[index] for place, index in enumerate(kept) if index in by_layer}
         else:
             fields[name] = _smaller(name, value, original, kept)
+    if {"image_size", "patch_size"} <= fields.keys() and not config.sub_configs:
+        fields = {name: value for name, value in fields.items() if name not in _OF_BACKBONES}
+        fields.update({name: size for name, size in _IMAGE_SIZES.items() if isinstance(fields.get(name), int)})
+        fields.update({name: [size] * 2 for name, size in _IMAGE_SIZES.items() if isinstance(fields.get(name), list)})
     fields.update({name: value for name, value in _NUMBERS.items() if isinstance(original.get(name), float | int)})
     if isinstance(fields.get("rope_parameters"), dict):
         fields["rope_parameters"] = _rope(fields["rope_parameters"], fields)

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from cuboid.models.architectures.supported_tasks import takes_images
 from cuboid.models.architectures.transformers_names import decoder_ids
-from cuboid.models.batch.batch import IGNORE_INDEX
+from cuboid.models.batch.batch import IGNORE_INDEX, image_shape
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
 from cuboid.models.batch.targets import Targets
-from cuboid.models.certification.check import probe_batch
+from cuboid.models.certification.check import ROWS, CannotProbe, probe_batch
 
 #: From so many tokens on, a source has a target that is shorter.
 _LEAST_LENGTH = 12
@@ -35,6 +36,8 @@ def task_batch(case: Case, model: PreTrainedModel, *, has_types: bool = False) -
         has_types: whether there are token types.
     """
     targets = Targets.of(type(model), model.config)
+    if takes_images(type(model)):
+        return _images(case, model, targets)
     batch = probe_batch(case, model.config.get_text_config().vocab_size)
     pad = getattr(model.config.get_text_config(), "pad_token_id", None)
     if pad is not None and "attention_mask" in batch:
@@ -83,6 +86,25 @@ def with_target(source: MicroBatch, target: MicroBatch, model: PreTrainedModel) 
         batch["decoder_attention_mask"] = target["attention_mask"]
         ids = decoder_ids(model, target["labels"])
         batch["decoder_input_ids"] = target["input_ids"] if ids is None else ids
+    return batch
+
+
+def _images(case: Case, model: PreTrainedModel, targets: Targets) -> MicroBatch:
+    """As many rows as of ids, with classes, or with patches that are masked."""
+    generator = torch.Generator().manual_seed(case.length)
+    shape = image_shape(model.config)
+    if shape is None:
+        raise CannotProbe("its config has no image_size of a height and a width")
+    channels = int(getattr(model.config, "num_channels", 3))
+    images = torch.randn((ROWS, channels, *shape), generator=generator, dtype=torch.float64)
+    batch = {"pixel_values": images.to(model.dtype)}
+    if targets.task == "images":
+        batch["labels"] = _labels_of_rows(targets, ROWS, generator)
+    elif targets.task == "masked images":
+        patch = model.config.patch_size
+        height, width = (patch, patch) if isinstance(patch, int) else patch
+        patches = (shape[0] // height) * (shape[1] // width)
+        batch["bool_masked_pos"] = torch.rand((ROWS, patches), generator=generator) < 0.5
     return batch
 
 

@@ -27,7 +27,7 @@ from cuboid.tensor3d.layers.norm import ShardedLayerNorm, ShardedRMSNorm
 from cuboid.tensor3d.layers.output_reduce import SelectHeads
 from cuboid.tensor3d.layers.unsharded_module import UnshardedModule
 from cuboid.tensor3d.layers.vocab_embedding import shard_embedding
-from cuboid.tensor3d.layers.whole_block import LateSplit, compute_whole, keep_whole
+from cuboid.tensor3d.layers.whole_block import ImageSplit, LateSplit, compute_whole, keep_whole
 from cuboid.tensor3d.prefetch import ModelPrefetcher
 from cuboid.tensor3d.sharding.sharded_param import (
     disable_reshard_after_forward,
@@ -55,7 +55,7 @@ def parallelize_modules(
     config: TensorParallelConfig,
     shard_of: ShardOf,
     stages: Sequence[Collection[str]] = (),
-) -> LateSplit | None:
+) -> LateSplit | ImageSplit | None:
     """Swap every module of the parallel plan, dropouts too, and fix the sizes that attention modules read.
 
     Tied parameters stay one parameter. The whole tensors are freed one by one as their modules are swapped.
@@ -90,11 +90,15 @@ def parallelize_modules(
         new.train(old.training)
         model.set_submodule(name, new)
     blocks = whole_blocks(parallel_plan)
-    late = LateSplit(mesh) if parallel_plan.verdict.splits_late else None
+    images = ImageSplit(mesh) if parallel_plan.verdict.inputs == "pixels" else None
+    late = images or (LateSplit(mesh) if parallel_plan.verdict.splits_late else None)
     for name in blocks:
         role = parallel_plan.roles[name]
-        compute_whole(model.get_submodule(name), mesh, late if role.late else None, everywhere=role.everywhere)
-    if late is not None:
+        own = late if role.late else None
+        compute_whole(model.get_submodule(name), mesh, own, everywhere=role.everywhere, images=images)
+    if images is not None:
+        _split_images(model, images)
+    elif isinstance(late, LateSplit):
         _split_late(model, late)
     if mesh.shape.size > 1:
         _fuse_projections(model, parallel_plan)
@@ -331,11 +335,26 @@ def _split_late(model: PreTrainedModel, late: LateSplit) -> None:
         head.register_forward_pre_hook(late.enter, with_kwargs=True, prepend=True)
 
 
+def _split_images(model: PreTrainedModel, images: ImageSplit) -> None:
+    """Have activations split in each list of layers, and whole around them."""
+    layers = layer_names(model)
+    for name in layers:
+        group, _, number = name.rpartition(".")
+        if number == "0":
+            model.get_submodule(name).register_forward_pre_hook(images.enter, with_kwargs=True)
+        if f"{group}.{int(number) + 1}" not in layers:
+            model.get_submodule(name).register_forward_hook(images.leave)
+
+
 def _swap_dropouts(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh) -> None:
     """Outside of blocks that are computed whole, and have their own way with random numbers."""
-    blocks, base = whole_blocks(parallel_plan), f"{model.base_model_prefix}."
+    blocks, base, layers = whole_blocks(parallel_plan), f"{model.base_model_prefix}.", layer_names(model)
     for name, module in list(model.named_modules()):
         if type(module) is nn.Dropout and not any(name.startswith(f"{block}.") for block in blocks):
             is_whole = parallel_plan.verdict.head == "whole" and not name.startswith(base)
-            kind = CommonDropout if is_whole else ShardedDropout
-            model.set_submodule(name, kind(module.p, mesh).train(module.training))
+            new = CommonDropout(module.p, mesh) if is_whole else ShardedDropout(module.p, mesh)
+            is_image = parallel_plan.verdict.inputs == "pixels" and not is_whole
+            if is_image and not any(name.startswith(f"{layer}.") for layer in layers):
+                # Whole features of all positions, on all ranks of sequence × hidden.
+                new = ShardedDropout(module.p, mesh, ("batch",))
+            model.set_submodule(name, new.train(module.training))

@@ -22,10 +22,11 @@ from cuboid.distributed.no_compile import uncompiled
 from cuboid.distributed.rank_agreement import StepGuard
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import MeshVerdict
-from cuboid.models.architectures.roles import token_embeddings
+from cuboid.models.architectures.roles import takes_pixels, token_embeddings
 from cuboid.models.architectures.supported_tasks import compiling_refused
 from cuboid.models.architectures.transformers_names import decoder_ids, keep_logits
 from cuboid.models.attention.interface import (
+    WHOLE_IMAGES,
     Lengths,
     is_in_forward,
     use_sharded_attention,
@@ -37,6 +38,7 @@ from cuboid.models.batch.batch import (
     LocalBatch,
     given_tensors,
     take_local_batch,
+    take_local_images,
     take_local_pair,
 )
 from cuboid.models.batch.batch_check import BatchCheck, Limits
@@ -56,7 +58,7 @@ from cuboid.tensor3d.layers.vocab_cross_entropy import (
     predicted,
     sharded_cross_entropy,
 )
-from cuboid.tensor3d.layers.whole_block import LateSplit
+from cuboid.tensor3d.layers.whole_block import ImageSplit, LateSplit
 from cuboid.tensor3d.sharding.sharded_param import is_recomputing
 
 
@@ -82,7 +84,7 @@ class WholeModel:
         shapes = shapes or {}
         counts = {name: math.prod(shapes.get(name, own.shape)) for name, own in model.named_parameters()}
         tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
-        vocabulary = model.config.get_text_config().vocab_size
+        vocabulary = 0 if takes_pixels(model) else model.config.get_text_config().vocab_size
         tokens = getattr(model.get_input_embeddings(), "num_embeddings", vocabulary)
         limits = Limits(tokens, vocabulary, positions, longest=longest_sequence(model.config))
         return cls(counts, frozenset(f"{name}.weight" for name in tables), limits)
@@ -128,7 +130,7 @@ class Sharding:
     #: Of a language model.
     head: nn.Module | None = None
     #: Splits activations at the first layer, where that isn't done before.
-    late: LateSplit | None = None
+    late: LateSplit | ImageSplit | None = None
     #: Of the micro-batch that the forward which is running was given.
     check: BatchCheck | None = None
     #: That micro-batch, where logits are gathered.
@@ -171,7 +173,8 @@ def shard_modules(
     # An encoder's and a decoder's configs may be copies of the model's.
     configs = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
     for config_of_part in configs.values():
-        use_sharded_attention(config_of_part, list(attention.values()), mesh)
+        images = late if isinstance(late, ImageSplit) else None
+        use_sharded_attention(config_of_part, list(attention.values()), mesh, images)
     for name in whole_blocks(parallel_plan):
         # Their heads are all there, and their random numbers are the block's affair.
         for config_of_part in configs.values():
@@ -211,7 +214,10 @@ def _limits_of_task(limits: Limits, model: PreTrainedModel, verdict: MeshVerdict
         padded = [table.padding_idx for table in position_tables(model) if table.padding_idx is not None]
         first = max(padded, default=-1) + 1
     types = getattr(model.config, "type_vocab_size", None) if verdict.token_types else None
-    return replace(limits, labels=targets.classes, types=types, targets=targets, first_position=first)
+    images = verdict.inputs == "pixels"
+    return replace(
+        limits, labels=targets.classes, types=types, targets=targets, first_position=first, has_images=images
+    )
 
 
 def position_tables(model: PreTrainedModel) -> list[nn.Embedding]:
@@ -355,7 +361,7 @@ def _task_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> A
     """Of a classifier or the like: its own code runs around its base model, with whole micro-batches on all ranks."""
     sharding: Sharding = model.cuboid
     given = {name: arguments[name] for name in TARGETS if arguments.get(name) is not None}
-    if arguments.get("input_ids") is not None:
+    if _has_input(arguments):
         sharding.whole.limits.targets.check(arguments)
     if not sharding.checked:
         _check_modules(model, sharding.modules)
@@ -364,6 +370,11 @@ def _task_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> A
         return base_forward(**arguments)
     finally:
         sharding.targets, sharding.batch = {}, None
+
+
+def _has_input(arguments: dict[str, Any]) -> bool:
+    """Whether there is what targets are compared with; what is missing is said later."""
+    return any(arguments.get(name) is not None for name in ("input_ids", "pixel_values"))
 
 
 def _masked_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
@@ -403,7 +414,7 @@ def _sequence_to_sequence_forward(model: Any, base_forward: Any, arguments: dict
         assert source is not None
         with whole_sequence(Lengths(source.length, source.padded)):
             encoded = model.get_encoder()(**source.tensors, return_dict=True)
-        if sharding.late is not None:
+        if isinstance(sharding.late, LateSplit):
             encoded.last_hidden_state = sharding.late.split_source(encoded.last_hidden_state)
         labels = batch.tensors.pop("labels", None)
         seen = {name: x for name, x in source.tensors.items() if name == "attention_mask"}
@@ -524,16 +535,16 @@ def _base_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> A
             f"{type(model).__name__} was called by itself, for which there is no rule on a mesh; call the "
             f"{sharding.base.__name__} around it, with labels or decoder_input_ids"
         )
-    if sharding.whole.limits.targets.task == "hidden" and arguments.get("input_ids") is not None:
+    if sharding.whole.limits.targets.task == "hidden" and _has_input(arguments):
         sharding.whole.limits.targets.check(arguments)
     with _taken(model, arguments) as batch:
         output = base_forward(**_local_arguments(model, batch), return_dict=True)
-    if sharding.late is not None:
+    if isinstance(sharding.late, LateSplit):
         # Before the base model's own hook, which comes too late for what follows here.
         output = sharding.late.end(model, None, output)
     sharding.batch = batch
     for name, x in output.items():
-        if name == "pooler_output":
+        if name == "pooler_output" or (name == "last_hidden_state" and isinstance(sharding.late, ImageSplit)):
             output[name] = gather_rows(x, sharding.mesh, rows=batch.rows)
         elif name == "last_hidden_state":
             if sharding.verdict.head != "labels":
@@ -558,6 +569,8 @@ def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
     verdict.check_batch(given_tensors(arguments), type(model).__name__)
     if sharding.whole.limits.targets.task == "seq2seq":
         batch = take_local_pair(arguments, model.config, sharding.mesh)
+    elif verdict.inputs == "pixels":
+        batch = take_local_images(arguments, model.config, sharding.mesh)
     else:
         batch = take_local_batch(
             arguments, model.config, sharding.mesh, inputs=verdict.inputs, token_types=verdict.token_types
@@ -568,7 +581,7 @@ def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
     check.read_if_there()
     sharding.check = check
     try:
-        lengths = Lengths(batch.length, batch.padded)
+        lengths = WHOLE_IMAGES if verdict.inputs == "pixels" else Lengths(batch.length, batch.padded)
         if batch.source is not None:
             lengths = replace(lengths, source=Lengths(batch.source.length, batch.source.padded))
         with whole_sequence(lengths), known_packing(*_packing_of(arguments, batch)):
@@ -603,6 +616,8 @@ def _local_arguments(model: Any, batch: LocalBatch) -> dict[str, Any]:
     # The embedding runs here: it needs the ids of the whole sequence and returns a part of it, while the model's own
     # code takes the shape of everything that follows from what it is given.
     tensors = dict(batch.tensors)
+    if model.cuboid.verdict.inputs == "pixels":
+        return {**batch.options, **tensors}
     if model.cuboid.verdict.inputs != "embeddings":
         return {**batch.options, **tensors, "use_cache": False}
     embeddings = model.get_input_embeddings()(tensors.pop("input_ids"))

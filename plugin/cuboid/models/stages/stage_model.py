@@ -152,7 +152,9 @@ def finish_stage(
     late: LateSplit | None = None
     if parallel_plan is not None:
         stages = [{staging.outline.layer(i) for i in range(cut.first, cut.stop)} for cut in staging.cuts]
-        late = parallelize_modules(model, parallel_plan, mesh, staging.config.tensor_parallel, shard_of, stages)
+        split = parallelize_modules(model, parallel_plan, mesh, staging.config.tensor_parallel, shard_of, stages)
+        # No model of images is cut into stages.
+        late = split if isinstance(split, LateSplit) else None
         if staging.config.tensor_parallel.gradient_sync == "step":
             staging.gradient_sync = defer_gradient_sync(model)
         if staging.config.tensor_parallel.weight_gather == "step":

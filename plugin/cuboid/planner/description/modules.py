@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.attention_heads import HeadCounts
-from cuboid.models.architectures.roles import Role, find_roles
+from cuboid.models.architectures.roles import Role, find_roles, takes_pixels
 from cuboid.models.batch.length_cases import longest_sequence
 from cuboid.models.sharded.parallel_plan import out_features
 from cuboid.models.stages.model_costs import decoder_layers, expert_counts, sizes_of
@@ -39,8 +39,13 @@ def describe_modules(model: PreTrainedModel, whole: Collection[str] = ()) -> Mod
         whole: blocks that are computed whole, as of :func:`~cuboid.models.architectures.roles.find_roles`.
 
     Raises:
-        UnsupportedModelError: its layers aren't found, or a token's experts aren't known.
+        UnsupportedModelError: its layers aren't found, or a token's experts aren't known, or it is given images.
     """
+    if takes_pixels(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is given images, and the planner counts the work of tokens; give the axes of the "
+            'mesh in place of "mesh": "auto"'
+        )
     config = model.config.get_text_config()
     sizes, roles = sizes_of(model), _roles(model, whole)
     modules = {name: (model.get_submodule(name), role) for name, role in roles.items()}

@@ -65,10 +65,14 @@ class _MeshDropout(nn.Dropout):
 
 
 class ShardedDropout(_MeshDropout):
-    """``nn.Dropout`` under :func:`own_random_numbers`."""
+    """``nn.Dropout`` under :func:`own_random_numbers`, of what differs along ``axes``."""
+
+    def __init__(self, p: float, mesh: Mesh, axes: tuple[Axis, ...] = AXES) -> None:
+        super().__init__(p, mesh)
+        self._axes = axes
 
     def _drop(self, x: torch.Tensor) -> torch.Tensor:
-        with own_random_numbers(self.mesh, x.device):
+        with own_random_numbers(self.mesh, x.device, self._axes):
             return nn.functional.dropout(x, self.p, training=True)
 
 

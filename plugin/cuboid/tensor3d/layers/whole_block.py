@@ -10,16 +10,17 @@ Autograd keeps activations of the block, whole; of parameters it keeps shards, w
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from cuboid.distributed.axis_collectives import SEQUENCE_DIM, gather_dim, own_slice
+from cuboid.distributed.axis_collectives import SEQUENCE_DIM, gather_dim, own_slice, padded_length
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.distributed.topology import AXES, Axis
@@ -113,7 +114,75 @@ class LateSplit:
         return part
 
 
-def compute_whole(block: nn.Module, mesh: Mesh, late: LateSplit | None = None, *, everywhere: bool = False) -> None:
+class ImageSplit:
+    """Splits activations at the first layer of a list and joins them behind its last, for models of images.
+
+    Their length, such as 197 of 196 patches and a class token, is known there and not before. In layers it is filled up
+    to what the mesh divides; attention and blocks that are computed whole don't see what was filled up.
+
+    Attributes:
+        length: S of the last micro-batch; 0 before the first. All images of a model have one size.
+    """
+
+    #: Around layers everything is.
+    is_whole = True
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._granule = math.lcm(mesh.size("sequence"), mesh.size("hidden"))
+        self.length = 0
+
+    @uncompiled
+    def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward pre-hook of the first layer: ``[B/b, S, H]`` to ``[B/b, S'/s, H/h]``."""
+        stream = next(x for x in (*args, *kwargs.values()) if _is_activation(x))
+        if self.length not in (0, stream.shape[1]):
+            raise UnsupportedModelError(
+                f"layers were given {stream.shape[1]} positions, and {self.length} before; on a mesh all images of a "
+                "model must make as many"
+            )
+        self.length = stream.shape[1]
+
+        def part(x: Any) -> Any:
+            return self.part(x) if _is_activation(x) and x.shape == stream.shape else x
+
+        return tuple(map(part, args)), {name: part(x) for name, x in kwargs.items()}
+
+    @uncompiled
+    def leave(self, _: nn.Module, __: Any, output: Any) -> Any:
+        """A forward hook of the last layer."""
+        if isinstance(output, tuple):
+            return self.whole(output[0]), *output[1:]
+        return self.whole(output)
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of ``[B/b, S, …]``, filled up."""
+        x = self.filled_up(x, SEQUENCE_DIM)
+        if self._mesh.size("sequence", "hidden") == 1:
+            return x
+        part: torch.Tensor = _Part.apply(x, self._mesh)
+        return part
+
+    def whole(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse of :meth:`part`."""
+        if self._mesh.size("sequence", "hidden") > 1:
+            x = _Whole.apply(x, self._mesh)
+        return x.narrow(SEQUENCE_DIM, 0, self.length)
+
+    def filled_up(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """With zeros along a dim of S positions, up to S'."""
+        missing = padded_length(self.length, self._granule) - self.length
+        return nn.functional.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
+
+
+def compute_whole(
+    block: nn.Module,
+    mesh: Mesh,
+    late: LateSplit | ImageSplit | None = None,
+    *,
+    everywhere: bool = False,
+    images: ImageSplit | None = None,
+) -> None:
     """Let a block whose modules :func:`keep_whole` went through be computed whole, in place.
 
     Args:
@@ -121,9 +190,10 @@ def compute_whole(block: nn.Module, mesh: Mesh, late: LateSplit | None = None, *
         mesh: that its parameters are split over.
         late: says whether activations are whole, if the block isn't in a layer and they may be.
         everywhere: whether all ranks of the mesh are given the same, of the whole micro-batch.
+        images: knows how activations of images were filled up, if the block is in a layer.
     """
     if mesh.shape.size > 1:
-        vars(block).update(cuboid_late=late, cuboid_everywhere=everywhere)
+        vars(block).update(cuboid_late=late, cuboid_everywhere=everywhere, cuboid_images=images)
         cls: Any = type(block)
         block.__class__ = _computed_whole(cls)
 
@@ -147,12 +217,14 @@ def _computed_whole(own: Any) -> type[nn.Module]:
 
 def _run(block: Any, own: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mesh: Mesh = block.mesh
-    late: LateSplit | None = block.cuboid_late
+    late: LateSplit | ImageSplit | None = block.cuboid_late
+    images: ImageSplit | None = block.cuboid_images
     if block.cuboid_everywhere:
         with _unsharded(block, AXES):
             return own.forward(block, *args, **kwargs)
     if late is not None and (late.is_whole or mesh.size("sequence", "hidden") == 1):
-        with _unsharded(block):
+        device = next(x.device for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+        with _late_random_numbers(late, mesh, device), _unsharded(block):
             return own.forward(block, *args, **kwargs)
     stream = next((x for x in (*args, *kwargs.values()) if _is_activation(x)), None)
     if stream is None:
@@ -166,10 +238,16 @@ def _run(block: Any, own: type[nn.Module], args: tuple[Any, ...], kwargs: dict[s
         # Other activations come along. Where the sequence isn't split, cosines and sines may look like them at first.
         is_part = _is_activation(x) and x.shape[:2] == (batch, length)
         is_part = is_part and (mesh.size("sequence") > 1 or x.shape[2] == width)
+        if is_part and images is not None:
+            return images.whole(x)
         return _Whole.apply(x, mesh) if is_part and is_split else x
 
+    positions = length * mesh.size("sequence") if images is None else images.length
+
     def part(x: Any) -> Any:
-        is_whole = _is_activation(x) and x.shape[:2] == (batch, length * mesh.size("sequence"))
+        is_whole = _is_activation(x) and x.shape[:2] == (batch, positions)
+        if is_whole and images is not None:
+            return images.part(x)
         return _Part.apply(x, mesh) if is_whole and is_split else x
 
     args, kwargs = tuple(map(whole, args)), {name: whole(x) for name, x in kwargs.items()}
@@ -179,6 +257,13 @@ def _run(block: Any, own: type[nn.Module], args: tuple[Any, ...], kwargs: dict[s
     if isinstance(output, tuple):
         return tuple(map(part, output))
     return part(output)
+
+
+def _late_random_numbers(
+    late: LateSplit | ImageSplit, mesh: Mesh, device: torch.device
+) -> AbstractContextManager[None]:
+    """Around layers of a model of images, ranks of sequence × hidden keep all they compute, and must draw alike."""
+    return own_random_numbers(mesh, device, ("batch",)) if isinstance(late, ImageSplit) else nullcontext()
 
 
 def _is_activation(x: Any) -> bool:
