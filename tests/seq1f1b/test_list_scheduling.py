@@ -397,7 +397,13 @@ def test_the_command_writes_the_numbers_of_the_issue(numbers):
 def test_the_command_chooses_by_a_models_costs(numbers, tmp_path):
     from transformers import LlamaConfig
 
-    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4, vocab_size=131)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "vocab_size": 131,
+    }
     LlamaConfig(**sizes, max_position_embeddings=4096).save_pretrained(tmp_path)
     model = ("--model", tmp_path, "--seq-len", 4096, "--stages", 2, "--micro-batches", 4)
     found = numbers(*model, "--schedule", "auto", "--memory-limit", "1GiB")

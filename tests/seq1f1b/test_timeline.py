@@ -147,7 +147,13 @@ def cli(tmp_path, capsys):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=4, vocab_size=131)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "vocab_size": 131,
+    }
     LlamaConfig(**sizes, max_position_embeddings=4096).save_pretrained(folder)
     return folder
 
