@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -239,7 +240,8 @@ def _cases(model_types: list[str]) -> Iterator[tuple[str, str]]:
             continue
         yield model_type, ""
         yield from ((model_type, flavour) for flavour in FLAVOURS.get(model_type, {}))
-        config = AutoConfig.for_model(model_type)
+        # Of the class: not all have defaults that make a config.
+        config = CONFIG_MAPPING[model_type]
         if getattr(config, "is_decoder", True) is False and hasattr(config, "add_cross_attention"):
             # An encoder by default, which transformers asks to be made a decoder where it is a causal language model.
             yield model_type, _DECODER

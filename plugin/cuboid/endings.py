@@ -51,8 +51,8 @@ def raise_interrupts() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _end_at_once(number: int, frame: FrameType | None) -> None:
-    # Not by an exception: extension modules clear those that arise in their initialization, and the command would go on.
+def _end_at_once(number: int, _: FrameType | None) -> None:
+    # Not by an exception: extension modules clear those that arise while they initialize, and the command would go on.
     say_interrupted()
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
