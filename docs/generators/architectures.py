@@ -7,7 +7,7 @@ Without ``--probe``, which takes minutes for all of them, only the page is writt
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.architectures.certificate import MeshVerdict
+from cuboid.models.architectures.certificate import LABELLED, MeshVerdict
 from cuboid.models.architectures.supported_tasks import check_class
 from cuboid.models.certification.certificates import TABLE, digest_of, entry_of, features_of, find_out
 from cuboid.models.certification.check import CannotProbe
@@ -168,10 +168,10 @@ def probe(model_types: list[str]) -> None:
 
     Each takes 10 to 15 s of a processor. What was found is written down as soon as it is known.
     """
-    cases = list(_cases(model_types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)))
+    cases = causal_cases(model_types)
     heads = list(_head_cases(model_types or [*_DECODERS, *_ENCODERS, *_ENCODER_DECODERS, *_IMAGES]))
     with ProcessPoolExecutor(2) as pool:
-        for path, find in ((TABLE, _probe), (MESH_TABLE, _probe_meshes)):
+        for path, find in ((TABLE, probe_pipeline), (MESH_TABLE, _probe_meshes)):
             for case, (key, entry) in zip(cases, pool.map(find, cases), strict=True):
                 write_entry(path, case, key, entry)
         for case, (key, entry) in zip(heads, pool.map(_probe_head, heads), strict=True):
@@ -234,17 +234,19 @@ def write_entry(path: Path, case: tuple[str, str], key: str | None, entry: Any, 
     path.write_text(json.dumps(in_order, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _cases(model_types: list[str]) -> Iterator[tuple[str, str]]:
-    for model_type in model_types:
+def causal_cases(model_types: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Model types and flavours of causal language models that are probed; of all types, if none is named."""
+    cases = []
+    for model_type in model_types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             continue
-        yield model_type, ""
-        yield from ((model_type, flavour) for flavour in FLAVOURS.get(model_type, {}))
+        cases += [(model_type, flavour) for flavour in ("", *FLAVOURS.get(model_type, {}))]
         # Of the class: not all have defaults that make a config.
         config = CONFIG_MAPPING[model_type]
         if getattr(config, "is_decoder", True) is False and hasattr(config, "add_cross_attention"):
             # An encoder by default, which transformers asks to be made a decoder where it is a causal language model.
-            yield model_type, _DECODER
+            cases.append((model_type, _DECODER))
+    return cases
 
 
 def config_of(model_type: str, flavour: str) -> tuple[Any, PretrainedConfig]:
@@ -261,7 +263,7 @@ def config_of(model_type: str, flavour: str) -> tuple[Any, PretrainedConfig]:
     return cls, config
 
 
-def _probe(case: tuple[str, str]) -> tuple[str | None, Any]:
+def probe_pipeline(case: tuple[str, str]) -> tuple[str | None, Any]:
     """Key and entry of the table; or no key, and why the architecture can't be cut."""
     torch.set_num_threads(1)
     try:
@@ -306,7 +308,7 @@ def _mesh_parts(meshes: dict[str, Any]) -> dict[str, str]:
             if segments == "yes":
                 both.add(model_type)
             row = [_name(model_type, flavour), _extent(entry), stages, segments, f"{entry['error']:.0e}"]
-            rows.append([*row, ", ".join(kind for kind in entry["refused"])])
+            rows.append([*row, ", ".join(_refused_kinds(entry["refused"]))])
     known = len({*meshes["flavours"], *meshes["rejected"]})
     counts = (
         f"{known} architectures were probed on meshes: {len(accepted)} are right there, {len(split)} of them with "
@@ -369,6 +371,12 @@ def _parts(entries: dict[str, Any]) -> dict[str, str]:
 
 def _name(model_type: str, flavour: str) -> str:
     return f"`{model_type}`" + (f", {flavour}" if flavour else "")
+
+
+def _refused_kinds(refused: dict[str, str]) -> list[str]:
+    """Without labels in padding where padding is refused as it is."""
+    implied = {LABELLED[kind] for kind in LABELLED if kind in refused}
+    return [kind for kind in refused if kind not in implied]
 
 
 def _columns(entry: dict[str, Any]) -> list[str]:

@@ -38,6 +38,9 @@ MODELS = {
     "Mamba2ForCausalLM": ("mamba2", None),
     "FalconH1ForCausalLM": ("falcon_h1", None),
     "BioGptForCausalLM": ("biogpt", None),
+    "BartForCausalLM": ("bart", None),
+    "TrOCRForCausalLM": ("trocr", None),
+    "PhiForCausalLM": ("phi", None),
     "Gemma2ForTokenClassification": ("gemma2", None),
     "ViTForImageClassification": ("vit", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "intermediate_size": 96, "image_size": 32, "patch_size": 8}),
@@ -88,6 +91,11 @@ CASES = [
     # Makes a buffer of all layers in one place.
     ("FalconH1ForCausalLM", config_of(stages=2, segments=1)),
     ("BioGptForCausalLM", config_of(stages=2, segments=3)),
+    # Their own loss compares positions with their own labels.
+    ("BartForCausalLM", config_of(stages=2, segments=1)),
+    ("TrOCRForCausalLM", config_of(stages=2, segments=1)),
+    # Calls one dropout twice in a layer.
+    ("PhiForCausalLM", config_of(stages=2, segments=3)),
     # Its head has a dropout that its config doesn't tell.
     ("Gemma2ForTokenClassification", config_of("1x2x1")),
 ]

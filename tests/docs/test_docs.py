@@ -3,10 +3,12 @@
 import ast
 import importlib
 import json
+import multiprocessing
 import re
 import runpy
 import shutil
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from launching import ROOT, run
 sys.path.insert(0, str(ROOT / "docs"))
 
 import generate
+from generators import architectures
 
 import cuboid
 from cuboid.config.compatibility import check_framework_config
@@ -144,6 +147,30 @@ def test_pictures_are_drawn_alike_each_time(tmp_path):
         assert generate.main(["layout", "traffic", "memory", "--check", "--figures", str(tmp_path / folder)]) == 0
     for name in ("layout.svg", "layout.png", "traffic.png", "memory.png"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def without_errors(table):
+    return {
+        "rejected": table["rejected"],
+        "flavours": table["flavours"],
+        "architectures": {
+            key: {**entry, "error": 0} for group in table["architectures"].values() for key, entry in group.items()
+        },
+    }
+
+
+@pytest.mark.slow
+def test_the_table_of_architectures_is_what_their_probes_find_today(tmp_path):
+    table = tmp_path / "table.json"
+    shutil.copyfile(architectures.TABLE, table)
+    cases = architectures.causal_cases()
+    # Of two processes, since it takes minutes; fresh ones, because a thread of the tests' own can hold a lock.
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for case, (key, entry) in zip(cases, pool.map(architectures.probe_pipeline, cases), strict=True):
+            architectures.write_entry(table, case, key, entry)
+    found, known = (without_errors(json.loads(path.read_text())) for path in (table, architectures.TABLE))
+    for part in found:
+        assert found[part] == known[part]
 
 
 def test_a_case_that_there_is_not_is_refused(capsys):

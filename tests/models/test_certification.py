@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 import cuboid
 from conftest import TIMEOUT_S
 from cuboid.errors import CheckpointError, CuboidError, UnsupportedModelError
-from cuboid.models.architectures.certificate import Certificate, Verdict
+from cuboid.models.architectures.certificate import Certificate, MeshVerdict, Verdict
 from cuboid.models.certification import certificates, check, mesh_certificates, mesh_check
 from cuboid.models.certification.check import CannotProbe
 from cuboid.models.certification.float64 import precision
@@ -230,6 +230,29 @@ def test_a_small_config_keeps_what_decides_and_crosses_every_length():
     assert features[0] == features[1] == features[2] == features[3] != features[4]
 
 
+@pytest.mark.parametrize(
+    ("architecture", "shifts"),
+    [("llama", True), ("bart", False), ("pegasus", False), ("trocr", False), ("whisper", False)],
+)
+def test_a_models_own_loss_says_whether_labels_are_shifted(architecture, shifts):
+    config = AutoConfig.for_model(architecture)
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    assert certificates.certificate_of(cls, config).shifts_labels is shifts, "in the table"
+    with check.quiet_cpu(), precision(keep_float64=True):
+        model = check.random_model(cls, small_config(config), None, torch.float64)
+        batch = check.probe_batch(check.Case("", 12), model.config.vocab_size)
+        assert check.run_plain(model, batch).shifts_labels is shifts
+
+
+def test_a_model_with_another_loss_is_no_pipelines(monkeypatch):
+    class Weighed(transformers.LlamaForCausalLM):
+        def loss_function(self, logits, labels, vocab_size, **kwargs):
+            return 2 * super().loss_function(logits, labels, vocab_size, **kwargs)
+
+    verdict = certificates.find_out(Weighed, transformers.LlamaConfig()).verdict
+    assert "its own loss isn't the mean cross entropy" in verdict.reason_against("whole")
+
+
 def test_the_shipped_table_is_what_the_probe_finds():
     table = json.loads(certificates.TABLE.read_text(encoding="utf-8"))
     for architecture in ("llama", "gptj"):
@@ -348,6 +371,33 @@ def test_kinds_of_micro_batches_that_are_wrong_are_rejected_by_name():
     with pytest.raises(CuboidError, match="packed sequences"):
         certificate.check_batch({"position_ids": restarting}, ("segments",), "Model")
     certificate.check_batch({"attention_mask": left}, ("whole",), "Model")
+
+
+def test_labels_in_padding_are_told_from_labels_of_tokens():
+    mask, labels = torch.ones((2, 6), dtype=torch.long), torch.zeros((2, 6), dtype=torch.long)
+    mask[0, 4:] = 0
+    hidden = labels.masked_fill(mask == 0, -100)
+    verdict = MeshVerdict({"labels in padding on the right": "as seen"})
+    shifts = [shifted(each, -100) for each in (labels, hidden)]
+    wrong = [{"labels": labels}, {"shift_labels": shifts[0]}, {"shift_labels": torch.zeros_like(labels)}]
+    for batch in wrong:
+        with pytest.raises(CuboidError, match="right on a mesh: as seen; give what is padding the label -100"):
+            verdict.check_batch({"attention_mask": mask, **batch}, "Model")
+        verdict.check_batch(batch, "Model")
+    # The label of a row is no token's.
+    for batch in ({"labels": hidden}, {"shift_labels": shifts[1]}, {"labels": torch.zeros(2)}, {}):
+        verdict.check_batch({"attention_mask": mask, **batch}, "Model")
+    # What comes before a row's first token predicts it, in all of Hugging Face's causal models.
+    left = mask.flip(1)
+    verdict = MeshVerdict({"labels in padding on the left": "as seen"})
+    verdict.check_batch({"attention_mask": left, "shift_labels": shifted(hidden.flip(1), -100)}, "Model")
+    with pytest.raises(CuboidError, match="labels in padding on the left"):
+        verdict.check_batch({"attention_mask": left, "labels": labels}, "Model")
+    # An encoder's padding has none, a decoder's has.
+    verdict = MeshVerdict({"labels in padding on the right": "as seen"})
+    verdict.check_batch({"attention_mask": mask, "decoder_attention_mask": torch.ones(2, 6), "labels": labels}, "Model")
+    with pytest.raises(CuboidError, match="labels in padding on the right"):
+        verdict.check_batch({"decoder_attention_mask": mask, "labels": labels}, "Model")
 
 
 def test_what_is_probed_in_a_load_is_tied_as_the_model_is(tmp_path, monkeypatch):

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from cuboid import CheckpointError, CuboidError, load_config
 from cuboid.checkpoint.format.bounded_files import check_output
 from cuboid.models.architectures.supported_tasks import check_causal
 from cuboid.models.batch.length_cases import check_length, longest_sequence
+from cuboid.models.certification.check import shifts_labels
 from cuboid.train.data.tokens import Tokens, TokensMeta, fingerprint
 from cuboid.train.reporting.report import MODEL, REPORT
 from cuboid.train.resume import Resumed, find_run, reject_other_run
@@ -292,9 +294,22 @@ def _new_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     return model.num_parameters() * dtype.itemsize
 
 
+def _check_loss(config: PretrainedConfig) -> None:
+    """Make sure that a model's own loss of a text is that of its next tokens."""
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    # Code of the user's own isn't run before the model is made.
+    if cls is not None and not getattr(config, "auto_map", None) and shifts_labels(cls, config) is False:
+        raise CuboidError(
+            f"cuboid train gives a model its input_ids as labels, and {cls.__name__}'s own loss compares each position "
+            "with its own label, so that it would learn to copy; train it in a script of your own, with "
+            "cuboid.from_pretrained and labels that are shifted by one token"
+        )
+
+
 def _check_model(options: TrainOptions, config: PretrainedConfig, tokenizer: Any) -> tuple[int, str]:
     """Check the model against tokenizer and sequence length; returns its vocabulary size and architecture's hash."""
     check_causal(config, "cuboid train")
+    _check_loss(config)
     file = options.architecture
     with as_damage_of(file / CONFIG if file.is_dir() else file):
         text_config = config.get_text_config()

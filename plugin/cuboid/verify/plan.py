@@ -64,6 +64,8 @@ class Plan:
             micro-batch crosses them.
         rounded: whether to round weights to bfloat16 first, whatever ``dtype`` is.
         shard_in_memory: whether Cuboid's side loads the full model and then shards it, rather than loading shards.
+        counts_items: whether a causal model's own loss takes ``num_items_in_batch``; else means of micro-batches are
+            weighed by their tokens.
         left_out: kinds of micro-batches that there are none of, because the architecture isn't right with them, and
             why.
         seed: of the batches.
@@ -96,6 +98,7 @@ class Plan:
     shrink: bool = False
     rounded: bool = False
     shard_in_memory: bool = False
+    counts_items: bool = True
     left_out: tuple[tuple[Kind, str], ...] = ()
     seed: int = 0
 

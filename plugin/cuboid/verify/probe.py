@@ -41,9 +41,13 @@ def probe(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[Outputs, Tenso
 
 def probe_stage(pipeline: Pipeline, model: Any, batch: Mapping[str, torch.Tensor]) -> Outputs:
     """Like :func:`probe`, for one stage of a pipeline, by segments and without logits. Collective."""
-    with _evaluation(model), _captured(_own_modules(model, model.staging)) as outputs:
+    staging = model.staging
+    with _evaluation(model), _captured(_own_modules(model, staging)) as outputs:
         pipeline.evaluate(iter([batch]), 1)
-    return outputs
+    layers = [staging.outline.layer(index) for cut in staging.cuts for index in range(cut.first, cut.stop)]
+    segments = max((len(outputs.get(name, ())) for name in layers), default=0)
+    # Which calls are the first ones of a module that is called several times in each segment isn't seen.
+    return {name: calls for name, calls in outputs.items() if len(calls) <= segments}
 
 
 def _own_modules(model: nn.Module, staging: Staging) -> Iterator[tuple[str, nn.Module]]:

@@ -19,6 +19,7 @@ from cuboid.config.config_file import ConfigSource, load_config
 from cuboid.config.schema import CuboidConfig, PipelineConfig, parse_config, require_config, split_config
 from cuboid.distributed.topology import Topology
 from cuboid.errors import CuboidError
+from cuboid.models.architectures.certificate import LABELLED
 from cuboid.models.architectures.certificate import Kind as BatchKind
 from cuboid.models.architectures.supported_tasks import task_of
 from cuboid.models.certification.certificates import certificate_of
@@ -146,6 +147,9 @@ def complete(plan: Plan, pipeline: PipelineConfig | None, *, has_mesh: bool = Fa
     task = task_of(type(model))
     if task != "causal" and pipeline is None:
         plan = dataclasses.replace(plan, mean_over="micro_batches")
+    if task == "causal" and pipeline is not None:
+        # Losses that don't shift labels are transformers' older ones, of decoders that follow an encoder.
+        plan = dataclasses.replace(plan, counts_items=certificate_of(type(model), model.config).shifts_labels)
     if chooses:
         plan = plan.without(_refused(model, pipeline, has_mesh=has_mesh))
     if pipeline is not None and model.config._attn_implementation == "eager":
@@ -166,8 +170,8 @@ def _refused(model: PreTrainedModel, pipeline: PipelineConfig | None, *, has_mes
         certificate = certificate_of(cls, model.config)
         for mode in certificate.modes(is_cut=pipeline.segments != 1, is_filled=has_mesh):
             found |= {} if certificate.verdict is None else certificate.verdict.refused.get(mode, {})
-    # Whether anything is right is what is to be found out.
-    return {kind: reason for kind, reason in found.items() if kind != "whole rows"}
+    # Whether anything is right is what is to be found out, and padding has no labels here.
+    return {kind: reason for kind, reason in found.items() if kind not in ("whole rows", *LABELLED.values())}
 
 
 def default_tolerance(plan: Plan) -> float:

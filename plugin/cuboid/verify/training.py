@@ -124,7 +124,8 @@ def run_replicas(model: Any, plan: Plan, step: int, replicas: Iterable[int]) -> 
     """
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
-    options, counts_items = options_of(model), plan.mean_over == "tokens" and task_of(type(model)) == "causal"
+    options = options_of(model)
+    counts_items = plan.counts_items and plan.mean_over == "tokens" and task_of(type(model)) == "causal"
     share = 1.0 / (plan.data_parallel * plan.accumulate)
     if counts_items:
         options["num_items_in_batch"] = torch.tensor(plan.label_tokens(step, *tokens_of(model)), device=device)

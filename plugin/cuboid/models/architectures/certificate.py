@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from cuboid.errors import CuboidError, UnsupportedModelError
+from cuboid.tensor3d.layers.vocab_cross_entropy import PADDING
 
 #: Cut into stages only; into segments as well; or cut into stages and filled up to a multiple of what a mesh needs.
 Mode = Literal["whole", "segments", "filled"]
@@ -20,7 +21,19 @@ HeadPlan = Literal["split", "labels", "whole"]
 #: which it counts by itself; images, which are whole up to the first layer.
 Inputs = Literal["embeddings", "ids", "only ids", "pixels"]
 #: What a micro-batch may have besides whole rows.
-Kind = Literal["whole rows", "padding on the left", "padding on the right", "packed sequences"]
+Kind = Literal[
+    "whole rows",
+    "padding on the left",
+    "padding on the right",
+    "labels in padding on the left",
+    "labels in padding on the right",
+    "packed sequences",
+]
+#: Kinds whose padding has labels; by the kind of the padding alone.
+LABELLED: dict[Kind, Kind] = {
+    "padding on the left": "labels in padding on the left",
+    "padding on the right": "labels in padding on the right",
+}
 
 
 @dataclass(frozen=True)
@@ -32,11 +45,14 @@ class Verdict:
             right can't be used at all.
         error: the largest relative error of what was found right.
         gives_cache: whether layers are right with segments only if something stands for a cache of the ones before.
+        shifts_labels: whether a causal model's own loss compares each position with the label after it. That of
+            ``BartForCausalLM`` and its kin compares it with its own.
     """
 
     refused: dict[Mode, dict[Kind, str]] = field(default_factory=dict)
     error: float = 0.0
     gives_cache: bool = False
+    shifts_labels: bool = True
 
     def reason_against(self, mode: Mode) -> str | None:
         """Why a mode can't be used, if it can't."""
@@ -103,12 +119,18 @@ class Certificate:
                 if reason is not None:
                     raise CuboidError(
                         f"the micro-batch has {kind}, with which {name} isn't right {_WORDS[mode]}: {reason}"
+                        f"{_advice(kind)}"
                     )
 
     @property
     def gives_cache(self) -> bool:
         """Whether layers must be given something for a cache of the segments before."""
         return self.verdict is not None and self.verdict.gives_cache
+
+    @property
+    def shifts_labels(self) -> bool:
+        """See :class:`Verdict`; as almost all do, where nobody knows."""
+        return self.verdict is None or self.verdict.shifts_labels
 
 
 @dataclass(frozen=True)
@@ -169,7 +191,9 @@ class MeshVerdict:
         for kind in _kinds_of(batch) if self.refused else ():
             reason = self.refused.get(kind)
             if reason is not None:
-                raise CuboidError(f"the micro-batch has {kind}, with which {name} isn't right on a mesh: {reason}")
+                raise CuboidError(
+                    f"the micro-batch has {kind}, with which {name} isn't right on a mesh: {reason}{_advice(kind)}"
+                )
 
 
 _WORDS: dict[Mode, str] = {
@@ -179,14 +203,35 @@ _WORDS: dict[Mode, str] = {
 }
 
 
+def _advice(kind: Kind) -> str:
+    return f"; give what is padding the label {PADDING}" if kind in LABELLED.values() else ""
+
+
 def _kinds_of(batch: Mapping[str, torch.Tensor]) -> list[Kind]:
     kinds: list[Kind] = ["whole rows"]
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    for each in (mask, batch.get("decoder_attention_mask")):
+    target_mask = batch.get("decoder_attention_mask")
+    for each in (mask, target_mask):
         if each is not None and not bool(each.all()):
             seen = each.bool()
             is_left = bool((seen[:, 1:] > seen[:, :-1]).any())
-            kinds.append("padding on the left" if is_left else "padding on the right")
+            kind: Kind = "padding on the left" if is_left else "padding on the right"
+            kinds.append(kind)
+            # An encoder's padding has no labels.
+            if (each is target_mask or target_mask is None) and _has_label(batch, ~seen):
+                kinds.append(LABELLED[kind])
     if mask is None and positions is not None and bool((positions.diff(dim=1) != 1).any()):
         kinds.append("packed sequences")
     return kinds
+
+
+def _has_label(batch: Mapping[str, torch.Tensor], positions: torch.Tensor) -> bool:
+    """Whether some of the tokens at ``[B, S]`` positions are labels."""
+    labels, shifted = batch.get("labels"), batch.get("shift_labels")
+    if labels is not None and labels.shape == positions.shape:
+        return bool((positions & (labels != PADDING)).any())
+    if shifted is None or shifted.shape != positions.shape:
+        return False
+    # Its entries are of the tokens after them, and the last one's isn't among them.
+    after = torch.cat([positions[:, 1:], positions[:, -1:]], dim=1)
+    return bool((after & (shifted != PADDING)).any())

@@ -123,7 +123,8 @@ def _written(certificate: Certificate) -> dict[str, Any]:
         return {"obstacle": certificate.obstacle}
     verdict = asdict(certificate.verdict)
     refused = {mode: kinds for mode, kinds in verdict["refused"].items() if kinds}
-    return {"refused": refused, "gives_cache": verdict["gives_cache"], "error": verdict["error"]}
+    entry = {"refused": refused, "gives_cache": verdict["gives_cache"], "error": verdict["error"]}
+    return entry if verdict["shifts_labels"] else {**entry, "shifts_labels": False}
 
 
 def _read(entry: Any) -> Certificate:
@@ -139,7 +140,10 @@ def _read(entry: Any) -> Certificate:
             if mode not in MODES or kind not in KINDS:
                 raise ValueError(f"unknown: {mode}, {kind}")
             refused[mode][kind] = str(reason)
-    return Certificate(Verdict(refused, float(entry["error"]), gives_cache=entry["gives_cache"] is True))
+    shifts_labels = entry.get("shifts_labels", True) is not False
+    return Certificate(
+        Verdict(refused, float(entry["error"]), gives_cache=entry["gives_cache"] is True, shifts_labels=shifts_labels)
+    )
 
 
 def found_once(

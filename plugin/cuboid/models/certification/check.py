@@ -6,7 +6,7 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError
-from cuboid.models.architectures.certificate import MODES, Certificate, Kind, MeshVerdict, Mode, Verdict
+from cuboid.models.architectures.certificate import LABELLED, MODES, Certificate, Kind, MeshVerdict, Mode, Verdict
 from cuboid.models.architectures.supported_tasks import task_of
 from cuboid.models.batch.batch import IGNORE_INDEX
 from cuboid.models.batch.broadcast import MicroBatch
@@ -34,14 +34,19 @@ from cuboid.models.stages.stages import StageLayout, draw_outline
 from cuboid.models.stages.units import SegmentedBatch, label_tokens, with_shifted_labels
 from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
 from cuboid.seq1f1b.schedule.partition import even_cut
+from cuboid.tensor3d.layers.vocab_cross_entropy import shifted
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
 
 ROWS = 3
 _STAGES = 3
 _SEGMENTS = 3
 _FILLED = 4
+#: Tokens, where lengths don't matter.
+_SHORT = 12
 #: Far from zero, so that scores, gates and norms leave the neighbourhood where every function is linear.
 _WEIGHT_STD, _VECTOR_STD = 0.15, 0.2
+#: Why a model with another loss is no pipeline's.
+OTHER_LOSS = "its own loss isn't the mean cross entropy of its logits and labels, which a pipeline computes"
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,26 @@ def check(cls: type[PreTrainedModel], config: PretrainedConfig) -> Verdict:
             except CannotProbe as error:
                 obstacle = error
         raise obstacle
+
+
+def shifts_labels(cls: type[PreTrainedModel], config: PretrainedConfig) -> bool | None:
+    """Whether a causal model's own loss compares positions with the label after them, found with a small one.
+
+    Args:
+        cls: the architecture's class.
+        config: of the real model.
+
+    Returns:
+        False where it compares them with their own; None where neither is so, or no small one runs.
+    """
+    with quiet_cpu(), suppress(Exception):
+        small = small_config(config)
+        for attempt in ATTEMPTS:
+            with suppress(Exception), default_dtype(attempt.default), attempt.precision():
+                model = random_model(cls, small, config._attn_implementation, attempt.dtype)
+                batch = probe_batch(Case("short", _SHORT), small.get_text_config().vocab_size)
+                return run_plain(model, batch, attempt.tolerance).shifts_labels
+    return None
 
 
 @contextmanager
@@ -162,7 +187,7 @@ def _best(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verdict
     segments = {**given.refused["whole"], **given.refused["segments"]}
     filled = {**given.refused["filled"], **verdict.refused["filled"]}
     refused: dict[Mode, dict[Kind, str]] = {"whole": verdict.refused["whole"], "segments": segments, "filled": filled}
-    return Verdict(refused, max(verdict.error, given.error), gives_cache=True)
+    return Verdict(refused, max(verdict.error, given.error), gives_cache=True, shifts_labels=verdict.shifts_labels)
 
 
 def _compare(
@@ -171,19 +196,25 @@ def _compare(
     verdict: dict[Mode, dict[Kind, str]] = {mode: {} for mode in modes}
     largest = 0.0
     vocabulary = model.config.get_text_config().vocab_size
+    shifts_labels: bool | None = None
     first = True
     for kind, case in probe_cases(model.config):
-        batch = probe_batch(case, vocabulary)
+        batch = probe_batch(case, vocabulary, has_labels=kind in LABELLED.values())
         try:
             with attempt.precision():
-                expected = run_plain(model, batch)
+                expected = run_plain(model, batch, attempt.tolerance)
         except Exception as error:
             if first:
                 raise CannotProbe(f"a small one doesn't run: {type(error).__name__}: {error}") from error
             for mode in modes:
                 verdict[mode].setdefault(kind, f"the model itself fails there: {type(error).__name__}: {error}")
             continue
-        first = False
+        if first:
+            shifts_labels, first = expected.shifts_labels, False
+        if expected.shifts_labels is None:
+            for mode in modes:
+                verdict[mode].setdefault(kind, f"{OTHER_LOSS} ({case.name})")
+            continue
         for mode in modes:
             if kind in verdict[mode] or "whole rows" in verdict[mode]:
                 continue
@@ -201,7 +232,7 @@ def _compare(
                 verdict[mode][kind] = f"{name} differs by {error_of:.1e} ({case.name}, {case.length} tokens)"
             else:
                 largest = max(largest, error_of)
-    return Verdict(verdict, largest, gives_cache)
+    return Verdict(verdict, largest, gives_cache, shifts_labels is not False)
 
 
 def probe_cases(config: PretrainedConfig) -> Iterator[tuple[Kind, Case]]:
@@ -215,10 +246,13 @@ def probe_cases(config: PretrainedConfig) -> Iterator[tuple[Kind, Case]]:
         if case.packed:
             yield "packed sequences", case
         elif case.padding != "none" and case.length == longest and not case.first_position:
-            yield ("padding on the left" if case.padding == "left" else "padding on the right"), case
+            kind: Kind = "padding on the left" if case.padding == "left" else "padding on the right"
+            yield kind, case
+            yield LABELLED[kind], case
 
 
-def probe_batch(case: Case, vocabulary: int) -> MicroBatch:
+def probe_batch(case: Case, vocabulary: int, *, has_labels: bool = False) -> MicroBatch:
+    """A micro-batch of a kind; with ``has_labels``, padding has some too."""
     generator = torch.Generator().manual_seed(case.length)
     ids = torch.randint(4, vocabulary, (ROWS, case.length), generator=generator)  # the first ones pad, begin and end
     batch = {"input_ids": ids, "labels": ids.clone()}
@@ -226,7 +260,8 @@ def probe_batch(case: Case, vocabulary: int) -> MicroBatch:
     if mask is not None:
         mask[0] = 1  # one row is whole
         batch["attention_mask"] = mask
-        batch["labels"][mask == 0] = IGNORE_INDEX
+        if not has_labels:
+            batch["labels"][mask == 0] = IGNORE_INDEX
     if positions is not None:
         batch["position_ids"] = positions
     return batch
@@ -234,20 +269,54 @@ def probe_batch(case: Case, vocabulary: int) -> MicroBatch:
 
 @dataclass
 class Outcome:
+    """Of a step.
+
+    Args:
+        loss, gradients: of it.
+        shifts_labels: whether the model's own loss compares positions with the label after them, or with their own;
+            None where it is no mean cross entropy of its logits at all.
+    """
+
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
+    shifts_labels: bool | None = None
 
 
-def run_plain(model: PreTrainedModel, batch: MicroBatch) -> Outcome:
+def run_plain(model: PreTrainedModel, batch: MicroBatch, tolerance: float = ATTEMPTS[0].tolerance) -> Outcome:
+    """Forward and backward of a model by itself, and what its own loss is."""
     own = copy.deepcopy(model)
-    arguments = {name: x for name, x in batch.items() if name != "labels"}
-    logits = own(**arguments, use_cache=False).logits
-    shifted = with_shifted_labels(batch, is_causal=task_of(type(model)) == "causal")["shift_labels"]
-    loss = nn.functional.cross_entropy(logits.flatten(0, 1), shifted.flatten(), ignore_index=IGNORE_INDEX)
-    loss.backward()
-    if not bool(loss.isfinite()):
+    output = own(**batch, use_cache=False)
+    if output.loss is None:
+        raise ValueError("it computes no loss of labels")
+    loss = mean_loss(output.logits, probe_labels(batch)["shift_labels"])
+    loss.backward()  # type: ignore[no-untyped-call]
+    if not bool(loss.isfinite() & output.loss.isfinite()):
         raise ValueError("its loss isn't finite")
-    return Outcome(loss.detach(), gradients_of([own]))
+    shifts = _shift_of(model, batch, output.logits.detach(), float(output.loss), tolerance)
+    return Outcome(loss.detach(), gradients_of([own]), shifts)
+
+
+def probe_labels(batch: MicroBatch) -> MicroBatch:
+    """A micro-batch of the probe where what has a label at all predicts one at its end too, as in ``shift_labels``."""
+    rest = {name: x for name, x in batch.items() if name != "labels"}
+    labels = shifted(batch["labels"], IGNORE_INDEX)
+    labels[:, -1] = batch["input_ids"][:, 0].where(batch["labels"][:, -1] != IGNORE_INDEX, IGNORE_INDEX)
+    return {**rest, "shift_labels": labels}
+
+
+def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean cross entropy of ``[B, S, V]`` and ``[B, S]``."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
+
+
+def _shift_of(
+    model: PreTrainedModel, batch: MicroBatch, logits: torch.Tensor, loss: float, tolerance: float
+) -> bool | None:
+    for shifts in (True, False) if task_of(type(model)) == "causal" else (False,):
+        expected = float(mean_loss(logits, with_shifted_labels(batch, shifts=shifts)["shift_labels"]))
+        if abs(loss - expected) <= tolerance * abs(expected):
+            return shifts
+    return None
 
 
 def gradients_of(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
@@ -286,7 +355,7 @@ def run_stages(stages: Sequence[Any], batch: MicroBatch, lengths: tuple[int, ...
         The loss.
     """
     is_causal = stages[0].staging.outline.is_causal
-    shifted = with_shifted_labels(batch, is_causal=is_causal)
+    shifted = probe_labels(batch)
     items = max(int(label_tokens(shifted)), 1)
     runners = []
     for stage in stages:

@@ -16,7 +16,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.thread_ranks import ThreadRanks
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError
-from cuboid.models.architectures.certificate import HeadPlan, Inputs, Kind, MeshVerdict, Mode
+from cuboid.models.architectures.certificate import LABELLED, HeadPlan, Inputs, Kind, MeshVerdict, Mode
 from cuboid.models.architectures.roles import blocks_computed_whole, layer_names, split_blocks
 from cuboid.models.architectures.supported_tasks import WORDS, takes_images, task_of
 from cuboid.models.batch.batch import granule
@@ -24,6 +24,7 @@ from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
 from cuboid.models.certification.check import (
     ATTEMPTS,
+    OTHER_LOSS,
     Attempt,
     CannotProbe,
     Outcome,
@@ -147,7 +148,11 @@ class _Probe:
             if self.task == "seq2seq" and kind == "packed sequences":
                 # An encoder-decoder is given no positions that could tell them apart.
                 continue
-            batch = task_batch(case, model, has_types=self.takes_types and number % 2 == 1)
+            has_labels = kind in LABELLED.values()
+            if has_labels and self.task not in ("causal", "masked", "seq2seq", "tokens"):
+                continue
+            has_types = self.takes_types and number % 2 == 1
+            batch = task_batch(case, model, has_types=has_types, has_labels=has_labels)
             try:
                 with attempt.precision():
                     self.cases.append((kind, case, batch, self._run_plain(batch)))
@@ -264,9 +269,11 @@ def _reasons_against_stages(probe: _Probe, choice: MeshVerdict) -> dict[Mode, st
     try:
         outline = draw_outline(type(probe.model), probe.model.config)
         with probe.attempt.precision():
-            expected = run_plain(probe.model, probe.cases[0][2])
+            expected = run_plain(probe.model, probe.cases[0][2], probe.attempt.tolerance)
     except Exception as error:
         return dict.fromkeys(modes, _words(error))
+    if expected.shifts_labels is None:
+        return dict.fromkeys(modes, OTHER_LOSS)
     reasons = {mode: _reason_against_stages(probe, choice, outline, expected, mode) for mode in modes}
     return {mode: reason for mode, reason in reasons.items() if reason}
 

@@ -27,18 +27,20 @@ def takes_token_types(model: PreTrainedModel) -> bool:
     return "token_type_ids" in parameters and bool(getattr(model.config, "type_vocab_size", 0))
 
 
-def task_batch(case: Case, model: PreTrainedModel, *, has_types: bool = False) -> MicroBatch:
+def task_batch(case: Case, model: PreTrainedModel, *, has_types: bool = False, has_labels: bool = False) -> MicroBatch:
     """A micro-batch with the targets that a model's loss compares with.
 
     Args:
         case: what it is like.
         model: small.
         has_types: whether there are token types.
+        has_labels: whether padding has labels.
     """
     targets = Targets.of(type(model), model.config)
     if takes_images(type(model)):
         return _images(case, model, targets)
-    batch = probe_batch(case, model.config.get_text_config().vocab_size)
+    vocabulary = model.config.get_text_config().vocab_size
+    batch = probe_batch(case, vocabulary, has_labels=has_labels)
     pad = getattr(model.config.get_text_config(), "pad_token_id", None)
     if pad is not None and "attention_mask" in batch:
         # Some models look for padding among the ids.
@@ -50,7 +52,7 @@ def task_batch(case: Case, model: PreTrainedModel, *, has_types: bool = False) -
     if targets.task == "causal":
         return batch
     if targets.task == "seq2seq":
-        return with_target(batch, probe_batch(target_case(case), model.config.get_text_config().vocab_size), model)
+        return with_target(batch, probe_batch(target_case(case), vocabulary, has_labels=has_labels), model)
     return with_answers(batch, targets, generator)
 
 

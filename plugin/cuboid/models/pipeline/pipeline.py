@@ -158,7 +158,7 @@ class Pipeline:
         """This replica's part of a step, and its label tokens."""
         count, self.rows = len(shared), sum(batch["input_ids"].shape[0] for batch in shared)
         is_causal = self._staging.outline.is_causal
-        micro_batches = [with_shifted_labels(batch, is_causal=is_causal) for batch in shared]
+        micro_batches = [with_shifted_labels(batch, shifts=self._staging.shifts_labels) for batch in shared]
         for batch in micro_batches:
             self._check_length(batch["input_ids"].shape[1])
             self._model.cuboid.whole.limits.warn_of_length(batch, self.mesh)

@@ -85,6 +85,11 @@ class Staging:
     held_weights: list[UnshardedCopy] = field(default_factory=list)
     weight_gradients: WeightGradientStore = field(default_factory=WeightGradientStore)
 
+    @property
+    def shifts_labels(self) -> bool:
+        """Whether positions are compared with the label after them, as by the model's own loss."""
+        return self.outline.is_causal and self.certificate.shifts_labels
+
     def recorded(self, *arguments: Any) -> WholeSequence:
         """See :meth:`WholeSequenceRecorder.record`."""
         assert self.recorder is not None, "a stage that isn't finished"

@@ -260,11 +260,24 @@ def _holders(outline: Outline) -> set[str]:
 def _keep_tied(model: PreTrainedModel, unit: str, outline: Outline) -> None:
     """Leave of a module that holds a parameter for the head what has it. All else that may be in BERT's embeddings is
     the first stage's; a second copy would be saved in the place of the one that is trained."""
-    sources = set(outline.tied.values())
-    for name, module in list(model.get_submodule(unit).named_modules(prefix=unit)):
-        own = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
-        if own and sources.isdisjoint(own):
-            model.set_submodule(name, PlaceholderModule(model.dtype))
+    owners = {name.rpartition(".")[0] for name in outline.tied.values() if name.startswith(f"{unit}.")}
+    if unit in owners:
+        return
+    kept = {name: model.get_submodule(name) for name in owners}
+    # Its own forward isn't run, as on the stages between: RoCBERT's joins what other stages' modules would return.
+    for name in sorted({unit, *(parent for owner in owners for parent in _parents(owner, unit))}):
+        model.set_submodule(name, PlaceholderModule(model.dtype))
+    for name, module in kept.items():
+        parent, _, own = name.rpartition(".")
+        model.get_submodule(parent).add_module(own, module)
+
+
+def _parents(name: str, unit: str) -> Iterator[str]:
+    """Modules between one and the unit that it is in."""
+    parent = name.rpartition(".")[0]
+    while parent != unit:
+        yield parent
+        parent = parent.rpartition(".")[0]
 
 
 def _unit_of(parameter: str, units: Sequence[str]) -> str:

@@ -19,15 +19,15 @@ from cuboid.seq1f1b.attention.kv_cache import KVCache
 from cuboid.tensor3d.layers.vocab_cross_entropy import shifted
 
 
-def with_shifted_labels(batch: MicroBatch, *, is_causal: bool = True) -> MicroBatch:
+def with_shifted_labels(batch: MicroBatch, *, shifts: bool = True) -> MicroBatch:
     """The same micro-batch with ``shift_labels`` in place of ``labels``.
 
     They are shifted before the sequence is cut, or each segment would lose the label of its last token.
 
     Args:
         batch: as the user gave it.
-        is_causal: whether positions predict the token after them; in masked language models they predict their own, and
-            labels stay as they are.
+        shifts: whether the model's own loss compares positions with the label after them. Masked language models, and
+            some decoders of encoder-decoders, compare them with their own, and labels stay as they are.
 
     Raises:
         CuboidError: it has neither.
@@ -37,7 +37,7 @@ def with_shifted_labels(batch: MicroBatch, *, is_causal: bool = True) -> MicroBa
         return rest
     if "labels" not in batch:
         raise CuboidError("a pipeline's micro-batch needs labels; add labels: input_ids, with -100 for padding")
-    return {**rest, "shift_labels": shifted(batch["labels"], IGNORE_INDEX) if is_causal else batch["labels"]}
+    return {**rest, "shift_labels": shifted(batch["labels"], IGNORE_INDEX) if shifts else batch["labels"]}
 
 
 def label_tokens(batch: MicroBatch) -> torch.Tensor:
@@ -51,7 +51,7 @@ class SegmentedBatch:
 
     Args:
         ids, positions: ``[B/b, S']``, or ``[1, S']`` for positions that all rows share.
-        labels: ``[B/b, S']``: entry t is the token after t.
+        labels: ``[B/b, S']``: entry t is what position t predicts, for causal models the token after t.
         bounds: start of each segment, and the end of the last, in 0 … S'.
         attention_mask, packed: see :func:`cuboid.models.attention.segments.prepare_masks`.
         visible: see :func:`cuboid.models.attention.segments.visible_to_all`.
@@ -84,10 +84,11 @@ class SegmentedBatch:
         """Take this rank's rows of a whole micro-batch with shifted labels; fill them up to the sum of ``lengths``.
 
         Args:
-            batch, is_causal: see :func:`with_shifted_labels`.
+            batch: see :func:`with_shifted_labels`.
             lengths: of the segments.
             config: of the model.
             mesh: of this rank.
+            is_causal: whether no position sees later ones.
 
         Raises:
             CuboidError: the mesh's batch axis doesn't divide the rows.

@@ -370,10 +370,15 @@ def _part(name: str, replay: Replay, own: Any, whole: Any) -> Any:
         # Rows that are alike may be given once, in one of the two.
         differing = [dim for dim in differing if 1 not in (own.shape[dim], whole.shape[dim]) or here == 1]
         if all(whole.shape[dim] == length and own.shape[dim] == here for dim in differing):
+            first_row = whole[..., :1, -1:] if own.dim() > 2 else whole
             for dim in differing:
                 # What is added to attention's scores ``[…, Q, K]``, as ALiBi is: a segment's keys begin with the first.
                 is_keys = own.dim() > 2 and dim == own.dim() - 1
                 whole = replay.cut(whole, dim, start=0 if is_keys else None)
+                if is_keys and dim - 1 in differing and replay.stop > length:
+                    # No position may see what the sequence was filled up with; the first doesn't see the last. (Not the
+                    # last one's key over again, which the last position sees.)
+                    whole[..., length:] = first_row
             return whole
     raise UnsupportedModelError(
         f"{name} is given a tensor {list(own.shape)} with a segment of {replay.stop - replay.start} positions and "

@@ -223,8 +223,7 @@ def _run(block: Any, own: type[nn.Module], args: tuple[Any, ...], kwargs: dict[s
         with _unsharded(block, AXES):
             return own.forward(block, *args, **kwargs)
     if late is not None and (late.is_whole or mesh.size("sequence", "hidden") == 1):
-        device = next(x.device for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-        with _late_random_numbers(late, mesh, device), _unsharded(block):
+        with _late_random_numbers(late, mesh, (*args, *kwargs.values())), _unsharded(block):
             return own.forward(block, *args, **kwargs)
     stream = next((x for x in (*args, *kwargs.values()) if _is_activation(x)), None)
     if stream is None:
@@ -260,10 +259,13 @@ def _run(block: Any, own: type[nn.Module], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _late_random_numbers(
-    late: LateSplit | ImageSplit, mesh: Mesh, device: torch.device
+    late: LateSplit | ImageSplit, mesh: Mesh, arguments: Sequence[Any]
 ) -> AbstractContextManager[None]:
     """Around layers of a model of images, ranks of sequence × hidden keep all they compute, and must draw alike."""
-    return own_random_numbers(mesh, device, ("batch",)) if isinstance(late, ImageSplit) else nullcontext()
+    if not isinstance(late, ImageSplit):
+        return nullcontext()
+    device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
+    return own_random_numbers(mesh, device, ("batch",))
 
 
 def _is_activation(x: Any) -> bool:
