@@ -12,7 +12,7 @@ import torch.distributed as dist
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BartConfig, LlamaConfig, LlamaForCausalLM, ViTConfig
 
 from cuboid import CheckpointError, ConfigError, CuboidError
 from cuboid.cli import app
@@ -345,6 +345,21 @@ def test_a_tokenizer_larger_than_the_model_is_rejected(options, checkpoint, tmp_
     train_tokenizer(TEXTS, 300).save_pretrained(tmp_path / "small")
     with pytest.raises(CuboidError, match="vocabulary only 64"):
         plan(options(model=tmp_path / "small"))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (BartConfig(vocab_size=304, d_model=16), "BartForCausalLM.s own loss compares each position with its own"),
+        (ViTConfig(), r"cuboid train runs causal language models, and 'vit' has none"),
+    ],
+    ids=["bart", "vit"],
+)
+def test_a_model_that_would_not_learn_to_predict_text_is_rejected(options, tokenizer, tmp_path, config, message):
+    config.save_pretrained(tmp_path / "other")
+    tokenizer.save_pretrained(tmp_path / "other")
+    with pytest.raises(CuboidError, match=message):
+        plan(options(model=None, arch_config=tmp_path / "other", tokenizer=tmp_path / "other", steps=1))
 
 
 def test_tokens_of_another_tokenizer_are_rejected(options, tokenizer, tmp_path):

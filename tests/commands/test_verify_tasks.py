@@ -6,6 +6,7 @@ import transformers
 from transformers import AutoConfig
 
 from cuboid import CuboidError
+from cuboid.errors import UnsupportedModelError
 from cuboid.models.certification.small_config import small_config
 from cuboid.verify import Plan, verify
 from cuboid.verify.probe import mask_correlation, probe_dropout
@@ -42,6 +43,8 @@ MODELS = {
     "TrOCRForCausalLM": ("trocr", None),
     "PhiForCausalLM": ("phi", None),
     "Gemma2ForTokenClassification": ("gemma2", None),
+    "XGLMForCausalLM": ("xglm", None),
+    "MllamaForCausalLM": ("mllama_text_model", None),
     "ViTForImageClassification": ("vit", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "intermediate_size": 96, "image_size": 32, "patch_size": 8}),
 }  # fmt: skip
@@ -126,6 +129,15 @@ def test_the_engine_is_compared_too(saved, name):
 def test_a_model_of_images_is_refused(saved):
     with pytest.raises(CuboidError, match=r"ViTForImageClassification is (given pixel_values|for image)"):
         complete(Plan(saved("ViTForImageClassification")), None)
+
+
+def test_what_plain_transformers_cannot_run_or_load_is_said_in_a_sentence(saved):
+    with pytest.raises(
+        CuboidError, match=r"XGLMForCausalLM fails in plain transformers, in float64: .*--dtype float32"
+    ):
+        verify(Plan(saved("XGLMForCausalLM"), batch=4), config_of("1x2x1"), passes=("core",), timeout_s=TIMEOUT_S)
+    with pytest.raises(UnsupportedModelError, match="has no model for the model_type 'mllama_text_model'"):
+        complete(Plan(saved("MllamaForCausalLM")), None)
 
 
 def test_no_dropout_is_left(saved):

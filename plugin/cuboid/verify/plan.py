@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from cuboid.errors import CuboidError
+from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import Kind
 from cuboid.models.architectures.supported_tasks import auto_class_of, check_class
 from cuboid.models.batch.length_cases import (
@@ -142,9 +142,19 @@ class Plan:
         return auto_class_of(architectures)
 
     def empty_model(self) -> PreTrainedModel:
-        """On the meta device."""
+        """On the meta device.
+
+        Raises:
+            UnsupportedModelError: transformers' auto class has no model for its config.
+        """
+        config, auto_class = self.model_config(), self.auto_class
+        if type(config) not in auto_class._model_mapping and not getattr(config, "auto_map", None):
+            raise UnsupportedModelError(
+                f"{auto_class.__name__} has no model for the model_type {config.model_type!r} of {self.checkpoint}; it "
+                "may be the config of a part of another model, whose checkpoint can be verified"
+            )
         with torch.device("meta"):
-            model: PreTrainedModel = self.auto_class.from_config(self.model_config())
+            model: PreTrainedModel = auto_class.from_config(config)
         return model
 
     def model_config(self) -> PretrainedConfig:

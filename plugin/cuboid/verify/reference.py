@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import cuboid
+from cuboid.errors import CuboidError
 from cuboid.models.certification.float64 import precision
 from cuboid.verify.plan import Plan
 from cuboid.verify.probe import probe
@@ -48,9 +49,18 @@ def run_reference(plan: Plan, directory: str, moments: bool = False) -> None:
     with _without_cuboid():
         model = load_plain(plan)
         batch = micro_batches(plan, model, 0, 0)[0]
-        with precision(keep_float64=plan.keep_float64):
-            activations, logits = probe(model, batch)
-            outcome = train(model, plan, OneProcess(), moments=moments)
+        try:
+            with precision(keep_float64=plan.keep_float64):
+                activations, logits = probe(model, batch)
+                outcome = train(model, plan, OneProcess(), moments=moments)
+        except CuboidError:
+            raise
+        except Exception as error:
+            other = "; --dtype float32 may do" if plan.dtype == "float64" else ""
+            raise CuboidError(
+                f"there is nothing to compare with: {type(model).__name__} fails in plain transformers, in "
+                f"{plan.dtype}: {type(error).__name__}: {error}{other}"
+            ) from error
         model.save_pretrained(Path(directory, SAVED))
     whole = (*batch["input_ids"].shape, model.config.get_text_config().hidden_size)
     outcome.activations = {name: x for name, (x,) in activations.items() if tuple(x.shape) == whole}

@@ -15,13 +15,14 @@ from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.thread_ranks import ThreadRanks
 from cuboid.distributed.topology import MeshShape
-from cuboid.errors import CuboidError
+from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import LABELLED, HeadPlan, Inputs, Kind, MeshVerdict, Mode
 from cuboid.models.architectures.roles import blocks_computed_whole, layer_names, split_blocks
 from cuboid.models.architectures.supported_tasks import WORDS, takes_images, task_of
 from cuboid.models.batch.batch import granule
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
+from cuboid.models.certification.certificates import certificate_of
 from cuboid.models.certification.check import (
     ATTEMPTS,
     OTHER_LOSS,
@@ -88,8 +89,16 @@ def check_meshes(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVe
                 except CannotProbe as error:
                     obstacle = error
                     continue
-                return _best(probe)
+                return _best(probe, gives_cache=_gives_cache(cls, config))
         raise obstacle
+
+
+def _gives_cache(cls: type[PreTrainedModel], config: PretrainedConfig) -> bool:
+    """Whether a pipeline gives layers a cache, with or without a mesh."""
+    try:
+        return certificate_of(cls, config).gives_cache
+    except UnsupportedModelError:
+        return False
 
 
 def _with_odd_positions(cls: type[PreTrainedModel], small: PretrainedConfig) -> PretrainedConfig:
@@ -181,7 +190,7 @@ class _Probe:
         return Outcome(loss.detach(), gradients)
 
 
-def _best(probe: _Probe) -> MeshVerdict:
+def _best(probe: _Probe, *, gives_cache: bool) -> MeshVerdict:
     """As much split as is right."""
     blocks = split_blocks(probe.model)
     some = [*((block,) for block in blocks), *([tuple(blocks)] if len(blocks) > 1 else [])]
@@ -189,13 +198,14 @@ def _best(probe: _Probe) -> MeshVerdict:
     for choice in _choices(probe):
         reason = _reason_against(probe, choice)
         if reason is None:
-            return _verdict(probe, choice)
+            return _verdict(probe, choice, gives_cache=gives_cache)
         # What isn't right with whole layers isn't right with a whole block of each.
         layers = replace(choice, whole=("",))
         reason = _reason_against(probe, layers)
         if reason is None:
             fewer = (replace(choice, whole=whole) for whole in some)
-            return _verdict(probe, next((each for each in fewer if _reason_against(probe, each) is None), layers))
+            least = next((each for each in fewer if _reason_against(probe, each) is None), layers)
+            return _verdict(probe, least, gives_cache=gives_cache)
     # The last choice takes the least for granted, so that its reason says the most about the model.
     assert reason is not None
     return MeshVerdict({"whole rows": reason})
@@ -240,7 +250,7 @@ def _reason_against(probe: _Probe, choice: MeshVerdict) -> str | None:
     return None
 
 
-def _verdict(probe: _Probe, choice: MeshVerdict) -> MeshVerdict:
+def _verdict(probe: _Probe, choice: MeshVerdict, *, gives_cache: bool) -> MeshVerdict:
     """Of all micro-batches, of which the longest was right."""
     refused, largest = dict(probe.refused), 0.0
     split = _Split(probe, _OTHER_KINDS, choice)
@@ -257,10 +267,12 @@ def _verdict(probe: _Probe, choice: MeshVerdict) -> MeshVerdict:
                 largest = max(largest, error)
     blocks = blocks_computed_whole(probe.model, choice.whole)
     found = replace(choice, refused=refused, error=largest, blocks=blocks)
-    return found if "whole rows" in refused else replace(found, with_stages=_reasons_against_stages(probe, found))
+    if "whole rows" in refused:
+        return found
+    return replace(found, with_stages=_reasons_against_stages(probe, found, gives_cache=gives_cache))
 
 
-def _reasons_against_stages(probe: _Probe, choice: MeshVerdict) -> dict[Mode, str]:
+def _reasons_against_stages(probe: _Probe, choice: MeshVerdict, *, gives_cache: bool) -> dict[Mode, str]:
     """What is wrong with the longest micro-batch on a mesh and in stages, whole or in segments."""
     modes: tuple[Mode, ...] = ("whole", "segments")
     if probe.task != "causal":
@@ -274,27 +286,23 @@ def _reasons_against_stages(probe: _Probe, choice: MeshVerdict) -> dict[Mode, st
         return dict.fromkeys(modes, _words(error))
     if expected.shifts_labels is None:
         return dict.fromkeys(modes, OTHER_LOSS)
-    reasons = {mode: _reason_against_stages(probe, choice, outline, expected, mode) for mode in modes}
+    gives = {"whole": False, "segments": gives_cache}
+    reasons = {
+        mode: _reason_against_stages(probe, choice, outline, expected, mode, gives_cache=gives[mode]) for mode in modes
+    }
     return {mode: reason for mode, reason in reasons.items() if reason}
 
 
 def _reason_against_stages(
-    probe: _Probe, choice: MeshVerdict, outline: Outline, expected: Outcome, mode: Mode
+    probe: _Probe, choice: MeshVerdict, outline: Outline, expected: Outcome, mode: Mode, *, gives_cache: bool
 ) -> str | None:
     _, case, batch, _ = probe.cases[0]
-    reason = ""
-    # Without a cache where that is right, as in the pipeline's own probe.
-    for gives_cache in (False, True) if mode == "segments" else (False,):
-        try:
-            split = _SplitStages(probe, choice, outline, gives_cache=gives_cache)
-            error, name = split.largest_error(batch, expected, mode)
-        except Exception as failure:
-            reason = reason or f"{_words(failure)} ({case.name})"
-            continue
-        if error <= probe.attempt.tolerance:
-            return None
-        reason = reason or f"{name} differs by {error:.1e} ({case.name})"
-    return reason
+    try:
+        split = _SplitStages(probe, choice, outline, gives_cache=gives_cache)
+        error, name = split.largest_error(batch, expected, mode)
+    except Exception as failure:
+        return f"{_words(failure)} ({case.name})"
+    return None if error <= probe.attempt.tolerance else f"{name} differs by {error:.1e} ({case.name})"
 
 
 def _words(failure: Exception) -> str:

@@ -14,7 +14,7 @@ import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -207,6 +207,8 @@ def axes_computed_alike(module: nn.Module) -> tuple[Axis, ...]:
 
 @cache
 def _computed_whole(own: Any) -> type[nn.Module]:
+    # With its signature, by which what a layer takes is told.
+    @wraps(own.forward)
     @uncompiled
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _run(self, own, args, kwargs)
