@@ -1,5 +1,6 @@
 """Fixtures that several test modules share: a pool of processes, and small checkpoints."""
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from cuboid.verify import SmallModel, WorkerPool
 # No deadline per example: machines are shared and slow at times.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+# A shell's jobs in the background ignore Ctrl-C, and so would all that the tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TESTS = Path(__file__).parent
 #: Timeout of a job of the pool, which takes a second or two; generous for slow machines.

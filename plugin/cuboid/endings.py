@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
+from types import TracebackType
 from typing import NoReturn
 
 #: The exit status of what Ctrl-C has ended, in the shell's form.
@@ -39,20 +38,14 @@ def end_interrupted() -> NoReturn:
 
 
 def expect_interrupts() -> None:
-    """If this process is the command ``cuboid``, let Ctrl-C end it with a line while it imports, until ``cli.app``."""
+    """If this process is the command ``cuboid``, leave out the traceback of Ctrl-C, during its imports too."""
     is_command = Path(sys.argv[0]).name == "cuboid" or "cuboid.cli" in sys.orig_argv
-    if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end_at_once)
+    if is_command and sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _report
 
 
-def raise_interrupts() -> None:
-    """Let Ctrl-C raise ``KeyboardInterrupt`` again, once everything is imported."""
-    if signal.getsignal(signal.SIGINT) is _end_at_once:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _end_at_once(number: int, _: FrameType | None) -> None:
-    # Not by an exception: extension modules clear those that arise while they initialize, and the command would go on.
-    say_interrupted()
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        say_interrupted()
+    else:
+        sys.__excepthook__(kind, error, trace)

@@ -19,7 +19,7 @@ from cuboid.cli.profile import profile
 from cuboid.cli.timeline import timeline
 from cuboid.cli.train import train
 from cuboid.cli.verify import verify
-from cuboid.endings import INTERRUPTED, end_interrupted, raise_interrupts, tell_launcher
+from cuboid.endings import INTERRUPTED, end_interrupted, tell_launcher
 
 commands = typer.Typer(
     name="cuboid",
@@ -55,7 +55,6 @@ def app() -> None:
 
     Under a launcher every rank runs it; a user's error is printed by rank 0 only, and all ranks exit with its status.
     """
-    raise_interrupts()
     try:
         status = commands(standalone_mode=False)
     except CuboidError as error:
