@@ -26,7 +26,7 @@ class Bar(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """Bars from above, with marks beside them: none where a value isn't known."""
+    """Bars from above, with marks beside those whose values are known."""
 
     label: str  # what they measure
     bars: Sequence[Bar]
@@ -64,8 +64,9 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
             axes.errorbar(left, place, xerr=[[left - low], [high - left]], color=BLACK, capsize=2)
         axes.text(0, place, f" {bar.text}", va="center", fontsize=8)
     for (label, values), colour in zip(panel.marks.items(), (RED, GREEN), strict=False):
-        if None not in values:
-            axes.plot(values, range(len(values)), "|", color=colour, markersize=13, markeredgewidth=2, label=label)
+        there = [(value, place) for place, value in enumerate(values) if value is not None]
+        if there:
+            axes.plot(*zip(*there, strict=True), "|", color=colour, markersize=13, markeredgewidth=2, label=label)
     axes.set_yticks(range(len(panel.bars)), [bar.name for bar in panel.bars], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel(panel.label)
