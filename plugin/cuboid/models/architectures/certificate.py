@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -112,13 +112,15 @@ class Certificate:
         Raises:
             CuboidError: it was seen to be wrong.
         """
-        refused = {} if self.verdict is None else self.verdict.refused
-        for mode in modes:
-            for kind in _kinds_of(batch) if refused.get(mode) else ():
-                reason = refused.get(mode, {}).get(kind)
-                if reason is not None:
+        if self.verdict is None:
+            return
+        refused = {mode: self.verdict.refused.get(mode, {}) for mode in modes}
+        kinds = _kinds_of(batch, {kind for reasons in refused.values() for kind in reasons})
+        for mode, reasons in refused.items():
+            for kind in kinds:
+                if kind in reasons:
                     raise CuboidError(
-                        f"the micro-batch has {kind}, with which {name} isn't right {_WORDS[mode]}: {reason}"
+                        f"the micro-batch has {kind}, with which {name} isn't right {_WORDS[mode]}: {reasons[kind]}"
                         f"{_advice(kind)}"
                     )
 
@@ -188,12 +190,11 @@ class MeshVerdict:
         Raises:
             CuboidError: it was seen to be wrong.
         """
-        for kind in _kinds_of(batch) if self.refused else ():
-            reason = self.refused.get(kind)
-            if reason is not None:
-                raise CuboidError(
-                    f"the micro-batch has {kind}, with which {name} isn't right on a mesh: {reason}{_advice(kind)}"
-                )
+        for kind in _kinds_of(batch, self.refused):
+            raise CuboidError(
+                f"the micro-batch has {kind}, with which {name} isn't right on a mesh: {self.refused[kind]}"
+                f"{_advice(kind)}"
+            )
 
 
 _WORDS: dict[Mode, str] = {
@@ -207,22 +208,24 @@ def _advice(kind: Kind) -> str:
     return f"; give what is padding the label {PADDING}" if kind in LABELLED.values() else ""
 
 
-def _kinds_of(batch: Mapping[str, torch.Tensor]) -> list[Kind]:
+def _kinds_of(batch: Mapping[str, torch.Tensor], among: Collection[Kind]) -> list[Kind]:
+    """Which of some kinds a micro-batch is of. The host waits for as few numbers as these need."""
     kinds: list[Kind] = ["whole rows"]
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     target_mask = batch.get("decoder_attention_mask")
-    for each in (mask, target_mask):
+    for each in (mask, target_mask) if any("padding" in kind for kind in among) else ():
         if each is not None and not bool(each.all()):
             seen = each.bool()
             is_left = bool((seen[:, 1:] > seen[:, :-1]).any())
             kind: Kind = "padding on the left" if is_left else "padding on the right"
             kinds.append(kind)
             # An encoder's padding has no labels.
-            if (each is target_mask or target_mask is None) and _has_label(batch, ~seen):
+            has_labels = each is target_mask or target_mask is None
+            if LABELLED[kind] in among and has_labels and _has_label(batch, ~seen):
                 kinds.append(LABELLED[kind])
-    if mask is None and positions is not None and bool((positions.diff(dim=1) != 1).any()):
-        kinds.append("packed sequences")
-    return kinds
+    if "packed sequences" in among and mask is None and positions is not None:
+        kinds += ["packed sequences"] if bool((positions.diff(dim=1) != 1).any()) else []
+    return [kind for kind in kinds if kind in among]
 
 
 def _has_label(batch: Mapping[str, torch.Tensor], positions: torch.Tensor) -> bool:
