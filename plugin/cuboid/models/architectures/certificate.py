@@ -190,6 +190,8 @@ class MeshVerdict:
         Raises:
             CuboidError: it was seen to be wrong.
         """
+        if not self.refused:
+            return
         for kind in _kinds_of(batch, self.refused):
             raise CuboidError(
                 f"the micro-batch has {kind}, with which {name} isn't right on a mesh: {self.refused[kind]}"
