@@ -1,6 +1,8 @@
 """What fails on one rank ends all of them: loading, starting, reading, uneven data, ranks that die in a step."""
 
 import os
+import subprocess
+import sys
 import textwrap
 import threading
 import time
@@ -314,6 +316,25 @@ def test_a_launcher_sees_an_exit_status_within_seconds_of_a_failure_that_nothing
     assert "RankError: step 1: ValueError: boom" in output
     times = dict(line.split()[:2] for line in output.splitlines() if line.startswith(("started", "ended")))
     assert float(times["ended"]) - float(times["started"]) < 10
+
+
+_ENDING_WHILE_IT_ASKS = """
+    import torch.distributed as dist
+    from cuboid.distributed import rendezvous
+
+    # All the time, and four times over, so that some thread is inside of the store's C++ when the process ends.
+    rendezvous._LISTEN_S = 0
+    store = dist.TCPStore("127.0.0.1", 0, 1, True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    worlds = [rendezvous.World(0, 1, store) for _ in range(4)]
+"""
+
+
+def test_a_process_that_ends_while_it_asks_for_failures_does_not_abort():
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(_ENDING_WHILE_IT_ASKS)], capture_output=True, text=True, timeout=60
+    )
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 def _return_from_what_was_aborted():

@@ -10,6 +10,7 @@ others go on with comes to their next meeting in place of its own, so that all r
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import os
@@ -53,6 +54,8 @@ EQUAL_SHARES = (
 _LOOK_AROUND_S, _LONGEST_LOOK_AROUND_S = 2.0, 30.0
 #: How often a process listens whether a step has failed elsewhere.
 _LISTEN_S = 0.5
+#: How long a process that ends waits for what it has asked the store.
+_LAST_ANSWER_S = 5.0
 #: How long rank 0 stays for the others to read an outcome.
 _LEAVE_S = 5.0
 
@@ -140,17 +143,30 @@ class World:
         #: The failure for which it did so, if it did.
         self.aborted_for: Failure | None = None
         if self._aborts or _ends_with_rank_0(store):
-            group = weakref.ref(dist.group.WORLD)
-            threading.Thread(target=self._listen, args=(group,), name="cuboid failures", daemon=True).start()
+            self._start_listening()
 
-    def _listen(self, group: Callable[[], dist.ProcessGroup | None]) -> None:
+    def _start_listening(self) -> None:
+        ended = threading.Event()
+        group = weakref.ref(dist.group.WORLD)
+        thread = threading.Thread(target=self._listen, args=(group, ended), name="cuboid failures", daemon=True)
+
+        def end() -> None:
+            ended.set()
+            thread.join(_LAST_ANSWER_S)
+
+        # A daemon thread that comes back from C++ while the interpreter is finalized is unwound by it, through frames
+        # that may not throw: "terminate called without an active exception", and the process aborts.
+        atexit.register(end)
+        thread.start()
+
+    def _listen(self, group: Callable[[], dist.ProcessGroup | None], ended: threading.Event) -> None:
         """Hear of a step's failure while the store is there: where rank 0 ends too, it can't be asked later.
 
         The process's other threads may be inside of a collective, of which nothing tells them before a process ends;
         with NCCL nothing does before the timeout. There, the groups are aborted, and the threads go on.
         """
         try:
-            while group() is not None and group() is dist.group.WORLD:
+            while not ended.is_set() and group() is not None and group() is dist.group.WORLD:
                 step = self._broken_steps
                 if self._heard is None or self._heard[0] != step:
                     key = f"step/{step}/outcome"
@@ -158,7 +174,7 @@ class World:
                     self._heard = None if failure is None else (step, failure)
                     if failure is not None and not failure.everywhere and failure.rank != self.rank:
                         self._abort(failure)
-                time.sleep(_LISTEN_S)
+                ended.wait(_LISTEN_S)
         except (dist.DistError, RuntimeError):
             # The store is gone, and there is nothing more to hear.
             return
