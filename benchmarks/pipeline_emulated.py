@@ -183,7 +183,7 @@ class SegmentedStage:
         self._before: dict[int, torch.Tensor] = {}
         self._after: dict[int, torch.Tensor] = {}
 
-    def hidden_shape(self, micro_batch: int, segment: int) -> tuple[int, ...]:  # noqa: ARG002 -- all are cut alike
+    def message_shape(self, micro_batch: int, segment: int) -> tuple[int, ...]:  # noqa: ARG002 -- all are cut alike
         start, stop = self._ends[segment]
         return 1, stop - start, self._work.width
 

@@ -144,7 +144,7 @@ def test_segments_compute_what_whole_sequences_do(lengths):
     for micro_batch in range(SMALL.micro_batches):
         for segment in range(len(lengths)):
             hidden = first.forward(micro_batch, segment, None)
-            assert hidden.shape == last.hidden_shape(micro_batch, segment)
+            assert hidden.shape == last.message_shape(micro_batch, segment)
             assert last.forward(micro_batch, segment, hidden) is None
         for segment in reversed(range(len(lengths))):
             gradient = last.backward(micro_batch, segment, None)

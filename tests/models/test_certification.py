@@ -26,6 +26,7 @@ from cuboid.models.certification import certificates, check, mesh_certificates, 
 from cuboid.models.certification.check import CannotProbe
 from cuboid.models.certification.float64 import precision
 from cuboid.models.certification.small_config import LONGEST, small_config
+from cuboid.models.stages.router_loss import RouterSums
 from cuboid.models.stages.units import SegmentedBatch
 from cuboid.tensor3d.layers.vocab_cross_entropy import shifted
 
@@ -250,7 +251,46 @@ def test_a_model_with_another_loss_is_no_pipelines(monkeypatch):
             return 2 * super().loss_function(logits, labels, vocab_size, **kwargs)
 
     verdict = certificates.find_out(Weighed, transformers.LlamaConfig()).verdict
-    assert "its own loss isn't the mean cross entropy" in verdict.reason_against("whole")
+    assert "its own loss isn't what a pipeline computes" in verdict.reason_against("whole")
+
+
+def test_the_probe_sees_to_the_routers_loss(monkeypatch):
+    assert not any(verdict_of("mixtral", output_router_logits=True).refused.values())
+
+    def own_part_only(self, sums):
+        return torch.zeros_like(sums[0])
+
+    monkeypatch.setattr(RouterSums, "gradient", own_part_only)
+    assert "gate.weight differs by" in verdict_of("mixtral", output_router_logits=True).reason_against("whole")
+
+    class Squared(transformers.MixtralForCausalLM):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            if output.loss is not None:
+                output.loss = output.loss + output.aux_loss.square()
+            return output
+
+    config = transformers.MixtralConfig(output_router_logits=True)
+    verdict = certificates.find_out(Squared, config).verdict
+    assert "the load balancing of all routers" in verdict.reason_against("whole")
+
+
+@pytest.mark.slow
+def test_all_mixtures_with_a_load_balancing_loss_have_it_in_a_pipeline():
+    right = [
+        *("olmoe", "granitemoe", "granitemoeshared", "granitemoehybrid", "phimoe", "qwen2_moe", "qwen3_moe", "gpt_oss"),
+        *("minimax", "minimax_m2", "ernie4_5_moe", "flex_olmo", "qwen3_next", "qwen3_5_moe_text", "laguna", "flint"),
+    ]
+    refused = {each: verdict_of(each, output_router_logits=True).reason_against("segments") for each in right}
+    assert not any(refused.values()), refused
+
+
+def test_router_logits_without_a_gradient_are_an_error():
+    model = model_of("mixtral", output_router_logits=True, router_aux_loss_coef=0.5, num_local_experts=4)
+    staged = cuboid.shard(model, {"pipeline": {"engine": "seq1f1b", "stages": 1, "segments": 2}})
+    staged.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(CuboidError, match=r"router logits have no gradient, .*use_reentrant"):
+        cuboid.Pipeline(staged).train(iter([rows(12, None)]), 1)
 
 
 def test_the_shipped_table_is_what_the_probe_finds():

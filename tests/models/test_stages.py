@@ -302,7 +302,8 @@ def test_models_that_a_pipeline_cannot_cut_are_refused_with_the_reason():
     assert "computes from the token ids" in refusal("roberta", is_decoder=True)
     assert "writes into the embeddings" in refusal("ctrl")
     assert "config.layerdrop" in refusal("opt", layerdrop=0.1)
-    assert "output_router_logits" in refusal("mixtral", output_router_logits=True)
+    assert "the model has no router_aux_loss_coef" in refusal("deepseek_v3", output_router_logits=True)
+    assert "returns no router_logits" in refusal("doge", output_router_logits=True)
 
 
 def test_an_outline_leaves_the_config_as_it_was():

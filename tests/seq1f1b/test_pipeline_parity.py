@@ -124,6 +124,34 @@ def test_every_number_of_stages_and_segments(
     assert kinds == {"activation", "loss", "gradient", "norm", "weight"}
 
 
+MIXTRAL = SmallModel("mixtral", layers=3, router_loss=0.5)
+QWEN3_MOE = SmallModel("qwen3_moe", layers=4, router_loss=0.5)
+SLOW = pytest.mark.slow
+ZERO_1 = {"zero_optimization": {"stage": 1}}
+
+
+@pytest.mark.parametrize(
+    ("small", "mesh", "name", "keys", "options"),
+    [
+        (MIXTRAL, "1x2x1", "core", {}, {"accumulate": 3}),
+        (QWEN3_MOE, ALONE, "engine", {"chunks": 2, "schedule": "zero_bubble-v"}, {"accumulate": 2}),
+        pytest.param(QWEN3_MOE, "2x1x1", "core", {}, {"checkpointing": True}, marks=SLOW),
+        pytest.param(MIXTRAL, "1x1x2", "core", {"schedule": "zero_bubble"}, {}, marks=SLOW),
+        pytest.param(MIXTRAL, ALONE, "core", {"stages": 3, "segments": 1}, {"data_parallel": 2}, marks=SLOW),
+        pytest.param(MIXTRAL, "2x1x2", "core", {"segments": 5}, {"gradient_sync": "step"}, marks=SLOW),
+        pytest.param(QWEN3_MOE, "1x2x2", "engine", {}, {"settings": ZERO_1}, marks=SLOW),
+        pytest.param(QWEN3_MOE, ALONE, "core", {"chunks": 2, "schedule": "seq1f1b-interleaved"}, {}, marks=SLOW),
+        pytest.param(MIXTRAL, "1x2x1", "engine", {}, {"settings": ZERO_1, "dtype": "bfloat16"}, marks=SLOW),
+    ],
+    ids=name_of,
+)
+def test_the_routers_loss_is_that_of_all_stages_and_segments(
+    parity: Compare, small: SmallModel, mesh: str, name: Literal["core", "engine"], keys: dict[str, Any], options: Any
+) -> None:
+    small = dataclasses.replace(small, layers=max(small.layers, 2 * keys.get("chunks", 1)))
+    parity({"stages": 2, "segments": 3, "stage_balance": "layers", **keys}, small, mesh=mesh, name=name, **options)
+
+
 @pytest.mark.parametrize("name", ["core", "engine"])
 @pytest.mark.parametrize("mesh", ["2x1x1", pytest.param("2x2x1", marks=pytest.mark.slow)])
 def test_weights_that_are_kept_for_the_step(parity: Compare, mesh: str, name: Literal["core", "engine"]) -> None:

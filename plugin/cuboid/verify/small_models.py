@@ -46,6 +46,7 @@ class SmallModel:
         positions: longest sequence: the number of learned positions, or where some rotary embeddings rescale.
         rope: scaling of rotary embeddings; None for the architecture's default.
         pad_token: its embedding gets no gradient from the input in some architectures; None for no pad token.
+        router_loss: coefficient of the routers' load balancing loss, in Mixtral and Qwen 3 MoE; 0 for none.
         seed: of the weights.
     """
 
@@ -61,6 +62,7 @@ class SmallModel:
     positions: int = 256
     rope: Rope | None = None
     pad_token: int | None = 1
+    router_loss: float = 0.0
     seed: int = 0
 
     @classmethod
@@ -168,11 +170,11 @@ def _config(small: SmallModel) -> PretrainedConfig:
             return transformers.MistralConfig(sliding_window=small.sliding_window, **sizes())
         case "mixtral":
             return transformers.MixtralConfig(
-                sliding_window=small.sliding_window, num_local_experts=4, num_experts_per_tok=2, **sizes()
+                sliding_window=small.sliding_window, num_local_experts=4, **_routing(small), **sizes()
             )
         case "qwen3_moe":
             # As many experts as no power of two divides.
-            experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": small.hidden}
+            experts = {"num_experts": 6, "moe_intermediate_size": small.hidden, **_routing(small)}
             return transformers.Qwen3MoeConfig(attention_bias=small.bias, head_dim=small.head_dim, **experts, **sizes())
         case "gemma2":
             # Caps so low that they affect most scores and logits.
@@ -192,6 +194,12 @@ def _config(small: SmallModel) -> PretrainedConfig:
             own = sizes()
             del own["num_key_value_heads"]
             return transformers.GPTNeoXConfig(**own)
+
+
+def _routing(small: SmallModel) -> dict[str, Any]:
+    chosen = {"num_experts_per_tok": 2}
+    loss = {"output_router_logits": True, "router_aux_loss_coef": small.router_loss}
+    return {**chosen, **loss} if small.router_loss else chosen
 
 
 def _gemma_sizes(small: SmallModel) -> dict[str, Any]:

@@ -28,8 +28,9 @@ from cuboid.models.certification.small_config import small_config
 from cuboid.models.plain_construction import plain_construction
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.stages.outline import Outline
+from cuboid.models.stages.router_loss import load_balancing
 from cuboid.models.stages.stage_model import Staging, cut_model, finish_stage
-from cuboid.models.stages.stage_runner import StageRunner
+from cuboid.models.stages.stage_runner import make_runner
 from cuboid.models.stages.stages import StageLayout, draw_outline
 from cuboid.models.stages.units import SegmentedBatch, label_tokens, with_shifted_labels
 from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
@@ -45,8 +46,13 @@ _FILLED = 4
 _SHORT = 12
 #: Far from zero, so that scores, gates and norms leave the neighbourhood where every function is linear.
 _WEIGHT_STD, _VECTOR_STD = 0.15, 0.2
+#: Of the routers' loss, which models' own code computes in float32 even if weights are in float64.
+_FLOAT32_TOLERANCE = 1e-6
 #: Why a model with another loss is no pipeline's.
-OTHER_LOSS = "its own loss isn't the mean cross entropy of its logits and labels, which a pipeline computes"
+OTHER_LOSS = (
+    "its own loss isn't what a pipeline computes: the mean cross entropy of its logits and labels, and with "
+    "output_router_logits the load balancing of all routers"
+)
 
 
 @dataclass(frozen=True)
@@ -288,12 +294,23 @@ def run_plain(model: PreTrainedModel, batch: MicroBatch, tolerance: float = ATTE
     output = own(**batch, use_cache=False)
     if output.loss is None:
         raise ValueError("it computes no loss of labels")
-    loss = mean_loss(output.logits, probe_labels(batch)["shift_labels"])
+    routers = _router_loss(own, output, batch.get("attention_mask"))
+    loss = mean_loss(output.logits, probe_labels(batch)["shift_labels"]) + routers
     loss.backward()  # type: ignore[no-untyped-call]
     if not bool(loss.isfinite() & output.loss.isfinite()):
         raise ValueError("its loss isn't finite")
-    shifts = _shift_of(model, batch, output.logits.detach(), float(output.loss), tolerance)
+    if bool(routers):
+        tolerance = max(tolerance, _FLOAT32_TOLERANCE)
+    shifts = _shift_of(model, batch, output.logits.detach(), float(output.loss - routers), tolerance)
     return Outcome(loss.detach(), gradients_of([own]), shifts)
+
+
+def _router_loss(model: Any, output: Any, mask: torch.Tensor | None) -> torch.Tensor:
+    """What a model's own loss has besides the cross entropy, if it is the routers' load balancing, with all digits."""
+    if getattr(output, "aux_loss", None) is None:
+        return output.loss.new_zeros(())
+    loss: torch.Tensor = load_balancing(output.router_logits, model.num_experts_per_tok, mask)
+    return model.router_aux_loss_coef * loss
 
 
 def probe_labels(batch: MicroBatch) -> MicroBatch:
@@ -362,7 +379,9 @@ def run_stages(stages: Sequence[Any], batch: MicroBatch, lengths: tuple[int, ...
         store = KVCache(sum(lengths), KVCachePool())
         cut = SegmentedBatch.of(shifted, lengths, stage.config, stage.cuboid.mesh, is_causal=is_causal)
         (chunk,) = stage.staging.chunks
-        runners.append(StageRunner(stage, chunk, [cut], [store], scale=1.0 / items, training=True))
+        runners.append(
+            make_runner(stage, chunk, [cut], [store], scale=1.0 / items, micro_batch_scale=1.0, training=True)
+        )
     for segment in range(len(lengths)):
         hidden = None
         for runner in runners:

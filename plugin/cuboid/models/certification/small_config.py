@@ -76,6 +76,7 @@ _NUMBERS: dict[str, float] = {
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "layernorm_epsilon"), 1e-6),
     **dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq"), 10000.0),
 }
+_ROUTER_LOSS = 0.5
 #: Says nothing of which code runs.
 _MEANINGLESS = frozenset(
     {
@@ -99,6 +100,9 @@ def small_config(config: PretrainedConfig) -> PretrainedConfig:
     """
     small = type(config)(**_shrunk_fields(config))
     small._experts_implementation = "eager"  # the grouped kernels have no float64
+    if getattr(small, "router_aux_loss_coef", None) is not None:
+        # Whatever it is, large enough for mistakes to show.
+        small.router_aux_loss_coef = _ROUTER_LOSS
     if config.is_encoder_decoder:
         # Some configs have it only where a checkpoint's config.json does.
         setattr(small, _FIRST_OF_TARGET, _TOKENS["bos_token_id"])

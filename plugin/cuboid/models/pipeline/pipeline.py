@@ -25,7 +25,7 @@ from cuboid.models.pipeline.step_schedule import StepSchedules
 from cuboid.models.pipeline.step_trace import StepTrace
 from cuboid.models.sharded.sharded_model import unwrap
 from cuboid.models.stages.stage_model import StageModel
-from cuboid.models.stages.stage_runner import StageRunner
+from cuboid.models.stages.stage_runner import StageRunner, make_runner
 from cuboid.models.stages.units import SegmentedBatch, label_tokens, with_shifted_labels
 from cuboid.optim.grad_buffer import float32_sums, gradient_of
 from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
@@ -119,12 +119,11 @@ class Pipeline:
         traces = self._config.trace is not False and self._step == self._config.trace_step
         measures = self._cutter.measures(self._step)
         profiler = Profiler(self._device) if traces or measures else None
-        scale = gradient_scale / step.items
         schedule, programs = self._schedules.of(
             step.shape, max(step.lengths, key=sum), recomputes=recomputes(self._model)
         )
         with float32_sums(self._model.parameters()) if self._sums else nullcontext():
-            loss = self._run(programs, step, scale, profiler)
+            loss = self._run(programs, step, gradient_scale, profiler)
         if complete:
             self.add_shared_gradients()
         self.recut = None
@@ -142,7 +141,7 @@ class Pipeline:
         with StepGuard(self.mesh, "an evaluation of the pipeline"):
             step = self._prepare(batches, count)
             programs = _evaluation(step.shape, self.mesh.placement)
-            return self._total(self._run(programs, step, 1.0 / step.items, None, training=False))
+            return self._total(self._run(programs, step, 1.0, None, training=False))
 
     def _prepare(self, batches: Iterator[Any] | None, count: int | None) -> _Step:
         with ReplicasInStep(self.mesh, self._device) as replicas:
@@ -238,7 +237,7 @@ class Pipeline:
         self,
         programs: tuple[Program, ...],
         step: _Step,
-        scale: float,
+        gradient_scale: float,
         profiler: Profiler | None,
         *,
         training: bool = True,
@@ -253,8 +252,15 @@ class Pipeline:
         runners: dict[int, StageRunner] = {}
         for chunk in self._staging.chunks:
             stores = [self._store(sum(own)) for own in step.lengths]
-            runners[chunk.cut.stage] = StageRunner(
-                self._model, chunk, step.batches, stores, scale=scale, training=training, splits=splits
+            runners[chunk.cut.stage] = make_runner(
+                self._model,
+                chunk,
+                step.batches,
+                stores,
+                scale=gradient_scale / step.items,
+                micro_batch_scale=gradient_scale / (step.shape.micro_batches * self.mesh.topology.data),
+                training=training,
+                splits=splits,
             )
         observe = (lambda _: nullcontext()) if profiler is None else profiler.observe
         interpreter = Interpreter(runners, self._channels, observe)

@@ -8,6 +8,7 @@ which more than one tensor flows from layer to layer, or whose layers aren't a p
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from cuboid.models.architectures.supported_tasks import task_of
 from cuboid.models.plain_construction import plain_construction
 from cuboid.models.sharded.sharded_model import learned_positions
 from cuboid.models.stages.module_flow import ForwardLog
+from cuboid.models.stages.router_loss import RouterLoss
 
 _TRACED_LENGTH = 8
 #: Not the default dtype, so that a hidden state kept in float32 on purpose can be told from one in the weights' dtype.
@@ -51,6 +53,7 @@ class Outline:
         options: arguments that the base model takes by name.
         longest: positions that the model has learned, where it has a table of them.
         is_causal: whether it predicts the token after each position; else it is a masked language model.
+        router_loss: what ``output_router_logits`` adds to its loss, where its config says so.
     """
 
     base: str
@@ -70,10 +73,18 @@ class Outline:
     options: frozenset[str]
     longest: int | None
     is_causal: bool
+    router_loss: RouterLoss | None = None
 
     def layer(self, index: int) -> str:
         """Name of a layer."""
         return f"{self.layers}.{index}"
+
+    @property
+    def fixed_options(self) -> dict[str, bool]:
+        """What the base model is always given by name."""
+        fixed = {"use_cache": False} if "use_cache" in self.options else {}
+        # The stages take them from the routers.
+        return fixed if self.router_loss is None else {**fixed, "output_router_logits": False}
 
 
 def outline_on_meta(cls: type[PreTrainedModel], config: PretrainedConfig) -> tuple[PreTrainedModel, Outline]:
@@ -85,13 +96,20 @@ def outline_on_meta(cls: type[PreTrainedModel], config: PretrainedConfig) -> tup
     model = _build_on_meta(cls, config)
     # The model's own: the decoder of an encoder-decoder, as a causal language model, says of itself that it is one.
     _check_config(cls, model.config)
-    return model, trace_outline(model)
+    outline = trace_outline(model)
+    if getattr(config, "output_router_logits", False):
+        router_loss = RouterLoss.on_meta(model, outline.base, outline.layers)
+        outline = dataclasses.replace(outline, router_loss=router_loss)
+    return model, outline
 
 
 def _build_on_meta(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
     own = copy.deepcopy(config)
     with torch.device("meta"):
         own.return_dict, own.use_cache = True, False
+        if getattr(own, "output_router_logits", False):
+            # The loss around the base model isn't a stage's.
+            own.output_router_logits = False
         with plain_construction():
             model: PreTrainedModel = cls._from_config(own, dtype=_TRACED_DTYPE, attn_implementation="eager")
     return model.eval()
@@ -110,11 +128,6 @@ def _check_config(cls: type[PreTrainedModel], config: PretrainedConfig) -> None:
     for name in ("layerdrop", "layer_dropout"):
         if getattr(config, name, None):
             raise _unsupported(cls, f"config.{name} drops whole layers at random; set it to 0")
-    if getattr(config, "output_router_logits", False):
-        raise _unsupported(
-            cls,
-            "config.output_router_logits adds a loss over all layers, which are on several stages; set it to false",
-        )
 
 
 def trace_outline(model: PreTrainedModel) -> Outline:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from cuboid.models.attention.packing import known_packing
 from cuboid.models.attention.whole_sequence import WholeSequence
 from cuboid.models.cross_entropy.chunked import chunked_loss
 from cuboid.models.cross_entropy.lm_head import Head
+from cuboid.models.stages.router_loss import AddGradient, RouterSums
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.models.stages.stages import Chunk
 from cuboid.models.stages.units import SegmentedBatch
@@ -61,6 +63,7 @@ class StageRunner:
         batches: the step's micro-batches.
         stores: for each of them, keys and values of this stage's layers.
         scale: what each token's loss is multiplied by.
+        micro_batch_scale: what a loss of a whole micro-batch is multiplied by.
         training: whether units will run backward.
         splits: whether they will do so in two parts.
     """
@@ -73,6 +76,7 @@ class StageRunner:
         stores: Sequence[KVCache],
         *,
         scale: float,
+        micro_batch_scale: float,
         training: bool,
         splits: bool = False,
     ) -> None:
@@ -81,7 +85,7 @@ class StageRunner:
         self._staging = model.staging
         self._mesh: Mesh = model.cuboid.mesh
         self._batches, self._stores = batches, stores
-        self._scale = scale
+        self._scale, self._micro_batch_scale = scale, micro_batch_scale
         self._training = training
         self._head = Head(self._model, self._staging.outline, self._model.cuboid.base.forward)
         #: Open while units run whose weight gradients are to come in an action of their own.
@@ -108,7 +112,7 @@ class StageRunner:
         # A residual stream in float32 is one in float64 where weights are.
         return self._model.dtype if own is None else torch.promote_types(own, self._model.dtype)
 
-    def hidden_shape(self, micro_batch: int, segment: int) -> tuple[int, ...]:
+    def message_shape(self, micro_batch: int, segment: int) -> tuple[int, ...]:
         """``[B/b, L/s, H/h]`` of a unit."""
         batch = self._batches[micro_batch]
         length = batch.segment_length(segment) // self._mesh.size("sequence")
@@ -233,3 +237,72 @@ class StageRunner:
     def _free_after(self, micro_batch: int, segment: int) -> None:
         if segment == len(self._batches[micro_batch].bounds) - 2:
             self._stores[micro_batch].free()
+
+
+class RoutedStageRunner(StageRunner):
+    """A stage of a model whose routers have a loss of their own: see :mod:`cuboid.models.stages.router_loss`.
+
+    Units give and are given the routers' sums in front of hidden states and their gradients.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        loss = self._staging.outline.router_loss
+        assert loss is not None
+        self._sums = RouterSums(loss, self._mesh, self.hidden_dtype, self._micro_batch_scale, training=self._training)
+        layers = self._staging.outline.layers
+        self._routers = self._sums.routers_in(self._model, self._cut.first, self._cut.stop, layers)
+        #: Of the layers of the unit that is running.
+        self._own = self._sums.none(self.device)
+        #: Where the gradient of a unit's probabilities goes before its backward.
+        self._probable: dict[Unit, list[torch.Tensor]] = {}
+
+    def message_shape(self, micro_batch: int, segment: int) -> tuple[int, ...]:
+        """Of the numbers of a hidden state, behind the routers' sums."""
+        return (self._sums.extra + math.prod(super().message_shape(micro_batch, segment)),)
+
+    def forward(self, micro_batch: int, segment: int, message: torch.Tensor | None) -> torch.Tensor | None:
+        """As of any stage; the last one computes the routers' loss when it has seen all segments."""
+        hidden, sums = self._unpacked(micro_batch, segment, message)
+        output = super().forward(micro_batch, segment, hidden)
+        whole = self._own if sums is None else sums + self._own
+        if output is not None:
+            return self._sums.pack(output, whole)
+        self._sums.add(micro_batch, whole)
+        if segment == len(self._batches[micro_batch].bounds) - 2:
+            assert self.loss is not None
+            self.loss = self.loss + self._sums.finish(micro_batch)
+        return None
+
+    def _run_layers(self, micro_batch: int, segment: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        with self._sums.collecting(self._routers) as logits:
+            output = super()._run_layers(micro_batch, segment, hidden)
+        chosen, probable = self._sums.of(logits, self._batches[micro_batch].token_weights(segment, self._mesh))
+        self._own = torch.stack([chosen, probable.detach()])
+        if not probable.requires_grad:
+            return output
+        slot = self._probable[micro_batch, segment] = []
+        with_gradient: torch.Tensor = AddGradient.apply(output, probable, slot)
+        return with_gradient
+
+    def _backward(self, micro_batch: int, segment: int, message: torch.Tensor | None) -> torch.Tensor | None:
+        gradient, sums = self._unpacked(micro_batch, segment, message)
+        whole = self._sums.whole(micro_batch) if sums is None else sums
+        slot = self._probable.pop((micro_batch, segment), None)
+        if slot is not None:
+            slot.append(self._sums.gradient(whole))
+        result = super()._backward(micro_batch, segment, gradient)
+        return None if result is None else self._sums.pack(result, whole)
+
+    def _unpacked(
+        self, micro_batch: int, segment: int, message: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if message is None:
+            return None, None
+        return self._sums.unpack(message, super().message_shape(micro_batch, segment))
+
+
+def make_runner(model: StageModel, chunk: Chunk, *args: Any, **options: Any) -> StageRunner:
+    """The runner that a model needs, with the arguments of a :class:`StageRunner`."""
+    kind = StageRunner if model.staging.outline.router_loss is None else RoutedStageRunner
+    return kind(model, chunk, *args, **options)

@@ -176,8 +176,7 @@ class Chunk:
         for name in ("position_ids", "attention_mask"):
             if name not in self._outline.options:
                 arguments.pop(name, None)
-        if "use_cache" in self._outline.options:
-            arguments["use_cache"] = False
+        arguments.update(self._outline.fixed_options)
         if self._input is not None:
             assert hidden is not None, "a stage behind the first needs the hidden state"
             # It only tells shape, dtype and device; one number stands for all.

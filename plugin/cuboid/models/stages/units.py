@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 from transformers import PretrainedConfig
 
+from cuboid.distributed.axis_collectives import own_slice
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError
 from cuboid.models.attention.segments import Unit, prepare_masks, visible_to_all
@@ -128,6 +129,14 @@ class SegmentedBatch:
         start, stop = self.bounds[segment : segment + 2]
         replay = None if self.whole is None else Replay(self.whole, start, stop)
         return Unit(store, start, stop, self.bounds[-1], self.attention_mask, self.packed, replay, visible=self.visible)
+
+    def token_weights(self, segment: int, mesh: Mesh) -> torch.Tensor:
+        """0 for padding and 1 for all else: ``[B/b · L/s]`` for the rank's tokens of a segment."""
+        start, stop = self.bounds[segment : segment + 2]
+        weights = torch.arange(start, stop, device=self.ids.device) < self.length
+        mask = self.given.get("attention_mask")
+        weights = weights.expand(len(self.ids), -1) if mask is None else weights * self.cut(mask, segment)
+        return own_slice(weights, 1, mesh.along("sequence")).flatten()
 
     def cut(self, tensor: torch.Tensor, segment: int) -> torch.Tensor:
         """A segment's part of ``[B/b, S']``."""

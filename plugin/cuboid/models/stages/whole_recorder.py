@@ -83,8 +83,7 @@ class WholeSequenceRecorder:
         """
         given = {"position_ids": position_ids, "attention_mask": attention_mask}
         options: dict[str, Any] = {k: x for k, x in given.items() if x is not None and k in self._outline.options}
-        if "use_cache" in self._outline.options:
-            options["use_cache"] = False
+        options.update(self._outline.fixed_options)
         self._slot.recording = whole = WholeSequence(length)
         log = logging.getLogger(FakeTensor.__module__)  # which writes what is raised, on every rank
         # Not by its level: setting one walks through all loggers of the process, which takes a millisecond.

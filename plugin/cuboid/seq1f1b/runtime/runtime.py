@@ -16,9 +16,10 @@ from cuboid.seq1f1b.schedule.schedules import PipelineShape
 
 
 class Stage(Protocol):
-    """The computation of one stage. Hidden states and their gradients have the same shape ``[B, L, H]``."""
+    """The computation of one stage. Hidden states ``[B, L, H]`` and their gradients go in and out of it, as messages of
+    the same shape."""
 
-    def hidden_shape(self, micro_batch: int, segment: int) -> tuple[int, ...]:
+    def message_shape(self, micro_batch: int, segment: int) -> tuple[int, ...]:
         """Shape of what goes in and out for a unit, as this rank holds it."""
 
     @property
@@ -92,7 +93,7 @@ class Interpreter:
 
     def _receive(self, action: Action) -> None:
         stage = self._stages[action.stage]
-        size = stage.hidden_shape(action.micro_batch, action.segment)
+        size = stage.message_shape(action.micro_batch, action.segment)
         self._arrivals[action] = self._channels[channel(action)].post_receive(size, stage.hidden_dtype, stage.device)
 
     def _compute(self, action: Action, shape: PipelineShape) -> None:

@@ -1,0 +1,265 @@
+"""The load balancing loss of routers whose layers are on several stages, and whose tokens come in several segments.
+
+Of a micro-batch it is ``coefficient · E · Σ_e f_e · p_e``: f_e counts how often expert e was chosen, p_e sums its
+probabilities, both over all tokens and layers, and both divided by the number of these. That is a product, and not the
+sum of what it would be of parts. But both factors are sums, and the loss's gradient for p_e is a multiple of the whole
+f_e. So each unit hands its sums on with the hidden state, the last stage has the whole ones before any unit of the
+micro-batch runs backward, and they go back with the gradients: ``2 · E`` numbers a message.
+
+Which modules are routers is found by following the model's own ``router_logits``, and that this is the model's own loss
+by the certification.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from cuboid.distributed.axis_collectives import all_reduce
+from cuboid.distributed.mesh import Mesh
+from cuboid.errors import CuboidError, UnsupportedModelError
+from cuboid.models.stages.module_flow import Flow
+
+#: In front of a hidden state, so that its own address stays a multiple of what kernels like.
+_ALIGNMENT_BYTES = 256
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """What a model adds to its loss with ``output_router_logits``.
+
+    Args:
+        coefficient: of the loss.
+        experts: E, of each router.
+        top_k: experts of a token.
+        routers: names of the modules that give router logits ``[tokens, E]``, and where in what they return these are;
+            None where they are all of it.
+    """
+
+    coefficient: float
+    experts: int
+    top_k: int
+    routers: Mapping[str, int | None]
+
+    @classmethod
+    def on_meta(cls, model: PreTrainedModel, base: str, layers: str) -> RouterLoss:
+        """Find the routers of a whole model on the meta device.
+
+        Args:
+            model: without ``output_router_logits`` in its config.
+            base: name of the module that runs the layers.
+            layers: name of their list.
+
+        Raises:
+            UnsupportedModelError: its loss isn't known, with the reason.
+        """
+        own: Any = model
+        # What the model's own code computes it of.
+        try:
+            coefficient, experts, top_k = own.router_aux_loss_coef, own.num_experts, own.num_experts_per_tok
+        except AttributeError as error:
+            raise _unknown(model, f"the model has no {error.name}") from error
+        return cls(float(coefficient), experts, top_k, _follow(model, base, layers, experts))
+
+
+def _unknown(model: PreTrainedModel, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"a pipeline can't compute the loss that config.output_router_logits adds to that of {type(model).__name__}: "
+        f"{reason}; set it to false"
+    )
+
+
+def _follow(model: PreTrainedModel, base: str, layers: str, experts: int) -> dict[str, int | None]:
+    given: dict[int, tuple[str, int | None]] = {}
+    kept: list[Any] = []
+
+    def note(name: str, output: Any) -> None:
+        for place, one in enumerate(output) if isinstance(output, tuple | list) else [(None, output)]:
+            if isinstance(one, torch.Tensor):
+                # The innermost module comes first.
+                given.setdefault(id(one), (name, place))
+                # While it lives, no other tensor has its id.
+                kept.append(one)
+
+    hooks = [
+        module.register_forward_hook(lambda _, __, output, name=name: note(name, output))
+        for name, module in model.named_modules()
+        if name.startswith(f"{layers}.")
+    ]
+    ids = torch.zeros((1, 8), dtype=torch.int64, device="meta")
+    try:
+        with Flow(), torch.no_grad(), torch.device("meta"):
+            output = model.get_submodule(base)(input_ids=ids, output_router_logits=True)
+    except Exception as error:
+        raise _unknown(model, f"its base model doesn't run with it: {type(error).__name__}: {error}") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    logits = getattr(output, "router_logits", None)
+    if not isinstance(logits, tuple) or not logits:
+        raise _unknown(model, "its base model returns no router_logits")
+    if any(one is None or one.shape != (ids.numel(), experts) or id(one) not in given for one in logits):
+        raise _unknown(model, f"not all of its router_logits are what a module returns, [tokens, {experts}]")
+    return dict(given[id(one)] for one in logits)
+
+
+def load_balancing(router_logits: Sequence[torch.Tensor], top_k: int, mask: torch.Tensor | None) -> torch.Tensor:
+    """``E · Σ_e f_e · p_e`` of whole router logits, in their dtype; transformers' own code computes it in float32.
+
+    Args:
+        router_logits: ``[B · S, E]`` of each layer.
+        top_k: experts of a token.
+        mask: ``[B, S]``, 0 for padding.
+    """
+    probabilities = torch.cat(list(router_logits)).softmax(dim=-1)
+    weights = probabilities.new_ones(len(probabilities), 1)
+    if mask is not None:
+        weights = mask.reshape(-1, 1).repeat(len(router_logits), 1).to(probabilities.dtype)
+    chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(top_k).indices, 1.0)
+    means = [(weights * each).sum(dim=0) / weights.sum() for each in (chosen, probabilities)]
+    loss: torch.Tensor = probabilities.shape[1] * (means[0] * means[1]).sum()
+    return loss
+
+
+class RouterSums:
+    """The sums of one step on one stage.
+
+    Args:
+        loss: of the model.
+        mesh: of this rank.
+        dtype: of hidden states.
+        scale: what each micro-batch's loss is multiplied by, besides the coefficient.
+        training: whether units will run backward.
+    """
+
+    def __init__(self, loss: RouterLoss, mesh: Mesh, dtype: torch.dtype, scale: float, *, training: bool) -> None:
+        self._loss, self._mesh, self._training = loss, mesh, training
+        self._scale = scale * loss.coefficient
+        self._dtype = torch.promote_types(torch.float32, dtype)
+        #: Of each micro-batch, on the last stage.
+        self._totals: dict[int, torch.Tensor] = {}
+        size = 2 * loss.experts * self._dtype.itemsize
+        #: Elements of a message before its hidden state.
+        self.extra = -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES // dtype.itemsize
+
+    def pack(self, hidden: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+        """One tensor of ``[2, E]`` sums and a hidden state, or its gradient, of any shape."""
+        packed = hidden.new_empty(self.extra + hidden.numel())
+        packed[: self.extra].view(self._dtype)[: sums.numel()].copy_(sums.flatten())
+        packed[self.extra :].view(hidden.shape).copy_(hidden)
+        return packed
+
+    def unpack(self, packed: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The inverse of :meth:`pack`; both are parts of the tensor."""
+        sums = packed[: self.extra].view(self._dtype)[: 2 * self._loss.experts].view(2, -1)
+        return packed[self.extra :].view(shape), sums
+
+    def none(self, device: torch.device) -> torch.Tensor:
+        """The sums of nothing."""
+        return torch.zeros((2, self._loss.experts), dtype=self._dtype, device=device)
+
+    def routers_in(self, model: nn.Module, first: int, stop: int, layers: str) -> list[tuple[nn.Module, int | None]]:
+        """The routers of the layers [first, stop), and where in what they return their logits are."""
+        names = tuple(f"{layers}.{index}." for index in range(first, stop))
+        found = [(name, place) for name, place in self._loss.routers.items() if name.startswith(names)]
+        return [(model.get_submodule(name), place) for name, place in found]
+
+    @contextmanager
+    def collecting(self, routers: Sequence[tuple[nn.Module, int | None]]) -> Iterator[list[torch.Tensor]]:
+        """Inside, the logits of routers that run come into a list."""
+        found: list[torch.Tensor] = []
+
+        def collect(place: int | None, router: nn.Module, _: Any, output: Any) -> None:
+            found.append(self._logits_of(router, output if place is None else output[place]))
+
+        hooks = [router.register_forward_hook(functools.partial(collect, place)) for router, place in routers]
+        try:
+            yield found
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _logits_of(self, router: nn.Module, logits: torch.Tensor) -> torch.Tensor:
+        is_trained = self._training and any(weight.requires_grad for weight in router.parameters())
+        if is_trained and not logits.requires_grad:
+            raise CuboidError(
+                "router logits have no gradient, for which config.output_router_logits is: activation checkpointing "
+                'with "use_reentrant": true keeps none; use gradient_checkpointing_enable({"use_reentrant": false})'
+            )
+        return logits
+
+    def of(self, logits: list[torch.Tensor], weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """How often each expert was chosen, and the sum of its probabilities, of the rank's tokens.
+
+        Args:
+            logits: ``[tokens, E]`` of each layer.
+            weights: ``[tokens]``, 0 for padding.
+
+        Returns:
+            Two tensors ``[E]``, of which the second one has a graph.
+
+        Raises:
+            UnsupportedModelError: routers see other tokens than the rank's own.
+        """
+        weights = weights.to(self._dtype)
+        chosen, probable = self.none(weights.device).unbind()
+        for one in logits:
+            if one.shape != (len(weights), self._loss.experts):
+                raise UnsupportedModelError(
+                    f"a rank doesn't know of which tokens router logits {list(one.shape)} are, where it has "
+                    f"{len(weights)}; set output_router_logits to false, or use a mesh of one rank"
+                )
+            probabilities = one.softmax(dim=-1)
+            experts = probabilities.detach().topk(self._loss.top_k, dim=-1).indices
+            counted = weights[:, None].expand(experts.shape).flatten()
+            chosen = chosen.scatter_add(0, experts.flatten(), counted)
+            probable = probable + (probabilities.to(self._dtype) * weights[:, None]).sum(dim=0)
+        return chosen, probable
+
+    def add(self, micro_batch: int, sums: torch.Tensor) -> None:
+        """On the last stage: the sums of a unit, of all stages."""
+        total = self._totals.get(micro_batch)
+        self._totals[micro_batch] = sums if total is None else total + sums
+
+    def finish(self, micro_batch: int) -> torch.Tensor:
+        """On the last stage, when it has all units of a micro-batch: its scaled loss. Collective over the mesh."""
+        total = self._totals[micro_batch]
+        for axis in ("sequence", "batch"):
+            total = all_reduce(total, self._mesh.along(axis))
+        self._totals[micro_batch] = total
+        chosen, probable = total
+        return self._factor(chosen) * (chosen @ probable)
+
+    def gradient(self, sums: torch.Tensor) -> torch.Tensor:
+        """Of the rank's probabilities ``[E]``, given the sums of the whole micro-batch."""
+        chosen = sums[0]
+        # Gradients of logits are added up over `hidden`, where every rank has all of this one.
+        return self._factor(chosen) / self._mesh.size("hidden") * chosen
+
+    def _factor(self, chosen: torch.Tensor) -> torch.Tensor:
+        tokens = chosen.sum() / self._loss.top_k
+        return self._scale * self._loss.experts / tokens.clamp(min=1).square()
+
+    def whole(self, micro_batch: int) -> torch.Tensor:
+        """On the last stage: the sums of a micro-batch that is finished."""
+        return self._totals[micro_batch]
+
+
+class AddGradient(torch.autograd.Function):
+    """A hidden state as it is, whose backward gives the probabilities' sums ``[E]`` the gradient that is in a list."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, probable: torch.Tensor, gradient: list[torch.Tensor]) -> torch.Tensor:
+        ctx.gradient = gradient
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return hidden, ctx.gradient.pop(), None
