@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 from transformers import PretrainedConfig
 
@@ -86,6 +88,21 @@ def plan_key_value_heads(counts: HeadCounts, mesh: MeshShape, at: Coordinate) ->
         keep=tuple(head - low for head in keep),
         groups=groups,
     )
+
+
+def copies_of_key_value_heads(counts: HeadCounts, mesh: MeshShape, at: Coordinate) -> tuple[int, ...]:
+    """For each key/value head that the rank at ``at`` keeps, in how many places all ranks of its replica keep it."""
+
+    def kept(sequence: int, hidden: int) -> list[int]:
+        plan = plan_key_value_heads(counts, mesh, replace(at, sequence=sequence, hidden=hidden))
+        if plan.scattered:
+            start = (sequence * mesh.hidden + hidden) * len(plan.keep)
+        else:
+            start = plan.first + (sequence * counts.key_value // mesh.sequence if plan.split_by_sequence else 0)
+        return [start + head for head in plan.keep]
+
+    everywhere = Counter(head for at in product(range(mesh.sequence), range(mesh.hidden)) for head in kept(*at))
+    return tuple(everywhere[head] for head in kept(at.sequence, at.hidden))
 
 
 def _without_repeats(needed: list[int]) -> tuple[list[int], int]:

@@ -36,6 +36,7 @@ Kind = Literal[
     "norm",
     "bias of heads",
     "gathered",
+    "of heads",
     "whole",
     "inside",
     "tied",
@@ -53,8 +54,8 @@ class Role:
             of a mixture. ``"router"``: beside them, makes a few numbers of all features of a token. ``"tied"``: its
             parameters are the head's, which is inside of it. ``"labels"``: a head of few outputs, which all ranks get
             whole. ``"bias of heads"``: a table with a number for each attention head in each row, such as one by the
-            distance of two positions.
-        heads: what its out features are, where they are attention heads.
+            distance of two positions. ``"of heads"``: attention itself, with a number for each head, such as a sink.
+        heads: what its out features are, where they are attention heads; of a norm, of which heads' features it is.
         parts: of how many projections, one behind the other, the out features consist.
         norm: what a norm computes.
         experts: how experts lie.
@@ -350,10 +351,13 @@ class _Finder:
             return Role("experts", experts=form) if self._inside_layers(name) else None
         formula = self._norm(module)
         if formula is None:
-            return None
+            return Role("of heads") if is_block and self._has_number_of_heads(module) else None
         if is_block or self._is_behind_down(name):
             return Role("norm", norm=formula)
-        return Role("gathered") if _owns(module) and self._is_of_heads(module) else None
+        if not _owns(module) or self._is_of_heads(module):
+            return Role("gathered")
+        heads = self._normed_heads(name)
+        return Role("norm", heads, norm=formula) if heads is not None and formula.kind == "rms" else None
 
     def _is_behind_down(self, name: str) -> bool:
         """Whether a norm inside of a block stands behind its "down" projection, where features are hidden ones."""
@@ -381,6 +385,24 @@ class _Finder:
         """Whether a norm inside of a block is one of each head by itself."""
         sizes = {len(parameter) for parameter in module.parameters()}
         return sizes == {HeadCounts.of(self._model.config).dim}
+
+    def _has_number_of_heads(self, module: nn.Module) -> bool:
+        """Whether attention itself has parameters, all with a number for each head."""
+        heads = HeadCounts.of(self._model.config).query
+        own = [parameter.shape for parameter in module.parameters(recurse=False)]
+        has_queries = any(_HEADS.get(name) == "query" for name, _ in module.named_children())
+        return has_queries and set(own) == {(heads,)}
+
+    def _normed_heads(self, name: str) -> Heads | None:
+        """Which heads' features a norm inside of a block is over, if over all of a projection's that is named alike, as
+        ``q_norm`` and ``q_proj`` are."""
+        parent, _, leaf = name.rpartition(".")
+        counts = HeadCounts.of(self._model.config)
+        sizes: dict[Heads, int] = {"query": counts.query * counts.dim, "key_value": counts.key_value * counts.dim}
+        beside = [child for child, _ in self._modules[parent].named_children() if child[0] == leaf[0]]
+        found = {_HEADS.get(child) for child in beside}
+        own = {len(parameter) for parameter in self._modules[name].parameters()}
+        return next((heads for heads, size in sizes.items() if heads in found and own == {size}), None)
 
     def _norm(self, module: nn.Module) -> NormFormula | None:
         # The same in every layer, as a rule.

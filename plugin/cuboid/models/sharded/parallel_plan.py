@@ -169,7 +169,12 @@ def _layout(
     if role.kind in ("gathered", "whole", "inside"):
         return ShardingSpec(shape, ((),) * len(shape))
     if role.kind == "norm":
-        return ShardingSpec(shape, (("hidden",),))
+        # Over heads, it lies as what a projection adds to them.
+        return ShardingSpec(
+            shape, (("hidden",) if role.heads is None else _feature_axes("bias", role, heads, mesh)[0],)
+        )
+    if role.kind == "of heads":
+        return ShardingSpec(shape, (("sequence", "hidden"),))
     if role.kind == "bias of heads":
         return ShardingSpec(shape, ((), ("sequence", "hidden")))
     if role.kind == "labels":

@@ -12,18 +12,22 @@ from transformers.pytorch_utils import Conv1D
 
 from cuboid.config.schema import TensorParallelConfig
 from cuboid.distributed.mesh import Mesh
-from cuboid.models.architectures.attention_heads import KeyValuePlan, plan_key_value_heads
+from cuboid.models.architectures.attention_heads import (
+    KeyValuePlan,
+    copies_of_key_value_heads,
+    plan_key_value_heads,
+)
 from cuboid.models.architectures.roles import Role, layer_names, token_embeddings
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.tensor3d.experts.experts import ShardedExperts
 from cuboid.tensor3d.experts.router import ShardedRouter
 from cuboid.tensor3d.layers.dropout import CommonDropout, ShardedDropout
 from cuboid.tensor3d.layers.fused_projections import CrossProjections, FusedProjections
-from cuboid.tensor3d.layers.head_bias import HeadBias
+from cuboid.tensor3d.layers.head_bias import HeadBias, NumbersOfHeads
 from cuboid.tensor3d.layers.labels_head import LabelsHead
 from cuboid.tensor3d.layers.linear import ShardedLinear, down_product, head_product, up_product
 from cuboid.tensor3d.layers.linear_op import Product
-from cuboid.tensor3d.layers.norm import ShardedLayerNorm, ShardedRMSNorm
+from cuboid.tensor3d.layers.norm import HeadsRMSNorm, ShardedLayerNorm, ShardedRMSNorm
 from cuboid.tensor3d.layers.output_reduce import SelectHeads
 from cuboid.tensor3d.layers.unsharded_module import UnshardedModule
 from cuboid.tensor3d.layers.vocab_embedding import shard_embedding
@@ -83,7 +87,14 @@ def parallelize_modules(
         if role.kind in ("experts", "router"):
             _shard_mixture(old, role, parameters, parallel_plan.layouts[name], mesh)
             continue
-        new = _build(old, role, parameters, parallel_plan.layouts[name], mesh)
+        if role.kind == "of heads":
+            shard_in_place(old, NumbersOfHeads, parameters, mesh=mesh, layouts=parallel_plan.layouts[name])
+            continue
+        new: nn.Module
+        if role.norm is not None and role.heads is not None:
+            new = _norm_over_heads(role, parameters["weight"], parallel_plan, name, mesh)
+        else:
+            new = _build(old, role, parameters, parallel_plan.layouts[name], mesh)
         if isinstance(new, ShardedLinear):
             product, bias_rows = _product(new, role, parallel_plan, isinstance(old, Conv1D))
             new.configure(product, bias_rows, gathers_sequence=role.kind == "up" and role.alone)
@@ -184,6 +195,21 @@ def _build(
     if isinstance(old, Conv1D):
         in_features, out_features = out_features, in_features
     return ShardedLinear(weight, bias, mesh=mesh, layouts=layouts, in_features=in_features, out_features=out_features)
+
+
+def _norm_over_heads(
+    role: Role, weight: nn.Parameter, parallel_plan: ParallelPlan, name: str, mesh: Mesh
+) -> HeadsRMSNorm:
+    heads, rows, copies = parallel_plan.heads, None, None
+    features = (heads.query if role.heads == "query" else heads.key_value) * heads.dim
+    if role.heads == "key_value":
+        plan = plan_key_value_heads(heads, mesh.shape, mesh.coordinate)
+        rows = None if plan.scattered else _bias_rows(plan, heads.dim)
+        found = copies_of_key_value_heads(heads, mesh.shape, mesh.coordinate)
+        copies = torch.tensor(found).repeat_interleave(heads.dim) if max(found) > 1 else None
+    assert role.norm is not None
+    options = {"eps": role.norm.eps, "offset": role.norm.offset, "layouts": parallel_plan.layouts[name]}
+    return HeadsRMSNorm(weight, None, rows=rows, copies=copies, features=features, mesh=mesh, **options)
 
 
 def _product(
@@ -308,7 +334,8 @@ def _share_key_value_heads(model: PreTrainedModel, parallel_plan: ParallelPlan, 
 
 def attention_modules(parallel_plan: ParallelPlan) -> list[str]:
     """Names of the modules that compute attention: the parents of the query projections."""
-    with_queries = (name for name, role in parallel_plan.roles.items() if role.heads in ("query", "query_key_value"))
+    projections = {name: role.heads for name, role in parallel_plan.roles.items() if role.kind == "up"}
+    with_queries = (name for name, heads in projections.items() if heads in ("query", "query_key_value"))
     return [name.rpartition(".")[0] for name in with_queries]
 
 

@@ -1,10 +1,13 @@
-"""Tables with a number for each attention head in each row, such as T5's biases by the distance of two positions.
+"""Numbers for each attention head: tables such as T5's biases by the distance of two positions, and GPT-OSS's sinks.
 
-A table ``[R, A]`` is cut over `sequence`, then `hidden`, along its heads, as the scores are to which its numbers are
-added. Rows may be looked up by anything that the ranks of a row of the mesh have alike.
+A table ``[R, A]``, or one number for each head ``[A]``, is cut over `sequence`, then `hidden`, along its heads, as the
+scores are to which its numbers are added. Rows may be looked up by anything that the ranks of a row of the mesh have
+alike.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,3 +42,18 @@ class HeadBias(ShardedModule, nn.Embedding):
     def extra_repr(self) -> str:
         """Unsplit sizes and the mesh."""
         return f"{self.num_embeddings}, {self.embedding_dim}, mesh={self.mesh.shape}"
+
+
+class NumbersOfHeads(ShardedModule):
+    """Mixed into the class of attention that has such numbers itself, whose code stays its own."""
+
+    @uncompiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own, with ``[A/(s·h)]`` in place of ``[A]``."""
+        shards: dict[str, Any] = dict(self._parameters)
+        blocks: dict[str, Any] = {name: self.unsharded(name) for name in self.sharded_params}
+        self._parameters.update(blocks)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self._parameters.update(shards)

@@ -2,6 +2,9 @@
 
 Input and output are ``[..., H/h]``; weight and bias are ``[H/h]`` blocks. Only the input and the ``[..., 1]``
 statistics are saved. Statistics are computed in float32, or in float64 where the input is.
+
+OLMo 2's norms are over the features of all attention heads, of which each rank has its own; with fewer key heads than
+ranks, several ranks have the same one.
 """
 
 from __future__ import annotations
@@ -35,13 +38,20 @@ def has_fused_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, along: AxisGroup
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        offset: float,
+        along: AxisGroup,
+        hidden: int,
+        copies: torch.Tensor | None,
     ) -> torch.Tensor:
         wide = x.to(statistics_dtype(x.dtype))
-        hidden = x.shape[-1] * along.size
-        squares = all_reduce(wide.pow(2).sum(-1, keepdim=True), along)
+        own = wide.pow(2) if copies is None else wide.pow(2) / copies
+        squares = all_reduce(own.sum(-1, keepdim=True), along)
         rstd = torch.rsqrt(squares / hidden + eps)
-        ctx.save_for_backward(x, weight, rstd)
+        ctx.save_for_backward(x, weight, rstd, copies)
         ctx.offset, ctx.hidden, ctx.along = offset, hidden, along
         normed = wide * rstd
         # Llama casts before it scales, Gemma (offset 1) scales before it casts.
@@ -49,13 +59,15 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, rstd = ctx.saved_tensors
+        x, weight, rstd, copies = ctx.saved_tensors
         normed = x.to(rstd.dtype) * rstd
         wide_dy = dy.to(rstd.dtype)
         dweight = (wide_dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
         scaled = wide_dy * (ctx.offset + weight.to(rstd.dtype))
         mean = all_reduce((scaled * normed).sum(-1, keepdim=True), ctx.along) / ctx.hidden
-        return (rstd * (scaled - normed * mean)).to(x.dtype), dweight, None, None, None
+        # Of a feature that several ranks have, each gives a part of the gradient.
+        own = normed * mean if copies is None else normed * mean / copies
+        return (rstd * (scaled - own)).to(x.dtype), dweight, None, None, None, None, None
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -147,8 +159,46 @@ class ShardedRMSNorm(_ShardedNorm):
             # Autocast runs this function in float32, and its result goes on in the dtype of the residual stream.
             y = nn.functional.rms_norm(x, weight.shape, weight, self.eps).to(x.dtype)
         else:
-            y = _RMSNorm.apply(x, weight, self.eps, self.offset, self._along)
+            hidden = x.shape[-1] * self._along.size
+            y = _RMSNorm.apply(x, weight, self.eps, self.offset, self._along, hidden, None)
         return y if bias is None else y + bias
+
+
+class HeadsRMSNorm(_ShardedNorm):
+    """RMSNorm over the features of all query heads, or of all key heads.
+
+    Args:
+        rows: which of the block's features are this rank's, in order; None for all of them.
+        copies: of each of this rank's features, how many there are on all ranks.
+        features: of all heads.
+        options: see :class:`ShardedRMSNorm`.
+    """
+
+    rows: torch.Tensor | None
+    copies: torch.Tensor | None
+
+    def __init__(
+        self,
+        *args: Any,
+        rows: torch.Tensor | None,
+        copies: torch.Tensor | None,
+        features: int,
+        mesh: Mesh,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, mesh=mesh, **options)
+        self._along, self._features = mesh.along("sequence", "hidden"), features
+        self.register_buffer("rows", rows, persistent=False)
+        self.register_buffer("copies", copies, persistent=False)
+
+    @uncompiled
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., own heads · head dim]`` to the same."""
+        weight, _ = self._blocks()
+        assert weight is not None
+        weight = weight if self.rows is None else weight[self.rows]
+        y: torch.Tensor = _RMSNorm.apply(x, weight, self.eps, self.offset, self._along, self._features, self.copies)
+        return y
 
 
 class ShardedLayerNorm(_ShardedNorm):
