@@ -10,6 +10,8 @@ To add an architecture, give the modules of its layers a style, as ``config.json
 * ``"packed_colwise"``: the same of several projections in one weight, one behind the other; ``"packed_colwise_3"`` says
   how many, where they aren't two.
 * ``"rowwise"``: the features of the input are split, and the output is the block's.
+* ``"latent"``: the input is the block's own, the output is whole; ``"from_latent"``: the input is whole, and the
+  features of the output are split, of whole heads.
 
 ``*`` stands for one part of a name. A block with a module that has no style, such as a convolution, is computed whole.
 """
@@ -31,6 +33,12 @@ COMMON: dict[str, str] = {
     # As T5 and its relatives do.
     **{f"{attention}.{name}": "colwise" for attention in ("SelfAttention", "EncDecAttention") for name in "qkv"},
     **dict.fromkeys(("SelfAttention.o", "EncDecAttention.o"), "rowwise"),
+}
+
+#: By the last part of a module's name, of multi-latent attention, before anything that a plan says.
+LATENT: dict[str, str] = {
+    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "latent"),
+    **dict.fromkeys(("q_b_proj", "kv_b_proj"), "from_latent"),
 }
 
 #: By ``config.model_type``; patterns of names behind the base model's.

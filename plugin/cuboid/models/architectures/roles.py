@@ -22,13 +22,15 @@ from cuboid.models.architectures.attention_heads import HeadCounts
 from cuboid.models.architectures.certificate import HeadPlan
 from cuboid.models.architectures.expert_form import expert_form
 from cuboid.models.architectures.norm_formula import NormFormula, norm_formula
-from cuboid.models.architectures.plans import COMMON, PLANS
+from cuboid.models.architectures.plans import COMMON, LATENT, PLANS
 from cuboid.tensor3d.experts.experts import ExpertForm
 
 Kind = Literal[
     "embedding",
     "up",
     "down",
+    "latent",
+    "from latent",
     "experts",
     "router",
     "head",
@@ -50,7 +52,8 @@ class Role:
 
     Args:
         kind: ``"whole"``: the module, with all inside of it, is computed whole; what is inside has the kind
-            ``"inside"``. ``"gathered"``: of each head by itself, with the same parameters. ``"experts"``: all experts
+            ``"inside"``. ``"gathered"``: of each head by itself, or of latents, with the same parameters. ``"latent"``
+            and ``"from latent"``: to and from the few features of multi-latent attention. ``"experts"``: all experts
             of a mixture. ``"router"``: beside them, makes a few numbers of all features of a token. ``"tied"``: its
             parameters are the head's, which is inside of it. ``"labels"``: a head of few outputs, which all ranks get
             whole. ``"bias of heads"``: a table with a number for each attention head in each row, such as one by the
@@ -354,7 +357,7 @@ class _Finder:
             return Role("of heads") if is_block and self._has_number_of_heads(module) else None
         if is_block or self._is_behind_down(name):
             return Role("norm", norm=formula)
-        if not _owns(module) or self._is_of_heads(module):
+        if not _owns(module) or self._is_of_heads(module) or self._is_of_latents(name):
             return Role("gathered")
         heads = self._normed_heads(name)
         return Role("norm", heads, norm=formula) if heads is not None and formula.kind == "rms" else None
@@ -371,6 +374,8 @@ class _Finder:
     def _linear(self, name: str, leaf: str, *, alone: bool) -> Role | None:
         common = COMMON.get(".".join(name.split(".")[-2:])) or COMMON.get(leaf)
         style = next((style for regex, style in self._styles if regex.fullmatch(name)), common)
+        if leaf in LATENT and type(self._modules[name]) is nn.Linear:
+            return Role("latent") if LATENT[leaf] == "latent" else Role("from latent", "query")
         match = re.fullmatch(
             r"(packed_colwise|colwise|rowwise)(?:_gather_output|_split_input)?(?:_(\d+))?", style or ""
         )
@@ -385,6 +390,16 @@ class _Finder:
         """Whether a norm inside of a block is one of each head by itself."""
         sizes = {len(parameter) for parameter in module.parameters()}
         return sizes == {HeadCounts.of(self._model.config).dim}
+
+    def _is_of_latents(self, name: str) -> bool:
+        """Whether a norm inside of attention is one of latents, which a projection beside it takes."""
+        sizes = [len(parameter) for parameter in self._modules[name].parameters()]
+        beside = self._modules[name.rpartition(".")[0]].named_children()
+        return any(
+            isinstance(other, nn.Linear) and sizes == [other.in_features]
+            for child, other in beside
+            if LATENT.get(child) == "from_latent"
+        )
 
     def _has_number_of_heads(self, module: nn.Module) -> bool:
         """Whether attention itself has parameters, all with a number for each head."""
@@ -416,7 +431,8 @@ class _Finder:
 
 def _projections(roles: Mapping[str, Role]) -> set[str]:
     """Which of "up" and "down" are among some roles."""
-    return {str(role.kind) for role in roles.values() if not role.alone} & {"up", "down"}
+    kinds = {"up" if role.kind == "from latent" else str(role.kind) for role in roles.values() if not role.alone}
+    return kinds & {"up", "down"}
 
 
 def _plan(config: PretrainedConfig) -> dict[str, str]:

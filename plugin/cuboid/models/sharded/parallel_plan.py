@@ -177,8 +177,11 @@ def _layout(
         return ShardingSpec(shape, (("sequence", "hidden"),))
     if role.kind == "bias of heads":
         return ShardingSpec(shape, ((), ("sequence", "hidden")))
-    if role.kind == "labels":
+    if role.kind in ("labels", "latent"):
         return ShardingSpec(shape, ((), ("hidden",)) if name == "weight" else ((),))
+    if role.kind == "from latent":
+        own: tuple[tuple[Axis, ...], ...] = (("sequence", "hidden"), ())
+        return ShardingSpec(shape, own[: len(shape)])
     if role.kind in ("embedding", "head", "tied"):
         split: tuple[tuple[Axis, ...], ...] = (("sequence",), ("hidden",))
         return ShardingSpec(shape, split[: len(shape)], ragged=True)

@@ -22,13 +22,13 @@ from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.tensor3d.experts.experts import ShardedExperts
 from cuboid.tensor3d.experts.router import ShardedRouter
 from cuboid.tensor3d.layers.dropout import CommonDropout, ShardedDropout
-from cuboid.tensor3d.layers.fused_projections import CrossProjections, FusedProjections
+from cuboid.tensor3d.layers.fused_projections import CrossProjections, FusedProjections, LatentProjections
 from cuboid.tensor3d.layers.head_bias import HeadBias, NumbersOfHeads
 from cuboid.tensor3d.layers.labels_head import LabelsHead
-from cuboid.tensor3d.layers.linear import ShardedLinear, down_product, head_product, up_product
+from cuboid.tensor3d.layers.linear import ShardedLinear, down_product, head_product, latent_product, up_product
 from cuboid.tensor3d.layers.linear_op import Product
 from cuboid.tensor3d.layers.norm import HeadsRMSNorm, ShardedLayerNorm, ShardedRMSNorm
-from cuboid.tensor3d.layers.output_reduce import SelectHeads
+from cuboid.tensor3d.layers.output_reduce import NoReduce, SelectHeads
 from cuboid.tensor3d.layers.unsharded_module import UnshardedModule
 from cuboid.tensor3d.layers.vocab_embedding import shard_embedding
 from cuboid.tensor3d.layers.whole_block import ImageSplit, LateSplit, compute_whole, keep_whole
@@ -221,6 +221,10 @@ def _product(
         return down_product(weight, in_first=in_first), None
     if role.kind == "head":
         return head_product(weight), None
+    if role.kind == "latent":
+        return latent_product(weight), None
+    if role.kind == "from latent":
+        return Product(weight, NoReduce()), None
     if role.heads == "key_value":
         plan = plan_key_value_heads(parallel_plan.heads, mesh.shape, mesh.coordinate)
         if not plan.scattered:
@@ -244,22 +248,34 @@ def _bias_rows(plan: KeyValuePlan, head_dim: int) -> torch.Tensor:
 def _fuse_projections(model: PreTrainedModel, parallel_plan: ParallelPlan) -> None:
     """Gather the sequence once where a block's "up" projections live, and at the head."""
     sources: dict[str, list[ShardedLinear]] = {}
+    latents: dict[str, list[ShardedLinear]] = {}
     behind: dict[str, list[ShardedLinear]] = {}
     exits: dict[str, list[ShardedLinear]] = {}
     for name, role in parallel_plan.roles.items():
+        if role.kind == "latent":
+            latents.setdefault(name.rpartition(".")[0], []).append(_linear(model, name))
         if role.kind in ("up", "down", "head") and not role.alone:
             place = name if role.kind == "head" else name.rpartition(".")[0]
-            linear = model.get_submodule(name)
-            assert isinstance(linear, ShardedLinear)
+            linear = _linear(model, name)
             (exits if role.kind == "down" else behind).setdefault(place, []).append(linear)
             if role.heads == "key_value":
                 sources.setdefault(place, []).append(linear)
     mixtures = {name.rpartition(".")[0] for name, role in parallel_plan.roles.items() if role.experts is not None}
+    for place, projections in latents.items():
+        queries = behind.pop(place, [])
+        hook = LatentProjections(projections, FusedProjections(queries, exits.get(place, [])) if queries else None)
+        model.get_submodule(place).register_forward_pre_hook(hook, with_kwargs=True)
     for place, projections in behind.items():
         fused = _fused(model.get_submodule(place), projections, sources.get(place, []), exits.get(place, []))
         model.get_submodule(place).register_forward_pre_hook(fused, with_kwargs=True)
         if place.rpartition(".")[0] in mixtures and isinstance(fused, FusedProjections):
             model.get_submodule(place).register_forward_hook(fused.restore)
+
+
+def _linear(model: nn.Module, name: str) -> ShardedLinear:
+    linear = model.get_submodule(name)
+    assert isinstance(linear, ShardedLinear)
+    return linear
 
 
 def _fused(
@@ -334,7 +350,8 @@ def _share_key_value_heads(model: PreTrainedModel, parallel_plan: ParallelPlan, 
 
 def attention_modules(parallel_plan: ParallelPlan) -> list[str]:
     """Names of the modules that compute attention: the parents of the query projections."""
-    projections = {name: role.heads for name, role in parallel_plan.roles.items() if role.kind == "up"}
+    kinds = ("up", "from latent")
+    projections = {name: role.heads for name, role in parallel_plan.roles.items() if role.kind in kinds}
     with_queries = (name for name, heads in projections.items() if heads in ("query", "query_key_value"))
     return [name.rpartition(".")[0] for name in with_queries]
 

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from cuboid.distributed.axis_collectives import SEQUENCE_DIM, gather_dim, scatter_dim
+from cuboid.distributed.mesh import AxisGroup
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.errors import UnsupportedModelError
-from cuboid.tensor3d.layers.input_gather import GatherSequence
+from cuboid.tensor3d.layers.input_gather import GatherSequence, NoGather
 from cuboid.tensor3d.layers.linear import ShardedLinear, autocast_dtype, hand_over
 from cuboid.tensor3d.layers.linear_op import LinearOp
 
@@ -70,6 +72,55 @@ class FusedProjections:
     def restore(self, _: nn.Module, __: Any, output: Any) -> Any:
         """A forward hook of the same module: tokens in a row again, if they were."""
         return output.squeeze(0) if self._is_flat else output
+
+
+class LatentProjections:
+    """A forward pre-hook of attention whose keys and values, and perhaps queries, are made of latents (DeepSeek's MLA).
+
+    Latents are few features. So they are made of the rank's own positions, and gathered in the place of the block's
+    input: ``[B/b, S/s, H/h]`` to ``[B/b, S/s, R]``, summed over `hidden`, to ``[B/b, S, R]``. The gradient of a gathered
+    latent is a part, on each rank, of the sum over `sequence` × `hidden`, whose ranks have different heads.
+
+    Args:
+        latents: the projections to latents.
+        fused: the hook of queries that are made of the block's input; None where they have latents too.
+    """
+
+    def __init__(self, latents: Sequence[ShardedLinear], fused: FusedProjections | None) -> None:
+        self._latents, self._fused = list(latents), fused
+        self._along = latents[0].mesh.along("sequence")
+
+    @uncompiled
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replace the block's input ``[B/b, S/s, H/h]`` by one that knows the latents ``[B/b, S, R]``."""
+        if not args and "hidden_states" not in kwargs:
+            raise UnsupportedModelError(f"{type(module).__name__} was called without hidden_states; no rule for that")
+        shard: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+        dtype = autocast_dtype(shard)
+        linear_op = LinearOp(NoGather(), [each.product for each in self._latents])
+        _, latents = linear_op(shard.to(dtype), [each.operand(dtype) for each in self._latents])
+        whole = [_GatherPositions.apply(latent, self._along) for latent in latents]
+        results = dict(zip(map(id, self._latents), whole, strict=True))
+        if self._fused is not None:
+            args, kwargs = self._fused(module, args, kwargs)
+            full = args[0] if args else kwargs["hidden_states"]
+        else:
+            # Only its shape is looked at; whoever computes with it finds out.
+            positions = shard.shape[1] * self._along.size
+            full = shard.new_full((), torch.nan).expand(shard.shape[0], positions, shard.shape[2])
+        full.cuboid_results = {**getattr(full, "cuboid_results", {}), **results}
+        return ((full, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": full})
+
+
+class _GatherPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, along: AxisGroup) -> torch.Tensor:
+        ctx.along = along
+        return gather_dim(x, SEQUENCE_DIM, along)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return scatter_dim(gradient, SEQUENCE_DIM, ctx.along), None
 
 
 class CrossProjections:

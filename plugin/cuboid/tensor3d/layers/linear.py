@@ -13,7 +13,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.tensor3d.layers.input_gather import GatherFeatures, GatherSequence, InputGather, NoGather
 from cuboid.tensor3d.layers.linear_op import Later, LinearOp, Operand, Product
-from cuboid.tensor3d.layers.output_reduce import ScatterFeatures, ScatterSequence
+from cuboid.tensor3d.layers.output_reduce import ScatterFeatures, ScatterSequence, SumFeatures
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
@@ -131,3 +131,8 @@ def down_product(weight: ShardedParam, *, in_first: bool = False) -> Product:
 def head_product(weight: ShardedParam) -> Product:
     """Multiplication of the LM head: partial sums over `hidden`, scattered onto the sequence."""
     return Product(weight, ScatterSequence(weight.mesh.along("hidden")))
+
+
+def latent_product(weight: ShardedParam) -> Product:
+    """Multiplication of a projection to latents: partial sums over `hidden`, which all of its ranks get."""
+    return Product(weight, SumFeatures(weight.mesh.along("hidden")))

@@ -241,6 +241,35 @@ class SelectHeads(_InOnePiece):
 
 
 @dataclass(frozen=True)
+class SumFeatures(_InOnePiece):
+    """All-reduce over one axis: all ranks get all features of the rank's own positions."""
+
+    along: AxisGroup
+
+    def start(self, x: Pieces, weights: Iterable[Columns]) -> AsyncResult[Sequence[torch.Tensor]]:
+        """See :class:`OutputReduce`."""
+        weights = list(weights)
+        shapes = [(*x[0].shape[:-1], columns[0].shape[0]) for columns in weights]
+        together = x[0].new_empty(sum(map(math.prod, shapes)))
+        for columns, whole in zip(weights, _views(together, shapes), strict=True):
+            multiply(x, columns, whole)
+        return start_all_reduce(together, self.along, lambda summed: _views(summed, shapes))
+
+    def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[torch.Tensor]]:
+        """See :class:`OutputReduce`."""
+        shapes = [(1, *gradient.shape) for gradient in gradients]
+        together = gradients[0].new_empty(sum(map(math.prod, shapes)))
+        for gradient, own in zip(gradients, _views(together, shapes), strict=True):
+            own.copy_(gradient)
+        return start_all_reduce(together, self.along, lambda summed: _views(summed, shapes))
+
+
+def _views(together: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[torch.Tensor]:
+    """Tensors of some shapes out of one of their elements, one behind the other."""
+    return [part.view(shape) for part, shape in zip(together.split(list(map(math.prod, shapes))), shapes, strict=True)]
+
+
+@dataclass(frozen=True)
 class NoReduce(_InOnePiece):
     """No reduction: the partial sums are what is wanted."""
 
