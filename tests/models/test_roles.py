@@ -10,11 +10,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 
 import cuboid
-from cuboid.distributed.topology import MeshShape
+from cuboid.distributed.topology import Coordinate, MeshShape
 from cuboid.errors import MeshError, UnsupportedModelError
+from cuboid.models.architectures.attention_heads import HeadCounts, copies_of_key_value_heads
 from cuboid.models.architectures.norm_formula import NormFormula, norm_formula
 from cuboid.models.architectures.roles import Role, find_roles, split_blocks
 from cuboid.models.certification.mesh_certificates import certified_plan
+from cuboid.models.certification.small_config import small_config
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.verify import SmallModel
 
@@ -48,6 +50,51 @@ def test_blocks_with_a_module_that_no_rule_covers_are_whole():
     model = llama()
     model.model.layers[0].mlp.up_proj = type("Quantised", (nn.Linear,), {})(96, 192, bias=False, device="meta")
     assert find_roles(model)["model.layers.0.mlp"].kind == "whole"
+
+
+def small_on_meta(architecture):
+    config = small_config(AutoConfig.for_model(architecture))
+    return on_meta(config)
+
+
+def test_what_is_over_or_of_all_heads_is_split_as_they_are():
+    olmo2 = find_roles(small_on_meta("olmo2"))
+    norms = {name: olmo2[f"model.layers.0.self_attn.{name}"] for name in ("q_norm", "k_norm")}
+    assert {name: (role.kind, role.heads) for name, role in norms.items()} == {
+        "q_norm": ("norm", "query"),
+        "k_norm": ("norm", "key_value"),
+    }
+    # Behind attention it is one of the hidden dim, and Qwen 3's is one of each head.
+    assert olmo2["model.layers.0.post_attention_layernorm"].heads is None
+    assert find_roles(small_on_meta("qwen3"))["model.layers.0.self_attn.q_norm"].kind == "gathered"
+    assert find_roles(small_on_meta("gpt_oss"))["model.layers.0.self_attn"].kind == "of heads"
+
+
+def test_latents_are_made_whole_and_heads_made_of_them_are_split():
+    roles = find_roles(small_on_meta("deepseek_v3"))
+    kinds = {name.rpartition(".")[2]: role.kind for name, role in roles.items() if ".0.self_attn." in name}
+    assert kinds == {
+        **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "latent"),
+        **dict.fromkeys(("q_a_layernorm", "kv_a_layernorm"), "gathered"),
+        **dict.fromkeys(("q_b_proj", "kv_b_proj"), "from latent"),
+        "o_proj": "down",
+    }
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [HeadCounts(8, 2, 4), HeadCounts(8, 1, 4), HeadCounts(12, 3, 4), HeadCounts(8, 8, 4), HeadCounts(12, 6, 4)],
+)
+@pytest.mark.parametrize("mesh", ["1x2x2", "1x1x4", "1x4x1", "1x2x1"])
+def test_the_copies_of_all_ranks_make_every_key_head_once(counts, mesh):
+    mesh = MeshShape.parse(mesh)
+    shares = sum(
+        1 / copies
+        for sequence in range(mesh.sequence)
+        for hidden in range(mesh.hidden)
+        for copies in copies_of_key_value_heads(counts, mesh, Coordinate(0, 0, 0, sequence, hidden))
+    )
+    assert shares == pytest.approx(counts.key_value)
 
 
 def test_styles_come_from_the_plan_of_the_model_then_from_the_table():

@@ -19,7 +19,7 @@ from cuboid.distributed.axis_collectives import SEQUENCE_DIM, gather_dim, scatte
 from cuboid.distributed.mesh import AxisGroup
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.errors import UnsupportedModelError
-from cuboid.tensor3d.layers.input_gather import GatherSequence, NoGather
+from cuboid.tensor3d.layers.input_gather import GatherSequence, InputGather, NoGather
 from cuboid.tensor3d.layers.linear import ShardedLinear, autocast_dtype, hand_over
 from cuboid.tensor3d.layers.linear_op import LinearOp
 
@@ -30,12 +30,20 @@ class FusedProjections:
     Args:
         projections: all "up" projections of a block, or the head.
         exits: its "down" projections, whose backward runs before theirs.
+        gather: what the input goes through; the gather of its sequence, if None.
     """
 
-    def __init__(self, projections: Sequence[ShardedLinear], exits: Sequence[ShardedLinear] = ()) -> None:
+    def __init__(
+        self,
+        projections: Sequence[ShardedLinear],
+        exits: Sequence[ShardedLinear] = (),
+        *,
+        gather: InputGather | None = None,
+    ) -> None:
         self._projections = list(projections)
         self._exits = list(exits)
-        self._linear_op = LinearOp(GatherSequence(projections[0].mesh), [each.product for each in projections])
+        gather = GatherSequence(projections[0].mesh) if gather is None else gather
+        self._linear_op = LinearOp(gather, [each.product for each in projections])
         self._is_flat = False
 
     @uncompiled
@@ -78,8 +86,8 @@ class LatentProjections:
     """A forward pre-hook of attention whose keys and values, and perhaps queries, are made of latents (DeepSeek's MLA).
 
     Latents are few features. So they are made of the rank's own positions, and gathered in the place of the block's
-    input: ``[B/b, S/s, H/h]`` to ``[B/b, S/s, R]``, summed over `hidden`, to ``[B/b, S, R]``. The gradient of a gathered
-    latent is a part, on each rank, of the sum over `sequence` × `hidden`, whose ranks have different heads.
+    input: ``[B/b, S/s, H/h]`` to ``[B/b, S/s, R]``, summed over `hidden`, to ``[B/b, S, R]``. The gradient of a
+    gathered latent is on each rank a part of the sum over `sequence` × `hidden`, whose ranks have different heads.
 
     Args:
         latents: the projections to latents.
@@ -87,7 +95,8 @@ class LatentProjections:
     """
 
     def __init__(self, latents: Sequence[ShardedLinear], fused: FusedProjections | None) -> None:
-        self._latents, self._fused = list(latents), fused
+        self._latents = FusedProjections(latents, gather=NoGather())
+        self._fused = fused
         self._along = latents[0].mesh.along("sequence")
 
     @uncompiled
@@ -96,11 +105,8 @@ class LatentProjections:
         if not args and "hidden_states" not in kwargs:
             raise UnsupportedModelError(f"{type(module).__name__} was called without hidden_states; no rule for that")
         shard: torch.Tensor = args[0] if args else kwargs["hidden_states"]
-        dtype = autocast_dtype(shard)
-        linear_op = LinearOp(NoGather(), [each.product for each in self._latents])
-        _, latents = linear_op(shard.to(dtype), [each.operand(dtype) for each in self._latents])
-        whole = [_GatherPositions.apply(latent, self._along) for latent in latents]
-        results = dict(zip(map(id, self._latents), whole, strict=True))
+        ((own,), _) = self._latents(module, (shard,), {})
+        results = {key: _GatherPositions.apply(x, self._along) for key, x in own.cuboid_results.items()}
         if self._fused is not None:
             args, kwargs = self._fused(module, args, kwargs)
             full = args[0] if args else kwargs["hidden_states"]

@@ -1,0 +1,99 @@
+"""Attention of other kinds than Llama's on a mesh: the same loss and gradients as on one process."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from cuboid.models.architectures.roles import blocks_computed_whole
+from cuboid.models.certification.float64 import KeepFloat64
+from threaded import assert_as_alone, step_of
+
+COMMON = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": None}
+LATENT = {
+    **{"kv_lora_rank": 10, "q_lora_rank": 14, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 8},
+    **{"num_attention_heads": 8, "num_key_value_heads": 8},
+}
+EXPERTS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+#: Recomputed in the precision of the forward.
+CHECKPOINTING = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), KeepFloat64())}
+#: Query heads and key/value heads, of which the latter divide by no, by some or by all of the meshes' ranks.
+HEADS = [(12, 12), (12, 6), (12, 3), (12, 1)]
+
+
+def small(architecture, **options):
+    """A model in float64 whose numbers are far from zero."""
+    config = AutoConfig.for_model(architecture, **{**COMMON, **options})
+    config._experts_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).train()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            is_norm = parameter.dim() == 1 and name.endswith("weight")
+            parameter.copy_((0.3 if is_norm else 0.2) * noise + (1 if is_norm else 0))
+    return model
+
+
+def batch_of(rows=2, length=8):
+    ids = torch.randint(0, 61, (rows, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, -3:] = 0
+    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("mesh", ["1x2x1", "1x1x2", "1x2x2", "2x1x2", "1x3x1"])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("architecture", ["olmo2", "minimax_m2"])
+def test_norms_over_all_heads(architecture, heads, mesh):
+    options = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    if architecture == "minimax_m2":
+        options |= {"head_dim": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 4}
+    model, batch = small(architecture, **options), batch_of()
+    threaded = assert_as_alone(model, mesh, step_of(**batch))
+    assert not blocks_computed_whole(model)
+    # Each has its own share of the norms' weights too.
+    own = sum(p.numel() for name, p in threaded.models[0].named_parameters() if name.endswith("_norm.weight"))
+    whole = sum(p.numel() for name, p in model.named_parameters() if name.endswith("_norm.weight"))
+    assert own == pytest.approx(whole / threaded.plan.mesh.size, rel=0.35)
+
+
+@pytest.mark.parametrize("mesh", ["1x2x2", pytest.param("2x1x2", marks=pytest.mark.slow)])
+def test_sinks(mesh):
+    options = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8, "layer_types": None}
+    model = small("gpt_oss", **options, num_local_experts=4, num_experts_per_tok=2, sliding_window=4)
+    threaded = assert_as_alone(model, mesh, step_of(**batch_of()))
+    assert not blocks_computed_whole(model)
+    attention = threaded.models[0].model.layers[0].self_attn
+    assert attention.sinks.numel() == 8 // threaded.plan.mesh.size
+    # Under activation checkpointing, the forward that repeats it needs the rank's own heads too.
+    model.gradient_checkpointing_enable(CHECKPOINTING)
+    assert_as_alone(model, mesh, step_of(**batch_of()))
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("mesh", ["1x2x1", "1x1x2", "1x2x2", "2x2x1", "1x4x2"])
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("deepseek_v3", {**LATENT, **EXPERTS, "first_k_dense_replace": 1}),
+        ("deepseek_v3", {**LATENT, **EXPERTS, "first_k_dense_replace": 1, "attention_bias": True}),
+        # Queries without latents.
+        ("deepseek_v2", {**LATENT, **EXPERTS, "first_k_dense_replace": 2, "q_lora_rank": None}),
+        ("minicpm3", LATENT),
+    ],
+    ids=["deepseek_v3", "biases", "deepseek_v2", "minicpm3"],
+)
+def test_latents(architecture, options, mesh):
+    model, batch = small(architecture, **options), batch_of()
+    assert not blocks_computed_whole(model)
+    assert_as_alone(model, mesh, step_of(**batch))
+
+
+@pytest.mark.slow
+def test_latents_under_activation_checkpointing():
+    model = small("deepseek_v3", **LATENT, **EXPERTS, first_k_dense_replace=1)
+    model.gradient_checkpointing_enable(CHECKPOINTING)
+    assert_as_alone(model, "1x2x2", step_of(**batch_of()))
