@@ -67,17 +67,21 @@ def describe_modules(model: PreTrainedModel, whole: Collection[str] = ()) -> Mod
         nonlinearity=_kept_by_nonlinearity(config, gated=layers[0].gated),
         positions=config.max_position_embeddings if learned else 0,
         most_positions=longest_sequence(model.config),
-        uncounted=_uncounted(config, sizes.layers),
+        uncounted=_uncounted(config, sizes.layers, roles.values()),
         config=model.config,
     )
     more = sum(parameter.numel() for parameter in model.parameters()) - found.parameters
     return replace(found, extra_parameters=max(0, more))
 
 
-def _uncounted(config: PretrainedConfig, layers: Sequence[LayerSizes]) -> str:
+def _uncounted(config: PretrainedConfig, layers: Sequence[LayerSizes], roles: Collection[Role]) -> str:
     found = [SOFT_CAPPED] if getattr(config, "attn_logit_softcapping", None) else []
     if any(layer.query == 0 for layer in layers):
         found.append("the time of recurrent states and convolutions of layers without attention")
+    if any(role.kind == "latent" for role in roles):
+        found.append("that latents are sent in place of hidden states, queries, keys and values, which are more")
+    if any(role.kind == "norm" and role.heads is not None for role in roles):
+        found.append("the sums that norms over all heads exchange")
     return "; ".join(found)
 
 
@@ -133,7 +137,10 @@ def _layer(
     ups = [(module, role) for module, role in modules if role.kind == "up" and role.heads is None]
     downs = [module for module, role in modules if role.kind == "down"]
     gated = sum(role.parts for _, role in ups) == 2
-    cut = [_joined("qkv", heads), _projection("o", downs.pop(0))] if heads and downs else []
+    latents = [module for module, role in modules if role.kind in ("latent", "from latent")]
+    cut = [_joined("qkv", heads)] if heads and downs else []
+    cut += [Projection("latent", _in_features(x), out_features(x), "up", _has_bias(x)) for x in latents]
+    cut += [_projection("o", downs.pop(0))] if cut and downs else []
     cut += [_joined("gate_up" if gated else "up", ups)] if ups else []
     cut += [_projection("down", module) for module in downs]
     experts = next((_experts(module, role.experts, config) for module, role in modules if role.experts), None)
