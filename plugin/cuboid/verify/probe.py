@@ -169,8 +169,12 @@ def residual_part(outputs: Outputs, shape: MeshShape, batch: int, length: int, h
 
     def fits(calls: list[torch.Tensor]) -> bool:
         tokens = sum(x.shape[1] for x in calls) * shape.sequence
-        return tokens >= length and all(
-            x.shape[0] * shape.batch == batch and x.shape[2] * shape.hidden == hidden for x in calls
+        # Inside of a block that is computed whole, each rank has all of the sequence.
+        is_whole = shape.sequence > 1 and tokens >= shape.sequence * length
+        return (
+            tokens >= length
+            and not is_whole
+            and all(x.shape[0] * shape.batch == batch and x.shape[2] * shape.hidden == hidden for x in calls)
         )
 
     return {name: calls for name, calls in outputs.items() if fits(calls)}
