@@ -19,7 +19,7 @@ from cuboid.verify import PassReport, Plan, Report, SmallModel
 from cuboid.verify.compare import ALL, Check, compare, first_difference, relative_error
 from cuboid.verify.noise import compare_noisy
 from cuboid.verify.plan import tokens_of
-from cuboid.verify.probe import assemble
+from cuboid.verify.probe import assemble, residual_part
 from cuboid.verify.run import complete, default_tolerance, engine_config_of, engine_plan_of
 from cuboid.verify.training import Outcome
 
@@ -403,3 +403,15 @@ def test_scaled_rotary_embeddings_need_an_architecture_that_has_them() -> None:
     assert SmallModel("llama", rope="longrope").config().rope_parameters["rope_type"] == "longrope"
     with pytest.raises(CuboidError, match=r"rope goes with arch llama, .*, not with gpt2"):
         SmallModel("gpt2", rope="yarn").config()
+
+
+def test_only_parts_of_the_residual_stream_are_put_together() -> None:
+    shape = MeshShape(1, 2, 1)
+    outputs = {
+        "part": [torch.zeros(2, 3, 8), torch.zeros(2, 2, 8)],
+        "filled up": [torch.zeros(2, 3, 8), torch.zeros(2, 3, 8)],
+        # As inside of a block that is computed whole, of two segments.
+        "whole": [torch.zeros(2, 6, 8), torch.zeros(2, 4, 8)],
+        "heads": [torch.zeros(2, 6, 4), torch.zeros(2, 4, 4)],
+    }
+    assert list(residual_part(outputs, shape, batch=2, length=10, hidden=8)) == ["part", "filled up"]
