@@ -60,7 +60,7 @@ class Role:
             distance of two positions. ``"of heads"``: attention itself, with a number for each head, such as a sink.
         heads: what its out features are, where they are attention heads; of a norm, of which heads' features it is.
         parts: of how many projections, one behind the other, the out features consist.
-        norm: what a norm computes.
+        norm: what a norm computes, of what is split or of latents.
         experts: how experts lie.
         width: features of a token, of a router.
         alone: whether it is called by a layer itself, with a part of the sequence.
@@ -357,8 +357,10 @@ class _Finder:
             return Role("of heads") if is_block and self._has_number_of_heads(module) else None
         if is_block or self._is_behind_down(name):
             return Role("norm", norm=formula)
-        if not _owns(module) or self._is_of_heads(module) or self._is_of_latents(name):
+        if not _owns(module) or self._is_of_heads(module):
             return Role("gathered")
+        if self._is_of_latents(name):
+            return Role("gathered", norm=formula)
         heads = self._normed_heads(name)
         return Role("norm", heads, norm=formula) if heads is not None and formula.kind == "rms" else None
 

@@ -175,6 +175,11 @@ def _build(
     old: nn.Module, role: Role, parameters: dict[str, nn.Parameter], layouts: dict[str, ShardingSpec], mesh: Mesh
 ) -> nn.Module:
     weight, bias = parameters.get("weight"), parameters.get("bias")
+    if role.kind == "gathered" and role.norm is not None and role.norm.kind == "rms":
+        # All ranks have all latents: what is saved of them isn't split, and the model's own code would save more.
+        return ShardedRMSNorm(
+            weight, bias, mesh=mesh, layouts=layouts, eps=role.norm.eps, offset=role.norm.offset, axes=()
+        )
     if role.kind == "gathered":
         _forget_values(old)
         return UnshardedModule(old, parameters, mesh=mesh, layouts=layouts)

@@ -17,6 +17,7 @@ from torch import nn
 from cuboid.distributed.axis_collectives import all_gather, all_reduce
 from cuboid.distributed.mesh import AxisGroup, Mesh
 from cuboid.distributed.no_compile import uncompiled
+from cuboid.distributed.topology import Axis
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
@@ -120,7 +121,8 @@ def _moments(x: torch.Tensor, along: AxisGroup) -> tuple[torch.Tensor, torch.Ten
 
 
 class _ShardedNorm(ShardedModule):
-    """A norm of a split hidden dim, with or without weight and bias. ``offset`` is added to the weight (1 in Gemma)."""
+    """A norm of a dim that ``axes`` split, with or without weight and bias. ``offset`` is added to the weight (1 in
+    Gemma)."""
 
     def __init__(
         self,
@@ -131,10 +133,11 @@ class _ShardedNorm(ShardedModule):
         layouts: dict[str, ShardingSpec],
         eps: float,
         offset: float = 0.0,
+        axes: tuple[Axis, ...] = ("hidden",),
     ) -> None:
         super().__init__()
         self.weight, self.bias, self.eps, self.offset = weight, bias, eps, offset
-        self._along = mesh.along("hidden")
+        self._along = mesh.along(*axes)
         self.init_sharding(mesh, layouts)
 
     def _blocks(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -183,11 +186,10 @@ class HeadsRMSNorm(_ShardedNorm):
         rows: torch.Tensor | None,
         copies: torch.Tensor | None,
         features: int,
-        mesh: Mesh,
         **options: Any,
     ) -> None:
-        super().__init__(*args, mesh=mesh, **options)
-        self._along, self._features = mesh.along("sequence", "hidden"), features
+        super().__init__(*args, axes=("sequence", "hidden"), **options)
+        self._features = features
         self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("copies", copies, persistent=False)
 
