@@ -2,11 +2,13 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from types import FunctionType
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
 
 import cuboid
 from conftest import TIMEOUT_S
@@ -17,7 +19,7 @@ from cuboid.planner.cost.layout import CUBOID, Layout
 from cuboid.planner.cost.memory import _Stage, fullest
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import Cluster
-from cuboid.planner.description.kept import _count, _Key, _Sample, count_kept
+from cuboid.planner.description.kept import _count, _Key, _Sample, _Saved, count_kept
 from cuboid.planner.description.model import describe
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.estimate import Estimate, cuboid_software, estimate
@@ -82,33 +84,33 @@ def counting(model, pool):
             stage_runner.chunked_loss = loss
 
 
-def counted(path, config, recompute):
+def counted(path, config, recompute, rows):
     """Of a step: the most bytes that are kept, and those of the parameters."""
     model = cuboid.from_pretrained(path, config, config=config_of(path), dtype=torch.bfloat16).train()
     if recompute:
         model.gradient_checkpointing_enable()
     runs = Pipeline(model)
     runs.pool = MeteredPool()
-    ids = torch.randint(2, 100, (MICRO_BATCHES, ROWS, LENGTH))
+    ids = torch.randint(2, 100, (MICRO_BATCHES, rows, LENGTH))
     with counting(model, runs.pool) as live:
         runs.train(iter({"input_ids": each, "labels": each} for each in ids), MICRO_BATCHES)
     return live.peak_bytes, sum(each.nbytes for each in model.parameters()), model.cuboid.mesh.comm_counter.snapshot()
 
 
-def measure(pool, path, schedule, mesh="1x1x1", recompute=False, stages=2):
+def measure(pool, path, schedule, mesh="1x1x1", recompute=False, stages=2, rows=ROWS):
     """What is counted on each rank, and what is predicted."""
     shape, chunks = MeshShape.parse(mesh), 2 if schedule in CHUNKED else 1
     segments = 1 if schedule == "1f1b" else 3
     pipeline = {"engine": "seq1f1b", "stages": stages, "segments": segments, "schedule": schedule, "chunks": chunks}
     axes = {"batch": shape.batch, "sequence": shape.sequence, "hidden": shape.hidden}
-    config = {"pipeline": pipeline, "train_micro_batch_size_per_gpu": ROWS}
+    config = {"pipeline": pipeline, "train_micro_batch_size_per_gpu": rows}
     if shape.size > 1:
         config["tensor_parallel"] = {"mode": "3d_tensor", "mesh": axes}
-    found = pool.run(stages * shape.size, counted, path, config, recompute, timeout_s=TIMEOUT_S)
+    found = pool.run(stages * shape.size, counted, path, config, recompute, rows, timeout_s=TIMEOUT_S)
     with torch.device("meta"):
         described = describe_modules(AutoModelForCausalLM.from_config(config_of(path)))
     layout = Layout(
-        shape, stages, ROWS, MICRO_BATCHES, 1, segments, chunks, schedule,
+        shape, stages, rows, MICRO_BATCHES, 1, segments, chunks, schedule,
         checkpointing="full" if recompute else "none",
     )  # fmt: skip
     return found, StepCost(described, layout, Cluster.parse(f"{layout.ranks}xH100"), LENGTH, cuboid_software(layout))
@@ -130,10 +132,20 @@ def test_what_a_rank_keeps_is_what_counters_see(pool, checkpoint, architecture, 
     check(measure(pool, checkpoint(model(architecture)), schedule))
 
 
+@pytest.mark.parametrize("rows", [1, ROWS])
+@pytest.mark.parametrize("architecture", ["falcon", "bloom"])
+def test_layers_that_attend_by_themselves_keep_what_counters_see(pool, tmp_path, architecture, rows):
+    config = small(architecture, hidden_size=96, num_attention_heads=12, n_head=12, num_hidden_layers=8, n_layer=8)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    measured = measure(pool, tmp_path, "seq1f1b", rows=rows)
+    assert not _Stage(measured[1], 0).count.obstacle
+    check(measured)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["seq1f1b", "zero_bubble", "zero_bubble-v"])
 @pytest.mark.parametrize("mesh", ["1x2x1", "2x1x1", "1x1x2", "2x2x1"])
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3", "mixtral", "qwen3_moe"])
 def test_what_a_rank_of_a_mesh_keeps_is_what_counters_see(pool, checkpoint, architecture, mesh, schedule):
     check(measure(pool, checkpoint(model(architecture)), schedule, mesh))
 
@@ -199,3 +211,24 @@ def test_what_cannot_be_counted_is_said_and_taken_from_formulas():
     formulas = replace(CUBOID, counted=False)
     assert found.memory_bytes == fullest(StepCost(described, layout, cluster, 4096, formulas)).total
     assert not estimate(describe(LLAMA_8B), layout, cluster, 4096).uncounted
+
+
+@pytest.mark.parametrize("name", ["bytes_by_place", "bytes_of", "_pack"])
+def test_a_fault_of_the_counting_code_is_not_taken_for_an_obstacle(monkeypatch, name):
+    monkeypatch.delattr(_Saved, name)
+    _count.cache_clear()
+    count_kept.cache_clear()
+    with pytest.raises(AttributeError, match=name):
+        count_kept(describe(small("llama")), sharded=False, segmented=True)
+
+
+def test_what_a_models_own_code_raises_is_an_obstacle_by_name(monkeypatch):
+    def fail(*_, **__):
+        raise TypeError("of the model")
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", FunctionType(fail.__code__, vars(modeling_llama)))
+    _count.cache_clear()
+    count_kept.cache_clear()
+    found = count_kept(describe(small("llama")), sharded=False, segmented=True)
+    assert found.obstacle == "TypeError: of the model"
+    count_kept.cache_clear()

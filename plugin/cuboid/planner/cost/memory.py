@@ -173,7 +173,8 @@ class _Stage:
     def _counted(self, *, sharded: bool) -> ModelCount:
         if not self.software.counted or self.model.config is None:
             return ModelCount()
-        return count_kept(self.model, sharded=sharded, segmented=self._is_cut)
+        alone = self._is_cut and self._units.tokens(1) == 1
+        return count_kept(self.model, sharded=sharded, segmented=self._is_cut, alone=alone)
 
     @property
     def _is_cut(self) -> bool:

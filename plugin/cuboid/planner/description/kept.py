@@ -11,17 +11,19 @@ import copy
 import functools
 import json
 import logging
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
@@ -30,7 +32,8 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.attention.packing import known_packing
-from cuboid.models.attention.segments import Unit, UnitSlot, use_segment_attention
+from cuboid.models.attention.segment_cache import give_cache
+from cuboid.models.attention.segments import Unit, UnitSlot, use_segment_attention, uses_interface
 from cuboid.models.plain_construction import plain_construction
 from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
 from cuboid.models.sharded.parallelize import parallelize_modules
@@ -44,11 +47,19 @@ from cuboid.tensor3d.sharding.weight_gradients import DeferredProduct, WeightGra
 
 #: Rows, tokens and the position that a segment starts from. Lengths are multiples of what scans and convolutions work
 #: on at a time; the last of each is a check of what the others gave.
-_SEGMENTS = ((1, 256, 512), (2, 256, 64), (1, 512, 64), (2, 512, 512), (1, 256, 768), (2, 768, 256), (3, 256, 256))
+_SEGMENTS = ((2, 256, 512), (2, 256, 64), (4, 512, 64), (2, 512, 128), (2, 256, 768), (2, 768, 256), (3, 256, 256))
 _WHOLE = ((1, 256, 0), (2, 256, 0), (1, 512, 0), (2, 768, 0), (3, 512, 0), (1, 768, 0))
 #: A window that all of these reach, and one that none does.
 _SHORT, _LONG = 128, 1 << 20
 _WINDOWS = ("sliding_window", "attention_chunk_size")
+#: Of operations whose result, or its shape, depends on values.
+_NEED_VALUES = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+)
+#: Whose errors are those of the code that called them.
+_LIBRARIES = {"torch", "numpy", *sys.stdlib_module_names}
 #: Of what the coefficients give.
 _TOLERANCE = 0.002
 
@@ -115,13 +126,17 @@ class ModelCount:
 
 
 @lru_cache(maxsize=256)
-def count_kept(model: ModelDescription, *, sharded: bool, segmented: bool) -> ModelCount:
+def count_kept(model: ModelDescription, *, sharded: bool, segmented: bool, alone: bool = False) -> ModelCount:
     """Count what a model's layers keep.
 
     Args:
         model: with the config that it was described by.
         sharded: whether its modules are those of a mesh, or Hugging Face's own.
         segmented: whether units are parts of sequences, which share a store of keys and values.
+        alone: whether a unit has one row, of whose stored keys and values some code makes views, and of several copies.
+
+    Raises:
+        Exception: a fault of Cuboid's own code, of whatever type.
     """
     if not all(each.attention.query for each in model.kinds):
         return ModelCount(obstacle="layers without attention have other kernels on GPUs, which keep other things")
@@ -134,12 +149,25 @@ def count_kept(model: ModelDescription, *, sharded: bool, segmented: bool) -> Mo
         if isinstance(config, Mapping):
             config = AutoConfig.for_model(**config)
         # Configs that say the same have one count, whoever made them.
-        return _count(_Key(config, model.kind_of_layers), windows, sharded, segmented)
+        return _count(_Key(config, model.kind_of_layers), windows, sharded, segmented, alone and segmented)
     except Exception as error:
-        # Whatever code of whatever architecture makes of tensors without values.
+        if not _is_obstacle(error):
+            raise
         return ModelCount(obstacle=" ".join(f"{type(error).__name__}: {error}".split())[:300])
     finally:
         log.setLevel(level)
+
+
+def _is_obstacle(error: Exception) -> bool:
+    """Whether an error is of the model: of a rule that Cuboid lacks, of an operation that needs values, or of code that
+    isn't Cuboid's. A fault of Cuboid's own would look like one else."""
+    if isinstance(error, (UnsupportedModelError, *_NEED_VALUES)):
+        return True
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    # Those of a mode hand on whatever the model calls, unless it is they that raise.
+    frames = [each for each in frames[:-1] if each.f_code.co_name != "__torch_function__"] + frames[-1:]
+    packages = [str(each.f_globals.get("__name__")).split(".")[0] for each in frames]
+    return [each for each in packages if each not in _LIBRARIES][-1] != "cuboid"
 
 
 class _Key:
@@ -158,11 +186,12 @@ class _Key:
 
 
 @lru_cache(maxsize=64)
-def _count(key: _Key, windows: tuple[bool, ...], sharded: bool, segmented: bool) -> ModelCount:
-    plain, end = _fitted(_Sample(key, _LONG, sharded=sharded, segmented=segmented), windows)
+def _count(key: _Key, windows: tuple[bool, ...], sharded: bool, segmented: bool, alone: bool) -> ModelCount:
+    plain, end = _fitted(_Sample(key, _LONG, sharded=sharded, segmented=segmented), windows, alone)
     if not any(windows):
         return ModelCount(plain, plain, end)
-    return ModelCount(plain, _fitted(_Sample(key, _SHORT, sharded=sharded, segmented=segmented), windows)[0], end)
+    reached = _Sample(key, _SHORT, sharded=sharded, segmented=segmented)
+    return ModelCount(plain, _fitted(reached, windows, alone)[0], end)
 
 
 @dataclass(frozen=True)
@@ -195,7 +224,10 @@ class _Sample:
                 parallelize_modules(self._model, plan, mesh, settings, functools.partial(take_shard, mesh=mesh))
         layers = decoder_layers(self._model)
         self._saved = _Saved(self._model, list(layers.values()))
-        use_segment_attention(self._model.config, layers, self._slot)
+        self.attends_itself = segmented and not any(map(uses_interface, layers.values()))
+        use_segment_attention(self._model.config, layers, self._slot, gives_cache=self.attends_itself)
+        for layer in layers.values() if self.attends_itself else ():
+            give_cache(layer, self._slot)
         defer_weight_gradients(layers.values(), self.waiting)
 
     def run(self, rows: int, length: int, start: int) -> _UnitCount:
@@ -208,10 +240,10 @@ class _Sample:
         with self._mode:
             if start:
                 with self._running(Unit(cache, 0, start, total)), torch.no_grad():
-                    self._forward(rows, start)
+                    self._forward(rows, 0, start)
             unit = Unit(cache, start, stop, total)
             with self._running(unit), self.waiting.open(), self._saved.hooks():
-                hidden = self._forward(rows, length)
+                hidden = self._forward(rows, start, stop)
             kept = self._saved.bytes_by_place(pool)
             with self._slot.running(unit), self.waiting.filling(0):
                 hidden.backward(torch.empty_like(hidden))
@@ -222,9 +254,11 @@ class _Sample:
         with self._slot.running(unit), known_packing(None, None), _FusedAttention():
             yield
 
-    def _forward(self, rows: int, length: int) -> torch.Tensor:
-        ids = torch.zeros((rows, length), dtype=torch.int64, device="cpu")
-        hidden: torch.Tensor = self._model.base_model(ids, use_cache=False)[0]
+    def _forward(self, rows: int, start: int, stop: int) -> torch.Tensor:
+        ids = torch.zeros((rows, stop - start), dtype=torch.int64, device="cpu")
+        # Attention that is the layers' own looks at all positions up to its segment's end.
+        options = {"attention_mask": ids.new_ones((rows, stop))} if self.attends_itself else {}
+        hidden: torch.Tensor = self._model.base_model(ids, use_cache=False, **options)[0]
         return hidden
 
 
@@ -283,6 +317,7 @@ class _Saved:
 
     def __init__(self, model: nn.Module, layers: list[nn.Module]) -> None:
         self._excluded = {storage_id(x) for x in (*model.parameters(), *model.buffers())}
+        self._place_of = {id(x): index for index, layer in enumerate(layers) for x in layer.parameters()}
         self._place = -1
         self._found: dict[int, tuple[int, torch.Tensor]] = {}
         for index, layer in enumerate(layers):
@@ -318,8 +353,9 @@ class _Saved:
         found: Counter[int] = Counter()
         seen: set[int] = set()
         for product in products:
-            # The input is an activation, of which it is known where it was saved.
-            place, _ = self._found[storage_id(product.x)]
+            # The input is an activation, of which it is known where it was saved, or a copy of one that wasn't flat.
+            saved = self._found.get(storage_id(product.x))
+            place = self._place_of[product.key] if saved is None else saved[0]
             for x in (product.x, product.dy):
                 if storage_id(x) not in seen:
                     seen.add(storage_id(x))
@@ -358,9 +394,12 @@ class _Attend(torch.autograd.Function):
         return (*(torch.empty_like(x) for x in ctx.saved_tensors[:3]), None)
 
 
-def _fitted(sample: _Sample, windows: tuple[bool, ...]) -> tuple[tuple[LayerCount, ...], KeptBytes]:
+def _fitted(sample: _Sample, windows: tuple[bool, ...], alone: bool) -> tuple[tuple[LayerCount, ...], KeptBytes]:
     """The coefficients of each kind, and of what is behind the last layer."""
-    points = _SEGMENTS if sample.segmented else _WHOLE
+    one = alone and sample.attends_itself
+    points = [
+        (1 if one else rows, length, start) for rows, length, start in (_SEGMENTS if sample.segmented else _WHOLE)
+    ]
     counts = [sample.run(*point) for point in points]
     layers = []
     for kind, has_window in enumerate(windows):
@@ -377,7 +416,7 @@ def _fitted(sample: _Sample, windows: tuple[bool, ...]) -> tuple[tuple[LayerCoun
     return tuple(layers), _fit(points, keys, [count.kept.get(len(sample.kinds), 0) for count in counts])
 
 
-def _fit(points: tuple[tuple[int, int, int], ...], keys: list[int], found: list[int]) -> KeptBytes:
+def _fit(points: list[tuple[int, int, int]], keys: list[int], found: list[int]) -> KeptBytes:
     """Coefficients by least squares. They have to give what was found: there are more units than coefficients."""
     table = np.array([
         [rows * length, rows * seen, rows * length * seen, length, length * seen, 1.0]

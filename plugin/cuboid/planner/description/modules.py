@@ -51,6 +51,8 @@ def describe_modules(model: PreTrainedModel, whole: Collection[str] = ()) -> Mod
     modules = {name: (model.get_submodule(name), role) for name, role in roles.items()}
     learned = sum(role.kind == "embedding" for role in roles.values()) > 1
     counts = HeadCounts.of(config)
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        counts = replace(counts, key_value=1)  # Falcon's config counts them as many as queries.
     head_norms = any(role.kind == "gathered" for role in roles.values())
     layers = tuple(
         _layer(layer, own, _inside(modules, name), counts, config, learned=learned, head_norms=head_norms)
