@@ -163,9 +163,8 @@ def _is_obstacle(error: Exception) -> bool:
     isn't Cuboid's. A fault of Cuboid's own would look like one else."""
     if isinstance(error, (UnsupportedModelError, *_NEED_VALUES)):
         return True
-    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    # Those of a mode hand on whatever the model calls, unless it is they that raise.
-    frames = [each for each in frames[:-1] if each.f_code.co_name != "__torch_function__"] + frames[-1:]
+    # Those of a mode hand on whatever the model calls.
+    frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name != "__torch_function__"]
     packages = [str(each.f_globals.get("__name__")).split(".")[0] for each in frames]
     return [each for each in packages if each not in _LIBRARIES][-1] != "cuboid"
 
