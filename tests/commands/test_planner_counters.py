@@ -1,6 +1,6 @@
 """What the planner says that a rank keeps, against counters in real pipelines."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import FunctionType
 
@@ -200,6 +200,19 @@ def test_the_first_count_of_a_process_is_as_any_other(name):
         counts.append(count_kept(described, sharded=True, segmented=True))
     assert not counts[0].obstacle
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("segmented", [False, True])
+def test_the_count_is_the_same_while_a_model_is_being_loaded(segmented):
+    described, counts = describe(small("llama")), []
+    # As transformers loads, "mesh": "auto" being decided in the middle of it.
+    for surroundings in (nullcontext(), torch.device("meta"), torch.no_grad()):
+        _count.cache_clear()
+        count_kept.cache_clear()
+        with surroundings:
+            counts.append(count_kept(described, sharded=True, segmented=segmented))
+    assert counts[0].layers
+    assert counts[0] == counts[1] == counts[2]
 
 
 def test_what_cannot_be_counted_is_said_and_taken_from_formulas():

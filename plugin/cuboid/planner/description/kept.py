@@ -148,8 +148,10 @@ def count_kept(model: ModelDescription, *, sharded: bool, segmented: bool, alone
         config = model.config
         if isinstance(config, Mapping):
             config = AutoConfig.for_model(**config)
-        # Configs that say the same have one count, whoever made them.
-        return _count(_Key(config, model.kind_of_layers), windows, sharded, segmented, alone and segmented)
+        # A model that is being loaded has a default device without values, whose tensors don't go with these.
+        with torch.device("cpu"), torch.enable_grad():
+            # Configs that say the same have one count, whoever made them.
+            return _count(_Key(config, model.kind_of_layers), windows, sharded, segmented, alone and segmented)
     except Exception as error:
         if not _is_obstacle(error):
             raise
