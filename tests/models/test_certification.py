@@ -26,7 +26,7 @@ from cuboid.models.certification import certificates, check, mesh_certificates, 
 from cuboid.models.certification.check import CannotProbe
 from cuboid.models.certification.float64 import precision
 from cuboid.models.certification.small_config import LONGEST, small_config
-from cuboid.models.stages.router_loss import RouterSums
+from cuboid.models.stages.router_loss import RouterSums, exact_router_loss
 from cuboid.models.stages.units import SegmentedBatch
 from cuboid.tensor3d.layers.vocab_cross_entropy import shifted
 
@@ -273,6 +273,15 @@ def test_the_probe_sees_to_the_routers_loss(monkeypatch):
     config = transformers.MixtralConfig(output_router_logits=True)
     verdict = certificates.find_out(Squared, config).verdict
     assert "the load balancing of all routers" in verdict.reason_against("whole")
+
+
+def test_a_routers_loss_by_another_name_is_left_in_the_models_own():
+    config = AutoConfig.for_model("jetmoe", output_router_logits=True)
+    with check.quiet_cpu(), precision(keep_float64=True):
+        model = check.random_model(transformers.JetMoeForCausalLM, small_config(config), None, torch.float64)
+        batch = check.probe_batch(check.Case("", 12), model.config.vocab_size)
+        assert exact_router_loss(model, model(**batch), None) is None
+        assert check.run_plain(model, batch).shifts_labels is None
 
 
 @pytest.mark.slow

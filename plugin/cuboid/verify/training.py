@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from torch import nn
 from cuboid.models.architectures.supported_tasks import task_of
 from cuboid.models.architectures.transformers_names import checkpoint_activations
 from cuboid.models.certification.task_batches import loss_of
-from cuboid.models.stages.router_loss import load_balancing
+from cuboid.models.stages.router_loss import exact_router_loss
 from cuboid.verify.plan import Plan, tokens_of
 from cuboid.verify.task_inputs import micro_batches, options_of, token_share
 
@@ -138,23 +138,15 @@ def run_replicas(model: Any, plan: Plan, step: int, replicas: Iterable[int]) -> 
             batch = {name: x.to(device) for name, x in given.items()}
             output = model(**batch, **options)
             loss = loss_of(output, batch) * share
-            if getattr(output, "aux_loss", None) is not None:
-                loss = loss + _routers_difference(
-                    model, output, batch, share, 1.0 / (plan.data_parallel * plan.accumulate)
-                )
+            routers = exact_router_loss(model, output, batch.get("attention_mask"))
+            if routers is not None:
+                # The mean of the micro-batches', with all digits: transformers' own code adds up theirs where it gets
+                # num_items_in_batch, and computes them in float32.
+                own = share * model.router_aux_loss_coef * output.aux_loss
+                loss = loss + routers / (plan.data_parallel * plan.accumulate) - own
             loss.backward()
             total += loss.detach()
     return total
-
-
-def _routers_difference(
-    model: Any, output: Any, batch: Mapping[str, torch.Tensor], share: float, mean: float
-) -> torch.Tensor:
-    """What is to be added for a routers' loss that is the mean of the micro-batches', and has all digits: transformers'
-    own code adds up theirs where it gets ``num_items_in_batch``, and computes them in float32."""
-    exact = load_balancing(output.router_logits, model.num_experts_per_tok, batch.get("attention_mask"))
-    difference: torch.Tensor = model.router_aux_loss_coef * (mean * exact - share * output.aux_loss)
-    return difference
 
 
 def _norm(model: nn.Module, side: Side) -> float:

@@ -28,7 +28,7 @@ from cuboid.models.certification.small_config import small_config
 from cuboid.models.plain_construction import plain_construction
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
 from cuboid.models.stages.outline import Outline
-from cuboid.models.stages.router_loss import load_balancing
+from cuboid.models.stages.router_loss import exact_router_loss
 from cuboid.models.stages.stage_model import Staging, cut_model, finish_stage
 from cuboid.models.stages.stage_runner import make_runner
 from cuboid.models.stages.stages import StageLayout, draw_outline
@@ -294,23 +294,16 @@ def run_plain(model: PreTrainedModel, batch: MicroBatch, tolerance: float = ATTE
     output = own(**batch, use_cache=False)
     if output.loss is None:
         raise ValueError("it computes no loss of labels")
-    routers = _router_loss(own, output, batch.get("attention_mask"))
-    loss = mean_loss(output.logits, probe_labels(batch)["shift_labels"]) + routers
+    loss, own_loss = mean_loss(output.logits, probe_labels(batch)["shift_labels"]), output.loss
+    routers = exact_router_loss(own, output, batch.get("attention_mask"))
+    if routers is not None:
+        loss, own_loss = loss + routers, own_loss - routers
+        tolerance = max(tolerance, _FLOAT32_TOLERANCE)
     loss.backward()  # type: ignore[no-untyped-call]
     if not bool(loss.isfinite() & output.loss.isfinite()):
         raise ValueError("its loss isn't finite")
-    if bool(routers):
-        tolerance = max(tolerance, _FLOAT32_TOLERANCE)
-    shifts = _shift_of(model, batch, output.logits.detach(), float(output.loss - routers), tolerance)
+    shifts = _shift_of(model, batch, output.logits.detach(), float(own_loss), tolerance)
     return Outcome(loss.detach(), gradients_of([own]), shifts)
-
-
-def _router_loss(model: Any, output: Any, mask: torch.Tensor | None) -> torch.Tensor:
-    """What a model's own loss has besides the cross entropy, if it is the routers' load balancing, with all digits."""
-    if getattr(output, "aux_loss", None) is None:
-        return output.loss.new_zeros(())
-    loss: torch.Tensor = load_balancing(output.router_logits, model.num_experts_per_tok, mask)
-    return model.router_aux_loss_coef * loss
 
 
 def probe_labels(batch: MicroBatch) -> MicroBatch:

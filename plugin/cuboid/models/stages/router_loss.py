@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from cuboid.distributed.axis_collectives import all_reduce
+from cuboid.distributed.axis_collectives import all_reduce, padded_length
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.stages.module_flow import Flow
@@ -128,6 +128,16 @@ def load_balancing(router_logits: Sequence[torch.Tensor], top_k: int, mask: torc
     return loss
 
 
+def exact_router_loss(model: Any, output: Any, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """What a whole model's routers add to its own loss, as :func:`load_balancing` computes it; None where nothing, or
+    something else, is added (JetMoE has a coefficient of another name)."""
+    coefficient = getattr(model, "router_aux_loss_coef", None)
+    if coefficient is None or getattr(output, "aux_loss", None) is None:
+        return None
+    loss: torch.Tensor = coefficient * load_balancing(output.router_logits, model.num_experts_per_tok, mask)
+    return loss
+
+
 class RouterSums:
     """The sums of one step on one stage.
 
@@ -147,7 +157,7 @@ class RouterSums:
         self._totals: dict[int, torch.Tensor] = {}
         size = 2 * loss.experts * self._dtype.itemsize
         #: Elements of a message before its hidden state.
-        self.extra = -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES // dtype.itemsize
+        self.extra = padded_length(size, _ALIGNMENT_BYTES) // dtype.itemsize
 
     def pack(self, hidden: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
         """One tensor of ``[2, E]`` sums and a hidden state, or its gradient, of any shape."""
