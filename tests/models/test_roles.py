@@ -67,7 +67,7 @@ def test_what_is_over_or_of_all_heads_is_split_as_they_are():
     # Behind attention it is one of the hidden dim, and Qwen 3's is one of each head.
     assert olmo2["model.layers.0.post_attention_layernorm"].heads is None
     assert find_roles(small_on_meta("qwen3"))["model.layers.0.self_attn.q_norm"].kind == "gathered"
-    assert find_roles(small_on_meta("gpt_oss"))["model.layers.0.self_attn"].kind == "of heads"
+    assert find_roles(small_on_meta("gpt_oss"))["model.layers.0.self_attn"].kind == "per head"
 
 
 def test_latents_are_made_whole_and_heads_made_of_them_are_split():

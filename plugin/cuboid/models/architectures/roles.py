@@ -38,7 +38,7 @@ Kind = Literal[
     "norm",
     "bias of heads",
     "gathered",
-    "of heads",
+    "per head",
     "whole",
     "inside",
     "tied",
@@ -57,7 +57,7 @@ class Role:
             of a mixture. ``"router"``: beside them, makes a few numbers of all features of a token. ``"tied"``: its
             parameters are the head's, which is inside of it. ``"labels"``: a head of few outputs, which all ranks get
             whole. ``"bias of heads"``: a table with a number for each attention head in each row, such as one by the
-            distance of two positions. ``"of heads"``: attention itself, with a number for each head, such as a sink.
+            distance of two positions. ``"per head"``: attention itself, with a number for each head, such as a sink.
         heads: what its out features are, where they are attention heads; of a norm, of which heads' features it is.
         parts: of how many projections, one behind the other, the out features consist.
         norm: what a norm computes, of what is split or of latents.
@@ -354,7 +354,7 @@ class _Finder:
             return Role("experts", experts=form) if self._inside_layers(name) else None
         formula = self._norm(module)
         if formula is None:
-            return Role("of heads") if is_block and self._has_number_of_heads(module) else None
+            return Role("per head") if is_block and self._has_per_head_parameters(module) else None
         if is_block or self._is_behind_down(name):
             return Role("norm", norm=formula)
         if not _owns(module) or self._is_of_heads(module):
@@ -403,7 +403,7 @@ class _Finder:
             if LATENT.get(child) == "from_latent"
         )
 
-    def _has_number_of_heads(self, module: nn.Module) -> bool:
+    def _has_per_head_parameters(self, module: nn.Module) -> bool:
         """Whether attention itself has parameters, all with a number for each head."""
         heads = HeadCounts.of(self._model.config).query
         own = [parameter.shape for parameter in module.parameters(recurse=False)]

@@ -173,7 +173,7 @@ def _layout(
         return ShardingSpec(
             shape, (("hidden",) if role.heads is None else _feature_axes("bias", role, heads, mesh)[0],)
         )
-    if role.kind == "of heads":
+    if role.kind == "per head":
         return ShardingSpec(shape, (("sequence", "hidden"),))
     if role.kind == "bias of heads":
         return ShardingSpec(shape, ((), ("sequence", "hidden")))

@@ -23,7 +23,7 @@ from cuboid.tensor3d.experts.experts import ShardedExperts
 from cuboid.tensor3d.experts.router import ShardedRouter
 from cuboid.tensor3d.layers.dropout import CommonDropout, ShardedDropout
 from cuboid.tensor3d.layers.fused_projections import CrossProjections, FusedProjections, LatentProjections
-from cuboid.tensor3d.layers.head_bias import HeadBias, NumbersOfHeads
+from cuboid.tensor3d.layers.head_bias import HeadBias, PerHeadParameters
 from cuboid.tensor3d.layers.labels_head import LabelsHead
 from cuboid.tensor3d.layers.linear import ShardedLinear, down_product, head_product, latent_product, up_product
 from cuboid.tensor3d.layers.linear_op import Product
@@ -87,8 +87,8 @@ def parallelize_modules(
         if role.kind in ("experts", "router"):
             _shard_mixture(old, role, parameters, parallel_plan.layouts[name], mesh)
             continue
-        if role.kind == "of heads":
-            shard_in_place(old, NumbersOfHeads, parameters, mesh=mesh, layouts=parallel_plan.layouts[name])
+        if role.kind == "per head":
+            shard_in_place(old, PerHeadParameters, parameters, mesh=mesh, layouts=parallel_plan.layouts[name])
             continue
         new: nn.Module
         if role.norm is not None and role.heads is not None:

@@ -46,14 +46,8 @@ class ShardedRouter(ShardedModule):
         is_random = self.is_random and self.training
         # Ranks along `hidden` look at the same tokens, and must draw the same.
         draws = own_random_numbers(self.mesh, self._device(), ("batch", "sequence")) if is_random else nullcontext()
-        shards: dict[str, Any] = dict(self._parameters)
-        blocks: dict[str, Any] = {name: self.unsharded(name) for name in self.sharded_params}
-        self._parameters.update(blocks)
-        try:
-            with draws, _SumOverHidden(hidden) if hidden.size > 1 else nullcontext():
-                return super().forward(*args, **kwargs)
-        finally:
-            self._parameters.update(shards)
+        with self.unsharded_in_place(), draws, _SumOverHidden(hidden) if hidden.size > 1 else nullcontext():
+            return super().forward(*args, **kwargs)
 
     def _device(self) -> torch.device:
         return next(self.parameters()).device

@@ -44,16 +44,11 @@ class HeadBias(ShardedModule, nn.Embedding):
         return f"{self.num_embeddings}, {self.embedding_dim}, mesh={self.mesh.shape}"
 
 
-class NumbersOfHeads(ShardedModule):
-    """Mixed into the class of attention that has such numbers itself, whose code stays its own."""
+class PerHeadParameters(ShardedModule):
+    """Mixed into the class of attention that has a parameter ``[A]`` itself, whose code stays its own."""
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own, with ``[A/(s·h)]`` in place of ``[A]``."""
-        shards: dict[str, Any] = dict(self._parameters)
-        blocks: dict[str, Any] = {name: self.unsharded(name) for name in self.sharded_params}
-        self._parameters.update(blocks)
-        try:
+        with self.unsharded_in_place():
             return super().forward(*args, **kwargs)
-        finally:
-            self._parameters.update(shards)

@@ -298,6 +298,17 @@ class ShardedModule(nn.Module):
         block = self.prefetched_params.get(name)
         return unshard_parameter(getattr(self, name), self.sharded_params[name]) if block is None else block
 
+    @contextmanager
+    def unsharded_in_place(self) -> Iterator[None]:
+        """Inside, the module's own code finds the blocks of all its small parameters where it has the shards."""
+        shards: dict[str, Any] = dict(self._parameters)
+        blocks: dict[str, Any] = {name: self.unsharded(name) for name in self.sharded_params}
+        self._parameters.update(blocks)
+        try:
+            yield
+        finally:
+            self._parameters.update(shards)
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if self.mesh.shape.size > 1:
             check_knows_of_shards(self)
