@@ -86,6 +86,10 @@ CASES = [
     ("GPT2ForSequenceClassification", config_of("1x2x1")),
     ("BartForConditionalGeneration", config_of("2x2x2")),
     ("ModernBertForMaskedLM", config_of(stages=2, segments=1)),
+    ("BertForSequenceClassification", config_of(stages=2, segments=1)),
+    ("RobertaForQuestionAnswering", config_of(stages=2, segments=1, schedule="zero_bubble")),
+    ("DistilBertForTokenClassification", config_of(stages=2, segments=1, schedule="1f1b")),
+    ("GPT2ForSequenceClassification", config_of(stages=2, segments=1)),
     ("OPTForCausalLM", config_of("1x2x1")),
     # Leaves tables of positions out of its checkpoints.
     ("MarianMTModel", config_of("1x2x1")),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cuboid.models.architectures.supported_tasks import task_of
+from cuboid.models.architectures.supported_tasks import runs_own_head, task_of
 from cuboid.models.architectures.transformers_names import decoder_ids
 from cuboid.models.batch.batch import IGNORE_INDEX
 from cuboid.models.batch.targets import TARGETS, Targets
@@ -36,9 +36,13 @@ def micro_batches(plan: Plan, model: Any, step: int, replica: int) -> list[dict[
 
 
 def token_share(plan: Plan, model: Any, step: int, batch: Mapping[str, torch.Tensor]) -> float:
-    """The part of a step's labels that a micro-batch has, over all replicas."""
+    """The part of a step's labels, or rows, that a micro-batch has, over all replicas."""
     every = [each for replica in range(plan.data_parallel) for each in micro_batches(plan, model, step, replica)]
-    own, total = (sum(int((each["labels"] != IGNORE_INDEX).sum()) for each in some) for some in ([batch], every))
+    targets = Targets.of(type(model), model.config)
+    if runs_own_head(targets.task):
+        own, total = (sum(int(targets.items(each)) for each in some) for some in ([batch], every))
+    else:
+        own, total = (sum(int((each["labels"] != IGNORE_INDEX).sum()) for each in some) for some in ([batch], every))
     return own / total
 
 

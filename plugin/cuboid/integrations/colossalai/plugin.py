@@ -29,6 +29,7 @@ from cuboid.integrations.colossalai.optimizer import CuboidOptimizer
 from cuboid.integrations.colossalai.parallel_sizes import LayoutNames
 from cuboid.integrations.colossalai.plugin_config import PluginConfig
 from cuboid.integrations.handoff import adopt_model, adopt_optimizer, check_schedule, check_trains
+from cuboid.models.batch.batch_check import Limits
 from cuboid.models.batch.broadcast import read_micro_batch, split_rows
 from cuboid.models.sharded.sharded_model import mesh_of
 from cuboid.optim.data_parallel_optimizer import is_fresh
@@ -172,7 +173,7 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         if return_outputs:
             raise CuboidError("return_outputs: a pipeline never has the logits of a batch in one place; leave it False")
         scale = scale_of(criterion)
-        batches = None if data_iter is None else self._micro_batches(data_iter)
+        batches = None if data_iter is None else self._micro_batches(data_iter, pipeline.limits)
         if not torch.is_grad_enabled():
             loss = pipeline.evaluate(batches, None)
         elif optimizer is None or optimizer is not model.optimizer:
@@ -186,10 +187,10 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
             model.count_rows(pipeline.rows)
         return {"loss": loss * scale if return_loss else None, "outputs": None}
 
-    def _micro_batches(self, data_iter: Iterator[Any]) -> Iterator[Any]:
+    def _micro_batches(self, data_iter: Iterator[Any], limits: Limits) -> Iterator[Any]:
         """The next batch in pieces; read when the first of them is."""
         for batch in itertools.islice(data_iter, 1):
-            whole = read_micro_batch(batch)
+            whole = read_micro_batch(batch, limits)
             rows = self._config.rows_of(whole["input_ids"].shape[0], training=torch.is_grad_enabled())
             yield from split_rows(whole, rows)
 

@@ -65,6 +65,8 @@ WORDS: dict[Task, str] = {
     "masked images": "masked image modelling",
     "hidden": "hidden states, without a head",
 }
+#: Tasks whose heads a pipeline runs by the model's own forward, behind whole sequences.
+_OF_WHOLE_SEQUENCES: tuple[Task, ...] = ("sequence", "tokens", "answers")
 #: Tasks without rules that their classes' names don't spell out.
 _OTHERS = {
     "ConditionalGeneration": "generation from an encoder's output or from other kinds of input",
@@ -155,11 +157,23 @@ def check_class(cls: type, *, stages: bool = False) -> None:
         UnsupportedModelError: there are none.
     """
     task = task_of(cls)
-    if stages and task not in ("causal", "masked"):
+    if stages and task not in ("causal", "masked") and not runs_own_head(task):
         raise UnsupportedModelError(
-            f"{cls.__name__} is for {WORDS[task]}; a pipeline has rules for the heads and losses of language models "
-            "only, causal or masked, such as LlamaForCausalLM. Leave the pipeline section out: a mesh takes it"
+            f"{cls.__name__} is for {WORDS[task]}; a pipeline has rules for the heads and losses of language models, "
+            "causal or masked, of sequence and token classification and of question answering. Leave the pipeline "
+            "section out: a mesh takes it"
         )
+
+
+def runs_own_head(task: Task) -> bool:
+    """Whether a pipeline's last stage computes a task's loss by the model's own forward, of whole sequences."""
+    return task in _OF_WHOLE_SEQUENCES
+
+
+def takes_token_types(model: PreTrainedModel) -> bool:
+    """Whether a model has a table of token types, and a forward that is given them."""
+    parameters = inspect.signature(type(model.base_model).forward).parameters
+    return "token_type_ids" in parameters and bool(getattr(model.config, "type_vocab_size", 0))
 
 
 def check_causal(config: PretrainedConfig, command: str) -> None:

@@ -18,21 +18,31 @@ import torch.distributed as dist
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.rendezvous import EQUAL_SHARES, Failure, is_lost
 from cuboid.errors import CuboidError
-from cuboid.models.batch.batch import TENSORS, check_tensors
+from cuboid.models.architectures.supported_tasks import WORDS, runs_own_head
+from cuboid.models.batch.batch import TENSORS, TOKEN_TYPES, check_tensors
+from cuboid.models.batch.batch_check import Limits
+from cuboid.models.batch.targets import ANSWERS, TARGETS
 
-#: By the names in :data:`TENSORS`, integers all of them.
+#: By the names in ``Limits.names``. Integers, but for the labels of regression and of several classes at once.
 MicroBatch = dict[str, torch.Tensor]
+#: Whatever a micro-batch may hold.
+_NAMES = (*TENSORS, TOKEN_TYPES, *ANSWERS)
+#: How numbers travel, which all take 64 bits then; the first for all that isn't listed but floats, which the second is
+#: for.
+_DTYPES = (torch.int64, torch.float32, torch.float64)
 
 _FINE, _EXHAUSTED, _FAILED = 0, 1, 2
 _READING = "reading the micro-batches"
 
 
-def read_micro_batch(batch: Any) -> MicroBatch:
+def read_micro_batch(batch: Any, limits: Limits) -> MicroBatch:
     """A micro-batch in one of the forms in which data loaders give it.
 
     Args:
         batch: a mapping with ``input_ids`` and perhaps ``labels``, ``attention_mask``, ``position_ids``,
-            ``shift_labels``; or a pair (inputs, labels) of such a mapping or the ids, and the labels.
+            ``shift_labels``, and what else the model's task has; or a pair (inputs, labels) of such a mapping or the
+            ids, and the labels.
+        limits: of the model.
 
     Raises:
         CuboidError: another form, another key, or shapes that contradict each other.
@@ -46,13 +56,20 @@ def read_micro_batch(batch: Any) -> MicroBatch:
             f"{type(batch).__name__}"
         )
     given = {name: value for name, value in batch.items() if value is not None}
-    unknown = [name for name in given if name not in TENSORS]
+    unknown = [name for name in given if name not in limits.names]
     if unknown:
-        raise CuboidError(f"{unknown[0]} has no rule in a pipeline's micro-batch; known: {', '.join(TENSORS)}")
+        raise CuboidError(
+            f"{unknown[0]} has no rule in a pipeline's micro-batch for {WORDS[limits.targets.task]}; known: "
+            + ", ".join(limits.names)
+        )
     if "input_ids" not in given:
         raise CuboidError("a pipeline's micro-batch needs input_ids [batch, sequence]")
     tensors = {name: torch.as_tensor(value) for name, value in given.items()}
-    check_tensors(tensors)
+    if runs_own_head(limits.targets.task):
+        check_tensors({name: x for name, x in tensors.items() if name not in TARGETS})
+        limits.targets.check(tensors)
+    else:
+        check_tensors(tensors)
     if "attention_mask" in tensors:
         # A mask may hold anything that is zero or isn't, but travels with the integers.
         tensors["attention_mask"] = (tensors["attention_mask"] != 0).to(torch.int64)
@@ -71,7 +88,7 @@ def split_rows(batch: MicroBatch, rows: int) -> list[MicroBatch]:
 
 
 def share_micro_batches(
-    batches: Iterator[Any] | None, count: int | None, mesh: Mesh, device: torch.device
+    batches: Iterator[Any] | None, count: int | None, limits: Limits, mesh: Mesh, device: torch.device
 ) -> list[MicroBatch]:
     """The next ``count`` micro-batches of this rank's replica, whole, on ``device``; all there are if it is None.
 
@@ -88,7 +105,7 @@ def share_micro_batches(
     def read() -> list[MicroBatch]:
         if batches is None:
             raise CuboidError(f"rank {mesh.rank} reads the data of its replica, but was given no iterator")
-        return [read_micro_batch(next(batches)) for _ in range(count)]
+        return [read_micro_batch(next(batches), limits) for _ in range(count)]
 
     if mesh.copy_ranks[-1] == mesh.copy_ranks[0]:
         return [{name: x.to(device) for name, x in batch.items()} for batch in read()]
@@ -135,9 +152,14 @@ def _tell(read: Callable[[], list[MicroBatch]], count: int, mesh: Mesh, device: 
         raise failure.error() from error
     sizes = [size for batch in batches for size in _sizes(batch)]
     _broadcast(_header(_FINE, sizes, count, device), mesh)
-    payload = torch.cat([batch[name].flatten().to(device, torch.int64) for batch in batches for name in _order(batch)])
+    tensors = [batch[name].flatten() for batch in batches for name in _NAMES if name in batch]
+    payload = torch.cat([x.to(device, _DTYPES[0]) if _kind(x) == 0 else _bits(x.to(device)) for x in tensors])
     _broadcast(payload, mesh)
     return list(_split(payload, sizes))
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.float64).view(torch.int64)
 
 
 def _listen(count: int, mesh: Mesh, device: torch.device) -> list[MicroBatch]:
@@ -233,8 +255,9 @@ class ReplicasInStep:
         return error
 
 
-#: Numbers in the header for each micro-batch: rows and length, and the rows of each key, 0 for none.
-_FIELDS = 2 + len(TENSORS)
+#: Numbers in the header for each micro-batch. Of each key: the rows, 0 for none; the columns, 0 where it has one dim; its
+#: dtype, as an index.
+_FIELDS = 3 * len(_NAMES)
 
 
 def _header(status: int, sizes: Sequence[int], count: int, device: torch.device) -> torch.Tensor:
@@ -246,25 +269,29 @@ def _broadcast(tensor: torch.Tensor, mesh: Mesh) -> None:
     dist.broadcast(tensor, mesh.copy_ranks[0], group=mesh.model_parallel_group)
 
 
-def _order(batch: MicroBatch) -> list[str]:
-    return [name for name in TENSORS if name in batch]
+def _kind(x: torch.Tensor) -> int:
+    return (1 if x.dtype != torch.float64 else 2) if x.is_floating_point() else 0
 
 
-def _sizes(batch: MicroBatch) -> list[int]:
-    return [*batch["input_ids"].shape, *(batch[name].shape[0] if name in batch else 0 for name in TENSORS)]
+def _sizes(batch: MicroBatch) -> Iterator[int]:
+    for name in _NAMES:
+        x = batch.get(name)
+        yield from (0, 0, 0) if x is None else (x.shape[0], x.shape[1] if x.dim() > 1 else 0, _kind(x))
 
 
 def _numel(sizes: Sequence[int]) -> Iterator[int]:
-    for first in range(0, len(sizes), _FIELDS):
-        yield sizes[first + 1] * sum(sizes[first + 2 : first + _FIELDS])
+    for first in range(0, len(sizes), 3):
+        yield sizes[first] * max(sizes[first + 1], 1)
 
 
 def _split(payload: torch.Tensor, sizes: Sequence[int]) -> Iterator[MicroBatch]:
-    offset = 0
+    parts = iter(payload.split(list(_numel(sizes))))
     for first in range(0, len(sizes), _FIELDS):
-        length, batch = sizes[first + 1], {}
-        for name, rows in zip(TENSORS, sizes[first + 2 : first + _FIELDS], strict=True):
+        batch = {}
+        for name, at in zip(_NAMES, range(first, first + _FIELDS, 3), strict=True):
+            rows, columns, kind = sizes[at : at + 3]
+            part = next(parts)
             if rows:
-                batch[name] = payload[offset : offset + rows * length].view(rows, length)
-                offset += rows * length
+                numbers = part.view(torch.float64).to(_DTYPES[kind]) if kind else part
+                batch[name] = numbers.view(rows, columns) if columns else numbers
         yield batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import PretrainedConfig
 
 from cuboid.errors import CuboidError
 from cuboid.models.architectures.supported_tasks import WORDS, Task, task_of
+from cuboid.models.batch.batch import IGNORE_INDEX
 
 #: By task, the arguments of a forward that its loss compares with. Those of language models are split with the
 #: micro-batch; all others are whole on all ranks.
@@ -56,6 +58,24 @@ class Targets:
         is_single = getattr(config, "problem_type", None) in (None, "single_label_classification")
         has_classes = task == "tokens" or (outputs > 1 and is_single)
         return cls(task, outputs, outputs if has_classes else None)
+
+    def check_given(self, arguments: Mapping[str, Any]) -> None:
+        """Make sure that a forward's arguments have all that a loss other than a language model's compares with.
+
+        Raises:
+            CuboidError: they don't.
+        """
+        missing = [name for name in _NAMES[self.task] if arguments.get(name) is None]
+        if missing:
+            raise CuboidError(f"a micro-batch for {WORDS[self.task]} needs {' and '.join(missing)}")
+
+    def items(self, arguments: Mapping[str, Any]) -> torch.Tensor | int:
+        """Of how many the loss of a forward with these arguments is the mean: of tokens or rows; not of a language
+        model."""
+        labels = arguments.get("labels")
+        if labels is None or labels.is_floating_point() or self.classes is None:
+            return len(arguments["input_ids"])
+        return (labels != IGNORE_INDEX).sum()
 
     def check(self, arguments: dict[str, Any]) -> None:
         """Make sure that a forward's arguments have the targets of the task, in its shapes, or none.

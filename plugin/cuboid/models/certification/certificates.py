@@ -19,8 +19,10 @@ from filelock import FileLock
 from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.models.architectures.certificate import MODES, Certificate, Kind, Mode, Verdict
+from cuboid.models.architectures.supported_tasks import runs_own_head, task_of
 from cuboid.models.batch.targets import Targets
 from cuboid.models.certification.check import CannotProbe, check
+from cuboid.models.certification.head_check import check_head
 from cuboid.models.certification.small_config import meaningful_fields, small_config
 
 T = TypeVar("T")
@@ -55,7 +57,7 @@ def certificate_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> Cert
 def find_out(cls: type[PreTrainedModel], config: PretrainedConfig) -> Certificate:
     """Run the probe, whatever is known."""
     try:
-        return Certificate(check(cls, config))
+        return Certificate((check_head if runs_own_head(task_of(cls)) else check)(cls, config))
     except CannotProbe as error:
         return Certificate(None, str(error))
 

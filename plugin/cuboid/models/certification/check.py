@@ -19,8 +19,8 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError
 from cuboid.models.architectures.certificate import LABELLED, MODES, Certificate, Kind, MeshVerdict, Mode, Verdict
-from cuboid.models.architectures.supported_tasks import task_of
-from cuboid.models.batch.batch import IGNORE_INDEX
+from cuboid.models.architectures.supported_tasks import runs_own_head, takes_token_types, task_of
+from cuboid.models.batch.batch import IGNORE_INDEX, TOKEN_TYPES
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import LONGEST, Case, cases
 from cuboid.models.certification.float64 import KeepFloat64
@@ -32,7 +32,7 @@ from cuboid.models.stages.router_loss import exact_router_loss
 from cuboid.models.stages.stage_model import Staging, cut_model, finish_stage
 from cuboid.models.stages.stage_runner import make_runner
 from cuboid.models.stages.stages import StageLayout, draw_outline
-from cuboid.models.stages.units import SegmentedBatch, label_tokens, with_shifted_labels
+from cuboid.models.stages.units import SegmentedBatch, label_items, with_shifted_labels
 from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
 from cuboid.seq1f1b.schedule.partition import even_cut
 from cuboid.tensor3d.layers.vocab_cross_entropy import shifted
@@ -97,10 +97,7 @@ def check(cls: type[PreTrainedModel], config: PretrainedConfig) -> Verdict:
         UnsupportedModelError: a pipeline can't cut it at all.
     """
     with quiet_cpu():
-        try:
-            small = small_config(config)
-        except Exception as error:
-            raise CannotProbe(f"its config can't be made small: {type(error).__name__}: {error}") from error
+        small = small_for_probe(config)
         outline = draw_outline(cls, small)
         for attempt in ATTEMPTS:
             model = random_model(cls, small, config._attn_implementation, attempt.dtype)
@@ -110,6 +107,18 @@ def check(cls: type[PreTrainedModel], config: PretrainedConfig) -> Verdict:
             except CannotProbe as error:
                 obstacle = error
         raise obstacle
+
+
+def small_for_probe(config: PretrainedConfig) -> PretrainedConfig:
+    """A config with tiny sizes.
+
+    Raises:
+        CannotProbe: there is none, with the reason.
+    """
+    try:
+        return small_config(config)
+    except Exception as error:
+        raise CannotProbe(f"its config can't be made small: {type(error).__name__}: {error}") from error
 
 
 def shifts_labels(cls: type[PreTrainedModel], config: PretrainedConfig) -> bool | None:
@@ -181,6 +190,13 @@ def random_model(
     return model.train()
 
 
+def name_padding(model: PreTrainedModel) -> None:
+    """Give a classifier's config a padding token, if it has none."""
+    if task_of(type(model)) == "sequence" and getattr(model.config, "pad_token_id", None) is None:
+        # Those of decoders look for the last token that isn't padding. Users name it later, too.
+        model.config.pad_token_id = 0
+
+
 def _best(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verdict:
     """With layers that are given no cache, if that is right: attention behind the interface needs none."""
     verdict = _compare(model, outline, attempt, MODES, gives_cache=False)
@@ -204,8 +220,11 @@ def _compare(
     vocabulary = model.config.get_text_config().vocab_size
     shifts_labels: bool | None = None
     first = True
-    for kind, case in probe_cases(model.config):
+    has_types = takes_token_types(model) and not outline.is_causal
+    for number, (kind, case) in enumerate(probe_cases(model.config)):
         batch = probe_batch(case, vocabulary, has_labels=kind in LABELLED.values())
+        if has_types and number % 2 == 1:
+            batch[TOKEN_TYPES] = batch["input_ids"] % model.config.type_vocab_size
         try:
             with attempt.precision():
                 expected = run_plain(model, batch, attempt.tolerance)
@@ -226,7 +245,7 @@ def _compare(
                 continue
             try:
                 with attempt.precision():
-                    found = _run_cut(model, outline, batch, mode, gives_cache=gives_cache)
+                    found = run_cut(model, outline, batch, mode, gives_cache=gives_cache)
                 error_of, name = largest_error(found, expected)
             except CuboidError as error:
                 verdict[mode][kind] = f"{error} ({case.name})"
@@ -329,17 +348,19 @@ def _shift_of(
     return None
 
 
-def gradients_of(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+def gradients_of(models: Sequence[PreTrainedModel]) -> dict[str, torch.Tensor]:
     """By name, summed over the stages: what two of them share has a part of its gradient on each."""
     total: dict[str, torch.Tensor] = {}
     for model in models:
-        for name, parameter in model.named_parameters():
+        for first, parameter in model.named_parameters():
+            # CamemBERT has its head in front of its embeddings.
+            name = model.all_tied_weights_keys.get(first, first)
             if parameter.grad is not None:
                 total[name] = total[name] + parameter.grad if name in total else parameter.grad
     return total
 
 
-def _run_cut(model: PreTrainedModel, outline: Outline, batch: MicroBatch, mode: Mode, *, gives_cache: bool) -> Outcome:
+def run_cut(model: PreTrainedModel, outline: Outline, batch: MicroBatch, mode: Mode, *, gives_cache: bool) -> Outcome:
     """One step of all stages in one process, unit by unit."""
     counts = stage_counts(outline)
     meshes = [Mesh(MeshShape(), pipe=len(counts), rank=stage, world_size=len(counts)) for stage in range(len(counts))]
@@ -364,13 +385,13 @@ def run_stages(stages: Sequence[Any], batch: MicroBatch, lengths: tuple[int, ...
     Returns:
         The loss.
     """
-    is_causal = stages[0].staging.outline.is_causal
-    shifted = probe_labels(batch)
-    items = max(int(label_tokens(shifted)), 1)
+    targets = stages[0].cuboid.whole.limits.targets
+    own = batch if runs_own_head(targets.task) else probe_labels(batch)
+    items = max(int(label_items(own, targets)), 1)
     runners = []
     for stage in stages:
         store = KVCache(sum(lengths), KVCachePool())
-        cut = SegmentedBatch.of(shifted, lengths, stage.config, stage.cuboid.mesh, is_causal=is_causal)
+        cut = SegmentedBatch.of(own, lengths, stage.config, stage.cuboid.mesh, targets)
         (chunk,) = stage.staging.chunks
         runners.append(
             make_runner(stage, chunk, [cut], [store], scale=1.0 / items, micro_batch_scale=1.0, training=True)

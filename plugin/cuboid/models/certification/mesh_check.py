@@ -18,7 +18,7 @@ from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import LABELLED, HeadPlan, Inputs, Kind, MeshVerdict, Mode
 from cuboid.models.architectures.roles import blocks_computed_whole, layer_names, split_blocks
-from cuboid.models.architectures.supported_tasks import WORDS, takes_images, task_of
+from cuboid.models.architectures.supported_tasks import WORDS, takes_images, takes_token_types, task_of
 from cuboid.models.batch.batch import granule
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
@@ -32,17 +32,18 @@ from cuboid.models.certification.check import (
     default_dtype,
     largest_error,
     make_stage,
+    name_padding,
     probe_cases,
     quiet_cpu,
     random_model,
     run_plain,
     run_stages,
+    small_for_probe,
     stage_counts,
     unit_lengths,
 )
 from cuboid.models.certification.float64 import KeepFloat64
-from cuboid.models.certification.small_config import small_config
-from cuboid.models.certification.task_batches import loss_of, takes_token_types, task_batch
+from cuboid.models.certification.task_batches import loss_of, task_batch
 from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
 from cuboid.models.sharded.sharded_model import shard_modules
 from cuboid.models.stages.outline import Outline
@@ -72,17 +73,12 @@ def check_meshes(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVe
         CannotProbe: with the reason.
     """
     with quiet_cpu():
-        try:
-            small = small_config(config)
-        except Exception as error:
-            raise CannotProbe(f"its config can't be made small: {type(error).__name__}: {error}") from error
+        small = small_for_probe(config)
         if takes_images(cls):
             small = _with_odd_positions(cls, small)
         for attempt in _EXACT:
             model = random_model(cls, small, config._attn_implementation, attempt.dtype)
-            if task_of(cls) == "sequence" and getattr(model.config, "pad_token_id", None) is None:
-                # Classifiers of decoders look for the last token that isn't padding. Users name it later, too.
-                model.config.pad_token_id = 0
+            name_padding(model)
             with default_dtype(attempt.default):
                 try:
                     probe = _Probe(model, attempt)

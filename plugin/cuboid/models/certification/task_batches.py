@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -19,12 +18,6 @@ from cuboid.models.certification.check import ROWS, CannotProbe, probe_batch
 
 #: From so many tokens on, a source has a target that is shorter.
 _LEAST_LENGTH = 12
-
-
-def takes_token_types(model: PreTrainedModel) -> bool:
-    """Whether a model has a table of token types, and a forward that is given them."""
-    parameters = inspect.signature(type(model.base_model).forward).parameters
-    return "token_type_ids" in parameters and bool(getattr(model.config, "type_vocab_size", 0))
 
 
 def task_batch(case: Case, model: PreTrainedModel, *, has_types: bool = False, has_labels: bool = False) -> MicroBatch:

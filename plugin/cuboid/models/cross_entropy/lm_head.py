@@ -70,17 +70,21 @@ class Head:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[B, L, H]`` to ``[B, L, V]``; on a mesh ``[B/b, L/s, H/h]`` to ``[B/b, L/h, ⌈V/s⌉]``."""
-        forward = type(self.model).forward if self.forward is None else self.forward
-        token = _runs.set(True)
-        try:
-            with self._base_returns(self.outline.output(last_hidden_state=hidden)):
-                output = forward(self.model, inputs_embeds=hidden)
-        finally:
-            _runs.reset(token)
+        output = self.run(self.outline.output(last_hidden_state=hidden), inputs_embeds=hidden)
         # With config.return_dict off a tuple, in which logits come first without labels. In the class an auxiliary loss
         # may stand in front of them.
         logits: torch.Tensor = output[0] if isinstance(output, tuple) else output.logits
         return logits
+
+    def run(self, output: Any, **arguments: Any) -> Any:
+        """What the model's own forward returns for some arguments and what its base model returned for them."""
+        forward = type(self.model).forward if self.forward is None else self.forward
+        token = _runs.set(True)
+        try:
+            with self._base_returns(output):
+                return forward(self.model, **arguments)
+        finally:
+            _runs.reset(token)
 
     def unsharded(self) -> AbstractContextManager[list[UnshardedParam]]:
         """Unshard the head's parameters for the time of a ``with``; see :func:`unshard_modules`."""

@@ -19,6 +19,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.rank_agreement import StepGuard
 from cuboid.errors import ConfigError, CuboidError
 from cuboid.models.architectures.transformers_names import recomputes
+from cuboid.models.batch.batch_check import Limits
 from cuboid.models.batch.broadcast import MicroBatch, ReplicasInStep, share_micro_batches
 from cuboid.models.pipeline.sequence_cut import Cutter
 from cuboid.models.pipeline.step_schedule import StepSchedules
@@ -26,7 +27,7 @@ from cuboid.models.pipeline.step_trace import StepTrace
 from cuboid.models.sharded.sharded_model import unwrap
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.models.stages.stage_runner import StageRunner, make_runner
-from cuboid.models.stages.units import SegmentedBatch, label_tokens, with_shifted_labels
+from cuboid.models.stages.units import SegmentedBatch, label_items, with_targets
 from cuboid.optim.grad_buffer import float32_sums, gradient_of
 from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
 from cuboid.seq1f1b.runtime.p2p import Channel
@@ -101,7 +102,8 @@ class Pipeline:
                 :meth:`add_shared_gradients` when they are.
 
         Returns:
-            The mean loss over the label tokens of all micro-batches of all replicas, a tensor of no dims, the same on
+            The mean loss over the label tokens (the rows, of what is one label each) of all micro-batches of all
+            replicas, a tensor of no dims, the same on
             every rank. Gradients are this rank's part of its gradient: to be added over the replicas.
 
         Raises:
@@ -145,7 +147,7 @@ class Pipeline:
 
     def _prepare(self, batches: Iterator[Any] | None, count: int | None) -> _Step:
         with ReplicasInStep(self.mesh, self._device) as replicas:
-            given = share_micro_batches(batches, count, self.mesh, self._device)
+            given = share_micro_batches(batches, count, self.limits, self.mesh, self._device)
             step, replicas.items = self._prepare_own(given)
             replicas.out_of_range = self._out_of_range(given)
         if replicas.total_out_of_range:
@@ -156,20 +158,20 @@ class Pipeline:
     def _prepare_own(self, shared: list[MicroBatch]) -> tuple[_Step, torch.Tensor]:
         """This replica's part of a step, and its label tokens."""
         count, self.rows = len(shared), sum(batch["input_ids"].shape[0] for batch in shared)
-        is_causal = self._staging.outline.is_causal
-        micro_batches = [with_shifted_labels(batch, shifts=self._staging.shifts_labels) for batch in shared]
+        targets, shifts = self.limits.targets, self._staging.shifts_labels
+        micro_batches = [with_targets(batch, targets, shifts=shifts) for batch in shared]
         for batch in micro_batches:
             self._check_length(batch["input_ids"].shape[1])
-            self._model.cuboid.whole.limits.warn_of_length(batch, self.mesh)
+            self.limits.warn_of_length(batch, self.mesh)
         lengths = [self._cutter.lengths(batch["input_ids"].shape[1], count) for batch in micro_batches]
         for batch, own in zip(micro_batches, lengths, strict=True):
             self._check_kind(batch, own)
         cut = [
-            SegmentedBatch.of(batch, own, self._model.config, self.mesh, is_causal=is_causal)
+            SegmentedBatch.of(batch, own, self._model.config, self.mesh, targets)
             for batch, own in zip(micro_batches, lengths, strict=True)
         ]
         shape = PipelineShape(self._staging.layout.stages, count, len(lengths[0]))
-        return _Step(shape, cut, lengths), torch.stack([label_tokens(batch) for batch in micro_batches]).sum()
+        return _Step(shape, cut, lengths), torch.stack([label_items(batch, targets) for batch in micro_batches]).sum()
 
     def _choose_segments(self, length: int, micro_batches: int) -> int:
         """For the first sequences, of so many tokens with padding."""
@@ -193,10 +195,13 @@ class Pipeline:
 
     def _check_length(self, length: int) -> None:
         longest = self._staging.outline.longest
-        if longest is not None and length > longest:
+        first = self.limits.first_position
+        if longest is not None and first + length > longest:
             raise CuboidError(
-                f"a micro-batch has sequences of {length} tokens, but the model has learned {longest} positions "
-                "(max_position_embeddings); give shorter ones"
+                f"a micro-batch has sequences of {length} tokens, but the model has learned {longest - first} "
+                "positions (max_position_embeddings"
+                + (f", of which it uses none below {first}" if first else "")
+                + "); give shorter ones"
             )
 
     def _check_kind(self, batch: MicroBatch, lengths: tuple[int, ...]) -> None:
@@ -204,6 +209,12 @@ class Pipeline:
         is_filled = sum(lengths) != batch["input_ids"].shape[1]
         modes = certificate.modes(is_cut=len(lengths) > 1, is_filled=is_filled)
         certificate.check_batch(batch, modes, self._model.cuboid.base.__name__)
+
+    @property
+    def limits(self) -> Limits:
+        """What the numbers of a micro-batch may be."""
+        limits: Limits = self._model.cuboid.whole.limits
+        return limits
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -220,12 +231,12 @@ class Pipeline:
 
     def _out_of_range(self, given: list[MicroBatch]) -> torch.Tensor:
         """How many numbers in this replica's micro-batches are in no table; no dims. It travels with their tokens."""
-        limits = self._model.cuboid.whole.limits
+        limits = self.limits
         out_of_range = [limits.out_of_range(name, x) for batch in given for name, x in batch.items()]
         return torch.stack([outside.sum() for outside in out_of_range if outside is not None]).sum()
 
     def _range_error(self, given: list[MicroBatch]) -> CuboidError:
-        limits = self._model.cuboid.whole.limits
+        limits = self.limits
         for number, batch in enumerate(given):
             for name, x in batch.items():
                 outside = limits.out_of_range(name, x)

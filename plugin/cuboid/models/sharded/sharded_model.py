@@ -208,16 +208,18 @@ def shard_modules(
 def _limits_of_task(limits: Limits, model: PreTrainedModel, verdict: MeshVerdict) -> Limits:
     """Of a model that may be for something else than causal language modelling."""
     targets = Targets.of(type(model), model.config)
-    first = 0
-    if verdict.inputs == "only ids":
-        # Tables of positions that are counted from ids begin behind the row of what pads.
-        padded = [table.padding_idx for table in position_tables(model) if table.padding_idx is not None]
-        first = max(padded, default=-1) + 1
+    first = first_position(model) if verdict.inputs == "only ids" else 0
     types = getattr(model.config, "type_vocab_size", None) if verdict.token_types else None
     images = verdict.inputs == "pixels"
     return replace(
         limits, labels=targets.classes, types=types, targets=targets, first_position=first, has_images=images
     )
+
+
+def first_position(model: PreTrainedModel) -> int:
+    """Of the positions that a model counts from ids: tables of such begin behind the row of what pads."""
+    padded = [table.padding_idx for table in position_tables(model) if table.padding_idx is not None]
+    return max(padded, default=-1) + 1
 
 
 def position_tables(model: PreTrainedModel) -> list[nn.Embedding]:

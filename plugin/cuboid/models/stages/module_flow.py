@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
+from cuboid.models.architectures.supported_tasks import Task, runs_own_head
+
 _aten = torch.ops.aten
 #: Take the shape, dtype or device of their first argument, never its values.
 _SHAPE_ONLY = frozenset(
@@ -114,6 +116,12 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
 class ForwardLog:
     """What hooks see of one forward of a model with a list of layers.
 
+    Args:
+        model, layers: the layers are the model's.
+        units: names of modules of which a stage has all or nothing.
+        ids: what the forward is given.
+        task: what the model is for.
+
     Attributes:
         flow: follows the tensors.
         times: when each unit of modules ran: "before" the first layer, "between" the layers or in them, or "after".
@@ -126,9 +134,17 @@ class ForwardLog:
         problem: the first thing that a plain list of layers wouldn't do, in words.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: nn.ModuleList, units: Iterable[str], ids: torch.Tensor) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: nn.ModuleList,
+        units: Iterable[str],
+        ids: torch.Tensor,
+        *,
+        task: Task = "causal",
+    ) -> None:
         self.flow = Flow()
-        self.flow.mark(ids, "the token ids")
+        self.flow.mark(ids, _IDS)
         self.count = len(layers)
         self.times: dict[str, set[str]] = {name: set() for name in units}
         self.outermost: list[tuple[str, Any]] = []
@@ -138,7 +154,7 @@ class ForwardLog:
         self.returned: int | None = None
         self.finished = 0
         self.problem: str | None = None
-        self._model, self._layers, self._ids = model, layers, ids
+        self._model, self._layers, self._ids, self._task = model, layers, ids, task
         self._embedding = model.get_input_embeddings()
         self._begun = 0
         self._version = 0
@@ -182,11 +198,11 @@ class ForwardLog:
     def _note(self, times: set[str]) -> Callable[..., None]:
         def note(module: nn.Module, args: tuple[Any, ...]) -> None:
             times.add("before" if not self._begun else "between" if self.finished < self.count else "after")
-            if not isinstance(module, nn.Embedding) or module is self._embedding:
+            if not isinstance(module, nn.Embedding) or module is self._embedding or self._task != "causal":
                 return
             index = args[0] if args else None
             if isinstance(index, torch.Tensor) and index is not self._ids and self.flow.marks_of(index):
-                # As RoBERTa's positions; a stage is given positions that count from 0.
+                # As the positions of RoBERTa as a decoder; a stage is given positions that count from 0.
                 self._complain("it looks up an embedding by something that it computes from the token ids")
 
         return note
@@ -227,7 +243,9 @@ class ForwardLog:
             self.hidden, self._version, self.returned = hidden, hidden._version, returned
             self.finished += 1
             last = self.finished == self.count
-            self.flow.allowed = frozenset({_END}) if last else None
+            # A head that the model's own forward runs is given the ids again.
+            ends = frozenset({_END, _IDS} if runs_own_head(self._task) else {_END})
+            self.flow.allowed = ends if last else None
             self.flow.place = "what follows the last layer"
             if last:
                 self.flow.mark(hidden, _END)
@@ -239,4 +257,4 @@ class ForwardLog:
         return self.hidden.shape, self.hidden.dtype
 
 
-_END = "the hidden state of the last layer"
+_END, _IDS = "the hidden state of the last layer", "the token ids"

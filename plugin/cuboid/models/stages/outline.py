@@ -1,4 +1,4 @@
-"""What a causal language model looks like from a pipeline's point of view: which modules run before, in and after its
+"""What a model looks like from a pipeline's point of view: which modules run before, in and after its
 list of layers, and what passes from layer to layer.
 
 Nothing is known by architecture. The model is built on the meta device and its forward is followed once; a model in
@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.architectures.supported_tasks import task_of
+from cuboid.models.architectures.supported_tasks import Task, runs_own_head, task_of
 from cuboid.models.plain_construction import plain_construction
 from cuboid.models.sharded.sharded_model import learned_positions
 from cuboid.models.stages.module_flow import ForwardLog
@@ -33,7 +33,7 @@ _TRACED_DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class Outline:
-    """The parts of a language model. All names are those of modules inside the whole model.
+    """The parts of a model. All names are those of modules inside the whole model.
 
     Args:
         base: the model without its head.
@@ -52,7 +52,7 @@ class Outline:
         output: the class of what the base model returns.
         options: arguments that the base model takes by name.
         longest: positions that the model has learned, where it has a table of them.
-        is_causal: whether it predicts the token after each position; else it is a masked language model.
+        task: what it is for.
         router_loss: what ``output_router_logits`` adds to its loss, where its config says so.
     """
 
@@ -72,8 +72,18 @@ class Outline:
     output: type
     options: frozenset[str]
     longest: int | None
-    is_causal: bool
+    task: Task
     router_loss: RouterLoss | None = None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it predicts the token after each position."""
+        return self.task == "causal"
+
+    @property
+    def runs_own_head(self) -> bool:
+        """Whether its loss is what its own forward makes of whole sequences."""
+        return runs_own_head(self.task)
 
     def layer(self, index: int) -> str:
         """Name of a layer."""
@@ -97,7 +107,8 @@ def outline_on_meta(cls: type[PreTrainedModel], config: PretrainedConfig) -> tup
     # The model's own: the decoder of an encoder-decoder, as a causal language model, says of itself that it is one.
     _check_config(cls, model.config)
     outline = trace_outline(model)
-    if getattr(config, "output_router_logits", False):
+    # Classifiers of transformers ignore it.
+    if getattr(config, "output_router_logits", False) and outline.is_causal:
         router_loss = RouterLoss.on_meta(model, outline.base, outline.layers)
         outline = dataclasses.replace(outline, router_loss=router_loss)
     return model, outline
@@ -143,7 +154,7 @@ def trace_outline(model: PreTrainedModel) -> Outline:
     _check_layers(cls, layers)
     units = tuple(_units(model, _ancestors(name)))
     ids = torch.zeros((1, _TRACED_LENGTH), dtype=torch.int64, device="meta")
-    log = ForwardLog(model, layers, units, ids)
+    log = ForwardLog(model, layers, units, ids, task=task_of(cls))
     try:
         with log.recording(), torch.no_grad(), torch.device("meta"):
             output = model(input_ids=ids)
@@ -152,7 +163,8 @@ def trace_outline(model: PreTrainedModel) -> Outline:
     _check_log(cls, log)
     _check_causality(cls, layers, log)
     logits = getattr(output, "logits", None)
-    if not isinstance(logits, torch.Tensor) or logits.dim() != 3:
+    is_language_model = not runs_own_head(task_of(cls))
+    if is_language_model and (not isinstance(logits, torch.Tensor) or logits.dim() != 3):
         raise _unsupported(cls, "it returns no logits [batch, sequence, vocabulary]")
     return _outline_of(model, name, log)
 
@@ -257,7 +269,7 @@ def _outline_of(model: PreTrainedModel, layers: str, log: ForwardLog) -> Outline
         output=type(output),
         options=frozenset(inspect.signature(type(model.get_submodule(base)).forward).parameters),
         longest=learned_positions(model),
-        is_causal=task_of(cls) == "causal",
+        task=task_of(cls),
     )
     _check_ties(cls, outline)
     return outline

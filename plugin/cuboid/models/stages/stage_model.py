@@ -15,12 +15,14 @@ from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError
 from cuboid.models.architectures.certificate import Certificate
+from cuboid.models.architectures.supported_tasks import takes_token_types
 from cuboid.models.attention.segment_cache import give_cache
 from cuboid.models.attention.segments import UnitSlot, hang_record, record_of, running_unit, use_segment_attention
 from cuboid.models.attention.whole_sequence import WholeSequence
+from cuboid.models.batch.targets import Targets
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.parallelize import ShardOf, parallelize_modules, whole_blocks
-from cuboid.models.sharded.sharded_model import ShardedModel, Sharding, WholeModel, sharded_loss
+from cuboid.models.sharded.sharded_model import ShardedModel, Sharding, WholeModel, first_position, sharded_loss
 from cuboid.models.stages.deferred_linear import defer_weight_gradients
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.placeholders import PlaceholderEnd, PlaceholderModule
@@ -117,7 +119,9 @@ class StageModel(ShardedModel):
 
     def get_output_embeddings(self) -> nn.Module | None:
         """As on any sharded model; on stages that haven't the head an :class:`PlaceholderEnd`."""
-        return _present(super().get_output_embeddings, self.staging.ends["head"])
+        head = self.staging.ends.get("head")
+        # Classifiers have none.
+        return None if head is None else _present(super().get_output_embeddings, head)
 
     def enable_input_require_grads(self) -> None:
         """For activation checkpointing, of embeddings that are frozen. Other stages' inputs have a gradient anyway, and
@@ -137,10 +141,20 @@ def _present(end: Callable[[], nn.Module | None], absent: PlaceholderEnd) -> nn.
 
 def cut_model(model: PreTrainedModel, staging: Staging) -> None:
     """Leave of a model, on any device, what this rank's stages need; in place."""
-    staging.whole = WholeModel.of(model, staging.outline.longest)
+    staging.whole = _whole_of(model, staging.outline)
     ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
     staging.ends = {what: PlaceholderEnd(module, what) for what, module in ends.items() if module is not None}
     staging.chunks = cut_stages(model, staging.outline, staging.cuts)
+
+
+def _whole_of(model: PreTrainedModel, outline: Outline) -> WholeModel:
+    whole = WholeModel.of(model, outline.longest)
+    targets = Targets.of(type(model), model.config)
+    # What is cut into segments is the ids, the mask and the positions.
+    types = model.config.type_vocab_size if takes_token_types(model) and not outline.is_causal else None
+    first = 0 if outline.is_causal else first_position(model)
+    limits = replace(whole.limits, labels=targets.classes, types=types, targets=targets, first_position=first)
+    return replace(whole, limits=limits)
 
 
 def finish_stage(

@@ -182,7 +182,7 @@ class StageRunner:
         deferring = self._weight_gradients.open() if self._splits else nullcontext()
         known = known_packing(batch.positions, batch.packed)
         with known, self._staging.slot.running(batch.unit(segment, self._stores[micro_batch])), deferring:
-            output = self._chunk.run(self._model, hidden=hidden, **options)
+            output = self._run_chunk(hidden=hidden, **options)
         late = self._model.cuboid.late
         if late is not None and self._cut.is_last:
             # Some models call what has the layers without the base model around it, whose hook would do this.
@@ -191,6 +191,9 @@ class StageRunner:
             # What this stage returns never was whole: its own code went on, over placeholders.
             late.is_whole = False
         return output
+
+    def _run_chunk(self, **options: Any) -> Any:
+        return self._chunk.run(self._model, **options)
 
     def _positions_and_mask(self, batch: SegmentedBatch, segment: int) -> dict[str, torch.Tensor]:
         if not batch.is_cut and self._mesh.shape.size == 1:
@@ -215,6 +218,7 @@ class StageRunner:
 
     def _run_head(self, batch: SegmentedBatch, segment: int, output: torch.Tensor) -> torch.Tensor | None:
         self._count("head")
+        assert batch.labels is not None
         labels = batch.cut(batch.labels, segment)
         loss, gradient = chunked_loss(
             self._head,
@@ -235,8 +239,36 @@ class StageRunner:
             self._gradient_sync.is_last = self._left[part] == 0
 
     def _free_after(self, micro_batch: int, segment: int) -> None:
-        if segment == len(self._batches[micro_batch].bounds) - 2:
+        if self._batches[micro_batch].ends_with(segment):
             self._stores[micro_batch].free()
+
+
+class OwnHeadRunner(StageRunner):
+    """The last stage of a classifier, or a model for question answering: its own forward computes the loss of a whole
+    sequence, whose backward waits for the unit's."""
+
+    def forward(self, micro_batch: int, segment: int, hidden: torch.Tensor | None) -> None:
+        """A unit's forward, loss and all."""
+        batch = self._batches[micro_batch]
+        with torch.set_grad_enabled(self._training):
+            leaf = None if hidden is None else hidden.requires_grad_(self._training)
+            output: Any = self._run_layers(micro_batch, segment, leaf)
+            self._count("head")
+            # Without a label, the mean would be none, and its gradient neither.
+            loss = self._own_loss(output, batch) if batch.items else output[0].sum() * 0
+        if self._training:
+            self._pending[micro_batch, segment] = _Pending(loss, [], leaf)
+        else:
+            self._free_after(micro_batch, segment)
+        own = loss.detach()
+        self.loss = own if self.loss is None else self.loss + own
+
+    def _run_chunk(self, **options: Any) -> Any:
+        return self._chunk.call(self._model, **options)
+
+    def _own_loss(self, output: Any, batch: SegmentedBatch) -> torch.Tensor:
+        loss: torch.Tensor = self._head.run(output, **batch.arguments, return_dict=True).loss
+        return loss * (batch.items * self._scale)
 
 
 class RoutedStageRunner(StageRunner):
@@ -269,7 +301,7 @@ class RoutedStageRunner(StageRunner):
         if output is not None:
             return self._sums.pack(output, whole)
         self._sums.add(micro_batch, whole)
-        if segment == len(self._batches[micro_batch].bounds) - 2:
+        if self._batches[micro_batch].ends_with(segment):
             assert self.loss is not None
             self.loss = self.loss + self._sums.finish(micro_batch)
         return None
@@ -304,5 +336,8 @@ class RoutedStageRunner(StageRunner):
 
 def make_runner(model: StageModel, chunk: Chunk, *args: Any, **options: Any) -> StageRunner:
     """The runner that a model needs, with the arguments of a :class:`StageRunner`."""
-    kind = StageRunner if model.staging.outline.router_loss is None else RoutedStageRunner
+    outline = model.staging.outline
+    if outline.runs_own_head and chunk.cut.is_last:
+        return OwnHeadRunner(model, chunk, *args, **options)
+    kind = StageRunner if outline.router_loss is None else RoutedStageRunner
     return kind(model, chunk, *args, **options)

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.config.schema import PipelineConfig
 from cuboid.errors import ConfigError, UnsupportedModelError
+from cuboid.models.batch.batch import TOKEN_TYPES
 from cuboid.models.cross_entropy.lm_head import Head
 from cuboid.models.stages.module_flow import Flow
 from cuboid.models.stages.outline import Outline, outline_on_meta
@@ -172,8 +173,19 @@ class Chunk:
         Returns:
             ``[B, L, H]``: the input of the next stage's first layer, or on the last stage of the head.
         """
+        return self._leaving(self.call(model, ids=ids, hidden=hidden, **options))
+
+    def call(
+        self,
+        model: PreTrainedModel,
+        *,
+        ids: torch.Tensor | None = None,
+        hidden: torch.Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """As :meth:`run`, and returns what the base model returns, which means something on the last stage only."""
         arguments = {name: value for name, value in options.items() if value is not None}
-        for name in ("position_ids", "attention_mask"):
+        for name in ("position_ids", "attention_mask", TOKEN_TYPES):
             if name not in self._outline.options:
                 arguments.pop(name, None)
         arguments.update(self._outline.fixed_options)
@@ -187,7 +199,7 @@ class Chunk:
         base = model.get_submodule(self._outline.base)
         try:
             with self._alone():
-                return self._leaving(base(**arguments))
+                return base(**arguments)
         finally:
             if self._input is not None:
                 self._input.hidden = None
@@ -318,7 +330,8 @@ def check_cut(model: PreTrainedModel, outline: Outline) -> None:
     final = hidden.new_empty((1, 8, outline.final_width), dtype=model.dtype)
     try:
         with Flow(), torch.no_grad(), torch.device("meta"):
-            Head(model, outline).logits(final)
+            if not outline.runs_own_head:
+                Head(model, outline).logits(final)
             if outline.count > 1:
                 # Nothing of its own, so that everything is missing.
                 (chunk,) = cut_stages(model, outline, [StageCut(1, 3, 1, 1)])

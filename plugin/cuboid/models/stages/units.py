@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -12,12 +12,27 @@ from transformers import PretrainedConfig
 from cuboid.distributed.axis_collectives import own_slice
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError
+from cuboid.models.architectures.supported_tasks import runs_own_head
 from cuboid.models.attention.segments import Unit, prepare_masks, visible_to_all
 from cuboid.models.attention.whole_sequence import Replay, WholeSequence
-from cuboid.models.batch.batch import IGNORE_INDEX, take_local_batch
+from cuboid.models.batch.batch import IGNORE_INDEX, TOKEN_TYPES, take_local_batch
 from cuboid.models.batch.broadcast import MicroBatch
+from cuboid.models.batch.targets import TARGETS, Targets
 from cuboid.seq1f1b.attention.kv_cache import KVCache
 from cuboid.tensor3d.layers.vocab_cross_entropy import shifted
+
+
+def with_targets(batch: MicroBatch, targets: Targets, *, shifts: bool) -> MicroBatch:
+    """A micro-batch as the last stage needs it: see :func:`with_shifted_labels`; of tasks whose loss the model's own
+    forward computes, as it is.
+
+    Raises:
+        CuboidError: it has nothing that the loss could compare with.
+    """
+    if not runs_own_head(targets.task):
+        return with_shifted_labels(batch, shifts=shifts)
+    targets.check_given(batch)
+    return batch
 
 
 def with_shifted_labels(batch: MicroBatch, *, shifts: bool = True) -> MicroBatch:
@@ -46,30 +61,42 @@ def label_tokens(batch: MicroBatch) -> torch.Tensor:
     return (batch["shift_labels"] != IGNORE_INDEX).sum()
 
 
+def label_items(batch: MicroBatch, targets: Targets) -> torch.Tensor:
+    """Of how many tokens or rows a micro-batch's loss is the mean, a tensor of no dims."""
+    if not runs_own_head(targets.task):
+        return label_tokens(batch)
+    return torch.as_tensor(targets.items(batch), device=batch["input_ids"].device)
+
+
 @dataclass
 class SegmentedBatch:
     """One micro-batch as this rank sees it.
 
     Args:
         ids, positions: ``[B/b, S']``, or ``[1, S']`` for positions that all rows share.
-        labels: ``[B/b, S']``: entry t is what position t predicts, for causal models the token after t.
+        labels: ``[B/b, S']``: entry t is what position t predicts, for causal models the token after t. None where the
+            loss is what the model's own forward makes of ``arguments``.
         bounds: start of each segment, and the end of the last, in 0 … S'.
         attention_mask, packed: see :func:`cuboid.models.attention.segments.prepare_masks`.
         visible: see :func:`cuboid.models.attention.segments.visible_to_all`.
         length: S, without what was filled up.
-        given: ``position_ids`` and ``attention_mask`` ``[B/b, S']``, where the user gave them.
+        given: ``position_ids``, ``attention_mask`` and ``token_type_ids`` ``[B/b, S']``, where the user gave them.
+        arguments: the micro-batch of a model whose own forward computes its loss.
+        items: of how many tokens or rows that is the mean.
         whole: what the rank's base model made of the whole sequence; None until that is known, or where it needn't be.
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
-    labels: torch.Tensor
+    labels: torch.Tensor | None
     bounds: tuple[int, ...]
     attention_mask: torch.Tensor | None
     packed: torch.Tensor | None
     visible: int
     length: int
     given: dict[str, torch.Tensor]
+    arguments: MicroBatch = field(default_factory=dict)
+    items: int = 0
     whole: WholeSequence | None = None
 
     @classmethod
@@ -79,46 +106,53 @@ class SegmentedBatch:
         lengths: Sequence[int],
         config: PretrainedConfig,
         mesh: Mesh,
-        *,
-        is_causal: bool = True,
+        targets: Targets,
     ) -> SegmentedBatch:
-        """Take this rank's rows of a whole micro-batch with shifted labels; fill them up to the sum of ``lengths``.
+        """Take this rank's rows of a whole micro-batch; fill them up to the sum of ``lengths``.
 
         Args:
-            batch: see :func:`with_shifted_labels`.
+            batch: see :func:`with_targets`.
             lengths: of the segments.
             config: of the model.
             mesh: of this rank.
-            is_causal: whether no position sees later ones.
+            targets: of the model.
 
         Raises:
             CuboidError: the mesh's batch axis doesn't divide the rows.
         """
-        taken = take_local_batch(dict(batch), config, mesh, at_least=sum(lengths))
+        own = runs_own_head(targets.task)
+        inputs = {name: x for name, x in batch.items() if not own or name not in TARGETS}
+        taken = take_local_batch(inputs, config, mesh, at_least=sum(lengths), token_types=TOKEN_TYPES in batch)
         local = taken.tensors
         attention_mask, packed = prepare_masks(
             local.get("attention_mask"),
             local["position_ids"][:, : taken.length] if "position_ids" in batch else None,
             local["input_ids"].shape[1],
-            local["shift_labels"],
-            is_causal=is_causal,
+            local.get("shift_labels"),
+            is_causal=targets.task == "causal",
         )
         return cls(
             ids=local["input_ids"],
             positions=local["position_ids"],
-            labels=local["shift_labels"],
+            labels=local.get("shift_labels"),
             bounds=tuple(accumulate(lengths, initial=0)),
             attention_mask=attention_mask,
             packed=packed,
             visible=visible_to_all(attention_mask),
             length=taken.length,
-            given={name: local[name] for name in ("position_ids", "attention_mask") if name in batch},
+            given={name: local[name] for name in ("position_ids", "attention_mask", TOKEN_TYPES) if name in batch},
+            arguments=batch if own else {},
+            items=int(targets.items(batch)) if own else 0,
         )
 
     @property
     def is_cut(self) -> bool:
         """Whether there are several segments, or filled up positions, so that no forward sees just the sequence."""
         return len(self.bounds) > 2 or self.bounds[-1] != self.length
+
+    def ends_with(self, segment: int) -> bool:
+        """Whether a segment is the last one."""
+        return segment == len(self.bounds) - 2
 
     def segment_length(self, segment: int) -> int:
         """L of a segment, over all ranks of the mesh's `sequence` axis."""

@@ -1,0 +1,104 @@
+"""Run a classifier's own class whole, and cut into stages, and compare loss and every gradient."""
+
+from __future__ import annotations
+
+import copy
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from cuboid.models.architectures.certificate import LABELLED, Kind, Verdict
+from cuboid.models.architectures.supported_tasks import WORDS, takes_token_types, task_of
+from cuboid.models.batch.broadcast import MicroBatch
+from cuboid.models.certification.check import (
+    ATTEMPTS,
+    Attempt,
+    CannotProbe,
+    Outcome,
+    default_dtype,
+    gradients_of,
+    largest_error,
+    name_padding,
+    probe_cases,
+    quiet_cpu,
+    random_model,
+    run_cut,
+    small_for_probe,
+)
+from cuboid.models.certification.task_batches import loss_of, task_batch
+from cuboid.models.stages.outline import Outline
+from cuboid.models.stages.stages import draw_outline
+
+
+def check_head(cls: type[PreTrainedModel], config: PretrainedConfig) -> Verdict:
+    """Compare a small model whose own forward computes its loss with itself, cut into stages of whole sequences.
+
+    Args:
+        cls: the architecture's class.
+        config: of the real model.
+
+    Raises:
+        CannotProbe: with the reason.
+        UnsupportedModelError: a pipeline can't cut it at all.
+    """
+    with quiet_cpu():
+        small = small_for_probe(config)
+        outline = draw_outline(cls, small)
+        for attempt in ATTEMPTS:
+            model = random_model(cls, small, config._attn_implementation, attempt.dtype)
+            name_padding(model)
+            try:
+                with default_dtype(attempt.default):
+                    return _compare(model, outline, attempt)
+            except CannotProbe as error:
+                obstacle = error
+        raise obstacle
+
+
+def _compare(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verdict:
+    refused: dict[Kind, str] = {}
+    largest, runs = 0.0, False
+    for number, (kind, case) in enumerate(probe_cases(model.config)):
+        has_labels = kind in LABELLED.values()
+        if kind in refused or "whole rows" in refused or (has_labels and outline.task != "tokens"):
+            continue
+        has_types = takes_token_types(model) and number % 2 == 1
+        batch = task_batch(case, model, has_types=has_types, has_labels=has_labels)
+        try:
+            with attempt.precision():
+                expected = _run_plain(model, batch)
+        except Exception as error:
+            if not runs:
+                raise CannotProbe(f"a small one doesn't run: {type(error).__name__}: {error}") from error
+            refused[kind] = f"the model itself fails there: {type(error).__name__}: {error}"
+            continue
+        runs = True
+        try:
+            with attempt.precision():
+                found = run_cut(model, outline, batch, "whole", gives_cache=False)
+            error_of, name = largest_error(found, expected)
+        except Exception as error:
+            refused[kind] = f"{type(error).__name__}: {error} ({case.name})"
+            continue
+        if error_of > attempt.tolerance:
+            refused[kind] = f"{name} differs by {error_of:.1e} ({case.name}, {case.length} tokens)"
+        else:
+            largest = max(largest, error_of)
+    words = WORDS[task_of(type(model))]
+    return Verdict(
+        {
+            "whole": refused,
+            "segments": {"whole rows": f"it is for {words}, whose loss is one of whole sequences"},
+            "filled": {"whole rows": f"it is for {words}, and stages on a mesh take causal language models only"},
+        },
+        largest,
+    )
+
+
+def _run_plain(model: PreTrainedModel, batch: MicroBatch) -> Outcome:
+    own = copy.deepcopy(model)
+    # With a cache, which some have, plain transformers doesn't tell packed sequences apart.
+    loss = loss_of(own(**batch, **({"use_cache": False} if hasattr(own.config, "use_cache") else {})), batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    if not bool(loss.isfinite()):
+        raise ValueError("its loss isn't finite")
+    return Outcome(loss.detach(), gradients_of([own]))
