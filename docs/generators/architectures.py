@@ -160,7 +160,7 @@ _HEADS: dict[str, tuple[Any, dict[str, Any]]] = {
 def parts() -> dict[str, dict[str, str]]:
     """The page, from the tables as they are."""
     tables = [json.loads(path.read_text(encoding="utf-8")) for path in (TABLE, MESH_TABLE)]
-    return {"architectures.md": {**_parts(tables[0]), **_mesh_parts(tables[1]), **_head_parts(tables[1])}}
+    return {"architectures.md": {**_parts(tables[0]), **_mesh_parts(tables[1]), **_head_parts(*tables)}}
 
 
 def probe(model_types: list[str]) -> None:
@@ -174,8 +174,10 @@ def probe(model_types: list[str]) -> None:
         for path, find in ((TABLE, probe_pipeline), (MESH_TABLE, _probe_meshes)):
             for case, (key, entry) in zip(cases, pool.map(find, cases), strict=True):
                 write_entry(path, case, key, entry)
-        for case, (key, entry) in zip(heads, pool.map(_probe_head, heads), strict=True):
+        for case, (key, entry, staged) in zip(heads, pool.map(_probe_head, heads), strict=True):
             write_entry(MESH_TABLE, case, key, entry, part="heads")
+            if staged is not None:
+                write_entry(TABLE, case, key, staged, part="heads")
 
 
 def _head_cases(model_types: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -187,8 +189,8 @@ def _head_cases(model_types: Iterable[str]) -> Iterator[tuple[str, str]]:
             yield from ((model_type, head) for head, (classes, _) in _HEADS.items() if type(config) in classes)
 
 
-def _probe_head(case: tuple[str, str]) -> tuple[str, Any]:
-    """Key and entry of an architecture for another task."""
+def _probe_head(case: tuple[str, str]) -> tuple[str, Any, Any]:
+    """Key and entries of an architecture for another task, on a mesh and in stages; None if it can't be cut."""
     torch.set_num_threads(1)
     model_type, head = case
     classes, changes = _HEADS[head]
@@ -205,7 +207,12 @@ def _probe_head(case: tuple[str, str]) -> tuple[str, Any]:
         verdict = check_meshes(cls, config)
     except CannotProbe as error:
         verdict = MeshVerdict({"whole rows": str(error)})
-    return digest_of(features_of(cls, config)), written_verdict(verdict)
+    try:
+        check_class(cls, stages=True)
+        key, staged = entry_of(features_of(cls, config), find_out(cls, config))
+    except UnsupportedModelError:
+        key, staged = digest_of(features_of(cls, config)), None
+    return key, written_verdict(verdict), staged
 
 
 def write_entry(path: Path, case: tuple[str, str], key: str | None, entry: Any, *, part: str = "flavours") -> None:
@@ -331,20 +338,29 @@ _ON_A_MESH = {
 }
 
 
-def _head_parts(meshes: dict[str, Any]) -> dict[str, str]:
+def _head_parts(pipelines: dict[str, Any], meshes: dict[str, Any]) -> dict[str, str]:
     """Encoders, and heads for other tasks than causal language modelling."""
     rows = []
     for model_type, heads in meshes["heads"].items():
         for head, key in heads.items():
             entry = meshes["architectures"][model_type][key]
             if "whole rows" in entry["refused"]:
-                rows.append([f"`{model_type}`", head, "no", "", "", _short(entry["refused"]["whole rows"])])
+                reason = _short(entry["refused"]["whole rows"])
+                rows.append([f"`{model_type}`", head, "no", "", _stages(pipelines, model_type, key), "", "", reason])
                 continue
             place = _ON_A_MESH[entry.get("head", "split")] if head != "hidden states, pooled" else ""
             refused = ", ".join(entry["refused"])
-            rows.append([f"`{model_type}`", head, _extent(entry), place, f"{entry['error']:.0e}", refused])
-    head = ["architecture", "task", "computed whole", "its head", "largest error", "rejected kinds"]
+            both = "yes" if "whole" not in entry["with_stages"] else "no"
+            stages = [_stages(pipelines, model_type, key), both]
+            rows.append([f"`{model_type}`", head, _extent(entry), place, *stages, f"{entry['error']:.0e}", refused])
+    head = ["architecture", "task", "computed whole", "its head", "stages", "on a mesh", "largest error", "rejected"]
     return {"mesh_heads": table(head, rows)}
+
+
+def _stages(pipelines: dict[str, Any], model_type: str, key: str) -> str:
+    """Whether a model for another task can be cut into stages."""
+    entry = pipelines["architectures"].get(model_type, {}).get(key)
+    return "no" if entry is None or "whole rows" in entry["refused"].get("whole", {}) else "yes"
 
 
 def _extent(entry: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from training import ROWS, VOCABULARY, make_engine, settings, small_checkpoint
 from training import ranks_of as ranks
 
 TIMEOUT_S = 120.0
-LENGTH, STEPS = 10, 3
+LENGTH, STEPS = 11, 3
 MICRO_BATCHES = 2
 
 #: By case: the auto class, the architecture, what its config says, and the layout.
@@ -120,17 +120,31 @@ def _config(case, segments=1, mesh="1x1x1"):
     return config
 
 
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("case", CASES)
-def test_stages_train_as_one_process(pool, checkpoint, tmp_path, case):
-    path, config = checkpoint(case), _config(case)
+#: Sequences, heads, rows and classes aren't divided by all of them.
+MESHES = [
+    *((case, "1x1x1") for case in CASES),
+    ("bert-masked", "1x2x1"),
+    ("bert-classes", "1x2x1"),
+    ("camembert-masked", "1x2x1"),
+    ("roberta-number", "2x1x1"),
+    ("distilbert-several", "1x1x2"),
+    ("electra-tokens", "1x2x1"),
+    ("modernbert-answers", "1x2x2"),
+    ("llama-reward", "1x2x1"),
+]
+
+
+@pytest.mark.sample(10)
+@pytest.mark.parametrize(("case", "mesh"), MESHES)
+def test_stages_train_as_one_process(pool, checkpoint, tmp_path, case, mesh):
+    path, config = checkpoint(case), _config(case, mesh=mesh)
     expected, weights = alone(path, case)
     out, size = tmp_path / "out", ranks(config, CASES[case][3].get("data", 1))
     (found, ours), *_ = pool.run(size, in_stages, path, case, config, str(out), timeout_s=TIMEOUT_S)
     assert found == pytest.approx(expected, rel=1e-5)
     assert ours.keys() == weights.keys()
     for name, x in ours.items():
-        torch.testing.assert_close(x, weights[name], rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(x, weights[name], rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
     saved = CASES[case][0].from_pretrained(out / f"global_step{STEPS}").state_dict()
     assert all(torch.equal(saved[name], x) for name, x in ours.items())
 

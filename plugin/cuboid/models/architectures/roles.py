@@ -8,7 +8,7 @@ sequence × hidden gathers its input and its weights, which stay sharded in betw
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -151,7 +151,7 @@ def token_embeddings(model: PreTrainedModel) -> list[nn.Module]:
     if takes_pixels(model):
         # What makes patches of images is no table.
         return []
-    own = model.get_input_embeddings()
+    own = _end_of(model.get_input_embeddings)
     if own is None:
         return []
     found = {own: None}
@@ -167,6 +167,17 @@ def token_embeddings(model: PreTrainedModel) -> list[nn.Module]:
     return list(found)
 
 
+def output_embeddings(model: PreTrainedModel) -> nn.Module | None:
+    """The head of a language model; None of others, and of a pipeline stage that hasn't the module that it is in."""
+    return _end_of(model.get_output_embeddings)
+
+
+def _end_of(find: Callable[[], nn.Module | None]) -> nn.Module | None:
+    with suppress(AttributeError):
+        return find()
+    return None
+
+
 class _Finder:
     def __init__(
         self,
@@ -180,7 +191,7 @@ class _Finder:
         self._layers = set(layer_names(model))
         self._styles = [(_regex(pattern), style) for pattern, style in _plan(model.config).items()]
         self._ends: dict[nn.Module | None, str] = dict.fromkeys(token_embeddings(model), "embedding")
-        self._ends[model.get_output_embeddings()] = "head"
+        self._ends[output_embeddings(model)] = "head"
         self._norms: dict[tuple[object, ...], NormFormula | None] = {}
 
     def blocks(self) -> dict[str, list[str]]:
@@ -316,7 +327,7 @@ class _Finder:
                 yield found
 
     def _is_around_head(self, name: str) -> bool:
-        head = self._model.get_output_embeddings()
+        head = output_embeddings(self._model)
         module = self._modules[name]
         if head is None or module is head or not any(inner is head for inner in module.modules()):
             return False

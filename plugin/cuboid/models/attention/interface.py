@@ -161,10 +161,11 @@ def mask_twin(name: str) -> Callable[..., Any]:
     def make_mask(**kwargs: Any) -> Any:
         if is_recording():
             return _mask_without_values(name, kwargs)
-        unit = running_unit()
-        if unit is not None:
+        unit, lengths = running_unit(), _lengths.get(None)
+        # Stages of models whose positions see later ones run whole sequences, as the models themselves do.
+        if unit is not None and lengths is None:
             return segment_mask(name, unit, kwargs)
-        lengths = _lengths.get()
+        assert lengths is not None, "a mask that is made outside of a forward"
         if lengths is WHOLE_IMAGES:
             return ALL_MASK_ATTENTION_FUNCTIONS[name](**kwargs)
         if kwargs.get("allow_is_bidirectional_skip") and lengths.source is not None:

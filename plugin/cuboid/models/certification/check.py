@@ -391,7 +391,8 @@ def run_stages(stages: Sequence[Any], batch: MicroBatch, lengths: tuple[int, ...
     runners = []
     for stage in stages:
         store = KVCache(sum(lengths), KVCachePool())
-        cut = SegmentedBatch.of(own, lengths, stage.config, stage.cuboid.mesh, targets)
+        mesh, inputs = stage.cuboid.mesh, stage.cuboid.verdict.inputs
+        cut = SegmentedBatch.of(own, lengths, stage.config, mesh, targets, inputs)
         (chunk,) = stage.staging.chunks
         runners.append(
             make_runner(stage, chunk, [cut], [store], scale=1.0 / items, micro_batch_scale=1.0, training=True)

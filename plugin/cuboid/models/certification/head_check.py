@@ -88,7 +88,6 @@ def _compare(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verd
         {
             "whole": refused,
             "segments": {"whole rows": f"it is for {words}, whose loss is one of whole sequences"},
-            "filled": {"whole rows": f"it is for {words}, and stages on a mesh take causal language models only"},
         },
         largest,
     )

@@ -18,7 +18,7 @@ from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures.certificate import LABELLED, HeadPlan, Inputs, Kind, MeshVerdict, Mode
 from cuboid.models.architectures.roles import blocks_computed_whole, layer_names, split_blocks
-from cuboid.models.architectures.supported_tasks import WORDS, takes_images, takes_token_types, task_of
+from cuboid.models.architectures.supported_tasks import WORDS, runs_own_head, takes_images, takes_token_types, task_of
 from cuboid.models.batch.batch import granule
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
@@ -30,6 +30,7 @@ from cuboid.models.certification.check import (
     CannotProbe,
     Outcome,
     default_dtype,
+    gradients_of,
     largest_error,
     make_stage,
     name_padding,
@@ -182,8 +183,7 @@ class _Probe:
         if not bool(loss.isfinite()):
             raise ValueError("its loss isn't finite")
         self.has_own_loss = not called
-        gradients = {name: own.grad for name, own in own.named_parameters() if own.grad is not None}
-        return Outcome(loss.detach(), gradients)
+        return Outcome(loss.detach(), gradients_of([own]))
 
 
 def _best(probe: _Probe, *, gives_cache: bool) -> MeshVerdict:
@@ -271,9 +271,12 @@ def _verdict(probe: _Probe, choice: MeshVerdict, *, gives_cache: bool) -> MeshVe
 def _reasons_against_stages(probe: _Probe, choice: MeshVerdict, *, gives_cache: bool) -> dict[Mode, str]:
     """What is wrong with the longest micro-batch on a mesh and in stages, whole or in segments."""
     modes: tuple[Mode, ...] = ("whole", "segments")
+    if probe.task not in ("causal", "masked") and not runs_own_head(probe.task):
+        return dict.fromkeys(modes, f"it is for {WORDS[probe.task]}, for which a pipeline has no rules")
     if probe.task != "causal":
-        reason = f"it is for {WORDS[probe.task]}, and stages on a mesh take causal language models only"
-        return dict.fromkeys(modes, reason)
+        reason = _reason_against_whole_stages(probe, choice)
+        found: dict[Mode, str] = {"segments": f"it is for {WORDS[probe.task]}, and needs whole sequences"}
+        return found if reason is None else {"whole": reason, **found}
     try:
         outline = draw_outline(type(probe.model), probe.model.config)
         with probe.attempt.precision():
@@ -299,6 +302,25 @@ def _reason_against_stages(
     except Exception as failure:
         return f"{_words(failure)} ({case.name})"
     return None if error <= probe.attempt.tolerance else f"{name} differs by {error:.1e} ({case.name})"
+
+
+def _reason_against_whole_stages(probe: _Probe, choice: MeshVerdict) -> str | None:
+    """What is wrong, on a mesh and in stages, with a micro-batch of some kind of a model that needs whole sequences."""
+    kinds = {kind: each for kind, *each in reversed(probe.cases) if kind not in choice.refused}
+    try:
+        outline = draw_outline(type(probe.model), probe.model.config)
+        split = _SplitStages(probe, choice, outline, gives_cache=False)
+        for case, batch, own in kinds.values():
+            with probe.attempt.precision():
+                expected = own if runs_own_head(probe.task) else run_plain(probe.model, batch)
+            if expected.shifts_labels is None and not runs_own_head(probe.task):
+                return OTHER_LOSS
+            error, name = split.largest_error(batch, expected, "whole")
+            if error > probe.attempt.tolerance:
+                return f"{name} differs by {error:.1e} ({case.name})"
+    except Exception as failure:
+        return _words(failure)
+    return None
 
 
 def _words(failure: Exception) -> str:
@@ -362,8 +384,11 @@ class _SplitStages:
         return max(largest_error(Outcome(loss, gradients), expected) for loss in losses)
 
     def _step(self, place: int, batch: MicroBatch, lengths: tuple[int, ...]) -> torch.Tensor:
+        stages = self._stages[place :: _OTHER_KINDS.size]
+        for stage in stages:
+            stage.zero_grad()
         with self._probe.attempt.precision():
-            return run_stages(self._stages[place :: _OTHER_KINDS.size], batch, lengths)
+            return run_stages(stages, batch, lengths)
 
 
 def _put_together(plan: ParallelPlan, ranks: Iterable[tuple[Mesh, PreTrainedModel]]) -> dict[str, torch.Tensor]:
@@ -373,6 +398,7 @@ def _put_together(plan: ParallelPlan, ranks: Iterable[tuple[Mesh, PreTrainedMode
     for mesh, model in ranks:
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                whole = wholes.setdefault(name, parameter.new_zeros(layouts[name].shape))
+                own = model.all_tied_weights_keys.get(name, name)
+                whole = wholes.setdefault(own, parameter.new_zeros(layouts[name].shape))
                 put_shard(whole, parameter.grad, layouts[name], mesh.shape, mesh.coordinate)
     return wholes

@@ -159,6 +159,7 @@ class Pipeline:
         """This replica's part of a step, and its label tokens."""
         count, self.rows = len(shared), sum(batch["input_ids"].shape[0] for batch in shared)
         targets, shifts = self.limits.targets, self._staging.shifts_labels
+        inputs = self._model.cuboid.verdict.inputs
         micro_batches = [with_targets(batch, targets, shifts=shifts) for batch in shared]
         for batch in micro_batches:
             self._check_length(batch["input_ids"].shape[1])
@@ -167,7 +168,7 @@ class Pipeline:
         for batch, own in zip(micro_batches, lengths, strict=True):
             self._check_kind(batch, own)
         cut = [
-            SegmentedBatch.of(batch, own, self._model.config, self.mesh, targets)
+            SegmentedBatch.of(batch, own, self._model.config, self.mesh, targets, inputs)
             for batch, own in zip(micro_batches, lengths, strict=True)
         ]
         shape = PipelineShape(self._staging.layout.stages, count, len(lengths[0]))
@@ -205,10 +206,11 @@ class Pipeline:
             )
 
     def _check_kind(self, batch: MicroBatch, lengths: tuple[int, ...]) -> None:
-        certificate = self._staging.certificate
-        is_filled = sum(lengths) != batch["input_ids"].shape[1]
+        certificate, name = self._staging.certificate, self._model.cuboid.base.__name__
+        is_filled = sum(lengths) != batch["input_ids"].shape[1] and self._staging.outline.is_causal
         modes = certificate.modes(is_cut=len(lengths) > 1, is_filled=is_filled)
-        certificate.check_batch(batch, modes, self._model.cuboid.base.__name__)
+        certificate.check_batch(batch, modes, name)
+        self._model.cuboid.verdict.check_batch(batch, name)
 
     @property
     def limits(self) -> Limits:

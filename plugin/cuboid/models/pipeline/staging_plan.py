@@ -50,7 +50,9 @@ def plan_staging(
     check_segments(hf_config, config.pipeline.segments)
     outline = draw_outline(cls, hf_config)
     certificate = certificate_of(cls, hf_config)
-    modes = certificate.modes(is_cut=config.pipeline.segments != 1, is_filled=granule(mesh) > 1)
+    # What fills up the sequences of others on a mesh is the mesh's certificate's affair.
+    is_filled = granule(mesh) > 1 and outline.is_causal
+    modes = certificate.modes(is_cut=config.pipeline.segments != 1, is_filled=is_filled)
     certificate.check_model(cls.__name__, modes, verified=config.pipeline.certification == "verified")
     # They take a model without memory to find out: once at most, and only where somebody asks.
     find_sizes = functools.cache(lambda: model_sizes(hf_config, cls))

@@ -17,7 +17,7 @@ from cuboid.models.architectures.attention_heads import (
     copies_of_key_value_heads,
     plan_key_value_heads,
 )
-from cuboid.models.architectures.roles import Role, layer_names, token_embeddings
+from cuboid.models.architectures.roles import Role, layer_names, output_embeddings, token_embeddings
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.tensor3d.experts.experts import ShardedExperts
 from cuboid.tensor3d.experts.router import ShardedRouter
@@ -368,7 +368,7 @@ def whole_blocks(parallel_plan: ParallelPlan) -> list[str]:
 
 def _split_late(model: PreTrainedModel, late: LateSplit) -> None:
     """Have activations split in layers, and whole around them."""
-    head = model.get_output_embeddings()
+    head = output_embeddings(model)
     for embedding in token_embeddings(model):
         embedding.register_forward_hook(late.begin)
     layers = layer_names(model)

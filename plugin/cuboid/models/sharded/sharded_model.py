@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
+from transformers.utils import ModelOutput
 
 from cuboid.config.schema import TensorParallelConfig
 from cuboid.distributed.mesh import Mesh
@@ -194,15 +195,21 @@ def shard_modules(
         head = model.get_output_embeddings()
         assert head is not None
         head.register_forward_hook(functools.partial(_gather_logits, model.cuboid))
-    for module in model.modules():
-        if isinstance(module, LabelsHead):
-            module.register_forward_hook(functools.partial(_without_padding, model.cuboid))
+    hook_heads(model)
     early = next(iter((*attention, *whole_blocks(parallel_plan))), None)
     if early is not None:
         model.get_submodule(early).register_forward_hook(_VerdictReader(model.cuboid))
     model.__class__ = _sharded_class(base)  # type: ignore[arg-type]
     model.cuboid.modules = {module: type(module) for module in model.modules()}
     return model
+
+
+def hook_heads(model: PreTrainedModel) -> None:
+    """Let heads of few outputs, of which all ranks get the whole, leave out what fills a micro-batch up."""
+    sharding: Any = model.cuboid
+    for module in model.modules():
+        if isinstance(module, LabelsHead):
+            module.register_forward_hook(functools.partial(_without_padding, sharding))
 
 
 def _limits_of_task(limits: Limits, model: PreTrainedModel, verdict: MeshVerdict) -> Limits:
@@ -544,6 +551,12 @@ def _base_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> A
     if isinstance(sharding.late, LateSplit):
         # Before the base model's own hook, which comes too late for what follows here.
         output = sharding.late.end(model, None, output)
+    whole_for_head(model, sharding, output, batch)
+    return output.to_tuple() if as_tuple else output
+
+
+def whole_for_head(base: nn.Module, sharding: Sharding, output: ModelOutput, batch: LocalBatch) -> None:
+    """Make of what a base model returned for a rank's part what the head behind it is given, in place."""
     sharding.batch = batch
     for name, x in output.items():
         if name == "pooler_output" or (name == "last_hidden_state" and isinstance(sharding.late, ImageSplit)):
@@ -552,8 +565,7 @@ def _base_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> A
             if sharding.verdict.head != "labels":
                 output[name] = gather_hidden(x, sharding.mesh, rows=batch.rows, length=batch.length)
         elif x is not None:
-            raise UnsupportedModelError(f"{type(model).__name__} returns {name}, for which there is no rule on a mesh")
-    return output.to_tuple() if as_tuple else output
+            raise UnsupportedModelError(f"{type(base).__name__} returns {name}, for which there is no rule on a mesh")
 
 
 @contextmanager

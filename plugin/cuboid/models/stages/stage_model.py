@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError
-from cuboid.models.architectures.certificate import Certificate
+from cuboid.models.architectures.certificate import Certificate, MeshVerdict
 from cuboid.models.architectures.supported_tasks import takes_token_types
 from cuboid.models.attention.segment_cache import give_cache
 from cuboid.models.attention.segments import UnitSlot, hang_record, record_of, running_unit, use_segment_attention
@@ -22,7 +22,14 @@ from cuboid.models.attention.whole_sequence import WholeSequence
 from cuboid.models.batch.targets import Targets
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.models.sharded.parallelize import ShardOf, parallelize_modules, whole_blocks
-from cuboid.models.sharded.sharded_model import ShardedModel, Sharding, WholeModel, first_position, sharded_loss
+from cuboid.models.sharded.sharded_model import (
+    ShardedModel,
+    Sharding,
+    WholeModel,
+    first_position,
+    hook_heads,
+    sharded_loss,
+)
 from cuboid.models.stages.deferred_linear import defer_weight_gradients
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.placeholders import PlaceholderEnd, PlaceholderModule
@@ -178,7 +185,8 @@ def finish_stage(
             staging.gradient_sync = defer_gradient_sync(model)
         if staging.config.tensor_parallel.weight_gather == "step":
             staging.held_weights = keep_until_step_ends(model)
-        model.loss_function = functools.partial(sharded_loss, mesh=mesh)
+        if not staging.outline.runs_own_head:
+            model.loss_function = functools.partial(sharded_loss, mesh=mesh)
     pipeline, layers = staging.config.pipeline, model.get_submodule(staging.outline.layers)
     assert pipeline is not None
     assert isinstance(layers, nn.ModuleList)
@@ -200,7 +208,9 @@ def finish_stage(
     staging.shared = shared_parameters(model, staging.outline, staging.cuts)
     base = type(model)
     assert staging.whole is not None
-    model.cuboid = Sharding(mesh, staging.config.tensor_parallel, base, own, staging.whole, late=late)
+    verdict = MeshVerdict() if parallel_plan is None else parallel_plan.verdict
+    model.cuboid = Sharding(mesh, staging.config.tensor_parallel, base, own, staging.whole, verdict=verdict, late=late)
+    hook_heads(model)
     model.staging = staging
     inner: Any = model.get_submodule(staging.outline.base)
     inner.__class__ = _stage_base_class(type(inner))  # type: ignore[arg-type]

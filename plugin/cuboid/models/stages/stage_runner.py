@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from cuboid.distributed.mesh import Mesh
+from cuboid.models.attention.interface import Lengths, whole_sequence
 from cuboid.models.attention.packing import known_packing
 from cuboid.models.attention.whole_sequence import WholeSequence
 from cuboid.models.cross_entropy.chunked import chunked_loss
 from cuboid.models.cross_entropy.lm_head import Head
+from cuboid.models.sharded.sharded_model import whole_for_head
 from cuboid.models.stages.router_loss import AddGradient, RouterSums
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.models.stages.stages import Chunk
@@ -170,10 +172,11 @@ class StageRunner:
 
     def _run_layers(self, micro_batch: int, segment: int, hidden: torch.Tensor | None) -> torch.Tensor:
         batch = self._batches[micro_batch]
-        options: dict[str, Any] = self._positions_and_mask(batch, segment)
+        sees_later = self._mesh.shape.size > 1 and not self._staging.outline.is_causal
+        options = batch.whole_inputs() if sees_later else self._positions_and_mask(batch, segment)
         if self._cut.is_first:
             ids = batch.cut(batch.ids, segment)
-            if self._mesh.shape.size > 1:
+            if self._mesh.shape.size > 1 and self._model.cuboid.verdict.inputs == "embeddings":
                 # A sharded embedding needs the ids of the whole segment and returns a part of it, while the model's own
                 # code takes the shape of everything that follows from what it is given.
                 options["inputs_embeds"] = self._model.get_input_embeddings()(ids)
@@ -181,19 +184,18 @@ class StageRunner:
                 options["ids"] = ids
         deferring = self._weight_gradients.open() if self._splits else nullcontext()
         known = known_packing(batch.positions, batch.packed)
-        with known, self._staging.slot.running(batch.unit(segment, self._stores[micro_batch])), deferring:
+        around = whole_sequence(Lengths(batch.length, batch.bounds[-1])) if sees_later else nullcontext()
+        with known, self._staging.slot.running(batch.unit(segment, self._stores[micro_batch])), deferring, around:
             output = self._run_chunk(hidden=hidden, **options)
-        late = self._model.cuboid.late
-        if late is not None and self._cut.is_last:
-            # Some models call what has the layers without the base model around it, whose hook would do this.
-            return late.own_part(output)
-        if late is not None:
+        if self._model.cuboid.late is not None and not self._cut.is_last:
             # What this stage returns never was whole: its own code went on, over placeholders.
-            late.is_whole = False
+            self._model.cuboid.late.is_whole = False
         return output
 
     def _run_chunk(self, **options: Any) -> Any:
-        return self._chunk.run(self._model, **options)
+        output, late = self._chunk.run(self._model, **options), self._model.cuboid.late
+        # Some models call what has the layers without the base model around it, whose hook would do this.
+        return late.own_part(output) if late is not None and self._cut.is_last else output
 
     def _positions_and_mask(self, batch: SegmentedBatch, segment: int) -> dict[str, torch.Tensor]:
         if not batch.is_cut and self._mesh.shape.size == 1:
@@ -253,7 +255,6 @@ class OwnHeadRunner(StageRunner):
         with torch.set_grad_enabled(self._training):
             leaf = None if hidden is None else hidden.requires_grad_(self._training)
             output: Any = self._run_layers(micro_batch, segment, leaf)
-            self._count("head")
             # Without a label, the mean would be none, and its gradient neither.
             loss = self._own_loss(output, batch) if batch.items else output[0].sum() * 0
         if self._training:
@@ -264,10 +265,18 @@ class OwnHeadRunner(StageRunner):
         self.loss = own if self.loss is None else self.loss + own
 
     def _run_chunk(self, **options: Any) -> Any:
-        return self._chunk.call(self._model, **options)
+        output, late = self._chunk.call(self._model, **options), self._model.cuboid.late
+        return output if late is None else late.end(self._model, None, output)
 
     def _own_loss(self, output: Any, batch: SegmentedBatch) -> torch.Tensor:
-        loss: torch.Tensor = self._head.run(output, **batch.arguments, return_dict=True).loss
+        sharding = self._model.cuboid
+        if self._mesh.shape.size > 1:
+            assert batch.local is not None
+            whole_for_head(self._model, sharding, output, batch.local)
+        try:
+            loss: torch.Tensor = self._head.run(output, **batch.arguments, return_dict=True).loss
+        finally:
+            sharding.batch = None
         return loss * (batch.items * self._scale)
 
 

@@ -12,10 +12,11 @@ from transformers import PretrainedConfig
 from cuboid.distributed.axis_collectives import own_slice
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError
+from cuboid.models.architectures.certificate import Inputs
 from cuboid.models.architectures.supported_tasks import runs_own_head
 from cuboid.models.attention.segments import Unit, prepare_masks, visible_to_all
 from cuboid.models.attention.whole_sequence import Replay, WholeSequence
-from cuboid.models.batch.batch import IGNORE_INDEX, TOKEN_TYPES, take_local_batch
+from cuboid.models.batch.batch import IGNORE_INDEX, TOKEN_TYPES, LocalBatch, take_local_batch
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.targets import TARGETS, Targets
 from cuboid.seq1f1b.attention.kv_cache import KVCache
@@ -83,6 +84,7 @@ class SegmentedBatch:
         given: ``position_ids``, ``attention_mask`` and ``token_type_ids`` ``[B/b, S']``, where the user gave them.
         arguments: the micro-batch of a model whose own forward computes its loss.
         items: of how many tokens or rows that is the mean.
+        local: the rank's part, of models whose positions see later ones.
         whole: what the rank's base model made of the whole sequence; None until that is known, or where it needn't be.
     """
 
@@ -97,6 +99,7 @@ class SegmentedBatch:
     given: dict[str, torch.Tensor]
     arguments: MicroBatch = field(default_factory=dict)
     items: int = 0
+    local: LocalBatch | None = None
     whole: WholeSequence | None = None
 
     @classmethod
@@ -107,6 +110,7 @@ class SegmentedBatch:
         config: PretrainedConfig,
         mesh: Mesh,
         targets: Targets,
+        inputs: Inputs = "embeddings",
     ) -> SegmentedBatch:
         """Take this rank's rows of a whole micro-batch; fill them up to the sum of ``lengths``.
 
@@ -116,24 +120,28 @@ class SegmentedBatch:
             config: of the model.
             mesh: of this rank.
             targets: of the model.
+            inputs: what the model is given on a mesh.
 
         Raises:
             CuboidError: the mesh's batch axis doesn't divide the rows.
         """
         own = runs_own_head(targets.task)
-        inputs = {name: x for name, x in batch.items() if not own or name not in TARGETS}
-        taken = take_local_batch(inputs, config, mesh, at_least=sum(lengths), token_types=TOKEN_TYPES in batch)
+        given = {name: x for name, x in batch.items() if not own or name not in TARGETS}
+        has_types = TOKEN_TYPES in batch
+        taken = take_local_batch(given, config, mesh, at_least=sum(lengths), inputs=inputs, token_types=has_types)
         local = taken.tensors
+        length = local["input_ids"].shape[1]
         attention_mask, packed = prepare_masks(
             local.get("attention_mask"),
             local["position_ids"][:, : taken.length] if "position_ids" in batch else None,
-            local["input_ids"].shape[1],
+            length,
             local.get("shift_labels"),
             is_causal=targets.task == "causal",
         )
         return cls(
             ids=local["input_ids"],
-            positions=local["position_ids"],
+            # None of a model that counts them by itself, which isn't asked for a segment's.
+            positions=local.get("position_ids", local["input_ids"].new_zeros((1, length))),
             labels=local.get("shift_labels"),
             bounds=tuple(accumulate(lengths, initial=0)),
             attention_mask=attention_mask,
@@ -143,6 +151,7 @@ class SegmentedBatch:
             given={name: local[name] for name in ("position_ids", "attention_mask", TOKEN_TYPES) if name in batch},
             arguments=batch if own else {},
             items=int(targets.items(batch)) if own else 0,
+            local=taken,
         )
 
     @property
@@ -153,6 +162,12 @@ class SegmentedBatch:
     def ends_with(self, segment: int) -> bool:
         """Whether a segment is the last one."""
         return segment == len(self.bounds) - 2
+
+    def whole_inputs(self) -> dict[str, torch.Tensor]:
+        """Besides ids, what a base model on a mesh is given for whole sequences."""
+        assert self.local is not None
+        inputs = ("position_ids", "attention_mask", TOKEN_TYPES)
+        return {name: x for name, x in self.local.tensors.items() if name in inputs}
 
     def segment_length(self, segment: int) -> int:
         """L of a segment, over all ranks of the mesh's `sequence` axis."""
