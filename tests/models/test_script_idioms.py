@@ -407,13 +407,11 @@ def test_other_kinds_of_models_are_refused_by_name_and_task(monkeypatch, tmp_pat
     }
     if stages:
         # A mesh takes them.
-        expected |= {
-            "LlamaForSequenceClassification is for sequence": LlamaForSequenceClassification(LLAMA.config()),
-            "LlamaModel is for hidden states": llama.base_model,
-        }
-        said = message(lambda: cuboid.shard(BertForMaskedLM(bert), config))
-        assert said.startswith("BertForMaskedLM isn't right when its sequences are cut into segments")
-        assert said.endswith('"segments": 1 is right')
+        expected |= {"LlamaModel is for hidden states": llama.base_model}
+        for model in (BertForMaskedLM(bert), LlamaForSequenceClassification(LLAMA.config())):
+            said = message(lambda model=model: cuboid.shard(model, config))
+            assert said.startswith(f"{type(model).__name__} isn't right when its sequences are cut into segments")
+            assert said.endswith('"segments": 1 is right')
     for start, model in expected.items():
         assert message(lambda model=model: cuboid.shard(model, config)).startswith(start)
     with cuboid.scope(config):

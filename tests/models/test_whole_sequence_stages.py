@@ -144,7 +144,11 @@ def test_stages_train_as_one_process(pool, checkpoint, tmp_path, case, mesh):
     assert found == pytest.approx(expected, rel=1e-5)
     assert ours.keys() == weights.keys()
     for name, x in ours.items():
-        torch.testing.assert_close(x, weights[name], rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        # Softmax over positions doesn't see an answers' bias: Adam divides rounding by rounding.
+        slack = STEPS * 1e-3 if "answers" in case and name == "classifier.bias" else 1e-5
+        torch.testing.assert_close(
+            x, weights[name], rtol=1e-4, atol=slack, msg=lambda text, name=name: f"{name}: {text}"
+        )
     saved = CASES[case][0].from_pretrained(out / f"global_step{STEPS}").state_dict()
     assert all(torch.equal(saved[name], x) for name, x in ours.items())
 

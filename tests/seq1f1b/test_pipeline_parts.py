@@ -15,15 +15,19 @@ from cuboid.config.schema import split_config
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import ConfigError, CuboidError, PeerLostError
+from cuboid.models.batch.batch_check import Limits
 from cuboid.models.batch.broadcast import read_micro_batch, share_micro_batches
+from cuboid.models.batch.targets import Targets
 from cuboid.models.pipeline.sequence_cut import MEASURED_STEPS, Cutter
 from cuboid.models.stages.stages import draw_outline
+from cuboid.models.stages.units import with_targets
 from cuboid.seq1f1b.runtime.p2p import Arrival, Channel
 from cuboid.seq1f1b.runtime.profiler import gather_times_s
 from cuboid.seq1f1b.schedule.unit_costs import LayerSizes, ModelSizes
 from cuboid.verify import SmallModel
 
 IDS = torch.arange(12).view(2, 6)
+LIMITS = Limits(tokens=16, labels=16)
 ONE = MeshShape()
 SIZES = ModelSizes((LayerSizes.decoder(32, 32, 32, 64),) * 4, head=32 * 64)
 
@@ -58,7 +62,7 @@ def test_a_gpu_is_given_whole_tiles_of_long_sequences(partition):
     ],
 )
 def test_a_micro_batch_has_many_forms(batch):
-    read = read_micro_batch(batch)
+    read = read_micro_batch(batch, LIMITS)
     assert read.keys() == {"input_ids", "labels"}
     assert all(torch.equal(tensor, IDS) for tensor in read.values())
 
@@ -78,7 +82,36 @@ def test_a_micro_batch_has_many_forms(batch):
 )
 def test_a_malformed_micro_batch_is_named(batch, message):
     with pytest.raises(CuboidError, match=message):
-        read_micro_batch(batch)
+        read_micro_batch(batch, LIMITS)
+
+
+CLASSES = Limits(tokens=16, labels=3, types=2, targets=Targets("sequence", 3, 3))
+ANSWERS = Limits(tokens=16, labels=None, targets=Targets("answers"))
+
+
+@pytest.mark.parametrize(
+    ("limits", "batch", "message"),
+    [
+        (
+            CLASSES,
+            {"input_ids": IDS, "labels": IDS},
+            r"labels is \[2, 6\].*sequence classification needs \[2\] or \[2, 1\]",
+        ),
+        (CLASSES, {"input_ids": IDS, "token_type_ids": IDS[:1]}, r"token_type_ids is \[1, 6\]"),
+        (CLASSES, {"input_ids": IDS, "start_positions": IDS[:, 0]}, "start_positions has no rule .* sequence class"),
+        (ANSWERS, {"input_ids": IDS, "labels": IDS[:, 0]}, "labels were given to a model for question answering"),
+        (ANSWERS, {"input_ids": IDS, "start_positions": IDS}, r"start_positions is \[2, 6\]"),
+    ],
+)
+def test_a_micro_batch_of_another_task_has_that_tasks_targets(limits, batch, message):
+    with pytest.raises(CuboidError, match=message):
+        read_micro_batch(batch, limits)
+
+
+def test_answers_need_a_start_and_an_end():
+    batch = read_micro_batch({"input_ids": IDS, "start_positions": IDS[:, 0]}, ANSWERS)
+    with pytest.raises(CuboidError, match="a micro-batch for question answering needs end_positions"):
+        with_targets(batch, ANSWERS.targets, shifts=False)
 
 
 def test_lengths_are_filled_up_to_what_mesh_and_segments_need():
@@ -163,8 +196,12 @@ def _share(kind):
         {"input_ids": IDS[:1, :3], "shift_labels": IDS[:1, :3], "position_ids": IDS[:1, :3] + 4},
     ]
     source = {"fine": batches, "short": batches[:1], "wrong": [batches[0], {"input_ids": IDS.double()}]}[kind]
+    return _shared(source, LIMITS, mesh)
+
+
+def _shared(source, limits, mesh):
     try:
-        shared = share_micro_batches(iter(source) if mesh.rank == 0 else None, 2, mesh, torch.device("cpu"))
+        shared = share_micro_batches(iter(source) if mesh.rank == 0 else None, 2, limits, mesh, torch.device("cpu"))
     except (StopIteration, CuboidError) as error:
         return type(error).__name__, str(error), getattr(error, "rank", None)
     return [{name: tensor.tolist() for name, tensor in batch.items()} for batch in shared]
@@ -179,6 +216,30 @@ def test_one_rank_reads_and_all_know(pool):
     assert pool.run(4, _share, "short", timeout_s=TIMEOUT_S) == [("StopIteration", "", None)] * 4
     failed = ("CuboidError", "input_ids holds torch.float64; give torch.int64", 0)
     assert pool.run(4, _share, "wrong", timeout_s=TIMEOUT_S) == [failed] * 4
+
+
+def _share_targets():
+    mesh = Mesh(MeshShape(), pipe=2)
+    mesh.connect()
+    several = torch.tensor([[0.0, 1.0, 0.25], [1.0, 1.0, 1e-3]])
+    batches = [
+        {"input_ids": IDS, "token_type_ids": IDS % 2, "labels": several},
+        {"input_ids": IDS[:1], "labels": several[:1].double() / 3},
+    ]
+    classes = Limits(tokens=16, labels=None, types=2, targets=Targets("sequence", 3, 3))
+    found = share_micro_batches(iter(batches) if mesh.rank == 0 else None, 2, classes, mesh, torch.device("cpu"))
+    alike = [
+        ours.keys() == theirs.keys()
+        and all(torch.equal(x, theirs[name]) and x.dtype == theirs[name].dtype for name, x in ours.items())
+        for ours, theirs in zip(found, batches, strict=True)
+    ]
+    rows = [{"input_ids": IDS, "start_positions": IDS[:, 0], "end_positions": IDS[:, 1]}] * 2
+    return alike, _shared(rows, ANSWERS, mesh)
+
+
+def test_what_rows_are_compared_with_travels_bit_by_bit(pool):
+    answers = {"input_ids": IDS.tolist(), "start_positions": [0, 6], "end_positions": [1, 7]}
+    assert pool.run(2, _share_targets, timeout_s=TIMEOUT_S) == [([True, True], [answers, answers])] * 2
 
 
 def _messages():

@@ -306,11 +306,11 @@ def _reason_against_stages(
 
 def _reason_against_whole_stages(probe: _Probe, choice: MeshVerdict) -> str | None:
     """What is wrong, on a mesh and in stages, with a micro-batch of some kind of a model that needs whole sequences."""
-    kinds = {kind: each for kind, *each in reversed(probe.cases) if kind not in choice.refused}
+    first_of = {each[0]: each for each in reversed(probe.cases) if each[0] not in choice.refused}
     try:
         outline = draw_outline(type(probe.model), probe.model.config)
         split = _SplitStages(probe, choice, outline, gives_cache=False)
-        for case, batch, own in kinds.values():
+        for _, case, batch, own in first_of.values():
             with probe.attempt.precision():
                 expected = own if runs_own_head(probe.task) else run_plain(probe.model, batch)
             if expected.shifts_labels is None and not runs_own_head(probe.task):

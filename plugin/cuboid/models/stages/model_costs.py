@@ -24,7 +24,7 @@ _VALUE_DIMS = ("v_head_dim", *_QUERY_DIMS)
 
 
 def model_sizes(config: PretrainedConfig, cls: type[PreTrainedModel] | None = None) -> ModelSizes:
-    """What a language model multiplies, which is built without memory.
+    """What a model multiplies, which is built without memory.
 
     Args:
         config: of the model.
@@ -43,10 +43,16 @@ def sizes_of(model: PreTrainedModel) -> ModelSizes:
     """As :func:`model_sizes`, for a whole model on any device."""
     config = model.config.get_text_config()
     head = model.get_output_embeddings()
-    weights = config.vocab_size * config.hidden_size if head is None else head.weight.numel()
+    weights = sum(x.numel() for x in _behind_base(model)) if head is None else head.weight.numel()
     return ModelSizes(
         tuple(_layer(layer, index, config) for index, layer in enumerate(decoder_layers(model).values())), weights
     )
+
+
+def _behind_base(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Matrices of a head that is no language model's; none of a base model by itself."""
+    base = {id(parameter) for parameter in model.base_model.parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in base and parameter.dim() > 1]
 
 
 def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:

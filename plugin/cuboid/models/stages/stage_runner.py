@@ -200,7 +200,7 @@ class StageRunner:
     def _positions_and_mask(self, batch: SegmentedBatch, segment: int) -> dict[str, torch.Tensor]:
         if not batch.is_cut and self._mesh.shape.size == 1:
             # All as the user gave it, and the model's own code makes of it what it always does.
-            return batch.given
+            return dict(batch.given)
         if batch.whole is None:
             batch.whole = self._whole_of_others(batch)
         if batch.whole is None:
@@ -261,7 +261,8 @@ class OwnHeadRunner(StageRunner):
             self._pending[micro_batch, segment] = _Pending(loss, [], leaf)
         else:
             self._free_after(micro_batch, segment)
-        own = loss.detach()
+        # In float32 at least, also where the model computes its own in half precision.
+        own = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
         self.loss = own if self.loss is None else self.loss + own
 
     def _run_chunk(self, **options: Any) -> Any:
