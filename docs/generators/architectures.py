@@ -232,7 +232,8 @@ def write_entry(path: Path, case: tuple[str, str], key: str | None, entry: Any, 
     if key is None:
         content["rejected"][model_type] = entry
     else:
-        content["rejected"].pop(model_type, None)
+        if part == "flavours":
+            content["rejected"].pop(model_type, None)
         content["architectures"][model_type][key] = entry
         names[flavour] = key
     in_order = {

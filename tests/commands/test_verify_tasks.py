@@ -90,6 +90,8 @@ CASES = [
     ("RobertaForQuestionAnswering", config_of(stages=2, segments=1, schedule="zero_bubble")),
     ("DistilBertForTokenClassification", config_of(stages=2, segments=1, schedule="1f1b")),
     ("GPT2ForSequenceClassification", config_of(stages=2, segments=1)),
+    ("RobertaForQuestionAnswering", config_of("1x2x1", stages=2, segments=1)),
+    ("BertForMaskedLM", config_of("2x1x2", stages=2, segments=1)),
     ("OPTForCausalLM", config_of("1x2x1")),
     # Leaves tables of positions out of its checkpoints.
     ("MarianMTModel", config_of("1x2x1")),
