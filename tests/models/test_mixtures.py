@@ -29,6 +29,11 @@ SIZES = {
     "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
     # Biases, weights the other way round, gate and up alternating, and an activation that is cut off.
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "head_dim": 8},
+    # Every expert is given all tokens, multiplied with what it weighs.
+    "llama4_text": {
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "intermediate_size_mlp": 40},
+        **{"head_dim": 8, "attention_chunk_size": 6},
+    },
     "deepseek_v3": {
         **{"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
         **{"moe_intermediate_size": 24, "intermediate_size": 48, "kv_lora_rank": 8, "q_lora_rank": 8},
@@ -76,6 +81,26 @@ def test_blocks_with_experts_are_split(architecture, router, others):
         (name.removeprefix(layer), kind) for name, kind in roles.items() if name.startswith(layer)
     }
     assert "mlp" not in blocks_computed_whole(model)
+
+
+def test_experts_that_are_given_all_tokens_are_split_too():
+    model = small("llama4_text")
+    roles = {name: role.kind for name, role in find_roles(model).items()}
+    layer = "model.layers.1.feed_forward."
+    expected = {"experts": "experts", "router": "router", "shared_expert.up_proj": "up"}
+    assert {name: roles[f"{layer}{name}"] for name in expected} == expected
+    assert blocks_computed_whole(model) == ()
+
+
+def test_only_the_experts_that_a_token_is_sent_to_compute():
+    model, batch = small("llama4_text"), batch_of()
+    threaded, rows = Threaded(model, "1x1x2"), []
+    for own in threaded.models:
+        experts = own.model.layers[0].feed_forward.experts
+        gate = experts.gate
+        experts.gate = lambda features, gate=gate: rows.append(len(features)) or gate(features)
+    threaded.run(step_of(**batch))
+    assert rows == [2 * batch["input_ids"].numel()] * 2
 
 
 def test_each_rank_has_its_share_of_every_expert():

@@ -1,10 +1,13 @@
 """How the experts of a mixture lie in memory, read off the module that has them all.
 
 transformers marks such modules with ``use_experts_implementation``, which says of each class whether it has a gate and
-biases, and how its weights lie; its kernels go by that, and so do ours.
+biases, and how its weights lie; its kernels go by that, and so do ours. Llama 4's have no mark: every expert is given
+all tokens.
 """
 
 from __future__ import annotations
+
+import inspect
 
 from torch import nn
 
@@ -13,10 +16,15 @@ from cuboid.tensor3d.experts.experts import ExpertForm
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 
 
-def expert_form(module: nn.Module) -> ExpertForm | None:
-    """The form of a module that is all experts of a layer; None if it isn't, or computes something else in between."""
+def expert_form(module: nn.Module, per_token: int | None = None) -> ExpertForm | None:
+    """The form of a module that is all experts of a layer; None if it isn't, or computes something else in between.
+
+    Args:
+        module: perhaps such a one.
+        per_token: how many experts a token is sent to, if the model's config says so.
+    """
     if not all(isinstance(getattr(module, name, None), bool) for name in _FLAGS):
-        return None
+        return _form_of_scaled(module, per_token)
     flags: dict[str, bool] = {name: getattr(module, name) for name in _FLAGS}
     if flags["has_post_expert_norm"]:
         # Of each expert's whole output, which no rank has.
@@ -32,6 +40,24 @@ def expert_form(module: nn.Module) -> ExpertForm | None:
         gated=gated,
         parts=2 if gated and flags["is_concatenated"] else 1,
         activation="_apply_gate" if gated else "act_fn",
+    )
+    return form if _is_of_form(module, form) else None
+
+
+def _form_of_scaled(module: nn.Module, per_token: int | None) -> ExpertForm | None:
+    """Of experts that are given all tokens. Whether their code computes what the form says, the probe finds out."""
+    if per_token is None or not hasattr(module, "act_fn") or len(inspect.signature(module.forward).parameters) != 1:
+        return None
+    form = ExpertForm(
+        up="gate_up_proj",
+        down="down_proj",
+        up_bias=None,
+        down_bias=None,
+        in_first=True,
+        gated=True,
+        parts=2,
+        activation="gate",
+        given_all=per_token,
     )
     return form if _is_of_form(module, form) else None
 

@@ -360,7 +360,7 @@ class _Finder:
             return Role("bias of heads") if is_of_heads else None
         if type(module) in (nn.Linear, Conv1D):
             return self._linear(name, leaf, alone=is_block) if self._inside_layers(name) else None
-        form = expert_form(module)
+        form = expert_form(module, getattr(self._model.config.get_text_config(), "num_experts_per_tok", None))
         if form is not None:
             return Role("experts", experts=form) if self._inside_layers(name) else None
         formula = self._norm(module)

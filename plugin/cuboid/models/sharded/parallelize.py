@@ -19,7 +19,7 @@ from cuboid.models.architectures.attention_heads import (
 )
 from cuboid.models.architectures.roles import Role, layer_names, output_embeddings, token_embeddings
 from cuboid.models.sharded.parallel_plan import ParallelPlan
-from cuboid.tensor3d.experts.experts import ShardedExperts
+from cuboid.tensor3d.experts.experts import ShardedExperts, ShardedScaledExperts
 from cuboid.tensor3d.experts.router import ShardedRouter
 from cuboid.tensor3d.layers.dropout import CommonDropout, ShardedDropout
 from cuboid.tensor3d.layers.fused_projections import CrossProjections, FusedProjections, LatentProjections
@@ -154,7 +154,8 @@ def _shard_mixture(
         assert isinstance(module, ShardedRouter)
         module.configure()
     else:
-        shard_in_place(module, ShardedExperts, parameters, mesh=mesh, layouts=layouts)
+        experts = ShardedExperts if role.experts.given_all is None else ShardedScaledExperts
+        shard_in_place(module, experts, parameters, mesh=mesh, layouts=layouts)
         assert isinstance(module, ShardedExperts)
         module.configure(role.experts)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from cuboid.distributed.axis_collectives import all_reduce
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.tensor3d.experts.dispatch import Dispatch
 from cuboid.tensor3d.experts.grouped_linear import Features, GroupedProduct, Side, Tokens, gather_routing
@@ -27,6 +30,8 @@ class ExpertForm:
         parts: of how many projections, one behind the other, the features of "up" consist; one if gate and up
             alternate.
         activation: the module's own function of the features of "up", of which it takes neighbours together at most.
+        given_all: k, where the module is given every token for every expert, multiplied with what the expert weighs,
+            which is 0 for all but k; see :class:`ShardedScaledExperts`.
     """
 
     up: str
@@ -37,6 +42,7 @@ class ExpertForm:
     gated: bool
     parts: int
     activation: str
+    given_all: int | None = None
 
     @property
     def biases(self) -> tuple[str, ...]:
@@ -100,3 +106,41 @@ class ShardedExperts(ShardedModule):
         if shard.dtype != x.dtype and torch.is_autocast_enabled(shard.device.type):
             shard, deferred = parameter.to(x.dtype), None
         return GroupedProduct(param, self.form.in_first, dispatch, source, target, deferred)(x, shard)
+
+
+class ShardedScaledExperts(ShardedExperts):
+    """Mixed into the class of experts that are given all tokens, each multiplied with its weight for the expert, as
+    Llama 4's are. Only the k experts of a token compute, for the others would make nothing of zeros."""
+
+    act_fn: Callable[[torch.Tensor], torch.Tensor]
+
+    @uncompiled
+    def forward(self, hidden_states: torch.Tensor) -> Any:  # type: ignore[override]
+        """What the experts make of this rank's tokens.
+
+        Args:
+            hidden_states: ``[E · T/s, H/h]``, all tokens for the first expert and so on; zeros where an expert isn't
+                one of a token's.
+
+        Returns:
+            ``[E · T/s, H/h]`` in the same order.
+        """
+        if self.mesh.shape.size == 1:
+            return super(ShardedExperts, self).forward(hidden_states)
+        assert self.form.given_all is not None
+        count, width = self.layout(self.form.up).shape[0], hidden_states.shape[-1]
+        whole = hidden_states.view(count, -1, width)
+        # A part of a token's features may be zeros by itself.
+        given = (whole.detach() != 0).any(-1).to(torch.uint8)
+        given = all_reduce(given, self.mesh.along("hidden"), dist.ReduceOp.MAX)
+        # All ranks along `hidden` must choose the same, also among experts that are given nothing.
+        chosen = (given > 0).t().sort(dim=-1, descending=True, stable=True).indices[:, : self.form.given_all]
+        tokens = torch.arange(len(chosen), device=chosen.device).repeat_interleave(self.form.given_all)
+        index = chosen.flatten()
+        out = super().forward(whole[index, tokens], index[:, None], hidden_states.new_ones((len(index), 1)))
+        return torch.zeros_like(whole).index_put((index, tokens), out).view(-1, width)
+
+    def gate(self, features: torch.Tensor) -> torch.Tensor:
+        """The experts' activation, of the features of gate and up."""
+        gate, up = features.chunk(2, dim=-1)
+        return up * self.act_fn(gate)
