@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
@@ -79,11 +79,13 @@ class Head:
     def run(self, output: Any, **arguments: Any) -> Any:
         """What the model's own forward returns for some arguments and what its base model returned for them."""
         forward = type(self.model).forward if self.forward is None else self.forward
+        base = self.model.get_submodule(self.outline.base)
         token = _runs.set(True)
+        self.model.set_submodule(self.outline.base, _Answer(base, output))
         try:
-            with self._base_returns(output):
-                return forward(self.model, **arguments)
+            return forward(self.model, **arguments)
         finally:
+            self.model.set_submodule(self.outline.base, base)
             _runs.reset(token)
 
     def unsharded(self) -> AbstractContextManager[list[UnshardedParam]]:
@@ -96,12 +98,3 @@ class Head:
         base = self.outline.base
         named = self.model.named_modules()
         return [module for name, module in named if name != base and not name.startswith(f"{base}.")]
-
-    @contextmanager
-    def _base_returns(self, output: Any) -> Iterator[None]:
-        base = self.model.get_submodule(self.outline.base)
-        self.model.set_submodule(self.outline.base, _Answer(base, output))
-        try:
-            yield
-        finally:
-            self.model.set_submodule(self.outline.base, base)
