@@ -19,7 +19,7 @@ from harness import freshness
 from harness.case import Case
 from harness.llama import fewest_bytes
 from harness.rounds import Record, run_rounds
-from harness.tables import MIB, Column, Row, Table, in_order, ranged
+from harness.tables import MIB, Column, Row, Table, grouped, ranged
 from harness.watch import Watch, pin
 from network.networks import Loopback
 from network.ranks import Ranks, forked_ranks
@@ -122,10 +122,9 @@ class Colossalai3d(Case):
         }
         found = []
         lines = [{"name": name, "of": of} for name, of in figures.items()]
-        for title in in_order([row["title"] for row in result["rows"]]):
+        for (title,), rows in grouped(result["rows"], "title").items():
             columns = [Column(title, lambda line: line["name"], "l")]
-            for row in (row for row in result["rows"] if row["title"] == title):
-                columns.append(Column(row["name"], lambda line, row=row: line["of"](row)))
+            columns += [Column(row["name"], lambda line, row=row: line["of"](row)) for row in rows]
             found.append(Table(columns, lines))
         return found
 

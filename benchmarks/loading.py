@@ -25,7 +25,7 @@ from harness import freshness, llama
 from harness.case import Case
 from harness.llama import Llama
 from harness.rounds import Record, Sample, check_equal, run_rounds, spread, undisturbed, undisturbed_rounds
-from harness.tables import DASH, GIB, MIB, Column, Row, Table, ranged
+from harness.tables import DASH, GIB, MIB, Column, Row, Table, grouped, ranged
 from harness.watch import Watch
 from network.networks import Loopback
 from network.ranks import forked_ranks
@@ -253,7 +253,7 @@ class Loading(Case):
 
     def tables(self, result: Row) -> list[Table]:
         found = []
-        for count, own in _by_ranks(result).items():
+        for (count,), own in grouped(result["rows"], "ranks").items():
             first, held_bytes = own[0]["name"], own[0]["ideal_held_bytes"]
             ideal = {"peak_bytes": held_bytes, "peak_sum_bytes": held_bytes * count}
             ideal["touched_bytes"] = own[0]["ideal_file_bytes"]
@@ -363,11 +363,6 @@ def _row(record: Record, records: Sequence[Record], files_bytes: int, held_bytes
         row["ratio_time"] = spread([own.step_s / other.step_s for own, other in rounds])
         row["ratio_peak_sum"] = spread([own / other for own, other in peaks])
     return row
-
-
-def _by_ranks(result: Row) -> dict[int, list[Row]]:
-    counts = sorted({row["ranks"] for row in result["rows"]})
-    return {count: [row for row in result["rows"] if row["ranks"] == count] for count in counts}
 
 
 def _ratio(row: Row, key: str) -> str:

@@ -29,7 +29,7 @@ from harness import freshness, llama
 from harness.case import Case, at_least
 from harness.llama import Llama
 from harness.rounds import Record, check_equal, run_rounds, undisturbed
-from harness.tables import DASH, MIB, Column, Row, Table, in_order, ranged
+from harness.tables import DASH, MIB, Column, Row, Table, grouped, ranged
 from harness.watch import Watch, pin
 from network.networks import Loopback
 from network.ranks import Ranks, forked_ranks
@@ -44,15 +44,8 @@ from cuboid.models.batch.batch import IGNORE_INDEX
 from cuboid.models.stages.model_costs import model_sizes
 from cuboid.seq1f1b.runtime.memory import LiveActivations, MeteredPool
 from cuboid.seq1f1b.runtime.profiler import Profiler
+from cuboid.seq1f1b.schedule import choice
 from cuboid.seq1f1b.schedule.actions import Action
-from cuboid.seq1f1b.schedule.choice import (
-    ChosenSchedule,
-    MemoryLimit,
-    PlacedCosts,
-    Request,
-    choose_schedule,
-    placed_costs,
-)
 from cuboid.seq1f1b.schedule.partition import cut_sequence, even_cut, segment_cost
 from cuboid.seq1f1b.schedule.simulator import Span, Timeline
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes, unit_flops
@@ -175,16 +168,16 @@ class Entry:
         others = 0 if self.limit else task.stages - 1
         return others / (self.segments * task.micro_batches + others)
 
-    def chosen(self, task: Task) -> ChosenSchedule:
+    def chosen(self, task: Task) -> choice.ChosenSchedule:
         """The schedule, and the step as it would be with nothing but the units' times."""
-        lengths, limit = self.lengths(task), self.limit and MemoryLimit(sequences=self.limit)
+        lengths, limit = self.lengths(task), self.limit and choice.MemoryLimit(sequences=self.limit)
 
-        def costs(rank_of: tuple[int, ...]) -> PlacedCosts:
+        def costs(rank_of: tuple[int, ...]) -> choice.PlacedCosts:
             duration_s = task.cost(lengths, self.chunks)
-            return placed_costs(duration_s, lambda action: lengths[action.segment], rank_of, self.segments)
+            return choice.placed_costs(duration_s, lambda action: lengths[action.segment], rank_of, self.segments)
 
-        request = Request(task.stages, task.micro_batches, self.segments, costs, limit, self.chunks)
-        return choose_schedule(self.schedule, request)
+        request = choice.Request(task.stages, task.micro_batches, self.segments, costs, limit, self.chunks)
+        return choice.choose_schedule(self.schedule, request)
 
     def simulated(self, task: Task) -> Timeline:
         """Of :meth:`chosen`."""
@@ -276,7 +269,6 @@ class TorchPipeline(UnderTorch):
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         module = task.stage(self.number)
-        self._recording = [module] if task.is_emulated else []
         stage = PipelineStage(module, self.number, task.stages, torch.device("cpu"))
         self._start(Schedule1F1B(stage, task.micro_batches, loss_fn=task.loss), [module])
 
@@ -409,7 +401,7 @@ class PipelineCase(Case):
         return [self.machine(result), f"{model}, one row in each micro-batch.", self.command(result)]
 
     def tables(self, result: Row) -> list[Table]:
-        by_count = settings(result, "micro_batches")
+        by_count = grouped(result["rows"], "micro_batches")
         memory = _memory_table(result["memory"])
         return [*(_step_table(rows, *count) for count, rows in by_count.items()), _bubble_table(by_count), memory]
 
@@ -487,17 +479,7 @@ def pipeline_row(record: Record, records: Sequence[Record], yardsticks: Mapping[
     }
 
 
-def settings(result: Row, *keys: str) -> dict[tuple[int, ...], list[Row]]:
-    """Rows by what was set, in the order in which they were measured."""
-    values = in_order([tuple(row[key] for key in keys) for row in result["rows"]])
-    return {value: [row for row in result["rows"] if tuple(row[key] for key in keys) == value] for value in values}
-
-
 # --- tables ---
-
-
-def _own_1f1b(rows: Sequence[Row]) -> Row | None:
-    return next((row for row in rows if row["kind"] == "cuboid" and row["segments"] == 1), None)
 
 
 def _step_table(rows: Sequence[Row], count: int) -> Table:
@@ -533,7 +515,7 @@ def _bubble_table(by_count: Mapping[tuple[int, ...], Sequence[Row]]) -> Table:
 
 
 def _memory_table(rows: Sequence[Row]) -> Table:
-    whole = _own_1f1b(rows)
+    whole = next((row for row in rows if row["kind"] == "cuboid" and row["segments"] == 1), None)
 
     def largest(row: Row, key: str) -> str:
         return DASH if whole is None else f"{max(row[key]) / max(whole[key]):.2f}"

@@ -25,33 +25,15 @@ import torch.distributed as dist
 from harness import freshness
 from harness.case import Case, at_least
 from harness.rounds import Record, check_equal, run_rounds, spread, undisturbed
-from harness.tables import Column, Row, Table, known, ranged
+from harness.tables import Column, Row, Table, grouped, known, ranged
 from harness.watch import Watch
 from network.networks import Loopback
-from network.ranks import Ranks, forked_ranks
+from network.ranks import forked_ranks
 from network.rate import Link, timed_step
 from network.serving import Step, sleep_until
-from pipeline import (
-    DeepSpeedPipeline,
-    Entry,
-    Pipeline,
-    Task,
-    TorchPipeline,
-    UnderTorch,
-    cuts,
-    pipeline_row,
-    row_name,
-    settings,
-    together,
-)
+from pipeline import DeepSpeedPipeline, Entry, Pipeline, Task, UnderTorch, cuts, pipeline_row, row_name, together
 from torch import nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    ScheduleDualPipeV,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed import pipelining
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
@@ -123,7 +105,7 @@ class Work(Task):
         hidden, wanted = (tensor.double() for tensor in self.data())
         stages = [Mixer(self, stage).double() for stage in range(self.stages * chunks)]
         for stage in stages:
-            hidden, _ = stage(hidden)
+            hidden = stage(hidden)
         loss = self.loss(hidden, wanted)
         loss.backward()
         gradients = torch.stack([p.grad for stage in stages for p in stage.parameters()])
@@ -150,7 +132,11 @@ class Mixer(nn.Module):
         self.weight, self.mix = nn.Parameter(_WEIGHT + noise[0]), nn.Parameter(_MIX + noise[1])
         self._length = work.length
 
-    def forward(self, given: torch.Tensor, before: torch.Tensor | float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        """Hidden states ``[B, S, W]`` of whole sequences for the next stage."""
+        return self.segment(given, 0.0)[0]
+
+    def segment(self, given: torch.Tensor, before: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states ``[B, L, W]`` of a segment for the next stage, and the sum of all up to here; ``before`` is
         that of earlier segments, ``[B, 1, W]``: what keys and values are in attention."""
         sums = given.cumsum(dim=1) + before
@@ -193,7 +179,7 @@ class SegmentedStage:
         with _lasting(self._duration_s(Action(Op.FORWARD, self._stage, *unit))):
             given = (self._part(self._given, unit) if hidden is None else hidden).detach().requires_grad_()
             before = self._before.get(micro_batch, torch.zeros(1, 1, self._work.width)).requires_grad_()
-            output, sums = self.mixer(given, before)
+            output, sums = self.mixer.segment(given, before)
             self._before[micro_batch] = sums.detach()
             if self._is_last:
                 share = output.shape[1] / (self._work.length * self._work.micro_batches)
@@ -236,15 +222,14 @@ class SegmentedStage:
 
 
 class WholeStage(nn.Module):
-    """A stage as peers take one: a module of hidden states ``[1, S, W]``, whose gradient autograd asks for."""
+    """A stage as DeepSpeed takes one: a module of hidden states ``[1, S, W]``, whose gradient autograd asks for."""
 
     def __init__(self, work: Work, stage: int, chunks: int = 1) -> None:
         super().__init__()
         self.mixer = Mixer(work, stage)
         self._stage, self._duration_s = stage, work.cost((work.length,), chunks)
-        self.begin(None)
 
-    def begin(self, recorder: Profiler | None) -> None:
+    def begin(self, recorder: Profiler) -> None:
         """Count micro-batches anew; ``recorder`` sees each unit from now on."""
         self._recorder = recorder
         self._counts = {op: itertools.count() for op in (Op.FORWARD, Op.BACKWARD)}
@@ -253,9 +238,6 @@ class WholeStage(nn.Module):
     def unit(self, op: Op) -> Iterator[None]:
         """Enter for the time of the next unit; 1F1B runs micro-batches in order, forward and backward."""
         action = Action(op, self._stage, next(self._counts[op]), 0)
-        if self._recorder is None:
-            yield
-            return
         with self._recorder.observe(action), _lasting(self._duration_s(action)):
             yield
 
@@ -270,7 +252,7 @@ class _Whole(torch.autograd.Function):
     def forward(ctx: Any, given: torch.Tensor, _: torch.Tensor, __: torch.Tensor, stage: WholeStage) -> torch.Tensor:
         with stage.unit(Op.FORWARD), torch.enable_grad():
             given = given.detach().requires_grad_()
-            output, _ = stage.mixer(given)
+            output = stage.mixer(given)
             ctx.stage, ctx.kept = stage, (given, output)
         return output.detach()
 
@@ -283,24 +265,12 @@ class _Whole(torch.autograd.Function):
         return of_given if ctx.needs_input_grad[0] else None, *found, None
 
 
-class _OneOutput(nn.Module):
-    """A stage without segments, that autograd goes through."""
-
-    def __init__(self, mixer: Mixer) -> None:
-        super().__init__()
-        self.mixer = mixer
-
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        output, _ = self.mixer(given)
-        return output
-
-
-class TimedStage(PipelineStage):
+class TimedStage(pipelining.PipelineStage):
     """One of a rank's stages as torch's schedules take them, each part of whose units lasts as long as it should."""
 
     def __init__(self, work: Work, stage: int, chunks: int) -> None:
         self._duration_s = work.cost((work.length,), chunks)
-        super().__init__(_OneOutput(Mixer(work, stage)), stage, work.stages * chunks, torch.device("cpu"))
+        super().__init__(Mixer(work, stage), stage, work.stages * chunks, torch.device("cpu"))
 
     def begin(self, recorder: Profiler) -> None:
         self._recorder = recorder
@@ -326,16 +296,17 @@ class TimedStage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
 
-class TorchChunks(UnderTorch):
-    """Two stages on each rank, under one of torch's schedules for that."""
+class EmulatedTorch(UnderTorch):
+    """One stage on each rank, or two under one of torch's schedules for that."""
 
     def __init__(self, entry: Entry, work: Work) -> None:
         number, total = dist.get_rank(), work.stages * entry.chunks
         second = total - 1 - number if entry.schedule in _V else work.stages + number
-        super().__init__(work, [number, second], entry.chunks)
+        super().__init__(work, [number, second][: entry.chunks], entry.chunks)
         stages = [TimedStage(work, stage, entry.chunks) for stage in self.own]
         self._recording = stages
-        schedule = _TORCH[entry.schedule](stages, work.micro_batches, loss_fn=work.loss)
+        kind = pipelining.Schedule1F1B if entry.chunks == 1 else _TORCH[entry.schedule]
+        schedule = kind(stages[0] if entry.chunks == 1 else stages, work.micro_batches, loss_fn=work.loss)
         self._start(schedule, [stage.submod for stage in stages])
 
 
@@ -371,10 +342,10 @@ YARDSTICKS = {"own_1f1b": Entry("cuboid"), "torch": Entry("torch"), "deepspeed":
 
 #: torch's schedules of two stages on each rank, and those of them that are placed as a V.
 _TORCH: dict[str, Any] = {
-    "interleaved": ScheduleInterleaved1F1B,
-    "interleaved zero bubble": ScheduleInterleavedZeroBubble,
-    "ZBV": ScheduleZBVZeroBubble,
-    "DualPipeV": ScheduleDualPipeV,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "interleaved zero bubble": pipelining.ScheduleInterleavedZeroBubble,
+    "ZBV": pipelining.ScheduleZBVZeroBubble,
+    "DualPipeV": pipelining.ScheduleDualPipeV,
 }
 _V = ("ZBV", "DualPipeV")
 #: Schedules of two stages on each rank, and the sequences of its share that a rank may keep.
@@ -418,8 +389,7 @@ class EmulatedPipeline(Case):
         forward_s = 0.02 if given.quick else Work.forward_s
         works = {p: [Work(p, count, forward_s) for count in given.micro_batches] for p in given.stages}
         everyone = entries(given.segments)
-        first = works[given.stages[0]][0]
-        result.update(emulated=EMULATED, workload=first.numbers())
+        result.update(emulated=EMULATED, workload=works[given.stages[0]][0].numbers())
         records: list[Record] = []
 
         def write_rows() -> None:
@@ -429,8 +399,18 @@ class EmulatedPipeline(Case):
         for stages, own in works.items():
             with forked_ranks(Loopback(stages), _keep) as ranks:
                 for work in own:
-                    able = [entry for entry in everyone if is_able(entry, work)]
-                    _measure(ranks, work, able, given, records, write_rows)
+                    reference = functools.cache(work.reference)
+                    able = [Record((entry, work), entry.name) for entry in everyone if is_able(entry, work)]
+                    for record in able:
+                        # The first step connects, and PyTorch tries each stage out in it.
+                        first = together(ranks.call("prepare", record.entry))
+                        check_agreement(record, first, reference(record.entry[0].chunks))
+                    records += able
+                    watch = Watch(given.limit)
+                    step = partial(timed_step, ranks, watch, figures=partial(_figures, reference))
+                    run_rounds(able, given.repeats, watch, step)
+                    write_rows()
+                    ranks.call("discard")
 
     def facts(self, result: Row) -> list[str]:
         sizes = result["workload"]
@@ -468,7 +448,7 @@ class EmulatedPipeline(Case):
         ]
         return [
             Table(columns, rows, f"{stages} stages, M = {count} ({EMULATED})")
-            for (stages, count), rows in settings(result, "stages", "micro_batches").items()
+            for (stages, count), rows in grouped(result["rows"], "stages", "micro_batches").items()
         ]
 
 
@@ -487,34 +467,13 @@ def _keep(_: int) -> Link:
             return CuboidRuntime(entry, work, channels(place_stages(entry.schedule, work.stages, entry.chunks)))
         if entry.kind == "deepspeed":
             return DeepSpeedPipeline(work, entry.chunks)
-        return TorchPipeline(work) if entry.chunks == 1 else TorchChunks(entry, work)
+        return EmulatedTorch(entry, work)
 
     return Link(Loopback(dist.get_world_size()), build)
 
 
-def _measure(
-    ranks: Ranks,
-    work: Work,
-    able: Sequence[Entry],
-    given: argparse.Namespace,
-    records: list[Record],
-    write_rows: Callable[[], None],
-) -> None:
-    """All contestants that are able to do a work: build, check, rounds."""
-    reference = functools.cache(work.reference)
-    own = [Record((entry, work), entry.name) for entry in able]
-    for record in own:
-        # The first step connects, and PyTorch tries each stage out in it.
-        check_agreement(record, together(ranks.call("prepare", record.entry)), reference(record.entry[0].chunks))
-    watch = Watch(given.limit)
-    records += own
-    run_rounds(own, given.repeats, watch, partial(timed_step, ranks, watch, figures=partial(_figures, reference)))
-    write_rows()
-    ranks.call("discard")
-
-
 def _figures(reference: Callable[[int], Row], record: Record, steps: Sequence[Step]) -> Row:
-    """Check a step, and see how it went."""
+    """Check a step, and see how it went; ``reference`` tells what is right for so many stages a rank."""
     squares, loss = (sum(step.figures[key] for step in steps) for key in ("squares", "loss"))
     check_agreement(record, {"loss": loss, "gradient_norm": math.sqrt(squares)}, reference(record.entry[0].chunks))
     timeline = Timeline(tuple(step.figures["spans"] for step in steps), (0,) * len(steps))

@@ -22,11 +22,7 @@ CASES = {
     "pipeline": ("Seq1F1B beside DeepSpeed's and PyTorch's pipelines, two stages", 12, "–"),
     "layer_meshes": ("one layer on meshes of 8 ranks, over links of a set rate", 10, "root, or loopback is measured"),
     "training_step": ("a step beside AutoTP, tp_plan and FSDP2, 8 ranks", 30, "root, or loopback is measured"),
-    "layouts": (
-        "meshes, stages and replicas of 8 ranks, as the planner orders them",
-        6,
-        "root, or loopback is measured",
-    ),
+    "layouts": ("layouts of 8 ranks in the planner's order", 6, "root, or loopback is measured"),
     "loading": ("time and memory of loading 2 GiB on 4 and 8 ranks", 40, "Linux"),
     "memory": ("activations kept on 8 ranks, beside the formula", 3, "–"),
     "colossalai_3d": ("Colossal-AI's 3-D layers and ours, 8 ranks", 5, "ColossalAI (make colossalai)"),

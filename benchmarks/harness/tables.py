@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 Row = dict[str, Any]
-T = TypeVar("T")
 
 GIB, MIB, MB = 2**30, 2**20, 1e6
 DASH = "–"
@@ -80,6 +79,9 @@ def error(row: Row) -> str:
     return f"{row['error']:.0e}"
 
 
-def in_order(values: Sequence[T]) -> list[T]:
-    """Each only once."""
-    return list(dict.fromkeys(values))
+def grouped(rows: Sequence[Row], *keys: str) -> dict[tuple[Any, ...], list[Row]]:
+    """Rows by what they have for some keys, in the order in which they were measured."""
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return found
