@@ -96,6 +96,20 @@ def check(cls: type[PreTrainedModel], config: PretrainedConfig) -> Verdict:
         CannotProbe: with the reason.
         UnsupportedModelError: a pipeline can't cut it at all.
     """
+    return first_verdict(cls, config, _best)
+
+
+def first_verdict(
+    cls: type[PreTrainedModel],
+    config: PretrainedConfig,
+    compare: Callable[[PreTrainedModel, Outline, Attempt], Verdict],
+) -> Verdict:
+    """What ``compare`` finds of a small model of a class and how it is cut, in the first attempt in which it runs.
+
+    Raises:
+        CannotProbe: it runs in none, with the last reason.
+        UnsupportedModelError: a pipeline can't cut it at all.
+    """
     with quiet_cpu():
         small = small_for_probe(config)
         outline = draw_outline(cls, small)
@@ -103,7 +117,7 @@ def check(cls: type[PreTrainedModel], config: PretrainedConfig) -> Verdict:
             model = random_model(cls, small, config._attn_implementation, attempt.dtype)
             try:
                 with default_dtype(attempt.default):
-                    return _best(model, outline, attempt)
+                    return compare(model, outline, attempt)
             except CannotProbe as error:
                 obstacle = error
         raise obstacle

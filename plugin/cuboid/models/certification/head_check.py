@@ -10,23 +10,18 @@ from cuboid.models.architectures.certificate import LABELLED, Kind, Verdict
 from cuboid.models.architectures.supported_tasks import WORDS, takes_token_types, task_of
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.certification.check import (
-    ATTEMPTS,
     Attempt,
     CannotProbe,
     Outcome,
-    default_dtype,
+    first_verdict,
     gradients_of,
     largest_error,
     name_padding,
     probe_cases,
-    quiet_cpu,
-    random_model,
     run_cut,
-    small_for_probe,
 )
 from cuboid.models.certification.task_batches import loss_of, task_batch
 from cuboid.models.stages.outline import Outline
-from cuboid.models.stages.stages import draw_outline
 
 
 def check_head(cls: type[PreTrainedModel], config: PretrainedConfig) -> Verdict:
@@ -40,21 +35,11 @@ def check_head(cls: type[PreTrainedModel], config: PretrainedConfig) -> Verdict:
         CannotProbe: with the reason.
         UnsupportedModelError: a pipeline can't cut it at all.
     """
-    with quiet_cpu():
-        small = small_for_probe(config)
-        outline = draw_outline(cls, small)
-        for attempt in ATTEMPTS:
-            model = random_model(cls, small, config._attn_implementation, attempt.dtype)
-            name_padding(model)
-            try:
-                with default_dtype(attempt.default):
-                    return _compare(model, outline, attempt)
-            except CannotProbe as error:
-                obstacle = error
-        raise obstacle
+    return first_verdict(cls, config, _compare)
 
 
 def _compare(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verdict:
+    name_padding(model)
     refused: dict[Kind, str] = {}
     largest, runs = 0.0, False
     for number, (kind, case) in enumerate(probe_cases(model.config)):
