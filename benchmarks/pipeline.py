@@ -29,14 +29,14 @@ from harness import freshness, llama
 from harness.case import Case, at_least
 from harness.llama import Llama
 from harness.rounds import Record, check_equal, run_rounds, undisturbed
-from harness.tables import DASH, MIB, Column, Row, Table, grouped, ranged
+from harness.tables import DASH, MIB, Column, Row, Table, grouped, known, ranged
 from harness.watch import Watch, pin
 from network.networks import Loopback
 from network.ranks import Ranks, forked_ranks
 from network.rate import Link, timed_step
 from network.serving import Contestant, Step
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed import pipelining
 from transformers import LlamaForCausalLM
 
 import cuboid
@@ -53,6 +53,14 @@ from cuboid_patches.deepspeed import SHARED_MEMORY_BUILD
 
 _SEED = 20240605
 _PEERS = {"deepspeed": "DeepSpeed PipelineEngine", "torch": "torch.distributed.pipelining 1F1B"}
+#: torch's schedules of two stages on each rank, and those of them that are placed as a V.
+TORCH: dict[str, Any] = {
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "interleaved zero bubble": pipelining.ScheduleInterleavedZeroBubble,
+    "ZBV": pipelining.ScheduleZBVZeroBubble,
+    "DualPipeV": pipelining.ScheduleDualPipeV,
+}
+_V = ("ZBV", "DualPipeV")
 
 
 # --- what is done ---
@@ -66,15 +74,17 @@ class Task:
     model multiplies.
     """
 
-    @property
-    def balance(self) -> tuple[int, ...]:
+    def balance(self, chunks: int = 1) -> tuple[int, ...]:
         """Layers of each stage."""
-        return (self.layers // self.stages,) * self.stages
+        return (self.layers // (self.stages * chunks),) * (self.stages * chunks)
 
     def cost(self, lengths: Sequence[int], chunks: int = 1) -> Callable[[Action], float]:
         """Of each unit of so many stages a rank, in seconds or in any unit of time; by default its operations."""
-        assert chunks == 1
-        return unit_flops(self.sizes, self.balance, tuple(lengths))
+        return unit_flops(self.sizes, self.balance(chunks), tuple(lengths))
+
+    def under_torch(self, number: int, chunks: int) -> pipelining.PipelineStage:
+        """A stage as torch's schedules take one."""
+        return pipelining.PipelineStage(self.stage(number, chunks), number, self.stages * chunks, torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -98,8 +108,7 @@ class RealTask(Llama, Task):
         return model_sizes(self.config())
 
     def stage(self, number: int, chunks: int = 1) -> nn.Module:
-        assert chunks == 1
-        return PlainStage(self.model(), number, self.stages)
+        return PlainStage(self.model(), number, self.stages * chunks)
 
     def data(self) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(_SEED)
@@ -184,6 +193,17 @@ class Entry:
         return self.chosen(task).timeline
 
 
+#: The peers' schedules of two stages on each rank.
+PEERS_CHUNKED = [Entry("torch", name, chunks=2) for name in TORCH] + [Entry("deepspeed", "DualPipeV", chunks=2)]
+
+
+def is_able(entry: Entry, task: Task) -> bool:
+    """Whether there are enough micro-batches for a peer's schedule, and layers for all stages."""
+    any_number = entry.kind == "cuboid" or entry == Entry("deepspeed")
+    needed = 1 if any_number else task.stages * (2 if entry.schedule == "DualPipeV" else 1)
+    return task.micro_batches >= needed and task.layers % (task.stages * entry.chunks) == 0
+
+
 def cuts(segments: Sequence[int]) -> list[Entry]:
     """Cuboid with each number of segments and both cuts."""
     return [
@@ -246,14 +266,20 @@ class Pipeline(Contestant):
         return {"loss": self.loss, "squares": self._squares, "spans": spans}
 
 
-class UnderTorch(Pipeline):
-    """What torch's schedules share."""
+class TorchPipeline(Pipeline):
+    """One stage on each rank, or two under one of torch's schedules for that."""
 
-    def _start(self, schedule: Any, modules: Sequence[nn.Module]) -> None:
-        self._schedule = schedule
-        self._given, self._wanted = self.task.data()
-        parameters = [parameter for module in modules for parameter in module.parameters()]
-        self.optimizer = torch.optim.SGD(parameters, lr=self.task.learning_rate)
+    def __init__(self, entry: Entry, task: Task) -> None:
+        number, total = dist.get_rank(), task.stages * entry.chunks
+        second = total - 1 - number if entry.schedule in _V else task.stages + number
+        super().__init__(task, [number, second][: entry.chunks], entry.chunks)
+        stages = [task.under_torch(stage, entry.chunks) for stage in self.own]
+        self._recording = stages if task.is_emulated else ()
+        kind = pipelining.Schedule1F1B if entry.chunks == 1 else TORCH[entry.schedule]
+        self._schedule = kind(stages[0] if entry.chunks == 1 else stages, task.micro_batches, loss_fn=task.loss)
+        self._given, self._wanted = task.data()
+        modules = nn.ModuleList(stage.submod for stage in stages)
+        self.optimizer = torch.optim.SGD(modules.parameters(), lr=task.learning_rate)
 
     def step(self) -> None:
         losses: list[torch.Tensor] = []
@@ -263,14 +289,6 @@ class UnderTorch(Pipeline):
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.loss = torch.stack(losses).mean().item() if self.is_last else 0.0
-
-
-class TorchPipeline(UnderTorch):
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        module = task.stage(self.number)
-        stage = PipelineStage(module, self.number, task.stages, torch.device("cpu"))
-        self._start(Schedule1F1B(stage, task.micro_batches, loss_fn=task.loss), [module])
 
 
 class _UnderDeepSpeed(Pipeline):
@@ -323,8 +341,10 @@ class CuboidPipeline(_UnderDeepSpeed):
 
     def __init__(self, entry: Entry, task: RealTask) -> None:
         super().__init__(task)
-        pipeline = {"engine": "seq1f1b", "stages": task.stages, "stage_balance": list(task.balance)}
-        pipeline |= {"segments": entry.segments, "partition": entry.partition}
+        pipeline = {"engine": "seq1f1b", "stages": task.stages, "stage_balance": list(task.balance(entry.chunks))}
+        pipeline |= {"segments": entry.segments, "partition": entry.partition, "schedule": entry.schedule}
+        if entry.limit:
+            pipeline |= {"chunks": entry.chunks, "memory_limit": entry.limit}
         config = {**self._config(), "pipeline": pipeline}
         batches = ({"input_ids": ids, "shift_labels": labels} for ids, labels in self._micro_batches())
         self._start(cuboid.shard(task.model(), config), batches, config)
@@ -340,7 +360,10 @@ def row_name(row: Row) -> str:
     if row["kind"] != "cuboid":
         peer = {"torch": "`torch.distributed.pipelining`", "deepspeed": "DeepSpeed `PipelineEngine`"}[row["kind"]]
         return peer + ("" if row.get("chunks", 1) == 1 else f", {row['schedule']}")
-    return f"k = {row['segments']}" + (f", {row['partition']}" if row["segments"] > 1 else "")
+    cut = f"k = {row['segments']}" + (f", {row['partition']}" if row["segments"] > 1 else "")
+    if not row.get("limit"):
+        return cut
+    return f"`{row['schedule']}`, {cut}, v = {row['chunks']}, at most {row['limit']:g} kept"
 
 
 # --- the case ---
@@ -349,6 +372,8 @@ def row_name(row: Row) -> str:
 AGREEMENT = 1e-5
 #: For the peaks of memory, where more stages than cores do no harm.
 _MANY_STAGES = 4
+#: Split backwards: schedules, segments, and stages on each rank.
+_SPLIT = [("zero_bubble", 2, 1), ("zero_bubble", 4, 1), ("zero_bubble", 8, 1), ("zero_bubble-v", 4, 2)]
 #: Whom every contestant is compared with.
 YARDSTICKS = {"torch": Entry("torch"), "deepspeed": Entry("deepspeed"), "own_1f1b": Entry("cuboid", "seq1f1b")}
 
@@ -366,7 +391,8 @@ class PipelineCase(Case):
 
     def measure(self, given: argparse.Namespace, result: Row, write: Callable[[], None]) -> None:
         task = RealTask(length=256, hidden=64, intermediate=128) if given.quick else RealTask()
-        entries = [Entry("torch"), Entry("deepspeed"), *cuts(given.segments)]
+        split = [Entry("cuboid", name, k, chunks=v, limit=2.0) for name, k, v in _SPLIT if k <= max(given.segments)]
+        entries = [Entry("torch"), Entry("deepspeed"), *PEERS_CHUNKED, *cuts(given.segments), *split]
         result.update(workload=task.numbers(), memory=[])
 
         def keep(_: int) -> Link:
@@ -378,7 +404,7 @@ class PipelineCase(Case):
             for count in given.micro_batches:
                 step = dataclasses.replace(task, micro_batches=count)
                 watch = Watch(given.limit)
-                ready = [_prepare(ranks, entry, step) for entry in entries]
+                ready = [_prepare(ranks, entry, step) for entry in entries if is_able(entry, step)]
                 check_agreement(ready)
                 records += ready
                 run_rounds(ready, given.repeats, watch, partial(timed_step, ranks, watch, figures=_idle))
@@ -388,7 +414,7 @@ class PipelineCase(Case):
         many = dataclasses.replace(task, stages=_MANY_STAGES, micro_batches=_MANY_STAGES)
         kept: list[Record] = []
         with forked_ranks(Loopback(many.stages), keep) as ranks:
-            for entry in entries:
+            for entry in (entry for entry in entries if is_able(entry, many)):
                 kept.append(_prepare(ranks, entry, many))
                 ranks.call("discard")
                 gc.collect()
@@ -402,8 +428,8 @@ class PipelineCase(Case):
 
     def tables(self, result: Row) -> list[Table]:
         by_count = grouped(result["rows"], "micro_batches")
-        memory = _memory_table(result["memory"])
-        return [*(_step_table(rows, *count) for count, rows in by_count.items()), _bubble_table(by_count), memory]
+        steps = [_step_table(rows, *count) for count, rows in by_count.items()]
+        return [*steps, _bubble_table(result["rows"]), _memory_table(result["memory"])]
 
 
 # --- measuring ---
@@ -414,7 +440,7 @@ def build(key: tuple[Entry, RealTask]) -> Pipeline:
     entry, task = key
     if entry.kind == "cuboid":
         return CuboidPipeline(entry, task)
-    return DeepSpeedPipeline(task) if entry.kind == "deepspeed" else TorchPipeline(task)
+    return DeepSpeedPipeline(task, entry.chunks) if entry.kind == "deepspeed" else TorchPipeline(entry, task)
 
 
 def _prepare(ranks: Ranks, entry: Entry, task: RealTask) -> Record:
@@ -449,7 +475,7 @@ def _memory_row(record: Record) -> Row:
     return {
         **dataclasses.asdict(entry),
         "peak_bytes": record.facts["peak_bytes"],
-        "sequences_in_flight": list(entry.simulated(task).peak_bytes),
+        "sequences_in_flight": list(entry.simulated(task).peak_bytes) if entry.is_known else None,
     }
 
 
@@ -484,8 +510,7 @@ def pipeline_row(record: Record, records: Sequence[Record], yardsticks: Mapping[
 
 def _step_table(rows: Sequence[Row], count: int) -> Table:
     def ratio(row: Row, key: str) -> str:
-        is_itself = row["segments"] == 1 and key == {"cuboid": "own_1f1b"}.get(row["kind"], row["kind"])
-        return "1" if is_itself else ranged(row["ratios"].get(key))
+        return "1" if row["name"] == YARDSTICKS[key].name else ranged(row["ratios"].get(key))
 
     columns = [
         Column("", row_name, "l"),
@@ -493,24 +518,23 @@ def _step_table(rows: Sequence[Row], count: int) -> Table:
         Column("÷ torch", lambda row: ratio(row, "torch")),
         Column("÷ DeepSpeed", lambda row: ratio(row, "deepspeed")),
         Column("÷ k = 1", lambda row: ratio(row, "own_1f1b")),
-        Column("simulated", lambda row: f"{row['ratio_simulated']:.2f}"),
-        Column("theory", lambda row: f"{row['ratio_theory']:.2f}"),
+        Column("simulated", lambda row: known(row["ratio_simulated"], ".2f")),
+        Column("theory", lambda row: known(row["ratio_theory"], ".2f")),
     ]
     return Table(columns, rows, part=f"steps, M = {count}")
 
 
-def _bubble_table(by_count: Mapping[tuple[int, ...], Sequence[Row]]) -> Table:
-    def cell(rows: Row, count: int, key: str) -> str:
-        return f"{100 * rows[count][key]:.1f} %"
+def _bubble_table(rows: Sequence[Row]) -> Table:
+    def cell(rows: Mapping[int, Row], count: int, key: str) -> str:
+        return known(rows[count][key] if count in rows else None, ".1f", unit=0.01, end=" %")
 
     kinds = {"measured": "bubble", "simulated": "bubble_simulated", "theory": "bubble_theory"}
-    counts = [count for (count,) in by_count]
-    columns = [Column("", lambda rows: row_name(rows[counts[0]]), "l")]
-    for count in counts:
+    columns = [Column("", lambda rows: row_name(next(iter(rows.values()))), "l")]
+    for (count,) in grouped(rows, "micro_batches"):
         for kind, key in kinds.items():
             columns.append(Column(f"M = {count}: {kind}", partial(cell, count=count, key=key)))
     # A row of this table has a row of each number of micro-batches.
-    joined = [dict(zip(counts, rows, strict=True)) for rows in zip(*by_count.values(), strict=True)]
+    joined = [{row["micro_batches"]: row for row in own} for own in grouped(rows, "name").values()]
     return Table(columns, joined, part="bubbles")
 
 
@@ -518,7 +542,7 @@ def _memory_table(rows: Sequence[Row]) -> Table:
     whole = next((row for row in rows if row["kind"] == "cuboid" and row["segments"] == 1), None)
 
     def largest(row: Row, key: str) -> str:
-        return DASH if whole is None else f"{max(row[key]) / max(whole[key]):.2f}"
+        return DASH if whole is None or row[key] is None else f"{max(row[key]) / max(whole[key]):.2f}"
 
     stages = range(len(rows[0]["peak_bytes"]) if rows else 0)
     columns = [

@@ -31,7 +31,18 @@ from network.networks import Loopback
 from network.ranks import forked_ranks
 from network.rate import Link, timed_step
 from network.serving import Step, sleep_until
-from pipeline import DeepSpeedPipeline, Entry, Pipeline, Task, UnderTorch, cuts, pipeline_row, row_name, together
+from pipeline import (
+    PEERS_CHUNKED,
+    Entry,
+    Pipeline,
+    Task,
+    build,
+    cuts,
+    is_able,
+    pipeline_row,
+    row_name,
+    together,
+)
 from torch import nn
 from torch.distributed import pipelining
 
@@ -60,7 +71,7 @@ class Work(Task):
 
     stages: int  # P, which must divide the layers
     micro_batches: int  # M
-    forward_s: float = 0.16  # what the forward of a whole sequence takes on one stage; backward takes twice as long
+    forward_s: float = 0.32  # of a sequence on a stage: four such layers at 275 TFLOP/s; backward takes twice as long
     width: int = 4  # features of a token in the messages between stages, in float32
     length: int = 32768  # S, tokens of a sequence
     layers: int = 32  # of the whole model
@@ -88,6 +99,9 @@ class Work(Task):
 
     def stage(self, number: int, chunks: int = 1) -> nn.Module:
         return WholeStage(self, number, chunks)
+
+    def under_torch(self, number: int, chunks: int) -> pipelining.PipelineStage:
+        return TimedStage(self, number, chunks)
 
     # All contestants of a rank share it.
     @functools.lru_cache(maxsize=1)  # noqa: B019 -- as long as the rank lives
@@ -296,20 +310,6 @@ class TimedStage(pipelining.PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
 
-class EmulatedTorch(UnderTorch):
-    """One stage on each rank, or two under one of torch's schedules for that."""
-
-    def __init__(self, entry: Entry, work: Work) -> None:
-        number, total = dist.get_rank(), work.stages * entry.chunks
-        second = total - 1 - number if entry.schedule in _V else work.stages + number
-        super().__init__(work, [number, second][: entry.chunks], entry.chunks)
-        stages = [TimedStage(work, stage, entry.chunks) for stage in self.own]
-        self._recording = stages
-        kind = pipelining.Schedule1F1B if entry.chunks == 1 else _TORCH[entry.schedule]
-        schedule = kind(stages[0] if entry.chunks == 1 else stages, work.micro_batches, loss_fn=work.loss)
-        self._start(schedule, [stage.submod for stage in stages])
-
-
 class CuboidRuntime(Pipeline):
     def __init__(self, entry: Entry, work: Work, channels: dict[tuple[int, int], Channel]) -> None:
         super().__init__(work)
@@ -338,16 +338,6 @@ EMULATED = "computing emulated by sleeping"
 AGREEMENT = 1e-5
 #: Whom every contestant is compared with.
 YARDSTICKS = {"own_1f1b": Entry("cuboid"), "torch": Entry("torch"), "deepspeed": Entry("deepspeed")}
-
-
-#: torch's schedules of two stages on each rank, and those of them that are placed as a V.
-_TORCH: dict[str, Any] = {
-    "interleaved": pipelining.ScheduleInterleaved1F1B,
-    "interleaved zero bubble": pipelining.ScheduleInterleavedZeroBubble,
-    "ZBV": pipelining.ScheduleZBVZeroBubble,
-    "DualPipeV": pipelining.ScheduleDualPipeV,
-}
-_V = ("ZBV", "DualPipeV")
 #: Schedules of two stages on each rank, and the sequences of its share that a rank may keep.
 _CHUNKED = [("zero_bubble-interleaved", 2.0), ("zero_bubble-interleaved", 1.5), ("zero_bubble-v", 2.0)]
 
@@ -357,15 +347,7 @@ def entries(segments: Sequence[int]) -> list[Entry]:
     most = max(segments)
     split = [Entry("cuboid", "zero_bubble", most, limit=2.0)]
     split += [Entry("cuboid", name, most, chunks=2, limit=limit) for name, limit in _CHUNKED]
-    peers = [Entry("torch", name, chunks=2) for name in _TORCH] + [Entry("deepspeed", "DualPipeV", chunks=2)]
-    return [Entry("cuboid", "gpipe"), *YARDSTICKS.values(), *peers, *cuts(segments), *split]
-
-
-def is_able(entry: Entry, work: Work) -> bool:
-    """Whether a peer's schedule takes so few micro-batches."""
-    if entry.kind == "cuboid" or (entry.kind, entry.chunks) == ("deepspeed", 1):
-        return True
-    return work.micro_batches >= work.stages * (2 if entry.schedule == "DualPipeV" else 1)
+    return [Entry("cuboid", "gpipe"), *YARDSTICKS.values(), *PEERS_CHUNKED, *cuts(segments), *split]
 
 
 class EmulatedPipeline(Case):
@@ -461,15 +443,13 @@ def _keep(_: int) -> Link:
         mesh.connect()
         return open_channels(mesh, torch.device("cpu"))
 
-    def build(key: tuple[Entry, Work]) -> Pipeline:
+    def built(key: tuple[Entry, Work]) -> Pipeline:
         entry, work = key
-        if entry.kind == "cuboid":
-            return CuboidRuntime(entry, work, channels(place_stages(entry.schedule, work.stages, entry.chunks)))
-        if entry.kind == "deepspeed":
-            return DeepSpeedPipeline(work, entry.chunks)
-        return EmulatedTorch(entry, work)
+        if entry.kind != "cuboid":
+            return build(key)
+        return CuboidRuntime(entry, work, channels(place_stages(entry.schedule, work.stages, entry.chunks)))
 
-    return Link(Loopback(dist.get_world_size()), build)
+    return Link(Loopback(dist.get_world_size()), built)
 
 
 def _figures(reference: Callable[[int], Row], record: Record, steps: Sequence[Step]) -> Row:
@@ -508,10 +488,9 @@ def _row(record: Record, records: Sequence[Record]) -> Row:
 
 
 def _name(row: Row) -> str:
-    if row["kind"] != "cuboid":
+    if row["kind"] != "cuboid" or row.get("limit"):
         return row_name(row)
-    kept = f", v = {row['chunks']}, at most {row['limit']:g} kept" if row.get("limit") else ""
-    return f"`{row['schedule']}`" + (f", {row_name(row)}{kept}" if row["segments"] > 1 else "")
+    return f"`{row['schedule']}`" + (f", {row_name(row)}" if row["segments"] > 1 else "")
 
 
 CASE = EmulatedPipeline()
