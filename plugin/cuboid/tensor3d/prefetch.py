@@ -1,7 +1,7 @@
-"""Prefetch of a layer's parameters while the layer in front of it computes, in forward and in backward.
+"""Prefetch: unshards a layer's parameters while the layer that runs before it computes, in forward and in backward.
 
-Weights are unsharded one by one, so that the first product can start when the first weight is there. Norm weights and
-biases, which would each take a collective of a few hundred bytes, share one for each set of axes.
+Weights are unsharded one by one, so that the first product can start as soon as the first weight is complete. Norm
+weights and biases, which would each need a collective of a few hundred bytes, share one for each set of axes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam, 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter is."""
+    """A sharded parameter of a layer: its module, its name there, and its life cycle."""
 
     module: ShardedModule
     name: str
@@ -36,7 +36,7 @@ class _Place:
         return self.module.get_parameter(self.name)
 
     def cast(self, dtype: torch.dtype) -> torch.Tensor:
-        """The shard as it is to be gathered."""
+        """The shard, cast to the dtype in which it is gathered."""
         shard = self.module.get_parameter(self.name)
         if self.param.keeps is not None:
             self.param.is_made_of(shard)
@@ -46,8 +46,10 @@ class _Place:
 class LayerPrefetcher:
     """Hooks of a layer that unshard its parameters, and prefetch those of its neighbours.
 
+    Before a layer's forward, the next layer's all-gathers are started; before its backward, the previous layer's.
+
     Args:
-        layer: as the model calls it.
+        layer: the module that the model calls.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -57,6 +59,7 @@ class LayerPrefetcher:
         for module in sharded:
             for name, param in module.sharded_params.items():
                 if param.ranks > 1:
+                    # Norm weights and biases: autograd saves their blocks, so backward needn't gather them again.
                     is_small = len(param.layout.shape) == 1 or name in module.gathered_once
                     (small if is_small else self._weights).append(_Place(module, name, param))
         self._groups = [ParamGroup(members) for members in _alike(small)]
@@ -64,18 +67,18 @@ class LayerPrefetcher:
         self._started: list[ParamGroupUnshard] = []
         self._next: LayerPrefetcher | None = None
         self._previous: LayerPrefetcher | None = None
-        #: In which the weights were used by the forward that ran last: autocast is off in backward.
+        #: The dtypes that the last forward used the weights in. Backward can't ask autocast, which is off there.
         self._dtypes: list[torch.dtype] = []
         if self._groups or self._weights:
             layer.register_forward_pre_hook(self._before)
             layer.register_forward_hook(self._after)
 
     def follow(self, previous: LayerPrefetcher) -> None:
-        """Say which layer runs before this one."""
+        """Set the layer that runs before this one."""
         self._previous, previous._next = previous, self
 
     def reset(self) -> None:
-        """Discard what was prefetched for a layer that never ran, or whose recomputation ended early."""
+        """Discard prefetched parameters of a layer that didn't run, or whose recomputation stopped early."""
         self._clear()
         self._has_begun, self._started = False, []
         for place in self._weights:
@@ -88,7 +91,7 @@ class LayerPrefetcher:
             group.clear()
 
     def _begin(self) -> None:
-        """Start to unshard everything for a forward, unless that was done."""
+        """Start to unshard all parameters for a forward, unless the previous layer's forward has."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -100,11 +103,12 @@ class LayerPrefetcher:
         trained = []
         for number, (place, shard) in enumerate(zip(self._weights, shards, strict=True)):
             store = place.module.weight_gradients
-            # A shard whose gradient is deferred to a store is detached: a node for it would run without a gradient.
+            # A shard whose gradient is left to a store (W) is detached: an autograd node for it would get no gradient.
             is_deferred = store is not None and place.name == "weight" and store.defers(shard)
             if torch.is_grad_enabled() and shard.requires_grad and not is_deferred:
                 trained.append(number)
         if trained:
+            # Before the previous layer's forward has run, so that autograd runs this node after that layer's backward.
             shards_in_use, deferred = deferred_shards([shards[number] for number in trained])
             for number, shard in zip(trained, shards_in_use, strict=True):
                 self._weights[number].module.prefetched_shards[self._weights[number].name] = shard, deferred
@@ -125,7 +129,7 @@ class LayerPrefetcher:
         hidden = output[0] if isinstance(output, tuple) else output
         if self._weights and hidden.requires_grad and not is_recomputing():
             self._dtypes = [autocast_dtype(place.shard) for place in self._weights]
-            # A decoder's layers have other weights than the encoder's before them.
+            # Another layer's weights may differ in number and dtype (an encoder's before a decoder's).
             before = [] if self._previous is None else self._previous._dtypes
             hidden.register_hook(partial(self._before_backward, self._dtypes, before))
 
@@ -135,16 +139,16 @@ class LayerPrefetcher:
             self._previous._begin_backward(before)
 
     def _begin_backward(self, dtypes: Sequence[torch.dtype]) -> None:
-        """Start to unshard the weights, the last first."""
+        """Start to unshard the weights for a backward, which needs the last one first."""
         shards = [place.cast(dtype) for place, dtype in zip(self._weights, dtypes, strict=True)]
         start_unshards([place.param for place in reversed(self._weights)], shards[::-1])
 
 
 class ModelPrefetcher:
-    """All layers of a model; a forward pre-hook of what runs them.
+    """The prefetchers of all layers of a model, and a forward pre-hook of the module that runs the layers.
 
     Args:
-        runs: layers that run one after another, in their order. A forward runs one of these lists.
+        runs: lists of layers that run one after another, in order.
     """
 
     def __init__(self, runs: Sequence[Sequence[nn.Module]]) -> None:
@@ -157,13 +161,13 @@ class ModelPrefetcher:
 
     @uncompiled
     def __call__(self, *_: Any) -> None:
-        """Begin anew, whatever became of the forward before."""
+        """Reset all layers before a forward, since the one before may have failed half-way."""
         for layer in self._layers:
             layer.reset()
 
 
 def _alike(places: Sequence[_Place]) -> Iterator[list[_Place]]:
-    """Those that one collective can gather: of the same dtype, over the same axes."""
+    """Group parameters that one collective can gather: same dtype, same axes."""
     found: dict[Any, list[_Place]] = {}
     for place in places:
         key = place.module.layout(place.name).fsdp_axes, place.shard.dtype

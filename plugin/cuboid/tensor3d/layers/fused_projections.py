@@ -1,9 +1,9 @@
 """The projections of one input fused: one all-gather of the sequence, and one reduce-scatter for all of their outputs.
 
-Attention and MLP blocks take the residual stream ``[B/b, S/s, H/h]`` and call their projections one by one. Before the
-block's own code runs, this computes all of them together; each finds its result when it is called. The gathered
-tensor is never saved for backward, only the shard. (Colossal-AI's 3-D layers save the gathered tensors, and with them
-the factor s of memory.)
+Attention and MLP blocks take the residual stream ``[B/b, S/s, H/h]`` and call their projections one by one. A hook
+computes all of them together before the block's own code runs, and each projection returns its result when it is
+called. Only the input's shard is saved for backward, never the gathered tensor, which Colossal-AI's 3-D layers save and
+which takes s times the memory.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class FusedProjections:
 
     Args:
         projections: all "up" projections of a block, or the head.
-        exits: its "down" projections, whose backward runs before theirs.
-        gather: what the input goes through; the gather of its sequence, if None.
+        exits: the block's "down" projections, whose backward runs before that of ``projections``.
+        gather: how the input is gathered; by default along the sequence.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class FusedProjections:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace the block's input ``[B/b, S/s, H/h]`` by the gathered one, ``[B/b, S, H/h]``.
 
-        That one knows what the projections will make of it. An input of tokens in a row, ``[B/b · S/s, H/h]``, as
-        shared experts may have it, is taken for one sequence.
+        The projections' results are attached to the gathered tensor. Flattened tokens ``[B/b · S/s, H/h]``, as shared
+        experts may get them, are treated as one sequence.
         """
         if not args and "hidden_states" not in kwargs:
             raise UnsupportedModelError(f"{type(module).__name__} was called without hidden_states; no rule for that")
@@ -64,34 +64,35 @@ class FusedProjections:
         for layer, product in zip(self._projections, own.products, strict=True):
             operands.append(layer.operand(dtype))
             if layer.product is not product:
-                # As while their weights stay unsharded.
+                # `tensor3d.unshard` has replaced the product, for the time its weight stays unsharded.
                 own = LinearOp(own.input_gather, [each.product for each in self._projections])
         self._linear_op = own
         whole, results = own(shard.to(dtype), operands, wants_input=own.input_gather.reduces)
+        # Lets the backward of each "down" projection start to gather the input for this one's.
         node = results[0].grad_fn
         for each in self._exits:
             each.before = None if node is None else weakref.ref(node)
-        # Along one rank the input is its own gathered self.
+        # On one rank of `sequence` the input is already whole.
         full = shard if whole is None else whole
         hand_over(full, self._projections, results)
         return ((full, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": full})
 
     @uncompiled
     def restore(self, _: nn.Module, __: Any, output: Any) -> Any:
-        """A forward hook of the same module: tokens in a row again, if they were."""
+        """A forward hook of the same module: returns flattened tokens if the input was flattened."""
         return output.squeeze(0) if self._is_flat else output
 
 
 class LatentProjections:
-    """A forward pre-hook of attention whose keys and values, and perhaps queries, are made of latents (DeepSeek's MLA).
+    """A forward pre-hook of attention that projects keys, values and perhaps queries from latents (DeepSeek's MLA).
 
-    Latents are few features. So they are made of the rank's own positions, and gathered in the place of the block's
-    input: ``[B/b, S/s, H/h]`` to ``[B/b, S/s, R]``, summed over `hidden`, to ``[B/b, S, R]``. The gradient of a
-    gathered latent is on each rank a part of the sum over `sequence` × `hidden`, whose ranks have different heads.
+    A latent has few features, so it is computed for the rank's own positions and gathered instead of the block's input:
+    ``[B/b, S/s, H/h]`` to ``[B/b, S/s, R]``, summed over `hidden`, to ``[B/b, S, R]``. Each rank's gradient of a
+    gathered latent is a partial sum over `sequence` × `hidden`, whose ranks have different heads.
 
     Args:
         latents: the projections to latents.
-        fused: the hook of queries that are made of the block's input; None where they have latents too.
+        fused: the hook of queries that are projected from the block's input; None if they have latents too.
     """
 
     def __init__(self, latents: Sequence[ShardedLinear], fused: FusedProjections | None) -> None:
@@ -101,7 +102,7 @@ class LatentProjections:
 
     @uncompiled
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replace the block's input ``[B/b, S/s, H/h]`` by one that knows the latents ``[B/b, S, R]``."""
+        """Replace the block's input ``[B/b, S/s, H/h]`` by one that the latents ``[B/b, S, R]`` are attached to."""
         if not args and "hidden_states" not in kwargs:
             raise UnsupportedModelError(f"{type(module).__name__} was called without hidden_states; no rule for that")
         shard: torch.Tensor = args[0] if args else kwargs["hidden_states"]
@@ -111,7 +112,7 @@ class LatentProjections:
             args, kwargs = self._fused(module, args, kwargs)
             full = args[0] if args else kwargs["hidden_states"]
         else:
-            # Only its shape is looked at; whoever computes with it finds out.
+            # The block's code uses only its shape. Should it compute with the values, NaN reveals that.
             positions = shard.shape[1] * self._along.size
             full = shard.new_full((), torch.nan).expand(shard.shape[0], positions, shard.shape[2])
         full.cuboid_results = {**getattr(full, "cuboid_results", {}), **results}
@@ -130,16 +131,16 @@ class _GatherPositions(torch.autograd.Function):
 
 
 class CrossProjections:
-    """A forward pre-hook of attention that may have keys and values made of another sequence than its queries.
+    """A forward pre-hook of attention whose keys and values may come from another sequence than its queries.
 
-    That sequence, which is the encoder's output ``[B/b, S/s, H/h]`` in a decoder's layer, is gathered beside the
-    block's own input ``[B/b, T/s, H/h]``. Where a call brings none, queries, keys and values are of one input.
+    That sequence, in a decoder's layer the encoder's output ``[B/b, S/s, H/h]``, is gathered as well as the block's own
+    input ``[B/b, T/s, H/h]``. Without it, a call projects queries, keys and values from one input.
 
     Args:
         queries: "up" projections of the block's own input.
         keys_and_values: "up" projections of the other sequence.
         exits: as in :class:`FusedProjections`.
-        source: the name by which the block's forward is given the other sequence.
+        source: the name of the forward's argument for the other sequence.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class CrossProjections:
         source: str,
     ) -> None:
         self._of_one = FusedProjections([*queries, *keys_and_values], exits)
-        # Queries are multiplied last: their backward is the first behind that of the exits, and prefetched by it.
+        # Queries are multiplied last, so their backward is the next after that of `exits`, which prefetches for it.
         self._keys_and_values = FusedProjections(keys_and_values)
         self._queries = FusedProjections(queries, exits)
         self._source = source

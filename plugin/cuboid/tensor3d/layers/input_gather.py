@@ -1,4 +1,4 @@
-"""What a product's input goes through before it, and its gradient, transposed, behind it."""
+"""The collective that gathers a product's input, and its transpose, which reduces the input's gradient."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from cuboid.tensor3d.layers.output_reduce import NoReduce, OutputReduce, Scatter
 
 
 class InputGather(Protocol):
-    """Brings the input of a product together.
+    """Gathers the input of a product.
 
     Attributes:
-        transpose: brings the gradient of the whole input back to the rank's own part.
-        reduces: whether that takes a collective.
-        pieces: along the input's features, in which the whole input comes.
+        transpose: reduces the gradient of the whole input to the rank's own part.
+        reduces: whether the transpose is a collective.
+        pieces: number of pieces, along the features, in which the whole input arrives.
     """
 
     transpose: OutputReduce
@@ -26,7 +26,7 @@ class InputGather(Protocol):
     pieces: int
 
     def start(self, x: torch.Tensor, *, in_place: bool = False) -> AsyncResult[torch.Tensor]:
-        """The rank's own part to the whole input, in n pieces along its features: ``[n, B/b, S, I/n]``.
+        """From the rank's own part to the whole input, in n pieces along its features: ``[n, B/b, S, I/n]``.
 
         For ``in_place`` see :func:`~cuboid.distributed.axis_collectives.start_all_gather`.
         """
@@ -50,6 +50,7 @@ class GatherSequence:
         return start_all_gather(
             x,
             self.along,
+            # [s, B/b, S/s, H/h] -> [1, B/b, S, H/h], a view if B/b is 1
             lambda stacked: stacked.movedim(0, SEQUENCE_DIM).flatten(1, 2).unsqueeze(0),
             in_place=in_place,
         )
@@ -66,11 +67,12 @@ class GatherFeatures:
 
     def start(self, x: torch.Tensor, *, in_place: bool = False) -> AsyncResult[torch.Tensor]:
         """See :class:`InputGather`."""
+        # The ranks' features stay separate pieces: joining them would be a copy of the whole input.
         return start_all_gather(x, self.along, in_place=in_place)
 
 
 class NoGather:
-    """For an input that somebody else has brought together."""
+    """For an input that is already whole."""
 
     transpose: OutputReduce = NoReduce()
     reduces = False

@@ -19,12 +19,12 @@ from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 
 class ShardedLinear(ShardedModule, nn.Linear):
-    """A linear layer of a block; :mod:`cuboid.models` gives it its role through ``product`` and the layouts.
+    """A linear layer of a block; :mod:`cuboid.models` sets its role by ``product`` and the sharding specs.
 
-    Still an ``nn.Linear`` for whoever looks for one; ``in_features`` and ``out_features`` are the unsplit sizes.
+    It is still an ``nn.Linear`` for code that checks its class; ``in_features`` and ``out_features`` are whole sizes.
 
     Attributes:
-        before: for the next call, the node of the fused projections, whose backward follows this layer's.
+        before: for the next call, the autograd node of the fused projections, whose backward follows this layer's.
     """
 
     bias_rows: torch.Tensor | None
@@ -51,13 +51,13 @@ class ShardedLinear(ShardedModule, nn.Linear):
         """Set the multiplication.
 
         Args:
-            product: of the layer's role.
-            bias_rows: the entries of the bias block to add where they are not all.
-            gathers_sequence: whether an "up" projection gathers its input by itself, because nobody does it for it.
+            product: for the layer's role.
+            bias_rows: indices of the bias block's entries to add; by default all.
+            gathers_sequence: whether an "up" projection gathers its input itself, because no fused projection does.
         """
         self.product = product
         self.register_buffer("bias_rows", bias_rows, persistent=False)
-        # "Up" and head get an input that was gathered for several, and "down" gathers its own.
+        # "Up" projections and the head get an input that their fused projections gathered; "down" gathers its own.
         is_down = product.output_reduce == ScatterSequence(self.mesh.along("sequence"))
         input_gather: InputGather = GatherFeatures(self.mesh) if is_down else NoGather()
         if gathers_sequence:
@@ -78,13 +78,13 @@ class ShardedLinear(ShardedModule, nn.Linear):
             return nn.functional.linear(x, weight, self.bias)
         dtype = autocast_dtype(x)
         if self._linear_op.products[0] is not self.product:
-            # As while its weight stays unsharded.
+            # `tensor3d.unshard` has replaced the product, for the time its weight stays unsharded.
             self._linear_op = LinearOp(self._linear_op.input_gather, [self.product])
         _, (result,) = self._linear_op(x.to(dtype), [self.operand(dtype)], before=before)
         return result
 
     def operand(self, dtype: torch.dtype) -> Operand:
-        """What the next multiplication takes of this layer; the input has ``dtype``."""
+        """This layer's weight and bias for a multiplication with an input of ``dtype``."""
         store, later = self.weight_gradients, None
         if store is not None and store.defers(self.weight):
             weight, deferred, later = self.weight.detach(), None, Later(self.weight, store)
@@ -94,7 +94,7 @@ class ShardedLinear(ShardedModule, nn.Linear):
         if param.keeps is not None:
             param.is_made_of(self.weight)
         if weight.dtype != dtype and torch.is_autocast_enabled(weight.device.type):
-            # Only this cast's own gradient may be on its way, not one that is yet to be cast.
+            # Not the prefetched shard: autograd would cast its gradient while the reduce-scatter is still in flight.
             weight, deferred = (weight if later else self.weight).to(dtype), None
         bias = None if self.bias is None else self.unsharded("bias").to(dtype)
         if bias is not None and self.bias_rows is not None:
@@ -102,37 +102,37 @@ class ShardedLinear(ShardedModule, nn.Linear):
         return Operand(weight, deferred, bias, later)
 
     def extra_repr(self) -> str:
-        """Unsplit sizes and the mesh."""
+        """Whole sizes, and the mesh."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, bias={self.bias is not None}, mesh={self.mesh.shape}"
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype:
-    """What a product's operands are cast to: autocast's dtype where that is on, else what they have."""
+    """The dtype that a product's operands are cast to: autocast's where it is on, else the input's own."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def hand_over(x: torch.Tensor, layers: Sequence[ShardedLinear], results: Sequence[torch.Tensor]) -> None:
-    """Let layers that are about to be called with ``x`` find what they would compute. Each finds it once."""
+    """Attach results to ``x``: each layer returns its own when it is next called with ``x``, once."""
     x.cuboid_results = dict(zip(map(id, layers), results, strict=True))  # type: ignore[attr-defined]
 
 
 def up_product(weight: ShardedParam, *, in_first: bool = False, parts: int = 1) -> Product:
-    """Multiplication of an "up" projection: partial sums over `hidden`, scattered onto the features."""
+    """Multiplication of an "up" projection: partial sums over `hidden`, reduce-scattered along the features."""
     return Product(weight, ScatterFeatures(weight.mesh.along("hidden"), (parts,)), in_first)
 
 
 def down_product(weight: ShardedParam, *, in_first: bool = False) -> Product:
-    """Multiplication of a "down" projection: partial sums over `sequence`, scattered onto the sequence."""
+    """Multiplication of a "down" projection: partial sums over `sequence`, reduce-scattered along the sequence."""
     return Product(weight, ScatterSequence(weight.mesh.along("sequence")), in_first)
 
 
 def head_product(weight: ShardedParam) -> Product:
-    """Multiplication of the LM head: partial sums over `hidden`, scattered onto the sequence."""
+    """Multiplication of the LM head: partial sums over `hidden`, reduce-scattered along the sequence."""
     return Product(weight, ScatterSequence(weight.mesh.along("hidden")))
 
 
 def latent_product(weight: ShardedParam) -> Product:
-    """Multiplication of a projection to latents: partial sums over `hidden`, which all of its ranks get."""
+    """Multiplication of a projection to latents: partial sums over `hidden`, all-reduced."""
     return Product(weight, SumFeatures(weight.mesh.along("hidden")))

@@ -17,10 +17,10 @@ dgrad and wgrad are
 
     y = R(G(x) Wᵀ)      dx = Gᵀ(Rᵀ(dy) W)      dW = Rᵀ(dy)ᵀ G(x), reduce-scattered over `batch`.
 
-The transpose of an all-gather is the reduce-scatter along the same axis, and the other way round. The input and
-the weights are saved as shards and gathered again in backward, where all gathers are under way
-before the first of them is needed, dx's reduction runs behind dW's product, and dW's behind whatever comes next.
-Where the collectives cross a network, a few rows of the batch are multiplied while others are on their way.
+The transpose of an all-gather is the reduce-scatter along the same axis, and the other way round. The input and the
+weights are saved as shards and gathered again in backward. There, all gathers are started before the first of them is
+needed, dx's reduction overlaps with dW's product, and dW's reduction with whatever backward computes next. Where the
+collectives cross a network, the batch's rows are cut into parts: one part is multiplied while others are in flight.
 """
 
 from __future__ import annotations
@@ -47,19 +47,20 @@ from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore, new_e
 
 T = TypeVar("T")
 
-#: Into so many parts the rows of a batch are cut at most, and of how many bytes the parts are at least.
+#: The batch's rows are cut into at most so many parts, of at least so many bytes each.
 _PARTS, _PART_BYTES = 4, 512 << 10
 
 
 @dataclass(frozen=True)
 class Product:
-    """The constant part of one layer's product.
+    """What is constant about one layer's product.
 
     Args:
-        weight: of the layer.
-        output_reduce: of its partial sums.
-        in_first: whether the weight is stored ``[in, out]``, as Hugging Face's Conv1D does.
-        rows: first and last (exclusive) out row of the block that is multiplied; all by default.
+        weight: unshards the layer's weight.
+        output_reduce: sums the partial results over the ranks.
+        in_first: whether the weight is stored ``[in, out]``, as in Hugging Face's Conv1D.
+        rows: first and last (exclusive) out row of the block to multiply; by default all. A block has more rows than a
+            rank needs where key/value heads are fewer than ranks.
     """
 
     weight: ShardedParam
@@ -69,7 +70,7 @@ class Product:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether the block is multiplied as it is."""
+        """Whether the block is multiplied without a transpose or a slice."""
         return self.rows is None and not self.in_first
 
     def out_in(self, block: torch.Tensor) -> torch.Tensor:
@@ -80,7 +81,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Later:
-    """A weight whose gradient is computed behind the backward, and the store that has it done."""
+    """A weight whose gradient is computed after this backward (a schedule's W), and the store that it is left to."""
 
     weight: torch.Tensor
     store: WeightGradientStore
@@ -88,13 +89,14 @@ class Later:
 
 @dataclass(frozen=True)
 class Operand:
-    """What varies from one call to the next.
+    """What differs between calls of the same product.
 
     Args:
         weight: the shard.
-        deferred: who waits for the shard's gradient; None if it must be complete at once.
-        bias: added to the result, ``[O']``; perhaps None.
-        later: where the shard is detached and its gradient isn't part of this backward.
+        deferred: waits for the reduction of the shard's gradient; None if the gradient must be complete when backward
+            returns it.
+        bias: added to the result, ``[O']``, or None.
+        later: set if the weight's gradient isn't part of this backward; ``weight`` is detached then.
     """
 
     weight: torch.Tensor
@@ -104,18 +106,18 @@ class Operand:
 
 
 class LinearOp:
-    """Products of one input, which share its all-gather, the reduction of their results, and their backward."""
+    """The products of one input, such as q, k and v: one all-gather, one reduction and one backward for all of them."""
 
     def __init__(self, input_gather: InputGather, products: Sequence[Product]) -> None:
         self.input_gather = input_gather
         self.products = tuple(products)
         self.params = [product.weight for product in products]
         self.mesh = self.params[0].mesh
-        #: Whether any weight has to be unsharded, and any gradient reduce-scattered.
+        #: Whether any weight is sharded over `batch`: only then are weights unsharded and gradients reduce-scattered.
         self.is_sharded = any(param.ranks > 1 for param in self.params)
-        #: Each output reduce, and the numbers of the products that it has in common.
+        #: Products whose results are reduced by one collective: the collective, and the products' numbers.
         self.groups = share_reduces([product.output_reduce for product in products])
-        #: For each product, its group and its place there.
+        #: For each product, the number of its group and its index in the group.
         self.places = [
             next((group, own.index(number)) for group, (_, own) in enumerate(self.groups) if number in own)
             for number in range(len(products))
@@ -133,13 +135,13 @@ class LinearOp:
 
         Args:
             x: the rank's part of the input.
-            operands: for each product.
-            wants_input: whether the gathered input is wanted too, differentiably.
-            before: a result's node of the multiplication whose backward will be the next one, which can have its
-                input gathered during this one's.
+            operands: one for each product.
+            wants_input: whether to return the gathered input too, differentiably.
+            before: the autograd node of the multiplication whose backward runs right after this one's. This backward
+                starts to gather that one's input.
 
         Returns:
-            The gathered input, if wanted, and what the products are.
+            The gathered input, if wanted, and the products' outputs.
         """
         weights, biases, deferrals, later = [], [], [], []
         for operand in operands:
@@ -153,28 +155,25 @@ class LinearOp:
         return given, outs
 
     def parts(self, x: torch.Tensor) -> int:
-        """Into how many parts to cut the rows of an input on a network.
-
-        So one's collectives run behind another's products.
-        """
+        """Into how many parts to cut the input's rows: one part's collectives overlap with another's products."""
         if self.mesh.size("sequence", "hidden") == 1:
             return 1
         return max(1, min(_PARTS, x.shape[0], x.nbytes // _PART_BYTES))
 
     def block(self, weights: Sequence[torch.Tensor], number: int) -> torch.Tensor:
-        """A product's weight as ``[out, in]``, once it is unsharded."""
+        """A product's weight as ``[out, in]``; waits until it is unsharded."""
         product = self.products[number]
         block = product.weight.unsharded() if product.weight.ranks > 1 else weights[number]
         return block if product.is_plain else product.out_in(block)
 
     def columns(self, weights: Sequence[torch.Tensor], numbers: Sequence[int]) -> Iterable[Columns]:
-        """The columns of some products' blocks that belong to each of the input's pieces, as soon as they are there."""
+        """For some products, the block's columns that multiply each of the input's pieces; waits for blocks lazily."""
         blocks = map(partial(self.block, weights), numbers)
         pieces = self.input_gather.pieces
         return zip(blocks, strict=True) if pieces == 1 else map(torch.chunk, blocks, repeat(pieces), repeat(1))
 
     def in_order(self, by_group: Sequence[AsyncResult[Sequence[T]]]) -> Sequence[T]:
-        """What the groups' collectives give, in the order of the products."""
+        """Wait for the groups' collectives, and bring their results into the order of the products."""
         if len(by_group) == 1:
             return by_group[0].wait()
         found = [each.wait() for each in by_group]
@@ -183,7 +182,8 @@ class LinearOp:
     def input_gradient(
         self, weights: Sequence[torch.Tensor], dy: Sequence[torch.Tensor]
     ) -> AsyncResult[Sequence[torch.Tensor]]:
-        """dy W, summed over the products, on its way to the rank's own part."""
+        """dx = Σ dy W over the products; starts the reduce-scatter that leaves the rank its own part of dx."""
+        # All products' terms go into one call, which sums them in its output buffer.
         pieces: list[torch.Tensor] = []
         rows: list[torch.Tensor] = []
         for output_reduce, numbers in self.groups:
@@ -193,20 +193,22 @@ class LinearOp:
         return self.input_gather.transpose.start(pieces, (rows,))
 
     def block_gradient(self, number: int, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """dyᵀ x, as ``[out, in]`` or ``[in, out]``, with zeros in the rows that were not multiplied.
+        """dW = dyᵀ x of a block, ``[out, in]`` or ``[in, out]`` as stored; rows that weren't multiplied are zeros.
 
         Args:
             number: of the product.
-            dy: of the product's output, in pieces.
-            x: the input, in pieces; in several only where ``dy`` is in one.
+            dy: gradient of the product's output, ``[pieces, ..., features]``.
+            x: the gathered input, ``[pieces, ..., features]``. At most one of the two has several pieces.
         """
         product = self.products[number]
         group, place = self.places[number]
         shape = product.weight.block_shape
         whole = x.new_empty(shape) if product.rows is None else x.new_zeros(shape)
         block = whole if product.is_plain else product.out_in(whole)
+        # [pieces, B/b, S, features] -> [pieces, tokens, features]
         dy, x = dy.flatten(1, -2), x.flatten(1, -2)
         if len(x) > 1:
+            # Each piece of the input has its own columns of dW: view them as [pieces, out, in / pieces].
             assert len(dy) == 1, "pieces of both factors"
             places: Sequence[tuple[slice, torch.Tensor]] = [
                 (slice(None), block.unflatten(1, (len(x), -1)).movedim(1, 0))
@@ -215,7 +217,7 @@ class LinearOp:
             places = self.groups[group][0].places(block, place)
         for features, out in places:
             own, inputs = dy[..., features].expand(len(out), -1, -1), x.expand(len(out), -1, -1)
-            # Its transpose is multiplied where that is how the gradient lies.
+            # A block that is stored [in, out] gets the transposed product, so that it is written without a copy.
             if product.in_first:
                 multiply_batch((inputs.mT,), (own.mT,), out.mT)
             else:
@@ -223,8 +225,9 @@ class LinearOp:
         return whole
 
     def reduce(self, blocks: dict[int, torch.Tensor]) -> dict[int, AsyncResult[torch.Tensor]]:
-        """Start to reduce gradients of blocks, by their products' numbers; without those of which more are to come."""
+        """Start the reduce-scatters of block gradients, by their products' numbers."""
         if self.params[0].gradient_sync is not None:
+            # "gradient_sync": "step": gradients are summed here, and only those that are complete are reduced.
             totals = {number: self.params[number].to_reduce(block, is_own=True) for number, block in blocks.items()}
             blocks = {number: total for number, total in totals.items() if total is not None}
         reducing = start_reduce_scatters(list(map(self.params.__getitem__, blocks)), list(blocks.values()))
@@ -243,6 +246,7 @@ class _Call:
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, call: _Call, edge: torch.Tensor | None, *operands: Any) -> tuple[Any, ...]:
+        # Only there so that outputs require a gradient, and backward runs, if all weights are detached.
         del edge
         own, count = call.linear_op, len(call.deferrals)
         weights, biases = operands[:count], operands[count:]
@@ -250,6 +254,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.call, ctx.begun, ctx.kept = call, None, None
         ctx.parts = own.parts(x) if own.mesh.spans_nodes else 1
         ctx.set_materialize_grads(False)
+        # The input first, for weights have usually been prefetched. All ranks start collectives in this order.
         gathering = list(map(own.input_gather.start, x.tensor_split(ctx.parts)))
         if own.is_sharded:
             start_unshards(own.params, weights)
@@ -260,10 +265,11 @@ class _LinearFunction(torch.autograd.Function):
                 inputs.append(pieces[0])
             part = []
             for output_reduce, numbers in own.groups:
-                # The first product can start when the first weight is there.
+                # Blocks are waited for one by one: the first product starts as soon as the first weight is unsharded.
                 part.append(output_reduce.start(pieces, own.columns(weights, numbers)))
             started.append(part)
         if own.is_sharded:
+            # Reshards, unless "weight_gather": "step" keeps the blocks for backward and for other forwards.
             keep = any(ctx.needs_input_grad)
             ctx.kept = [param.reshard_after_forward(w, keep=keep) for param, w in zip(own.params, weights, strict=True)]
         outs = own.in_order(started[0]) if ctx.parts == 1 else _cat_rows(map(own.in_order, started))
@@ -277,6 +283,7 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, given: torch.Tensor | None, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         own: LinearOp = ctx.call.linear_op
+        # 1. Start every gather: of the input (perhaps started by the backward before), the weights, and dy.
         begun, ctx.begun = _begun(ctx), None
         weights = begun.weights
         needs_x, _, _, *needs = ctx.needs_input_grad
@@ -297,24 +304,27 @@ class _LinearFunction(torch.autograd.Function):
             transposing.append(started)
         reducing: list[AsyncResult[Sequence[torch.Tensor]]] = []
         blocks: dict[int, torch.Tensor] = {}
+        # 2. Multiply, part by part.
         for index, started in enumerate(transposing):
             whole = own.in_order(started)
-            # What is to be reduced comes first, and what isn't last: dW needs no weights, which may be on their way.
+            # If dx has to be reduced, it is computed before dW, which its reduction overlaps with. Otherwise after dW,
+            # which needs no weights and so overlaps with their gathers.
             if needs_x and own.input_gather.reduces:
                 reducing.append(own.input_gradient(weights, whole))
             if index == ctx.parts - 1:
-                # No collective is started after this one that this backward waits for.
+                # This backward waits for no collective that is started later, so the next one's gather delays nothing.
                 _begin_next(ctx.call.before)
             for number in wanted:
                 block = own.block_gradient(number, whole[number], begun.gathering[index].wait())
                 if ctx.parts > 1:
+                    # Sum the parts in float32.
                     block = block.to(statistics_dtype(block.dtype))
                 blocks[number] = blocks[number].add_(block) if number in blocks else block
             if needs_x and not own.input_gather.reduces:
                 reducing.append(own.input_gradient(weights, whole))
         if ctx.parts > 1:
-            # Back from the dtype of the sums.
             blocks = {number: block.to(weights[number].dtype) for number, block in blocks.items()}
+        # 3. Start dW's reduce-scatter, then wait for dx only: dW's is waited for by `deferred`, a layer later.
         scattering: dict[int, AsyncResult[torch.Tensor]] = {}
         if own.is_sharded:
             scattering = own.reduce(blocks)
@@ -325,9 +335,10 @@ class _LinearFunction(torch.autograd.Function):
         if not own.is_sharded:
             dweights = list(map(blocks.get, range(len(weights))))
         else:
+            # Frees the blocks. An all-gather that nobody used is waited for first: its buffer must outlive it.
             for param in own.params:
                 param.discard()
-            # What keeps blocks over the step, for this one.
+            # Frees kept blocks too, unless another forward's graph or the step still refers to them.
             ctx.kept = None
             for number, reduced in scattering.items():
                 deferred = ctx.call.deferrals[number]
@@ -335,7 +346,7 @@ class _LinearFunction(torch.autograd.Function):
                     deferred.defer(reduced)
                 dweights[number] = reduced.wait() if deferred is None else reduced.incomplete()
         if given is not None and dx is not None:
-            # The gradient of a gathered input that was used elsewhere too, to that of the rank's own part.
+            # The gathered input was used elsewhere too: reduce-scatter its gradient, and add it.
             assert isinstance(own.input_gather, GatherSequence)
             dx = dx + scatter_dim(given, SEQUENCE_DIM, own.input_gather.along)
         return dx, None, None, *dweights, *dbiases
@@ -343,14 +354,14 @@ class _LinearFunction(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _DeferredWeights:
-    """See :class:`~cuboid.tensor3d.sharding.weight_gradients.DeferredProduct`; shards only.
+    """The W of one backward: a :class:`~cuboid.tensor3d.sharding.weight_gradients.DeferredProduct` that keeps shards.
 
     Args:
-        linear_op: whose products they are.
-        parts: into which the rows are cut.
-        later: the weight of each product, or None where its gradient isn't deferred.
+        linear_op: the products.
+        parts: number of parts that the rows are cut into.
+        later: for each product, its weight and store, or None if its gradient isn't deferred.
         x: the rank's part of the input.
-        dy: the rank's part of the gradient of each output.
+        dy: the rank's part of each output's gradient.
     """
 
     linear_op: LinearOp
@@ -361,20 +372,20 @@ class _DeferredWeights:
 
     @classmethod
     def add(cls, ctx: Any, begun: _Begun, dy: Sequence[torch.Tensor]) -> None:
-        """Leave the weight gradients of a backward to their store."""
+        """Hand the weight gradients of a backward to their store."""
         assert begun.x is not None
         call: _Call = ctx.call
         store = next(each.store for each in call.later if each is not None)
-        # By ``data``, for any view of the input would keep its whole graph, with all that other backwards have saved.
+        # `data`, because any view of the input would keep its whole graph alive, and all tensors saved in it.
         store.add(cls(call.linear_op, ctx.parts, call.later, begun.x.data, [gradient.data for gradient in dy]))
 
     @property
     def key(self) -> Hashable:
-        """One for each set of weights."""
+        """Equal for units that multiplied by the same weights, whose gradients can be one sum."""
         return tuple(None if each is None else id(each.weight) for each in self.later)
 
     def gradients(self, others: Sequence[_DeferredWeights]) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        """Blocks are added up over the units, and reduce-scattered once."""
+        """The gradients of this unit and others with the same key, summed as blocks and reduce-scattered once."""
         own = self.linear_op
         wanted = [number for number, each in enumerate(self.later) if each is not None]
         sums: dict[int, torch.Tensor] = {}
@@ -401,9 +412,10 @@ class _DeferredWeights:
 
 @dataclass(frozen=True)
 class _Begun:
-    """What of a backward needs no gradient: the saved weights, and the input on its way, part by part, if wanted.
+    """The part of a backward that doesn't depend on dy, and so may begin during another backward.
 
-    The rank's own part of the input is there for weight gradients that are deferred.
+    The saved weight shards; the gathers of the input's parts, if dW is wanted; the rank's own part of the input, if
+    weight gradients are deferred.
     """
 
     weights: Sequence[torch.Tensor]
@@ -412,12 +424,12 @@ class _Begun:
 
 
 def _begun(ctx: Any) -> _Begun:
-    """Begin a backward, unless that was done."""
+    """Begin a backward, unless another one has begun it."""
     if ctx.begun is None:
-        # Unpacked once only, as activation checkpointing allows.
+        # Activation checkpointing allows only one unpacking.
         x, *weights = ctx.saved_tensors
-        # Unless the graph is retained, the rank's own part of the input is freed as soon as it is copied into the
-        # buffer of the all-gather.
+        # Unless the graph is retained, this frees the rank's own part of the input as soon as it is copied into the
+        # all-gather's buffer.
         ctx.maybe_clear_saved_tensors()
         wanted = any(ctx.needs_input_grad[3 : 3 + len(weights)])
         start = partial(ctx.call.linear_op.input_gather.start, in_place=True)
@@ -427,12 +439,12 @@ def _begun(ctx: Any) -> _Begun:
 
 
 def _begin_next(before: weakref.ref[Node] | None) -> None:
-    """Begin another one's backward, if this one's graph will come to it."""
+    """Begin the backward of another multiplication, if the running backward pass includes it."""
     node = None if before is None else before()
     if node is not None and torch._C._will_engine_execute_node(node):
         _begun(node)
 
 
 def _cat_rows(by_part: Iterable[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
-    """Tensors of which each part of a batch's rows has its own."""
+    """Concatenate the rows of the parts, for each of several tensors."""
     return list(map(torch.cat, zip(*by_part, strict=True)))

@@ -1,10 +1,10 @@
-"""Matrix products, and how their partial sums become a rank's own pieces of the sums; for gradients, the transpose.
+"""Matrix products whose partial sums are reduced, each rank getting its own piece; for gradients, the transpose.
 
-A collective leaves and takes the ranks' tensors one behind the other. Where that isn't the order of the dim in
-question, one product of the whole would need a copy before it or another one after it. These multiply straight out of
-one collective's buffer and into the other's instead: by one batched product where each rank's piece is a result of its
-own, and piece by piece where all of them are added up, or lie further apart than a batched product can say. Several
-products of one input share one output reduce, so that query, key and value need one collective and not three.
+A collective reads and writes the ranks' tensors one after another in memory. Where that isn't the order of the tensor's
+dims, one large product would need a copy before or after it. The products here read one collective's buffer directly
+and write into the next one's: as one batched product where each rank's piece is a separate result, and piece by piece
+where the pieces are summed, or where their strides are not those of a batched product. Several products of one input
+share one output reduce, so that q, k and v need one collective instead of three.
 """
 
 from __future__ import annotations
@@ -26,37 +26,40 @@ from cuboid.distributed.axis_collectives import (
 )
 from cuboid.distributed.mesh import AxisGroup
 
-#: A tensor that is cut along its last dim, its features: what one would concatenate to have the whole. Pieces of one
-#: size may be stacked, as a collective leaves them.
+#: A tensor in pieces along its last dim, the features; concatenated they are the whole tensor. Pieces of one size may
+#: be stacked, as a collective writes them.
 Pieces = torch.Tensor | Sequence[torch.Tensor]
-#: Of one weight ``[O, I]``: the columns that belong to each of the input's pieces.
+#: Of one weight ``[O, I]``: the columns that multiply each of the input's pieces.
 Columns = Sequence[torch.Tensor]
-#: oneDNN multiplies these on a CPU, where a batched product of several rows takes half as long again as one by one.
+#: On a CPU, oneDNN multiplies these dtypes; a batched product takes half as long again there as single products.
 _ONE_BY_ONE = (torch.bfloat16, torch.float16)
 
 
 class OutputReduce(Protocol):
-    """What happens to partial sums ``[B/b, S, rows]`` of some products of one input, and its transpose."""
+    """Reduces the partial sums ``[B/b, S, rows]`` of some products of one input; and the transpose of that."""
 
     def start(self, x: Pieces, weights: Iterable[Columns]) -> AsyncResult[Sequence[torch.Tensor]]:
-        """x Wᵀ of each weight, as partial sums, to the rank's own piece of their sum. Weights may come one by one."""
+        """Multiply x Wᵀ for each weight, and start to reduce these partial sums to the rank's own piece of their sum.
+
+        ``weights`` may be an iterator that waits for each weight's all-gather.
+        """
         ...
 
     def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[torch.Tensor]]:
-        """Gradients of the own pieces to those of the partial sums, in n pieces along the rows, which are stacked:
+        """From the gradients of the rank's own pieces to those of the partial sums, as n stacked pieces along the rows:
         ``[n, B/b, S, rows/n]``.
         """
         ...
 
     def rows(self, weight: torch.Tensor, product: int) -> torch.Tensor:
-        """The rows of a product's ``[out, in]`` that belong to each of :meth:`start_transpose`'s n pieces,
+        """The rows of a product's weight ``[out, in]`` for each of :meth:`start_transpose`'s n pieces:
         ``[n, out/n, in]``.
         """
         ...
 
     def places(self, whole: torch.Tensor, product: int) -> Sequence[tuple[slice, torch.Tensor]]:
-        """Where the gradients of these rows go: some features of all n pieces, and those features' rows of ``whole``,
-        ``[n, ..., in]``.
+        """Where dW's rows are written: pairs of a slice of every piece's features, and these features' rows of
+        ``whole``, ``[n, ..., in]``.
         """
         ...
 
@@ -67,7 +70,7 @@ def multiply(x: Pieces, weights: Columns, out: torch.Tensor | None = None) -> to
     Args:
         x: pieces ``[..., I_i]``.
         weights: for each piece the columns ``[O, I_i]`` of W.
-        out: contiguous ``[..., O]`` that takes the result; made if None.
+        out: contiguous ``[..., O]`` that receives the result; allocated if None.
     """
     if out is None:
         out = x[0].new_empty((*x[0].shape[:-1], weights[0].shape[0]))
@@ -79,12 +82,12 @@ def multiply(x: Pieces, weights: Columns, out: torch.Tensor | None = None) -> to
 
 
 def multiply_batch(x: Pieces, weights: Columns, out: torch.Tensor) -> None:
-    """As :func:`multiply`, of n at once.
+    """Do n products as :func:`multiply` does one.
 
     Args:
         x: pieces ``[n, M, I_i]``.
         weights: for each piece ``[n, O, I_i]``.
-        out: ``[n, M, O]``, which takes the results.
+        out: ``[n, M, O]``, which receives the results.
     """
     is_batch = len(out) > 1 and (out.is_cuda or out.dtype not in _ONE_BY_ONE)
     for number, (piece, weight) in enumerate(zip(x, weights, strict=True)):
@@ -101,7 +104,7 @@ class ScatterFeatures:
 
     Args:
         along: the ranks of that axis.
-        parts: for each product, of how many parts its features consist, each of which is cut separately.
+        parts: for each product, the number of parts of its features that are cut separately (3 for GPT-2's fused qkv).
     """
 
     along: AxisGroup
@@ -112,14 +115,15 @@ class ScatterFeatures:
         ranks = self.along.size
         if ranks == 1:
             return AsyncResult([multiply(x, columns) for columns in weights])
-        # For each product, what of its columns belongs to each rank, and the shape of its result there.
+        # For each product: the weight's rows by target rank, and the shape of one rank's result.
         rows, shapes = [], []
         for number, columns in enumerate(weights):
             rows.append(list(map(self.rows, columns, repeat(number))))
             shapes.append((*x[0].shape[:-1], columns[0].shape[0] // ranks))
         sizes = list(map(math.prod, shapes))
+        # The reduce-scatter's send buffer: for each target rank, its pieces of all products, one after another.
         slots = x[0].new_empty((ranks, sum(sizes)))
-        # Each rank's rows are multiplied with all tokens.
+        # A batched product over the target ranks: all of them share the tokens, [ranks, tokens, I].
         tokens = list(map(torch.Tensor.expand, map(torch.flatten, x, repeat(0), repeat(-2)), repeat((ranks, -1, -1))))
         for by_piece, shape, slot in zip(rows, shapes, slots.split(sizes, 1), strict=True):
             multiply_batch(tokens, by_piece, slot.view(ranks, -1, shape[-1]))
@@ -131,6 +135,7 @@ class ScatterFeatures:
             return AsyncResult(list(map(torch.unsqueeze, gradients, repeat(0))))
         flat = list(map(torch.ravel, gradients))
 
+        # The reverse of `start`: each rank's gradients of all products, flattened into one message.
         def cut(slots: torch.Tensor) -> Sequence[torch.Tensor]:
             parts = slots.split(list(map(len, flat)), 1)
             return [part.view(-1, *own.shape) for own, part in zip(gradients, parts, strict=True)]
@@ -138,7 +143,8 @@ class ScatterFeatures:
         return start_all_gather(flat[0] if len(flat) == 1 else torch.cat(flat), self.along, cut)
 
     def rows(self, weight: torch.Tensor, product: int) -> torch.Tensor:
-        """See :class:`OutputReduce`. With several parts these are copies, which are small beside activations."""
+        """See :class:`OutputReduce`. With several parts the rows are copied; weights are small beside activations."""
+        # [parts, ranks, out / (parts · ranks), in]: each rank has a piece of every part.
         by_part = weight.unflatten(0, (self.parts[product], self.along.size, -1))
         return by_part[0] if len(by_part) == 1 else by_part.transpose(0, 1).flatten(1, 2)
 
@@ -152,7 +158,7 @@ class ScatterFeatures:
 
 
 class _InOnePiece:
-    """For reductions whose :meth:`OutputReduce.start_transpose` gives all rows together."""
+    """Base of reductions whose :meth:`OutputReduce.start_transpose` gives all rows in one piece."""
 
     def rows(self, weight: torch.Tensor, product: int) -> torch.Tensor:  # noqa: ARG002
         """See :class:`OutputReduce`."""
@@ -178,11 +184,11 @@ class ScatterSequence(_InOnePiece):
         own = length // ranks
         slots = x[0].new_empty((ranks, batch, own, columns[0].shape[0]))
         if batch == 1:
-            # The positions of one row lie in the order of the ranks.
+            # With one row, positions lie in the order of the ranks.
             multiply(x, columns, slots.view(1, length, -1))
         else:
-            # A rank's positions are contiguous within a row of the batch, but not from row to row: flattening them for
-            # a single product would be a copy, so each row has a product of its own.
+            # A rank's positions are contiguous within a row of the batch, but not across rows: a single product would
+            # need a copy, so each row has a product of its own.
             factors = list(map(torch.Tensor.expand, columns, repeat((batch, -1, -1))))
             for rank, slot in enumerate(slots.unbind()):
                 positions = list(map(torch.narrow, x, repeat(1), repeat(rank * own), repeat(own)))
@@ -203,17 +209,17 @@ class ScatterSequence(_InOnePiece):
 
 @dataclass(frozen=True)
 class SelectHeads(_InOnePiece):
-    """Sum over `hidden` and keep the heads that this rank's queries attend to (GQA with few KV heads).
+    """All-reduce over `hidden`, and keep the heads that this rank's queries attend to (GQA with few KV heads).
 
-    Where the KV heads don't divide by sequence × hidden a reduce-scatter can't hand them out: neighbours need the
-    same head. All ranks get the sum of ``heads`` heads and keep those in ``keep`` (which may repeat).
+    With fewer KV heads than ranks a reduce-scatter doesn't work, because neighbouring ranks need the same head. All
+    ranks get the sums of ``heads`` heads and keep those in ``keep``, which may contain a head several times.
     """
 
     along: AxisGroup
     head_dim: int
     heads: int
     keep: tuple[int, ...]
-    #: ``keep`` on each device. Made for every call, the copy to the device would make the host wait.
+    #: ``keep`` as an index tensor, by device: a copy to the device in every call would make the host wait.
     _indices: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def start(self, x: Pieces, weights: Iterable[Columns]) -> AsyncResult[Sequence[torch.Tensor]]:
@@ -234,6 +240,7 @@ class SelectHeads(_InOnePiece):
 
     def start_transpose(self, gradients: Sequence[torch.Tensor]) -> AsyncResult[Sequence[torch.Tensor]]:
         """See :class:`OutputReduce`."""
+        # A head that was kept several times gets the sum of its gradients.
         kept = torch.stack(list(gradients)).unflatten(-1, (len(self.keep), self.head_dim))
         wholes = kept.new_zeros((*kept.shape[:-2], self.heads, self.head_dim))
         wholes.index_add_(-2, self._indices[kept.device], kept)
@@ -242,7 +249,7 @@ class SelectHeads(_InOnePiece):
 
 @dataclass(frozen=True)
 class SumFeatures(_InOnePiece):
-    """All-reduce over one axis: all ranks get all features of the rank's own positions."""
+    """All-reduce over one axis: each of its ranks gets all features."""
 
     along: AxisGroup
 
@@ -265,13 +272,13 @@ class SumFeatures(_InOnePiece):
 
 
 def _views(together: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[torch.Tensor]:
-    """Tensors of some shapes out of one of their elements, one behind the other."""
+    """Views of some shapes into one flat tensor, one after another."""
     return [part.view(shape) for part, shape in zip(together.split(list(map(math.prod, shapes))), shapes, strict=True)]
 
 
 @dataclass(frozen=True)
 class NoReduce(_InOnePiece):
-    """No reduction: the partial sums are what is wanted."""
+    """No reduction: products are complete on each rank."""
 
     def start(self, x: Pieces, weights: Iterable[Columns]) -> AsyncResult[Sequence[torch.Tensor]]:
         """See :class:`OutputReduce`."""
@@ -283,7 +290,7 @@ class NoReduce(_InOnePiece):
 
 
 def share_reduces(reduces: Sequence[OutputReduce]) -> list[tuple[OutputReduce, list[int]]]:
-    """Let products with the same kind of reduction share one: each, and the numbers of its products."""
+    """Group products that reduce alike: for each group its shared reduction, and the numbers of its products."""
     shared: dict[OutputReduce, list[int]] = {}
     for number, reduce in enumerate(reduces):
         key = replace(reduce, parts=()) if isinstance(reduce, ScatterFeatures) else reduce

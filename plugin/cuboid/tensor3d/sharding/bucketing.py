@@ -1,6 +1,6 @@
-"""Buckets: several parameters in one collective, where each by itself would be too small to be worth one.
+"""Bucketing: several small parameters share one collective.
 
-Large ones travel alone, without being copied into a common buffer and out of it.
+Large ones have a collective each, which saves the copies into a common buffer and out of it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import start_all_gather, start_reduce_scatter_parts
 from cuboid.tensor3d.sharding.sharded_param import FULL_ITEMSIZE, ShardedModule, ShardedParam
 
-#: Of shards that share a collective, together. A network needs longer for it than for starting it.
+#: Most bytes of the shards in a bucket. Transferring so many takes a network longer than starting a collective.
 _BUCKET_BYTES = 1 << 20
 
 
 def start_unshards(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) -> None:
-    """Start to unshard blocks that will be used in this order; those that are there or on their way are left alone."""
+    """Start to unshard blocks in the order of their use; blocks that exist or are in flight are skipped."""
     missing = [(param, shard) for param, shard in zip(params, shards, strict=True) if param.needs_unshard(shard)]
     for members in _buckets(missing):
         if len(members) == 1:
@@ -39,7 +39,7 @@ def _start_bucket(members: Sequence[tuple[ShardedParam, torch.Tensor]]) -> None:
 
 
 class _Part:
-    """Takes one parameter out of the ranks' rows."""
+    """Cuts one parameter's shards out of a gathered bucket ``[ranks, elements]``."""
 
     def __init__(self, rows: AsyncResult[torch.Tensor], start: int) -> None:
         self._rows, self._start = rows, start
@@ -51,13 +51,14 @@ class _Part:
 def start_reduce_scatters(
     params: Sequence[ShardedParam], gradients: Sequence[torch.Tensor]
 ) -> list[AsyncResult[torch.Tensor]]:
-    """Start to sum blocks' gradients, and leave each rank its shards'; in order."""
+    """Start to reduce-scatter the gradients of blocks; results in the order of ``params``."""
     found: list[AsyncResult[torch.Tensor]] = []
     for members in _buckets(list(zip(params, gradients, strict=True)), of_blocks=True):
         first = members[0][0]
         if len(members) == 1 or first.ranks == 1:
             found += [param.start_reduce_scatter(gradient) for param, gradient in members]
             continue
+        # [ranks, elements]: each rank's slices of all members, one after another.
         stacked = [param.stacked(gradient) for param, gradient in members]
         rows = torch.cat([each.flatten(1) for each in stacked], 1)
         exchange = rows.dtype.itemsize < FULL_ITEMSIZE and first.exchanges
@@ -68,7 +69,7 @@ def start_reduce_scatters(
 
 
 def reduce_rest(model: nn.Module) -> None:
-    """At the end of a step, reduce and accumulate what its last backward didn't come to. Collective."""
+    """At the end of a step, reduce and accumulate sums of parameters that its last backward didn't use. Collective."""
     rest = []
     for module in (module for module in model.modules() if isinstance(module, ShardedModule)):
         for name, param in module.sharded_params.items():
@@ -77,13 +78,14 @@ def reduce_rest(model: nn.Module) -> None:
                 rest.append((param, module.get_parameter(name), total))
     reducing = start_reduce_scatters([param for param, _, _ in rest], [total for _, _, total in rest])
     for (_, parameter, _), reduced in zip(rest, reducing, strict=True):
+        # Through autograd, so that the hooks of frameworks see the gradient.
         parameter.backward(reduced.wait().to(parameter.dtype))  # type: ignore[no-untyped-call]
 
 
 def _buckets(
     members: Sequence[tuple[ShardedParam, torch.Tensor]], *, of_blocks: bool = False
 ) -> Iterator[list[tuple[ShardedParam, torch.Tensor]]]:
-    """Neighbours that can share a collective, and are small enough together."""
+    """Group neighbours with the same ranks and dtype into buckets of at most ``_BUCKET_BYTES``."""
     bucket: list[tuple[ShardedParam, torch.Tensor]] = []
     total = 0
     for param, tensor in members:

@@ -1,9 +1,9 @@
-"""Deferred reduce-scatter: gradients on their way to the shards while the backward of the layer before runs.
+"""Deferred reduce: a gradient's reduce-scatter is in flight while the backward of the preceding layer runs.
 
-A reduce-scatter of a weight's gradient has time until the optimizer's step. But whatever a backward returns, autograd
-adds to ``grad`` at once, and calls the hooks by which frameworks learn of it. So between the parameters of a layer and
-their users stands a node that was made *before* the layer ahead of it ran in forward. Autograd runs nodes in the
-opposite order of their making, so this one comes up when that other layer's backward is through, and waits then.
+Only the optimizer's step needs the reduced gradient. But autograd adds whatever a backward returns to ``grad`` at once,
+and then calls the hooks that frameworks have registered. So there is a node between the parameters of a layer and the
+products that use them, created *before* the preceding layer ran in forward. Autograd runs nodes in the reverse order of
+their creation, so this node runs when that layer's backward has finished, and waits for the reduce-scatters then.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from cuboid.distributed.async_result import AsyncResult
 
 
 class DeferredReduce:
-    """Reduce-scatters that were started for some shards, and are waited for later."""
+    """Reduce-scatters in flight for the shards of one layer."""
 
     def __init__(self) -> None:
         self._pending: list[AsyncResult[Any]] = []
 
     def defer(self, gradient: AsyncResult[Any]) -> None:
-        """Wait for this one later. Until then nobody must read it."""
+        """Add one. Its result must not be read before :meth:`wait`."""
         self._pending.append(gradient)
 
     def wait(self) -> None:
-        """For all of them."""
+        """Wait for all of them."""
         for gradient in self._pending:
             gradient.wait()
         self._pending = []
@@ -37,6 +37,7 @@ class _Shards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, deferred: DeferredReduce, *shards: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.deferred = deferred
+        # A frozen shard's gradient stays None instead of a tensor of zeros.
         ctx.set_materialize_grads(False)
         return tuple(map(torch.Tensor.view_as, shards, shards))
 
@@ -47,6 +48,6 @@ class _Shards(torch.autograd.Function):
 
 
 def deferred_shards(shards: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], DeferredReduce]:
-    """The same shards, each for one use in forward, whose backward may :meth:`~DeferredReduce.defer` its gradient."""
+    """Views of the shards, each for one product, whose backward may :meth:`~DeferredReduce.defer` its gradient."""
     deferred = DeferredReduce()
     return _Shards.apply(deferred, *shards), deferred

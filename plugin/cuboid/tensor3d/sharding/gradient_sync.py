@@ -1,8 +1,8 @@
 """When gradients of a stage's sharded parameters are reduced: after each unit's backward, or once for a whole step.
 
-With once, each rank adds up the gradients of its blocks over all segments and micro-batches of a step. The backward
-that completes a sum reduce-scatters it, behind the computations that follow, as it would a unit's own: whatever becomes
-of a gradient then, hooks and all, is the same in both ways. FSDP2 has the idea as ``set_requires_gradient_sync``.
+If once, each rank sums the gradients of its blocks over all segments and micro-batches of a step. The backward that
+completes a sum reduce-scatters it as it would a single unit's gradient, overlapping with the computations that follow;
+from there on, hooks included, both ways are the same. FSDP2 has the same idea in ``set_requires_gradient_sync``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 class GradientSync:
     """The unreduced gradients of a stage's blocks, shared by all of its sharded parameters.
 
-    It is an object that parameters refer to, not a context variable: under CUDA, threads of autograd's run backward.
+    It is an object that parameters refer to and not a context variable: on CUDA, backward runs in autograd's threads.
 
     Attributes:
-        is_last: whether the backward that runs now is the last one of the step that gives its parameters a gradient.
+        is_last: whether the current backward is the step's last one that gives its parameters a gradient.
     """
 
     def __init__(self) -> None:
@@ -26,15 +26,15 @@ class GradientSync:
         self._sums: dict[Hashable, torch.Tensor] = {}
 
     def add(self, key: Hashable, gradient: torch.Tensor, *, is_own: bool) -> torch.Tensor | None:
-        """Take in a block's gradient.
+        """Add a block's gradient.
 
         Args:
-            key: of the block.
-            gradient: of one backward.
-            is_own: whether the tensor may be written to.
+            key: identifies the block.
+            gradient: from one backward.
+            is_own: whether the tensor may be modified in place.
 
         Returns:
-            The sum, in the gradient's dtype, if this was the last one; else None.
+            The sum, in the gradient's dtype, if this was the step's last one; else None.
         """
         total = self._sums.pop(key, None)
         if total is not None:
@@ -42,7 +42,7 @@ class GradientSync:
         elif self.is_last:
             return gradient
         else:
-            # In float32 at least, as one product of everything would be added up before it is rounded.
+            # In float32 at least: one product over the whole step would sum in float32 before it rounds, too.
             total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=not is_own)
         if self.is_last:
             return total.to(gradient.dtype)
@@ -50,10 +50,10 @@ class GradientSync:
         return None
 
     def take(self, key: Hashable) -> torch.Tensor | None:
-        """The sum of a block that the last backward didn't come to."""
+        """Remove and return the sum of a block that the last backward didn't use."""
         return self._sums.pop(key, None)
 
     def clear(self) -> None:
-        """Forget everything, after an error."""
+        """Drop all sums, after an error."""
         self._sums.clear()
         self.is_last = True

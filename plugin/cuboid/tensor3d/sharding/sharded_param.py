@@ -1,6 +1,6 @@
 """A sharded parameter: unsharded for a multiplication, and resharded after it.
 
-The idea of FSDP2's per-parameter state (``torch.distributed.fsdp``), over :attr:`ShardingSpec.fsdp_axes`.
+It follows FSDP2's per-parameter state (``torch.distributed.fsdp``), with :attr:`ShardingSpec.fsdp_axes` as the axes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from cuboid.tensor3d.sharding.param_versions import Updates
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
 
-#: How gradients of blocks are added up; see :func:`set_gradient_reduce`.
+#: How the ranks' gradients of a block are summed; see :func:`set_gradient_reduce`.
 GradientReduce = Literal["auto", "fp32", "backend"]
-#: Bytes of an element from which on gradients are added up as they are.
+#: Gradients with elements of at least so many bytes are summed in their own dtype.
 FULL_ITEMSIZE = torch.float32.itemsize
 
 
 class ShardedState(Enum):
-    """Whether a parameter is sharded, as FSDP2's state of the same name."""
+    """Where a parameter is in its life cycle; named after FSDP2's enum."""
 
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
@@ -42,23 +42,23 @@ class ShardedState(Enum):
 
 
 class UnshardedCopy:
-    """An unsharded parameter that is kept while somebody refers to it, and the values that it was made of.
+    """An unsharded block that lives as long as it is referred to, and what identifies the values it was gathered from.
 
     Args:
-        whole: unsharded, perhaps cast.
-        parameter: the shard as the model has it. What is gathered may be a temporary cast of it, whose place in memory
-            says nothing: each rank's allocator would decide by itself whether a collective is needed.
+        whole: the block, perhaps cast.
+        parameter: the model's own shard, not the tensor that was gathered. That may be a temporary cast, whose address
+            depends on the rank's allocator, and all ranks must agree on whether a collective is needed.
         updates: counts the optimizer's steps.
     """
 
     def __init__(self, whole: torch.Tensor, parameter: torch.Tensor, updates: Updates) -> None:
         self.whole = whole
-        # Weak, but its address isn't given to another storage as long as this is there.
+        # A weak reference; but while it exists, the storage's address isn't reused.
         self._storage = StorageWeakRef(parameter.untyped_storage())
         self._values = self._values_of(parameter, updates)
 
     def is_of(self, parameter: torch.Tensor, dtype: torch.dtype, updates: Updates) -> bool:
-        """Whether these are still the parameter's values, in this dtype."""
+        """Whether the block still has the parameter's values, in this dtype."""
         is_same = self._storage.cdata == parameter.untyped_storage()._cdata and self.whole.dtype == dtype
         return is_same and self._values == self._values_of(parameter, updates)
 
@@ -70,16 +70,16 @@ class UnshardedCopy:
 class ShardedParam:
     """Unshards one parameter into the block that a multiplication needs, and reduce-scatters its gradient.
 
-    ``SHARDED --start_unshard()--> UNSHARDING --unsharded()--> UNSHARDED --reshard()--> SHARDED``. Whoever needs the
-    block soon may start early; who needs it now starts it unless somebody did. It lives until the state is SHARDED.
+    ``SHARDED --start_unshard()--> UNSHARDING --unsharded()--> UNSHARDED --reshard()--> SHARDED``. A prefetch may start
+    the all-gather early; :meth:`start_unshard` does nothing if it has. :meth:`reshard` frees the block.
     """
 
     def __init__(self, layout: ShardingSpec, mesh: Mesh) -> None:
         self.layout = layout
         self.mesh = mesh
-        #: Over which the block is sharded.
+        #: The ranks that the block is sharded over.
         self.along = mesh.along(*layout.fsdp_axes)
-        #: How many shards make a block. Where it is one, the shard is the block, and nothing is ever unsharded.
+        #: Shards per block. If it is 1, the shard is the block, and there is never a collective.
         self.ranks = self.along.size
         self.block_shape = layout.block_shape(mesh.shape)
         self._shard_shape = layout.shard_shape(mesh.shape)
@@ -87,32 +87,32 @@ class ShardedParam:
         self._dtype: torch.dtype | None = None
         self._pending: AsyncResult[torch.Tensor] | None = None
         self._block: torch.Tensor | None = None
-        #: Whether blocks are kept from a forward to its backward, and by whose count they are out of date.
+        #: With "weight_gather": "step": the count of optimizer steps, after which a kept block is out of date.
         self.keeps: Updates | None = None
         self._kept: weakref.ref[UnshardedCopy] | None = None
-        #: What keeps blocks longer than their forwards' graphs do; see :func:`keep_until_step_ends`.
+        #: In a pipeline: keeps blocks to the end of the step; see :func:`keep_until_step_ends`.
         self.held: list[UnshardedCopy] | None = None
-        #: Of which the shards are views or casts, as far as blocks are kept.
+        #: The model's own parameter, of which the shards are views or casts. Set where blocks are kept.
         self._parameter: weakref.ref[torch.Tensor] | None = None
         self.gradient_reduce: GradientReduce = "auto"
-        #: Where gradients are added up until the last one of a step; None to reduce each by itself.
+        #: With "gradient_sync": "step": sums gradients until a step's last one. None to reduce each separately.
         self.gradient_sync: GradientSync | None = None
 
     def is_made_of(self, parameter: torch.Tensor) -> None:
-        """Say which parameter the shards that are gathered from now on are views or casts of, where blocks are kept."""
+        """Set the parameter of which the shards that follow are views or casts."""
         self._parameter = weakref.ref(parameter)
 
     def start_unshard(self, shard: torch.Tensor) -> None:
-        """Start to unshard ``[rows/fsdp, ...]``, unless its block ``[rows, ...]`` is there or on its way."""
+        """Start to all-gather a shard ``[rows/fsdp, ...]``, unless its block ``[rows, ...]`` exists or is in flight."""
         if self.needs_unshard(shard):
             self.expect_unshard(shard, start_all_gather(shard.detach(), self.along))
 
     def needs_unshard(self, shard: torch.Tensor) -> bool:
-        """Whether somebody has to start. A block of another dtype is discarded, and one that was kept is taken up."""
+        """Whether an all-gather must be started. Discards a block of another dtype, and reuses one that was kept."""
         if self.ranks == 1:
             return False
         if self.state is not ShardedState.SHARDED and self._dtype != shard.dtype:
-            # Started outside of autocast and needed inside, or the other way round.
+            # Prefetched outside of autocast and needed inside, or the other way round.
             self.discard()
         kept = None if self._kept is None else self._kept_block(shard.dtype)
         if self.state is ShardedState.SHARDED and kept is not None:
@@ -120,15 +120,16 @@ class ShardedParam:
         return self.state is ShardedState.SHARDED
 
     def expect_unshard(self, shard: torch.Tensor, stacked: AsyncResult[torch.Tensor]) -> None:
-        """Take the shards of all ranks, ``[fsdp, rows/fsdp, ...]``, from an all-gather that was started."""
+        """Take over an all-gather that gives the shards of all ranks, ``[fsdp, rows/fsdp, ...]``."""
         assert self.state is ShardedState.SHARDED, "unsharded twice"
         self._dtype, self._pending = shard.dtype, stacked
         self.state = ShardedState.UNSHARDING
 
     def unsharded(self) -> torch.Tensor:
-        """The block, once it is there; valid until :meth:`reshard`."""
+        """Wait for the block. It is valid until :meth:`reshard`."""
         assert self.state is not ShardedState.SHARDED, "not unsharded"
         if self._pending is not None:
+            # The last shard may be padded: cut the block back to its own rows.
             self._block = self._pending.wait().flatten(0, 1)[: self.block_shape[0]]
             self._pending = None
             self.state = ShardedState.UNSHARDED
@@ -142,16 +143,18 @@ class ShardedParam:
         self.state = ShardedState.SHARDED
 
     def reshard_after_forward(self, shard: torch.Tensor, *, keep: bool) -> UnshardedCopy | None:
-        """:meth:`reshard` after a forward's product, unless the backward follows at once.
+        """:meth:`reshard` after a forward's product.
 
         Args:
-            shard: what the block was gathered of.
+            shard: from which the block was gathered.
             keep: whether a backward will follow.
 
         Returns:
-            What keeps the block for the backward and for other forwards before it, where that is wanted.
+            With "weight_gather": "step", a reference that keeps the block for the backward, and for other forwards
+            until then; else None.
         """
         if self.ranks == 1 or is_recomputing():
+            # The backward of a recomputed forward follows at once, and uses the same block.
             return None
         whole = self.unsharded()
         self.reshard()
@@ -181,7 +184,7 @@ class ShardedParam:
 
     @contextmanager
     def unshard(self, shard: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Unshard for the time of a ``with`` block."""
+        """Unshard for the duration of a ``with`` statement."""
         if self.ranks == 1:
             yield shard.detach()
             return
@@ -195,21 +198,22 @@ class ShardedParam:
                 self.reshard_after_forward(shard, keep=True)
 
     def to_reduce(self, block_gradient: torch.Tensor, *, is_own: bool = False) -> torch.Tensor | None:
-        """What is to be reduced now that a backward has given a gradient of the block.
+        """The gradient to reduce after a backward.
 
         Args:
             block_gradient: of this backward.
-            is_own: whether it may be written to.
+            is_own: whether it may be modified in place.
 
         Returns:
-            The gradient, or its sum over a step; None as long as more are to come.
+            With "gradient_sync": "step", the sum over the step's backwards after the last of them, and None before;
+            else the gradient itself.
         """
         if self.gradient_sync is None or self.ranks == 1:
             return block_gradient
         return self.gradient_sync.add(self, block_gradient, is_own=is_own)
 
     def start_reduce_scatter(self, block_gradient: torch.Tensor) -> AsyncResult[torch.Tensor]:
-        """Sum the ranks' gradients of the block and leave each rank its shard's."""
+        """Start to sum the ranks' gradients of the block; each rank gets the sum for its shard."""
         if self.ranks == 1:
             return AsyncResult(block_gradient)
         exchange = block_gradient.dtype.itemsize < FULL_ITEMSIZE and self.exchanges
@@ -217,14 +221,14 @@ class ShardedParam:
 
     @property
     def exchanges(self) -> bool:
-        """Whether ranks exchange a short gradient's slices to add them up in float32; see :func:`set_gradient_reduce`.
+        """Whether ranks exchange slices of 16-bit gradients and sum them in float32; see :func:`set_gradient_reduce`.
 
-        To be asked only for gradients of elements shorter than :data:`FULL_ITEMSIZE`: this is called for each.
+        Only meaningful for gradients with elements shorter than :data:`FULL_ITEMSIZE`.
         """
         return self.gradient_reduce == "fp32" or (self.gradient_reduce == "auto" and not self.mesh.spans_nodes)
 
     def stacked(self, block: torch.Tensor) -> torch.Tensor:
-        """Cut a block into what the ranks keep, ``[fsdp, rows/fsdp, ...]``; rows that nobody has are zeros."""
+        """Cut a block into the ranks' shards, ``[fsdp, rows/fsdp, ...]``; padding rows are zeros."""
         height, *rest = self._shard_shape
         missing = self.ranks * height - block.shape[0]
         if missing:
@@ -232,17 +236,14 @@ class ShardedParam:
         return block.reshape(self.ranks, height, *rest)
 
     def reduce_scatter(self, block_gradient: torch.Tensor) -> torch.Tensor | None:
-        """:meth:`start_reduce_scatter` of what is :meth:`to_reduce`, waited for; None if nothing is yet."""
-        # Without a call where each gradient is reduced by itself: this is on the way of every small parameter.
+        """:meth:`to_reduce`, then :meth:`start_reduce_scatter`, waited for. None if there is nothing to reduce yet."""
+        # Saves a call in the usual case: this runs for every small parameter.
         total = block_gradient if self.gradient_sync is None else self.to_reduce(block_gradient)
         return None if total is None else self.start_reduce_scatter(total).wait()
 
 
 def is_recomputing() -> bool:
-    """Whether this forward runs inside of a backward, as activation checkpointing lets it.
-
-    Its weights stay gathered for the backward that follows.
-    """
+    """Whether this forward runs inside a backward, as activation checkpointing's recomputation does."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -259,22 +260,22 @@ class _Unshard(torch.autograd.Function):
 
 
 def unshard_parameter(shard: torch.Tensor, param: ShardedParam) -> torch.Tensor:
-    """Differentiable unshard, for small parameters (norms, biases) whose block autograd may keep."""
+    """Differentiable unshard, for small parameters (norms, biases) whose block autograd may save."""
     if param.ranks == 1:
         return shard
     return _Unshard.apply(shard, param)
 
 
 class ShardedModule(nn.Module):
-    """A layer whose parameters are shards: it knows the mesh, and has a ShardedParam for each parameter.
+    """A layer whose parameters are shards: it has the mesh, and a ShardedParam for each parameter.
 
     Attributes:
-        prefetched_params, prefetched_shards: what the prefetcher has ready for this module's forward, by the
-            parameter's name: unsharded small parameters, and shards whose reduce-scatter may be deferred.
-        is_prefetched: whether the prefetcher is to unshard its parameters.
-        gathered_once: names of parameters that are small although they have several dims: as those of one dim, they are
-            gathered for a forward together with others, and autograd keeps them for its backward.
-        weight_gradients: where the gradients of ``weight`` may be deferred to; None where they never are.
+        prefetched_params, prefetched_shards: what the prefetcher prepared for this module's forward, by parameter name:
+            unsharded small parameters, and shards whose reduce-scatter may be deferred.
+        is_prefetched: whether the prefetcher unshards its parameters.
+        gathered_once: names of small parameters with several dims. Like parameters of one dim, they are unsharded once
+            per forward, bucketed with others, and autograd saves them for backward.
+        weight_gradients: the store that gradients of ``weight`` may be deferred to; None if they never are.
     """
 
     mesh: Mesh
@@ -300,7 +301,7 @@ class ShardedModule(nn.Module):
 
     @contextmanager
     def unsharded_in_place(self) -> Iterator[None]:
-        """Inside, the module's own code finds the blocks of all its small parameters where it has the shards."""
+        """In the ``with`` block, the module's parameters are unsharded, so that its original forward can run."""
         shards: dict[str, Any] = dict(self._parameters)
         blocks: dict[str, Any] = {name: self.unsharded(name) for name in self.sharded_params}
         self._parameters.update(blocks)
@@ -323,7 +324,7 @@ def shard_in_place(
     mesh: Mesh,
     layouts: dict[str, ShardingSpec],
 ) -> None:
-    """Make a module one of a ``kind``, with shards. Its class keeps its name, and its code as far as that has none."""
+    """Turn a module into a sharded one in place: its class becomes a subclass of ``kind`` and of its own class."""
     classes: tuple[Any, Any] = kind, type(module)
     module.__class__ = _subclass(*classes)
     for name, parameter in parameters.items():
@@ -337,12 +338,12 @@ def _subclass(kind: Any, own: Any) -> type[nn.Module]:
     return type(own.__name__, (kind, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
 
 
-#: Whether whoever asks for a state dict knows that shards are in it.
+#: Whether the caller of ``state_dict`` expects shards in it.
 _knows_of_shards: ContextVar[bool] = ContextVar("cuboid_knows_of_shards", default=False)
 
 
 def local_state(model: nn.Module) -> dict[str, Any]:
-    """A model's ``state_dict(keep_vars=True)`` as this rank has it: shards, which go by their whole tensors' names."""
+    """A model's ``state_dict(keep_vars=True)`` on this rank: shards, under the names of the whole tensors."""
     token = _knows_of_shards.set(True)
     try:
         return dict(model.state_dict(keep_vars=True))
@@ -351,7 +352,7 @@ def local_state(model: nn.Module) -> dict[str, Any]:
 
 
 def check_knows_of_shards(module: nn.Module) -> None:
-    """Make sure that a state dict isn't taken for a whole model's.
+    """Make sure that nobody takes a state dict of shards for the whole model's.
 
     Raises:
         UnsupportedModelError: outside of :func:`local_state`.
@@ -365,22 +366,22 @@ def check_knows_of_shards(module: nn.Module) -> None:
 
 
 def set_gradient_reduce(model: nn.Module, how: GradientReduce) -> None:
-    """Say how gradients of weights that are shorter than float32 are added up over the axes that shard them.
+    """Set how the ranks' gradients of 16-bit weights are summed over the axes that shard them.
 
-    Over gloo, and from float32 on, all is alike. Two ranks' sums are rounded once in any way.
+    It makes no difference over gloo, from float32 on, or for two ranks, whose sum is rounded once in any case.
 
     Args:
         model: sharded.
-        how: ``"fp32"``: ranks exchange slices, and each adds up its own in float32. ``"backend"``: by the backend's
+        how: ``"fp32"``: ranks exchange slices, and each sums its own in float32. ``"backend"``: the backend's
             reduce-scatter, which under NCCL rounds once for each rank but the first. ``"auto"``: ``"fp32"`` on a mesh
-            of one node, where it moves no more bytes over any link; NCCL's rings pass fewer between nodes.
+            within one node, where it sends no more bytes over any link; NCCL's rings send fewer between nodes.
     """
     for param in _params_of(model):
         param.gradient_reduce = how
 
 
 def defer_gradient_sync(model: nn.Module) -> GradientSync:
-    """Let gradients be reduced only by the backwards that are said to be a step's last."""
+    """Sum gradients over a step, and reduce them only in the backwards that are marked as its last."""
     sync = GradientSync()
     for param in _params_of(model):
         param.gradient_sync = sync
@@ -388,17 +389,17 @@ def defer_gradient_sync(model: nn.Module) -> GradientSync:
 
 
 def disable_reshard_after_forward(model: nn.Module) -> None:
-    """Keep gathered weights from a forward to its backward, and let other forwards in between have them too."""
+    """Keep weights unsharded from a forward to its backward; other forwards in between use them too."""
     updates = Updates()
     for param in _params_of(model):
         param.keeps = updates
 
 
 def keep_until_step_ends(model: nn.Module) -> list[UnshardedCopy]:
-    """Keep gathered weights between the units of a step too, where one's backward is through before the next's forward.
+    """Keep weights unsharded between the units of a step too, even after the backward of the only unit in flight.
 
     Returns:
-        What keeps them; to be cleared when the step ends.
+        The list that keeps them; clear it when the step ends.
     """
     held: list[UnshardedCopy] = []
     for param in _params_of(model):
