@@ -1,8 +1,8 @@
 """Causal attention of one segment to itself and to all segments before it.
 
-Two ways, alike in what they do with the store of keys and values. :func:`attend_segment` is two fused kernels, one for
-the past and one for the segment itself, merged by their log-sum-exps; no mask exists. :func:`prefix` gives whatever
-kernel a model needs the keys and values of the past together with the segment's own.
+There are two ways, which use the KV cache alike. :func:`attend_segment` calls a fused kernel twice, for the past and
+for the segment itself, and merges the results by their log-sum-exps, without a mask. :func:`prefix` returns the keys
+and values of the past together with the segment's own, for whatever attention kernel a model has.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def attend_segment(
         query: ``[B, Hq, L, D]``; Hq is a multiple of Hkv.
         key: ``[B, Hkv, L, D]``.
         value: ``[B, Hkv, L, Dv]``.
-        store: holds keys and values of the positions before ``start``, and gets these.
-        layer: names the layer in the store.
+        store: the KV cache, which has the positions before ``start``; the segment's own are added.
+        layer: identifies the layer in the KV cache.
         start: the segment's first position.
-        scale: of the scores.
+        scale: factor of the scores.
 
     Returns:
         ``[B, Hq, L, Dv]``.
@@ -50,7 +50,7 @@ def attend_segment(
 def prefix(
     key: torch.Tensor, value: torch.Tensor, store: KVCache, layer: Hashable, start: int, first: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values from position ``first`` to the end of a segment, not copied.
+    """Keys and values from position ``first`` to the end of a segment, without a copy.
 
     Args:
         key, value: the segment's own, ``[B, Hkv, L, D]`` and ``[B, Hkv, L, Dv]``.
@@ -65,7 +65,7 @@ def prefix(
 
 
 class _AttendSegment(torch.autograd.Function):
-    """Saves the query, the merged output and its log-sum-exp; keys and values are in the store."""
+    """Saves the query, the merged output and its log-sum-exp; keys and values are in the KV cache."""
 
     @staticmethod
     def forward(
@@ -82,12 +82,14 @@ class _AttendSegment(torch.autograd.Function):
         kernel = choose_kernel(query, key, value)
         group = 1 if kernel.knows_groups else query.shape[1] // key.shape[1]
         own = _expand(key, group), _expand(value, group)
+        # The diagonal: the segment's queries and its own keys, causal.
         out, lse = kernel.forward(query, *own, causal=True, scale=scale)
         if start > 0:
+            # The past, which every query of the segment sees whole.
             past = kernel.forward(_fold(query, group), *store.read(layer, 0, start), causal=False, scale=scale)
             _merge(_by_group(out, group), _by_group(lse, group), *(_unfold(x, group) for x in past))
         if ctx.needs_input_grad[0] and query.untyped_storage().nbytes() > query.nbytes:
-            # A view of a fused projection's result would keep keys and values once more.
+            # If q is a view of a fused projection's output, saving it would keep k and v a second time.
             query = query.clone()
         ctx.save_for_backward(query, out, lse)
         ctx.place = (store, layer, start)
@@ -99,6 +101,7 @@ class _AttendSegment(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, out, lse = ctx.saved_tensors
         (store, layer, start), (kernel, group, scale) = ctx.place, ctx.call
+        # With the merged out and lse, each call gives its own share of the gradients (see `kernels`).
         own = (_expand(x, group) for x in store.read(layer, start, start + query.shape[2]))
         dq, dk, dv = kernel.backward(grad, query, *own, out, lse, causal=True, scale=scale)
         if start > 0:
@@ -110,6 +113,7 @@ class _AttendSegment(torch.autograd.Function):
                 store.add_gradients(layer, 0, dk_past, dv_past)
         dk, dv = store.with_gradients(layer, start, _group_sum(dk, group), _group_sum(dv, group))
         if start == 0:
+            # The first segment is the last to run backward.
             store.free_layer(layer)
         return dq, dk, dv, None, None, None, None
 
@@ -136,9 +140,10 @@ class _Prefix(torch.autograd.Function):
         return dk, dv, None, None, None, None
 
 
-# A group is the query heads that share one key head. For kernels that know groups by themselves it is taken to be one
-# head. Others are given as many query heads as key heads: for the segment itself its few keys are repeated; for the
-# past, which may be long, the group becomes more queries. That is right as no mask tells one query from another.
+# GQA: a group is the query heads that share one key head. Kernels that handle groups get the tensors as they are (group
+# 1 here). Other kernels need as many key heads as query heads: for the segment itself the keys, which are few, are
+# repeated; for the past, which may be long, the heads of a group become additional queries of one head, which is right
+# because there is no mask that depends on the query's position.
 
 
 def _expand(x: torch.Tensor, group: int) -> torch.Tensor:
@@ -152,12 +157,12 @@ def _fold(x: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def _unfold(x: torch.Tensor, group: int) -> torch.Tensor:
-    """``[B, Hkv, group · L, …]`` to ``[B, Hkv, group, L, …]``, not copied."""
+    """``[B, Hkv, group · L, …]`` to ``[B, Hkv, group, L, …]``, a view."""
     return x.unflatten(2, (group, -1))
 
 
 def _by_group(x: torch.Tensor, group: int) -> torch.Tensor:
-    """``[B, Hq, L, …]`` to ``[B, Hkv, group, L, …]``, not copied."""
+    """``[B, Hq, L, …]`` to ``[B, Hkv, group, L, …]``, a view."""
     return x.unflatten(1, (-1, group))
 
 
@@ -166,13 +171,14 @@ def _group_sum(x: torch.Tensor, group: int) -> torch.Tensor:
     if group == 1:
         return x
     heads = _by_group(x, group)
-    # A reduction over a dim of two that lies in the middle takes three times as long on a CPU, for the same bits.
+    # On a CPU, a reduction over an inner dim of size two takes three times as long as an addition, for the same bits.
     return heads[:, :, 0] + heads[:, :, 1] if group == 2 else heads.sum(2)
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, past_out: torch.Tensor, past_lse: torch.Tensor) -> None:
-    """Make ``out`` ``[…, L, Dv]`` and ``lse`` ``[…, L]`` those of attention to both sets of keys, in place."""
+    """Merge attention to two sets of keys into ``out`` ``[…, L, Dv]`` and ``lse`` ``[…, L]``, in place."""
+    # exp(past_lse) / (exp(past_lse) + exp(lse)), without overflow.
     past_share = torch.sigmoid(past_lse - lse).unsqueeze(-1)
-    # In the precision of the log-sum-exp: it is float32 where the output is shorter.
+    # In the dtype of the log-sum-exp, which is float32 if the output has 16 bits.
     out.copy_(torch.lerp(out.to(lse.dtype), past_out.to(lse.dtype), past_share))
     torch.logaddexp(lse, past_lse, out=lse)

@@ -1,9 +1,8 @@
-"""Fused attention kernels that tell the log-sum-exp of each query's scores, and their backward.
+"""Fused attention kernels that return the log-sum-exp of each query's scores, and their backward.
 
-All know no mask but the causal one. Some know groups, of query heads that share a key head; the others take as many key
-heads as query heads. With ``out`` and ``lse`` merged from
-several calls, each backward yields its own call's share of the gradients: a kernel recomputes the probabilities from
-``lse``, and the rest of the formula needs ``out`` only.
+The only mask they have is the causal one. Some handle GQA, where query heads share a key head; the others need as many
+key heads as query heads. If ``out`` and ``lse`` are merged from several calls, each call's backward gives its share of
+the gradients: a kernel recomputes the probabilities from ``lse``, and everything else depends on ``out`` only.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class Kernel(Protocol):
     """Attention of ``[B, H, L, D]`` queries to ``[B, H, S, D]`` keys and ``[B, H, S, Dv]`` values.
 
     Attributes:
-        knows_groups: whether keys and values may have fewer heads, of which H is a multiple.
+        knows_groups: whether keys and values may have fewer heads, of which H is a multiple (GQA).
     """
 
     knows_groups: ClassVar[bool]
@@ -53,14 +52,14 @@ def choose_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
     one_head_dim = query.shape[-1] == value.shape[-1]
     if query.device.type == "cpu" and one_dtype and one_head_dim:
         return CpuFlash()
-    # Elsewhere than on NVIDIA's GPUs these operators have other conventions for the log-sum-exp.
+    # On other GPUs than NVIDIA's these operators define the log-sum-exp differently.
     if query.device.type == "cuda" and one_dtype and torch.version.hip is None:
         cuda = torch.backends.cuda
         is_grouped = query.shape[1] != key.shape[1]
         parameters = cuda.SDPAParams(query, key, value, None, 0.0, False, is_grouped)
         if one_head_dim and query.shape[-1] % 8 == 0 and cuda.can_use_flash_attention(parameters):
             return CudaFlash()
-        # It is given as many key heads as query heads, of which these have the sizes.
+        # The kernel will get keys repeated to as many heads as queries have; ask with equal heads of the same sizes.
         alike = cuda.SDPAParams(query[:, : key.shape[1]], key, value, None, 0.0, False, False)
         if cuda.can_use_efficient_attention(alike):
             return CudaEfficient()
@@ -70,7 +69,7 @@ def choose_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
 
 
 def _warn_of_no_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    # Python shows a warning of the same words and place once.
+    # Python shows a warning with the same text and place only once.
     kinds = "/".join(dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in (query, key, value)))
     sizes = "/".join(dict.fromkeys(str(x.shape[-1]) for x in (query, key, value)))
     warnings.warn(
@@ -113,7 +112,7 @@ class CpuFlash:
 
 
 class CudaFlash:
-    """FlashAttention-2 as torch brings it, in float16 and bfloat16."""
+    """torch's FlashAttention-2, in float16 and bfloat16."""
 
     knows_groups: ClassVar[bool] = True
 
@@ -138,7 +137,7 @@ class CudaFlash:
         scale: float,
     ) -> Gradients:
         """See :class:`Kernel`."""
-        # Neither sequences of various lengths, nor dropout and its random state.
+        # No cumulative sequence lengths, and no random state, because there is no dropout.
         no_bounds, no_random = None, torch.empty(0, dtype=torch.uint64, device=query.device)
         sizes = (no_bounds, no_bounds, query.shape[2], key.shape[2])
         flash_backward = _aten._scaled_dot_product_flash_attention_backward
@@ -153,7 +152,7 @@ class CudaEfficient:
 
     knows_groups: ClassVar[bool] = False
 
-    #: The kernel's log-sum-exp has room for a multiple of so many queries, infinity in the rest.
+    #: The kernel pads the log-sum-exp's queries to a multiple of this number, with infinity.
     _ALIGNMENT = 32
 
     def forward(
@@ -177,7 +176,7 @@ class CudaEfficient:
         scale: float,
     ) -> Gradients:
         """See :class:`Kernel`."""
-        # The kernel takes it for granted that the output lies in memory as its forward writes it.
+        # The kernel assumes the memory layout in which its forward writes the output, [B, L, H, D].
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
         lse = nn.functional.pad(lse, (0, -lse.shape[2] % self._ALIGNMENT), value=torch.inf)
         no_random = torch.zeros((), dtype=torch.int64, device="cpu")
@@ -194,7 +193,7 @@ class ChunkedMath:
 
     knows_groups: ClassVar[bool] = False
 
-    #: Most scores that exist at a time.
+    #: Largest number of scores at a time.
     _SCORES = 1 << 24
 
     def forward(

@@ -1,8 +1,8 @@
-"""Keys and values of one micro-batch on one stage, for the segments to come, and the gradients that those send back.
+"""The KV cache: keys and values of one micro-batch on one stage, for later segments, and the gradients they send back.
 
-Buffers hold the whole sequence and are written in place, each segment at its own positions. Autograd keeps views of
-them between a segment's forward and its backward, in which time later segments are written elsewhere in the same
-buffer. Writes therefore go through ``.data``, which doesn't count as a change of the views.
+A buffer holds the whole sequence, and each segment writes its own positions in place. Between a segment's forward and
+its backward, autograd keeps views of the buffer while later segments write to other positions of it. Writes therefore
+go through ``.data``, which doesn't increment the version that autograd checks.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import torch
 from cuboid.errors import UnsupportedModelError
 from cuboid.seq1f1b.attention.recurrent_states import RecurrentStates
 
-#: What gradients of keys and values are added up in: at least float32, or the dtype of the keys and values.
+#: Dtype in which gradients of keys and values are summed: at least float32, or that of the keys and values.
 GradientDtype = Literal["fp32", "parameter"]
 _Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
 
 
 class KVCachePool:
-    """Buffers that are free to be used again.
+    """Buffers for reuse.
 
-    There are never more of one kind (heads, head dim, dtype, device) than were once in use at the same time: a free
-    buffer of another length is freed before a new one is allocated.
+    Of each kind (heads, head dim, dtype, device) there are never more than were in use at the same time: a free buffer
+    of another length is released before a new one is allocated.
     """
 
     def __init__(self) -> None:
         self._free: dict[_Kind, list[torch.Tensor]] = {}
 
     def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer ``[B, H, S, D]`` with anything in it."""
+        """A buffer ``[B, H, S, D]``, not initialized."""
         free = self._free.setdefault(_kind(shape, dtype, device), [])
         for index, buffer in enumerate(free):
             if buffer.shape == shape:
@@ -42,12 +42,12 @@ class KVCachePool:
         return torch.empty(shape, dtype=dtype, device=device)
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Take a buffer back. Nothing may read or write it afterwards."""
+        """Return a buffer to the pool. It must not be used afterwards."""
         self._free.setdefault(_kind(buffer.shape, buffer.dtype, buffer.device), []).append(buffer)
 
     @property
     def free_bytes(self) -> int:
-        """Of all buffers that wait here."""
+        """Bytes of all free buffers."""
         return sum(buffer.nbytes for buffers in self._free.values() for buffer in buffers)
 
 
@@ -57,8 +57,7 @@ def _kind(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> _Kind:
 
 @dataclass
 class _Layer:
-    """Keys first, values second, of all positions up to ``stop``. Gradients are there from the first backward on that
-    has a past."""
+    """Keys and values of all positions up to ``stop``, and their gradients from later segments, once there are any."""
 
     buffers: tuple[torch.Tensor, torch.Tensor]
     stop: int = 0
@@ -69,12 +68,12 @@ class KVCache:
     """Keys and values of every layer of one stage, for one micro-batch.
 
     Args:
-        length: S, positions of the whole sequence with its padding.
-        pool: where buffers come from and go to.
-        gradients: what gradients are added up in.
+        length: S, positions of the whole sequence including padding.
+        pool: provides the buffers.
+        gradients: dtype in which gradients are summed.
 
     Attributes:
-        states: what recurrent layers hand from segment to segment.
+        states: the states that recurrent layers pass from segment to segment.
     """
 
     def __init__(self, length: int, pool: KVCachePool, gradients: GradientDtype = "fp32") -> None:
@@ -85,16 +84,16 @@ class KVCache:
         self.states = RecurrentStates()
 
     def write(self, layer: Hashable, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put a segment's keys and values in their place. A recompute writes the same once more, which changes nothing.
+        """Write a segment's keys and values. A recomputed forward writes the same values again.
 
         Args:
-            layer: names a layer of this stage.
-            start: position of the first of the L that are given.
+            layer: identifies a layer of this stage.
+            start: the first of the segment's L positions.
             key: ``[B, Hkv, L, D]``.
             value: ``[B, Hkv, L, Dv]``.
 
         Raises:
-            UnsupportedModelError: there are positions before that were never written.
+            UnsupportedModelError: earlier positions were never written.
         """
         entry = self._layers.get(layer)
         if entry is None:
@@ -109,17 +108,17 @@ class KVCache:
             buffer.data[:, :, start : start + part.shape[2]].copy_(part.detach())
 
     def read(self, layer: Hashable, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values ``[B, Hkv, stop - start, D]`` of some positions, not copied."""
+        """Keys and values ``[B, Hkv, stop - start, D]`` of some positions, without a copy."""
         key, value = self._layers[layer].buffers
-        # Twice ``.data``: neither a view in autograd's sense, nor changed by what is written later.
+        # The second ``.data`` makes the slice independent of the buffer's version, which later writes change.
         return key.data[:, :, start:stop].data, value.data[:, :, start:stop].data
 
     def add_gradients(self, layer: Hashable, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Add what a segment sends back to the keys and values before it.
+        """Add a segment's gradients of the keys and values before it.
 
         Args:
             layer: as for :meth:`write`.
-            start: position of the first.
+            start: the first position.
             key: ``[B, Hkv, past, D]``, may be empty.
             value: ``[B, Hkv, past, Dv]``.
         """
@@ -135,13 +134,13 @@ class KVCache:
     def with_gradients(
         self, layer: Hashable, start: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The whole gradients of a segment's own keys and values.
+        """The complete gradients of a segment's own keys and values.
 
-        Segments run backward in reverse order, so those of all later segments are in by now.
+        Segments run backward in reverse order, so all later segments have added theirs.
 
         Args:
             layer, start: as for :meth:`write`.
-            key: ``[B, Hkv, L, D]``, what the segment's own positions contributed.
+            key: ``[B, Hkv, L, D]``, the gradient from the segment's own queries.
             value: ``[B, Hkv, L, Dv]``.
         """
         gradients = self._layers[layer].gradients
@@ -154,21 +153,21 @@ class KVCache:
         return whole[0], whole[1]
 
     def free_layer(self, layer: Hashable) -> None:
-        """Give a layer's buffers back, if it has any: its first segment's backward is done."""
+        """Return a layer's buffers to the pool, if it has any, after its first segment's backward."""
         entry = self._layers.pop(layer, None)
         if entry is not None:
             for buffer in (*entry.buffers, *(entry.gradients or ())):
                 self._pool.give(buffer)
 
     def free(self) -> None:
-        """Give all buffers back: the micro-batch is done, or was only evaluated."""
+        """Return all buffers to the pool, after the micro-batch."""
         for layer in list(self._layers):
             self.free_layer(layer)
         self.states.free()
 
     @property
     def held_bytes(self) -> int:
-        """Of all buffers in use."""
+        """Bytes of all buffers in use."""
         entries = self._layers.values()
         own = sum(buffer.nbytes for e in entries for buffer in (*e.buffers, *(e.gradients or ())))
         return own + self.states.held_bytes

@@ -1,6 +1,6 @@
-"""What travels between two stages: a queue for each direction, in both of which order is all there is to agree on.
+"""P2p messages between two stages: one ordered channel for each direction.
 
-Shapes are known beforehand on both sides, so nothing but the tensors themselves is sent.
+Both ends know the shapes and the order of messages in advance, so only the tensors themselves are sent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cuboid.errors import PeerLostError
 
 
 class Arrival:
-    """A tensor on its way here."""
+    """A tensor that is being received."""
 
     def __init__(self, buffer: torch.Tensor, work: dist.Work, peer: int) -> None:
         self._buffer = buffer
@@ -23,10 +23,10 @@ class Arrival:
         self._peer = peer
 
     def wait(self) -> torch.Tensor:
-        """The tensor, once it is complete (under CUDA: for whatever is put on the current stream from now on).
+        """Wait for the tensor. On CUDA only the current stream waits, not the host.
 
         Raises:
-            PeerLostError: the sender went away.
+            PeerLostError: the connection to the sender is lost.
         """
         _wait(self._work, self._peer)
         return self._buffer
@@ -36,10 +36,10 @@ class Channel:
     """One direction between this rank and one other: what is sent first is received first.
 
     Args:
-        group: process group of the two ranks, of this direction alone. Under NCCL it has a stream of its own, so that
-            neither computation nor the other direction waits for it.
+        group: process group of the two ranks, used for this direction only. With NCCL it has a stream of its own, so
+            that neither computation nor the other direction waits for it.
         peer: world rank at the other end.
-        count: called with the bytes of each tensor that is sent.
+        count: called with the number of bytes of each tensor that is sent.
     """
 
     def __init__(self, group: dist.ProcessGroup, peer: int, count: Callable[[int], None]) -> None:
@@ -49,14 +49,15 @@ class Channel:
         self._sending: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
     def post_receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Arrival:
-        """Offer a buffer for the next tensor, without waiting for it."""
+        """Allocate a buffer for the channel's next tensor and start to receive it."""
         buffer = torch.empty(shape, dtype=dtype, device=device)
         work = dist.irecv(buffer, self._peer, group=self._group)
         assert work is not None
         return Arrival(buffer, work, self._peer)
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Start sending; the tensor is kept until it is gone, and must not be written to."""
+        """Start sending. The channel keeps the tensor until it is sent; it must not be modified until then."""
+        # Free the tensors of sends that have completed.
         while self._sending and self._sending[0][0].is_completed():
             self._finish_first()
         tensor = tensor.contiguous()
@@ -66,10 +67,11 @@ class Channel:
         self._sending.append((work, tensor))
 
     def meet(self, device: torch.device, *, sends: bool) -> None:
-        """Exchange a byte, so that whatever the backend sets up at the first message is there.
+        """Exchange a byte, so that the backend sets up the connection before the first message.
 
-        NCCL does so with the host waiting for the peer: a receive that is posted early would keep the peer waiting for
-        something else of this rank. Both ends must call, and all ranks go through their channels in one order.
+        NCCL's set-up blocks the host until the peer joins. If it happened in a receive that is posted early, the peer
+        could be waiting for another message of this rank. Both ends must call, and all ranks must go through their
+        channels in the same order.
         """
         byte = torch.zeros(1, dtype=torch.uint8, device=device)
         if sends:
@@ -81,7 +83,7 @@ class Channel:
         """Wait until everything is sent.
 
         Raises:
-            PeerLostError: the receiver went away.
+            PeerLostError: the connection to the receiver is lost.
         """
         while self._sending:
             self._finish_first()

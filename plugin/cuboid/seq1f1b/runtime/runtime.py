@@ -1,4 +1,4 @@
-"""Carry out one rank's program: the only place where actions turn into computation and messages."""
+"""The interpreter of one rank's program: the only place where actions become computation and messages."""
 
 from __future__ import annotations
 
@@ -16,34 +16,33 @@ from cuboid.seq1f1b.schedule.schedules import PipelineShape
 
 
 class Stage(Protocol):
-    """The computation of one stage. Hidden states ``[B, L, H]`` and their gradients go in and out of it, as messages of
-    the same shape."""
+    """The computation of one stage. Inputs and outputs are hidden states ``[B, L, H]`` and gradients of that shape."""
 
     def message_shape(self, micro_batch: int, segment: int) -> tuple[int, ...]:
-        """Shape of what goes in and out for a unit, as this rank holds it."""
+        """Shape of a unit's messages, as this rank holds them."""
 
     @property
     def hidden_dtype(self) -> torch.dtype:
-        """Of what goes in and out."""
+        """Dtype of the messages."""
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device of this rank."""
 
     def forward(self, micro_batch: int, segment: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
-        """Hidden states for the next stage; nothing comes into the first stage, and nothing out of the last."""
+        """Hidden states for the next stage. The first stage has no input, the last one returns None."""
 
     def backward(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Gradient for the previous stage; nothing comes into the last stage, and nothing out of the first."""
+        """Gradient for the previous stage. The last stage has no input, the first one returns None."""
 
     def input_gradient(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """As :meth:`backward`, without what :meth:`weight_gradients` will do."""
+        """I of a split backward: as :meth:`backward`, without the part that :meth:`weight_gradients` computes."""
 
     def weight_gradients(self, micro_batch: int, segments: Sequence[int]) -> None:
-        """What is left of the backward of some segments, in their order, perhaps computed as one."""
+        """W of a split backward, for some segments of a micro-batch in order; they may be computed as one product."""
 
 
-#: Called with each action that computes; what it returns is entered for the time of the computation.
+#: Called with each action that computes; the context manager it returns surrounds the computation.
 Observer = Callable[[Action], AbstractContextManager[None]]
 
 
@@ -52,7 +51,7 @@ class Interpreter:
 
     Args:
         stages: this rank's stages by number.
-        channels: by (source, target) stage, for every pair of neighbours of which just one is here.
+        channels: by (source, target) stage, for every pair of neighbours of which exactly one is on this rank.
         observe: see :data:`Observer`.
     """
 
@@ -62,18 +61,19 @@ class Interpreter:
         self._stages = stages
         self._channels = channels
         self._observe = observe
-        #: The last action that was begun.
+        #: The last action that was started; errors name it.
         self.running: Action | None = None
-        #: Tensors for this rank's computations, by the receive that brings them or that was spared.
+        #: Inputs of coming computations, by their receive action: from another rank, or from a stage on this rank, for
+        #: which no message is sent.
         self._arrivals: dict[Action, Arrival] = {}
         self._here: dict[Action, torch.Tensor] = {}
         self._outgoing: dict[Action, torch.Tensor] = {}
 
     def run(self, program: Program, shape: PipelineShape) -> None:
-        """Carry out a program and wait until everything is sent.
+        """Run a program, and wait until all messages are sent.
 
         Raises:
-            PeerLostError: a neighbour went away.
+            PeerLostError: the connection to a neighbour is lost.
         """
         for run in _runs(program):
             action = self.running = run[0]
@@ -110,12 +110,13 @@ class Interpreter:
         if send is None or result is None:
             return
         if channel(send)[1] in self._stages:
+            # The next stage is a chunk on this rank too.
             self._here[counterpart(send)] = result
         else:
             self._outgoing[send] = result
 
     def _weight_gradients(self, run: Sequence[Action]) -> None:
-        """One computation, which is all noted as the first action's time: the others follow it in no time."""
+        """One computation for all actions of the run. Observers see its whole time as the first action's."""
         first = run[0]
         with self._observe(first):
             self._stages[first.stage].weight_gradients(first.micro_batch, [action.segment for action in run])
@@ -131,11 +132,11 @@ class Interpreter:
 
 
 def _runs(program: Program) -> Iterator[tuple[Action, ...]]:
-    """The actions of a program one by one, but those weight gradients together that one product can give."""
+    """Group a program's actions: neighbouring Ws of one micro-batch, which can be one product; all others are alone."""
 
     def key(numbered: tuple[int, Action]) -> tuple[int, ...]:
         index, action = numbered
-        # No other action has a stage for its first number.
+        # -1 is no stage, so the index makes every other action a group of its own.
         return (action.stage, action.micro_batch) if action.op is Op.WEIGHT_GRADIENT else (-1, index)
 
     for _, run in groupby(enumerate(program), key):

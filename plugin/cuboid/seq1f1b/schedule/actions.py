@@ -1,7 +1,7 @@
-"""The vocabulary of schedules: what one rank does at one time.
+"""The actions that schedules are made of.
 
-A *unit* is one segment of one micro-batch on one stage. A schedule says in which order each rank computes its units;
-a program is one rank's part of it with the messages written in.
+A *unit* is one segment of one micro-batch on one stage. A schedule gives the order in which each rank computes its
+units. A program is one rank's part of a schedule with sends and receives inserted.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from cuboid.errors import CuboidError
 
 
 class Op(Enum):
-    """What is done with a unit."""
+    """An operation on a unit."""
 
     FORWARD = "F"
-    #: Both gradients at once: of the stage's input and of its weights.
+    #: A whole backward: gradients of the stage's input and of its weights.
     BACKWARD = "B"
-    #: The first half of a split backward; what the previous stage and the earlier segments wait for.
+    #: The first half of a split backward, which the previous stage and earlier segments depend on.
     INPUT_GRADIENT = "I"
-    #: The other half, for which nobody waits.
+    #: The second half, which no other action depends on.
     WEIGHT_GRADIENT = "W"
     SEND_ACTIVATION = "SA"
     RECEIVE_ACTIVATION = "RA"
     SEND_GRADIENT = "SG"
     RECEIVE_GRADIENT = "RG"
 
-    # Members are singletons; the name's hash, which is Enum's, costs more than all else in a large simulation.
+    # Members are singletons. Enum's own hash, that of the name, would take most of the time of a large simulation.
     __hash__ = object.__hash__
 
     @property
     def computes(self) -> bool:
-        """Whether this keeps the rank busy; the others are messages between two ranks."""
+        """Whether this is a computation; the others are messages between two ranks."""
         return len(self.value) == 1
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One operation on one unit, all numbers counted from 0. For a message, ``stage`` is the end where it is done.
+    """One operation on one unit; numbers count from 0. The stage of a message is the one that sends or receives it.
 
-    Written ``F2.0.3``: the operation, the stage, the micro-batch, the segment.
+    Written as ``F2.0.3``: operation, stage, micro-batch, segment.
     """
 
     op: Op
@@ -54,7 +54,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read what ``str`` writes.
+        """The inverse of ``str``.
 
         Raises:
             CuboidError: the text isn't of that form.
@@ -68,7 +68,7 @@ class Action:
         return cls(Op(match[1]), stage, micro_batch, segment)
 
 
-#: For each rank (by its pipe coordinate) what it computes, in order. Which stages a rank has follows from it.
+#: For each rank, by its pipe coordinate, its computations in order. The placement of stages on ranks follows from it.
 Schedule = tuple[tuple[Action, ...], ...]
-#: What one rank computes, in order, with its messages among it.
+#: One rank's computations and messages, in order.
 Program = tuple[Action, ...]

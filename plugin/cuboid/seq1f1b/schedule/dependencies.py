@@ -1,4 +1,4 @@
-"""What an action waits for, and which messages carry it from stage to stage: the rules that all else is built on."""
+"""What each action depends on, and which messages pass between stages: the rules that everything else is built on."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _GRADIENT_OPS = (Op.BACKWARD, Op.INPUT_GRADIENT)
 
 
 def dependencies(action: Action, shape: PipelineShape) -> tuple[Action, ...]:
-    """The actions whose results this one needs directly.
+    """The actions whose results this one uses directly.
 
-    A backward is always written ``B``; where the schedule splits it, ``I`` will do (see :func:`fulfils`). Keys and
-    values lead from each segment's forward to the next segment's, and their gradients back the same way. These
-    gradients arise in the attention's backward, which is in ``I``; so ``W`` needs nothing but the ``I`` of its unit.
+    A backward is always given as ``B``; in a schedule that splits it, ``I`` takes its place (see :func:`fulfils`). A
+    segment's forward needs the keys and values of the segment before; its backward needs the gradients from the segment
+    after. Attention's backward, which computes those gradients, is part of ``I``, so ``W`` only needs its unit's ``I``.
     """
     op, stage, micro_batch, segment = action.op, action.stage, action.micro_batch, action.segment
     match op:
@@ -36,14 +36,14 @@ def dependencies(action: Action, shape: PipelineShape) -> tuple[Action, ...]:
 
 
 def fulfils(action: Action) -> Action:
-    """As what others depend on this action: ``I`` does for them what ``B`` does, all else is only itself."""
+    """The action that others name when they depend on this one: ``B`` for ``I``, and every other action itself."""
     if action.op is Op.INPUT_GRADIENT:
         return Action(Op.BACKWARD, action.stage, action.micro_batch, action.segment)
     return action
 
 
 def incoming(action: Action, shape: PipelineShape) -> Action | None:
-    """The receive that brings a computation its input, were its neighbour on another rank; None if it has none."""
+    """The receive of a computation's input, if its neighbour were on another rank; None if it has no neighbour."""
     if action.op is Op.FORWARD and action.stage > 0:
         return Action(Op.RECEIVE_ACTIVATION, action.stage, action.micro_batch, action.segment)
     if action.op in _GRADIENT_OPS and action.stage + 1 < shape.stages:
@@ -52,7 +52,7 @@ def incoming(action: Action, shape: PipelineShape) -> Action | None:
 
 
 def outgoing(action: Action, shape: PipelineShape) -> Action | None:
-    """The send that takes a computation's result on, were its neighbour on another rank; None if it has none."""
+    """The send of a computation's result, if its neighbour were on another rank; None if it has no neighbour."""
     if action.op is Op.FORWARD and action.stage + 1 < shape.stages:
         return Action(Op.SEND_ACTIVATION, action.stage, action.micro_batch, action.segment)
     if action.op in _GRADIENT_OPS and action.stage > 0:

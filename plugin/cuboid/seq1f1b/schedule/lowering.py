@@ -1,8 +1,8 @@
-"""From a schedule to the programs of the ranks: where messages are sent and received.
+"""Lowering: from a schedule to the ranks' programs, with sends and receives inserted.
 
-On CUDA a posted receive is a kernel that spins until the message comes, and whatever waits for the whole device (the
+On CUDA a posted receive is a kernel that spins until the message comes, and anything that synchronises the device (the
 first launch of a kernel that isn't loaded yet, a ``cudaFree`` of the allocator) waits for it too. So a receive must not
-be posted before something that its own message depends on.
+be posted before any action that its own message depends on.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Channel = tuple[int, int]
 
 
 def lower(schedule: Schedule, shape: PipelineShape) -> tuple[Program, ...]:
-    """Write the messages into a schedule so that no rank can block another for ever.
+    """Insert sends and receives into a schedule so that ranks can't deadlock.
 
-    That holds even where every action first waits for all that its device has begun
-    (:func:`~cuboid.seq1f1b.schedule.validation.validate_programs`). The schedules of
-    :mod:`~cuboid.seq1f1b.schedule.schedules` get their receives from :func:`insert_messages`; one with which that
-    deadlocks gets them from :func:`insert_messages_once_sent`, which never does.
+    That holds even if every action first waits for everything that is in flight on its device
+    (:func:`~cuboid.seq1f1b.schedule.validation.validate_programs`). :func:`insert_messages` posts receives early, which
+    works for the schedules of :mod:`~cuboid.seq1f1b.schedule.schedules`. If a generated schedule deadlocks with it, it
+    gets its receives from :func:`insert_messages_once_sent`, which never deadlocks.
 
     Args:
-        schedule: what each rank computes, in order; forwards only, or backwards too.
+        schedule: each rank's computations in order; forwards only, or backwards too.
         shape: of the pipeline.
 
     Raises:
@@ -46,13 +46,13 @@ def lower(schedule: Schedule, shape: PipelineShape) -> tuple[Program, ...]:
 
 
 def insert_messages(schedule: Schedule, shape: PipelineShape) -> tuple[Program, ...]:
-    """Write the messages into a schedule, with most receives posted one computation before their use.
+    """Insert messages, with most receives posted one computation before their use.
 
-    A result is sent right after it is computed. A channel's receives are posted in the order of its sends. What a
-    forward receives is posted before the computation in front of it, behind which it then travels. So is what a
-    backward receives, if that computation is a backward. It isn't if it is a forward: the later stages may need its
-    result for the gradient; and in 1F1B, where they don't, the two directions would wait for each other if both were
-    this early. Stages on one rank exchange no messages.
+    A result is sent right after it is computed. A channel's receives are posted in the order of its sends. A forward's
+    receive is posted before the preceding computation, which the message overlaps with. So is a backward's, if the
+    preceding computation is a backward. It isn't before a forward: later stages may need that forward's result to
+    compute the gradient; and in 1F1B, where they don't, the two directions would wait for each other if both receives
+    were this early. Stages on one rank exchange no messages.
 
     Raises:
         ScheduleError: a stage is on two ranks.
@@ -62,10 +62,10 @@ def insert_messages(schedule: Schedule, shape: PipelineShape) -> tuple[Program, 
 
 
 def insert_messages_once_sent(schedule: Schedule, shape: PipelineShape) -> tuple[Program, ...]:
-    """Write the messages into a schedule, with every receive posted once the computation of its message has begun.
+    """Insert messages, with every receive posted once the computation of its message has started.
 
-    When that is follows from a simulation in which all computations take equally long. Carried out one after the other,
-    as they begin there, no action has to wait for a message; so the ranks come to the end whenever they run.
+    The order comes from a simulation in which all computations take equally long. If all ranks' actions ran one by one
+    in the order of their simulated starts, no action would wait for a message; so the programs can't deadlock.
 
     Raises:
         ScheduleError: a stage is on two ranks.
@@ -104,7 +104,7 @@ def _program(actions: tuple[Action, ...], shape: PipelineShape, arrivals: Mappin
     program: list[Action] = []
 
     def post(receive: Action | None) -> None:
-        """Have a receive posted, with those that are sent before it, if it comes from another rank."""
+        """Post a receive, if it comes from another rank, after all earlier ones of its channel."""
         if receive in place:
             key, total = channel(receive), place[receive] + 1
             program.extend(arrivals[key][posted[key] : total])

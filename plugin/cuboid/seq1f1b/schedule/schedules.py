@@ -1,9 +1,9 @@
 """The schedules, each a pure function of the pipeline's shape.
 
-Those in :data:`SCHEDULES` have one stage on each rank; to add one, write the function and enter it there. Nothing else
-changes: what depends on what, the validator, the messages and the simulator all follow from the actions. A rank may
-have several stages, its *chunks* (it then has their actions in its tuple), and a backward may be split into its two
-halves; which schedules do is in :mod:`.choice`.
+The schedules in :data:`SCHEDULES` have one stage on each rank. To add one, write the function and enter it there;
+nothing else changes, because dependencies, validation, messages and simulation all follow from the actions. In other
+schedules a rank has several stages, its *chunks*, whose actions are all in its tuple, or backwards are split into two
+halves; :mod:`.choice` has the names of all schedules.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class PipelineShape:
 def gpipe(shape: PipelineShape) -> Schedule:
     """All forwards, then all backwards.
 
-    The backwards go through the micro-batches in the order of the forwards, as in the other schedules, so that all
-    add up gradients in the same order.
+    Micro-batches run backward in the order in which they ran forward, as in the other schedules, so that all schedules
+    sum gradients in the same order.
     """
     return tuple((*_forwards(stage, shape), *_backwards(stage, shape)) for stage in range(shape.stages))
 
 
 def one_f_one_b(shape: PipelineShape) -> Schedule:
-    """The ordinary pipeline of whole sequences: one forward, one backward in turn.
+    """1F1B, the ordinary pipeline of whole sequences: one forward and one backward in turn.
 
     Raises:
         ConfigError: there is more than one segment.
@@ -64,39 +64,40 @@ def one_f_one_b(shape: PipelineShape) -> Schedule:
 
 
 def seq1f1b(shape: PipelineShape) -> Schedule:
-    """One forward, one backward in turn, on segments (arXiv 2406.03488).
+    """Seq1F1B (arXiv 2406.03488): one forward and one backward in turn, on segments.
 
     Stage p of P warms up with min(P−p−2+k, M·k) forwards: P−p−1 so that the stages after it have work, as in 1F1B,
-    and k−1 more, for the last segment is the first to run backward. At most P−p−1+k units are in flight.
+    and k−1 more because the last segment is the first to run backward. At most P−p−1+k units are in flight.
     """
     return tuple(_seq1f1b_rank(stage, shape) for stage in range(shape.stages))
 
 
 def interleaved_placement(ranks: int, chunks: int) -> tuple[int, ...]:
-    """The rank of each of ``ranks × chunks`` stages: round and round, so that rank p has stages p, p + P, p + 2P, …"""
+    """The rank of each of ``ranks × chunks`` stages, interleaved: rank p has stages p, p + P, p + 2P, …"""
     return tuple(stage % ranks for stage in range(ranks * chunks))
 
 
 def v_placement(ranks: int, chunks: int) -> tuple[int, ...]:
-    """The rank of each of ``ranks × chunks`` stages: to and fro, with the stages on both sides of a turn on one rank.
+    """The rank of each of ``ranks × chunks`` stages: down the ranks and back up; both stages at a turn share a rank.
 
-    With two chunks that is a V, and rank 0 has the first stage and the last one.
+    With two chunks that is a V, and rank 0 has the first and the last stage.
     """
     there = tuple(range(ranks))
     return tuple(rank for chunk in range(chunks) for rank in (there[::-1] if chunk % 2 else there))
 
 
 def seq1f1b_interleaved(shape: PipelineShape, ranks: int) -> Schedule:
-    """Seq1F1B-I (arXiv 2406.03488): one forward, one backward in turn, with stages placed round and round.
+    """Seq1F1B-I (arXiv 2406.03488): one forward and one backward in turn, with interleaved stages.
 
     A rank goes through its chunks in groups of micro-batches: all forwards of a group on its first chunk, then on the
-    next; backwards the same way from the last chunk. A group of g units, whole micro-batches and at least P where there
-    are as many, keeps all ranks busy until its first unit has been through the P stages of a chunk. Rank p of P with v
-    chunks warms up with (v−1)·g + 2(P−p−1) + k − 1 forwards. Groups are as small and as equal as can be, larger ones
-    first, since the warm-up is for the first; so the bubble of equal units is (P−1)/(v·k·M + P−1) for any M ≥ ⌈P/k⌉.
+    next; backwards likewise, from the last chunk. A group has g units, which are whole micro-batches and at least P if
+    there are that many, so that all ranks are busy until its first unit has passed the P stages of a chunk. Rank p of P
+    with v chunks warms up with (v−1)·g + 2(P−p−1) + k − 1 forwards. Groups are as small and as equal as possible, with
+    larger ones first, because the warm-up is sized for the first. Then the bubble of equal units is
+    (P−1)/(v·k·M + P−1) for any M ≥ ⌈P/k⌉.
 
     Args:
-        shape: of the pipeline; its stages are those of all ranks.
+        shape: of the pipeline; ``stages`` counts those of all ranks.
         ranks: P.
 
     Raises:
@@ -114,13 +115,13 @@ SCHEDULES: Mapping[str, Callable[[PipelineShape], Schedule]] = MappingProxyType(
 
 
 def forwards_only(shape: PipelineShape, rank_of: Sequence[int]) -> Schedule:
-    """All forwards without any backward: for evaluation.
+    """All forwards without any backward, for evaluation.
 
-    Each rank goes through its units in the order in which they could begin if every stage had a rank of its own and all
-    units took the same time.
+    Each rank runs its units in the order in which they could start if every stage had a rank of its own and all units
+    took equally long.
 
     Args:
-        shape: of the pipeline; its stages are those of all ranks.
+        shape: of the pipeline; ``stages`` counts those of all ranks.
         rank_of: the rank of each stage.
     """
     ranks: list[list[Action]] = [[] for _ in range(max(rank_of) + 1)]
@@ -128,7 +129,7 @@ def forwards_only(shape: PipelineShape, rank_of: Sequence[int]) -> Schedule:
         ranks[rank] += _forwards(stage, shape)
 
     def begin(action: Action) -> tuple[int, int]:
-        # Of two with one time, the one that has come further.
+        # At equal times, the unit on the later stage first.
         return action.micro_batch * shape.segments + action.segment + action.stage, -action.stage
 
     return tuple(tuple(sorted(actions, key=begin)) for actions in ranks)
@@ -141,6 +142,7 @@ def _seq1f1b_rank(stage: int, shape: PipelineShape) -> tuple[Action, ...]:
 
 def _interleaved_rank(rank: int, shape: PipelineShape, ranks: int) -> tuple[Action, ...]:
     stages = range(rank, shape.stages, ranks)
+    # Number of groups: each of at least ⌈P/k⌉ micro-batches, which have P units.
     count = max(1, shape.micro_batches // -(-ranks // shape.segments))
     each, rest = divmod(shape.micro_batches, count)
     by_stage = {stage: (_forwards(stage, shape), _backwards(stage, shape)) for stage in stages}
@@ -160,7 +162,7 @@ def _interleaved_rank(rank: int, shape: PipelineShape, ranks: int) -> tuple[Acti
 
 
 def _one_by_one(forwards: list[Action], backwards: list[Action], warm_up: int) -> tuple[Action, ...]:
-    """So many forwards, then one forward and one backward in turn, then what is left of the backwards."""
+    """``warm_up`` forwards, then one forward and one backward in turn, then the remaining backwards."""
     warm_up = min(warm_up, len(forwards))
     steady = chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))
     return (*forwards[:warm_up], *steady, *backwards[len(forwards) - warm_up :])
@@ -175,7 +177,7 @@ def _forwards(stage: int, shape: PipelineShape) -> list[Action]:
 
 
 def _backwards(stage: int, shape: PipelineShape) -> list[Action]:
-    """Micro-batches first in, first out; the segments of each last in, first out."""
+    """Micro-batches in the order of their forwards; the segments of each in reverse order."""
     return [
         Action(Op.BACKWARD, stage, micro_batch, segment)
         for micro_batch in range(shape.micro_batches)

@@ -1,4 +1,4 @@
-"""Proof that a schedule is complete, respects what its actions depend on, and can't deadlock."""
+"""Proof that a schedule is complete, respects dependencies, and can't deadlock."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from cuboid.seq1f1b.schedule.schedules import PipelineShape
 
 
 class ScheduleError(CuboidError):
-    """A schedule leaves something out, does it twice, or does it before it can be done."""
+    """A schedule omits an action, repeats it, or runs it before its dependencies."""
 
 
 class DeadlockError(ScheduleError):
-    """Ranks wait for each other for ever."""
+    """Ranks wait for each other forever."""
 
 
 def validate(schedule: Schedule, shape: PipelineShape, *, backward: bool = True) -> None:
-    """Check that every unit runs once, on the rank of its stage, and that the ranks together come to the end.
+    """Check that every unit runs once, on the rank of its stage, and that all ranks can finish.
 
     Args:
-        schedule: what each rank computes, in order.
+        schedule: each rank's computations in order.
         shape: of the pipeline.
-        backward: whether the units run backward too, either in one piece or in two.
+        backward: whether the units run backward too, whole or split.
 
     Raises:
-        ScheduleError: with the action that is wrong.
-        DeadlockError: with the actions at which each rank waits.
+        ScheduleError: names the action that is wrong.
+        DeadlockError: names the actions at which each rank waits.
     """
     _check_complete(schedule, shape, backward)
     placement(schedule)
@@ -40,18 +40,18 @@ def validate(schedule: Schedule, shape: PipelineShape, *, backward: bool = True)
 
 
 def validate_programs(programs: Sequence[Program], shape: PipelineShape) -> None:
-    """Check the messages of all ranks' programs, and that no order in which they block leads to a deadlock.
+    """Check the messages of all ranks' programs, and that no way in which they may block leads to a deadlock.
 
-    What is taken for granted of the transport: each channel (:func:`cuboid.seq1f1b.schedule.dependencies.channel`) is
-    on its own and keeps its order; a computation waits until its input is there. The proof takes the harshest case, in
-    which every action begins by waiting for the other end of all messages that its rank has sent or posted before. So
-    does whatever synchronises a CUDA device, on which NCCL's sends and receives are kernels that spin until the peer
-    comes: the first launch of a kernel that isn't loaded yet, an allocation for which cached memory is freed, the first
-    collective of a group.
+    The transport must keep channels (:func:`cuboid.seq1f1b.schedule.dependencies.channel`) independent of one another
+    and each of them in order; a computation waits for its input. The proof assumes the worst case, in which every
+    action first waits for the other end of all messages that its rank has sent or posted before. Anything that
+    synchronises a CUDA device does that, because NCCL's sends and receives are kernels that spin until the peer comes:
+    the first launch of a kernel that isn't loaded yet, an allocation that frees cached memory, the first collective of
+    a group.
 
     Raises:
-        ScheduleError: with the action that is wrong.
-        DeadlockError: with the actions at which each rank waits.
+        ScheduleError: names the action that is wrong.
+        DeadlockError: names the actions at which each rank waits.
     """
     for action, ranks in _places(programs).items():
         if len(ranks) > 1:
@@ -62,7 +62,7 @@ def validate_programs(programs: Sequence[Program], shape: PipelineShape) -> None
     for program in programs:
         before: Action | None = None
         for action in program:
-            # Earlier messages have been waited for by the actions behind them.
+            # Only the message right before: the action after an earlier message has waited for it.
             under_way = () if before is None or before.op.computes else (counterpart(before),)
             needs[action] = _needs(action, shape, rank_of) + under_way
             before = action
@@ -74,7 +74,7 @@ def placement(sequences: Sequence[Sequence[Action]]) -> dict[int, int]:
     """The rank of each stage.
 
     Raises:
-        ScheduleError: a stage is on two ranks; its weights and its keys and values can be on one only.
+        ScheduleError: a stage is on two ranks, but its weights and KV cache can only be on one.
     """
     rank_of: dict[int, int] = {}
     for rank, actions in enumerate(sequences):
@@ -89,13 +89,13 @@ def placement(sequences: Sequence[Sequence[Action]]) -> dict[int, int]:
 def walk(
     sequences: Sequence[Sequence[Action]], needs: Callable[[Action], Iterable[Action]]
 ) -> Iterator[tuple[int, Action]]:
-    """Go through the actions of all ranks, each rank's in order, and none before what it needs.
+    """Iterate over the actions of all ranks, each rank's in order, and each action after those that it needs.
 
     Yields:
-        Ranks with their actions.
+        Pairs of rank and action.
 
     Raises:
-        DeadlockError: no rank can go on.
+        DeadlockError: no rank can proceed.
     """
     position = [0] * len(sequences)
     done: set[Action] = set()
@@ -151,7 +151,7 @@ def _check_complete(schedule: Schedule, shape: PipelineShape, backward: bool) ->
 
 
 def _check_order(schedule: Schedule, needs: Callable[[Action], Iterable[Action]]) -> None:
-    """Within a rank: a clearer message than the deadlock that would follow."""
+    """Check the order within each rank. :func:`walk` would find the same mistakes, but report them as deadlocks."""
     for rank, actions in enumerate(schedule):
         here = {fulfils(action) for action in actions}
         done: set[Action] = set()
@@ -163,7 +163,7 @@ def _check_order(schedule: Schedule, needs: Callable[[Action], Iterable[Action]]
 
 
 def _check_messages(programs: Sequence[Program], shape: PipelineShape, rank_of: dict[int, int]) -> None:
-    """Both ends of every channel agree, and every message between two ranks has its use."""
+    """Check that both ends of every channel have the same order, and that every message is used."""
     sends: dict[tuple[int, int], list[Action]] = {}
     receives: dict[tuple[int, int], list[Action]] = {}
     wanted = {
@@ -189,7 +189,7 @@ def _check_messages(programs: Sequence[Program], shape: PipelineShape, rank_of: 
 
 
 def _needs(action: Action, shape: PipelineShape, rank_of: dict[int, int]) -> tuple[Action, ...]:
-    """What must have happened before an action of a program can begin, were nothing else under way on its rank."""
+    """What an action of a program waits for, apart from other messages in flight on its rank."""
     match action.op:
         case Op.RECEIVE_ACTIVATION | Op.RECEIVE_GRADIENT:
             return ()
@@ -211,7 +211,7 @@ def _in_shape(action: Action, shape: PipelineShape) -> bool:
 
 
 def _places(sequences: Iterable[Iterable[Action]]) -> dict[Action, list[int]]:
-    """The ranks on which each action is done, once for each time."""
+    """For each action, the ranks that run it, with repetitions."""
     places: dict[Action, list[int]] = {}
     for rank, actions in enumerate(sequences):
         for action in actions:
