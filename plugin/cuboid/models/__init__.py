@@ -1,1 +1,1 @@
-"""What is known of Hugging Face models: the only packages from here down to the mesh that import transformers."""
+"""Everything about Hugging Face models. Below this package, no package imports transformers."""

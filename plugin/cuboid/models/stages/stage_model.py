@@ -1,5 +1,4 @@
-"""What a rank of a pipeline has as a model: the user's own class, cut to the rank's stage, or to several of them, its
-chunks, and perhaps sharded over a mesh."""
+"""The model of a pipeline rank: the user's own class, cut to the rank's stages, and sharded if there is a mesh."""
 
 from __future__ import annotations
 
@@ -48,33 +47,33 @@ class SegmentChoice(Protocol):
 
     @property
     def cluster(self) -> object:
-        """The machines that it is decided for."""
+        """The cluster that the choice is for."""
 
     def __call__(self, length: int, rows: int, micro_batches: int, *, recomputes: bool) -> int:
-        """For sequences of so many tokens."""
+        """The number of segments for sequences of ``length`` tokens."""
 
 
 @dataclass
 class Staging:
-    """What a rank of a pipeline remembers about its stage, or its stages.
+    """Everything that a pipeline rank keeps about its stages.
 
     Attributes:
         outline: of the whole model.
         layout: of the stages of all ranks.
         cuts: this rank's stages, in the order of the layers.
-        sizes: of the whole model, for costs; None where nothing asks for them.
-        config: what the pipeline was asked for.
-        certificate: with what the model was seen to be right.
-        segment_choice: decides their number, where the config leaves it open.
-        chunks: run the stages in ``cuts``, once the model is cut.
-        whole: what to remember of the model before it was cut.
-        ends: sizes of the embedding and of the head, by these names, for the ranks that haven't them.
+        sizes: of the whole model, for costs; None if nothing needs them.
+        config: of the job.
+        certificate: what the probe of the architecture found to be right.
+        segment_choice: chooses the number of segments for ``"segments": "auto"``.
+        chunks: run the stages in ``cuts``; set when the model is cut.
+        whole: facts about the model before it was cut.
+        ends: placeholders with the shapes of "embedding" and "head", for ranks without them.
         shared: parameters that the ranks of the first and the last stage both have, by name.
         slot: tells the attention functions which unit is running.
-        recorder: looks at whole sequences.
-        gradient_sync: where the rank's gradients are added up over a step; None where each is reduced by itself.
-        held_weights: that stay gathered until a step ends, and are then forgotten.
-        weight_gradients: where the rank's linear layers defer their weight gradients to while it is open.
+        recorder: runs the base model on whole sequences without layers, to record what layers are given.
+        gradient_sync: sums the rank's gradients over a step; None if each is reduced separately.
+        held_weights: unsharded weights that are kept until the step ends.
+        weight_gradients: while it is open, the rank's linear layers leave their weight gradients to it.
     """
 
     outline: Outline
@@ -96,7 +95,7 @@ class Staging:
 
     @property
     def shifts_labels(self) -> bool:
-        """Whether positions are compared with the label after them, as by the model's own loss."""
+        """Whether the model's own loss compares each position with the next one's label."""
         return self.outline.is_causal and self.certificate.shifts_labels
 
     def recorded(self, *arguments: Any) -> WholeSequence:
@@ -105,7 +104,7 @@ class Staging:
         return self.recorder.record(*arguments)
 
     def repeated_parameters(self) -> Iterator[nn.Parameter]:
-        """Those of this rank that count on another one."""
+        """This rank's parameters that are counted on another rank."""
         if any(cut.is_last for cut in self.cuts):
             yield from self.shared.values()
 
@@ -116,7 +115,7 @@ class StageModel(ShardedModel):
     staging: Staging
 
     def counted_parameters(self: Any) -> list[nn.Parameter]:
-        """As on any sharded model, without those that count on another stage."""
+        """As on any sharded model, without parameters that are counted on another stage."""
         repeated = {id(parameter) for parameter in self.staging.repeated_parameters()}
         return [parameter for parameter in self.parameters() if id(parameter) not in repeated]
 
@@ -131,8 +130,8 @@ class StageModel(ShardedModel):
         return None if head is None else _present(super().get_output_embeddings, head)
 
     def enable_input_require_grads(self) -> None:
-        """For activation checkpointing, of embeddings that are frozen. Other stages' inputs have a gradient anyway, and
-        parts of the model would look for the embedding in a placeholder."""
+        """As in transformers, for activation checkpointing with a frozen embedding; on the first stage only."""
+        # Inputs of other stages have a gradient anyway, and transformers would look for the embedding in a placeholder.
         if any(cut.is_first for cut in self.staging.cuts):
             super().enable_input_require_grads()  # type: ignore[misc]
 
@@ -141,13 +140,13 @@ def _present(end: Callable[[], nn.Module | None], absent: PlaceholderEnd) -> nn.
     try:
         found = end()
     except AttributeError:
-        # It is inside of a module that another stage has.
+        # It is inside a module that another stage has.
         return absent
     return absent if found is None or isinstance(found, PlaceholderModule) else found
 
 
 def cut_model(model: PreTrainedModel, staging: Staging) -> None:
-    """Leave of a model, on any device, what this rank's stages need; in place."""
+    """Remove from a model, in place and on any device, everything that this rank's stages don't need."""
     staging.whole = _whole_of(model, staging.outline)
     ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
     staging.ends = {what: PlaceholderEnd(module, what) for what, module in ends.items() if module is not None}
@@ -157,7 +156,7 @@ def cut_model(model: PreTrainedModel, staging: Staging) -> None:
 def _whole_of(model: PreTrainedModel, outline: Outline) -> WholeModel:
     whole = WholeModel.of(model, outline.longest)
     targets = Targets.of(type(model), model.config)
-    # What is cut into segments is the ids, the mask and the positions.
+    # Causal models' micro-batches are cut into segments: ids, mask and positions, but no token types.
     types = model.config.type_vocab_size if takes_token_types(model) and not outline.is_causal else None
     first = 0 if outline.is_causal else first_position(model)
     limits = replace(whole.limits, labels=targets.classes, types=types, targets=targets, first_position=first)
@@ -167,13 +166,13 @@ def _whole_of(model: PreTrainedModel, outline: Outline) -> WholeModel:
 def finish_stage(
     model: PreTrainedModel, staging: Staging, mesh: Mesh, parallel_plan: ParallelPlan | None, shard_of: ShardOf
 ) -> PreTrainedModel:
-    """Turn a model that was cut into a stage, in place.
+    """Turn a cut model into a stage, in place: shard it, and install what runs its units.
 
     Args:
-        model: as :func:`cut_model` left it.
+        model: after :func:`cut_model`.
         staging, mesh: of this rank.
         parallel_plan: how to shard the stage over the mesh; None on a mesh of one rank.
-        shard_of: gives the shard of a parameter.
+        shard_of: returns the shard of a parameter.
     """
     late: LateSplit | None = None
     if parallel_plan is not None:
@@ -192,17 +191,17 @@ def finish_stage(
     assert isinstance(layers, nn.ModuleList)
     indices = [index for cut in staging.cuts for index in range(cut.first, cut.stop)]
     own = {staging.outline.layer(index): layers[index] for index in indices}
-    # Whole sequences have no use for one, and run as they always do.
+    # Whole sequences need no cache.
     gives_cache = staging.certificate.gives_cache and pipeline.segments != 1
     use_segment_attention(model.config, own, staging.slot, mesh, gives_cache=gives_cache)
     for name in () if parallel_plan is None else whole_blocks(parallel_plan):
-        # Their heads are all there, and their random numbers are the block's affair.
+        # A block that is computed whole has all heads, and draws its own random numbers.
         for module in model.get_submodule(name).modules() if name.startswith(f"{staging.outline.layers}.") else ():
             hang_record(module, replace(record_of(module), mesh=None))
     if is_generated(pipeline.schedule):
         defer_weight_gradients(own.values(), staging.weight_gradients)
     staging.recorder = WholeSequenceRecorder(model, staging.outline, own, staging.slot)
-    # Behind the recorder's hooks, which compare a layer's arguments with those of a whole sequence.
+    # After the recorder's hooks, which compare a layer's arguments with those of a whole sequence.
     for layer in own.values() if gives_cache else ():
         give_cache(layer, staging.slot)
     staging.shared = shared_parameters(model, staging.outline, staging.cuts)
@@ -220,7 +219,7 @@ def finish_stage(
 
 @functools.cache
 def _stage_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A subclass that goes by its base's name, so that configs and checkpoints say what they would have said."""
+    """A subclass with its base's name, so that configs and checkpoints contain the original name."""
 
     # Trainers read this signature to learn which columns the model takes.
     @functools.wraps(base.forward)
@@ -233,7 +232,7 @@ def _stage_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 @functools.cache
 def _stage_base_class(base: type[nn.Module]) -> type[nn.Module]:
-    """A subclass that runs units only: called by itself, a stage's base model would give what is nobody's."""
+    """A subclass that only runs inside a unit. Called directly, a stage's base model would return nothing meaningful."""
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The computation of one stage, unit by unit: what the interpreter of a schedule calls."""
+"""The computation of one stage, unit by unit, as the interpreter of a schedule calls it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Unit = tuple[int, int]
 
 
 class _Root(torch.autograd.Function):
-    """Lets go of a hidden state that was sent on, but keeps its graph: one number stands for it."""
+    """A scalar that keeps the graph of a hidden state, so that the hidden state itself can be freed once it is sent."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, received: list[torch.Tensor]) -> torch.Tensor:
@@ -46,9 +46,9 @@ class _Pending:
     """A unit between its forward and its backward.
 
     Attributes:
-        root: of its graph.
-        gradient: where the gradient of its output goes before the root's backward.
-        leaf: its input, on all stages but the first.
+        root: scalar at the end of the unit's graph.
+        gradient: receives the output's gradient before the root's backward.
+        leaf: the unit's input, except on the first stage.
     """
 
     root: torch.Tensor
@@ -57,17 +57,17 @@ class _Pending:
 
 
 class StageRunner:
-    """One step of one stage (:class:`cuboid.seq1f1b.runtime.runtime.Stage`).
+    """One step of one stage; implements :class:`cuboid.seq1f1b.runtime.runtime.Stage`.
 
     Args:
         model: the rank's.
         chunk: the stage.
         batches: the step's micro-batches.
-        stores: for each of them, keys and values of this stage's layers.
-        scale: what each token's loss is multiplied by.
-        micro_batch_scale: what a loss of a whole micro-batch is multiplied by.
-        training: whether units will run backward.
-        splits: whether they will do so in two parts.
+        stores: for each micro-batch, the KV cache of this stage's layers.
+        scale: factor of each token's loss.
+        micro_batch_scale: factor of a loss of a whole micro-batch.
+        training: whether units run backward.
+        splits: whether the schedule splits backwards.
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class StageRunner:
         self._scale, self._micro_batch_scale = scale, micro_batch_scale
         self._training = training
         self._head = Head(self._model, self._staging.outline, self._model.cuboid.base.forward)
-        #: Open while units run whose weight gradients are to come in an action of their own.
+        #: Open during forwards of a schedule that splits backwards.
         self._weight_gradients: WeightGradientStore = model.staging.weight_gradients
         self._splits = splits
         self._gradient_sync: GradientSync | None = model.staging.gradient_sync
         units = sum(len(batch.bounds) - 1 for batch in batches)
-        #: Units of this stage that are yet to run, by what of them gives its parameters a gradient; a split backward
-        #: does so twice.
+        #: How many units have yet to run each part that gives parameters a gradient: the head, the backward (or its I),
+        #: and W.
         self._left = {"head": units, "backward": units, "weights": units}
         self._pending: dict[Unit, _Pending] = {}
         #: On the last stage: the sum of all units' scaled losses.
@@ -104,14 +104,14 @@ class StageRunner:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device of this rank."""
         return self._batches[0].ids.device
 
     @property
     def hidden_dtype(self) -> torch.dtype:
-        """Of hidden states between stages."""
+        """Dtype of hidden states between stages."""
         own = self._staging.outline.dtype
-        # A residual stream in float32 is one in float64 where weights are.
+        # Some models keep the residual stream in float32; with float64 weights it is float64.
         return self._model.dtype if own is None else torch.promote_types(own, self._model.dtype)
 
     def message_shape(self, micro_batch: int, segment: int) -> tuple[int, ...]:
@@ -121,7 +121,7 @@ class StageRunner:
         return batch.ids.shape[0], length, self._staging.outline.width // self._mesh.size("hidden")
 
     def forward(self, micro_batch: int, segment: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
-        """A unit's forward. The last stage computes head and loss, and their backward too."""
+        """A unit's forward. On the last stage it includes the head, the loss, and their backward."""
         with torch.set_grad_enabled(self._training):
             leaf = None if hidden is None else hidden.requires_grad_(self._training)
             output = self._run_layers(micro_batch, segment, leaf)
@@ -142,7 +142,7 @@ class StageRunner:
         """See :class:`cuboid.seq1f1b.runtime.runtime.Stage`."""
         if not self._splits:
             return self._backward(micro_batch, segment, gradient)
-        # The forward couldn't know that this unit's backward is one action.
+        # A generated schedule has whole backwards too; the forward ran as for a split one.
         result = self.input_gradient(micro_batch, segment, gradient)
         self.weight_gradients(micro_batch, [segment])
         return result
@@ -162,7 +162,7 @@ class StageRunner:
         if gradient is not None:
             pending.gradient.append(gradient)
         self._count("backward")
-        # Without one, everything up to here is frozen. A recomputation needs to know where it is.
+        # If it requires none, everything up to here is frozen. `running` is for recomputed forwards.
         if pending.root.requires_grad:
             with self._staging.slot.running(self._batches[micro_batch].unit(segment, self._stores[micro_batch])):
                 pending.root.backward()
@@ -177,8 +177,8 @@ class StageRunner:
         if self._cut.is_first:
             ids = batch.cut(batch.ids, segment)
             if self._mesh.shape.size > 1 and self._model.cuboid.verdict.inputs == "embeddings":
-                # A sharded embedding needs the ids of the whole segment and returns a part of it, while the model's own
-                # code takes the shape of everything that follows from what it is given.
+                # A sharded embedding takes the ids of the whole segment and returns the rank's part, but the model's
+                # own code would take all later shapes from those of the ids.
                 options["inputs_embeds"] = self._model.get_input_embeddings()(ids)
             else:
                 options["ids"] = ids
@@ -188,18 +188,18 @@ class StageRunner:
         with known, self._staging.slot.running(batch.unit(segment, self._stores[micro_batch])), deferring, around:
             output = self._run_chunk(hidden=hidden, **options)
         if self._model.cuboid.late is not None and not self._cut.is_last:
-            # What this stage returns never was whole: its own code went on, over placeholders.
+            # The stage's output is this rank's part: its last layers are placeholders, which made nothing whole.
             self._model.cuboid.late.is_whole = False
         return output
 
     def _run_chunk(self, **options: Any) -> Any:
         output, late = self._chunk.run(self._model, **options), self._model.cuboid.late
-        # Some models call what has the layers without the base model around it, whose hook would do this.
+        # Some models call the module with the layers directly, without the base model, whose hook would do this.
         return late.own_part(output) if late is not None and self._cut.is_last else output
 
     def _positions_and_mask(self, batch: SegmentedBatch, segment: int) -> dict[str, torch.Tensor]:
         if not batch.is_cut and self._mesh.shape.size == 1:
-            # All as the user gave it, and the model's own code makes of it what it always does.
+            # Whole sequences: the model's own code gets what the user gave.
             return dict(batch.given)
         if batch.whole is None:
             batch.whole = self._whole_of_others(batch)
@@ -211,7 +211,7 @@ class StageRunner:
         return {name: batch.cut(x, segment) for name, x in {**batch.given, "position_ids": batch.positions}.items()}
 
     def _whole_of_others(self, batch: SegmentedBatch) -> WholeSequence | None:
-        """What was made of a micro-batch of this step that has the same rows and length, and no masks or positions."""
+        """The recorded whole sequence of another micro-batch of this shape, if neither has a mask or positions."""
         if batch.given:
             return None
         size = batch.ids.shape[0], batch.length
@@ -235,7 +235,7 @@ class StageRunner:
         return gradient
 
     def _count(self, part: str, units: int = 1) -> None:
-        """Units begin with something that gives parameters a gradient."""
+        """Count units down before a part of them runs, so that the last one reduces the step's gradients."""
         self._left[part] -= units
         if self._gradient_sync is not None:
             self._gradient_sync.is_last = self._left[part] == 0
@@ -246,22 +246,24 @@ class StageRunner:
 
 
 class OwnHeadRunner(StageRunner):
-    """The last stage of a classifier, or a model for question answering: its own forward computes the loss of a whole
-    sequence, whose backward waits for the unit's."""
+    """The last stage of a classifier or a question-answering model: the model's own forward computes the loss.
+
+    The loss is of a whole sequence, and its backward is part of the unit's backward.
+    """
 
     def forward(self, micro_batch: int, segment: int, hidden: torch.Tensor | None) -> None:
-        """A unit's forward, loss and all."""
+        """A unit's forward, including the loss."""
         batch = self._batches[micro_batch]
         with torch.set_grad_enabled(self._training):
             leaf = None if hidden is None else hidden.requires_grad_(self._training)
             output: Any = self._run_layers(micro_batch, segment, leaf)
-            # Without a label, the mean would be none, and its gradient neither.
+            # Without labels, the mean would be NaN, and so would its gradient.
             loss = self._own_loss(output, batch) if batch.items else output[0].sum() * 0
         if self._training:
             self._pending[micro_batch, segment] = _Pending(loss, [], leaf)
         else:
             self._free_after(micro_batch, segment)
-        # In float32 at least, also where the model computes its own in half precision.
+        # Reported in float32 at least, even if the model computes its loss in 16 bits.
         own = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
         self.loss = own if self.loss is None else self.loss + own
 
@@ -282,9 +284,9 @@ class OwnHeadRunner(StageRunner):
 
 
 class RoutedStageRunner(StageRunner):
-    """A stage of a model whose routers have a loss of their own: see :mod:`cuboid.models.stages.router_loss`.
+    """A stage of a model with a router loss; see :mod:`cuboid.models.stages.router_loss`.
 
-    Units give and are given the routers' sums in front of hidden states and their gradients.
+    In each message, the routers' sums precede the hidden state or its gradient.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -294,13 +296,13 @@ class RoutedStageRunner(StageRunner):
         self._sums = RouterSums(loss, self._mesh, self.hidden_dtype, self._micro_batch_scale, training=self._training)
         layers = self._staging.outline.layers
         self._routers = self._sums.routers_in(self._model, self._cut.first, self._cut.stop, layers)
-        #: Of the layers of the unit that is running.
+        #: The sums of the current unit's layers.
         self._own = self._sums.none(self.device)
-        #: Where the gradient of a unit's probabilities goes before its backward.
+        #: Receives the gradient of a unit's probabilities before its backward.
         self._probable: dict[Unit, list[torch.Tensor]] = {}
 
     def message_shape(self, micro_batch: int, segment: int) -> tuple[int, ...]:
-        """Of the numbers of a hidden state, behind the routers' sums."""
+        """A flat message: the routers' sums, then the hidden state."""
         return (self._sums.extra + math.prod(super().message_shape(micro_batch, segment)),)
 
     def forward(self, micro_batch: int, segment: int, message: torch.Tensor | None) -> torch.Tensor | None:

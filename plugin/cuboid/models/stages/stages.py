@@ -1,7 +1,7 @@
-"""One stage of a pipeline out of a Hugging Face model: its layers stay, those of other stages give way to placeholders.
+"""Cuts a Hugging Face model to one pipeline stage: its own layers stay, placeholders replace those of other stages.
 
-The model keeps its class and all of its code. So the base model's own forward runs on every stage and makes masks,
-rotary tables and whatever else its layers are given; only the hidden state comes from the stage before.
+The model keeps its class and all of its code. The base model's own forward runs on every stage and computes masks,
+rotary tables and whatever else its layers need; only the hidden state comes from the previous stage.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from cuboid.models.stages.placeholders import PlaceholderLayer, PlaceholderModul
 from cuboid.seq1f1b.schedule.partition import balance_by_flops
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
 
-#: For the weight of attention and of the head; nobody knows the sequences' length when weights are loaded.
+#: Sequence length at which layers and head are weighed against each other, since the real one isn't known at load time.
 ASSUMED_LENGTH = 4096
 
 
 @dataclass(frozen=True)
 class StageCut:
-    """Which layers one stage of a pipeline has: [first, stop) of the model's.
+    """The layers of one stage: [first, stop) of the model's.
 
-    The first stage embeds as well, and the last one has the head.
+    The first stage also has the embedding, and the last one the head.
     """
 
     stage: int
@@ -44,18 +44,18 @@ class StageCut:
 
     @property
     def is_first(self) -> bool:
-        """Whether this stage takes token ids."""
+        """Whether this stage's input is token ids."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage ends in the head."""
+        """Whether this stage has the head."""
         return self.stage == self.stages - 1
 
 
 @dataclass(frozen=True)
 class StageLayout:
-    """How the layers are cut into stages, and where these are.
+    """How the layers are cut into stages, and which ranks have these.
 
     Args:
         counts: layers of each stage.
@@ -67,7 +67,7 @@ class StageLayout:
 
     @property
     def stages(self) -> int:
-        """Of all ranks."""
+        """Number of stages of all ranks."""
         return len(self.counts)
 
     def cuts(self, pipe: int) -> tuple[StageCut, ...]:
@@ -78,15 +78,15 @@ class StageLayout:
 
 
 def plan_stages(count: int, sizes: Callable[[], ModelSizes], pipeline: PipelineConfig) -> tuple[int, ...]:
-    """Numbers of layers of each stage, of all ranks.
+    """The number of layers of each stage.
 
     Args:
-        count: the model's layers.
-        sizes: gives the model's sizes, where the stages are balanced by them.
-        pipeline: what was asked for.
+        count: number of the model's layers.
+        sizes: returns the model's sizes; called if stages are balanced by operations.
+        pipeline: the config.
 
     Raises:
-        ConfigError: fewer layers than stages, or an explicit list that isn't the model's.
+        ConfigError: fewer layers than stages, or an explicit list that doesn't fit the model.
     """
     if count < pipeline.parts:
         asked, fewer = f"pipeline.stages is {pipeline.stages}", f"{count} stages or fewer"
@@ -101,7 +101,7 @@ def plan_stages(count: int, sizes: Callable[[], ModelSizes], pipeline: PipelineC
         return _checked_balance(balance, count, pipeline)
     if balance == "layers":
         even, rest = divmod(count, pipeline.parts)
-        # The odd ones go to the front: the last stage has the head already.
+        # The first stages get one layer more: the last one has the head.
         return tuple(even + (stage < rest) for stage in range(pipeline.parts))
     return balance_by_flops(sizes(), pipeline.parts, ASSUMED_LENGTH)
 
@@ -116,10 +116,10 @@ def _checked_balance(balance: tuple[int, ...], count: int, pipeline: PipelineCon
 
 
 class Chunk:
-    """One stage of a rank, in the rank's model, which has the modules of all stages of that rank.
+    """One stage of a rank. The rank's model has the modules of all its stages.
 
-    For its forwards, placeholders stand for the modules of the other stages, and the hidden state comes in right before
-    its first layer and goes out right behind its last one.
+    During a chunk's forward, placeholders replace the modules of other stages. The placeholder right before its first
+    layer returns the hidden state that was received; the one right after its last layer keeps the stage's output.
 
     Args:
         model: whole, on any device.
@@ -142,11 +142,11 @@ class Chunk:
             name = outline.layer(cut.stop)
             stand_ins[name] = self._output = StageOutput(model.get_submodule(name), outline)
         kept, kept_here = _kept_units(outline, [cut]), _kept_units(outline, here)
-        # The head may stay: it is run behind the base model, not by it.
+        # The head may stay: it runs after the base model, not inside it.
         for name in (*outline.before, *outline.after):
             if name in kept_here - kept:
                 stand_ins[name] = PlaceholderModule(model.dtype)
-        #: Owners of modules, the modules' names in them, and what stands there while this stage runs.
+        #: Parent modules, the child's name, and the placeholder that replaces the child while this stage runs.
         self._places: list[tuple[nn.Module, str, nn.Module]] = []
         for name, stand_in in stand_ins.items():
             owner, _, child = name.rpartition(".")
@@ -164,14 +164,14 @@ class Chunk:
 
         Args:
             model: the rank's.
-            ids: ``[B, L]``, on the first stage. Where a model must be given embeddings, ``inputs_embeds`` among the
-                options takes their place.
-            hidden: ``[B, L, H]`` from the stage before, on the others.
-            options: for the base model's forward; ``position_ids`` and ``attention_mask`` are left out where it has no
-                such argument or they are None.
+            ids: ``[B, L]``, on the first stage. If the model needs embeddings instead, the options have
+                ``inputs_embeds``.
+            hidden: ``[B, L, H]`` from the previous stage, on all other stages.
+            options: for the base model's forward; ``position_ids`` and ``attention_mask`` are omitted if they are None
+                or the forward has no such argument.
 
         Returns:
-            ``[B, L, H]``: the input of the next stage's first layer, or on the last stage of the head.
+            ``[B, L, H]``: the input of the next stage's first layer, or, on the last stage, of the head.
         """
         return self._leaving(self.call(model, ids=ids, hidden=hidden, **options))
 
@@ -183,7 +183,7 @@ class Chunk:
         hidden: torch.Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """As :meth:`run`, and returns what the base model returns, which means something on the last stage only."""
+        """As :meth:`run`, but returns the base model's whole output, which is only meaningful on the last stage."""
         arguments = {name: value for name, value in options.items() if value is not None}
         for name in ("position_ids", "attention_mask", TOKEN_TYPES):
             if name not in self._outline.options:
@@ -191,7 +191,7 @@ class Chunk:
         arguments.update(self._outline.fixed_options)
         if self._input is not None:
             assert hidden is not None, "a stage behind the first needs the hidden state"
-            # It only tells shape, dtype and device; one number stands for all.
+            # Embeddings that only carry shape, dtype and device: one expanded number takes no memory.
             arguments["inputs_embeds"] = torch.zeros((), dtype=hidden.dtype, device=hidden.device).expand(hidden.shape)
             self._input.hidden = hidden
         elif ids is not None:
@@ -206,8 +206,8 @@ class Chunk:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Inside, the base model has the modules of this stage only."""
-        # Past ``setattr``, which looks through all that a module has: this is done for each unit.
+        """In the ``with`` block, the base model has the modules of this stage only."""
+        # Not by ``setattr``, which is slow on modules: this runs for each unit.
         before = [owner._modules[name] for owner, name, _ in self._places]
         for owner, name, stand_in in self._places:
             owner._modules[name] = stand_in
@@ -227,13 +227,13 @@ class Chunk:
 
 
 def cut_stages(model: PreTrainedModel, outline: Outline, cuts: Sequence[StageCut]) -> tuple[Chunk, ...]:
-    """Leave of a model, on any device, what the stages of one rank need; in place.
+    """Remove from a model, in place and on any device, everything that the stages of one rank don't need.
 
     Parameters that the last stage shares with the first (tied embeddings) stay on both under their own names; see
     :func:`shared_parameters`.
 
     Returns:
-        What runs each of the stages.
+        A chunk for each of the rank's stages.
     """
     chunks = tuple(Chunk(model, outline, cut, cuts) for cut in cuts)
     dtype = model.dtype
@@ -254,7 +254,7 @@ def cut_stages(model: PreTrainedModel, outline: Outline, cuts: Sequence[StageCut
 
 
 def _kept_units(outline: Outline, cuts: Sequence[StageCut]) -> frozenset[str]:
-    """Modules outside the layers that some stages have."""
+    """The modules outside of the layers (embedding, final norm, head) that these stages have."""
     kept = set(outline.before if any(cut.is_first for cut in cuts) else ())
     if any(cut.is_last for cut in cuts):
         kept |= {*outline.after, *outline.head, *_holders(outline)}
@@ -262,20 +262,23 @@ def _kept_units(outline: Outline, cuts: Sequence[StageCut]) -> frozenset[str]:
 
 
 def _holders(outline: Outline) -> set[str]:
-    """Modules that only hold a parameter for the head on the last stage."""
+    """Modules of the first stage that the last one keeps only because its head is tied to one of their parameters."""
     units = (*outline.before, *outline.after, *outline.head)
     pairs = [(_unit_of(target, units), _unit_of(source, units)) for target, source in outline.tied.items()]
     return {source for target, source in pairs if target not in outline.before and source in outline.before}
 
 
 def _keep_tied(model: PreTrainedModel, unit: str, outline: Outline) -> None:
-    """Leave of a module that holds a parameter for the head what has it. All else that may be in BERT's embeddings is
-    the first stage's; a second copy would be saved in the place of the one that is trained."""
+    """Reduce a module that the last stage keeps for a tied parameter to the submodule that has the parameter.
+
+    The rest, such as BERT's position embeddings, belongs to the first stage: a second, untrained copy could be saved
+    instead of the trained one.
+    """
     owners = {name.rpartition(".")[0] for name in outline.tied.values() if name.startswith(f"{unit}.")}
     if unit in owners:
         return
     kept = {name: model.get_submodule(name) for name in owners}
-    # Its own forward isn't run, as on the stages between: RoCBERT's joins what other stages' modules would return.
+    # The module's own forward must not run: RoCBERT's concatenates outputs of modules that are on other stages.
     for name in sorted({unit, *(parent for owner in owners for parent in _parents(owner, unit))}):
         model.set_submodule(name, PlaceholderModule(model.dtype))
     for name, module in kept.items():
@@ -284,7 +287,7 @@ def _keep_tied(model: PreTrainedModel, unit: str, outline: Outline) -> None:
 
 
 def _parents(name: str, unit: str) -> Iterator[str]:
-    """Modules between one and the unit that it is in."""
+    """The names between a module's name and the unit that contains it."""
     parent = name.rpartition(".")[0]
     while parent != unit:
         yield parent
@@ -296,7 +299,7 @@ def _unit_of(parameter: str, units: Sequence[str]) -> str:
 
 
 def _keep_ties(model: Any, outline: Outline, kept: frozenset[str]) -> None:
-    """Let the model know of those ties only that are inside of what is kept."""
+    """Remove ties from the model's own lists unless both sides are on this rank."""
     units = (*outline.before, *outline.after, *outline.head)
     ties = {
         target: source
@@ -304,15 +307,15 @@ def _keep_ties(model: Any, outline: Outline, kept: frozenset[str]) -> None:
         if _unit_of(target, units) in kept and _unit_of(source, units) in kept
     }
     model.all_tied_weights_keys = dict(ties)
-    # For whoever lets the model compute them again.
+    # The class attribute from which transformers would compute them again.
     model._tied_weights_keys = dict(ties)
 
 
 def draw_outline(cls: type[PreTrainedModel], config: PretrainedConfig) -> Outline:
-    """Find the parts of a model, and make sure that a pipeline can cut it.
+    """Find the parts of a model, and check that a pipeline can cut it.
 
     Raises:
-        UnsupportedModelError: it can't, with the reason.
+        UnsupportedModelError: it can't; the message has the reason.
     """
     model, outline = outline_on_meta(cls, config)
     check_cut(model, outline)
@@ -320,10 +323,10 @@ def draw_outline(cls: type[PreTrainedModel], config: PretrainedConfig) -> Outlin
 
 
 def check_cut(model: PreTrainedModel, outline: Outline) -> None:
-    """Make sure that a model's own code runs around the placeholders. The model, on the meta device, is cut for it.
+    """Check that a model's own code runs with placeholders. Cuts the given model, which is on the meta device.
 
     Raises:
-        UnsupportedModelError: it reads something of a module that a stage doesn't have.
+        UnsupportedModelError: the code reads something from a module that a stage doesn't have.
     """
     positions = torch.empty((1, 8), dtype=torch.int64, device="meta")
     hidden = torch.empty((1, 8, outline.width), dtype=outline.dtype or model.dtype, device="meta")
@@ -333,7 +336,7 @@ def check_cut(model: PreTrainedModel, outline: Outline) -> None:
             if not outline.runs_own_head:
                 Head(model, outline).logits(final)
             if outline.count > 1:
-                # Nothing of its own, so that everything is missing.
+                # A middle stage without layers: every module is a placeholder.
                 (chunk,) = cut_stages(model, outline, [StageCut(1, 3, 1, 1)])
                 chunk.run(model, hidden=hidden, position_ids=positions)
     except Exception as error:
@@ -344,12 +347,12 @@ def check_cut(model: PreTrainedModel, outline: Outline) -> None:
 
 
 def shared_parameters(model: PreTrainedModel, outline: Outline, cuts: Sequence[StageCut]) -> dict[str, nn.Parameter]:
-    """Parameters that the ranks of the first and the last stage both have, by their Hugging Face name; on others none.
+    """The parameters that the ranks of the first and the last stage both have, by Hugging Face name.
 
-    Each of the two has a part of their gradient. Where both stages are on one rank, nothing is shared.
+    Each of the two ranks computes a part of their gradient. Empty on other ranks, and if one rank has both stages.
 
     Args:
-        model: as :func:`cut_stages` left it.
+        model: after :func:`cut_stages`.
         outline: of the whole model.
         cuts: the stages of this rank.
     """
