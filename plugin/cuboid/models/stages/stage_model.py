@@ -232,7 +232,7 @@ def _stage_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 @functools.cache
 def _stage_base_class(base: type[nn.Module]) -> type[nn.Module]:
-    """A subclass that only runs inside a unit. Called directly, a stage's base model would return nothing meaningful."""
+    """A subclass that only runs inside a unit: called directly, a stage's base model returns nothing meaningful."""
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
