@@ -53,14 +53,13 @@ from cuboid_patches.deepspeed import SHARED_MEMORY_BUILD
 
 _SEED = 20240605
 _PEERS = {"deepspeed": "DeepSpeed PipelineEngine", "torch": "torch.distributed.pipelining 1F1B"}
-#: torch's schedules of two stages on each rank, and those of them that are placed as a V.
+#: torch's schedules of two stages on each rank.
 TORCH: dict[str, Any] = {
     "interleaved": pipelining.ScheduleInterleaved1F1B,
     "interleaved zero bubble": pipelining.ScheduleInterleavedZeroBubble,
     "ZBV": pipelining.ScheduleZBVZeroBubble,
     "DualPipeV": pipelining.ScheduleDualPipeV,
 }
-_V = ("ZBV", "DualPipeV")
 
 
 # --- what is done ---
@@ -271,7 +270,7 @@ class TorchPipeline(Pipeline):
 
     def __init__(self, entry: Entry, task: Task) -> None:
         number, total = dist.get_rank(), task.stages * entry.chunks
-        second = total - 1 - number if entry.schedule in _V else task.stages + number
+        second = total - 1 - number if entry.schedule in ("ZBV", "DualPipeV") else task.stages + number
         super().__init__(task, [number, second][: entry.chunks], entry.chunks)
         stages = [task.under_torch(stage, entry.chunks) for stage in self.own]
         self._recording = stages if task.is_emulated else ()

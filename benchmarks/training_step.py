@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 # DeepSpeed looks for this when it is imported.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -80,12 +80,13 @@ class Entry:
     segments: int = 1
 
     @property
-    def gathers(self) -> Literal["layer", "step"]:
-        """Cuboid's ``weight_gather``."""
-        return "layer" if self.reshard else "step"
+    def options(self) -> dict[str, Any]:
+        """Cuboid's ``weight_gather``; in a pipeline that keeps weights, gradients are reduced once a step too."""
+        once = {"gradient_sync": "step"} if self.stages > 1 else {}
+        return {"weight_gather": "layer"} if self.reshard else {"weight_gather": "step", **once}
 
     def shape(self, workload: Llama, model: LlamaForCausalLM) -> MeshShape:
-        return workload.shape(self.mesh, RANKS, model, weight_gather=self.gathers)
+        return workload.shape(self.mesh, RANKS, model, self.options["weight_gather"])
 
     def layout(self, workload: Llama, model: LlamaForCausalLM) -> Layout:
         """For the planner."""
@@ -95,7 +96,7 @@ class Entry:
         micro_batch = rows if self.stages == 1 else mesh.batch
         return Layout(
             mesh, self.stages, micro_batch, rows // micro_batch, replicas, self.segments, zero_stage=zero_stage,
-            weight_gather=self.gathers,
+            **self.options,
         )  # fmt: skip
 
 
@@ -120,9 +121,8 @@ _CUBOID = re.compile(r"cuboid-(.+?)(?:-p(\d+)k(\d+))?(-kept)?")
 
 
 def find(keys: Sequence[str], workload: Llama, model: LlamaForCausalLM) -> list[Entry]:
-    """The contestants of these names, each mesh only once: as ``"auto"`` where the automatic choice is one of them.
-    After ``cuboid-`` any mesh may stand, of which one with fewer ranks has replicas, behind it ``-p2k4`` for two stages
-    with four segments, and ``-kept``."""
+    """The contestants of these names; ``"auto"`` and the mesh that it chooses are one. Meshes of fewer ranks have replicas;
+    ``-p2k4`` after it stands for two stages with four segments, ``-kept`` for weights that are gathered once a step."""
     peers = {entry.key: entry for entry in _PEERS}
     chosen: dict[object, Entry] = {}
     for key in keys:
@@ -140,7 +140,8 @@ def find(keys: Sequence[str], workload: Llama, model: LlamaForCausalLM) -> list[
         layout = entry.layout(workload, model)
         name = f"Cuboid, {shape}" + (f" × {stages} stages of {segments} segments" if stages > 1 else "")
         name += f" × DP {layout.replicas}" if layout.replicas > 1 else ""
-        name += ("" if reshard else ", weights kept") + (" (auto)" if mesh == AUTO else "")
+        kept = ", weights kept" + (", gradients reduced once" if stages > 1 else "")
+        name += ("" if reshard else kept) + (" (auto)" if mesh == AUTO else "")
         if mesh == AUTO or layout not in chosen:
             chosen[layout] = dataclasses.replace(entry, name=name)
     return list(chosen.values())
@@ -256,7 +257,7 @@ class MeshStep(_Engine):
             pipeline = {"engine": "seq1f1b", "stages": layout.stages, "segments": layout.segments}
             more = {**sizes, "pipeline": pipeline}
         own = Topology(layout.mesh, RANKS, layout.stages).coordinate(dist.get_rank()).data
-        section = workload.section(entry.mesh, RANKS, weight_gather=entry.gathers)
+        section = workload.section(entry.mesh, RANKS, **entry.options)
         super().__init__(workload, model, section, layout.replicas, own, **more)
         self._micro_batches = self._rows.split(layout.micro_batch) if layout.stages > 1 else ()
         self._counter = cuboid.mesh_of(self.engine).comm_counter
