@@ -121,7 +121,7 @@ _CUBOID = re.compile(r"cuboid-(.+?)(?:-p(\d+)k(\d+))?(-kept)?")
 
 
 def find(keys: Sequence[str], workload: Llama, model: LlamaForCausalLM) -> list[Entry]:
-    """The contestants of these names; ``"auto"`` and the mesh that it chooses are one. Meshes of fewer ranks have replicas;
+    """The contestants of these names; ``"auto"`` and the mesh that it chooses are one. A smaller mesh has replicas;
     ``-p2k4`` after it stands for two stages with four segments, ``-kept`` for weights that are gathered once a step."""
     peers = {entry.key: entry for entry in _PEERS}
     chosen: dict[object, Entry] = {}

@@ -1,4 +1,4 @@
-"""A collective that was started and not yet waited for."""
+"""A collective in flight."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ U = TypeVar("U")
 
 
 class AsyncResult(Generic[T]):
-    """What a collective will give: a ``T``.
+    """The future result of a collective, a ``T``.
 
-    With NCCL the collective runs on a stream of its own, and waiting makes only the current stream wait; with gloo it
-    runs on threads of its own.
+    With NCCL the collective runs on a stream of its own, and :meth:`wait` makes the current stream wait, not the host.
+    With gloo it runs in threads of its own.
 
     Args:
-        result: complete only once :meth:`wait` has returned.
-        works: of torch.distributed; all of them are waited for.
-        finish: what is left to do on this side when they are through.
-        holds: buffers that must live as long.
-        change: what to make of the result once it is complete, for :meth:`wait` to return.
+        result: complete only after :meth:`wait`.
+        works: of torch.distributed; :meth:`wait` waits for all of them.
+        finish: called after that.
+        holds: buffers to keep alive until then.
+        change: function of the complete result, whose value :meth:`wait` returns.
     """
 
     __slots__ = ("_change", "_finish", "_holds", "_result", "_works")
@@ -42,7 +42,7 @@ class AsyncResult(Generic[T]):
         self._change = change
 
     def wait(self) -> T:
-        """The result. Later calls return it at once."""
+        """Wait for the result. Later calls return it at once."""
         for work in self._works:
             if work is not None:
                 work.wait()
@@ -57,11 +57,11 @@ class AsyncResult(Generic[T]):
         return cast("T", self._result)
 
     def incomplete(self) -> T:
-        """The result, for whoever makes sure that nobody reads it before :meth:`wait`."""
+        """The result before it is complete. The caller must make sure that nobody reads it before :meth:`wait`."""
         assert self._change is None, "a change is made of a complete result"
         return cast("T", self._result)
 
     def giving(self, result: U) -> AsyncResult[U]:
-        """This, with another result: one that is complete when the first is."""
+        """The same collective with another result, which must be complete when the first one is."""
         self._result = result
         return cast("AsyncResult[U]", self)

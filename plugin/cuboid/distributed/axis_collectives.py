@@ -1,9 +1,9 @@
 """Collectives along mesh axes, on plain buffers and on a dim of a tensor.
 
-None of these is differentiable by itself: the layers' autograd functions call them in forward and backward, each
-as the transpose of the other. Along axes of one rank they do nothing and return their input. What starts one
-returns it pending, so that computing can go on meanwhile; its input must not change until it was waited for.
-The ranks are a :class:`~cuboid.distributed.mesh.AxisGroup`, which :meth:`Mesh.along` gives for each set of axes.
+They are not differentiable: the layers' autograd functions call them in forward and their transposes in backward.
+Along axes of one rank they return their input. Functions named ``start_…`` return an
+:class:`~cuboid.distributed.async_result.AsyncResult`, so that computing can overlap; the input must not be modified
+before it is waited for. The ranks are a :class:`~cuboid.distributed.mesh.AxisGroup`, from :meth:`Mesh.along`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.collectives import start_gather_into, start_reduce_scatter_into
 from cuboid.distributed.mesh import AxisGroup
 
-#: Of activations ``[B, S, H]``.
+#: The sequence's dim in activations ``[B, S, H]``.
 SEQUENCE_DIM = 1
 
 
@@ -29,10 +29,10 @@ def start_all_gather(
     """Stack the ranks' tensors: ``[...]`` on each to ``[ranks, ...]`` on all, in rank order.
 
     Args:
-        x: of this rank.
+        x: this rank's tensor.
         along: the ranks.
-        change: what to make of the stack, where that isn't what is wanted.
-        in_place: copy ``x`` to its place at once, so that it may change, or be freed, while the others' is on its way.
+        change: function of the stack, whose value is the result.
+        in_place: copy ``x`` to its slot at once, so that it may be modified or freed while the gather is in flight.
     """
     ranks, group = along.size, along.process_group
     if ranks == 1:
@@ -55,12 +55,12 @@ def all_gather(x: torch.Tensor, along: AxisGroup) -> torch.Tensor:
 def start_reduce_scatter_parts(
     x: torch.Tensor, shapes: Sequence[Sequence[int]], along: AxisGroup, *, exchange: bool = False
 ) -> AsyncResult[Sequence[torch.Tensor]]:
-    """Add up the ranks' ``[ranks, n]`` and leave slice r of the sum with rank r, as several tensors.
+    """Sum the ranks' ``[ranks, n]``; rank r gets row r of the sum, as several tensors.
 
     Args:
         x: contiguous; it may be overwritten.
-        shapes: of the tensors that the n elements of a slice are, one after the other.
-        along: several ranks.
+        shapes: of the tensors that make up the n elements of a row, one after another.
+        along: more than one rank.
         exchange: see :func:`~cuboid.distributed.collectives.start_reduce_scatter_into`.
     """
     assert along.process_group is not None, "a mesh that isn't connected"
@@ -71,7 +71,7 @@ def start_reduce_scatter_parts(
 
 
 def start_reduce_scatter(x: torch.Tensor, along: AxisGroup, *, exchange: bool = False) -> AsyncResult[torch.Tensor]:
-    """Add up the ranks' ``[ranks, ...]`` and leave slice r of the sum with rank r, as ``[...]``.
+    """Sum the ranks' ``[ranks, ...]``; rank r gets slice r of the sum, ``[...]``.
 
     For ``exchange`` see :func:`~cuboid.distributed.collectives.start_reduce_scatter_into`.
     """
@@ -89,7 +89,7 @@ def reduce_scatter(x: torch.Tensor, along: AxisGroup) -> torch.Tensor:
 def start_all_reduce(
     x: torch.Tensor, along: AxisGroup, change: Callable[[torch.Tensor], Any] | None = None
 ) -> AsyncResult[Any]:
-    """Add up the ranks' tensors, as :func:`all_reduce`. For ``change``, see :func:`start_all_gather`."""
+    """Sum the ranks' tensors. ``x`` may be overwritten. For ``change``, see :func:`start_all_gather`."""
     if along.size == 1:
         return AsyncResult(x, change=change)
     assert along.process_group is not None, "a mesh that isn't connected"
@@ -114,7 +114,7 @@ def start_gather_dim(x: torch.Tensor, dim: int, along: AxisGroup) -> AsyncResult
     if along.size == 1:
         return AsyncResult(x)
     dim %= x.dim()
-    # Dims of size 1 before `dim` need no copy, which `flatten` finds out by itself.
+    # [ranks, ..., n, ...] -> [..., ranks · n, ...]; `flatten` copies only if dims of several elements precede `dim`.
     return start_all_gather(x, along, lambda stacked: stacked.movedim(0, dim).flatten(dim, dim + 1))
 
 
@@ -133,7 +133,7 @@ def scatter_dim(x: torch.Tensor, dim: int, along: AxisGroup) -> torch.Tensor:
 
 
 def own_slice(x: torch.Tensor, dim: int, along: AxisGroup) -> torch.Tensor:
-    """This rank's piece of a dim that all ranks hold whole. A view."""
+    """This rank's slice of a dim that every rank has whole. A view."""
     length = x.shape[dim] // along.size
     return x.narrow(dim, along.index * length, length)
 

@@ -22,17 +22,17 @@ from cuboid.errors import MeshError
 
 
 class AxisGroup:
-    """The ranks that differ from this one only along some axes, and what never changes about them.
+    """The ranks that differ from this one only along some axes, with everything constant about them.
 
-    :meth:`Mesh.along` makes one for each tuple of axes, which layers keep, so that no step computes anything of it
-    again. Two are equal only if they are the same.
+    :meth:`Mesh.along` makes one object for each tuple of axes. Layers keep it, so that steps compute none of this
+    again. Groups compare by identity.
 
     Attributes:
-        mesh: whose ranks these are.
-        axes: those of them that have several ranks.
+        mesh: the mesh that the ranks belong to.
+        axes: the axes that have several ranks.
         size: number of ranks.
         index: this rank's position among them, the first axis varying slowest.
-        counted: the collectives that went over them, in the mesh's counter of bytes.
+        counted: counts the group's collectives, in the mesh's communication counter.
         process_group: None before the mesh is connected, and for a single rank.
     """
 
@@ -50,7 +50,7 @@ class AxisGroup:
         self.process_group = groups.get(frozenset(self.axes))
 
     def __deepcopy__(self, memo: dict[int, object]) -> AxisGroup:
-        # As the mesh.
+        # As for the mesh: a copied module is on the same mesh.
         return self
 
     def __repr__(self) -> str:
@@ -60,15 +60,15 @@ class AxisGroup:
 class Mesh:
     """The mesh that this rank belongs to.
 
-    Built from the launcher's RANK and WORLD_SIZE (or an existing process group), it knows its coordinate at
-    once, so that weights can be read before any process group exists. :meth:`connect` makes the groups.
+    It takes its coordinate from the launcher's RANK and WORLD_SIZE (or from an existing process group), so that weights
+    can be read before there are process groups. :meth:`connect` makes the groups.
 
     Args:
         shape: sizes of the axes.
-        pipe: places in the pipeline, each of which is a mesh of that shape.
+        pipe: pipeline ranks, each of which is a mesh of that shape.
         rank: this rank in the world; by default the process group's or the launcher's.
         world_size: likewise.
-        placement: the pipe coordinate of each stage of the pipeline; by default one stage for each.
+        placement: the pipe coordinate of each pipeline stage; by default one stage per coordinate.
 
     Raises:
         MeshError: the mesh doesn't divide the world.
@@ -94,12 +94,12 @@ class Mesh:
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._host_groups: dict[str, dist.ProcessGroup] = {}
         self._connected = False
-        #: Whether its ranks are threads of this process, which no process group of torch.distributed knows.
+        #: Whether the ranks are threads of this process instead of processes of torch.distributed.
         self.in_threads = False
-        #: Whether gloo connects ranks on several machines, or in several network namespaces, and its ranks are to send
-        #: to one another directly. Never so with another backend. Known once connected.
+        #: Whether gloo connects ranks on several machines or in several network namespaces: then collectives are direct
+        #: messages. Always False with other backends. Known once connected.
         self.spans_networks = False
-        #: Whether the ranks of this mesh lie on several nodes, with a network between them. Known once connected.
+        #: Whether the ranks of this mesh are on several nodes, with a network between them. Known once connected.
         self.spans_nodes = False
 
     def size(self, *axes: Axis) -> int:
@@ -120,7 +120,7 @@ class Mesh:
 
     @property
     def traffic(self) -> CommCounter:
-        """:attr:`comm_counter`, by the name that it had before."""
+        """Deprecated name of :attr:`comm_counter`."""
         warnings.warn("Mesh.traffic is called Mesh.comm_counter now", DeprecationWarning, stacklevel=2)
         return self.comm_counter
 
@@ -159,17 +159,17 @@ class Mesh:
         self._connected = True
 
     def connect_threads(self, groups: Mapping[frozenset[str], dist.ProcessGroup]) -> None:
-        """Take groups of threads, by their axes, in place of :meth:`connect`; see :mod:`.thread_ranks`."""
+        """Set groups of threads, by their axes, instead of :meth:`connect`; see :mod:`.thread_ranks`."""
         self._groups = dict(groups)
         for along in self._along.values():
             along.connect(self._groups)
         self._connected = self.in_threads = True
 
     def connect_host(self) -> None:
-        """Make the process groups for what lies in the host's memory, which has a network of its own: checkpoints.
+        """Make the process groups for tensors in host memory, which checkpoints use.
 
-        They go over gloo whatever the backend is, so that a thread may use them while the others compute. Every rank of
-        the world must call it. Later calls do nothing.
+        They use gloo whatever the backend is, so that a thread may use them while training computes. Every rank of the
+        world must call it. Later calls do nothing.
         """
         if self._host_groups or self.topology.world_size == 1:
             return
@@ -244,15 +244,16 @@ class Mesh:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def channel(self, source: int, target: int) -> dist.ProcessGroup:
-        """Process group of this rank's place in two stages, for what ``source`` sends to ``target`` alone.
+        """Process group of the ranks at this rank's position in two stages, for messages from ``source`` to ``target``.
 
-        Each direction has its own, so that under NCCL neither waits for the other's order. Neighbouring stages on two
-        ranks have channels, and the first and the last one, which may share tied weights.
+        Each direction has its own, so that with NCCL the order of one doesn't restrict the other. There are channels
+        between neighbouring stages on different ranks, and between the first and the last one, which may share tied
+        weights.
         """
         return self._channels[source, target]
 
     def peer(self, pipe: int) -> int:
-        """World rank at this one's place in another mesh of the pipeline."""
+        """World rank at this rank's position in another mesh of the pipeline."""
         return self.topology.rank(dataclasses.replace(self.coordinate, pipe=pipe))
 
     @property
@@ -270,7 +271,7 @@ class Mesh:
 
     @cached_property
     def _lone_group(self) -> dist.ProcessGroup:
-        # Frameworks want an object for the replicas of a single one too; nothing here does.
+        # Frameworks need a process group even for a single replica.
         return make_lone_group()
 
     def _own(self, sets: list[list[int]]) -> list[int]:
@@ -289,7 +290,7 @@ class Mesh:
             )
 
     def _find_nodes(self) -> None:
-        """Learn which ranks reach one another without a network."""
+        """Find out which ranks share a node, and check that all ranks have the same mesh."""
         own = own_network() if dist.get_backend() == "gloo" else socket.gethostname()
         gathered = [("", "", self.placement)] * self.topology.world_size
         dist.all_gather_object(gathered, (own, str(self.shape), self.placement))
@@ -304,8 +305,8 @@ class Mesh:
                 f"ranks have the pipeline's stages in different places, {', '.join(map(str, sorted(set(placements))))};"
                 f" rank {self.rank} has {self.placement}: give all ranks the same config, and the same versions"
             )
-        # Other backends than gloo choose their routes by themselves. Unbatched receives and sends, as gloo has them
-        # directly, would wait for one another on NCCL's one stream.
+        # Only for gloo: other backends choose routes themselves, and unbatched sends and receives would wait for one
+        # another on NCCL's single stream.
         self.spans_networks = dist.get_backend() == "gloo" and len(set(nodes)) > 1
         self.spans_nodes = len({nodes[rank] for rank in self.mesh_ranks}) > 1
 
@@ -318,7 +319,7 @@ class Mesh:
         return {**named, **{frozenset({name}): axes for name, axes in sets.items()}}
 
     def _disjoint_channels(self) -> list[list[tuple[int, int]]]:
-        """Ends of all channels, in lists in which no rank comes twice: what one partition of the ranks can hold."""
+        """The (source, target) stages of all channels, in lists that use no rank twice: each can be one partition."""
         last = len(self.placement) - 1
         forward: list[list[tuple[int, int]]] = []
         taken: list[set[int]] = []
@@ -337,7 +338,7 @@ class Mesh:
         return [*forward, *backward, *around]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
-        # A copied module lives on the same mesh; process groups can't be copied.
+        # A copied module is on the same mesh; process groups can't be copied.
         return self
 
     def __repr__(self) -> str:
@@ -355,9 +356,9 @@ def current_world_size() -> int:
 
 
 def group_timeout() -> timedelta | None:
-    """How long the ranks of the default process group wait for one another; None if its backend doesn't say.
+    """The timeout of the default process group; None if its backend has none.
 
-    Groups that are made of its ranks would have the backend's default (30 minutes with gloo) otherwise.
+    New groups would otherwise have the backend's default (30 minutes with gloo).
     """
     group = dist.group.WORLD
     assert group is not None

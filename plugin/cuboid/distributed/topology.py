@@ -1,7 +1,7 @@
-"""Ranks to coordinates: pure arithmetic, no process group.
+"""From ranks to coordinates: pure arithmetic, without process groups.
 
-The world is ``pipe × data × batch × hidden × sequence``, the last one varying fastest: neighbours in rank
-order, which share a node, exchange most. ("Axis" is always the mesh's, "dim" the tensor's.)
+The world is ``pipe × data × batch × hidden × sequence``, with the last one varying fastest: consecutive ranks, which
+usually share a node, exchange the most bytes. ("Axis" is always the mesh's, "dim" the tensor's.)
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Coordinate:
-    """Where one rank stands in the world."""
+    """A rank's position on each axis, among the replicas (``data``) and in the pipeline (``pipe``)."""
 
     pipe: int
     data: int
@@ -86,7 +86,7 @@ class Coordinate:
     hidden: int
 
     def index(self, axes: Sequence[Axis], shape: MeshShape) -> int:
-        """Position along several axes counted as one, the first varying slowest."""
+        """Position along several axes as one number, the first axis varying slowest."""
         index = 0
         for axis in axes:
             index = index * getattr(shape, axis) + getattr(self, axis)
@@ -147,5 +147,5 @@ class Topology:
         return list(sets.values())
 
     def columns(self, stages: Sequence[int]) -> list[list[int]]:
-        """For each place in a stage, the ranks there in ``stages``, in that order."""
+        """For each position within a stage, the ranks at it in ``stages``, in that order."""
         return [[ranks[stage] for stage in stages] for ranks in self.groups(("pipe",))]
