@@ -65,12 +65,12 @@ from cuboid.tensor3d.sharding.sharded_param import is_recomputing
 
 @dataclass(frozen=True)
 class WholeModel:
-    """What a sharded model, or a stage, remembers of the whole one.
+    """Facts about the whole model that a sharded one, or a stage, keeps.
 
     Args:
-        parameters: elements by name, of each parameter once.
-        embeddings: those names that are embeddings'.
-        limits: what a micro-batch's numbers may be.
+        parameters: number of elements by name, each parameter once.
+        embeddings: the names of embeddings' weights.
+        limits: which values a micro-batch may contain.
     """
 
     parameters: dict[str, int]
@@ -81,7 +81,7 @@ class WholeModel:
     def of(
         cls, model: PreTrainedModel, positions: int | None, shapes: Mapping[str, Sequence[int]] | None = None
     ) -> WholeModel:
-        """Of a model that is whole, but for parameters whose ``shapes`` are given, with so many learned positions."""
+        """Of a whole model with so many learned positions. ``shapes`` has the whole shapes of parameters if sharded."""
         shapes = shapes or {}
         counts = {name: math.prod(shapes.get(name, own.shape)) for name, own in model.named_parameters()}
         tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
@@ -92,7 +92,10 @@ class WholeModel:
 
 
 class FormerParameters:
-    """Those that a model had before it was sharded, for what was made of them then; it keeps none alive."""
+    """The parameters that a model had before it was sharded, to recognise those of an optimizer that was made then.
+
+    It has weak references only.
+    """
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._names: dict[int, tuple[weakref.ref[nn.Parameter], list[str]]] = {}
@@ -102,41 +105,40 @@ class FormerParameters:
     def names_of(self, parameter: nn.Parameter) -> Sequence[str]:
         """The names that a parameter had, several if it was tied; none if it wasn't the model's."""
         reference, names = self._names.get(id(parameter), (None, []))
-        # An id is given to others once its object is gone.
+        # Once an object is freed, another one may have its id.
         return names if reference is not None and reference() is parameter else []
 
 
 @dataclass
 class Sharding:
-    """What a sharded model remembers about itself."""
+    """Everything that a sharded model keeps about its sharding."""
 
     mesh: Mesh
     config: TensorParallelConfig
     base: type[PreTrainedModel]
     attention: dict[str, nn.Module]
     whole: WholeModel
-    #: The model's modules and their classes, as they were made, so that others in their places are found out.
+    #: The model's modules and their classes after sharding, to detect modules that were replaced or added later.
     modules: dict[nn.Module, type[nn.Module]] = field(default_factory=dict)
-    #: Largest size in float32 of the logits of which a loss alone is made, on one rank; None for one by the device.
+    #: Largest size, in bytes of float32, of a chunk of logits in the chunked loss; None for the device's default.
     chunk_bytes: int | None = None
     checked: bool = False
     former: FormerParameters = field(default_factory=FormerParameters)
-    #: Writes the model as a Hugging Face checkpoint. Whoever loads or shards a model for users hands it in, for saving
-    #: knows the model.
+    #: Writes the model as a Hugging Face checkpoint. The loader sets it, because the saver imports this module.
     save: Callable[..., None] | None = None
-    #: What the architecture was seen to be right with.
+    #: What the probe of the architecture on a mesh found to be right.
     verdict: MeshVerdict = field(default_factory=MeshVerdict)
-    #: Whether routers of experts see a rank's own tokens, and aren't in blocks that are computed whole.
+    #: Whether routers get a rank's own tokens only: there are routers outside of blocks that are computed whole.
     splits_routers: bool = False
-    #: Of a language model.
+    #: The language model's head.
     head: nn.Module | None = None
-    #: Splits activations at the first layer, where that isn't done before.
+    #: Splits activations at the first layer, if the embedding doesn't.
     late: LateSplit | ImageSplit | None = None
-    #: Of the micro-batch that the forward which is running was given.
+    #: The check of the current forward's micro-batch.
     check: BatchCheck | None = None
-    #: That micro-batch, where logits are gathered.
+    #: The current forward's micro-batch, if logits are gathered.
     batch: LocalBatch | None = None
-    #: What a loss that is computed on all ranks alike compares with, while a forward is running.
+    #: During a forward whose loss every rank computes whole: the targets.
     targets: dict[str, Any] = field(default_factory=dict)
 
 
@@ -165,7 +167,7 @@ class ShardedBase:
 def shard_modules(
     model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh, config: TensorParallelConfig, shard_of: ShardOf
 ) -> PreTrainedModel:
-    """Turn a model into its sharded self, in place."""
+    """Shard a model over a mesh, in place."""
     shapes = {name: layout.shape for name, layout in parallel_plan.by_parameter.items()}
     whole = WholeModel.of(model, learned_positions(model), shapes)
     whole = replace(whole, limits=_limits_of_task(whole.limits, model, parallel_plan.verdict))
@@ -177,7 +179,7 @@ def shard_modules(
         images = late if isinstance(late, ImageSplit) else None
         use_sharded_attention(config_of_part, list(attention.values()), mesh, images)
     for name in whole_blocks(parallel_plan):
-        # Their heads are all there, and their random numbers are the block's affair.
+        # A block that is computed whole has all heads, and draws its own random numbers.
         for config_of_part in configs.values():
             use_sharded_attention(config_of_part, list(model.get_submodule(name).modules()), None)
     if whole.limits.targets.task == "causal":
@@ -205,7 +207,7 @@ def shard_modules(
 
 
 def hook_heads(model: PreTrainedModel) -> None:
-    """Let heads of few outputs, of which all ranks get the whole, leave out what fills a micro-batch up."""
+    """Make heads of few outputs, which all ranks compute whole, drop the rows and positions of padding."""
     sharding: Any = model.cuboid
     for module in model.modules():
         if isinstance(module, LabelsHead):
@@ -213,7 +215,7 @@ def hook_heads(model: PreTrainedModel) -> None:
 
 
 def _limits_of_task(limits: Limits, model: PreTrainedModel, verdict: MeshVerdict) -> Limits:
-    """Of a model that may be for something else than causal language modelling."""
+    """The limits for the model's task."""
     targets = Targets.of(type(model), model.config)
     first = first_position(model) if verdict.inputs == "only ids" else 0
     types = getattr(model.config, "type_vocab_size", None) if verdict.token_types else None
@@ -224,13 +226,13 @@ def _limits_of_task(limits: Limits, model: PreTrainedModel, verdict: MeshVerdict
 
 
 def first_position(model: PreTrainedModel) -> int:
-    """Of the positions that a model counts from ids: tables of such begin behind the row of what pads."""
+    """The first index of learned positions. RoBERTa's tables, for example, begin after the padding token's row."""
     padded = [table.padding_idx for table in position_tables(model) if table.padding_idx is not None]
     return max(padded, default=-1) + 1
 
 
 def position_tables(model: PreTrainedModel) -> list[nn.Embedding]:
-    """Tables of positions that a model has learned."""
+    """The embeddings of learned positions."""
     try:
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     except ValueError:  # Several parts that could be meant.
@@ -241,17 +243,17 @@ def position_tables(model: PreTrainedModel) -> list[nn.Embedding]:
 
 
 def learned_positions(model: PreTrainedModel) -> int | None:
-    """Positions that a model has learned, where it has a table of them."""
+    """The number of learned positions; None if positions aren't learned."""
     limit: int | None = model.config.get_text_config().max_position_embeddings if position_tables(model) else None
     return limit
 
 
 @dataclass
 class _VerdictReader:
-    """A forward hook of the first attention: by then the device has enough to do, and its host can look at the verdict.
+    """A forward hook of the first attention: the host reads the result of the batch check here.
 
-    And it is early enough for ranks whose sequences differ in length. The device waits for ever for collectives that
-    don't fit together, but the host comes here.
+    By then the device has enough queued work not to idle. And it is early enough if ranks' sequences differ in length:
+    mismatched collectives hang the device, but the host gets here.
     """
 
     sharding: Sharding
@@ -263,7 +265,7 @@ class _VerdictReader:
 
 
 def _guard_ends(model: PreTrainedModel) -> None:
-    """Let the embedding and the head say so when they are called by themselves: they take and return parts."""
+    """Make the embedding and the head raise an error when called directly: their inputs and outputs are parts."""
     ends: dict[nn.Module | None, str] = dict.fromkeys(token_embeddings(model), "embedding")
     ends[model.get_output_embeddings()] = "head"
     for module, what in ends.items():
@@ -290,7 +292,7 @@ def mesh_of(model: nn.Module) -> Mesh:
 
 
 def sharding_of(model: nn.Module) -> Sharding:
-    """What a sharded model, or an engine that wraps one, remembers."""
+    """The :class:`Sharding` of a sharded model, or of an engine that wraps one."""
     inner = unwrap(model)
     if not isinstance(inner, ShardedModel):
         raise CuboidError(
@@ -308,7 +310,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @functools.cache
 def _sharded_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A subclass that goes by its base's name, so that configs and checkpoints say what they would have said."""
+    """A subclass with its base's name, so that configs and checkpoints contain the original name."""
     signature = inspect.signature(base.forward)
 
     # Trainers read this signature to learn which columns and loss arguments the model takes.
@@ -325,7 +327,7 @@ def _sharded_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 @functools.cache
 def _sharded_base_class(base: type[nn.Module]) -> type[nn.Module]:
-    """A subclass whose forward takes whole micro-batches where it isn't called by the model around it."""
+    """A subclass whose forward takes whole micro-batches, unless the model around it calls it."""
     signature = inspect.signature(base.forward)
 
     @functools.wraps(base.forward)
@@ -349,13 +351,13 @@ def _arguments(signature: inspect.Signature, model: Any, args: tuple, kwargs: di
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _reject_compiling(model: Any, is_compiling: bool) -> None:
-    # What torch.compile takes for constant it runs as it is, so that this is what its error says.
+    # torch.compile runs `assume_constant_result` functions eagerly, so the user sees this error and not one of its own.
     if is_compiling:
         raise compiling_refused(model)
 
 
 def _forward_of(sharding: Sharding) -> Callable[[Any, Any, dict[str, Any]], Any]:
-    """How the forward of a model runs, by what it is for."""
+    """The function that runs a model's forward, by the model's task."""
     task = sharding.whole.limits.targets.task
     if task == "causal":
         return _forward
@@ -367,7 +369,7 @@ def _forward_of(sharding: Sharding) -> Callable[[Any, Any, dict[str, Any]], Any]
 
 
 def _task_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
-    """Of a classifier or the like: its own code runs around its base model, with whole micro-batches on all ranks."""
+    """Forward of a classifier or the like: its own code around the base model gets whole micro-batches on all ranks."""
     sharding: Sharding = model.cuboid
     given = {name: arguments[name] for name in TARGETS if arguments.get(name) is not None}
     if _has_input(arguments):
@@ -382,12 +384,12 @@ def _task_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> A
 
 
 def _has_input(arguments: dict[str, Any]) -> bool:
-    """Whether there is what targets are compared with; what is missing is said later."""
+    """Whether there is an input for targets to be compared with; a missing one raises an error later."""
     return any(arguments.get(name) is not None for name in ("input_ids", "pixel_values"))
 
 
 def _masked_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
-    """Of a masked language model, whose labels are those of the positions themselves."""
+    """Forward of a masked language model, whose labels aren't shifted."""
     sharding: Sharding = model.cuboid
     as_tuple = arguments.pop("return_dict", None) is False
     if arguments.get("input_ids") is not None:
@@ -404,7 +406,7 @@ def _masked_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) ->
 def _loss_in_place(
     sharding: Sharding, logits: torch.Tensor, labels: torch.Tensor, arguments: dict[str, Any]
 ) -> torch.Tensor:
-    """Of labels that are those of the positions themselves."""
+    """The loss for labels that aren't shifted."""
     items = arguments.get("num_items_in_batch") if sharding.verdict.counts_items else None
     vocabulary = sharding.whole.limits.labels
     assert vocabulary is not None
@@ -412,7 +414,7 @@ def _loss_in_place(
 
 
 def _sequence_to_sequence_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
-    """Of an encoder-decoder: its encoder runs on the source, and then its own forward, given what that makes of it."""
+    """Forward of an encoder-decoder: the encoder runs on the source, then the model's own forward on its output."""
     sharding: Sharding = model.cuboid
     as_tuple = arguments.pop("return_dict", None) is False
     if arguments.get("input_ids") is not None:
@@ -447,10 +449,10 @@ def _sequence_to_sequence_forward(model: Any, base_forward: Any, arguments: dict
 
 
 def _with_decoder_ids(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """A forward's arguments with what the decoder is given: what the model makes of the labels, if nothing else.
+    """A forward's arguments with ``decoder_input_ids``, which the model's own code makes from the labels if not given.
 
     Raises:
-        CuboidError: neither is there, or the model's own code for it isn't known.
+        CuboidError: there are neither, or the model's code for it isn't known.
     """
     if arguments.get("decoder_input_ids") is not None:
         return arguments
@@ -464,7 +466,7 @@ def _with_decoder_ids(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _vocabulary_parts(model: Any) -> Iterator[None]:
-    """Give a model, for the time of a ``with``, its rank's part of buffers with a number for each logit."""
+    """In the ``with`` block, the model has the rank's part of buffers with a number per logit (BART's logit bias)."""
     size, along = model.cuboid.whole.limits.tokens, model.cuboid.mesh.along("sequence")
     rows = model.cuboid.head.sharded_params["weight"].block_shape[0]
     whole = {name: x for name, x in model._buffers.items() if x is not None and x.shape[-1:] == (size,)}
@@ -489,7 +491,7 @@ def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
         bounded = not gathers and _wants_loss_only(model, batch)
         local = _local_arguments(model, batch)
         if gathers:
-            # For a loss of the model's own, of whole logits.
+            # The model's own code computes a loss from whole logits: give it whole labels.
             sharding.batch = batch
             local.update({name: arguments[name] for name in LABELS if name in local})
         wants_routers = arguments.get("output_router_logits")
@@ -516,7 +518,7 @@ def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
 
 @uncompiled
 def _gather_logits(sharding: Sharding, head: Any, _: Any, logits: torch.Tensor) -> torch.Tensor:
-    """A forward hook of a head behind which the model's own code computes a loss."""
+    """A forward hook of a head whose logits the model's own code computes a loss from: gathers them."""
     batch = sharding.batch
     assert batch is not None
     size = head.out_features
@@ -526,16 +528,16 @@ def _gather_logits(sharding: Sharding, head: Any, _: Any, logits: torch.Tensor) 
 
 @uncompiled
 def _without_padding(sharding: Sharding, _: Any, __: Any, logits: torch.Tensor) -> torch.Tensor:
-    """A forward hook of a head whose logits are whole, but for what fills rows and positions up for the mesh."""
+    """A forward hook of a head whose logits are whole: removes padding rows and positions."""
     batch = sharding.batch
     assert batch is not None
     return logits[: batch.rows, : batch.length].contiguous()
 
 
 def _base_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
-    """Of a base model that isn't called by a language model: hidden states ``[B, S, H]``, whole on every rank.
+    """Forward of a base model without a language model around it: hidden states ``[B, S, H]``, whole on every rank.
 
-    They stay split for a head that is.
+    They stay split if a sharded head follows.
     """
     sharding: Sharding = model.cuboid
     as_tuple = arguments.pop("return_dict", None) is False
@@ -549,14 +551,14 @@ def _base_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> A
     with _taken(model, arguments) as batch:
         output = base_forward(**_local_arguments(model, batch), return_dict=True)
     if isinstance(sharding.late, LateSplit):
-        # Before the base model's own hook, which comes too late for what follows here.
+        # Here, because the base model's hook, which does the same, runs only after this function.
         output = sharding.late.end(model, None, output)
     whole_for_head(model, sharding, output, batch)
     return output.to_tuple() if as_tuple else output
 
 
 def whole_for_head(base: nn.Module, sharding: Sharding, output: ModelOutput, batch: LocalBatch) -> None:
-    """Make of what a base model returned for a rank's part what the head behind it is given, in place."""
+    """Gather a base model's output, in place, as far as the head after it needs it whole."""
     sharding.batch = batch
     for name, x in output.items():
         if name == "pooler_output" or (name == "last_hidden_state" and isinstance(sharding.late, ImageSplit)):
@@ -570,7 +572,7 @@ def whole_for_head(base: nn.Module, sharding: Sharding, output: ModelOutput, bat
 
 @contextmanager
 def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
-    """Take this rank's part of a micro-batch, and check all that is to be checked of it and the model."""
+    """Take this rank's part of a micro-batch, and check the micro-batch and the model."""
     sharding: Sharding = model.cuboid
     sharding.mesh.connect()
     if not sharding.checked:
@@ -611,13 +613,13 @@ def _packing_of(arguments: dict[str, Any], batch: LocalBatch) -> tuple[torch.Ten
     positions = batch.tensors.get("position_ids")
     if positions is None:
         return None, None
-    # Those that nobody gave count from one end to the other. Beside a mask nobody asks.
+    # Positions that weren't given count upwards in one sequence. With a mask, transformers doesn't look for packing.
     may_be_packed = arguments.get("position_ids") is not None and arguments.get("attention_mask") is None
     return positions, find_packed_sequence_indices(positions) if may_be_packed else None
 
 
 def _check_modules(model: nn.Module, made: dict[nn.Module, type[nn.Module]]) -> None:
-    """Make sure that nobody has put modules with weights of their own, which nothing splits, into a sharded model."""
+    """Check that no modules with weights were added or replaced after sharding: those weights wouldn't be split."""
     for name, module in model.named_modules():
         if made.get(module) is not type(module) and any(True for _ in module.parameters()):
             raise UnsupportedModelError(
@@ -627,8 +629,8 @@ def _check_modules(model: nn.Module, made: dict[nn.Module, type[nn.Module]]) -> 
 
 
 def _local_arguments(model: Any, batch: LocalBatch) -> dict[str, Any]:
-    # The embedding runs here: it needs the ids of the whole sequence and returns a part of it, while the model's own
-    # code takes the shape of everything that follows from what it is given.
+    # The embedding runs here: it takes the ids of the whole sequence and returns the rank's part, but the model's own
+    # code would take all later shapes from those of the ids.
     tensors = dict(batch.tensors)
     if model.cuboid.verdict.inputs == "pixels":
         return {**batch.options, **tensors}
@@ -639,7 +641,7 @@ def _local_arguments(model: Any, batch: LocalBatch) -> dict[str, Any]:
 
 
 def _wants_loss_only(model: Any, batch: LocalBatch) -> bool:
-    """Whether no logits need ever be whole: they aren't wanted, and the loss that is made of them is ours."""
+    """Whether the chunked loss can be used: logits aren't wanted, and the loss function is :func:`sharded_loss`."""
     ours = getattr(model.loss_function, "func", None) is sharded_loss
     return ours and "labels" in batch.tensors and model.base_model is not model and not _wants_logits(model)
 
@@ -667,7 +669,7 @@ def sharded_loss(
     mesh: Mesh,
     **_: Any,
 ) -> torch.Tensor:
-    """In place of Hugging Face's ``ForCausalLMLoss``, on logits ``[B/b, S/h, V/s]``."""
+    """Replaces Hugging Face's ``ForCausalLMLoss``, on logits ``[B/b, S/h, V/s]``."""
     return sharded_cross_entropy(
         logits,
         predicted(labels, shift_labels, ignore_index),
