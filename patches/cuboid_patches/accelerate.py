@@ -135,7 +135,7 @@ def _gather_for_metrics(original: Any) -> Any:
         if config is None or config.ranks == 1:
             return original(self, input_data, use_gather_object)
         if use_gather_object or not _has_tensors_only(input_data):
-            # Lists of all ranks, one behind the other: of each copy's first rank.
+            # Lists of all ranks, one after another: of each copy's first rank.
             first = any(ranks[0] == current_rank() for ranks in _ranks_of_copies(config))
             return original(self, input_data if first else [], use_gather_object=True)
         gather = self.gather

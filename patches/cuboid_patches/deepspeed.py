@@ -218,7 +218,7 @@ def _check_made_optimizer(engine: Any, owned: OwnedShards) -> None:
         return
     check_optimizer(made, owned, [p for p in engine.module.parameters() if p.requires_grad])
     used = getattr(engine.optimizer, "optimizer", made)
-    # DeepSpeed's ZeRO makes another Adagrad in the place of torch's, of its defaults.
+    # DeepSpeed's ZeRO makes another Adagrad in place of torch's, of its defaults.
     lost = [
         key
         for before, after in zip(made.param_groups, used.param_groups, strict=True)

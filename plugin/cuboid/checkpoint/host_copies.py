@@ -1,4 +1,4 @@
-"""Copies of a device's tensors in the host's memory, all of them under way at once."""
+"""Copies of a device's tensors in the host's memory, all of them in flight at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 class HostCopies:
     """Copies of tensors in host memory; complete once they were waited for.
 
-    From an accelerator all of them are under way at once, into pinned memory, for which its driver needs no buffer of
+    From an accelerator all of them are in flight at once, into pinned memory, for which its driver needs no buffer of
     its own. torch keeps pinned memory for the next checkpoint.
     """
 

@@ -75,7 +75,7 @@ def find_parts(
             near = [rank for rank in (writer, ranks[replica]) if rank in whole]
             parts.append(Part((near or whole)[0], cell, 0, numel))
             continue
-        # ZeRO-1: each replica has a range. The empty run behind the last one makes the check for gaps cover the end.
+        # ZeRO-1: each replica has a range. The empty run after the last one makes the check for gaps cover the end.
         end = 0
         for rank, (start, stop) in [*sorted(runs.items(), key=lambda run: run[1]), (-1, (numel, numel))]:
             if start > end:

@@ -30,7 +30,7 @@ class Run:
 
     @property
     def stop(self) -> int:
-        """Index behind the last element."""
+        """Index after the last element."""
         return self.start + self.values.numel()
 
 

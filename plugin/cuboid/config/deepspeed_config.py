@@ -34,7 +34,7 @@ _Auto = Literal["auto"]
 _Count = Annotated[int, Field(ge=1, lt=2**31)] | _Auto | None
 _Flag = bool | _Auto
 
-#: Top-level keys that DeepSpeed reads outside of its config parser.
+#: Top-level keys that DeepSpeed reads outside its config parser.
 _READ_ELSEWHERE = ("data_parallel_size", "sequence_parallel_size", "vocabulary_size")
 #: Sections that DeepSpeed doesn't validate as models: it looks up all keys that it knows, and ignores others.
 _FLAT_SECTIONS = ("activation_checkpointing", "data_types", "aio")

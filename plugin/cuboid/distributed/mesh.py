@@ -237,7 +237,7 @@ class Mesh:
     def meet(self, device: torch.device) -> None:
         """One small collective over each group, so that whatever the backend sets up at the first one is there.
 
-        NCCL does so with the host waiting for the other ranks, which must not happen while a message is on its way.
+        NCCL does so with the host waiting for the other ranks, which must not happen while a message is in flight.
         Collective over the world.
         """
         for group in dict.fromkeys((*self._groups.values(), *self._channels.values())):

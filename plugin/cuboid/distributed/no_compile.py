@@ -11,5 +11,5 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def uncompiled(function: F) -> F:
-    """Run as it is inside of a compiled layer too: for collectives, and for hooks that start and await them."""
+    """Run as it is inside a compiled layer too: for collectives, and for hooks that start and await them."""
     return cast(F, torch.compiler.disable(function))

@@ -118,7 +118,7 @@ def _no_bound_device() -> Iterator[None]:
     """Inside, no new group is split off the world's communicator.
 
     Where the default process group is bound to a device, `new_group` has the ranks that aren't members take part in a
-    split of its communicator, in which the members of a gloo group don't: they would wait for each other for ever. And
+    split of its communicator, in which the members of a gloo group don't: they would wait for each other forever. And
     it would split for a group that only its members make.
     """
     world = dist.group.WORLD

@@ -4,7 +4,7 @@ A rank that fails reports it there and raises at once, even while the others are
 a failure wherever it happened, of a rank that makes another call than the others, and of a process that ended; and no
 group of a backend's own is needed.
 
-Each meeting has a number, the next one on every rank, and a name. A rank that failed somewhere inside of what the
+Each meeting has a number, the next one on every rank, and a name. A rank that failed somewhere inside what the
 others go on with comes to their next meeting in place of its own, so that all ranks stay at the same number.
 """
 
@@ -162,7 +162,7 @@ class World:
     def _listen(self, group: Callable[[], dist.ProcessGroup | None], ended: threading.Event) -> None:
         """Hear of a step's failure while the store is there: where rank 0 ends too, it can't be asked later.
 
-        The process's other threads may be inside of a collective, of which nothing tells them before a process ends;
+        The process's other threads may be inside a collective, of which nothing tells them before a process ends;
         with NCCL nothing does before the timeout. There, the groups are aborted, and the threads go on.
         """
         try:

@@ -31,5 +31,5 @@ def plain_construction(*, ties: bool = True) -> Iterator[None]:
 
 
 def is_plain_construction() -> bool:
-    """Whether this thread is inside of :func:`plain_construction`."""
+    """Whether this thread is inside :func:`plain_construction`."""
     return _plain.get()

@@ -75,7 +75,7 @@ class GradientBuffer:
 
 
 def gradient_of(parameter: nn.Parameter) -> torch.Tensor | None:
-    """A parameter's accumulated gradient, also if it is accumulated in float32 outside of ``.grad``."""
+    """A parameter's accumulated gradient, also if it is accumulated in float32 outside ``.grad``."""
     # ``main_grad`` is ours (see :class:`GradientBuffer`), ``_hp_grad`` that of DeepSpeed's bf16 optimizer.
     for name in ("main_grad", "_hp_grad"):
         accumulated: torch.Tensor | None = getattr(parameter, name, None)

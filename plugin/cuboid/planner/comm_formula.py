@@ -25,7 +25,7 @@ class ExpertSizes:
     Args:
         count: E.
         per_token: k, experts that each token goes to.
-        intermediate: features inside of one expert.
+        intermediate: features inside one expert.
         gated: whether its "up" projection has two features for each of these.
         gates: outputs of routers: E, and one more where shared experts have a gate of their own.
     """

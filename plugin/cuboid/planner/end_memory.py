@@ -26,7 +26,7 @@ _Call = tuple[Operation, tuple[Axis, ...], int, int]
 
 @dataclass(frozen=True)
 class EndSizes:
-    """Sizes of the modules before the first layer and behind the last one.
+    """Sizes of the modules before the first layer and after the last one.
 
     Args:
         hidden: H.

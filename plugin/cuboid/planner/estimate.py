@@ -86,7 +86,7 @@ class Estimate:
 
     @cached_property
     def bytes_by_axis(self) -> dict[str, int]:
-        """Bytes that a rank of the busiest stage sends in a step inside of its layers, by the mesh's axes."""
+        """Bytes that a rank of the busiest stage sends in a step inside its layers, by the mesh's axes."""
         cost, layout = self.cost, self.layout
         layers = max(
             sum(count for count, owner in zip(cost.stage_layers, layout.rank_of, strict=True) if owner == rank)

@@ -58,7 +58,7 @@ def kept_sizes(model: ModelDescription, mesh: MeshShape, at: Coordinate) -> Kept
 
 
 def end_sizes(model: ModelDescription) -> EndSizes:
-    """Sizes of the modules before the first layer and behind the last one."""
+    """Sizes of the modules before the first layer and after the last one."""
     return EndSizes(
         hidden=model.hidden,
         vocabulary=model.vocabulary,

@@ -137,7 +137,7 @@ class Profiler:
     # --- links ----------------------------------------------------------------------------------------------------
 
     def _links(self, gpu: Gpu, nodes: list[list[int]]) -> Gpu:
-        """With rate and latency of the links inside of a node and between nodes, where there are several ranks."""
+        """With rate and latency of the links inside a node and between nodes, where there are several ranks."""
         for size in divisors(len(nodes[0]))[1:]:
             groups = [own[first : first + size] for own in nodes for first in range(0, len(own), size)]
             rate, latency_s = self._gathers(groups, "node")

@@ -73,7 +73,7 @@ def unshard_modules(modules: Iterable[nn.Module]) -> Iterator[list[UnshardedPara
     """Give modules their blocks in place of their own parameters, for the time of a ``with``.
 
     Multiplications inside don't unshard, and leave gradients with the blocks. Collective where a parameter is sharded
-    over several ranks. Enter it inside of the autocast that the modules run in.
+    over several ranks. Enter it inside the autocast that the modules run in.
     """
     with ExitStack() as stack:
         yield [

@@ -117,7 +117,7 @@ class Plan:
     def recompute_contexts(self) -> tuple[Precision, Precision]:
         """For torch's activation checkpointing: the contexts of a forward and of its recomputation.
 
-        The recomputation needs its own, because backward runs outside of the caller's ``precision`` context.
+        The recomputation needs its own, because backward runs outside the caller's ``precision`` context.
         """
         return contextlib.nullcontext(), precision(keep_float64=self.keep_float64)
 
@@ -161,7 +161,7 @@ class Plan:
         """The checkpoint's config without dropout, whose masks differ between layouts."""
         config = AutoConfig.from_pretrained(self.checkpoint)
         _leave_dropout_out(config)
-        # Our own lengths cross what a model's rotary embeddings were made for, to see whether it is right behind it.
+        # Our own lengths cross what a model's rotary embeddings were made for, to see whether it is right beyond it.
         ends = (threshold.tokens for threshold in thresholds(config) if threshold.is_end)
         longest = next(ends, None) if self.sequence_length is None else longest_sequence(config)
         check_length(self.longest, longest, "sequence_length")

@@ -88,7 +88,7 @@ def probe_dropout(model: nn.Module, run: Callable[[], Any]) -> Masks:
         return hook
 
     hooks = [module.register_forward_hook(record(name)) for name, module in drops.items()]
-    # Of ones, since zeros in front of a dropout, such as a ReLU's, look dropped behind it.
+    # Of ones, since zeros in front of a dropout, such as a ReLU's, look dropped after it.
     hooks += [module.register_forward_pre_hook(lambda _, given: torch.ones_like(given[0])) for module in drops.values()]
     was_training = model.training
     model.train()

@@ -23,7 +23,7 @@ Rope = Literal["dynamic", "yarn", "llama3", "longrope"]
 _ROPE_ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen2", "qwen3", "mistral", "mixtral")
 MESH_ARCHITECTURES: tuple[MeshArchitecture, ...] = get_args(MeshArchitecture)
 ARCHITECTURES: tuple[Architecture, ...] = get_args(Architecture)
-#: Larger than usual, so that attention scores, gates and norms are outside of the range where they are nearly linear.
+#: Larger than usual, so that attention scores, gates and norms are outside the range where they are nearly linear.
 _WEIGHT_STD, _VECTOR_STD = 0.1, 0.2
 _GEMMA_WINDOW = 12
 

@@ -1,6 +1,6 @@
 """Models with new weights, of which each rank makes its own slices: the same ones for a seed on every mesh.
 
-A model is initialized in units: each decoder layer is one, and each module outside of layers. A rank makes the units
+A model is initialized in units: each decoder layer is one, and each module outside layers. A rank makes the units
 of which it has a part, whole and one after the other, as the architecture's own ``_init_weights`` does, and keeps its
 slices. So it never holds more than its slices and a unit. The random numbers of a unit follow from one draw of the
 common generator and the unit's name, and so don't depend on the mesh, the stages, or the units that other ranks make.

@@ -45,7 +45,7 @@ def make_new_weights(model: Any, cls: type[PreTrainedModel], names: Collection[s
 
 
 def units_of(whole: PreTrainedModel) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Layers, and the modules outside of them that own anything."""
+    """Layers, and the modules outside them that own anything."""
     layers = layer_names(whole)
     for name, module in whole.named_modules():
         if name in layers:

@@ -79,7 +79,7 @@ class _States(_Part):
     @field_validator("numpy")
     @classmethod
     def _check_numpy_state(cls, state: tuple[str, Any, int, int, float]) -> tuple[str, Any, int, int, float]:
-        # ``np.random.set_state`` doesn't check the position, and would then read outside of the words.
+        # ``np.random.set_state`` doesn't check the position, and would then read outside the words.
         _check_words(state[1], _WORDS)
         if state[0] != "MT19937" or not 0 <= state[2] <= _WORDS or state[3] not in (0, 1):
             raise ValueError("it isn't of NumPy's global generator")

@@ -1,6 +1,6 @@
 """Map the tensors of DeepSpeed's ``PipelineModule``, which numbers its layers, to the model's names.
 
-A decoder layer is recognized by the names and shapes of its tensors. Tensors before the first or behind the last one
+A decoder layer is recognized by the names and shapes of its tensors. Tensors before the first or after the last one
 are those of the model's parts that run there (embeddings, final norm, head), matched by shape and name.
 """
 
@@ -135,7 +135,7 @@ def _wrapper(part: _Part, specs: Mapping[str, TensorSpec], layer: Mapping[str, T
 
 
 def _units_around(outline: Outline, part: _Part, count: int) -> Sequence[str]:
-    """The modules outside of the decoder layers that a part of the pipeline can be, by where in it the part is."""
+    """The modules outside the decoder layers that a part of the pipeline can be, by where in it the part is."""
     if part.number is None:
         return (*outline.before, *outline.after, *outline.head)
     if count == 0:

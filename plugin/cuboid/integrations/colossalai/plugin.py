@@ -216,7 +216,7 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         Args:
             dataset: of the whole.
             batch_size: rows for each replica.
-            shuffle, seed: whether rows come in an order drawn at random, anew after ``sampler.set_epoch``.
+            shuffle, seed: whether rows are shuffled, in another order after each ``sampler.set_epoch``.
             drop_last: leave out what doesn't fill a batch on all replicas.
             pin_memory, num_workers, kwargs: of ``torch.utils.data.DataLoader``.
             distributed_sampler_cls: in place of ``torch.utils.data.DistributedSampler``.

@@ -50,7 +50,7 @@ class CheckpointedEngine(DeepSpeedEngine):
             exclude_frozen_parameters: not possible, since the model would be incomplete.
 
         Returns:
-            Whether it is there; or, if asynchronous, on its way.
+            Whether it is there; or, if asynchronous, in flight.
 
         Raises:
             CheckpointError: on every rank, where any of them failed.
@@ -119,7 +119,7 @@ class CheckpointedEngine(DeepSpeedEngine):
         return self.checkpointing.wait()
 
     def destroy(self) -> None:
-        """Wait for a checkpoint that is on its way, and release what the engine holds."""
+        """Wait for a checkpoint that is in flight, and release what the engine holds."""
         if hasattr(self, "checkpointing"):
             self.checkpointing.wait()
         super().destroy()

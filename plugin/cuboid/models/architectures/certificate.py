@@ -14,7 +14,7 @@ from cuboid.tensor3d.layers.vocab_cross_entropy import PADDING
 #: Cut into stages only; into segments as well; or cut into stages and filled up to a multiple of what a mesh needs.
 Mode = Literal["whole", "segments", "filled"]
 MODES: tuple[Mode, ...] = ("whole", "segments", "filled")
-#: How what is behind a base model is computed: split as the rest; as one head of few outputs, which all ranks get
+#: How what follows a base model is computed: split as the rest; as one head of few outputs, which all ranks get
 #: whole; or of hidden states that are gathered, by every rank alike.
 HeadPlan = Literal["split", "labels", "whole"]
 #: What a model is given: embeddings, which are split; ids of whole sequences, with positions; ids without positions,
@@ -46,7 +46,7 @@ class Verdict:
         error: the largest relative error of what was found right.
         gives_cache: whether layers are right with segments only if something stands for a cache of the ones before.
         shifts_labels: whether a causal model's own loss compares each position with the label after it. That of
-            ``BartForCausalLM`` and its kin compares it with its own.
+            ``BartForCausalLM`` and similar models compare it with its own.
     """
 
     refused: dict[Mode, dict[Kind, str]] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class MeshVerdict:
         error: the largest relative error of what was found right.
         blocks: all that is computed whole in layers, by such names, also for want of rules.
         inputs: what the model is given.
-        head: how what is behind the base model is computed.
+        head: how what is after the base model is computed.
         counts_items: whether the loss is divided by ``num_items_in_batch`` where that is given.
         token_types: whether there may be ``token_type_ids``.
     """

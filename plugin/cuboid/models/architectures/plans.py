@@ -7,7 +7,7 @@ To add an architecture, give the modules of its layers a style, as ``config.json
 
 * ``"colwise"``: the input is the block's own, the features of the output are split. Those of attention are whole heads,
   also where query, key and value of one head lie side by side in one weight.
-* ``"packed_colwise"``: the same of several projections in one weight, one behind the other; ``"packed_colwise_3"`` says
+* ``"packed_colwise"``: the same of several projections in one weight, one after another; ``"packed_colwise_3"`` says
   how many, where they aren't two.
 * ``"rowwise"``: the features of the input are split, and the output is the block's.
 * ``"latent"``: the input is the block's own, the output is whole; ``"from_latent"``: the input is whole, and the
@@ -41,7 +41,7 @@ LATENT: dict[str, str] = {
     **dict.fromkeys(("q_b_proj", "kv_b_proj"), "from_latent"),
 }
 
-#: By ``config.model_type``; patterns of names behind the base model's.
+#: By ``config.model_type``; patterns of names after the base model's.
 PLANS: dict[str, dict[str, str]] = {
     "gpt2": {"h.*.attn.c_attn": "packed_colwise_3", "h.*.attn.c_proj": "rowwise", "h.*.mlp.c_proj": "rowwise"},
     "gpt_bigcode": {"h.*.mlp.c_proj": "rowwise"},

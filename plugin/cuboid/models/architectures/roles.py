@@ -51,15 +51,15 @@ class Role:
     """What a module is for.
 
     Args:
-        kind: ``"whole"``: the module, with all inside of it, is computed whole; what is inside has the kind
+        kind: ``"whole"``: the module, with all inside it, is computed whole; what is inside has the kind
             ``"inside"``. ``"gathered"``: of each head by itself, or of latents, with the same parameters. ``"latent"``
             and ``"from latent"``: to and from the few features of multi-latent attention. ``"experts"``: all experts
             of a mixture. ``"router"``: beside them, makes a few numbers of all features of a token. ``"tied"``: its
-            parameters are the head's, which is inside of it. ``"labels"``: a head of few outputs, which all ranks get
+            parameters are the head's, which is inside it. ``"labels"``: a head of few outputs, which all ranks get
             whole. ``"bias of heads"``: a table with a number for each attention head in each row, such as one by the
             distance of two positions. ``"per head"``: attention itself, with a number for each head, such as a sink.
         heads: what its out features are, where they are attention heads; of a norm, of which heads' features it is.
-        parts: of how many projections, one behind the other, the out features consist.
+        parts: of how many projections, one after another, the out features consist.
         norm: what a norm computes, of what is split or of latents.
         experts: how experts lie.
         width: features of a token, of a router.
@@ -98,7 +98,7 @@ def find_roles(
         whole: names of blocks inside their layer, such as ``"self_attn"``, that are computed whole in any case; ``""``
             stands for the layers themselves.
         splits_late: whether activations are whole up to the first layer.
-        head: how what is behind the base model is computed.
+        head: how what is after the base model is computed.
 
     Raises:
         UnsupportedModelError: a parameter that can't be split in any way, by name.
@@ -200,7 +200,7 @@ class _Finder:
         for name, module in self._modules.items():
             if _owns(module) or _is_norm_without_parameters(module):
                 found.setdefault(self.block_of(name), []).append(name)
-        # What is inside of a layer that is computed whole is no block of its own, nor what is beside a pooler's linear.
+        # What is inside a layer that is computed whole is no block of its own, nor what is beside a pooler's linear.
         outer = [block for block, members in found.items() if block in self._layers or block not in members]
         if takes_pixels(self._model):
             # Embeddings have parameters beside their own modules', such as a class token's; the outermost counts.
@@ -212,7 +212,7 @@ class _Finder:
         return found
 
     def block_of(self, name: str) -> str:
-        """The child of a layer that a module is in, or is; or the layer; outside of layers the module itself."""
+        """The child of a layer that a module is in, or is; or the layer; outside layers the module itself."""
         parts = name.split(".")
         layer = next((".".join(parts[:end]) for end in range(1, len(parts) + 1) if self._is_layer(parts[:end])), None)
         if layer is None:
@@ -305,7 +305,7 @@ class _Finder:
     def _fits_together(self, block: str, known: Mapping[str, Role]) -> bool:
         """Whether a block's projections are of both kinds, as the layout needs it: features are split in between.
 
-        In some architectures they are in two blocks, one behind the other.
+        In some architectures they are in two blocks, one after another.
         """
         kinds = _projections(known)
         missing = {"up", "down"} - kinds
@@ -376,7 +376,7 @@ class _Finder:
         return Role("norm", heads, norm=formula) if heads is not None and formula.kind == "rms" else None
 
     def _is_behind_down(self, name: str) -> bool:
-        """Whether a norm inside of a block stands behind its "down" projection, where features are hidden ones."""
+        """Whether a norm inside a block stands behind its "down" projection, where features are hidden ones."""
         parent = name.rpartition(".")[0]
         linears = [
             f"{parent}.{child}" for child, x in self._modules[parent].named_children() if type(x) in (nn.Linear, Conv1D)
@@ -400,12 +400,12 @@ class _Finder:
         return Role("up", _HEADS.get(leaf), parts, alone=alone)
 
     def _is_of_heads(self, module: nn.Module) -> bool:
-        """Whether a norm inside of a block is one of each head by itself."""
+        """Whether a norm inside a block is one of each head by itself."""
         sizes = {len(parameter) for parameter in module.parameters()}
         return sizes == {HeadCounts.of(self._model.config).dim}
 
     def _is_of_latents(self, name: str) -> bool:
-        """Whether a norm inside of attention is one of latents, which a projection beside it takes."""
+        """Whether a norm inside attention is one of latents, which a projection beside it takes."""
         sizes = [len(parameter) for parameter in self._modules[name].parameters()]
         beside = self._modules[name.rpartition(".")[0]].named_children()
         return any(
@@ -422,7 +422,7 @@ class _Finder:
         return has_queries and set(own) == {(heads,)}
 
     def _normed_heads(self, name: str) -> Heads | None:
-        """Which heads' features a norm inside of a block is over, if over all of a projection's that is named alike, as
+        """Which heads' features a norm inside a block is over, if over all of a projection's that is named alike, as
         ``q_norm`` and ``q_proj`` are."""
         parent, _, leaf = name.rpartition(".")
         counts = HeadCounts.of(self._model.config)

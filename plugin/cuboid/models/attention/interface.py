@@ -70,7 +70,7 @@ def whole_sequence(lengths: Lengths) -> Iterator[None]:
 
 
 def is_in_forward() -> bool:
-    """Whether this thread is inside of :func:`whole_sequence`: in a forward that knows what its parts are parts of."""
+    """Whether this thread is inside :func:`whole_sequence`: in a forward that knows what its parts are parts of."""
     return _lengths.get(None) is not None
 
 

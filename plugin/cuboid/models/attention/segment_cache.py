@@ -1,4 +1,4 @@
-"""What layers are given in the place of a key/value cache, so that a segment goes on where the one before it ended.
+"""What layers are given in place of a key/value cache, so that a segment continues where the one before it ended.
 
 Hugging Face's layers continue a sequence whose beginning is in a ``Cache``: attention looks back at its keys and
 values, convolutions at their last inputs, linear attention and state spaces start from its state. That is generation's
@@ -27,13 +27,13 @@ class SegmentCache:
 
     Args:
         layer: that is given it.
-        slot: tells which unit is running.
+        slot: holds the current unit.
     """
 
     def __init__(self, layer: nn.Module, slot: UnitSlot) -> None:
         self._layer, self._slot = layer, slot
         self._adds_prefix = not uses_interface(layer)
-        #: States that the running forward made; None outside of it, as in a checkpointed layer's recomputation.
+        #: States that the running forward made; None outside it, as in a checkpointed layer's recomputation.
         self._made: dict[StateKey, torch.Tensor] | None = None
         self._without_grad = False
 
@@ -74,7 +74,7 @@ class SegmentCache:
         conv_kernel_size: int | None = None,
         **__: Any,
     ) -> torch.Tensor:
-        """Inputs ``[B, C, L]`` of a convolution, behind the last ones ``[B, C, K]`` of the segment before.
+        """Inputs ``[B, C, L]`` of a convolution, after the last ones ``[B, C, K]`` of the segment before.
 
         Raises:
             UnsupportedModelError: it doesn't say how many it needs.

@@ -197,7 +197,7 @@ def _obstacle(name: str, layer: nn.Module) -> str | None:
 
 
 def uses_interface(layer: nn.Module) -> bool:
-    """Whether a module, or one inside of it, may compute attention by Hugging Face's attention interface."""
+    """Whether a module, or one inside it, may compute attention by Hugging Face's attention interface."""
     # Whoever uses Hugging Face's attention interface imports this name.
     return any(hasattr(sys.modules[type(part).__module__], "ALL_ATTENTION_FUNCTIONS") for part in layer.modules())
 

@@ -141,7 +141,7 @@ def take_local_pair(arguments: dict[str, Any], config: PretrainedConfig, mesh: M
 
 
 def take_local_images(arguments: dict[str, Any], config: PretrainedConfig, mesh: Mesh) -> LocalBatch:
-    """:func:`take_local_batch` of images, of which a rank is given whole ones: they are split behind the embeddings.
+    """:func:`take_local_batch` of images, of which a rank is given whole ones: they are split after the embeddings.
 
     Raises:
         UnsupportedModelError: an argument that has no rule.

@@ -213,7 +213,7 @@ def _checksum(x: torch.Tensor, places: torch.Tensor, *, is_mask: bool) -> torch.
 
 
 class _OnHost:
-    """A few numbers on their way from a device to the host, which goes on meanwhile."""
+    """A few numbers in flight from a device to the host, which goes on meanwhile."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.is_there = x.device.type == "cpu"

@@ -173,7 +173,7 @@ def shrunk(config: PretrainedConfig, longest: int) -> PretrainedConfig:
     values = sorted({threshold.tokens for threshold in movable})
     large = [value for value in values if value >= longest * 3 // 4]
     base = max([longest // 4, *(value for value in values if value not in large)])
-    # Half of the longest, so that windows and chunks begin anew twice.
+    # Half of the longest, so that windows and chunks begin again twice.
     top = longest // 2 if base < longest // 2 else (base + longest) // 2
     smaller = {value: base + (top - base) * (i + 1) // len(large) for i, value in enumerate(large)}
     for threshold in movable:

@@ -20,7 +20,7 @@ _runs: ContextVar[bool] = ContextVar("cuboid_head_runs", default=False)
 
 
 def is_in_head() -> bool:
-    """Whether this thread is inside of :meth:`Head.logits`."""
+    """Whether this thread is inside :meth:`Head.logits`."""
     return _runs.get()
 
 

@@ -182,7 +182,7 @@ class Pipeline:
         return choice(length, rows, micro_batches, recomputes=recomputes(self._model))
 
     def _check_same_cluster(self) -> None:
-        """Ranks that saw different GPUs would cut their sequences differently, and wait for one another for ever."""
+        """Ranks that saw different GPUs would cut their sequences differently, and wait for one another forever."""
         choice, world_size = self._staging.segment_choice, self.mesh.topology.world_size
         if choice is None or self.mesh.in_threads or world_size == 1:
             return

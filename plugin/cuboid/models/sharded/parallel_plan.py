@@ -225,5 +225,5 @@ def _feature_axes(
         plan = plan_key_value_heads(heads, mesh, Coordinate(0, 0, 0, 0, 0))
         if not plan.scattered:
             return (("sequence",) if plan.split_by_sequence else ()), ("hidden",)
-    # A bias is added behind the reduce-scatter, where the features are cut once more.
+    # A bias is added after the reduce-scatter, where the features are cut once more.
     return (("sequence", "hidden") if name == "bias" else ("sequence",)), ("hidden",)

@@ -148,7 +148,7 @@ class _Shards:
 def _shard_mixture(
     module: nn.Module, role: Role, parameters: dict[str, nn.Parameter], layouts: dict[str, ShardingSpec], mesh: Mesh
 ) -> None:
-    """Experts and routers, whose own code goes on running, in place."""
+    """Experts and routers, whose own code keeps running, in place."""
     if role.experts is None:
         shard_in_place(module, ShardedRouter, parameters, mesh=mesh, layouts=layouts)
         assert isinstance(module, ShardedRouter)

@@ -128,7 +128,7 @@ class Sharding:
     save: Callable[..., None] | None = None
     #: What the probe of the architecture on a mesh found to be right.
     verdict: MeshVerdict = field(default_factory=MeshVerdict)
-    #: Whether routers get a rank's own tokens only: there are routers outside of blocks that are computed whole.
+    #: Whether routers get a rank's own tokens only: there are routers outside blocks that are computed whole.
     splits_routers: bool = False
     #: The language model's head.
     head: nn.Module | None = None

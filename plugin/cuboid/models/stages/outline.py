@@ -42,12 +42,12 @@ class Outline:
         hidden_argument: the keyword by which layers are given the hidden state, None where it comes first of all.
         returned: None where a layer returns the hidden state itself, else the length of the tuple that it leads.
         before: modules with parameters that run before the first layer, embeddings among them.
-        after: modules with parameters of the base model that run behind the last layer.
+        after: modules with parameters of the base model that run after the last layer.
         head: modules with parameters outside the base model.
         embedding: the module that turns ids into vectors.
         tied: names of parameters that are another parameter, and which.
         width: H, features of the hidden state between layers.
-        final_width: features of what the base model returns; some models project it behind the layers.
+        final_width: features of what the base model returns; some models project it after the layers.
         dtype: of the hidden state between layers, where it isn't the weights'.
         output: the class of what the base model returns.
         options: arguments that the base model takes by name.
@@ -177,7 +177,7 @@ def _find_layers(model: PreTrainedModel) -> str:
     """The list with ``num_hidden_layers`` modules, else of any number; of several, the one with the most parameters."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    # Of an encoder-decoder's config, the number may be the encoder's. A list inside of a layer is never the largest.
+    # Of an encoder-decoder's config, the number may be the encoder's. A list inside a layer is never the largest.
     counted = {name: module for name, module in lists.items() if len(module) == count} or lists
     if not counted:
         raise _unsupported(type(model), "it has no list of layers")
@@ -209,7 +209,7 @@ def _ancestors(name: str) -> tuple[str, ...]:
 
 
 def _units(model: PreTrainedModel, path: tuple[str, ...]) -> Iterator[str]:
-    """The largest modules with parameters that the layers aren't inside of: what a stage has or has not."""
+    """The largest modules with parameters that the layers aren't inside: what a stage has or doesn't have."""
     for name in path[:-1]:
         owner = model.get_submodule(name)
         direct = [parameter for parameter, _ in owner.named_parameters(recurse=False)]

@@ -104,7 +104,7 @@ class StageOutput(PlaceholderLayer):
     def passed(self, hidden: torch.Tensor) -> torch.Tensor:
         """The same, for the rest of the base model's forward, which nobody will look at."""
         self.hidden = hidden
-        # What the base model does to it behind the layers is the last stage's business and needs no gradient here.
+        # What the base model does to it after the layers is the last stage's business and needs no gradient here.
         return hidden.detach()
 
 

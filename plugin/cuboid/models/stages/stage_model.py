@@ -69,7 +69,7 @@ class Staging:
         whole: facts about the model before it was cut.
         ends: placeholders with the shapes of "embedding" and "head", for ranks without them.
         shared: parameters that the ranks of the first and the last stage both have, by name.
-        slot: tells the attention functions which unit is running.
+        slot: holds the current unit, for the attention functions.
         recorder: runs the base model on whole sequences without layers, to record what layers are given.
         gradient_sync: sums the rank's gradients over a step; None if each is reduced separately.
         held_weights: unsharded weights that are kept until the step ends.

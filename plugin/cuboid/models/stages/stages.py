@@ -254,7 +254,7 @@ def cut_stages(model: PreTrainedModel, outline: Outline, cuts: Sequence[StageCut
 
 
 def _kept_units(outline: Outline, cuts: Sequence[StageCut]) -> frozenset[str]:
-    """The modules outside of the layers (embedding, final norm, head) that these stages have."""
+    """The modules outside the layers (embedding, final norm, head) that these stages have."""
     kept = set(outline.before if any(cut.is_first for cut in cuts) else ())
     if any(cut.is_last for cut in cuts):
         kept |= {*outline.after, *outline.head, *_holders(outline)}

@@ -1,4 +1,4 @@
-"""What a base model computes outside of its layers from positions, lengths and masks, for the whole sequence of a
+"""What a base model computes outside its layers from positions, lengths and masks, for the whole sequence of a
 micro-batch, so that a segment is given its part of it.
 
 A model's own code only ever sees the segment that runs. Where it looks at lengths (``dynamic`` and ``longrope`` rotary
@@ -40,7 +40,7 @@ class WholeSequenceRecorder:
         model: a stage, whose modules are all in place.
         outline: of the whole model.
         own_layers: the stage's layers by name.
-        slot: tells which unit is running.
+        slot: holds the current unit.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class _Aware(nn.Module):
 
     Attributes:
         cuboid_name: of the module in the model.
-        cuboid_slot: tells which unit is running.
+        cuboid_slot: holds the current unit.
     """
 
     cuboid_name: str

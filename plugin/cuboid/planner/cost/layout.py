@@ -135,8 +135,8 @@ class Software:
         sequence_parallel: whether the residual stream is cut over the `sequence` axis, as it always is in Cuboid.
         regathers: all-gathers of an input once more in backward, for each block: exposed as a part.
         hides_exchange: part of the communication over `sequence` that runs behind products.
-        overlaps_reduction: whether gradients of replicas are reduced behind the last backward.
-        overlaps_messages: whether a stage computes while messages to its neighbours are under way.
+        overlaps_reduction: whether gradients of replicas are reduced after the last backward.
+        overlaps_messages: whether a stage computes while messages to its neighbours are in flight.
         dropout: whether there are masks to draw, apply and keep.
         fused_weight_gradients: whether each weight's gradient is added to its buffer by the product itself.
         buffers_weight_gradients: whether a 16-bit gradient of each shape of weight stays allocated (TransformerEngine).

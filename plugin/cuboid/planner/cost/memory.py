@@ -42,7 +42,7 @@ class Memory:
         activations: kept from forward to backward.
         key_value_store: keys and values that segments share, and their gradients.
         logits: and what the loss needs beside them.
-        working: of the layer that runs: gradients inside of it, and what is recomputed.
+        working: of the layer that runs: gradients inside it, and what is recomputed.
         messages: between stages.
         own: the framework's and its libraries'.
     """
@@ -159,7 +159,7 @@ class _Stage:
         waiting = (sum(blocks) + ends) / _ELEMENT * 4 if self.layout.gradient_sync == "step" else 0
         if self.layout.weight_gather == "step":
             return sum(blocks) * (2 if self.software.keeps_whole_gradients else 1) + ends + waiting
-        # One that runs and one that is on its way.
+        # One that runs and one that is in flight.
         return max(2 * max(blocks), ends) + waiting
 
     # --- activations --------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class _Stage:
         return self.model.hidden * _ELEMENT + _STATISTIC
 
     def _end(self, segment: int) -> float:
-        """Bytes that a unit keeps behind the last layer: the last norm's, and the gradient of the head's input."""
+        """Bytes that a unit keeps after the last layer: the last norm's, and the gradient of the head's input."""
         length, rows = self.cost.lengths[segment], self._units.tokens(1)
         norm = self.count.end.of(rows, length, length) if self.count.layers else rows * length * self._norm()
         return (norm + rows * length * self.model.hidden * _ELEMENT) / self._residual_ranks
@@ -385,7 +385,7 @@ class _Stage:
         return working
 
     def _features_at_work(self, layer: Layer) -> float:
-        """Of a token: inside of the MLP; of experts on a mesh also gradients of their whole input and output rows."""
+        """Of a token: inside the MLP; of experts on a mesh also gradients of their whole input and output rows."""
         own = 3 * layer.intermediate / self._ranks
         if layer.experts is not None and self.layout.splits_experts:
             own += 3 * layer.experts.per_token * layer.experts.width / self._ranks

@@ -32,7 +32,7 @@ class StepTime:
 
     Args:
         compute_s: of the busiest stage.
-        exposed_s: of its communication inside of layers that nothing hides.
+        exposed_s: of its communication inside layers that nothing hides.
         bubble_s: in which it waits for other stages.
         reduce_s: of the gradients of replicas and the gather of new weights, as far as nothing hides them.
         optimizer_s: of the update.

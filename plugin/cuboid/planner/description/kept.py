@@ -115,7 +115,7 @@ class ModelCount:
     Args:
         layers: by kind, for units that reach no window.
         windowed: the same for units that reach it.
-        end: what is behind the last layer, in front of the head.
+        end: what is after the last layer, in front of the head.
         obstacle: why nothing could be counted, where that is so; "" else.
     """
 
@@ -232,7 +232,7 @@ class _Sample:
         defer_weight_gradients(layers.values(), self.waiting)
 
     def run(self, rows: int, length: int, start: int) -> _UnitCount:
-        """Run one unit forward and backward. If it is a segment, there is one behind it that it stores keys for."""
+        """Run one unit forward and backward. If it is a segment, there is one after it that it stores keys for."""
         stop, pool = start + length, MeteredPool()
         total = stop + (length if self.segmented else 0)
         cache = KVCache(total, pool)
@@ -342,7 +342,7 @@ class _Saved:
         return x
 
     def bytes_by_place(self, pool: MeteredPool) -> dict[int, int]:
-        """By layer, -1 for what is before the first and their number for what is behind the last."""
+        """By layer, -1 for what is before the first and their number for what is after the last."""
         found: Counter[int] = Counter()
         for key, (place, x) in self._found.items():
             if not pool.holds(key):
@@ -396,7 +396,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _fitted(sample: _Sample, windows: tuple[bool, ...], alone: bool) -> tuple[tuple[LayerCount, ...], KeptBytes]:
-    """The coefficients of each kind, and of what is behind the last layer."""
+    """The coefficients of each kind, and of what is after the last layer."""
     one = alone and sample.attends_itself
     points = [
         (1 if one else rows, length, start) for rows, length, start in (_SEGMENTS if sample.segmented else _WHOLE)
@@ -409,7 +409,7 @@ def _fitted(sample: _Sample, windows: tuple[bool, ...], alone: bool) -> tuple[tu
         most = sample.window if has_window and sample.segmented else _LONG
         keys = [length + min(start, most - 1) for _, length, start in points]
         # The last one saves nothing that another layer of its kind has saved before, as the first one does; what waits
-        # is shared with layers behind it.
+        # is shared with layers after it.
         kept = _fit(points, keys, [count.kept.get(last, 0) for count in counts])
         shared = _fit(points, keys, [count.kept.get(first, 0) - count.kept.get(last, 0) for count in counts])
         layers.append(LayerCount(kept, shared, _fit(points, keys, [count.waiting.get(first, 0) for count in counts])))

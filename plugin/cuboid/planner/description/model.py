@@ -71,7 +71,7 @@ class Experts:
 
     @property
     def width(self) -> int:
-        """Features inside of one expert."""
+        """Features inside one expert."""
         return self.projections[-1].inputs
 
     def padded(self, batch: int) -> int:
@@ -185,7 +185,7 @@ class ModelDescription:
             Face's own modules.
         positions: learned position embeddings; 0 for none.
         most_positions: the longest sequence that the config allows; None if it doesn't say.
-        extra_parameters: elements of modules outside of the layers besides embedding, positions and head.
+        extra_parameters: elements of modules outside the layers besides embedding, positions and head.
         uncounted: what its layers take time for that isn't counted; "" if there is nothing.
         config: that it was described by, of transformers or the mapping in a ``config.json``; None for none.
     """

@@ -6,7 +6,7 @@ the micro-batches and segments from first to last, its backwards through the mic
 through each one's segments from last to first, its weight gradients as its backwards.
 
 **No deadlock.** A segment's backward needs the forward of all segments of its micro-batch on all stages, so a rank
-whose memory is full of forwards may wait for ever. As in the banker's algorithm (Dijkstra, 1965), a forward of
+whose memory is full of forwards may wait forever. As in the banker's algorithm (Dijkstra, 1965), a forward of
 micro-batch m is therefore begun only if, for each unfinished micro-batch j < m on this rank,
 
     what the micro-batches from j on keep + what j's missing forwards will keep <= limit

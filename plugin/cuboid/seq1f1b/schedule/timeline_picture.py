@@ -11,7 +11,7 @@ from cuboid.seq1f1b.schedule.actions import Op
 from cuboid.seq1f1b.schedule.simulator import Span, Timeline, peak_bytes
 from cuboid.seq1f1b.schedule.timeline_trace import rank_label
 
-#: Shades of each operation, in turn for the micro-batches. Blue and orange are told apart with any colour vision, and
+#: Shades of each operation, in turn for the micro-batches. Blue and orange differ for any colour vision, and
 #: dark text is legible on each.
 _SHADES: dict[Op, tuple[str, ...]] = {
     Op.FORWARD: ("#5B9BD5", "#9CC5EA", "#7BB0E0", "#C3DEF5"),

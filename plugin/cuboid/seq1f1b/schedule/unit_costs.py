@@ -86,7 +86,7 @@ class ModelSizes:
 
     Args:
         layers: one for each layer.
-        head: elements of the weights behind the layers that one token is multiplied by; hidden × vocabulary.
+        head: elements of the weights after the layers that one token is multiplied by; hidden × vocabulary.
     """
 
     layers: tuple[LayerSizes, ...]
@@ -135,7 +135,7 @@ def unit_flops(
         sizes: of the model.
         layers: number of layers of each stage.
         lengths: tokens of each segment.
-        backward_ratio: operations of backward for each one of forward; 3 if all is computed anew in backward.
+        backward_ratio: operations of backward for each one of forward; 3 if all is computed again in backward.
     """
     assert sum(layers) == len(sizes.layers)
     forward: list[list[int]] = []

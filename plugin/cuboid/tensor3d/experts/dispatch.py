@@ -16,7 +16,7 @@ _ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The order of T tokens with k experts each as R = T·k rows, those of one expert one behind the other.
+    """The order of T tokens with k experts each as R = T·k rows, those of one expert one after another.
 
     Args:
         choices: ``[R]``, which of the T·k choices each row is; choice c is one of token c // k.
@@ -99,7 +99,7 @@ def has_kernel(*operands: torch.Tensor) -> bool:
     if first.device.type != "cuda" or first.dtype is not torch.bfloat16:
         return False
     major, _ = torch.cuda.get_device_capability(first.device)
-    # Elsewhere this function multiplies expert by expert, and each time asks the device anew how many rows each has.
+    # Elsewhere this function multiplies expert by expert, and each time asks the device again how many rows each has.
     if not hasattr(torch.nn.functional, "grouped_mm") or major not in (9, 10):
         return False
     return all(_is_aligned(each) for each in operands)

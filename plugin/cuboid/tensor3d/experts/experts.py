@@ -27,7 +27,7 @@ class ExpertForm:
         up_bias, down_bias: of these, ``[E, out]``; None without biases.
         in_first: whether weights are stored ``[E, in, out]``, and not ``[E, out, in]``.
         gated: whether "up" has two features for each that "down" takes.
-        parts: of how many projections, one behind the other, the features of "up" consist; one if gate and up
+        parts: of how many projections, one after another, the features of "up" consist; one if gate and up
             alternate.
         activation: the module's own function of the features of "up", of which it takes neighbours together at most.
         given_all: k, where the module is given every token for every expert, multiplied with what the expert weighs,

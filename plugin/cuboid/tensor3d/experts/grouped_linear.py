@@ -112,7 +112,7 @@ class GroupedProduct:
         return block if self.in_first else block.transpose(1, 2)
 
     def start_weight_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> AsyncResult[torch.Tensor] | None:
-        """Of rows of input and output gradient, on its way to the shard's; None if more of a step are to come."""
+        """Of rows of input and output gradient, in flight to the shard's; None if more of a step are to come."""
         factors = (x, dy) if self.in_first else (dy, x)
         total = self.weight.to_reduce(multiply_transposed(*factors, self.dispatch), is_own=True)
         if total is None:
@@ -138,7 +138,7 @@ class _GroupedLinear(torch.autograd.Function):
         product: GroupedProduct = ctx.product
         x, shard = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        # All that has to travel is on its way before any of it is waited for.
+        # All that has to travel is in flight before any of it is waited for.
         gathering = product.target.start_gather(gradient)
         inputs = product.source.start_gather(x) if needs_weight else None
         if needs_x:

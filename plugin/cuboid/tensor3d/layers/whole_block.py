@@ -36,7 +36,7 @@ _FEATURE_DIM = -1
 def keep_whole(
     module: nn.Module, parameters: dict[str, nn.Parameter], *, mesh: Mesh, layouts: dict[str, ShardingSpec]
 ) -> None:
-    """Give a module inside of a block, or the block, its shards, in place. Its class keeps its name and its code."""
+    """Give a module inside a block, or the block, its shards, in place. Its class keeps its name and its code."""
     shard_in_place(module, ShardedModule, parameters, mesh=mesh, layouts=layouts)
     assert isinstance(module, ShardedModule)
     # The block gathers all of them together.
@@ -44,7 +44,7 @@ def keep_whole(
 
 
 class LateSplit:
-    """Splits activations at the first layer and joins them behind the last one, for code around them that wants them
+    """Splits activations at the first layer and joins them after the last one, for code around them that wants them
     whole.
 
     Attributes:

@@ -112,7 +112,7 @@ class ShardedParam:
         if self.ranks == 1:
             return False
         if self.state is not ShardedState.SHARDED and self._dtype != shard.dtype:
-            # Prefetched outside of autocast and needed inside, or the other way round.
+            # Prefetched outside autocast and needed inside, or the other way round.
             self.discard()
         kept = None if self._kept is None else self._kept_block(shard.dtype)
         if self.state is ShardedState.SHARDED and kept is not None:
@@ -355,7 +355,7 @@ def check_knows_of_shards(module: nn.Module) -> None:
     """Make sure that nobody takes a state dict of shards for the whole model's.
 
     Raises:
-        UnsupportedModelError: outside of :func:`local_state`.
+        UnsupportedModelError: outside :func:`local_state`.
     """
     if not _knows_of_shards.get():
         raise UnsupportedModelError(

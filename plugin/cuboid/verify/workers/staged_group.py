@@ -104,7 +104,7 @@ class StagedGroup(_ProcessGroup):
         return self._returning(work, flat, [x for each in hosts for x in each])
 
     def all_gather_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> dist.Work:
-        """Of one tensor, one behind the other."""
+        """Of one tensor, one after another."""
         host = self._empty(out)
         work = self._all_gather_single(host, self._to_host([tensor])[0], opts)
         return self._returning(work, [out], [host])
