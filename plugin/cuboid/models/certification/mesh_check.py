@@ -343,7 +343,8 @@ class _Split:
     def largest_error(self, batch: MicroBatch, expected: Outcome) -> tuple[float, str]:
         """Of the loss and all gradients of a step, and of which."""
         losses = self._ranks.run(lambda mesh: self._step(mesh, batch))
-        return max(largest_error(Outcome(loss, self._gradients()), expected) for loss in losses)
+        gradients = _put_together(self._plan, zip(self._ranks.meshes, self._models, strict=True))
+        return max(largest_error(Outcome(loss, gradients), expected) for loss in losses)
 
     def _step(self, mesh: Mesh, batch: MicroBatch) -> torch.Tensor:
         model = self._models[mesh.rank]
@@ -352,9 +353,6 @@ class _Split:
             loss = loss_of(model(**batch, **self._probe.call), batch)
             loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
-
-    def _gradients(self) -> dict[str, torch.Tensor]:
-        return _put_together(self._plan, zip(self._ranks.meshes, self._models, strict=True))
 
 
 class _SplitStages:
