@@ -24,7 +24,7 @@ TIMEOUT_S = 120.0
 _LONGEST_FILES = (
     *("tensor3d/test_parity.py", "models/test_sharded_model.py", "checkpoint/test_checkpoints.py"),
     *("seq1f1b/test_pipeline_parity.py", "frameworks/test_colossalai.py", "commands/test_train_launch.py"),
-    *("tensor3d/test_bounded_loss.py", "tensor3d/test_ahead.py", "checkpoint/test_stage_checkpoints.py"),
+    *("tensor3d/test_chunked_loss.py", "tensor3d/test_prefetch.py", "checkpoint/test_stage_checkpoints.py"),
 )
 
 

@@ -207,7 +207,7 @@ def test_every_parameter_is_on_one_stage_but_for_tied_ones(architecture):
         assert last.get_output_embeddings().weight is last.get_input_embeddings().weight
 
 
-def test_absent_layers_cost_no_memory_and_the_input_is_let_go():
+def test_absent_layers_cost_no_memory_and_the_input_is_freed():
     model, outline = built("llama")
     middle, _, chunk = cut_copies(model, outline, (1, 2, 1))[1]
     hidden = torch.randn(BATCH, LENGTH, 32, dtype=torch.float64)

@@ -38,8 +38,8 @@ class _Place:
     def cast(self, dtype: torch.dtype) -> torch.Tensor:
         """The shard, cast to the dtype in which it is gathered."""
         shard = self.module.get_parameter(self.name)
-        if self.param.keeps is not None:
-            self.param.is_made_of(shard)
+        if self.param.optimizer_steps is not None:
+            self.param.set_parameter(shard)
         return shard.to(dtype)
 
 

@@ -90,8 +90,8 @@ def _unsharded(module: nn.Module, name: str, parameter: nn.Parameter) -> Iterato
             yield UnshardedParam(parameter, block, None)
         return
     param = module.sharded_params[name]
-    if param.keeps is not None:
-        param.is_made_of(parameter)
+    if param.optimizer_steps is not None:
+        param.set_parameter(parameter)
     shard = parameter.detach().to(_multiplied_in(module, name, parameter))
     with param.unshard(shard) as gathered, _in_place_of(module, name, parameter, gathered) as block:
         _set_sharded_param(module, name, ShardedParam(_unsplit(block), param.mesh))

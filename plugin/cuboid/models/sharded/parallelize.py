@@ -253,29 +253,35 @@ def _bias_rows(plan: KeyValuePlan, head_dim: int) -> torch.Tensor:
 
 def _fuse_projections(model: PreTrainedModel, parallel_plan: ParallelPlan) -> None:
     """Gather the sequence once where a block's "up" projections live, and at the head."""
-    sources: dict[str, list[ShardedLinear]] = {}
+    key_value_projections: dict[str, list[ShardedLinear]] = {}
     latents: dict[str, list[ShardedLinear]] = {}
-    behind: dict[str, list[ShardedLinear]] = {}
-    exits: dict[str, list[ShardedLinear]] = {}
+    up_projections: dict[str, list[ShardedLinear]] = {}
+    down_projections: dict[str, list[ShardedLinear]] = {}
     for name, role in parallel_plan.roles.items():
         if role.kind == "latent":
             latents.setdefault(name.rpartition(".")[0], []).append(_linear(model, name))
         if role.kind in ("up", "down", "head") and not role.alone:
             place = name if role.kind == "head" else name.rpartition(".")[0]
             linear = _linear(model, name)
-            (exits if role.kind == "down" else behind).setdefault(place, []).append(linear)
+            (down_projections if role.kind == "down" else up_projections).setdefault(place, []).append(linear)
             if role.heads == "key_value":
-                sources.setdefault(place, []).append(linear)
+                key_value_projections.setdefault(place, []).append(linear)
     mixtures = {name.rpartition(".")[0] for name, role in parallel_plan.roles.items() if role.experts is not None}
     for place, projections in latents.items():
-        queries = behind.pop(place, [])
-        hook = LatentProjections(projections, FusedProjections(queries, exits.get(place, [])) if queries else None)
+        queries = up_projections.pop(place, [])
+        fused = FusedProjections(queries, down_projections.get(place, [])) if queries else None
+        hook = LatentProjections(projections, fused)
         model.get_submodule(place).register_forward_pre_hook(hook, with_kwargs=True)
-    for place, projections in behind.items():
-        fused = _fused(model.get_submodule(place), projections, sources.get(place, []), exits.get(place, []))
-        model.get_submodule(place).register_forward_pre_hook(fused, with_kwargs=True)
-        if place.rpartition(".")[0] in mixtures and isinstance(fused, FusedProjections):
-            model.get_submodule(place).register_forward_hook(fused.restore)
+    for place, projections in up_projections.items():
+        block_hook = _fused(
+            model.get_submodule(place),
+            projections,
+            key_value_projections.get(place, []),
+            down_projections.get(place, []),
+        )
+        model.get_submodule(place).register_forward_pre_hook(block_hook, with_kwargs=True)
+        if place.rpartition(".")[0] in mixtures and isinstance(block_hook, FusedProjections):
+            model.get_submodule(place).register_forward_hook(block_hook.restore)
 
 
 def _linear(model: nn.Module, name: str) -> ShardedLinear:
@@ -288,15 +294,15 @@ def _fused(
     block: nn.Module,
     projections: list[ShardedLinear],
     keys_and_values: list[ShardedLinear],
-    exits: list[ShardedLinear],
+    down_projections: list[ShardedLinear],
 ) -> FusedProjections | CrossProjections:
     """The hook of a block, which may be attention of one sequence to another."""
     parameters = inspect.signature(block.forward).parameters
     source = next((name for name in _SOURCES if name in parameters), None)
     queries = [each for each in projections if each not in keys_and_values]
     if source is None or not keys_and_values or not queries:
-        return FusedProjections(projections, exits)
-    return CrossProjections(queries, keys_and_values, exits, source)
+        return FusedProjections(projections, down_projections)
+    return CrossProjections(queries, keys_and_values, down_projections, source)
 
 
 def _prefetch_layers(model: PreTrainedModel, parallel_plan: ParallelPlan, stages: Sequence[Collection[str]]) -> None:

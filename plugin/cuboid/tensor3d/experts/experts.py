@@ -101,8 +101,8 @@ class ShardedExperts(ShardedModule):
         param, parameter = self.sharded_params[name], self.get_parameter(name)
         # As ShardedLinear.operand, which is called too often to call others.
         shard, deferred = self.prefetched_shards.pop(name, (parameter, None))
-        if param.keeps is not None:
-            param.is_made_of(parameter)
+        if param.optimizer_steps is not None:
+            param.set_parameter(parameter)
         if shard.dtype != x.dtype and torch.is_autocast_enabled(shard.device.type):
             shard, deferred = parameter.to(x.dtype), None
         return GroupedProduct(param, self.form.in_first, dispatch, source, target, deferred)(x, shard)

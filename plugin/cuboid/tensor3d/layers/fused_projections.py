@@ -20,7 +20,7 @@ from cuboid.distributed.mesh import AxisGroup
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.layers.input_gather import GatherSequence, InputGather, NoGather
-from cuboid.tensor3d.layers.linear import ShardedLinear, autocast_dtype, hand_over
+from cuboid.tensor3d.layers.linear import ShardedLinear, attach_results, autocast_dtype
 from cuboid.tensor3d.layers.linear_op import LinearOp
 
 
@@ -29,19 +29,19 @@ class FusedProjections:
 
     Args:
         projections: all "up" projections of a block, or the head.
-        exits: the block's "down" projections, whose backward runs before that of ``projections``.
+        down_projections: the block's "down" projections, whose backward runs before that of ``projections``.
         gather: how the input is gathered; by default along the sequence.
     """
 
     def __init__(
         self,
         projections: Sequence[ShardedLinear],
-        exits: Sequence[ShardedLinear] = (),
+        down_projections: Sequence[ShardedLinear] = (),
         *,
         gather: InputGather | None = None,
     ) -> None:
         self._projections = list(projections)
-        self._exits = list(exits)
+        self._down_projections = list(down_projections)
         gather = GatherSequence(projections[0].mesh) if gather is None else gather
         self._linear_op = LinearOp(gather, [each.product for each in projections])
         self._is_flat = False
@@ -67,14 +67,14 @@ class FusedProjections:
                 # `tensor3d.unshard` has replaced the product, for the time its weight stays unsharded.
                 own = LinearOp(own.input_gather, [each.product for each in self._projections])
         self._linear_op = own
-        whole, results = own(shard.to(dtype), operands, wants_input=own.input_gather.reduces)
+        whole, results = own(shard.to(dtype), operands, returns_input=own.input_gather.reduces)
         # Lets the backward of each "down" projection start to gather the input for this one's.
         node = results[0].grad_fn
-        for each in self._exits:
-            each.before = None if node is None else weakref.ref(node)
+        for each in self._down_projections:
+            each.next_backward = None if node is None else weakref.ref(node)
         # On one rank of `sequence` the input is already whole.
         full = shard if whole is None else whole
-        hand_over(full, self._projections, results)
+        attach_results(full, self._projections, results)
         return ((full, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": full})
 
     @uncompiled
@@ -139,7 +139,7 @@ class CrossProjections:
     Args:
         queries: "up" projections of the block's own input.
         keys_and_values: "up" projections of the other sequence.
-        exits: as in :class:`FusedProjections`.
+        down_projections: as in :class:`FusedProjections`.
         source: the name of the forward's argument for the other sequence.
     """
 
@@ -147,13 +147,13 @@ class CrossProjections:
         self,
         queries: Sequence[ShardedLinear],
         keys_and_values: Sequence[ShardedLinear],
-        exits: Sequence[ShardedLinear],
+        down_projections: Sequence[ShardedLinear],
         source: str,
     ) -> None:
-        self._of_one = FusedProjections([*queries, *keys_and_values], exits)
-        # Queries are multiplied last, so their backward is the next after that of `exits`, which prefetches for it.
+        self._of_one = FusedProjections([*queries, *keys_and_values], down_projections)
+        # Queries are multiplied last, so their backward follows that of the down projections, which prefetches for it.
         self._keys_and_values = FusedProjections(keys_and_values)
-        self._queries = FusedProjections(queries, exits)
+        self._queries = FusedProjections(queries, down_projections)
         self._source = source
 
     @uncompiled

@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.tensor3d.layers.input_gather import GatherFeatures, GatherSequence, InputGather, NoGather
-from cuboid.tensor3d.layers.linear_op import Later, LinearOp, Operand, Product
+from cuboid.tensor3d.layers.linear_op import DeferredWeight, LinearOp, Operand, Product
 from cuboid.tensor3d.layers.output_reduce import ScatterFeatures, ScatterSequence, SumFeatures
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedParam
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
@@ -24,7 +24,7 @@ class ShardedLinear(ShardedModule, nn.Linear):
     It is still an ``nn.Linear`` for code that checks its class; ``in_features`` and ``out_features`` are whole sizes.
 
     Attributes:
-        before: for the next call, the autograd node of the fused projections, whose backward follows this layer's.
+        next_backward: for the next call, the autograd node of the fused projections, whose backward follows this one's.
     """
 
     bias_rows: torch.Tensor | None
@@ -64,15 +64,15 @@ class ShardedLinear(ShardedModule, nn.Linear):
             input_gather = GatherSequence(self.mesh)
         self._linear_op = LinearOp(input_gather, [product])
         self._is_alone = self.mesh.shape.size == 1
-        self.before: weakref.ref[Node] | None = None
+        self.next_backward: weakref.ref[Node] | None = None
 
     @uncompiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The input of the table in :mod:`.linear_op`, with "up" and head's sequence gathered, to its output."""
-        before, self.before = self.before, None
-        handed_over: dict[int, torch.Tensor] = getattr(x, "cuboid_results", {})
-        if id(self) in handed_over:
-            return handed_over.pop(id(self))
+        next_backward, self.next_backward = self.next_backward, None
+        attached: dict[int, torch.Tensor] = getattr(x, "cuboid_results", {})
+        if id(self) in attached:
+            return attached.pop(id(self))
         if self._is_alone:
             weight = self.product.out_in(self.weight)
             return nn.functional.linear(x, weight, self.bias)
@@ -80,26 +80,27 @@ class ShardedLinear(ShardedModule, nn.Linear):
         if self._linear_op.products[0] is not self.product:
             # `tensor3d.unshard` has replaced the product, for the time its weight stays unsharded.
             self._linear_op = LinearOp(self._linear_op.input_gather, [self.product])
-        _, (result,) = self._linear_op(x.to(dtype), [self.operand(dtype)], before=before)
+        _, (result,) = self._linear_op(x.to(dtype), [self.operand(dtype)], next_backward=next_backward)
         return result
 
     def operand(self, dtype: torch.dtype) -> Operand:
         """This layer's weight and bias for a multiplication with an input of ``dtype``."""
-        store, later = self.weight_gradients, None
+        store, deferred_weight = self.weight_gradients, None
         if store is not None and store.defers(self.weight):
-            weight, deferred, later = self.weight.detach(), None, Later(self.weight, store)
+            weight, deferred = self.weight.detach(), None
+            deferred_weight = DeferredWeight(self.weight, store)
         else:
             weight, deferred = self.prefetched_shards.pop("weight", (self.weight, None))
         param = self.sharded_params["weight"]
-        if param.keeps is not None:
-            param.is_made_of(self.weight)
+        if param.optimizer_steps is not None:
+            param.set_parameter(self.weight)
         if weight.dtype != dtype and torch.is_autocast_enabled(weight.device.type):
             # Not the prefetched shard: autograd would cast its gradient while the reduce-scatter is still in flight.
-            weight, deferred = (weight if later else self.weight).to(dtype), None
+            weight, deferred = (weight if deferred_weight else self.weight).to(dtype), None
         bias = None if self.bias is None else self.unsharded("bias").to(dtype)
         if bias is not None and self.bias_rows is not None:
             bias = bias[self.bias_rows]
-        return Operand(weight, deferred, bias, later)
+        return Operand(weight, deferred, bias, deferred_weight)
 
     def extra_repr(self) -> str:
         """Whole sizes, and the mesh."""
@@ -113,7 +114,7 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def hand_over(x: torch.Tensor, layers: Sequence[ShardedLinear], results: Sequence[torch.Tensor]) -> None:
+def attach_results(x: torch.Tensor, layers: Sequence[ShardedLinear], results: Sequence[torch.Tensor]) -> None:
     """Attach results to ``x``: each layer returns its own when it is next called with ``x``, once."""
     x.cuboid_results = dict(zip(map(id, layers), results, strict=True))  # type: ignore[attr-defined]
 

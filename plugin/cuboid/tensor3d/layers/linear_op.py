@@ -80,8 +80,13 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Later:
-    """A weight whose gradient is computed after this backward (a schedule's W), and the store that it is left to."""
+class DeferredWeight:
+    """A weight whose gradient isn't part of this backward: a later W action of the schedule computes it.
+
+    Args:
+        weight: the shard.
+        store: collects the inputs and output gradients that W needs.
+    """
 
     weight: torch.Tensor
     store: WeightGradientStore
@@ -96,13 +101,13 @@ class Operand:
         deferred: waits for the reduction of the shard's gradient; None if the gradient must be complete when backward
             returns it.
         bias: added to the result, ``[O']``, or None.
-        later: set if the weight's gradient isn't part of this backward; ``weight`` is detached then.
+        deferred_weight: set if a later W action computes the weight's gradient; ``weight`` is detached then.
     """
 
     weight: torch.Tensor
     deferred: DeferredReduce | None = None
     bias: torch.Tensor | None = None
-    later: Later | None = None
+    deferred_weight: DeferredWeight | None = None
 
 
 class LinearOp:
@@ -128,29 +133,29 @@ class LinearOp:
         x: torch.Tensor,
         operands: Sequence[Operand],
         *,
-        wants_input: bool = False,
-        before: weakref.ref[Node] | None = None,
+        returns_input: bool = False,
+        next_backward: weakref.ref[Node] | None = None,
     ) -> tuple[torch.Tensor | None, Sequence[torch.Tensor]]:
         """Multiply, differentiably.
 
         Args:
             x: the rank's part of the input.
             operands: one for each product.
-            wants_input: whether to return the gathered input too, differentiably.
-            before: the autograd node of the multiplication whose backward runs right after this one's. This backward
-                starts to gather that one's input.
+            returns_input: whether to return the gathered input too, differentiably.
+            next_backward: the autograd node of the product whose backward runs right after this one's. This backward
+                starts to gather that product's input.
 
         Returns:
-            The gathered input, if wanted, and the products' outputs.
+            The gathered input or None, and the products' outputs.
         """
-        weights, biases, deferrals, later = [], [], [], []
+        weights, biases, deferrals, deferred_weights = [], [], [], []
         for operand in operands:
             weights.append(operand.weight)
             biases.append(operand.bias)
             deferrals.append(operand.deferred)
-            later.append(operand.later)
-        edge = new_edge(x) if any(later) else None
-        call = _Call(self, deferrals, later, wants_input, before)
+            deferred_weights.append(operand.deferred_weight)
+        edge = new_edge(x) if any(deferred_weights) else None
+        call = _Call(self, deferrals, deferred_weights, returns_input, next_backward)
         given, *outs = _LinearFunction.apply(x, call, edge, *weights, *biases)
         return given, outs
 
@@ -238,9 +243,9 @@ class LinearOp:
 class _Call:
     linear_op: LinearOp
     deferrals: Sequence[DeferredReduce | None]
-    later: Sequence[Later | None]
-    wants_input: bool
-    before: weakref.ref[Node] | None
+    deferred_weights: Sequence[DeferredWeight | None]
+    returns_input: bool
+    next_backward: weakref.ref[Node] | None
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -251,7 +256,7 @@ class _LinearFunction(torch.autograd.Function):
         own, count = call.linear_op, len(call.deferrals)
         weights, biases = operands[:count], operands[count:]
         ctx.save_for_backward(x, *weights)
-        ctx.call, ctx.begun, ctx.kept = call, None, None
+        ctx.call, ctx.started, ctx.copies = call, None, None
         ctx.parts = own.parts(x) if own.mesh.spans_nodes else 1
         ctx.set_materialize_grads(False)
         # The input first, for weights have usually been prefetched. All ranks start collectives in this order.
@@ -261,7 +266,7 @@ class _LinearFunction(torch.autograd.Function):
         inputs, started = [], []
         for gathered in gathering:
             pieces = gathered.wait()
-            if call.wants_input:
+            if call.returns_input:
                 inputs.append(pieces[0])
             part = []
             for output_reduce, numbers in own.groups:
@@ -271,21 +276,23 @@ class _LinearFunction(torch.autograd.Function):
         if own.is_sharded:
             # Reshards, unless "weight_gather": "step" keeps the blocks for backward and for other forwards.
             keep = any(ctx.needs_input_grad)
-            ctx.kept = [param.reshard_after_forward(w, keep=keep) for param, w in zip(own.params, weights, strict=True)]
+            ctx.copies = [
+                param.reshard_after_forward(w, keep=keep) for param, w in zip(own.params, weights, strict=True)
+            ]
         outs = own.in_order(started[0]) if ctx.parts == 1 else _cat_rows(map(own.in_order, started))
         for out, bias in zip(outs, biases, strict=True):
             if bias is not None:
                 out.add_(bias)
         ctx.shapes, ctx.dtype = list(map(torch.Tensor.size, outs)), x.dtype
-        whole = (inputs[0] if ctx.parts == 1 else torch.cat(inputs)) if call.wants_input else None
+        whole = (inputs[0] if ctx.parts == 1 else torch.cat(inputs)) if call.returns_input else None
         return (whole, *outs)
 
     @staticmethod
     def backward(ctx: Any, given: torch.Tensor | None, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         own: LinearOp = ctx.call.linear_op
         # 1. Start every gather: of the input (perhaps started by the backward before), the weights, and dy.
-        begun, ctx.begun = _begun(ctx), None
-        weights = begun.weights
+        early, ctx.started = _start_backward(ctx), None
+        weights = early.weights
         needs_x, _, _, *needs = ctx.needs_input_grad
         wanted = list(compress(range(len(weights)), needs))
         dy, dbiases = [], []
@@ -294,8 +301,8 @@ class _LinearFunction(torch.autograd.Function):
             dbiases.append(dy[-1].flatten(0, -2).sum(0) if needs_bias else None)
         if needs_x and own.is_sharded:
             start_unshards(own.params, weights)
-        if any(ctx.call.later):
-            _DeferredWeights.add(ctx, begun, dy)
+        if any(ctx.call.deferred_weights):
+            _DeferredWeights.add(ctx, early, dy)
         transposing = []
         for part in zip(*map(torch.tensor_split, dy, repeat(ctx.parts)), strict=False):
             started = []
@@ -313,9 +320,9 @@ class _LinearFunction(torch.autograd.Function):
                 reducing.append(own.input_gradient(weights, whole))
             if index == ctx.parts - 1:
                 # This backward waits for no collective that is started later, so the next one's gather delays nothing.
-                _begin_next(ctx.call.before)
+                _start_next_backward(ctx.call.next_backward)
             for number in wanted:
-                block = own.block_gradient(number, whole[number], begun.gathering[index].wait())
+                block = own.block_gradient(number, whole[number], early.gathering[index].wait())
                 if ctx.parts > 1:
                     # Sum the parts in float32.
                     block = block.to(statistics_dtype(block.dtype))
@@ -338,8 +345,8 @@ class _LinearFunction(torch.autograd.Function):
             # Frees the blocks. An all-gather that nobody used is waited for first: its buffer must outlive it.
             for param in own.params:
                 param.discard()
-            # Frees kept blocks too, unless another forward's graph or the step still refers to them.
-            ctx.kept = None
+            # With "weight_gather": "step", frees the blocks unless another forward's graph or the step refers to them.
+            ctx.copies = None
             for number, reduced in scattering.items():
                 deferred = ctx.call.deferrals[number]
                 if deferred is not None:
@@ -359,35 +366,36 @@ class _DeferredWeights:
     Args:
         linear_op: the products.
         parts: number of parts that the rows are cut into.
-        later: for each product, its weight and store, or None if its gradient isn't deferred.
+        weights: for each product, its weight and store, or None if its gradient isn't deferred.
         x: the rank's part of the input.
         dy: the rank's part of each output's gradient.
     """
 
     linear_op: LinearOp
     parts: int
-    later: Sequence[Later | None]
+    weights: Sequence[DeferredWeight | None]
     x: torch.Tensor
     dy: Sequence[torch.Tensor]
 
     @classmethod
-    def add(cls, ctx: Any, begun: _Begun, dy: Sequence[torch.Tensor]) -> None:
+    def add(cls, ctx: Any, started: _StartedBackward, dy: Sequence[torch.Tensor]) -> None:
         """Hand the weight gradients of a backward to their store."""
-        assert begun.x is not None
+        assert started.x is not None
         call: _Call = ctx.call
-        store = next(each.store for each in call.later if each is not None)
+        store = next(each.store for each in call.deferred_weights if each is not None)
         # `data`, because any view of the input would keep its whole graph alive, and all tensors saved in it.
-        store.add(cls(call.linear_op, ctx.parts, call.later, begun.x.data, [gradient.data for gradient in dy]))
+        x, dy = started.x.data, [gradient.data for gradient in dy]
+        store.add(cls(call.linear_op, ctx.parts, call.deferred_weights, x, dy))
 
     @property
     def key(self) -> Hashable:
         """Equal for units that multiplied by the same weights, whose gradients can be one sum."""
-        return tuple(None if each is None else id(each.weight) for each in self.later)
+        return tuple(None if each is None else id(each.weight) for each in self.weights)
 
     def gradients(self, others: Sequence[_DeferredWeights]) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         """The gradients of this unit and others with the same key, summed as blocks and reduce-scattered once."""
         own = self.linear_op
-        wanted = [number for number, each in enumerate(self.later) if each is not None]
+        wanted = [number for number, each in enumerate(self.weights) if each is not None]
         sums: dict[int, torch.Tensor] = {}
         is_sum = bool(others) or self.parts > 1
         for each in (self, *others):
@@ -406,16 +414,18 @@ class _DeferredWeights:
         blocks = {number: block.to(self.dy[number].dtype) for number, block in sums.items()}
         if own.is_sharded:
             blocks = {number: reduced.wait() for number, reduced in own.reduce(blocks).items()}
-        weights = {number: each.weight for number, each in enumerate(self.later) if each is not None}
+        weights = {number: each.weight for number, each in enumerate(self.weights) if each is not None}
         return [(weights[number], block.to(weights[number].dtype)) for number, block in blocks.items()]
 
 
 @dataclass(frozen=True)
-class _Begun:
-    """The part of a backward that doesn't depend on dy, and so may begin during another backward.
+class _StartedBackward:
+    """The part of a backward that doesn't depend on dy, and so may start during the backward before it.
 
-    The saved weight shards; the gathers of the input's parts, if dW is wanted; the rank's own part of the input, if
-    weight gradients are deferred.
+    Attributes:
+        weights: the saved shards.
+        gathering: the input's parts, in flight; empty if no weight needs a gradient.
+        x: the rank's own part of the input if weight gradients are deferred, else None.
     """
 
     weights: Sequence[torch.Tensor]
@@ -423,9 +433,9 @@ class _Begun:
     x: torch.Tensor | None
 
 
-def _begun(ctx: Any) -> _Begun:
-    """Begin a backward, unless another one has begun it."""
-    if ctx.begun is None:
+def _start_backward(ctx: Any) -> _StartedBackward:
+    """Start a backward's gathers, unless the backward before it has."""
+    if ctx.started is None:
         # Activation checkpointing allows only one unpacking.
         x, *weights = ctx.saved_tensors
         # Unless the graph is retained, this frees the rank's own part of the input as soon as it is copied into the
@@ -434,15 +444,15 @@ def _begun(ctx: Any) -> _Begun:
         wanted = any(ctx.needs_input_grad[3 : 3 + len(weights)])
         start = partial(ctx.call.linear_op.input_gather.start, in_place=True)
         gathering = list(map(start, x.tensor_split(ctx.parts))) if wanted else []
-        ctx.begun = _Begun(weights, gathering, x if any(ctx.call.later) else None)
-    return ctx.begun
+        ctx.started = _StartedBackward(weights, gathering, x if any(ctx.call.deferred_weights) else None)
+    return ctx.started
 
 
-def _begin_next(before: weakref.ref[Node] | None) -> None:
-    """Begin the backward of another multiplication, if the running backward pass includes it."""
-    node = None if before is None else before()
+def _start_next_backward(next_backward: weakref.ref[Node] | None) -> None:
+    """Start the gathers of the next product's backward, if the running backward pass includes it."""
+    node = None if next_backward is None else next_backward()
     if node is not None and torch._C._will_engine_execute_node(node):
-        _begun(node)
+        _start_backward(node)
 
 
 def _cat_rows(by_part: Iterable[Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:

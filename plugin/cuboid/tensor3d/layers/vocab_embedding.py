@@ -65,8 +65,8 @@ class ShardedEmbedding(ShardedModule, nn.Embedding):
         Whoever has them makes sure that they are in the table (``models/batch/batch_check.py``); others give zeros.
         """
         param = self.sharded_params["weight"]
-        if param.keeps is not None:
-            param.is_made_of(self.weight)
+        if param.optimizer_steps is not None:
+            param.set_parameter(self.weight)
         return _LookUp.apply(ids, self.weight, param, self.padding_idx)
 
     def extra_repr(self) -> str:

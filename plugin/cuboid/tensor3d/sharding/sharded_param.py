@@ -23,7 +23,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce
 from cuboid.tensor3d.sharding.gradient_sync import GradientSync
-from cuboid.tensor3d.sharding.param_versions import Updates
+from cuboid.tensor3d.sharding.optimizer_steps import OptimizerSteps
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
 
@@ -48,23 +48,23 @@ class UnshardedCopy:
         whole: the block, perhaps cast.
         parameter: the model's own shard, not the tensor that was gathered. That may be a temporary cast, whose address
             depends on the rank's allocator, and all ranks must agree on whether a collective is needed.
-        updates: counts the optimizer's steps.
+        steps: counts the optimizer's steps.
     """
 
-    def __init__(self, whole: torch.Tensor, parameter: torch.Tensor, updates: Updates) -> None:
+    def __init__(self, whole: torch.Tensor, parameter: torch.Tensor, steps: OptimizerSteps) -> None:
         self.whole = whole
         # A weak reference; but while it exists, the storage's address isn't reused.
         self._storage = StorageWeakRef(parameter.untyped_storage())
-        self._values = self._values_of(parameter, updates)
+        self._values = self._values_of(parameter, steps)
 
-    def is_of(self, parameter: torch.Tensor, dtype: torch.dtype, updates: Updates) -> bool:
+    def is_of(self, parameter: torch.Tensor, dtype: torch.dtype, steps: OptimizerSteps) -> bool:
         """Whether the block still has the parameter's values, in this dtype."""
         is_same = self._storage.cdata == parameter.untyped_storage()._cdata and self.whole.dtype == dtype
-        return is_same and self._values == self._values_of(parameter, updates)
+        return is_same and self._values == self._values_of(parameter, steps)
 
     @staticmethod
-    def _values_of(parameter: torch.Tensor, updates: Updates) -> tuple[int, ...]:
-        return int(parameter.storage_offset()), parameter._version, updates.count
+    def _values_of(parameter: torch.Tensor, steps: OptimizerSteps) -> tuple[int, ...]:
+        return int(parameter.storage_offset()), parameter._version, steps.count
 
 
 class ShardedParam:
@@ -87,19 +87,20 @@ class ShardedParam:
         self._dtype: torch.dtype | None = None
         self._pending: AsyncResult[torch.Tensor] | None = None
         self._block: torch.Tensor | None = None
-        #: With "weight_gather": "step": the count of optimizer steps, after which a kept block is out of date.
-        self.keeps: Updates | None = None
-        self._kept: weakref.ref[UnshardedCopy] | None = None
-        #: In a pipeline: keeps blocks to the end of the step; see :func:`keep_until_step_ends`.
-        self.held: list[UnshardedCopy] | None = None
-        #: The model's own parameter, of which the shards are views or casts. Set where blocks are kept.
+        #: With "weight_gather": "step", where blocks stay unsharded after a forward: counts the optimizer's steps, each
+        #: of which makes them out of date. None where forwards reshard.
+        self.optimizer_steps: OptimizerSteps | None = None
+        self._copy: weakref.ref[UnshardedCopy] | None = None
+        #: In a pipeline: the copies that live until the step ends; see :func:`keep_until_step_ends`.
+        self.copies_of_step: list[UnshardedCopy] | None = None
+        #: The model's own parameter, of which the shards are views or casts. Set where blocks stay unsharded.
         self._parameter: weakref.ref[torch.Tensor] | None = None
         self.gradient_reduce: GradientReduce = "auto"
         #: With "gradient_sync": "step": sums gradients until a step's last one. None to reduce each separately.
         self.gradient_sync: GradientSync | None = None
 
-    def is_made_of(self, parameter: torch.Tensor) -> None:
-        """Set the parameter of which the shards that follow are views or casts."""
+    def set_parameter(self, parameter: torch.Tensor) -> None:
+        """Set the model's own parameter, of which the shards of the next calls are views or casts."""
         self._parameter = weakref.ref(parameter)
 
     def start_unshard(self, shard: torch.Tensor) -> None:
@@ -108,15 +109,15 @@ class ShardedParam:
             self.expect_unshard(shard, start_all_gather(shard.detach(), self.along))
 
     def needs_unshard(self, shard: torch.Tensor) -> bool:
-        """Whether an all-gather must be started. Discards a block of another dtype, and reuses one that was kept."""
+        """Whether an all-gather must be started. Discards a block of another dtype; reuses a valid copy."""
         if self.ranks == 1:
             return False
         if self.state is not ShardedState.SHARDED and self._dtype != shard.dtype:
             # Prefetched outside autocast and needed inside, or the other way round.
             self.discard()
-        kept = None if self._kept is None else self._kept_block(shard.dtype)
-        if self.state is ShardedState.SHARDED and kept is not None:
-            self._block, self._dtype, self.state = kept.whole, shard.dtype, ShardedState.UNSHARDED
+        copy = None if self._copy is None else self._current_copy(shard.dtype)
+        if self.state is ShardedState.SHARDED and copy is not None:
+            self._block, self._dtype, self.state = copy.whole, shard.dtype, ShardedState.UNSHARDED
         return self.state is ShardedState.SHARDED
 
     def expect_unshard(self, shard: torch.Tensor, stacked: AsyncResult[torch.Tensor]) -> None:
@@ -150,8 +151,8 @@ class ShardedParam:
             keep: whether a backward will follow.
 
         Returns:
-            With "weight_gather": "step", a reference that keeps the block for the backward, and for other forwards
-            until then; else None.
+            With "weight_gather": "step", the block: it stays unsharded for the backward, and for other forwards until
+            then, as long as this is referred to. Else None.
         """
         if self.ranks == 1 or is_recomputing():
             # The backward of a recomputed forward follows at once, and uses the same block.
@@ -159,22 +160,22 @@ class ShardedParam:
         whole = self.unsharded()
         self.reshard()
         parameter = None if self._parameter is None else self._parameter()
-        if not keep or self.keeps is None or parameter is None:
+        if not keep or self.optimizer_steps is None or parameter is None:
             return None
-        kept = self._kept_block(shard.dtype)
-        if kept is None:
-            kept = UnshardedCopy(whole, parameter, self.keeps)
-            self._kept = weakref.ref(kept)
-            if self.held is not None:
-                self.held.append(kept)
-        return kept
+        copy = self._current_copy(shard.dtype)
+        if copy is None:
+            copy = UnshardedCopy(whole, parameter, self.optimizer_steps)
+            self._copy = weakref.ref(copy)
+            if self.copies_of_step is not None:
+                self.copies_of_step.append(copy)
+        return copy
 
-    def _kept_block(self, dtype: torch.dtype) -> UnshardedCopy | None:
-        kept = None if self._kept is None else self._kept()
+    def _current_copy(self, dtype: torch.dtype) -> UnshardedCopy | None:
+        copy = None if self._copy is None else self._copy()
         parameter = None if self._parameter is None else self._parameter()
-        if kept is None or parameter is None or self.keeps is None:
+        if copy is None or parameter is None or self.optimizer_steps is None:
             return None
-        return kept if kept.is_of(parameter, dtype, self.keeps) else None
+        return copy if copy.is_of(parameter, dtype, self.optimizer_steps) else None
 
     def discard(self) -> None:
         """Discard an unused all-gather, if there is one."""
@@ -192,7 +193,7 @@ class ShardedParam:
         try:
             yield self.unsharded()
         finally:
-            if self.held is None or is_recomputing():
+            if self.copies_of_step is None or is_recomputing():
                 self.reshard()
             else:
                 self.reshard_after_forward(shard, keep=True)
@@ -390,9 +391,9 @@ def defer_gradient_sync(model: nn.Module) -> GradientSync:
 
 def disable_reshard_after_forward(model: nn.Module) -> None:
     """Keep weights unsharded from a forward to its backward; other forwards in between use them too."""
-    updates = Updates()
+    steps = OptimizerSteps()
     for param in _params_of(model):
-        param.keeps = updates
+        param.optimizer_steps = steps
 
 
 def keep_until_step_ends(model: nn.Module) -> list[UnshardedCopy]:
@@ -401,10 +402,10 @@ def keep_until_step_ends(model: nn.Module) -> list[UnshardedCopy]:
     Returns:
         The list that keeps them; clear it when the step ends.
     """
-    held: list[UnshardedCopy] = []
+    copies: list[UnshardedCopy] = []
     for param in _params_of(model):
-        param.held = held
-    return held
+        param.copies_of_step = copies
+    return copies
 
 
 def _params_of(model: nn.Module) -> Iterator[ShardedParam]:

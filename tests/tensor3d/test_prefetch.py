@@ -19,7 +19,7 @@ from cuboid.planner.model_formulas import block_sizes
 from cuboid.tensor3d.layers import input_gather, linear, linear_op
 from cuboid.tensor3d.sharding import bucketing
 from cuboid.tensor3d.sharding.deferred_reduce import DeferredReduce, deferred_shards
-from cuboid.tensor3d.sharding.param_versions import Updates
+from cuboid.tensor3d.sharding.optimizer_steps import OptimizerSteps
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 from cuboid.verify import SmallModel, WorkerPool
 
@@ -58,9 +58,9 @@ def train(path, axes, settings, options=()):
             loss.backward()
             losses.append(float(loss.detach()))
         optimizer.step()
-    gathers = [g for m in model.modules() if isinstance(m, ShardedModule) for g in m.sharded_params.values()]
+    params = [p for m in model.modules() if isinstance(m, ShardedModule) for p in m.sharded_params.values()]
     gc.collect()
-    left = sum(g._kept is not None and g._kept() is not None for g in gathers)
+    left = sum(p._copy is not None and p._copy() is not None for p in params)
     return losses, cuboid.full_gradients(model), left, traffic.snapshot()
 
 
@@ -89,7 +89,7 @@ def alone(pool, path):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("axes", [(6, 1, 1), (2, 3, 1), (3, 1, 2), (1, 2, 3)], ids=str)
-def test_kept_weights_give_the_same_and_are_let_go_of(pool, path, alone, axes):
+def test_kept_weights_give_the_same_and_are_freed(pool, path, alone, axes):
     ranks = pool.run(6, train, path, axes, {"weight_gather": "step"})
     assert_same(alone, ranks)
     assert all(left == 0 for _, _, left, _ in ranks)
@@ -223,13 +223,13 @@ def test_updates_count_until_nobody_wants_to_know():
     from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
 
     before = len(hooks)
-    updates = Updates()
+    steps = OptimizerSteps()
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     torch.optim.SGD([parameter], lr=0.1).step()
-    assert updates.count == 1
+    assert steps.count == 1
     assert len(hooks) == before + 1
-    del updates
+    del steps
     gc.collect()
     assert len(hooks) == before
 
@@ -393,7 +393,7 @@ def train_copy(path, axes):
     return [float(loss.detach())], cuboid.full_gradients(copied)
 
 
-def test_a_copy_is_ahead_of_itself_and_not_of_its_original(pool, path):
+def test_a_copied_model_prefetches_its_own_layers(pool, path):
     alone = pool.run(1, train_copy, path, (1, 1, 1))[0]
     for axes in [(3, 2, 1), (1, 2, 3)]:
         assert_same(alone, pool.run(6, train_copy, path, axes))

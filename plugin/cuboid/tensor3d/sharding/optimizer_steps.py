@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
-class Updates:
+class OptimizerSteps:
     """Counts the steps of all optimizers.
 
     A version counter tells of changes in place, but not of those through ``.data``, by which frameworks with a flat
@@ -26,6 +26,6 @@ class Updates:
 
         weakref.finalize(self, register_optimizer_step_post_hook(count_one).remove)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Updates:
+    def __deepcopy__(self, memo: dict[int, object]) -> OptimizerSteps:
         # A copied model's optimizers count as well.
         return self
