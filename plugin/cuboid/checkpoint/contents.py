@@ -42,14 +42,14 @@ class Contents:
     auxiliary_files: Callable[[Path], None]
 
     def snapshot(self) -> Contents:
-        """A copy that training can't change any more while it is written, with tensors on the CPU."""
+        """Copy to host memory all that training changes in place, so that it can be written in the background."""
         families = []
         host = HostCopies()
 
         def copied(tensor: SplitTensor) -> SplitTensor:
             if tensor.run is None:
                 return tensor
-            # Training goes on with a tensor that is on the CPU already.
+            # Tensors on the CPU are cloned too, because training continues to update them.
             values = host.copy(tensor.run.values, shared=False)
             return dataclasses.replace(tensor, run=dataclasses.replace(tensor.run, values=values))
 
@@ -61,7 +61,7 @@ class Contents:
         host.wait()
         optimizer = self.optimizer
         if optimizer is not None:
-            # The runs of its quantities are in the families; here they only count by name.
+            # The runs of its quantities were copied with the families; from here on only their names are used.
             numbers, groups = _copy_value(optimizer.numbers), _copy_value(optimizer.groups)
             optimizer = dataclasses.replace(optimizer, numbers=numbers, groups=groups)
         return dataclasses.replace(
@@ -70,7 +70,7 @@ class Contents:
 
 
 def _copy_value(value: Any) -> Any:
-    """A copy of what ``state.json`` can hold; anything else is left as it is, for the encoder to reject by its key.
+    """Deep-copy what ``state.json`` can hold; other values are kept, so that the encoder rejects them by key.
 
     A step counter, a learning rate or a list in ``client_state`` may be changed in place by the next step.
     """

@@ -1,7 +1,7 @@
 """Gather the shards of each tensor on the rank that writes it.
 
 The exchange runs in rounds; in each, every writer receives the tensors of one bundle. A writer holds the received
-shards and, while it assembles them, the full tensor: at most two full tensors, regardless of the model's size.
+shards and, while it assembles them, the full tensors: at most twice the bundle, regardless of the model's size.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Exchange:
     """Runs the rounds of one pipeline stage.
 
     Args:
-        mesh: of this rank, with its host (gloo) groups.
-        holdings: of all ranks of the stage.
+        mesh: this rank's mesh, with its host (gloo) groups connected.
+        holdings: which elements each rank of the stage has.
     """
 
     def __init__(self, mesh: Mesh, holdings: Holdings) -> None:
@@ -52,8 +52,8 @@ class Exchange:
             tasks: the same on all ranks, in the order in which each writer writes its own.
 
         Yields:
-            The tasks of the round, this rank's own task if it has one, and the full tensors for it on the CPU. The
-            caller frees them before it asks for the next round.
+            The tasks of the round, this rank's own task if it has one, and that task's full tensors on the CPU, by
+            name. The caller must free them before it asks for the next round.
         """
         by_writer: dict[int, list[Task]] = {}
         for task in tasks:
@@ -68,7 +68,7 @@ class Exchange:
 
     def _round(self, tasks: list[Task], number: int) -> dict[str, torch.Tensor]:
         transfers: list[dist.Work | None] = []
-        # A buffer lives until its transfer is done.
+        # Keeps the send buffers alive until their transfers are complete.
         sent: list[tuple[torch.Tensor, int]] = []
         host = HostCopies()
         received: list[tuple[SplitTensor, list[Part], list[torch.Tensor]]] = []
@@ -81,7 +81,7 @@ class Exchange:
                 else:
                     own = [part for part in parts if part.source == self._mesh.rank]
                     sent += [(host.copy(_own_part(tensor, part), shared=True), task.writer) for part in own]
-        # One wait for all that a device gives to the round, and not one for each part.
+        # One synchronization for all device-to-host copies of the round, instead of one per part.
         host.wait()
         transfers += [dist.isend(values.view(torch.uint8), writer, self._group, tag=number) for values, writer in sent]
         for transfer in transfers:
@@ -94,8 +94,8 @@ class Exchange:
         cells = self._mesh.stage_ranks
         shape = tensor.spec.shape
         if tensor.layout is None:
-            # The mesh doesn't shard it, so the ranks at the writer's own position have every element: each of them
-            # all, or (ZeRO-1) each replica a range.
+            # Not sharded by the mesh, so the ranks at the writer's position in it, one per replica, have every
+            # element: each has all of them or, under ZeRO-1, a range.
             cells = [cells[self._places[task.writer]]]
         else:
             shape = tensor.layout.shard_shape(self._mesh.shape)

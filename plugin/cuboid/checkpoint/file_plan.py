@@ -26,7 +26,7 @@ class FilePlan:
 
 
 def plan_tasks(families: Sequence[Family], mesh: Mesh) -> list[Task]:
-    """What the ranks of a stage write; the same list on all of them.
+    """The tasks of all ranks of a stage; the same list on all of them.
 
     Each writer's tasks are in the order of its files: family by family, and within one by descending width of the
     dtype, because the file writer aligns tensors by writing wide dtypes first.
@@ -79,7 +79,7 @@ def name_files(folders: Sequence[Sequence[str]], rank: int) -> list[str]:
 
     Args:
         folders: for each rank, the folder of each of its files.
-        rank: whose files to name.
+        rank: the rank whose files to name.
     """
     totals = Counter(folder for own in folders for folder in own)
     numbers = Counter(folder for own in folders[:rank] for folder in own)

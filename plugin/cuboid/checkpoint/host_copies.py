@@ -1,4 +1,4 @@
-"""Copies of a device's tensors in the host's memory, all of them in flight at once."""
+"""Device-to-host copies of tensors, all in flight concurrently."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import torch
 
 
 class HostCopies:
-    """Copies of tensors in host memory; complete once they were waited for.
+    """Device-to-host copies that are complete after :meth:`wait`.
 
-    From an accelerator all of them are in flight at once, into pinned memory, for which its driver needs no buffer of
-    its own. torch keeps pinned memory for the next checkpoint.
+    Copies from an accelerator run asynchronously into pinned memory, for which the driver needs no staging buffer.
+    torch's host allocator keeps the pinned memory for the next checkpoint.
     """
 
     def __init__(self) -> None:
         self._devices: set[torch.device] = set()
 
     def copy(self, values: torch.Tensor, *, shared: bool) -> torch.Tensor:
-        """The values on the CPU, after :meth:`wait`.
+        """Start to copy a tensor to the CPU; the result is valid after :meth:`wait`.
 
         Args:
-            values: of any device.
-            shared: whether a tensor that is on the CPU already may be given back as it is.
+            values: a tensor on any device.
+            shared: whether to return a tensor that is already on the CPU itself, instead of a clone.
         """
         values = values.detach()
         if values.device.type == "cpu":
@@ -32,14 +32,14 @@ class HostCopies:
         return pinned.copy_(values, non_blocking=True)
 
     def wait(self) -> None:
-        """Until all copies are complete."""
+        """Block until all copies are complete."""
         for device in self._devices:
             torch.accelerator.current_stream(device).synchronize()
         self._devices = set()
 
 
 def _pinned_like(values: torch.Tensor) -> torch.Tensor | None:
-    """Pinned memory of a tensor's size; None where the system pins no more."""
+    """An empty pinned tensor of the same shape and dtype; None if the system can't pin more memory."""
     try:
         return torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
     except RuntimeError:

@@ -26,10 +26,10 @@ from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 @dataclass(frozen=True)
 class Opened:
-    """A verified checkpoint: sizes always, checksums of all files if that was asked for.
+    """A verified checkpoint: the sizes of all files were checked, and on request their checksums.
 
     Attributes:
-        path: of its folder.
+        path: its folder.
         step: optimizer steps at the time it was written.
         document: contents of its ``state.json``.
     """
@@ -53,7 +53,7 @@ def open_checkpoint(root: Path, tag: str | None, mesh: Mesh, *, verify: bool) ->
     Args:
         root: folder of checkpoints, or one checkpoint.
         tag: which one; None for the latest.
-        mesh: of this rank.
+        mesh: this rank's mesh.
         verify: whether to compare checksums too; the files are divided among the ranks.
 
     Raises:
@@ -62,7 +62,7 @@ def open_checkpoint(root: Path, tag: str | None, mesh: Mesh, *, verify: bool) ->
     mesh.connect_host()
 
     def find() -> Path | None:
-        # On one rank, for a save that ends meanwhile could make two ranks find different checkpoints.
+        # Only rank 0 looks: if a save completes meanwhile, two ranks could find different checkpoints.
         return resolve(root, tag) if mesh.rank == 0 else None
 
     path = gather_objects(run_on_all_ranks(find, mesh), mesh)[0]
@@ -110,16 +110,16 @@ def _newest_intact(damaged: Path, mesh: Mesh) -> Path | None:
 
 
 def load_optimizer(opened: Opened, adapter: OptimizerAdapter, placed: Mapping[str, Placed], mesh: Mesh) -> None:
-    """Restore an optimizer's state: of each quantity, the elements that this rank owns.
+    """Restore an optimizer's state; per-element quantities are read only where this rank owns the elements.
 
     Args:
         opened: the checkpoint.
-        adapter: of the optimizer.
-        placed: shape and layout of the model's parameters.
-        mesh: of this rank.
+        adapter: the optimizer's adapter.
+        placed: shape and layout of the model's parameters, by name.
+        mesh: this rank's mesh.
 
     Raises:
-        CheckpointError: the checkpoint has no optimizer state, or that of another class, or lacks a tensor of it.
+        CheckpointError: the checkpoint has no optimizer state, one of another class, or one that lacks a tensor.
     """
     saved = opened.document.get("optimizer")
     if saved is None:
@@ -144,15 +144,15 @@ def load_optimizer(opened: Opened, adapter: OptimizerAdapter, placed: Mapping[st
 def load_masters(
     opened: Opened, parameters: Mapping[str, torch.Tensor], placed: Mapping[str, Placed], mesh: Mesh
 ) -> None:
-    """Load the master weights into a model that is in their precision itself, if the checkpoint has any.
+    """Load the checkpoint's master weights, if it has any, into parameters that have the masters' precision.
 
-    The model's own weights in the checkpoint are rounded from them.
+    The checkpoint's regular weights are only rounded copies of the masters.
 
     Args:
         opened: the checkpoint.
-        parameters: this rank's shards.
+        parameters: this rank's shards, by name.
         placed: the same parameters' shapes and layouts.
-        mesh: of this rank.
+        mesh: this rank's mesh.
     """
     folder = opened.path / OPTIMIZER / MASTER
     if folder.is_dir():
@@ -163,7 +163,7 @@ def load_masters(
 def _fill(
     runs: Mapping[str, Run], path: Path, placed: Mapping[str, Placed], mesh: Mesh, *, needed: Collection[str]
 ) -> None:
-    """Read the runs that a folder has; those in ``needed`` must not be missing."""
+    """Fill runs from the tensors in a folder; a missing tensor is an error only if ``needed`` names it."""
     with TensorFolder(path) as folder:
         known = set(folder.names)
         for name, run in runs.items():
@@ -175,7 +175,7 @@ def _fill(
 
 
 def _own_share(manifest: Manifest, mesh: Mesh) -> list[str]:
-    """The files whose checksums this rank compares, of about the same total size on every rank."""
+    """The files whose checksums this rank compares; their total size is about the same on every rank."""
     names = list(manifest.files)
     readers = assign([manifest.files[name].bytes for name in names], range(mesh.topology.world_size))
     return [name for name, reader in zip(names, readers, strict=True) if reader == mesh.rank]

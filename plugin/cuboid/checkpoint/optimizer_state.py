@@ -12,7 +12,7 @@ import torch
 from cuboid.checkpoint.shards import Run
 from cuboid.errors import CheckpointError
 
-#: The quantity that holds the weights in float32 where the model has them in another dtype.
+#: Name of the quantity that holds float32 master weights, if the model has its weights in another dtype.
 MASTER = "master"
 
 
@@ -24,8 +24,7 @@ class OptimizerState:
         kind: name of the optimizer's class.
         quantities: per-element state such as ``exp_avg``: for each parameter the run of its shard that this rank has,
             empty where other ranks have all of it.
-        numbers: per-parameter state such as ``step``. Every parameter that has a state has an entry, if only an empty
-            one.
+        numbers: per-parameter state such as ``step``. Every parameter that has a state has an entry, even an empty one.
         groups: hyperparameters, each with the names of its parameters under ``parameters``.
     """
 
@@ -40,7 +39,7 @@ class Slot:
     """Maps a range of a parameter's shard to the tensor that an optimizer steps.
 
     Attributes:
-        name: of the parameter.
+        name: the parameter's name.
         start: first element, in the flattened shard.
         offset: first element, in the optimizer's flattened tensor.
         numel: number of elements.
@@ -58,7 +57,7 @@ class Holding:
 
     Attributes:
         tensor: the entry of the optimizer's ``param_groups``.
-        slots: which elements of which parameters it has.
+        slots: the parameter elements that it contains.
         names: all parameters that its per-parameter numbers apply to, including those whose elements another replica
             has.
     """
@@ -69,7 +68,7 @@ class Holding:
 
     @classmethod
     def of(cls, parameter: torch.Tensor, name: str) -> Holding:
-        """A parameter itself, or a copy of one."""
+        """The holding for a single parameter, or for a copy of one."""
         return cls(parameter, (Slot(name, 0, 0, parameter.numel()),), (name,))
 
 
@@ -77,7 +76,7 @@ class OptimizerAdapter:
     """Reads and restores the state of a ``torch.optim.Optimizer``, also of one that a framework has wrapped.
 
     Args:
-        optimizer: the innermost one, which has ``param_groups`` and ``state``.
+        optimizer: the innermost optimizer, which has ``param_groups`` and ``state``.
         groups: for each of its ``param_groups``, the tensors that it steps.
         has_master: whether these are copies in another precision than the model's (master weights).
         refresh: copies the model's weights into the master weights.
@@ -99,11 +98,11 @@ class OptimizerAdapter:
 
     @classmethod
     def direct(cls, optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerAdapter:
-        """For an optimizer that steps the model's own parameters.
+        """An adapter for an optimizer that steps the model's own parameters.
 
         Args:
             optimizer: the optimizer.
-            names: of the parameters by their ``id``. A parameter without a name is left out of checkpoints.
+            names: parameter names by ``id``. A parameter without a name is left out of checkpoints.
         """
         groups = [
             [Holding.of(p, names[id(p)]) for p in group["params"] if id(p) in names] for group in optimizer.param_groups
@@ -134,7 +133,7 @@ class OptimizerAdapter:
                 for key, value in values.items():
                     flat = value.detach().view(-1)
                     runs = state.quantities.setdefault(key, {})
-                    # All ranks list the same names, as the exchange of shards needs it; those without elements here
+                    # The exchange of shards needs the same names on all ranks, so parameters without elements here
                     # get an empty run.
                     runs.update(dict.fromkeys(holding.names, Run(0, flat[:0])))
                     for slot in holding.slots:
@@ -144,7 +143,7 @@ class OptimizerAdapter:
         return state
 
     def allocate(self, quantities: Collection[str]) -> None:
-        """Allocate per-element state, which a fresh optimizer only gets in its first step, to be loaded into."""
+        """Allocate per-element state to load into; a fresh optimizer would allocate it only in its first step."""
         for holding in self._all_holdings():
             own = self._optimizer.state[holding.tensor]
             for key in quantities:
@@ -155,7 +154,7 @@ class OptimizerAdapter:
         """Restore the state that isn't per element.
 
         Args:
-            numbers: by parameter; a parameter without an entry is left without a state.
+            numbers: per-parameter state, by name; a parameter without an entry is left without a state.
             groups: hyperparameters with the names of their ``parameters``.
 
         Raises:
@@ -172,7 +171,7 @@ class OptimizerAdapter:
             if own:
                 self._optimizer.state[holding.tensor].update(_clone(own[0]))
             else:
-                # It had not been stepped. Undo ``allocate``, because optimizers take an empty state as "first step".
+                # Not stepped before the save. Undo ``allocate``: optimizers take an empty state for "first step".
                 self._optimizer.state.pop(holding.tensor, None)
         for group, holdings in zip(self._optimizer.param_groups, self._groups, strict=True):
             _restore_group(group, [name for holding in holdings for name in holding.names], groups)
@@ -195,7 +194,7 @@ def split_state(state: Mapping[str, Any], holding: Holding) -> tuple[dict[str, t
         elif value is None or isinstance(value, bool | int | float):
             numbers[key] = value
         elif isinstance(value, torch.Tensor) and value.dim() == 0:
-            # Such as ``step``, which optimizers increment in place.
+            # Cloned, because optimizers increment such numbers (``step``) in place.
             numbers[key] = value.clone()
         else:
             what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -225,11 +224,11 @@ def _restore_group(group: dict[str, Any], names: Sequence[str], saved: Sequence[
 
 
 def merge_stages(states: Sequence[OptimizerState]) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Numbers and groups of all pipeline stages together; groups with the same hyperparameters become one."""
+    """Merge the numbers and groups of all pipeline stages; groups with the same hyperparameters become one."""
     numbers: dict[str, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     for state in states:
-        # What several stages share (tied weights) is the same on all; the first stage's is taken.
+        # Tied weights have the same numbers on all of their stages; the first stage's are kept.
         numbers = {**state.numbers, **numbers}
         for group in state.groups:
             settings = {key: value for key, value in group.items() if key != "parameters"}

@@ -18,10 +18,10 @@ from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, placed_boxes
 
 
 class TensorFolder:
-    """The tensors of a folder of safetensors files. Use it as a context manager, or call :meth:`close`.
+    """Reads the tensors of a folder of safetensors files. Use it as a context manager, or call :meth:`close`.
 
     Args:
-        folder: with ``model.safetensors.index.json`` or a single ``model.safetensors``.
+        folder: one with ``model.safetensors.index.json`` or a single ``model.safetensors``.
 
     Raises:
         CheckpointError: there is neither, or the index is malformed.
@@ -64,14 +64,14 @@ class TensorFolder:
     def read_run(
         self, name: str, shape: tuple[int, ...], layout: ShardingSpec | None, mesh: Mesh, start: int, stop: int
     ) -> torch.Tensor:
-        """The elements [start, stop) of this rank's flattened shard, ``[stop - start]``; zeros where it is padded.
+        """Read elements [start, stop) of this rank's flattened shard, as ``[stop - start]``; padding is zero.
 
         Args:
-            name: of the tensor.
+            name: the tensor's name.
             shape: the full tensor's expected shape.
             layout: how the mesh shards it; None if it doesn't.
-            mesh: of this rank.
-            start, stop: of the run.
+            mesh: this rank's mesh.
+            start, stop: the run, in the flattened shard.
 
         Raises:
             CheckpointError: there is no such tensor, or it has another shape.
@@ -83,8 +83,9 @@ class TensorFolder:
             )
         own = shape if layout is None else layout.shard_shape(mesh.shape)
         if not own:
+            # A 0-dim tensor has no rows to slice.
             return self.read(name).view(-1)
-        # Files are read in whole rows of the shard: those that the run touches, trimmed at the end.
+        # Whole rows of the shard are read, all that the run touches; the surplus elements are trimmed off below.
         row = max(torch.Size(own[1:]).numel(), 1)
         first, last = start // row, -(-stop // row)
         if layout is None:

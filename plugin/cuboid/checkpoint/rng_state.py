@@ -14,13 +14,13 @@ logger = logging.getLogger(__name__)
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's generators, and of the device's.
+    """Capture the states of Python's, NumPy's and torch's generators, and of the device's.
 
     Args:
-        device: of the model.
+        device: the model's device.
 
     Returns:
-        Values that :func:`cuboid.checkpoint.format.state_file.write_state` takes.
+        Values that :func:`cuboid.checkpoint.format.state_file.write_state` accepts.
     """
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
@@ -39,7 +39,7 @@ def restore(states: Mapping[str, Any], device: torch.device) -> None:
 
     Args:
         states: from :func:`capture`, perhaps on another kind of device.
-        device: of the model.
+        device: the model's device.
     """
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words.tolist()), gauss))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cuboid.errors import CheckpointError
 
-#: For each rank: by the index of a tensor, the run [start, stop) of its flattened shard that the rank has.
+#: ``holdings[rank][tensor index]`` is the run [start, stop) of the tensor's flattened shard that the rank has.
 Holdings = Mapping[int, Mapping[int, tuple[int, int]]]
 
 
@@ -19,10 +19,10 @@ class Part:
     """A run of a shard that one rank sends.
 
     Attributes:
-        source: the rank.
-        cell: which shard, by the index in the mesh of the ranks that have it; each replica has one such rank.
-        start: of the run in the flattened shard.
-        stop: its end.
+        source: the rank that sends it.
+        cell: index of the shard: the position in the mesh of the ranks that have it, one in each replica.
+        start: index of the first element in the flattened shard.
+        stop: index after the last element.
     """
 
     source: int
@@ -35,7 +35,7 @@ def assign(sizes_bytes: Sequence[int], writers: Sequence[int]) -> list[int]:
     """Balance items over writers: in descending size, each goes to the writer with the least bytes so far.
 
     Returns:
-        For each item its writer.
+        The writer of each item.
     """
     load = dict.fromkeys(writers, 0)
     chosen = [writers[0]] * len(sizes_bytes)
@@ -52,19 +52,19 @@ def find_parts(
 ) -> list[Part]:
     """The parts that cover every shard of a tensor exactly once.
 
-    A shard that some rank has completely comes from one rank: the writer, else one of the writer's replica, else the
-    first.
+    A shard that some rank has in full comes from one rank: the writer if possible, else the rank of the writer's
+    replica, else the first one.
 
     Args:
-        name: of the tensor, for messages.
+        name: the tensor's name, for messages.
         item: its index in ``holdings``.
         numel: elements of a shard.
         cells: for each shard, the ranks that have it, by replica.
-        holdings: of all ranks in ``cells``.
+        holdings: what each rank in ``cells`` has.
         writer: the rank that assembles the tensor.
 
     Raises:
-        CheckpointError: no rank has some of the elements.
+        CheckpointError: there are elements that no rank has.
     """
     replica = next((ranks.index(writer) for ranks in cells if writer in ranks), 0)
     parts: list[Part] = []

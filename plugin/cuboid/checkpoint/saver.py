@@ -25,7 +25,7 @@ from cuboid.distributed.rank_agreement import agreement_lane, gather_objects, ra
 from cuboid.errors import CheckpointError, CuboidError
 
 logger = logging.getLogger(__name__)
-#: Keys of ``state.json`` that only one of the calls knows.
+#: Keys of ``state.json`` that only one of several partial saves (model, optimizer, scheduler) has a value for.
 _CARRIED_KEYS = ("optimizer", "scheduler", "scheduler_class")
 
 
@@ -33,8 +33,8 @@ class Saver:
     """Writes the checkpoints of one model.
 
     Args:
-        mesh: of this rank.
-        settings: of the ``checkpoint`` section.
+        mesh: this rank's mesh.
+        settings: the config's ``checkpoint`` section.
     """
 
     def __init__(self, mesh: Mesh, settings: CheckpointConfig) -> None:
@@ -46,17 +46,17 @@ class Saver:
     def save(self, root: Path, tag: str, contents: Contents, *, latest: bool = True) -> bool:
         """Write ``root/tag``. Collective over the world.
 
-        An existing checkpoint of that name is replaced; if its document has the same ``id``, the parts of it that
-        ``contents`` doesn't have are carried over.
+        An existing checkpoint of that name is replaced. If its document has the same ``id``, the parts that
+        ``contents`` lacks are carried over from it.
 
-        If asynchronous, this returns when the contents are copied; :meth:`wait`, which the next save calls too,
-        reports the outcome.
+        An asynchronous save returns once the contents are copied to host memory; :meth:`wait`, which the next save
+        calls first, reports its outcome.
 
         Args:
             root: folder of checkpoints, the same on all ranks.
             tag: name of the checkpoint.
-            contents: of this rank.
-            latest: whether to make ``root/latest`` name it.
+            contents: this rank's part.
+            latest: whether to point ``root/latest`` to it.
 
         Returns:
             Whether it was written, or is being written.
@@ -71,7 +71,7 @@ class Saver:
         snapshot = contents.snapshot()
 
         def work() -> None:
-            # A lane of its own, so that the agreements of this thread don't mix with those of training.
+            # A separate lane, so that this thread's rank agreements aren't matched with those of training.
             with agreement_lane("checkpoint"):
                 self._failure = self._attempt(root, tag, snapshot, latest)
             if self._failure is not None:
@@ -113,11 +113,11 @@ class Saver:
         except CheckpointError as error:
             return error
         except Exception as error:
-            # Any error, such as a lost connection to another rank: raised in a thread, it would go unnoticed.
+            # All exceptions, such as a lost connection to another rank: raised in a thread, one would go unnoticed.
             failure = CheckpointError(f"{root / tag} can't be written: {error}")
             failure.__cause__ = error
             if isinstance(error, CuboidError):
-                # It was agreed on by all ranks already; keep who raised it.
+                # All ranks have agreed on this error already; keep the rank that raised it.
                 failure.rank, failure.shared = error.rank, error.shared
                 return failure
             return failure.arising_on(self._mesh.rank)
@@ -128,6 +128,7 @@ class Saver:
         longest = self._settings.max_file_bytes
         # Rank 0 shows the progress of its own stage; the other stages write at the same time.
         bar_format = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+        # With ``disable=None``, tqdm shows the bar on terminals only.
         hidden = None if self._mesh.rank == 0 else True
         try:
             with tqdm(
@@ -171,7 +172,7 @@ class Saver:
         return folder, carried
 
     def _fault(self, folder: Path, written: Written) -> CheckpointError | None:
-        """What is wrong with this rank's files."""
+        """Check the files that this rank wrote; returns what is wrong with them, if anything."""
         if written.failure is not None:
             return CheckpointError(written.failure)
         if not self._settings.verify:
@@ -187,12 +188,12 @@ class Saver:
         return None
 
     def _document(self, contents: Contents) -> dict[str, Any]:
-        """``state.json``'s contents: this rank's document, and what has to be collected from the other ranks."""
+        """Contents of ``state.json``: this rank's document, and the states gathered from all ranks. Collective."""
         at = self._mesh.coordinate
         optimizer = contents.optimizer
         own_state = None
         if optimizer is not None and self._mesh.rank == self._mesh.stage_ranks[0][0]:
-            # One rank speaks for its stage. Of the quantities only the names: their tensors are in the files.
+            # One rank per stage is enough. Quantities are reduced to their names, as their tensors are in the files.
             own_state = replace(optimizer, quantities={name: {} for name in optimizer.quantities})
         place = {"pipe": at.pipe, "data": at.data, "mesh": self._mesh.mesh_ranks.index(self._mesh.rank)}
         parts = gather_objects((own_state, {**place, "state": dict(contents.random)}), self._mesh)
@@ -246,33 +247,33 @@ class Saver:
 # --- checkpoints that several calls write, such as ColossalAI's save_model and save_optimizer ---
 #
 # A call whose document has the same id as the existing checkpoint adds to it: the parts that the call doesn't write are
-# carried over into the new checkpoint, which then replaces the old one atomically, as any other does.
+# carried over into the new checkpoint, which then replaces the old one atomically, as in any other save.
 
 
 @dataclass(frozen=True)
 class CarriedOver:
-    """What a new checkpoint has from the one that it replaces.
+    """What a new checkpoint takes over from the one that it replaces.
 
     Attributes:
-        records: of the files.
-        document: keys of ``state.json``.
+        records: sizes and checksums of the files, by name.
+        document: entries of ``state.json``.
     """
 
     records: dict[str, FileRecord] = field(default_factory=dict)
     document: dict[str, Any] = field(default_factory=dict)
 
     def added_to(self, document: Mapping[str, Any]) -> dict[str, Any]:
-        """A new document with the keys that it lacks itself."""
+        """Return a new checkpoint's document with the carried-over entries added, where its own are None."""
         return {**document, **{key: value for key, value in self.document.items() if document.get(key) is None}}
 
 
 def carry_over(old: Path, folder: Path, contents: Contents) -> CarriedOver:
-    """Put the files of the same state that aren't written this time into the new checkpoint's folder.
+    """Link files of the old checkpoint that this save doesn't write into the new folder, if both have the same id.
 
     Args:
-        old: the checkpoint that is going to be replaced; it may not exist.
-        folder: of the new checkpoint.
-        contents: that are going to be written.
+        old: the checkpoint that will be replaced; it may not exist.
+        folder: the new checkpoint's folder.
+        contents: what this save writes.
 
     Raises:
         OSError: from the file system.
@@ -281,11 +282,11 @@ def carry_over(old: Path, folder: Path, contents: Contents) -> CarriedOver:
         manifest = Manifest.read(old)
         document = read_state(old, manifest)
     except CheckpointError:
-        # There is none, or a damaged one, whose id can't be trusted.
+        # There is no old checkpoint, or a damaged one, whose id can't be trusted.
         return CarriedOver()
     if document.get("id") != contents.document.get("id"):
         return CarriedOver()
-    # A part is the optimizer's folder or, with the empty name, the weights and what lies beside them.
+    # A part is the optimizer's folder or, with the empty name, the weights and the files beside them.
     rewritten = {family.folder.partition("/")[0] for family in contents.families}
     records = {}
     for name, record in manifest.files.items():

@@ -25,7 +25,7 @@ class Run:
 
     @classmethod
     def whole(cls, shard: torch.Tensor) -> Run:
-        """All of a contiguous shard, without a copy."""
+        """The run of a whole contiguous shard, without a copy."""
         return cls(0, shard.detach().view(-1))
 
     @property
@@ -39,10 +39,10 @@ class SplitTensor:
     """A tensor that is spread over the ranks of a pipeline stage.
 
     Attributes:
-        name: in the model's state dict.
+        name: its name in the model's state dict.
         spec: dtype and shape of the full tensor.
         layout: how the mesh shards it; None if each rank has the full tensor.
-        run: the elements that this rank has; None for none.
+        run: the elements that this rank has; None if it has none.
     """
 
     name: str
@@ -58,12 +58,12 @@ Convert = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 class Bundle:
     """Tensors that one rank writes together, because the file may store them in another form.
 
-    An example are experts, which transformers merges into one parameter when it loads a checkpoint.
+    For example, transformers merges experts into one parameter when it loads a checkpoint.
 
     Attributes:
         tensors: at least one.
         outputs: dtype and shape of the tensors in the file.
-        convert: computes these from the full ``tensors``.
+        convert: computes the outputs from the full ``tensors``, both by name.
     """
 
     tensors: tuple[SplitTensor, ...]
@@ -72,7 +72,7 @@ class Bundle:
 
     @classmethod
     def plain(cls, tensor: SplitTensor) -> Bundle:
-        """One tensor that is written unchanged."""
+        """A bundle of one tensor that is written unchanged."""
         return cls((tensor,), {tensor.name: tensor.spec}, lambda whole: whole)
 
     @property
@@ -86,7 +86,7 @@ class Family:
     """The tensors of one set of files with a common index: the weights, or one quantity of the optimizer.
 
     Attributes:
-        folder: of the files, relative to the checkpoint; empty for the checkpoint's own folder.
+        folder: the files' folder, relative to the checkpoint; empty for the checkpoint's own folder.
         bundles: the same on all ranks of a stage except for the runs.
     """
 

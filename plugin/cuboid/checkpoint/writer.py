@@ -32,7 +32,7 @@ class Written:
         weight_maps: for each family's folder, the file of each tensor.
         sizes_bytes: for each family's folder, the total size of its tensors.
         elements: for each family's folder, the total number of elements.
-        failure: what stopped it; its files are then removed or incomplete.
+        failure: the error that stopped the rank, if any; its unfinished files are then missing.
     """
 
     records: dict[str, FileRecord] = field(default_factory=dict)
@@ -52,14 +52,14 @@ def write_families(
 ) -> list[Written]:
     """Write the tensors of all stages. Collective over the world, on the host groups.
 
-    Files have the names that Hugging Face gives: ``model-00001-of-00003.safetensors``, or ``model.safetensors`` if
+    Files are named as Hugging Face names them: ``model-00001-of-00003.safetensors``, or ``model.safetensors`` if
     there is only one.
 
     Args:
         families: the same on all ranks of a stage except for the runs; the same folders on all stages.
         folder: an existing folder that all ranks see.
-        mesh: of this rank, with its host groups.
-        max_file_bytes: of a file, unless a single bundle is larger.
+        mesh: this rank's mesh, with its host groups connected.
+        max_file_bytes: maximum size of a file, unless a single bundle is larger.
         advance: called after each round with the share of this stage's bytes that the round wrote.
 
     Returns:
@@ -74,6 +74,7 @@ def write_families(
     for current, own, wholes in Exchange(mesh, gather_holdings(families, mesh)).rounds(tasks):
         if own is not None:
             writer.write(own, wholes)
+        # Freed before the next round receives its tensors.
         wholes.clear()
         if advance is not None:
             advance(sum(task.bundle.nbytes for task in current) / total)
@@ -81,7 +82,7 @@ def write_families(
 
 
 class _RankWriter:
-    """This rank's files, one open at a time, in the order of its tasks."""
+    """Writes this rank's files one after another, in the order of its tasks."""
 
     def __init__(self, folder: Path, plans: dict[str, FilePlan]) -> None:
         self._folder = folder
@@ -100,6 +101,7 @@ class _RankWriter:
                 self._open()
             assert self._file is not None
             outputs = task.bundle.convert(wholes)
+            # In the file's order, which the file writer has sorted by dtype width.
             for name in [name for name in self._file.specs if name in outputs]:
                 self._file.write(name, outputs[name])
             self._remaining -= 1
@@ -107,8 +109,8 @@ class _RankWriter:
                 self.written.records[self._name] = self._file.close()
                 self._file = None
         except Exception as error:
-            # Any error, such as too little memory, is reported after the last round: the other writers still need
-            # the elements that this rank has.
+            # Every error, such as too little memory, is reported only after the last round: until then the other
+            # writers still need this rank's shards.
             if self._file is not None:
                 self._file.discard()
             reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
@@ -130,10 +132,10 @@ class _RankWriter:
 
 
 def write_indices(folder: Path, results: Sequence[Written]) -> None:
-    """Write each family's ``model.safetensors.index.json``, which says which file has which tensor.
+    """Write each family's ``model.safetensors.index.json``, which maps tensors to files.
 
     Args:
-        folder: of the checkpoint.
+        folder: the checkpoint's folder.
         results: what each rank wrote.
     """
     for family in sorted({name for written in results for name in written.weight_maps}):

@@ -34,11 +34,11 @@ def check_framework_config(
         config: Cuboid's part.
         rest: DeepSpeed's part.
         world_size: number of ranks.
-        is_complete: whether DeepSpeed reads it next; if not, ``"auto"`` values are accepted, which the HF Trainer and
-            accelerate fill in.
+        is_complete: whether DeepSpeed reads the config next; if not, ``"auto"`` values are accepted, because the HF
+            Trainer and accelerate will fill them in.
 
     Raises:
-        ConfigError: names the key, and what would work.
+        ConfigError: names the key and suggests what would work.
         MeshError: the mesh doesn't divide the world size.
     """
     _check_world(config, world_size)
@@ -144,7 +144,7 @@ def _check_batch(config: CuboidConfig, rest: dict[str, Any], world_size: int) ->
     micro, total = rest.get("train_micro_batch_size_per_gpu"), rest.get("train_batch_size")
     steps: Any = rest.get("gradient_accumulation_steps") or 1
     if not config.tensor_parallel.is_sized:
-        # Checked once the model is there, with the mesh that was chosen.
+        # There is no mesh yet; the planner will choose one that fits the batch.
         return
     replicas = world_size // config.ranks
     if micro is None and isinstance(total, int) and isinstance(steps, int):

@@ -1,7 +1,7 @@
 """Read a config in all forms that the frameworks accept, as untrusted input.
 
 DeepSpeed takes a dict, the path of an HJSON file (JSON with comments, trailing commas and the like), or the text of
-one in base64; accelerate takes JSON text too. All of these are read here, and YAML files. A config without a key of
+one in base64; accelerate takes JSON text too. All of these are read here, and YAML files too. A config without a key of
 Cuboid's is neither validated nor changed: see :func:`cuboid.config.schema.own_config`.
 """
 
@@ -29,7 +29,7 @@ _MOST_BYTES = 4 * 2**20
 _MOST_VALUES = 100_000
 _MOST_LEVELS = 50
 
-#: The one infinite value that is accepted: accelerate fills it in.
+#: The only infinite value that is accepted, because accelerate fills it in.
 _NEVER_PRINTED = (("steps_per_print",), math.inf)
 
 
@@ -66,7 +66,7 @@ def read_config(source: ConfigSource) -> Mapping[str, Any]:
 
 
 def config_text(source: ConfigSource) -> tuple[str, str]:
-    """A name for messages, and the config's text: a file's, or the string itself, or decoded from base64.
+    """A name for messages, and the config's text: read from a file, given as a string, or decoded from base64.
 
     Raises:
         ConfigError: there is no such file, and the string isn't a config itself; or it isn't text.
@@ -94,7 +94,7 @@ def checked_copy(config: Mapping[str, Any]) -> dict[str, Any]:
     """A deep copy, after checking that sizes are within the limits, numbers are finite and keys are strings.
 
     Raises:
-        ConfigError: names the key that isn't.
+        ConfigError: names the offending key.
     """
     _check_values(config)
     return copy.deepcopy(dict(config))
@@ -140,7 +140,7 @@ def _reject_duplicates(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that rejects duplicate keys, of which PyYAML would take the last."""
+    """A safe YAML loader that rejects duplicate keys; PyYAML's own would silently take the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         written = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]

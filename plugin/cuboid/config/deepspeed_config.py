@@ -75,7 +75,7 @@ class DeepSpeedPart:
     """DeepSpeed's part of a config, as DeepSpeed's parser understands it.
 
     Attributes:
-        zero_stage: of ``zero_optimization``; 0 without.
+        zero_stage: the ``stage`` of ``zero_optimization``; 0 without that section.
         bf16: whether it trains in bfloat16.
         fp16: whether it trains in float16, with loss scaling.
         fp16_masters: whether its master weights are in float16 too.
@@ -103,7 +103,7 @@ class DeepSpeedPart:
         self.offloads = []
         for name in ("offload_optimizer", "offload_param"):
             section = getattr(zero, name)
-            # The device is an enumeration or a text, depending on where DeepSpeed's config got it from.
+            # The device is an enum member or a string, depending on where DeepSpeed's config got it from.
             if section is not None and str(getattr(section.device, "value", section.device)) != "none":
                 self.offloads.append(name)
         self.optimizer = None if is_auto(parsed.optimizer_name) else parsed.optimizer_name
@@ -228,7 +228,7 @@ def _reject_unknown_auto(own: dict[str, Any]) -> None:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Suppress DeepSpeed's log while it parses: it logs the same again when it reads the config to use it."""
+    """Suppress DeepSpeed's log while it parses: it logs the same again when it reads the config for training."""
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
@@ -244,7 +244,7 @@ def _section(watched: _Watched, rest: dict[str, Any]) -> tuple[str, ...]:
 
 def _fields_of(error: ValidationError) -> list[str]:
     """The known keys of the section that the first error is in."""
-    # A pydantic error has its model's name only.
+    # A pydantic error contains only the name of its model, not the class.
     models = {model.__name__: model for model in _subclasses(BaseModel)}
     model: Any = models.get(error.title)
     for key in error.errors()[0]["loc"][:-1]:
@@ -269,7 +269,7 @@ def _reject_unknown(keys: tuple[str, ...], section: dict[str, Any], known: Itera
 
 
 def _advice(unknown: str, known: Sequence[str]) -> str:
-    """What to write instead of an unknown key: a similar one, or one of the known keys unless these are many."""
+    """What to write instead of an unknown key: a similar key, or the list of known keys unless it is long."""
     if len(known) > 20 and not difflib.get_close_matches(unknown, known, n=1):
         return "leave it out"
     return suggestion(unknown, known)
@@ -325,7 +325,7 @@ def _optimizer_class(name: str, given: dict[str, Any], *, on_cpu: bool) -> tuple
 
 
 class _AnyParameters:
-    """Stands for optimizers that need additional packages or process their parameters themselves; accepts any."""
+    """Accepts any parameters, for optimizers that need additional packages or process parameters themselves."""
 
     def __init__(self, parameters: Any) -> None: ...
 
@@ -410,7 +410,7 @@ def _check_types(section: str, kind: Any, given: dict[str, Any]) -> None:
 
 
 def _try_out(section: str, given: dict[str, Any], make: Callable[[], Any]) -> None:
-    """Construct it for a single weight: the constructors have checks of their own on the values."""
+    """Construct the object for a single weight, because constructors make checks of their own on the values."""
     with _silence(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

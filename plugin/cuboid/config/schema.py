@@ -34,7 +34,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-#: Limits far above any real job. Without them, a typing error would take forever to search or simulate.
+#: Limits far above any real job. Without them, searching or simulating a config with a typo would take forever.
 _MOST_RANKS = 2**20
 _MOST_PARTS = 2**16
 _MOST_TOKENS = 2**30
@@ -115,7 +115,7 @@ class TensorParallelConfig(Section):
         """Number of ranks of the mesh, which may be known even if its shape is ``"auto"``.
 
         Raises:
-            ConfigError: the planner is to choose it, and has no model yet.
+            ConfigError: the planner will choose it, once there is a model.
         """
         if self.mesh != "auto":
             return self.mesh.shape.size
@@ -253,19 +253,19 @@ class PipelineConfig(Section):
 
     @property
     def is_placed(self) -> bool:
-        """Whether the schedule says where stages are; ``"auto"`` with chunks is decided for the model."""
+        """Whether the schedule determines the placement of stages; with ``"auto"`` and chunks, the model does too."""
         return self.schedule != AUTO or self.chunks == 1
 
     @property
     def compared_chunks(self) -> int | tuple[int, ...]:
-        """Numbers of stages on a rank that ``"auto"`` has to compare beside 1."""
+        """Numbers of stages per rank that ``"auto"`` has to compare, besides 1."""
         return COMPARED_CHUNKS if self.chunks == "auto" else self.chunks
 
     @property
     def parts(self) -> int:
-        """Parts that the layers are cut into: the stages of all pipeline ranks, of which each has ``chunks``.
+        """Number of parts that the layers are cut into: ``stages`` × ``chunks``.
 
-        As many as it may be where the number of chunks is to be chosen.
+        If the number of chunks is still to be chosen, the largest possible one.
         """
         return self.stages * (max(COMPARED_CHUNKS) if self.chunks == "auto" else self.chunks)
 
@@ -274,7 +274,7 @@ class PipelineConfig(Section):
         """The pipeline rank of each part, in the order of the layers.
 
         Raises:
-            ConfigError: it is decided for a model, and there is none yet.
+            ConfigError: it depends on the model, and there is none yet.
         """
         if self.is_placed:
             assert self.chunks != "auto"
@@ -285,7 +285,7 @@ class PipelineConfig(Section):
         )
 
     def allows(self, placement: tuple[int, ...]) -> bool:
-        """Whether the stages may be on these ranks of the pipeline."""
+        """Whether the config permits this placement: the pipeline rank of each stage."""
         if self.is_placed:
             return placement == self.placement
         chunks, rest = divmod(len(placement), self.stages)
@@ -295,7 +295,7 @@ class PipelineConfig(Section):
 
     @property
     def without_chunks(self) -> PipelineConfig:
-        """The same with one stage on each rank, with all layers that several parts had in a row."""
+        """The same config with one stage per rank; a ``stage_balance`` list is summed over consecutive parts."""
         balance = self.stage_balance
         if isinstance(balance, tuple):
             each = len(balance) // self.stages
@@ -303,7 +303,7 @@ class PipelineConfig(Section):
         return self.on_ranks(AUTO, 1).model_copy(update={"stage_balance": balance})
 
     def on_ranks(self, schedule: str, chunks: int) -> PipelineConfig:
-        """The same with a schedule that was chosen, which says where stages are."""
+        """The same config with the chosen schedule and number of chunks, which determine the placement of stages."""
         return self.model_copy(update={"schedule": schedule, "chunks": chunks})
 
 
@@ -336,13 +336,13 @@ class CheckpointConfig(Section):
 
 
 class FrameworkNumbers(Section):
-    """Numbers of the framework's part on which a layout depends; None where it has none, or leaves them open.
+    """Numbers from the framework's part of a config that a layout depends on; None if absent or ``"auto"``.
 
     Attributes:
         micro_batch: ``train_micro_batch_size_per_gpu``.
         accumulation: ``gradient_accumulation_steps``.
         batch: ``train_batch_size``.
-        zero_stage: of ``zero_optimization``.
+        zero_stage: the ``stage`` of ``zero_optimization``.
     """
 
     micro_batch: int | None = None
@@ -352,7 +352,7 @@ class FrameworkNumbers(Section):
 
     @classmethod
     def of(cls, rest: Mapping[str, Any]) -> FrameworkNumbers:
-        """Those of a config."""
+        """Read them from the framework's part of a config."""
         zero = rest.get("zero_optimization")
         given = {
             "micro_batch": rest.get("train_micro_batch_size_per_gpu"),
@@ -365,7 +365,7 @@ class FrameworkNumbers(Section):
     def per_replica(self, replicas: int) -> tuple[int | None, int]:
         """Rows of a micro-batch and micro-batches of a step, as DeepSpeed derives them.
 
-        There are no rows where the config has none, or the step's don't divide.
+        The rows are None if the config has none, or if those of a step don't divide evenly.
         """
         if self.micro_batch is not None and self.batch is not None and self.accumulation is None:
             return self.micro_batch, max(1, self.batch // (self.micro_batch * replicas))
@@ -438,7 +438,7 @@ class CuboidConfig(Section):
 
     @property
     def parts(self) -> int:
-        """Parts of the layers on all ranks; at most, where that is to be chosen."""
+        """Number of parts that the layers are cut into; the largest possible if it is still to be chosen."""
         return 1 if self.pipeline is None else self.pipeline.parts
 
     @property
@@ -448,7 +448,7 @@ class CuboidConfig(Section):
 
     @property
     def stages_in_words(self) -> str:
-        """Number of stages of all ranks, and where they are if ranks have several."""
+        """The number of stages on all ranks as text, and their placement if ranks have several."""
         if self.pipeline is not None and not self.pipeline.is_placed:
             return f'{_stages(self.stages)}, or with "chunks": {self.pipeline.chunks!r} as many on each rank'
         places, where = self.placement, ""
@@ -462,7 +462,7 @@ class CuboidConfig(Section):
         return self.stages * self.tensor_parallel.mesh_size
 
     def on_mesh(self, shape: MeshShape) -> CuboidConfig:
-        """The same config with a mesh that was chosen."""
+        """The same config with the chosen mesh."""
         axes = MeshConfig(batch=shape.batch, sequence=shape.sequence, hidden=shape.hidden)
         section = self.tensor_parallel.model_copy(update={"mesh": axes, "size": None})
         return self.model_copy(update={"tensor_parallel": section})
@@ -472,7 +472,7 @@ class CuboidConfig(Section):
         return self.model_copy(update={"pipeline": pipeline})
 
     def topology(self, world_size: int) -> Topology:
-        """The topology of stages and replicas. The mesh's shape may still be unknown, so it is one axis in it."""
+        """The topology of stages and replicas. The mesh is a single axis in it, as its shape may still be unknown."""
         # That is enough, because the ranks of a mesh are consecutive for every shape.
         return Topology(MeshShape(sequence=self.tensor_parallel.mesh_size), world_size, self.stages)
 
@@ -491,9 +491,9 @@ def split_config(source: ConfigSource) -> tuple[CuboidConfig | None, dict[str, A
 
 
 def own_config(source: Any) -> tuple[CuboidConfig, dict[str, Any]] | None:
-    """Like :func:`split_config`, but None for a config that is left to the framework to read and validate.
+    """Like :func:`split_config`, but returns None for a config that the framework should read and validate itself.
 
-    That is one without a key of Cuboid's, or one that can't be read and doesn't seem to have one.
+    Such a config has no key of Cuboid's, or it can't be read and doesn't seem to have one.
 
     Raises:
         ConfigError: as :func:`split_config`.
@@ -517,7 +517,7 @@ def _split(whole: Mapping[str, Any]) -> tuple[CuboidConfig, dict[str, Any]]:
         sections["pipeline"] = rest.pop("pipeline")
     autotp = rest.get("tensor_parallel")
     if "pipeline" in sections and isinstance(autotp, Mapping) and list(autotp) == ["autotp_size"]:
-        # Cuboid itself has written this section, for accelerate.
+        # Cuboid itself wrote this section, for accelerate.
         sections["tensor_parallel"] = {**_NO_MESH, **rest.pop("tensor_parallel")}
     _check_sections(sections, rest)
     _take_checkpoint(rest, sections)
@@ -529,7 +529,7 @@ def _split(whole: Mapping[str, Any]) -> tuple[CuboidConfig, dict[str, Any]]:
 
 
 def _check_sections(sections: dict[str, Any], rest: dict[str, Any]) -> None:
-    """Reject values in place of Cuboid's sections, and Cuboid's sections under other names.
+    """Reject sections of Cuboid's that aren't mappings, or that have another name.
 
     Raises:
         ConfigError: names the section.
@@ -594,7 +594,7 @@ def require_config(source: ConfigSource) -> tuple[CuboidConfig, dict[str, Any]]:
     return config, rest
 
 
-#: Keys beside the sections; in a config that has one.
+#: Cuboid's keys outside of the sections, in a config that has a section of Cuboid's.
 _OWN_KEYS = ("cluster", "sequence_length")
 #: Values that identify a section as Cuboid's.
 _MARKS = ("3d_tensor", "seq1f1b")
@@ -667,8 +667,8 @@ def _explain(error: ValidationError) -> str:
         path, text, value = _explain_one(item["loc"], what_is_wrong(item), item["type"], item.get("input"))
         found.setdefault(path, []).append(text)
         given[path] = value
-    # A union has an error for each of its members. Where one of these is a section with something wrong inside, it was
-    # meant, and the others, which take no sections, have nothing to say.
+    # pydantic reports one error per member of a union. If there is an error inside a section, the user meant the member
+    # that is a section, and the errors of the other members are dropped.
     outer = {path for path in found if any(other.startswith(f"{path.removesuffix(': ')}.") for other in found)}
     found = {path: texts for path, texts in found.items() if path not in outer}
     return "\n".join(f"{path}{', or '.join(texts)}{given[path]}" for path, texts in found.items())

@@ -1,1 +1,1 @@
-"""Checkpoints from one form into another, streaming: Hugging Face folders, per-rank files, DeepSpeed's pickles."""
+"""Convert Cuboid's, Hugging Face, per-rank and DeepSpeed checkpoints to Hugging Face or per-rank files, in a stream."""

@@ -46,14 +46,14 @@ class Inspection(BaseModel):
     """The report on a checkpoint.
 
     Attributes:
-        kind, path: of the checkpoint.
-        id, created, step: of a checkpoint of cuboid.
-        layout: mesh and stages that wrote it or, for per-rank files, that they are made for.
-        versions: of the packages that wrote it.
+        kind, path: the checkpoint's kind and folder.
+        id, created, step: only of a checkpoint of cuboid.
+        layout: mesh and stages that wrote it or, for per-rank files, for which they were made.
+        versions: versions of the packages that wrote it.
         optimizer: its class and the names of its per-element quantities.
         lineage: the checkpoints that its run came from, oldest first.
-        files: all of them.
-        tensors: in safetensors files; pickles aren't opened.
+        files: all files.
+        tensors: those in safetensors files; pickles aren't opened.
         faults: a message for everything that is missing, truncated or altered.
     """
 
@@ -76,7 +76,7 @@ def inspect_checkpoint(found: Found, *, verify: bool) -> Inspection:
 
     Args:
         found: the checkpoint.
-        verify: whether to read all files that have a recorded checksum and compare them, with a bar on stderr.
+        verify: whether to compare all files that have a recorded checksum with it; shows a progress bar on stderr.
     """
     inspection = Inspection(kind=found.kind.value, path=str(found.folder))
     files = sorted(path for path in found.folder.rglob("*") if path.is_file())
@@ -124,7 +124,7 @@ class _StateSummary(BaseModel):
 
 
 def _add_state(inspection: Inspection, folder: Path, manifest: Manifest) -> None:
-    """Add the summary of ``state.json``, if that is intact."""
+    """Add the summary of ``state.json``, if the file is intact."""
     try:
         document = read_state(folder, manifest)
         check_document(document, folder)

@@ -38,7 +38,7 @@ class ConvertOptions:
     Args:
         source: the checkpoint.
         target: the new folder.
-        dtype: to cast all floating-point tensors to; None to keep theirs.
+        dtype: the dtype to cast all floating-point tensors to; None to keep theirs.
         max_shard_bytes: maximum size of a file of a Hugging Face folder.
         config: write per-rank files for its mesh and pipeline instead of a Hugging Face folder.
         world_size: with ``config``: number of ranks of the job that will load the files.
@@ -61,7 +61,7 @@ class ConvertOptions:
 
 
 def convert(options: ConvertOptions, say: Callable[[str], Any]) -> None:
-    """Convert a checkpoint, with one block of a tensor in memory at a time. The target appears when it is complete.
+    """Convert a checkpoint, with one block of a tensor in memory at a time. The target appears once it is complete.
 
     Args:
         options: what to do.
@@ -72,7 +72,7 @@ def convert(options: ConvertOptions, say: Callable[[str], Any]) -> None:
             is out of the dtype's range.
         ConfigError, MeshError, UnsupportedModelError: no per-rank files can be made for the config.
     """
-    # Before the source is read, whose checksums may take minutes.
+    # Checked before the source is read, because verifying its checksums may take minutes.
     if options.model is not None:
         check_exists(options.model)
     check_free(options.target)
@@ -106,7 +106,7 @@ def _write(
     said: Sequence[str],
     say: Callable[[str], Any],
 ) -> None:
-    """Write the target; what has been ``said`` of the source comes first, once nothing is refused any more."""
+    """Write the target. The lines ``said`` about the source are printed first, once all checks have passed."""
     if plan is None:
         total_bytes = tensors.nbytes
     else:
@@ -125,7 +125,7 @@ def _write(
             write_document(folder, document)
     for name in plan.unused if plan is not None else ():
         say(f"left out: tensor {name}, which the model doesn't use")
-    # The Trainer's folder has config.json beside DeepSpeed's folder, which is the source and so wasn't left out.
+    # The Trainer puts config.json beside DeepSpeed's folder, which is the source and so wasn't left out.
     skipped = [name for name in skipped if name != f"{source.found.folder.name}/"]
     if skipped:
         say(f"left out: {', '.join(skipped)}")
@@ -134,7 +134,7 @@ def _write(
 
 
 def _config_dtype(source: Source, tensors: Tensors, options: ConvertOptions) -> torch.dtype | None:
-    """The dtype to write into ``config.json``; None to keep the one in it, where the dtype doesn't change."""
+    """The dtype to write into ``config.json``; None to keep the one in it, because the dtype doesn't change."""
     if options.dtype is None and not options.master and source.found.kind is not Kind.DEEPSPEED:
         return None
     floating = [spec for spec in tensors.specs.values() if spec.dtype.is_floating_point]

@@ -47,7 +47,7 @@ class Found:
 
     Attributes:
         kind: its kind.
-        folder: its own folder, also if a folder of checkpoints was given.
+        folder: its own folder, even if a folder of checkpoints was given.
     """
 
     kind: Kind
@@ -55,10 +55,10 @@ class Found:
 
 
 def find_checkpoint(path: Path) -> Found:
-    """Detect the kind of a checkpoint; in a folder of checkpoints, the latest one counts.
+    """Detect the kind of a checkpoint; in a folder of checkpoints, that of the latest one.
 
     Raises:
-        CheckpointError: it is of no known kind; the message lists those.
+        CheckpointError: it is of no known kind; the message lists the known ones.
     """
     if not path.is_dir():
         check_exists(path)
@@ -87,9 +87,9 @@ class Source:
 
     Attributes:
         found: its kind and folder.
-        tensors: of the model, by their names in Hugging Face checkpoints.
+        tensors: the model's tensors, by their names in Hugging Face checkpoints.
         auxiliary_files: folder of the config, tokenizer and other files beside the weights; or a ``config.json``.
-        checked: a sentence on what was compared with checksums, and what couldn't be.
+        checked: a sentence on which files were compared with checksums and which couldn't be.
     """
 
     found: Found
@@ -108,16 +108,16 @@ def open_source(
     trusted: bool = False,
     checking: ProgressBar,
 ) -> Source:
-    """Open a checkpoint of any kind, after comparing what will be read of it with its checksums.
+    """Open a checkpoint of any kind, after comparing all files that will be read with their checksums.
 
     Args:
-        path: of the checkpoint, or of a folder of checkpoints of which the latest counts.
-        stack: closes its files.
+        path: the checkpoint, or a folder of checkpoints, of which the latest is taken.
+        stack: closes the files on exit.
         model: folder or ``config.json`` of the model, if the checkpoint has none.
-        dtype: that the tensors will be cast to, if any.
+        dtype: the dtype to which the tensors will be cast, if any.
         master: whether to take the fp32 master weights from a checkpoint of cuboid.
         trusted: whether pickles may be loaded.
-        checking: makes the bar for files that are read to compare checksums.
+        checking: opens a progress bar for the comparison of checksums.
 
     Raises:
         CheckpointError: there is none, or it is damaged, or the options don't apply to it.
@@ -148,7 +148,7 @@ def open_source(
 
 
 def _check_manifest(folder: Path, master: bool, checking: ProgressBar) -> str:
-    """Compare what will be read of a checkpoint of cuboid with its checksums; returns a sentence on it."""
+    """Compare the files that will be read with their checksums; returns a sentence on it."""
     manifest = Manifest.read(folder)
     check_sizes(folder, manifest)
     names = model_files(manifest)

@@ -1,4 +1,4 @@
-"""Write a Hugging Face folder that appears when it is complete: weights, and the files beside them."""
+"""Write a Hugging Face folder (weights and auxiliary files) that appears only once it is complete."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_free(target: Path) -> None:
     """Check that the target doesn't exist, or is an empty folder.
 
     Raises:
-        CheckpointError: it exists.
+        CheckpointError: it is a file, or a folder that isn't empty.
     """
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(f"{target}: exists already; give a folder that doesn't, or an empty one")
@@ -60,7 +60,7 @@ def check_output_of(target: Path) -> None:
 
 @contextmanager
 def new_folder(target: Path, expected_bytes: int) -> Iterator[Path]:
-    """A temporary folder to fill, which is renamed to the target at the end, or removed if there is an exception.
+    """A temporary folder to fill; it is renamed to the target at the end, or removed if there is an exception.
 
     Args:
         target: must not exist, or be an empty folder.
@@ -80,7 +80,7 @@ def new_folder(target: Path, expected_bytes: int) -> Iterator[Path]:
             needed, there = size_text(expected_bytes), size_text(free)
             raise CheckpointError(f"{target}: needs {needed}, but only {there} are free there")
         yield incomplete
-        # Everything is on disk before the rename, so that after a power cut the name doesn't stand for partial files.
+        # Everything is synced before the rename, so that the target is never partial, not even after a power cut.
         for path in (incomplete, *incomplete.rglob("*")):
             sync(path)
         incomplete.rename(target)
@@ -98,7 +98,7 @@ def size_text(size_bytes: int) -> str:
 
 @contextmanager
 def progress(total_bytes: int, what: str, *, hidden: bool) -> Iterator[Callable[[int], Any]]:
-    """A progress bar, shown on terminals only; gives the function that advances it by a number of bytes."""
+    """A progress bar, shown on terminals only; yields the function that advances it by a number of bytes."""
     with tqdm(total=total_bytes, desc=what, unit="B", unit_scale=True, disable=True if hidden else None) as bar:
         yield bar.update
 
@@ -107,15 +107,15 @@ def write_weights(folder: Path, tensors: Tensors, max_shard_bytes: int, advance:
     """Write tensors into files named as Hugging Face does, with an index if there are several.
 
     Args:
-        folder: an existing one.
-        tensors: to write, with one block in memory at a time.
+        folder: an existing folder.
+        tensors: the tensors; only one block of them is in memory at a time.
         max_shard_bytes: maximum size of a file's tensors, unless a single one is larger.
         advance: called with the size of each block after it was written.
 
     Returns:
         The files' names.
     """
-    # huggingface_hub's own function, so that tensors are in the same files as ``save_pretrained`` would put them.
+    # huggingface_hub's own function, so that tensors are in the same files as with ``save_pretrained``.
     split = split_state_dict_into_shards_factory(
         dict(tensors.specs),
         get_storage_size=lambda spec: spec.nbytes,
@@ -139,11 +139,11 @@ def copy_auxiliary_files(source: Path, folder: Path, dtype: torch.dtype | None) 
 
     Args:
         source: folder of a checkpoint, or a ``config.json`` alone.
-        folder: of the new checkpoint.
-        dtype: to write into ``config.json``; None to keep the one in it.
+        folder: the new checkpoint's folder.
+        dtype: the dtype to write into ``config.json``; None to keep the one in it.
 
     Returns:
-        Names of the source's files and folders that were neither copied nor are weights that are converted.
+        Names of the source's files and folders that were skipped: neither copied nor weights to convert.
 
     Raises:
         CheckpointError: ``config.json`` is malformed.
@@ -169,7 +169,7 @@ def copy_auxiliary_files(source: Path, folder: Path, dtype: torch.dtype | None) 
 
 
 def _copy_code(source: Path, folder: Path) -> list[str]:
-    """Copy the templates and the code in a subfolder; returns its name if it has neither, so was skipped."""
+    """Copy the templates and the code in a subfolder; returns its name if it has neither and was skipped."""
     found = [path for path in sorted(source.rglob("*")) if path.is_file() and path.suffix in (".jinja", ".py")]
     for path in found:
         copied = folder / path.relative_to(source.parent)

@@ -28,7 +28,7 @@ class ReplicaOptimizer(Protocol):
         """Zero the gradients."""
 
     def step(self) -> None:
-        """Step, and give all replicas the new weights."""
+        """Step, and update the parameters of all replicas."""
 
     def gradients(self, counted: set[int]) -> list[torch.Tensor]:
         """The reduced gradients that this rank's optimizer steps on, of parameters whose ``id`` is in ``counted``."""
@@ -95,6 +95,7 @@ class _DirectOptimizer:
 
     def reopen(self) -> None:
         for buffer in self._buffers:
+            # Every replica has the sum now, and the next all-reduce adds it once for each.
             buffer.flat.div_(self._replicas)
 
     def clear(self) -> None:

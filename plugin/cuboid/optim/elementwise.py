@@ -55,7 +55,7 @@ _LEAST_MOVED, _LEAST_MOTION = 0.1, 1e-4
 
 @dataclass(frozen=True)
 class OwnedShards:
-    """In which ways the tensors of one rank's optimizer differ from the full model's.
+    """How the tensors of one rank's optimizer differ from the full model's.
 
     Attributes:
         cut: why tensors are sharded; empty if they aren't.
@@ -69,7 +69,7 @@ class OwnedShards:
 
     @classmethod
     def of(cls, mesh: Mesh, flat: str = "") -> OwnedShards:
-        """For a mesh; ``flat`` says why its framework flattens tensors, if it does."""
+        """The differences on a mesh; ``flat`` is the reason why its framework flattens tensors, if it does."""
         stages = mesh.topology.pipe
         return cls(
             cut=f"a mesh of {mesh.shape} cuts tensors" if mesh.shape.size > 1 else "",
@@ -242,7 +242,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ranks_of(group: Mapping[str, Any], *, flat: bool) -> list[int]:
-    """The numbers of dims of a group's tensors, each twice, so that a tensor can be flattened with another one."""
+    """Tensor ranks (numbers of dims) in a group, each twice, so that a tensor can be flattened with another one."""
     found = {min(parameter.dim(), max(_SHAPES)) for parameter in group["params"]}
     return sorted([*found, *found]) if found else ([1] if flat else [])
 

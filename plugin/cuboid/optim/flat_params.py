@@ -61,6 +61,7 @@ class FlatParameters:
     def reopen(self, replicas: int) -> None:
         """Make a later :meth:`reduce` return the present sum plus the gradients that are accumulated until then."""
         if self._parts > 1:
+            # Only in this replica's own part, so that the next reduce-scatter adds it once.
             self._gradients.flat.zero_()
             self._slice(self._gradients.flat).copy_(self._share)
         else:
@@ -78,6 +79,7 @@ class FlatParameters:
         if self.master.dtype != self._working.dtype:
             own = own.to(self._working.dtype)
         elif self._parts > 1:
+            # ``own`` is a view of the all-gather's output, so it is copied first.
             own = own.clone()
         if group is not None and self._parts > 1:
             gather_into(self._working, own, group)
@@ -97,7 +99,7 @@ class FlatParameters:
         ]
 
     def holding(self, names: Mapping[int, str]) -> Holding:
-        """Which elements of which parameters the master weights are, for checkpoints."""
+        """Maps the master weights to elements of parameters, for checkpoints."""
         slots = tuple(Slot(names[id(parameter)], *place) for parameter, *place in self._own_pieces())
         return Holding(self.master, slots, tuple(names[id(parameter)] for parameter in self._parameters))
 

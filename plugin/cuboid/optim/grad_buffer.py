@@ -1,4 +1,4 @@
-"""Where gradients add up: a flat buffer of many parameters, which one collective reduces, or float32 for a step."""
+"""Accumulate gradients: in a flat buffer of many parameters that one collective reduces, or in float32 for a step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import nn
 
 from cuboid.distributed.axis_collectives import padded_length
 
-#: Parameters begin at multiples of so many elements in a flat tensor, since kernels are faster on aligned memory.
+#: In a flat tensor, parameters begin at multiples of this many elements, since kernels are faster on aligned memory.
 _ALIGNMENT = 64
 
 
 def starts_of(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """The offset of each parameter in a flat tensor of all of them; and, as a last item, the end of the last one."""
+    """The offset of each parameter in a flat tensor of all of them, followed by the length of that tensor."""
     starts = [0]
     for parameter in parameters:
         starts.append(starts[-1] + padded_length(parameter.numel(), _ALIGNMENT))
@@ -86,17 +86,18 @@ def gradient_of(parameter: nn.Parameter) -> torch.Tensor | None:
 
 @contextmanager
 def float32_sums(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, gradients of parameters that are shorter than float32 add up in float32.
+    """Context in which gradients of parameters with fewer bits than float32 accumulate in float32.
 
-    Behind it, ``.grad`` is what it was before and their sum, rounded once. Inside, post-accumulate hooks that were
-    registered before see each gradient by itself. A parameter takes four bytes an element from its second gradient on.
+    On exit, ``.grad`` is the sum of its value on entry and all new gradients, rounded once. Inside, post-accumulate
+    hooks that were registered earlier see each gradient by itself. A parameter takes four bytes per element from its
+    second gradient on.
     """
     sums: dict[nn.Parameter, torch.Tensor] = {}
 
     def take(parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
-            # torch runs the hooks of a parameter that a backward came to without a gradient for it, too.
+            # torch also runs the hooks of a parameter that backward reached without a gradient.
             return
         total = sums.get(parameter)
         if total is None:
@@ -116,13 +117,14 @@ def float32_sums(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+        # Popped one by one, to free each float32 sum once it is rounded.
         while sums:
             parameter, total = sums.popitem()
             parameter.grad = total.to(parameter.dtype)
 
 
 def _add_to_main_grad(parameter: torch.Tensor) -> None:
-    # None where a backward came to the parameter without a gradient, as all but a step's last do under "gradient_sync".
+    # None if backward reached the parameter without a gradient, as all but a step's last do under "gradient_sync".
     if parameter.grad is not None:
         parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
         parameter.grad = None

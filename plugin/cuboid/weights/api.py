@@ -28,16 +28,16 @@ from cuboid.planner.automatic import choose_mesh, segment_choice, settle_stages
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
 from cuboid.weights.save import save_sharded
 
-#: Arguments of ``from_pretrained`` that say where a config is.
+#: Arguments of ``from_pretrained`` that locate a config.
 _OF_THE_HUB = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "trust_remote_code", "code_revision")
 _active: ContextVar[CuboidConfig | None] = ContextVar("cuboid_active_config", default=None)
 
 
 @contextmanager
 def scope(config: ConfigSource | CuboidConfig) -> Iterator[CuboidConfig]:
-    """Context in which every ``from_pretrained`` reads only this rank's slices.
+    """Context in which ``from_pretrained`` reads, and ``from_config`` makes, only this rank's slices.
 
-    And ``from_config`` makes them; see :func:`from_config`.
+    For the weights that are made, see :func:`from_config`.
 
     Args:
         config: a DeepSpeed config (path or dict) with Cuboid's keys.
@@ -76,10 +76,10 @@ def active_config() -> CuboidConfig | None:
 def from_pretrained(
     path: str | Path, config: ConfigSource | CuboidConfig, /, *, auto_class: Any = None, **kwargs: Any
 ) -> PreTrainedModel:
-    """``AutoModelForCausalLM.from_pretrained``, or that of another task, sharded as ``config`` says.
+    """``from_pretrained`` of ``AutoModelForCausalLM`` or another task's auto class, sharded as ``config`` says.
 
-    Works before ``torch.distributed`` is initialised: the launcher's RANK and WORLD_SIZE are enough. A head for
-    classification or question answering that the checkpoint doesn't have is new, and the same in every run.
+    Works before ``torch.distributed`` is initialised: the launcher's RANK and WORLD_SIZE are enough. If the checkpoint
+    has no head for classification or question answering, a new one is made, the same in every run.
 
     Args:
         path: a Hugging Face checkpoint.
@@ -109,12 +109,12 @@ def _architectures_of(path: str | Path, kwargs: dict[str, Any]) -> list[str] | N
 def from_config(
     model_config: PretrainedConfig, config: ConfigSource | CuboidConfig, /, *, auto_class: Any = None, **kwargs: Any
 ) -> PreTrainedModel:
-    """``AutoModelForCausalLM.from_config``, or that of another task, sharded as ``config`` says.
+    """``from_config`` of ``AutoModelForCausalLM`` or another task's auto class, sharded as ``config`` says.
 
     Each rank makes its own slices only.
 
     With the same seed of torch's generator on all ranks, the weights are the same on every mesh, with every number of
-    stages, and on one rank. They are others than those of plain transformers; see :mod:`cuboid.weights.from_scratch`.
+    stages, and on one rank. They differ from those of plain transformers; see :mod:`cuboid.weights.from_scratch`.
 
     Args:
         model_config: of the model to be made.
@@ -160,7 +160,7 @@ def _shard(model: PreTrainedModel, parsed: CuboidConfig) -> PreTrainedModel:
     if parsed.pipeline is None:
         return shard_modules(model, certified_plan(model, shape), mesh, parsed.tensor_parallel, shard_of)
     staging = plan_staging(type(model), model.config, parsed, mesh, segment_choice(model, parsed, mesh))
-    # Made of the whole model first: it raises for unsupported ones while nothing is changed yet.
+    # Planned for the whole model first: an unsupported model raises here, before it is changed.
     verdict = certified_plan(model, shape, pipeline=parsed.pipeline).verdict if shape.size > 1 else None
     cut_model(model, staging)
     parallel_plan = None if verdict is None else make_parallel_plan(model, shape, verdict)

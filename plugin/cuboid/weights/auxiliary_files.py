@@ -37,7 +37,7 @@ def write_auxiliary_files(model: Any, folder: Path) -> None:
         model: a sharded model or a stage.
         folder: an existing folder.
     """
-    # A copy, because the model may be training meanwhile. Plain transformers doesn't know our attention by its name.
+    # A copy, because the model may be training meanwhile. Plain transformers doesn't know our attention's name.
     config = copy.deepcopy(model.config)
     config._attn_implementation = config._attn_implementation.removeprefix(PREFIX)
     config.dtype = str(model.dtype).removeprefix("torch.")
@@ -69,7 +69,7 @@ def copy_tokenizer(source: str | Path, folder: Path) -> None:
         source: a folder, or the name of a model whose files may be in the hub's cache.
         folder: the target.
     """
-    # A config that was read from a file goes by the file's name.
+    # A config that was read from a file has the file's path as its name.
     if not source or Path(source).is_file():
         return
     for name in TOKENIZER_FILES:

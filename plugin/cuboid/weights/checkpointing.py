@@ -30,7 +30,7 @@ class Origin:
     """How a run was started.
 
     Attributes:
-        framework: that trains the model.
+        framework: the one that trains the model.
         config: Cuboid's part of the config.
         source: the full config as the user wrote it.
         ancestors: lineage of the weights.
@@ -69,9 +69,9 @@ class Part:
 
     Attributes:
         weights: whether to save the weights.
-        optimizer: to save, if any.
-        scheduler: learning-rate schedule to save, if any.
-        loss_scale: numbers that a dynamic loss scale goes on from, if there is one.
+        optimizer: the optimizer to save, if any.
+        scheduler: the learning-rate schedule to save, if any.
+        loss_scale: state of a dynamic loss scale, if there is one.
     """
 
     weights: bool = True

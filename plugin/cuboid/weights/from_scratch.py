@@ -1,11 +1,11 @@
 """Models with new weights, of which each rank makes its own slices: the same ones for a seed on every mesh.
 
-A model is initialized in units: each decoder layer is one, and each module outside layers. A rank makes the units
-of which it has a part, whole and one after the other, as the architecture's own ``_init_weights`` does, and keeps its
-slices. So it never holds more than its slices and a unit. The random numbers of a unit follow from one draw of the
-common generator and the unit's name, and so don't depend on the mesh, the stages, or the units that other ranks make.
+A model is initialized in units: each decoder layer is one, and each module outside layers. For each unit that it has a
+part of, a rank initializes the whole unit with the architecture's own ``_init_weights``, and keeps its slices. So it
+never holds more than its slices and one unit. The seed of a unit is derived from one draw of the common generator and
+the unit's name, so it doesn't depend on the mesh, the stages, or the units that other ranks make.
 
-They are therefore others than those of plain transformers with the same seed, which draws all weights in a row.
+The weights therefore differ from those of plain transformers with the same seed, which draws all of them in sequence.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def make_sharded(
 ) -> PreTrainedModel:
     """``cls._from_config(*args, **kwargs)``, sharded and split into pipeline stages as ``config`` says.
 
-    All ranks must have the same state of torch's generator on the CPU, which all of them draw one number from.
+    All ranks must have the same state of torch's CPU generator, from which each draws one number.
 
     Args:
         cls: the architecture's class.
         from_config: transformers' original function (unbound), because the patched one calls this.
         config: Cuboid's config.
-        args, kwargs: of the function: the model's config, and such as ``dtype``.
+        args, kwargs: of the function: the model's config, and options such as ``dtype``.
 
     Raises:
         MeshError, UnsupportedModelError, ConfigError: before any weight is made.
@@ -51,10 +51,10 @@ def _make_sharded(
 ) -> PreTrainedModel:
     with plain_construction(), torch.device("meta"):
         whole: PreTrainedModel = from_config(cls, *copy.deepcopy(args), **copy.deepcopy(kwargs))
-        # A copy too: it will name our attention, and the user may make other models of theirs.
+        # The config is copied here, too: ours will name our attention, and the user may make other models from theirs.
         model: Any = from_config(loading_class(cls, config, marks=False), *copy.deepcopy(args), **copy.deepcopy(kwargs))
     seed = int(torch.randint(2**62, (), device="cpu"))
-    # By the name of the parameter that others are tied to; a stage may have one of these without it.
+    # By the name of the parameter that others are tied to, since a stage may have only one of the others.
     ties = dict(model.all_tied_weights_keys) | dict(whole.all_tied_weights_keys)
     places: dict[str, list[str]] = {}
     for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):

@@ -162,14 +162,14 @@ def loading_class(
     marks: bool = True,
     new_head: bool = False,
 ) -> type[PreTrainedModel]:
-    """A subclass that is cut and planned as it is made, on the meta device, and waits for its weights.
+    """A subclass whose constructor, on the meta device, cuts a model to a stage and plans its sharding.
 
     Args:
         cls: the architecture's class.
-        config: Cuboid's.
+        config: Cuboid's config.
         plan: of an existing model; by default one is made.
         marks: whether parameters become DTensors, of which transformers reads slices.
-        new_head: whether the head for a task may be new; see :func:`is_of_new_head`.
+        new_head: whether a task's head may be missing from the checkpoint; see :func:`is_of_new_head`.
     """
     # transformers finds the conversions of old checkpoints by the class's module and name.
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_cuboid_base": cls}
@@ -196,8 +196,8 @@ class _Loading:
     all_tied_weights_keys: Any
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        # Some classifiers make their base model by ``AutoModel.from_config``, which a scope would shard by itself.
-        # What transformers loads into is tied by it when that is done.
+        # Some classifiers make their base model with ``AutoModel.from_config``, which a scope would shard separately.
+        # Weights aren't tied here, because transformers ties them once they are loaded.
         with plain_construction(ties=False):
             super().__init__(*args, **kwargs)  # type: ignore[safe-super]
         config, plan = self._cuboid_config, self._cuboid_plan
@@ -231,12 +231,12 @@ class _Loading:
                 mark_parameters(self, self._parallel_plan, self._mesh)
 
     def initialize_weights(self: Any) -> None:
-        # Of what the checkpoint has nothing is made; but buffers that it hasn't are.
+        # Leaves loaded weights alone, and makes buffers that the checkpoint lacks.
         with taken_for_initialized(self):
             super().initialize_weights()  # type: ignore[misc]
 
     def layout_of(self, name: str) -> ShardingSpec | None:
-        """How a parameter is split; None if it isn't."""
+        """How a parameter is sharded; None if it isn't."""
         return None if self._parallel_plan is None else self._parallel_plan.by_parameter.get(name)
 
     def _move_missing_keys_from_meta_to_device(self, missing_keys: Any, *args: Any) -> None:
@@ -258,7 +258,7 @@ class _Loading:
             make_new_weights(self, self._cuboid_base, new)
 
     def _may_be_new(self: Any, name: str) -> bool:
-        # Some classes leave out of their checkpoints what they make by a formula, such as Marian's sines of positions.
+        # Some classes don't save parameters that a formula gives, such as Marian's sinusoidal positions.
         is_made = any(re.search(pattern, name) for pattern in self._keys_to_ignore_on_load_missing or ())
         return is_made or (self._cuboid_new_head and is_of_new_head(self, name))
 
@@ -268,7 +268,7 @@ class _Loading:
         return super().tie_weights(missing_keys=missing_keys, **kwargs)  # type: ignore[misc]
 
     def _adjust_bias(self, *modules: Any) -> None:
-        """Fill a head's bias up to the rows of its weight; not of slices, of which ranks have fewer of a bias."""
+        """Pad a head's bias to its weight's rows; not of slices: a rank may have fewer rows of the bias."""
         if getattr(self, "_parallel_plan", None) is None:
             super()._adjust_bias(*modules)  # type: ignore[misc]
 
@@ -306,15 +306,15 @@ def _cut_stage(model: Any, staging: Staging) -> None:
 
 
 def _untie_as_stored(model: Any, missing_keys: Any) -> None:
-    """Untie what the config ties and the checkpoint holds twice, with different values, as T5's heads since 1.1."""
-    # Transformers compares them too, but only what the rank has of them: one could untie them while others don't. So
-    # each looks at the whole tensors in the files.
+    """Untie parameters that the config ties, but the checkpoint has with different values, as T5's heads since 1.1."""
+    # transformers compares only the rank's slices, so that one rank could untie them while others don't. So each rank
+    # compares the whole tensors in the files.
     folder = folder_of((model.config._name_or_path,), {})
     for target, source in list(model.all_tied_weights_keys.items()):
         if target in missing_keys or source in missing_keys:
             continue
         alike = None if folder is None else stored_alike(folder, target, source)
-        # Stages were planned with both as one.
+        # Stages were planned with the two as one parameter, so there they can't be untied any more.
         if alike is False and model._staging is None:
             del model.all_tied_weights_keys[target]
         elif alike is False or not torch.equal(model.get_parameter(target), model.get_parameter(source)):

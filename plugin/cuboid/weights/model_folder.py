@@ -33,15 +33,15 @@ CONFIG = "config.json"
 #: Exceptions that aren't caused by damaged files.
 _NOT_DAMAGE = (CuboidError, MemoryError, torch.OutOfMemoryError)
 _BESIDE = ("generation_config.json", *TOKENIZER_FILES)
-#: Config keys that say how many modules to build.
+#: Config keys that are numbers of modules to build.
 _COUNTS = re.compile(r"(num|n)_\w*(layer|expert|head|block|stage)\w*|\w*_layers?|depth")
 _MOST_MODULES = 100_000
 _ROWS_AT_ONCE = 4096
-#: Those of them that are the number of decoder layers.
+#: Config keys that are the number of decoder layers.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-#: A model on the hub: its name, with or without whose it is.
+#: The name of a model on the hub, with or without its owner.
 _HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*(?<!\.json)")
-#: A number in a parameter's dotted name: that of a layer or an expert.
+#: A number in a parameter's dotted name: the index of a layer or an expert.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -55,10 +55,10 @@ def folder_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Path | None:
 
 
 def check_exists(path: Path) -> None:
-    """Check that a model's folder or file is there; commands take no names of models on the hub.
+    """Check that a model's folder or file exists; commands don't take names of models on the hub.
 
     Raises:
-        CheckpointError: it isn't; says how to get a model by what may be such a name.
+        CheckpointError: it doesn't. If the path may be such a name, the message says how to download the model.
     """
     if os.path.lexists(path):
         return
@@ -170,7 +170,7 @@ def check_fit(model: Any, info: Mapping[str, Any]) -> None:
 def check_layers(folder: Path, model: Any, unexpected: Iterable[str]) -> None:
     """Check that a model has all layers whose weights its folder has.
 
-    transformers only warns of surplus ones, so that a damaged count in the config would give a smaller model.
+    transformers only warns about surplus ones, so a damaged count in the config would give a smaller model.
 
     Args:
         folder: that it was loaded from.
@@ -233,9 +233,9 @@ def _tensors_in(folder: Path, variant: str | None = None) -> Iterator[Mapping[st
 
 
 def stored_alike(folder: Path, first: str, second: str) -> bool | None:
-    """Whether two tensors of a folder's safetensors files are equal; None if it doesn't hold both by these names.
+    """Whether two tensors of a folder's safetensors files are equal; None if it doesn't have both under these names.
 
-    They are read only as far as they are equal.
+    Reading stops at the first difference.
     """
     index = folder / (SINGLE + INDEX_SUFFIX)
     weight_map = read_index(index) if os.path.lexists(index) else {}

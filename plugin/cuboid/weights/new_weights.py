@@ -1,4 +1,4 @@
-"""New weights of parts of a model, as its architecture's own ``_init_weights`` makes them, each with its own seed."""
+"""Initialize parts of a model with its architecture's own ``_init_weights``, each part with its own seed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from cuboid.models.architectures.supported_tasks import task_of
 from cuboid.models.plain_construction import plain_construction
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
 
-#: Of a head that a checkpoint doesn't have. Ranks can't agree on another one before they have process groups.
+#: Seed of a head that a checkpoint doesn't have. It is fixed: without process groups, ranks can't agree on another.
 _HEAD_SEED = 0
 
 
 def is_of_new_head(model: PreTrainedModel, name: str) -> bool:
-    """Whether a parameter may be missing from a checkpoint, which then is fine-tuned with a new head for a task.
+    """Whether a parameter is of a task's head, which a checkpoint may lack if it is fine-tuned with a new one.
 
-    The head of a language model is no such: it was trained with the rest.
+    The head of a language model isn't such a head: it was trained with the rest.
     """
     task = task_of(type(model))
     if ".pooler." in f".{name}":
@@ -33,8 +33,10 @@ def is_of_new_head(model: PreTrainedModel, name: str) -> bool:
 
 
 def make_new_weights(model: Any, cls: type[PreTrainedModel], names: Collection[str]) -> None:
-    """Give a model that was loaded without them parameters, a head's or such as its class makes by a formula: the same
-    on every mesh and in every run."""
+    """Make parameters that a checkpoint lacks: a head's, or those that the class makes by a formula.
+
+    They are the same on every mesh and in every run.
+    """
     with plain_construction(), torch.device("meta"):
         whole = cls(copy.deepcopy(model.config))
     for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
@@ -45,7 +47,7 @@ def make_new_weights(model: Any, cls: type[PreTrainedModel], names: Collection[s
 
 
 def units_of(whole: PreTrainedModel) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Layers, and the modules outside them that own anything."""
+    """The units that are initialized, as ``(name, module, is_layer)``: layers, and modules outside them."""
     layers = layer_names(whole)
     for name, module in whole.named_modules():
         if name in layers:
@@ -62,13 +64,13 @@ def tensors_of(unit: nn.Module, name: str, *, is_layer: bool) -> Iterator[tuple[
 
 
 def initialized(whole: PreTrainedModel, name: str, unit: nn.Module, seed: int, *, is_layer: bool) -> nn.Module:
-    """A copy of a unit, on the CPU, with its own random numbers."""
+    """A copy of a unit on the CPU, initialized with random numbers that only depend on the seed and its name."""
     own = copy.deepcopy(unit)
     own.to_empty(device="cpu", recurse=is_layer)
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]), init.guard_torch_init_functions():
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 2)
-        # As PreTrainedModel.initialize_weights: children first, each by the innermost model that it is in.
+        # In the order of PreTrainedModel.initialize_weights: children first, each by the innermost model around it.
         for inner, module in reversed(list(own.named_modules())) if is_layer else [("", own)]:
             _model_around(whole, f"{name}.{inner}" if inner else name)._init_weights(module)
     return own
@@ -84,7 +86,7 @@ def _model_around(whole: PreTrainedModel, name: str) -> Any:
 
 
 def put_value(model: Any, names: Iterable[str], value: torch.Tensor) -> None:
-    """Give a model what it keeps of a tensor, under all names that it has for it."""
+    """Put this rank's shard of a full tensor into a model, under each of its names there."""
     for name in names:
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
@@ -97,6 +99,6 @@ def put_value(model: Any, names: Iterable[str], value: torch.Tensor) -> None:
         parameter: Any = nn.Parameter(
             value if layout is None else take_shard(value, layout, model._mesh), requires_grad=there.requires_grad
         )
-        # So that transformers leaves it as it is.
+        # Keeps transformers from initializing it again.
         parameter._is_hf_initialized = True
         module.register_parameter(leaf, parameter)

@@ -70,7 +70,7 @@ def from_rank_file(
     # transformers then reads this file instead of model.safetensors; ``finish_loading`` removes the key.
     settings.transformers_weights = name
     members = {"__module__": loading.__module__, "__qualname__": loading.__qualname__, "_cuboid_ranks": document}
-    # An automatic mesh is the one that the files were made for.
+    # The mesh "auto" becomes the one that the files were made for.
     members.update(_cuboid_folder=folder, _cuboid_config=config.on_mesh(document.mesh.shape))
     return type(loading.__name__, (_FromRankFile, loading), members), args, {**kwargs, "config": settings}
 
@@ -105,7 +105,7 @@ def _check_file(path: Path, document: RankFolder, mesh: Mesh) -> None:
 
 
 def _take_settings(cls: type[PreTrainedModel], folder: Path, kwargs: dict[str, Any]) -> PretrainedConfig:
-    """The config of a call of ``from_pretrained``, updated with those of its kwargs that are keys of the config."""
+    """Take the config out of the kwargs of a ``from_pretrained`` call, updated with those that are its keys."""
     given = kwargs.pop("config", None)
     if isinstance(given, PretrainedConfig):
         return copy.deepcopy(given)

@@ -32,7 +32,7 @@ class _Record(BaseModel):
 class StoredLayout(_Record):
     """A :class:`~cuboid.tensor3d.sharding.sharding_spec.ShardingSpec` without its shape, as it is stored.
 
-    ``split`` are its ``tp_axes``; the file format has kept the key's first name.
+    ``split`` is its ``tp_axes``: the file format keeps the key's original name.
     """
 
     split: tuple[tuple[Axis, ...], ...]
@@ -41,7 +41,7 @@ class StoredLayout(_Record):
 
     @classmethod
     def of(cls, layout: ShardingSpec) -> Self:
-        """From a full one."""
+        """The stored form of a :class:`ShardingSpec`."""
         return cls(split=layout.tp_axes, parts=layout.parts, ragged=layout.ragged)
 
 
@@ -53,7 +53,7 @@ class RankTensor(_Record):
         shape: of the full tensor.
         parameter: its name in memory.
         layout: how the mesh shards it; None if it doesn't.
-        stages: of the pipeline that have it; where a rank has several, the ranks.
+        stages: the pipeline stages that have it; if ranks have several stages, the ranks of the pipeline.
     """
 
     dtype: str
@@ -106,7 +106,7 @@ class RankFolder(_Record):
         format: version of this file's format.
         mesh: of each stage.
         layers: number of layers of each stage; empty without a pipeline.
-        placement: the pipeline rank of each stage; empty, and not in the file, where each rank has one.
+        placement: the pipeline rank of each stage; empty, and not in the file, if each rank has one stage.
         tensors: by the name in the full checkpoint.
         files: the ranks' files, by name.
         beside: other files (config, tokenizer), by name; empty in folders of earlier versions.
@@ -143,7 +143,7 @@ class RankFolder(_Record):
 
     def write(self, folder: Path) -> None:
         """Write ``shards.json`` into a folder."""
-        # Versions that don't know the key can read what doesn't need it.
+        # Left out if it isn't needed, so that versions without the key can read the file.
         left_out = set() if self.placement else {"placement"}
         (folder / SHARDS).write_bytes(with_checksum(self.model_dump(mode="json", exclude=left_out)))
 

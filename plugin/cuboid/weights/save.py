@@ -47,8 +47,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """All gradients as full tensors, on the same rank as :func:`full_state_dict`; parameters without one are left out.
 
-    For a parameter that the first and the last stage share, it is the first stage's gradient. The engine has added up
-    the two by then, so that both stages have the same.
+    For a parameter that the first and the last stage share, it is the first stage's gradient. The engine has summed
+    the two by then, so both stages have the same.
     """
 
     def gradient(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -59,7 +59,7 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def full_values(model: nn.Module, value_of: _ValueOf) -> dict[str, torch.Tensor]:
-    """Full tensors of what ``value_of`` gives for each parameter's shard, like :func:`full_gradients`.
+    """Full tensors of ``value_of(shard)`` for each parameter, gathered like :func:`full_gradients`.
 
     Args:
         model: a sharded model, or an engine around one.
@@ -85,10 +85,10 @@ def save_sharded(
     Args:
         model: the sharded model.
         directory: of the checkpoint.
-        state_dict: full tensors; or this rank's shards, in place of which the model's own are written.
+        state_dict: full tensors; or this rank's shards, which are ignored: the model's own are written.
         is_main_process: whether this rank writes the full tensors that it was given; by default rank 0 does.
-        kwargs: of ``PreTrainedModel.save_pretrained``. With others than ``max_shard_size``, rank 0 gathers the full
-            model and writes it alone.
+        kwargs: of ``PreTrainedModel.save_pretrained``. With any but ``max_shard_size``, rank 0 gathers the full model
+            and writes it alone.
 
     Raises:
         CheckpointError: on every rank, if any of them can't write.
@@ -122,7 +122,7 @@ def export_model(model: nn.Module, folder: Path, max_file_bytes: int) -> None:
     Args:
         model: a sharded model, or an engine around one.
         folder: created if missing.
-        max_file_bytes: of a file, unless a single tensor is larger.
+        max_file_bytes: size limit of a file, unless a single tensor is larger.
 
     Raises:
         CheckpointError: on every rank, if any of them can't write.
@@ -197,7 +197,7 @@ def _is_whole(model: nn.Module, state: dict[str, torch.Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A stage's tensor; if ``source`` differs from ``name``, it is tied to the one of that name and not sent."""
+    """A stage's tensor; if ``source`` differs from ``name``, it is tied to the tensor of that name and not sent."""
 
     name: str
     source: str
@@ -241,7 +241,7 @@ def _gather_full(model: nn.Module, tensors: dict[str, torch.Tensor], value_of: _
 def _entries(
     model: nn.Module, tensors: dict[str, torch.Tensor], layouts: dict[str, ShardingSpec], value_of: _ValueOf
 ) -> list[_Entry]:
-    """What to send; the same on all ranks of a mesh. Parameters shared with the first stage aren't sent."""
+    """The tensors to send; the same on all ranks of a mesh. Parameters shared with the first stage aren't sent."""
     repeated: dict[str, nn.Parameter] = {}
     if isinstance(model, StageModel) and mesh_of(model).has_last_stage:
         repeated = model.staging.shared

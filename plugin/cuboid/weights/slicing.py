@@ -16,7 +16,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.models.sharded.parallel_plan import ParallelPlan
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec, pad_shard, take_shard
 
-#: Of a parameter that holds all experts.
+#: Dims of a parameter that holds all experts of a layer.
 _EXPERT_DIMS = 3
 
 
@@ -36,6 +36,7 @@ def unmark_parameters(model: Any, parallel_plan: ParallelPlan, mesh: Mesh) -> No
     for module, name, layout in parallel_plan.parameters_of(model):
         loaded = getattr(module, name)
         if isinstance(loaded, DTensor) and _read_index(layout, mesh) != mesh.index(*layout.fsdp_axes):
+            # A stand-in was read for a shard without experts, which is all padding.
             shard = loaded.to_local().detach().new_zeros(layout.shard_shape(mesh.shape))
         elif isinstance(loaded, DTensor):
             shard = pad_shard(loaded.to_local().detach(), layout, mesh.shape)
@@ -52,6 +53,7 @@ def _placed(whole: torch.Tensor, layout: ShardingSpec, mesh: Mesh) -> DTensor:
     intervals = layout.shard_intervals(mesh.shape, mesh.coordinate)
     local = whole.new_empty([sum(high - low for low, high in dim) for dim in intervals], device="meta")
     if local.numel() == 0 and _read_index(layout, mesh) != mesh.index(*layout.fsdp_axes):
+        # The shape of the shard that is read instead.
         rows = layout.block_shape(mesh.shape)[0] - _read_index(layout, mesh) * layout.shard_shape(mesh.shape)[0]
         local = local.new_empty([rows, *local.shape[1:]])
     return DTensor.from_local(
@@ -80,9 +82,9 @@ def _slicing(layout: ShardingSpec, mesh: Mesh) -> list[tuple[int, int, Placement
 
 
 def _read_index(layout: ShardingSpec, mesh: Mesh) -> int:
-    """Which shard of its block a rank reads: its own, or in place of one without experts the last that has any.
+    """Index of the shard of its block that a rank reads: its own or, if that has no experts, the last one with any.
 
-    transformers makes one tensor of those of the experts that a rank reads, and can't of none.
+    transformers stacks the experts that a rank reads into one tensor, which fails for none.
     """
     index = mesh.index(*layout.fsdp_axes)
     if layout.ragged or len(layout.shape) < _EXPERT_DIMS:
@@ -97,15 +99,15 @@ def _cut(layout: ShardingSpec, mesh: Mesh, dim: int) -> tuple[int, int, Placemen
 
 
 class _RankOfSlices(DeviceMesh):
-    """A DeviceMesh that only knows which slice is this rank's: it has no process group and no peers."""
+    """A DeviceMesh that only gives the index of this rank's slice: it has no process group and no peers."""
 
     def __init__(self, sizes: tuple[int, ...], at: tuple[int, ...]) -> None:
         self._sizes, self._at = sizes, at
         # Explicitly on the CPU, because models are built under ``torch.device("meta")`` and the values are read.
         cells = torch.arange(math.prod(sizes), device="cpu").view(sizes)
         own = int(cells[at])
-        # torch caches by the equality of meshes, which doesn't include whose rank they are for; so the ranks are
-        # numbered differently for each rank's mesh.
+        # torch caches by the equality of meshes, which ignores the current rank; so each rank's mesh numbers its ranks
+        # differently.
         ranks = cells + own * cells.numel()
         names = tuple(str(dim) for dim in range(len(sizes)))
         super().__init__("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=int(ranks[at]))

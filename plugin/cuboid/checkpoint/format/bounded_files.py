@@ -1,8 +1,8 @@
 """Read untrusted or damaged files within bounds.
 
 Only regular files are opened, because opening a pipe would block until its other end is opened. JSON is parsed up to a
-size and a depth that real checkpoints and models stay below. Duplicate keys are an error, because which of the values
-was meant is unknown.
+size and a depth that real checkpoints and models stay below. Duplicate keys are an error, because it is unclear which
+of the values was meant.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _check_regular(path: Path, mode: int) -> None:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write results that people read too.
+    """Write results as indented JSON.
 
     Raises:
         CheckpointError: it can't be written.
@@ -80,7 +80,7 @@ def check_output_file(path: Path) -> None:
     """Check that a file of results can be written before they are computed; its folder is created if missing.
 
     Args:
-        path: of the file, which is replaced if it is there.
+        path: the file; one that exists will be replaced.
 
     Raises:
         CheckpointError: it is a folder, or it or its folder isn't writable.
@@ -94,7 +94,7 @@ def check_output_file(path: Path) -> None:
 
 
 def _not_written(path: Path, error: OSError) -> CheckpointError:
-    # What creating something in a folder that is there answers where the file system takes none, such as /proc.
+    # File systems that hold no ordinary files, such as /proc, report ENOENT although the folder exists.
     reason = "files can't be created there" if error.errno == errno.ENOENT else error.strerror
     return CheckpointError(f"{path}: can't be written: {reason}")
 
@@ -103,7 +103,7 @@ def check_output(folder: Path, needed_bytes: int = 0) -> None:
     """Check that results can be written into a folder before they are computed; the folder is created if missing.
 
     Args:
-        folder: for the results.
+        folder: the folder for the results.
         needed_bytes: minimum size of the results.
 
     Raises:
@@ -111,7 +111,7 @@ def check_output(folder: Path, needed_bytes: int = 0) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Permissions alone don't tell: quotas and full disks only show when something is written.
+        # Permissions alone aren't enough: quotas and full disks only show when something is written.
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(bytes(1 << 16))
             probe.flush()
@@ -163,7 +163,7 @@ def parse_json(data: bytes, path: Path, *, numbers_only: bool = True, unique: bo
 
     Args:
         data: the document.
-        path: for messages.
+        path: the file's path, for messages.
         numbers_only: whether to reject ``NaN`` and ``Infinity``, which aren't JSON, although Python writes them.
         unique: whether to reject objects with duplicate keys.
 
@@ -174,7 +174,8 @@ def parse_json(data: bytes, path: Path, *, numbers_only: bool = True, unique: bo
         text = data.decode()
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path}: isn't JSON: its byte {error.start} is no UTF-8") from None
-    # Counted before parsing, which takes far more memory than the text. Those in strings count too; the limit is ample.
+    # Counted before parsing, which takes far more memory than the text. Commas and brackets in strings count too; the
+    # limit is ample.
     if len(data) > _MOST_BYTES or sum(map(data.count, (b",", b"[", b"{"))) > _MOST_VALUES:
         raise CheckpointError(f"{path}: is JSON of more than {_MOST_VALUES:,} values, which no such file has")
     try:
@@ -193,7 +194,7 @@ def parse_json(data: bytes, path: Path, *, numbers_only: bool = True, unique: bo
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether lists and objects are nested deeper than the limit; without recursion, which would hit Python's own."""
+    """Whether lists and objects are nested too deeply. Iterative, since recursion would hit Python's own limit."""
     level = [value]
     for _ in range(DEEPEST + 1):
         level = [

@@ -1,4 +1,4 @@
-"""The life of a checkpoint's folder: written under a temporary name, renamed when complete, found after a crash.
+"""The life cycle of a checkpoint's folder: written under a temporary name, renamed when complete, found after a crash.
 
 A checkpoint is either complete or doesn't exist. In a folder of checkpoints, ``TAG.incomplete`` is one that is being
 written (or was, when its job crashed), and ``TAG.replaced`` is the previous ``TAG`` while a new one takes its place.
@@ -120,7 +120,7 @@ def sweep(root: Path) -> None:
 
 
 def complete(root: Path) -> list[Path]:
-    """The checkpoints in a folder, by step and then by time; replaced ones only if their successor is missing."""
+    """The complete checkpoints in a folder, by step and then by time; a replaced one only if its successor isn't."""
     found = []
     for path in root.iterdir() if root.is_dir() else ():
         superseded = path.name.endswith(REPLACED) and _is_complete(root / path.name.removesuffix(REPLACED))
@@ -131,7 +131,7 @@ def complete(root: Path) -> list[Path]:
 
 
 def others_beside(path: Path) -> list[Path]:
-    """The other checkpoints in a checkpoint's parent folder, newest first."""
+    """The other complete checkpoints in a checkpoint's parent folder, newest first."""
     with contextlib.suppress(OSError):
         return [other for other in reversed(complete(path.parent)) if other != path]
     return []
@@ -153,7 +153,7 @@ def resolve(root: Path, tag: str | None = None) -> Path:
 
     Args:
         root: folder of checkpoints, or a checkpoint.
-        tag: which one; None for the one that ``latest`` names or, if that one isn't complete, the newest.
+        tag: which one; None for the one that ``latest`` names or, if that isn't complete, the newest complete one.
 
     Raises:
         CheckpointError: there is none; the message lists what the folder has instead.
@@ -185,7 +185,7 @@ def prune(root: Path, keep_last: int) -> None:
     latest = _latest_tag(root)
     for path in complete(root)[:-keep_last]:
         if path.name.removesuffix(REPLACED) != latest:
-            # Renamed first, so that a crash while it is being removed doesn't leave a damaged checkpoint.
+            # Renamed first, so that a crash during the removal doesn't leave a damaged checkpoint.
             doomed = root / f"{path.name}{INCOMPLETE}"
             shutil.rmtree(doomed, ignore_errors=True)
             shutil.rmtree(path.rename(doomed))
@@ -215,7 +215,7 @@ def _folders(root: Path, suffix: str) -> list[Path]:
 
 
 def _discard(path: Path) -> None:
-    """Remove a checkpoint, its manifest first, so that what a crash leaves of it isn't taken for a checkpoint."""
+    """Remove a checkpoint, its manifest first, so that a crash doesn't leave what looks like a checkpoint."""
     (path / MANIFEST).unlink(missing_ok=True)
     sync(path)
     shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""A checkpoint's provenance: the chain of checkpoints that its run and the runs before were loaded from."""
+"""A checkpoint's provenance: the chain of checkpoints from which its run and the earlier runs were loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cuboid.checkpoint.format.manifest import MANIFEST, Manifest
 from cuboid.checkpoint.format.state_file import STATE, read_state
 from cuboid.errors import CheckpointError
 
-#: Key of the client state by which a script identifies its training data.
+#: Key of the client state under which a script stores a fingerprint of its training data.
 DATA_FINGERPRINT = "data_fingerprint"
 
 
@@ -24,14 +24,14 @@ class Ancestor(BaseModel):
     """A checkpoint that a run started or resumed from.
 
     Attributes:
-        path: where it was, or the model name that it was loaded by.
+        path: its folder at that time, or the name of the model that was loaded.
         id: unique id; None for a checkpoint that Cuboid didn't write.
         step: optimizer steps at the time it was written.
         created: time in UTC.
         config_sha256: hash of its run's config.
-        data_fingerprint: of its run's training data, if the script gave one.
+        data_fingerprint: fingerprint of its run's training data, if the script provided one.
         layout: mesh and stages of its run.
-        versions: of the packages that wrote it.
+        versions: versions of the packages that wrote it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -63,7 +63,7 @@ def lineage_behind(path: Path, document: Mapping[str, Any]) -> list[Ancestor]:
     """The lineage of a run that resumed from a checkpoint: the checkpoint's lineage and the checkpoint, oldest first.
 
     Args:
-        path: of the checkpoint.
+        path: the checkpoint's folder.
         document: contents of its ``state.json``.
 
     Raises:

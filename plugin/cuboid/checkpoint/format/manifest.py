@@ -16,9 +16,9 @@ from cuboid.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-#: Suffixes of files that must be in the manifest, for loaders would read a foreign one. Other files may be added.
+#: Suffixes of files that must be in the manifest, because loaders would read a foreign one. Users may add other files.
 _OWN_KINDS = (".safetensors", ".safetensors.index.json")
-#: Key of a document's checksum of itself.
+#: Key under which a document stores a checksum of itself.
 _OWN = "sha256"
 _SHOWN_FAULTS = 4
 _CHUNK_BYTES = 4 << 20
@@ -39,7 +39,7 @@ class Manifest(BaseModel):
     Attributes:
         format: version of the checkpoint format.
         step: optimizer steps at the time it was written.
-        files: by path relative to the checkpoint, with slashes.
+        files: records by path relative to the checkpoint, with slashes.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -68,7 +68,7 @@ class Manifest(BaseModel):
             raise CheckpointError(f"{error}; the checkpoint isn't complete") from None
         content = parse_json(data, path)
         found = content.get("format") if isinstance(content, dict) else None
-        # Before the keys are validated, since another format may have other keys.
+        # Checked before the keys are validated, since another format may have other keys.
         if isinstance(found, int) and found != FORMAT:
             raise CheckpointError(f"{path}: is of format {found}, but this version knows format {FORMAT}")
         content = without_checksum(data, path)
@@ -130,7 +130,7 @@ def record_of(path: Path, *, from_disk: bool = False) -> FileRecord:
     """Size and checksum of a file.
 
     Args:
-        path: of the file.
+        path: the file.
         from_disk: whether to drop the file from the page cache first (where the system supports it), so that the
             disk's contents are read.
 
@@ -149,7 +149,7 @@ def record_of(path: Path, *, from_disk: bool = False) -> FileRecord:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Check that all files exist with the right size, and that no others of their kinds do.
+    """Check that all files exist with the right size, and that there are no other weights or indices.
 
     Raises:
         CheckpointError: names what is missing, truncated or foreign.

@@ -2,8 +2,8 @@
 
 transformers opens ``model.safetensors`` if it exists, else the files that ``model.safetensors.index.json`` names. So
 renaming or removing one of these two is the moment of the switch, and everything else happens before or after it. New
-shards whose names are taken by old ones first get names with a unique token. Of the old files only those are removed
-that the folder's index named; all others are the user's.
+shards whose names are taken by old ones first get names with a unique token. Only old files that the folder's index
+named are removed; all others are the user's.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from cuboid.errors import CheckpointError
 
 #: Subfolder of the target in which a save is written until it is complete.
 SCRATCH = ".cuboid-incomplete"
-#: File in it: which of the target's files belong to this save or the weights before it. Those that transformers
-#: doesn't open in the end are removed, by this save or, after a crash, by the next.
+#: File in it that lists which of the target's files belong to this save or to the previous weights. Those of them that
+#: transformers doesn't open in the end are removed, by this save or, after a crash, by the next one.
 _NOTED = "noted.json"
 _WEIGHTS = ".safetensors"
 #: How transformers names files of weights, with an optional variant; and shards, with our token if the name was taken.
@@ -61,11 +61,11 @@ def abandon_export(folder: Path) -> None:
 
 
 def publish(folder: Path) -> None:
-    """Move what was written into the folder of :func:`begin_export` to its final place.
+    """Move the files from the folder of :func:`begin_export` to their final places.
 
     A crash at any moment leaves the old weights or the new ones loadable; other files that it leaves are removed by
-    the next save. Config and tokenizer can't change in the same moment as the weights: a crash just before the switch
-    leaves the new ones beside the old weights, which matters only if a save replaces another model's.
+    the next save. Config and tokenizer can't be switched together with the weights: a crash just before the switch
+    leaves the new ones beside the old weights, which matters only if the save replaces another model.
 
     Raises:
         CheckpointError: a folder has the name of a file to be saved.
@@ -127,13 +127,13 @@ def _publish_shards(folder: Path, index: str, shards: list[str]) -> None:
 
 
 def _link(folder: Path, names: Mapping[str, str]) -> bool:
-    """Hard-link files to their proper names; whether that succeeded."""
+    """Hard-link files to their proper names; returns whether that succeeded."""
     try:
         for name, source in names.items():
             os.link(folder / source, folder / name)
     except OSError:
-        # A file of the user's has one of the names, or the file system has no links: the shards keep the names with
-        # the token, which the index names.
+        # One of the names is taken by a file of the user's, or the file system has no links: the shards keep the names
+        # with the token, to which the index refers.
         _remove_noted(folder)
         return False
     sync(folder)
@@ -170,7 +170,7 @@ def _note(folder: Path, single: str, index: str, files: Iterable[_Known]) -> Non
 
 
 def _remove_noted(folder: Path) -> None:
-    """Remove the noted files that are unchanged since, except for those that transformers opens."""
+    """Remove the noted files that haven't changed since, except for those that transformers opens."""
     try:
         content = read_object(folder / SCRATCH / _NOTED)
         single, index = str(content["single"]), str(content["index"])
@@ -186,7 +186,7 @@ def _remove_noted(folder: Path) -> None:
 
 
 def _known(path: Path) -> _Known:
-    # Inode, size and time tell whether a file of that name is still the same one.
+    # Inode, size and time show whether a file of that name is still the same one.
     with contextlib.suppress(OSError):
         status = path.lstat()
         if not path.is_dir():

@@ -120,7 +120,7 @@ def check_document(document: dict[str, Any], path: Path) -> None:
 
     Args:
         document: contents of ``state.json``.
-        path: of the checkpoint, for messages.
+        path: the checkpoint's folder, for messages.
 
     Raises:
         CheckpointError: names the first key that isn't.
@@ -129,6 +129,7 @@ def check_document(document: dict[str, Any], path: Path) -> None:
         _Document.model_validate(document)
     except ValidationError as error:
         raise not_understood(path / STATE, error) from None
+    # Resuming looks up a state by place, so each combination of pipe, data and mesh must occur exactly once.
     places = {(each["pipe"], each["data"], each["mesh"]) for each in document["random"]}
     ends = [max(place[axis] for place in places) + 1 for axis in range(3)]
     if len(places) != len(document["random"]) or len(places) != ends[0] * ends[1] * ends[2]:

@@ -29,18 +29,18 @@ TENSORS = "state/tensors.safetensors"
 _MARK = "$"
 #: Kinds of numpy dtypes that are plain bytes: numbers, times and texts of fixed length.
 _NUMPY_KINDS = "biufcmMSU"
-#: Their names. Others could contain pointers to Python objects, possibly in a field of a record.
+#: Names of the accepted dtypes. Others could contain pointers to Python objects, possibly in a field of a record.
 _NUMPY_DTYPE = re.compile(
     r"[<>|](b1|[iu][1248]|f(2|4|8|12|16)|c(8|16|24|32)|[SU]\d{1,9}|[mM]8(\[\d{0,9}[A-Za-zμ]{1,2}\])?)"
 )
-#: Dtypes that every reader of safetensors supports. Tensors of others, such as complex ones, are stored as bytes.
+#: Dtypes that every reader of safetensors supports. Tensors of other dtypes, such as complex, are stored as bytes.
 _PLAIN = frozenset(
     {
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     }
 )
-#: Those others: dtypes of whole bytes, and without a separate scale as quantized ones have.
+#: Those other dtypes: with a whole number of bytes and, unlike quantized ones, without a separate scale.
 _RAW = frozenset(
     dtype
     for name, dtype in vars(torch).items()
@@ -108,8 +108,8 @@ def read_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
     """Read ``state.json``; every value has the type that it was written with, except that paths become texts.
 
     Args:
-        folder: of the checkpoint.
-        manifest: of the checkpoint; the files are compared with their checksums before anything is decoded.
+        folder: the checkpoint's folder.
+        manifest: the checkpoint's manifest; the files are compared with their checksums before anything is decoded.
 
     Returns:
         The document, with tensors on the CPU.
@@ -150,14 +150,14 @@ class _Encoder:
     """Encodes values as JSON, and collects their tensors.
 
     Attributes:
-        tensors: for the file beside the document, by names that resemble their keys.
+        tensors: what to store in the file beside the document, by names that resemble their keys.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
 
     def encode(self, value: Any, key: str) -> Any:
-        """Encode the value of a key."""
+        """Encode a value; ``key`` is its dotted path, for messages and for the names of tensors."""
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, torch.Tensor):

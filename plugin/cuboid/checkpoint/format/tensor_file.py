@@ -31,12 +31,12 @@ class TensorFileWriter:
     """Writes a new file, one tensor after the other. Use it as a context manager: an exception removes the file.
 
     Args:
-        path: of the file, which must not exist.
+        path: the new file, which must not exist.
         specs: the tensors to write. They are sorted by descending width of their dtypes, so that each is aligned.
         metadata: texts for the header; ``format`` is ``pt`` unless given.
 
     Attributes:
-        specs: in the order in which the tensors have to be written.
+        specs: the tensors, in the order in which they have to be written.
 
     Raises:
         CheckpointError: a dtype that the format doesn't support.
@@ -65,7 +65,7 @@ class TensorFileWriter:
         self.write_rows(name, tensor)
 
     def write_rows(self, name: str, rows: torch.Tensor) -> None:
-        """Write the next rows of a tensor, behind those written before."""
+        """Append rows to the current tensor, or begin the next one."""
         if self._missing_bytes == 0:
             self._name, spec = next(self._pending)
             self._missing_bytes = spec.nbytes
@@ -123,11 +123,11 @@ class TensorFile:
     """Reads a file's tensors or parts of them. Use it as a context manager, or call :meth:`close`.
 
     Args:
-        path: of a safetensors file.
+        path: a safetensors file.
 
     Attributes:
-        specs: of the tensors, in the order of the file.
-        metadata: texts of the header.
+        specs: dtypes and shapes of the tensors, in the order of the file.
+        metadata: the header's metadata.
 
     Raises:
         CheckpointError: there is no such file, or it isn't a complete safetensors file.
@@ -146,10 +146,10 @@ class TensorFile:
             raise
 
     def read(self, name: str, box: Sequence[slice] | None = None) -> torch.Tensor:
-        """A tensor, or a box of it, on the CPU.
+        """Read a tensor, or a box of it, to the CPU.
 
         Args:
-            name: of the tensor.
+            name: the tensor's name.
             box: a slice without step for each of the first dims; other dims are read in full.
 
         Raises:
@@ -183,6 +183,7 @@ class TensorFile:
         row = TensorSpec(spec.dtype, spec.shape[1:])
         rows = torch.empty((max(stop - first, 0), *row.shape), dtype=spec.dtype)
         data, position = bytes_of(rows), self._starts[name] + first * row.nbytes
+        # A single read returns at most 2 GiB on Linux.
         while data:
             count = os.preadv(self._descriptor, [data], position)
             if count == 0:

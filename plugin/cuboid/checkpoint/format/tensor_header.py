@@ -85,11 +85,11 @@ def read_header(descriptor: int, path: Path) -> tuple[dict[str, TensorSpec], dic
     """Read and validate a file's header.
 
     Args:
-        descriptor: of the open file.
-        path: for messages.
+        descriptor: the open file's descriptor.
+        path: the file's path, for messages.
 
     Returns:
-        The tensors in the order of the file, the header's metadata, and the offset in the file of each tensor.
+        The tensors in the order of the file, the header's metadata, and each tensor's offset in the file.
 
     Raises:
         CheckpointError: it isn't a complete safetensors file.

@@ -1,4 +1,4 @@
-"""Hugging Face's names of weight files, and the index that says which file has which tensor."""
+"""Hugging Face's names for weight files, and the index that maps tensors to files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INDEX = SINGLE + INDEX_SUFFIX
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor.
+    """Read an index; returns the file name of each tensor.
 
     Raises:
         CheckpointError: the index is malformed, or names something that isn't a file beside it.
@@ -35,8 +35,8 @@ def write_index(folder: Path, weight_map: Mapping[str, str], *, parameters: int,
     """Write a folder's index.
 
     Args:
-        folder: of the files.
-        weight_map: the file of each tensor.
+        folder: the files' folder.
+        weight_map: the file name of each tensor.
         parameters: total number of elements.
         size_bytes: total size of the tensors.
     """

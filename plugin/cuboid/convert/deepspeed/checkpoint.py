@@ -39,10 +39,10 @@ def open_deepspeed(
     If the optimizer has fp32 master weights, these are taken, and all tensors are in float32.
 
     Args:
-        folder: what :func:`tag_folder` found.
-        config: of the model: a folder with ``config.json``, or the file.
-        stack: closes the files.
-        dtype: that the weights will be cast to, if any.
+        folder: the folder that :func:`tag_folder` found.
+        config: the model's ``config.json``, or a folder with one.
+        stack: closes the files on exit.
+        dtype: the dtype to which the weights will be cast, if any.
         trusted: whether pickles may be loaded.
 
     Raises:
@@ -81,7 +81,7 @@ def _masters(
     masters: dict[str, PickledTensor] = {}
     for rank, each in zip(files.models, states, strict=True):
         if rank in files.optimizers:
-            # Parameters that several stages share are the same on all; the first one's is taken.
+            # Parameters that several stages share have the same values on all; the first stage's are taken.
             masters = {**zero_masters(files.optimizers[rank], each, trusted=trusted), **masters}
         elif each.groups:
             raise CheckpointError(f"{files.folder}: ZeRO's weights are in *_optim_states.pt, and there are none")
@@ -93,14 +93,14 @@ def _masters(
 def _merge(tensors: dict[str, PickledTensor], masters: dict[str, PickledTensor]) -> dict[str, PickledTensor]:
     """All tensors, with master weights in place of the model's weights of the same names."""
     if is_pipeline(masters) and any(name.startswith("tied_modules.") for name in masters):
-        # The layers' files have tied weights a second time, under the number of each layer that uses them.
+        # The layers' files hold tied weights a second time, under the number of each layer that uses them.
         numbers = {name.partition(".")[0] for name in masters}
         tensors = {name: tensor for name, tensor in tensors.items() if name.partition(".")[0] in numbers}
     return {**tensors, **masters}
 
 
 def _checked(model: PreTrainedModel, tensors: Tensors, shared: set[str], folder: Path) -> Tensors:
-    """The model's tensors, with tied ones once.
+    """Check the tensors against the model; returns the model's tensors, with tied ones only once.
 
     Raises:
         CheckpointError: one is missing, foreign or of another shape, or two that the model ties differ.
@@ -120,7 +120,7 @@ def _checked(model: PreTrainedModel, tensors: Tensors, shared: set[str], folder:
             raise CheckpointError(f"{folder}: has no tensor for {name} of {kind}; {hint}")
     twice = [name for name, source in ties.items() if name in tensors.specs and source in tensors.specs]
     for name in twice:
-        # What DeepSpeed itself lists as shared is one parameter, and needs no comparison.
+        # Names that DeepSpeed itself lists as shared are one parameter, and need no comparison.
         if name not in shared and differ(tensors, name, ties[name]):
             raise CheckpointError(
                 f"{folder}: {name} and {ties[name]} differ, but --model ties them; a config.json with "

@@ -27,7 +27,7 @@ class Files:
     """DeepSpeed's files in a folder.
 
     Attributes:
-        folder: of the tag.
+        folder: the tag's folder.
         models: ``*_model_states.pt`` by model-parallel rank, then by data-parallel rank.
         optimizers: ``*_optim_states.pt`` likewise.
         layers: ``layer_XX-model_states.pt`` by number.
@@ -94,7 +94,7 @@ class ModelStates:
 
     Attributes:
         groups: shapes of the parameters in the optimizer's order, by group; empty without ZeRO.
-        tensors: buffers and frozen parameters, and without ZeRO all of the model.
+        tensors: buffers and frozen parameters; without ZeRO, all tensors of the model.
         shared: names of parameters that are aliases of others, with the others' names.
         ranks: loaded contents of each data-parallel rank's file.
     """

@@ -1,7 +1,7 @@
 """Map the tensors of DeepSpeed's ``PipelineModule``, which numbers its layers, to the model's names.
 
 A decoder layer is recognized by the names and shapes of its tensors. Tensors before the first or after the last one
-are those of the model's parts that run there (embeddings, final norm, head), matched by shape and name.
+belong to the modules that run there (embeddings, final norm, head); they are matched by shape and name.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class _Part:
 
 
 def model_names(model: PreTrainedModel, specs: Mapping[str, TensorSpec], folder: Path) -> dict[str, str]:
-    """For each of the model's names the pipeline's.
+    """Map each of the model's tensor names to the pipeline's name.
 
     Args:
-        model: all of it, on the meta device.
-        specs: of the pipeline's tensors.
-        folder: for messages.
+        model: the full model, on the meta device.
+        specs: dtypes and shapes of the pipeline's tensors.
+        folder: the checkpoint's folder, for messages.
 
     Raises:
         CheckpointError: the layers aren't the model's, or a tensor's name is ambiguous.
@@ -135,7 +135,7 @@ def _wrapper(part: _Part, specs: Mapping[str, TensorSpec], layer: Mapping[str, T
 
 
 def _units_around(outline: Outline, part: _Part, count: int) -> Sequence[str]:
-    """The modules outside the decoder layers that a part of the pipeline can be, by where in it the part is."""
+    """The modules outside the decoder layers that a part can be, given how many decoder layers precede it."""
     if part.number is None:
         return (*outline.before, *outline.after, *outline.head)
     if count == 0:
@@ -144,7 +144,7 @@ def _units_around(outline: Outline, part: _Part, count: int) -> Sequence[str]:
 
 
 def _find(local: str, spec: TensorSpec, candidates: Mapping[str, TensorSpec], who: str) -> str:
-    """The candidate with the tensor's shape whose dotted name has the longest suffix in common with its own."""
+    """Of the candidates with the tensor's shape, the one whose dotted name shares the longest suffix with its own."""
     ends = {
         name: _common_end(name, local)
         for name, candidate in candidates.items()

@@ -42,17 +42,17 @@ class _Group:
 
 
 def plain_masters(states: ModelStates, path: Path) -> dict[str, PickledTensor]:
-    """The fp32 weights by name; none if the optimizer steps the model's own.
+    """The fp32 weights by name; empty if the optimizer steps the model's own weights.
 
     Args:
-        states: of a checkpoint without ZeRO.
-        path: of its file.
+        states: the states of a checkpoint without ZeRO.
+        path: their file.
 
     Raises:
         CheckpointError: they can't be matched with the model's weights unambiguously.
     """
     groups = _groups(states.ranks[0].get("optimizer"), path)
-    # Keyed by the place in the file, because tied parameters are several names of one tensor.
+    # Keyed by the position in the file, because tied parameters are several names of one tensor.
     found: dict[tuple[Extent, ...], PickledTensor | None] = {}
     with ExtentReader() as reader:
         for name, tensor in states.tensors.items():

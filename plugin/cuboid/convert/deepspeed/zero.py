@@ -22,11 +22,11 @@ _FRAGMENTS = "fp32_flat_groups"
 
 
 def zero_masters(paths: Sequence[Path], states: ModelStates, *, trusted: bool) -> dict[str, PickledTensor]:
-    """The fp32 weights that the data-parallel ranks' files make up together.
+    """Assemble the fp32 weights from the files of all data-parallel ranks.
 
     Args:
-        paths: of their ``*_optim_states.pt``, by rank.
-        states: of the same model-parallel rank.
+        paths: their ``*_optim_states.pt``, by rank.
+        states: the model states of the same model-parallel rank.
         trusted: whether pickles may be loaded.
 
     Raises:
@@ -102,8 +102,8 @@ def universal_masters(folder: Path, states: Sequence[ModelStates], *, trusted: b
     """The fp32 weights of a universal checkpoint: one file for each parameter.
 
     Args:
-        folder: of the tag, with ``zero/`` in it.
-        states: of all model-parallel ranks, which have the shape where a file has its tensor flattened.
+        folder: the tag's folder, with ``zero/`` in it.
+        states: the states of all model-parallel ranks; a tensor that is stored flat gets its shape from them.
         trusted: whether pickles may be loaded.
 
     Raises:

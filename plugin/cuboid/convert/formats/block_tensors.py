@@ -20,7 +20,8 @@ class Tensors:
 
     Attributes:
         specs: dtype and shape by name.
-        blocks: yields a tensor's rows in consecutive blocks, at least one; a tensor without dims is one block.
+        blocks: yields a tensor's rows in consecutive blocks ``[rows, *shape[1:]]``, at least one; a tensor without
+            dims is one block.
     """
 
     specs: Mapping[str, TensorSpec]
@@ -32,7 +33,7 @@ class Tensors:
         return sum(spec.nbytes for spec in self.specs.values())
 
     def renamed(self, names: Mapping[str, str]) -> Tensors:
-        """Select and rename tensors; ``names`` has for each new name the present one."""
+        """Select and rename tensors; ``names`` maps each new name to the present one."""
         return Tensors({new: self.specs[old] for new, old in names.items()}, lambda new: self.blocks(names[new]))
 
     def cast(self, dtype: torch.dtype | None) -> Tensors:

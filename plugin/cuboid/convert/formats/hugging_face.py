@@ -30,8 +30,8 @@ def open_weights(folder: Path, stack: ExitStack, *, trusted: bool) -> Tensors:
     """The weights of a folder in which :func:`weights_in` found some.
 
     Args:
-        folder: of the checkpoint.
-        stack: closes the files.
+        folder: the checkpoint's folder.
+        stack: closes the files on exit.
         trusted: whether pickles may be loaded.
 
     Raises:
@@ -72,7 +72,7 @@ def _open_pickles(folder: Path, found: str, stack: ExitStack, trusted: bool) -> 
 
 
 def pickled_tensors(tensors: Mapping[str, PickledTensor], stack: ExitStack) -> Tensors:
-    """Tensors in pickles, whose files the stack closes."""
+    """Tensors that are read from pickles; the stack closes the files."""
     reader = stack.enter_context(ExtentReader())
     return Tensors({name: tensor.spec for name, tensor in tensors.items()}, lambda name: reader.blocks(tensors[name]))
 

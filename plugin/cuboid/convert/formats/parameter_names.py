@@ -25,13 +25,13 @@ from cuboid.weights.state_dict_map import stored_together
 
 
 def blank_model(config: Path) -> PreTrainedModel:
-    """The causal language model of a ``config.json``, or of a folder that has one, on the meta device.
+    """Build the causal language model of a ``config.json``, or of a folder that has one, on the meta device.
 
     Raises:
         CheckpointError: there is no config, or transformers can't read it.
-        UnsupportedModelError: it isn't of a causal language model.
+        UnsupportedModelError: the config isn't that of a causal language model.
     """
-    # Converting must not run code that comes with a checkpoint.
+    # A conversion must not run code that comes with a checkpoint.
     settings = model_config(config, trust_remote_code=False)
     if type(settings) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModelError(f"{config}: isn't of a causal language model, but of a {settings.model_type}")
@@ -63,8 +63,8 @@ def load_targets(model: PreTrainedModel, names: Iterable[str]) -> dict[str, Load
     """The targets of a checkpoint's tensors, by name. Tensors that the model doesn't use have none.
 
     Args:
-        model: all of it, on any device.
-        names: of all tensors of the checkpoint.
+        model: the full model, on any device.
+        names: names of all tensors of the checkpoint.
     """
     conversions = get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
@@ -100,7 +100,7 @@ def as_stored(model: PreTrainedModel, tensors: Tensors) -> Tensors:
         blank = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
         for stored, value in core_model_loading.revert_weight_conversion(model, blank).items():
             forms[stored] = _Form(tuple(names), converted, TensorSpec(value.dtype, tuple(value.shape)))
-    # A group is stored as several tensors, which are read one after the other: the last group's are cached.
+    # A group is stored as several tensors, which are requested one by one: only the last group's are cached.
     cache: dict[str, torch.Tensor] = {}
 
     def blocks(name: str) -> Iterator[torch.Tensor]:
@@ -120,7 +120,7 @@ def as_stored(model: PreTrainedModel, tensors: Tensors) -> Tensors:
 
 @dataclass(frozen=True)
 class _Form:
-    """A stored tensor: the tensors in memory it is made of, and whether more than the name differs."""
+    """A stored tensor: the tensors in memory that it is computed from, and whether more than the name differs."""
 
     origins: tuple[str, ...]
     converted: bool

@@ -1,6 +1,6 @@
-"""Read tensors from the files of ``torch.save``: first their places without their bytes, then piece by piece.
+"""Read tensors from the files of ``torch.save``: first their offsets without their data, then the data in blocks.
 
-A pickle can run code when it is loaded. So none is loaded unless the user trusts it, and then with
+A pickle can run code when it is loaded. So none is loaded unless the user trusts it, and then only with
 ``weights_only=True``, which allows tensors and plain containers only. DeepSpeed also pickles objects of a few classes
 of its own; they are replaced by inert placeholders, and no other class is allowed.
 """
@@ -45,7 +45,7 @@ _PLACEHOLDERS: dict[str, type] = {
 
 #: Files of torch.save from before version 1.6, which aren't zip archives, begin with a pickle of this number.
 _OLD_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
-#: Files that are open at a time. The common limit of a process is 1024.
+#: Maximum number of open files. The common limit of a process is 1024.
 _MOST_FILES = 256
 
 
@@ -54,10 +54,10 @@ class Extent:
     """A contiguous run of elements in a file.
 
     Attributes:
-        path: of the file.
+        path: the file.
         position: offset of the first byte.
         count: number of elements.
-        dtype: of the elements.
+        dtype: dtype of the elements.
     """
 
     path: Path
@@ -66,7 +66,7 @@ class Extent:
     dtype: torch.dtype
 
     def part(self, start: int, stop: int) -> Extent:
-        """Its elements [start, stop)."""
+        """The extent of its elements [start, stop)."""
         return Extent(self.path, self.position + start * self.dtype.itemsize, stop - start, self.dtype)
 
 
@@ -82,7 +82,7 @@ def load_pickle(path: Path, *, trusted: bool) -> Any:
     """The contents of a file of ``torch.save``, with tensors on the meta device; :func:`extent_of` finds their bytes.
 
     Args:
-        path: of the file, a zip archive with a checksum for each of its members, all of which are compared first.
+        path: the file, a zip archive with a checksum for each of its members; all of them are compared first.
         trusted: whether pickles may be loaded.
 
     Raises:
@@ -152,7 +152,7 @@ def _check_members(path: Path, archive: zipfile.ZipFile, descriptor: int) -> dic
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested dicts, lists and attributes; objects may refer to one another in circles."""
+    """All tensors in nested dicts, lists and attributes, which may contain reference cycles."""
     seen: set[int] = set()
     rest = [value]
     while rest:
@@ -171,7 +171,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _check_place(path: Path, tensor: torch.Tensor, members: Mapping[int, int]) -> None:
-    """Check that a tensor lies within the archive's member that is its storage."""
+    """Check that a tensor lies within the archive member that holds its storage."""
     place = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if tensor.numel() == 0 or place is None:
         return
@@ -210,7 +210,7 @@ def _old_format(path: Path) -> str:
 
 
 def pickled_tensor(path: Path, name: str, tensor: torch.Tensor) -> PickledTensor:
-    """A tensor that a file has in one piece."""
+    """A tensor that is contiguous in its file."""
     return PickledTensor(TensorSpec(tensor.dtype, tuple(tensor.shape)), (extent_of(path, name, tensor),))
 
 
@@ -240,7 +240,7 @@ class ExtentReader:
             yield flat.view(rows.stop - rows.start, *spec.shape[1:]) if spec.shape else flat.view(())
 
     def read(self, chain: Sequence[Extent], start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """The elements [start, start + count) of a chain, flat; the chain must have them all."""
+        """Read elements [start, start + count) of a chain, as ``[count]``; the chain must contain all of them."""
         flat, filled = torch.empty(count, dtype=dtype), 0
         for extent in cut(chain, start, count):
             assert extent.dtype == dtype, "parts of one tensor have one dtype"
@@ -251,6 +251,7 @@ class ExtentReader:
 
     def _fill(self, data: memoryview, extent: Extent) -> None:
         descriptor, position = self._descriptor(extent.path), extent.position
+        # A single read returns at most 2 GiB on Linux.
         while data:
             count = os.preadv(descriptor, [data], position)
             if count == 0:

@@ -27,9 +27,9 @@ class RankPlan:
     """The contents of all ranks' files.
 
     Attributes:
-        mesh: of each stage.
+        mesh: the mesh of each stage.
         layers: number of layers of each stage; empty without a pipeline.
-        tensors: by the name in the full checkpoint.
+        tensors: all tensors, by their names in the full checkpoint.
         unused: tensors of the checkpoint that the model declares as ignored.
         placement: the pipeline rank of each stage; empty where each rank has one.
     """
@@ -52,9 +52,9 @@ def plan_ranks(
 
     Args:
         model_config: folder with a ``config.json``, or the file.
-        specs: of the full checkpoint's tensors.
-        config: with the mesh and the pipeline.
-        world_size: of the job that will load them, including replicas; by default that of one replica.
+        specs: dtypes and shapes of the full checkpoint's tensors.
+        config: Cuboid's config, with the mesh and the pipeline.
+        world_size: number of ranks of the job that will load them, all replicas included; by default one replica's.
 
     Raises:
         CheckpointError: the checkpoint lacks a parameter, or has a tensor that the model doesn't know.
@@ -127,7 +127,7 @@ def _check(
                 f"{list(shape)}"
             )
     if any(target.converted for target in targets.values()):
-        # Only transformers' loader knows which parameters a conversion produces; it raises if one is missing.
+        # Which parameters a conversion produces is only known in transformers' loader, which raises if one is missing.
         return
     ties: Mapping[str, str] = model.all_tied_weights_keys
     present = {target.parameter for target in targets.values()}

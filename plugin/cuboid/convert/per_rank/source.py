@@ -17,9 +17,9 @@ from cuboid.errors import CheckpointError
 from cuboid.tensor3d.sharding.sharding_spec import shard_boxes
 from cuboid.weights.rank_folder import SHARDS, RankFolder, RankTensor, file_name, shard_spec
 
-#: Files that are open at a time. The common limit of a process is 1024.
+#: Maximum number of open files. The common limit of a process is 1024.
 _MOST_FILES = 256
-#: Makes a progress bar for a number of bytes; the function that it gives advances it.
+#: Opens a progress bar for a number of bytes and yields the function that advances it.
 ProgressBar = Callable[[int], AbstractContextManager[Callable[[int], Any]]]
 
 
@@ -27,9 +27,9 @@ def open_rank_files(folder: Path, stack: ExitStack, checking: ProgressBar) -> Te
     """The full tensors of a folder of per-rank files, all of which are first compared with their checksums.
 
     Args:
-        folder: with a ``shards.json``.
-        stack: closes the files.
-        checking: makes the bar for the comparison.
+        folder: one with a ``shards.json``.
+        stack: closes the files on exit.
+        checking: opens a progress bar for the comparison.
 
     Raises:
         CheckpointError: names a file that is missing, foreign, truncated or altered.
@@ -47,7 +47,7 @@ def rank_file_faults(folder: Path, document: RankFolder, advance: Callable[[int]
     """A message for each fault of the files.
 
     Args:
-        folder: of the files.
+        folder: the files' folder.
         document: its ``shards.json``.
         advance: called with each file's size after it was read; None to check sizes only.
     """
@@ -89,8 +89,8 @@ class _RankFiles:
             block = torch.empty((rows.stop - rows.start, *tensor.shape[1:]), dtype=tensor.spec.dtype)
             for at in ranks:
                 file = self._file(name, tensor, at)
-                # ``here`` is a box of the rank's shard, ``there`` its place in the full tensor; of both, the rows that
-                # are in this block.
+                # ``here`` is a box of the rank's shard, ``there`` the same box in the full tensor; both are clipped to
+                # the rows of this block.
                 for (here, *inner), (there, *others) in shard_boxes(layout, self._mesh, at):
                     low, high = max(there.start, rows.start), min(there.stop, rows.stop)
                     if low < high:

@@ -23,13 +23,13 @@ def write_rank_files(folder: Path, tensors: Tensors, plan: RankPlan, advance: Ca
     """Write one file for each rank of one replica: each coordinate in the pipeline and its mesh.
 
     Args:
-        folder: an existing one.
-        tensors: full ones.
-        plan: for these tensors.
+        folder: an existing folder.
+        tensors: the full tensors.
+        plan: the plan for these tensors.
         advance: called with the size of each block after it was written, once for each stage that has it.
 
     Returns:
-        Contents of ``shards.json``, without the files beside these.
+        Contents of ``shards.json``, without the auxiliary files.
     """
     pipe = pipeline_ranks(plan.layers, plan.placement)
     places = Topology(plan.mesh, plan.mesh.size * pipe, pipe)
@@ -82,7 +82,7 @@ def _write_stage(
 
 
 class _RankWriter:
-    """Takes full rows and writes the part of them that its rank has."""
+    """Writes one rank's part of full rows."""
 
     def __init__(self, file: TensorFileWriter, mesh: MeshShape, at: Coordinate) -> None:
         self._file, self._mesh, self._at = file, mesh, at

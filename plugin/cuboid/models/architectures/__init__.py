@@ -1,1 +1,1 @@
-"""What each module of an architecture is for, which tasks are supported, and what an architecture was certified for."""
+"""Roles of an architecture's modules, the supported tasks, and what an architecture was certified for."""

@@ -14,7 +14,7 @@ from cuboid.distributed.topology import Coordinate, MeshShape
 
 @dataclass(frozen=True)
 class HeadCounts:
-    """Attention heads of a model: queries, keys/values, and features of each."""
+    """Numbers of a model's query and key/value heads, and of the features of a head."""
 
     query: int
     key_value: int
@@ -22,8 +22,8 @@ class HeadCounts:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> HeadCounts:
-        """Read the counts from a Hugging Face config. One without attention has a single head of each."""
-        with suppress(ValueError):  # Several parts that could be meant.
+        """Read the counts from a Hugging Face config. A model without attention has a single head of each."""
+        with suppress(ValueError):  # It has several text configs.
             config = config.get_text_config()
         query = _number(config, ("num_attention_heads", "num_heads", "n_heads", "n_head")) or 1
         key_value = _number(config, ("num_key_value_heads", "num_kv_heads")) or query
@@ -32,9 +32,9 @@ class HeadCounts:
 
 
 def _number(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
-    """The first of some attributes that is a count; models with several kinds of layers have lists of them."""
+    """The first of some attributes that is an int; models whose layers differ have lists instead."""
     for name in names:
-        # Some raise an error of their own where layers differ.
+        # Some configs raise an error of their own if layers differ.
         with suppress(Exception):
             value = getattr(config, name)
             if isinstance(value, int):
@@ -46,13 +46,13 @@ def _number(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
 class KeyValuePlan:
     """How one rank gets the key/value heads that its query heads attend to.
 
-    Query heads go over (sequence, hidden), the first slowest.
+    Query heads are distributed over (sequence, hidden), with `sequence` varying slowest.
 
     Args:
-        scattered: KV heads divide by sequence × hidden and are handed out like the query heads.
-        split_by_sequence: the weight's block holds the KV heads of one `sequence` index; else all of them.
-        first: first KV head that is multiplied, counted from the block's first.
-        heads: number of KV heads that are multiplied.
+        scattered: whether KV heads divide by sequence × hidden and are distributed like the query heads.
+        split_by_sequence: whether the weight's block has the KV heads of one `sequence` index only, and not all.
+        first: first KV head to compute, counted from the block's first.
+        heads: number of KV heads to compute.
         keep: which of those heads this rank keeps, in order; may repeat.
         groups: query heads for each kept KV head on this rank.
     """
@@ -75,7 +75,7 @@ def plan_key_value_heads(counts: HeadCounts, mesh: MeshShape, at: Coordinate) ->
     per_rank, per_sequence = counts.query // ranks, counts.query // mesh.sequence
     start = at.index(("sequence", "hidden"), mesh) * per_rank
     needed = [query // per_group for query in range(start, start + per_rank)]
-    # The ranks along `hidden` add up the same heads, so they multiply all that any of them needs.
+    # Ranks along `hidden` sum partial products of the same heads, so each computes all heads that any of them needs.
     low = at.sequence * per_sequence // per_group
     high = ((at.sequence + 1) * per_sequence - 1) // per_group + 1
     by_sequence = counts.key_value % mesh.sequence == 0
@@ -91,7 +91,7 @@ def plan_key_value_heads(counts: HeadCounts, mesh: MeshShape, at: Coordinate) ->
 
 
 def copies_of_key_value_heads(counts: HeadCounts, mesh: MeshShape, at: Coordinate) -> tuple[int, ...]:
-    """For each key/value head that the rank at ``at`` keeps, in how many places all ranks of its replica keep it."""
+    """For each key/value head that the rank at ``at`` keeps, the number of copies over sequence × hidden."""
 
     def kept(sequence: int, hidden: int) -> list[int]:
         plan = plan_key_value_heads(counts, mesh, replace(at, sequence=sequence, hidden=hidden))
@@ -106,7 +106,7 @@ def copies_of_key_value_heads(counts: HeadCounts, mesh: MeshShape, at: Coordinat
 
 
 def _without_repeats(needed: list[int]) -> tuple[list[int], int]:
-    """KV heads to keep, and query heads for each: every head once if they are needed equally often, in order."""
+    """KV heads to keep, and query heads for each: one copy of a head if all are needed equally often, in order."""
     heads = sorted(set(needed))
     groups, rest = divmod(len(needed), len(heads))
     if rest == 0 and needed == [head for head in heads for _ in range(groups)]:

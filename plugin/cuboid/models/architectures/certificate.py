@@ -1,4 +1,4 @@
-"""With what an architecture was seen to be right, and the errors for all else."""
+"""The results of an architecture's certification, and the errors for everything that failed it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import torch
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.tensor3d.layers.vocab_cross_entropy import PADDING
 
-#: Cut into stages only; into segments as well; or cut into stages and filled up to a multiple of what a mesh needs.
+#: How a pipeline runs a model: in stages only; in stages and segments; or with sequences padded to a multiple of what a
+#: mesh or segments need.
 Mode = Literal["whole", "segments", "filled"]
 MODES: tuple[Mode, ...] = ("whole", "segments", "filled")
-#: How what follows a base model is computed: split as the rest; as one head of few outputs, which all ranks get
-#: whole; or of hidden states that are gathered, by every rank alike.
+#: How the modules after a base model are computed. "split": sharded like the rest. "labels": one head of few outputs,
+#: which all ranks get whole. "whole": from gathered hidden states, identically on every rank.
 HeadPlan = Literal["split", "labels", "whole"]
-#: What a model is given: embeddings, which are split; ids of whole sequences, with positions; ids without positions,
-#: which it counts by itself; images, which are whole up to the first layer.
+#: What a model's forward is given. "embeddings": a rank's shard of them. "ids": those of whole sequences, with
+#: positions. "only ids": the model counts positions by itself. "pixels": images; activations are whole up to the first
+#: layer.
 Inputs = Literal["embeddings", "ids", "only ids", "pixels"]
-#: What a micro-batch may have besides whole rows.
+#: Kinds of micro-batches, each of which is certified by itself.
 Kind = Literal[
     "whole rows",
     "padding on the left",
@@ -29,7 +31,7 @@ Kind = Literal[
     "labels in padding on the right",
     "packed sequences",
 ]
-#: Kinds whose padding has labels; by the kind of the padding alone.
+#: Maps a kind of padding to the kind whose padding has labels, too.
 LABELLED: dict[Kind, Kind] = {
     "padding on the left": "labels in padding on the left",
     "padding on the right": "labels in padding on the right",
@@ -38,15 +40,15 @@ LABELLED: dict[Kind, Kind] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one architecture and config.
+    """The result of probing one architecture and config.
 
     Args:
-        refused: for each mode the kinds of micro-batches that are not right, and why. A mode whose whole rows aren't
-            right can't be used at all.
-        error: the largest relative error of what was found right.
-        gives_cache: whether layers are right with segments only if something stands for a cache of the ones before.
-        shifts_labels: whether a causal model's own loss compares each position with the label after it. That of
-            ``BartForCausalLM`` and similar models compare it with its own.
+        refused: for each mode, the kinds of micro-batches with wrong results, and why. A mode in which whole rows are
+            wrong can't be used at all.
+        error: the largest relative error among the results that passed.
+        gives_cache: whether segments are right only if layers get a stand-in for a cache of the previous segments.
+        shifts_labels: whether a causal model's own loss compares each position with the next label. In
+            ``BartForCausalLM`` and similar models it compares a position with its own label.
     """
 
     refused: dict[Mode, dict[Kind, str]] = field(default_factory=dict)
@@ -55,32 +57,32 @@ class Verdict:
     shifts_labels: bool = True
 
     def reason_against(self, mode: Mode) -> str | None:
-        """Why a mode can't be used, if it can't."""
+        """The reason why a mode can't be used; None if it can."""
         return self.refused.get(mode, {}).get("whole rows")
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What may be done with a model in a pipeline.
+    """What a pipeline may do with a model.
 
     Args:
-        verdict: of the probe; None where there could be none.
-        obstacle: why there could be none.
+        verdict: of the probe; None if the model couldn't be probed.
+        obstacle: why it couldn't be probed.
     """
 
     verdict: Verdict | None
     obstacle: str = ""
 
     def check_model(self, name: str, modes: tuple[Mode, ...], *, verified: bool) -> None:
-        """Make sure that a model can be used so.
+        """Check that a model can be used in some modes.
 
         Args:
             name: of its class.
-            modes: how.
-            verified: whether the user says that ``cuboid verify`` passed on the real weights.
+            modes: to be used.
+            verified: whether the config states that ``cuboid verify`` passed on the real weights.
 
         Raises:
-            UnsupportedModelError: it can't, or nobody knows.
+            UnsupportedModelError: one of them is wrong, or the model couldn't be probed and isn't verified.
         """
         if self.verdict is None:
             if verified:
@@ -102,15 +104,15 @@ class Certificate:
         return ""
 
     def modes(self, *, is_cut: bool, is_filled: bool) -> tuple[Mode, ...]:
-        """How a model is used: with sequences that are cut into segments, or filled up."""
+        """The modes that a run uses, given whether sequences are cut into segments and whether they are padded."""
         first: Mode = "segments" if is_cut else "whole"
         return (first, "filled") if is_filled else (first,)
 
     def check_batch(self, batch: Mapping[str, torch.Tensor], modes: tuple[Mode, ...], name: str) -> None:
-        """Make sure that a kind of micro-batch was seen to be right.
+        """Check that a micro-batch is of no kind that the probe found wrong.
 
         Raises:
-            CuboidError: it was seen to be wrong.
+            CuboidError: it is of such a kind.
         """
         if self.verdict is None:
             return
@@ -126,32 +128,32 @@ class Certificate:
 
     @property
     def gives_cache(self) -> bool:
-        """Whether layers must be given something for a cache of the segments before."""
+        """Whether layers must get a stand-in for a cache of the previous segments."""
         return self.verdict is not None and self.verdict.gives_cache
 
     @property
     def shifts_labels(self) -> bool:
-        """See :class:`Verdict`; as almost all do, where nobody knows."""
+        """See :class:`Verdict`; True if there is none, as it is for almost all models."""
         return self.verdict is None or self.verdict.shifts_labels
 
 
 @dataclass(frozen=True)
 class MeshVerdict:
-    """What came of one architecture and config on meshes.
+    """The result of probing one architecture and config on meshes.
 
     Args:
-        refused: kinds of micro-batches that are not right, and why. If whole rows aren't right, nothing is.
-        whole: blocks that have to be computed whole, by their names inside their layer; ``""`` for the layers.
-        splits_late: whether activations have to be whole up to the first layer, because the model's own code takes
-            lengths from them, and are split there.
-        gathers_logits: whether logits have to be whole on every rank, because the model has a loss of its own.
-        with_stages: why a mesh can't be used together with stages, or with segments too, where it can't.
-        error: the largest relative error of what was found right.
-        blocks: all that is computed whole in layers, by such names, also for want of rules.
-        inputs: what the model is given.
-        head: how what is after the base model is computed.
+        refused: kinds of micro-batches with wrong results, and why. If whole rows are wrong, no mesh can be used.
+        whole: blocks that must be computed whole, by their names inside their layer; ``""`` for whole layers.
+        splits_late: whether activations stay whole up to the first layer and are split there, because the model's own
+            code reads lengths from them.
+        gathers_logits: whether every rank needs whole logits, because the model has a loss of its own.
+        with_stages: the modes in which a mesh can't be combined with pipeline stages, and why.
+        error: the largest relative error among the results that passed.
+        blocks: all blocks of layers that are computed whole, named as in ``whole``, including those without a rule.
+        inputs: what the model is given; see :data:`Inputs`.
+        head: how modules after the base model are computed; see :data:`HeadPlan`.
         counts_items: whether the loss is divided by ``num_items_in_batch`` where that is given.
-        token_types: whether there may be ``token_type_ids``.
+        token_types: whether a micro-batch may have ``token_type_ids``.
     """
 
     refused: dict[Kind, str] = field(default_factory=dict)
@@ -167,11 +169,11 @@ class MeshVerdict:
     token_types: bool = False
 
     def check_model(self, name: str, mode: Mode | None = None) -> None:
-        """Make sure that a model of a class of this name can be used on a mesh at all.
+        """Check that a model can be used on a mesh at all.
 
         Args:
-            name: of the class.
-            mode: how its stages run, if it is to be cut into stages as well.
+            name: of its class.
+            mode: how its pipeline stages run, if it has any.
 
         Raises:
             UnsupportedModelError: it can't.
@@ -185,10 +187,10 @@ class MeshVerdict:
             raise UnsupportedModelError(f"{name} isn't right on a mesh {_WORDS[mode]}: {reason}")
 
     def check_batch(self, batch: Mapping[str, torch.Tensor], name: str) -> None:
-        """Make sure that a kind of micro-batch was seen to be right.
+        """Check that a micro-batch is of no kind that the probe found wrong.
 
         Raises:
-            CuboidError: it was seen to be wrong.
+            CuboidError: it is of such a kind.
         """
         if not self.refused:
             return
@@ -211,7 +213,7 @@ def _advice(kind: Kind) -> str:
 
 
 def _kinds_of(batch: Mapping[str, torch.Tensor], among: Collection[Kind]) -> list[Kind]:
-    """Which of some kinds a micro-batch is of. The host waits for as few numbers as these need."""
+    """The kinds in ``among`` that a micro-batch is of. Other kinds aren't checked: each check waits for the device."""
     kinds: list[Kind] = ["whole rows"]
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     target_mask = batch.get("decoder_attention_mask")
@@ -231,12 +233,12 @@ def _kinds_of(batch: Mapping[str, torch.Tensor], among: Collection[Kind]) -> lis
 
 
 def _has_label(batch: Mapping[str, torch.Tensor], positions: torch.Tensor) -> bool:
-    """Whether some of the tokens at ``[B, S]`` positions are labels."""
+    """Whether any token that the mask ``positions`` ``[B, S]`` selects is a label."""
     labels, shifted = batch.get("labels"), batch.get("shift_labels")
     if labels is not None and labels.shape == positions.shape:
         return bool((positions & (labels != PADDING)).any())
     if shifted is None or shifted.shape != positions.shape:
         return False
-    # Its entries are of the tokens after them, and the last one's isn't among them.
+    # Entry i is the label of token i + 1. The last one's token isn't in the sequence; the last position stands for it.
     after = torch.cat([positions[:, 1:], positions[:, -1:]], dim=1)
     return bool((after & (shifted != PADDING)).any())

@@ -1,8 +1,8 @@
-"""How the experts of a mixture lie in memory, read off the module that has them all.
+"""How the weights of a mixture's experts are stored, read from the module that has all experts of a layer.
 
-transformers marks such modules with ``use_experts_implementation``, which says of each class whether it has a gate and
-biases, and how its weights lie; its kernels go by that, and so do ours. Llama 4's have no mark: every expert is given
-all tokens.
+transformers marks such modules with ``use_experts_implementation``, which records whether a class has a gate and
+biases, and how its weights are stored. Its kernels rely on that, and so do ours. Llama 4's experts have no mark: every
+expert is given all tokens.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_c
 
 
 def expert_form(module: nn.Module, per_token: int | None = None) -> ExpertForm | None:
-    """The form of a module that is all experts of a layer; None if it isn't, or computes something else in between.
+    """The form of a module with all experts of a layer; None for other modules, and for experts without a rule.
 
     Args:
-        module: perhaps such a one.
-        per_token: how many experts a token is sent to, if the model's config says so.
+        module: any module.
+        per_token: number of experts for each token, if the model's config has it.
     """
     if not all(isinstance(getattr(module, name, None), bool) for name in _FLAGS):
         return _form_of_scaled(module, per_token)
     flags: dict[str, bool] = {name: getattr(module, name) for name in _FLAGS}
     if flags["has_post_expert_norm"]:
-        # Of each expert's whole output, which no rank has.
+        # That norm needs each expert's whole output, which no rank has.
         return None
     gated = flags["has_gate"]
     up, down = "gate_up_proj" if gated else "up_proj", "down_proj"
@@ -45,7 +45,7 @@ def expert_form(module: nn.Module, per_token: int | None = None) -> ExpertForm |
 
 
 def _form_of_scaled(module: nn.Module, per_token: int | None) -> ExpertForm | None:
-    """Of experts that are given all tokens. Whether their code computes what the form says, the probe finds out."""
+    """The form of experts that are given all tokens. The probe finds out whether their code computes that."""
     if per_token is None or not hasattr(module, "act_fn") or len(inspect.signature(module.forward).parameters) != 1:
         return None
     form = ExpertForm(
@@ -63,7 +63,7 @@ def _form_of_scaled(module: nn.Module, per_token: int | None) -> ExpertForm | No
 
 
 def _is_of_form(module: nn.Module, form: ExpertForm) -> bool:
-    """Whether a module has the parameters of a form, and no others."""
+    """Whether a module has exactly the parameters of a form."""
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     if shapes.keys() != {form.up, form.down, *form.biases} or any(len(shapes[n]) != 3 for n in (form.up, form.down)):
         return False

@@ -1,4 +1,4 @@
-"""Which formula a norm's class of Hugging Face computes, found out by running it."""
+"""Find out which formula a Hugging Face norm class computes, by running it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
-#: Written into the code of those that have no attribute.
+#: Candidates for norms whose code has a literal eps instead of an attribute.
 _EPS_VALUES = (1e-5, 1e-6, 1e-8, 1e-12)
 #: What is added to the weight: nothing (Llama and most others) or one (Gemma).
 _OFFSETS = (0.0, 1.0)
-#: Features of the probe where the module has no parameter that says how many.
+#: Features of the probe if neither parameters nor attributes of the module give their number.
 _SIZE = 24
 
 
@@ -42,10 +42,10 @@ class NormFormula:
 
 
 def norm_formula(module: nn.Module) -> NormFormula | None:
-    """The formula of a module that normalizes its last dim; None if it computes something else, or can't be asked.
+    """The formula of a module that normalizes its last dim; None if it computes something else, or can't be run.
 
-    The classes differ in name and in formula, so the module's own forward is asked, on a few numbers, instead of
-    trusting the name. Their scale is such that eps matters.
+    The classes differ in name and in formula, so the module's own forward is run on a few numbers instead of trusting
+    the name. Some of the numbers are small enough for eps to matter.
     """
     own = dict(module.named_parameters())
     if own.keys() - {"weight", "bias"} or any(parameter.dim() != 1 for parameter in own.values()):

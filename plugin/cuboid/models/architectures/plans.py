@@ -1,25 +1,25 @@
-"""How architectures are split that have no ``base_model_tp_plan`` of their own, in the words of such plans.
+"""Plans for architectures that have no ``base_model_tp_plan`` of their own, in the same vocabulary.
 
-Nothing here decides what is accepted: a small model of the architecture is run on small meshes first
-(``models/certification``), and what isn't right then is computed whole or rejected.
+A plan doesn't decide what is accepted: a small model of the architecture is run on small meshes first
+(``models/certification``), and whatever is wrong there is computed whole or rejected.
 
-To add an architecture, give the modules of its layers a style, as ``config.json``'s plan would:
+To add an architecture, give the modules of its layers a style, as ``base_model_tp_plan`` would:
 
-* ``"colwise"``: the input is the block's own, the features of the output are split. Those of attention are whole heads,
-  also where query, key and value of one head lie side by side in one weight.
-* ``"packed_colwise"``: the same of several projections in one weight, one after another; ``"packed_colwise_3"`` says
-  how many, where they aren't two.
-* ``"rowwise"``: the features of the input are split, and the output is the block's.
-* ``"latent"``: the input is the block's own, the output is whole; ``"from_latent"``: the input is whole, and the
-  features of the output are split, of whole heads.
+* ``"colwise"``: the input is the block's, and out features are sharded. In attention, shards are whole heads, also if
+  query, key and value of each head are adjacent in one weight.
+* ``"packed_colwise"``: the same for two projections that are concatenated in one weight; ``"packed_colwise_3"`` for
+  three.
+* ``"rowwise"``: in features are sharded, and the output is the block's.
+* ``"latent"``: the input is the block's, and the output is whole; ``"from_latent"``: the input is whole, and out
+  features are sharded into whole heads.
 
-``*`` stands for one part of a name. A block with a module that has no style, such as a convolution, is computed whole.
+``*`` matches one part of a name. A block with a module that has no style, such as a convolution, is computed whole.
 """
 
 from __future__ import annotations
 
-#: By the last part of a module's name, or the last two, for all architectures: names that many share. A plan of its own
-#: goes first.
+#: Names that many architectures share, by the last part of a module's name or the last two. An architecture's own plan
+#: takes precedence.
 COMMON: dict[str, str] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "query_proj", "key_proj", "value_proj"), "colwise"),
     **dict.fromkeys(("query", "key", "value", "query_key_value", "g_proj"), "colwise"),
@@ -27,21 +27,21 @@ COMMON: dict[str, str] = {
     **dict.fromkeys(("gate_proj", "up_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h", "w1", "w3", "wi"), "colwise"),
     "gate_up_proj": "packed_colwise",
     **dict.fromkeys(("o_proj", "out_proj", "down_proj", "fc2", "fc_out", "dense_4h_to_h", "w2", "wo"), "rowwise"),
-    # By the last two parts, as BERT and its relatives call them.
+    # BERT and its relatives, by the last two parts.
     "intermediate.dense": "colwise",
     "output.dense": "rowwise",
-    # As T5 and its relatives do.
+    # T5 and its relatives.
     **{f"{attention}.{name}": "colwise" for attention in ("SelfAttention", "EncDecAttention") for name in "qkv"},
     **dict.fromkeys(("SelfAttention.o", "EncDecAttention.o"), "rowwise"),
 }
 
-#: By the last part of a module's name, of multi-latent attention, before anything that a plan says.
+#: Projections of multi-latent attention, by the last part of a module's name; these precede any plan.
 LATENT: dict[str, str] = {
     **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "latent"),
     **dict.fromkeys(("q_b_proj", "kv_b_proj"), "from_latent"),
 }
 
-#: By ``config.model_type``; patterns of names after the base model's.
+#: By ``config.model_type``, then by a pattern of the module's name inside the base model.
 PLANS: dict[str, dict[str, str]] = {
     "gpt2": {"h.*.attn.c_attn": "packed_colwise_3", "h.*.attn.c_proj": "rowwise", "h.*.mlp.c_proj": "rowwise"},
     "gpt_bigcode": {"h.*.mlp.c_proj": "rowwise"},

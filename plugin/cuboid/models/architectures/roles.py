@@ -1,7 +1,7 @@
-"""What each module of a Hugging Face model is for: its role on the mesh.
+"""Assign each module of a Hugging Face model its role on the mesh.
 
 A module of a block gets its role from the model's own ``base_model_tp_plan``, else from :mod:`.plans`; embeddings, head
-and norms get theirs from what they are. A block that has a module without a role is computed whole: every rank of
+and norms are recognized without a plan. A block that has a module without a role is computed whole: every rank of
 sequence × hidden gathers its input and its weights, which stay sharded in between, and computes all of it.
 """
 
@@ -48,24 +48,27 @@ Heads = Literal["query", "key_value", "query_key_value"]
 
 @dataclass(frozen=True)
 class Role:
-    """What a module is for.
+    """The role of a module.
 
     Args:
-        kind: ``"whole"``: the module, with all inside it, is computed whole; what is inside has the kind
-            ``"inside"``. ``"gathered"``: of each head by itself, or of latents, with the same parameters. ``"latent"``
-            and ``"from latent"``: to and from the few features of multi-latent attention. ``"experts"``: all experts
-            of a mixture. ``"router"``: beside them, makes a few numbers of all features of a token. ``"tied"``: its
-            parameters are the head's, which is inside it. ``"labels"``: a head of few outputs, which all ranks get
-            whole. ``"bias of heads"``: a table with a number for each attention head in each row, such as one by the
-            distance of two positions. ``"per head"``: attention itself, with a number for each head, such as a sink.
-        heads: what its out features are, where they are attention heads; of a norm, of which heads' features it is.
-        parts: of how many projections, one after another, the out features consist.
-        norm: what a norm computes, of what is split or of latents.
-        experts: how experts lie.
-        width: features of a token, of a router.
-        alone: whether it is called by a layer itself, with a part of the sequence.
+        kind: ``"up"``, ``"down"``: a projection into a block, or out of it.
+            ``"latent"``, ``"from latent"``: a projection to, or from, the few features of multi-latent attention.
+            ``"experts"``: all experts of a mixture.
+            ``"router"``: a module beside experts that computes a few numbers from all features of a token.
+            ``"labels"``: a head of few outputs, which all ranks get whole.
+            ``"tied"``: a module around the head, whose parameters are the head's.
+            ``"gathered"``: a norm of each head by itself, or of latents, with the same parameters for all.
+            ``"per head"``: attention itself, with a number for each head, such as a sink.
+            ``"bias of heads"``: a table whose rows have a number for each head, such as a bias by relative position.
+            ``"whole"``: a module that is computed whole with all modules inside it, whose kind is ``"inside"``.
+        heads: which attention heads the out features are, if any; for a norm, whose features it normalizes.
+        parts: number of projections that are concatenated in the out features.
+        norm: the formula of a norm over sharded features or over latents.
+        experts: how the experts' parameters are stored.
+        width: for a router, the features of a token.
+        alone: whether the layer itself calls it, on a part of the sequence.
         late: whether it may run before activations are split; see :class:`MeshVerdict`.
-        everywhere: whether every rank of the mesh is given the same whole input, behind a base model whose output is
+        everywhere: whether every rank of the mesh gets the same whole input, from a base model whose output is
             gathered.
     """
 
@@ -91,17 +94,17 @@ _HEADS: dict[str, Heads] = {
 def find_roles(
     model: PreTrainedModel, whole: Collection[str] = (), *, splits_late: bool = False, head: HeadPlan = "split"
 ) -> dict[str, Role]:
-    """Roles of all modules that own parameters or normalize, and of blocks that are computed whole, by their names.
+    """Roles by module name: of all modules that own parameters or normalize, and of blocks that are computed whole.
 
     Args:
         model: on any device.
-        whole: names of blocks inside their layer, such as ``"self_attn"``, that are computed whole in any case; ``""``
-            stands for the layers themselves.
+        whole: blocks to compute whole in any case, by their names inside their layer, such as ``"self_attn"``; ``""``
+            for whole layers.
         splits_late: whether activations are whole up to the first layer.
-        head: how what is after the base model is computed.
+        head: how modules after the base model are computed.
 
     Raises:
-        UnsupportedModelError: a parameter that can't be split in any way, by name.
+        UnsupportedModelError: names a module that has no rule and can't be computed whole.
     """
     finder = _Finder(model, frozenset(whole), splits_late, head)
     roles: dict[str, Role] = {}
@@ -112,7 +115,7 @@ def find_roles(
 
 
 def split_blocks(model: PreTrainedModel) -> list[str]:
-    """Names, inside their layer, of the blocks that aren't computed whole, which one could."""
+    """Names, inside their layer, of the blocks that are split, but could be computed whole."""
     finder = _Finder(model)
     found: dict[str, None] = {}
     for name, role in find_roles(model).items():
@@ -122,7 +125,7 @@ def split_blocks(model: PreTrainedModel) -> list[str]:
 
 
 def blocks_computed_whole(model: PreTrainedModel, whole: Collection[str] = ()) -> tuple[str, ...]:
-    """Names, inside their layer, of all blocks of layers that are computed whole; ``""`` for layers."""
+    """Names, inside their layer, of all blocks of layers that are computed whole; ``""`` for whole layers."""
     finder = _Finder(model, frozenset(whole))
     layers = layer_names(model)
     found: dict[str, None] = {}
@@ -133,7 +136,7 @@ def blocks_computed_whole(model: PreTrainedModel, whole: Collection[str] = ()) -
 
 
 def layer_names(model: nn.Module) -> list[str]:
-    """Names of the modules in the outermost lists of modules: decoder layers and the like."""
+    """Names of the children of the outermost module lists: decoder layers and the like."""
     found: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{layer}.") for layer in found):
@@ -142,14 +145,14 @@ def layer_names(model: nn.Module) -> list[str]:
 
 
 def takes_pixels(model: PreTrainedModel) -> bool:
-    """Whether a model is given images, whose embeddings are no table."""
+    """Whether a model's input is images, which have no embedding table."""
     return model.main_input_name == "pixel_values"
 
 
 def token_embeddings(model: PreTrainedModel) -> list[nn.Module]:
-    """What a model looks tokens up in; an encoder and a decoder may have one each, with the same weight."""
+    """A model's token embeddings; an encoder and a decoder may have one each, with the same weight."""
     if takes_pixels(model):
-        # What makes patches of images is no table.
+        # The module that embeds patches is no table.
         return []
     own = _end_of(model.get_input_embeddings)
     if own is None:
@@ -160,7 +163,7 @@ def token_embeddings(model: PreTrainedModel) -> list[nn.Module]:
             with suppress(NotImplementedError):  # A part that has none.
                 if isinstance(part, PreTrainedModel):
                     found[part.get_input_embeddings()] = None
-        # Nobody may call the one that their weights are tied to.
+        # The embedding that their weights are tied to counts, even if no code calls it.
         ties: dict[str, str] = model.all_tied_weights_keys
         tied = [model.get_submodule(name.rpartition(".")[0]) for pair in ties.items() for name in pair]
         found.update(dict.fromkeys(module for module in tied if isinstance(module, nn.Embedding)))
@@ -168,7 +171,7 @@ def token_embeddings(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def output_embeddings(model: PreTrainedModel) -> nn.Module | None:
-    """The head of a language model; None of others, and of a pipeline stage that hasn't the module that it is in."""
+    """A language model's head; None for other models, and for a pipeline stage without the module that has the head."""
     return _end_of(model.get_output_embeddings)
 
 
@@ -195,15 +198,16 @@ class _Finder:
         self._norms: dict[tuple[object, ...], NormFormula | None] = {}
 
     def blocks(self) -> dict[str, list[str]]:
-        """By the name of what is computed as one: the modules in it that need a role."""
+        """The modules that need a role, by the name of the block that is computed as one."""
         found: dict[str, list[str]] = {}
         for name, module in self._modules.items():
             if _owns(module) or _is_norm_without_parameters(module):
                 found.setdefault(self.block_of(name), []).append(name)
-        # What is inside a layer that is computed whole is no block of its own, nor what is beside a pooler's linear.
+        # Modules inside a layer that is a block belong to it, and those beside a pooler's linear layer to the pooler.
         outer = [block for block, members in found.items() if block in self._layers or block not in members]
         if takes_pixels(self._model):
-            # Embeddings have parameters beside their own modules', such as a class token's; the outermost counts.
+            # Image embeddings own parameters, such as a class token, beside modules; the outermost module is the block.
+            # It comes last in ``outer``, so that it wins in ``inner``.
             beside = [block for block in found if block not in outer and not self._inside_layers(block)]
             outer = sorted([*outer, *beside], key=len, reverse=True)
         inner = {name: layer for layer in outer for name in found if name.startswith(f"{layer}.")}
@@ -212,7 +216,7 @@ class _Finder:
         return found
 
     def block_of(self, name: str) -> str:
-        """The child of a layer that a module is in, or is; or the layer; outside layers the module itself."""
+        """The block of a module: the child of a layer that contains it or is it, else the layer."""
         parts = name.split(".")
         layer = next((".".join(parts[:end]) for end in range(1, len(parts) + 1) if self._is_layer(parts[:end])), None)
         if layer is None:
@@ -221,13 +225,13 @@ class _Finder:
             return layer
         for end in range(layer.count(".") + 2, len(parts) + 1):
             block = ".".join(parts[:end])
-            # Lists aren't called themselves.
+            # A module list has no forward, so it is no block.
             if not isinstance(self._modules[block], nn.ModuleList | nn.ModuleDict) and not self._is_sublayer(block):
                 return block
         return layer
 
     def _is_sublayer(self, name: str) -> bool:
-        """Whether a member of a list in a layer is a norm, and one block, with a residual connection around them."""
+        """Whether a member of a list in a layer is just a norm and one block in a residual connection, as in T5."""
         if not name.rpartition(".")[2].isdigit():
             return False
         own = [module for module in self._modules[name].children() if _owns_any(module)]
@@ -235,23 +239,23 @@ class _Finder:
         return len(own) == 2 and len(blocks) == 1 and not _owns(blocks[0]) and not _owns(self._modules[name])
 
     def _outside_of_layers(self, name: str) -> str:
-        """Where a module that has no rule, such as a pooler's, is computed: in what it is a part of."""
+        """The block of a module outside layers: itself or, if it has no rule, as in a pooler, its parent."""
         if self._is_behind_base(name) or self._role(name, is_block=True) is not None:
             return name
         parent = name.rpartition(".")[0]
         inner = {id(module) for module in self._modules[parent].modules()}
         holds = any(id(self._modules[layer]) in inner for layer in self._layers)
         holds = holds or any(module is not None and id(module) in inner for module in self._ends)
-        # What layers or ends are in is the model, or its base model, and no block.
+        # A parent that contains layers, embeddings or the head is the model or its base model, and no block.
         return name if holds or not parent else parent
 
     def _is_behind_base(self, name: str) -> bool:
-        """Whether a module is computed whole because its head is."""
+        """Whether a module comes after the base model and isn't split like the rest."""
         prefix = self._model.base_model_prefix
         return self._head != "split" and name != prefix and not name.startswith(f"{prefix}.")
 
     def inside_of_layer(self, block: str) -> str:
-        """A block's name without its layer's."""
+        """A block's name inside its layer, with ``*`` for numbers."""
         layer = next((layer for layer in self._layers if block.startswith(f"{layer}.")), block)
         return re.sub(r"\.\d+", ".*", block[len(layer) + 1 :])
 
@@ -259,7 +263,7 @@ class _Finder:
         return ".".join(parts) in self._layers
 
     def block_roles(self, block: str, members: list[str]) -> dict[str, Role]:
-        """Of one block."""
+        """Roles of the modules of one block."""
         if self._is_behind_base(block):
             return {name: self._head_role(name) for name in members}
         if self._is_around_head(block):
@@ -282,9 +286,9 @@ class _Finder:
         return {**dict.fromkeys(members, Role("inside")), block: Role("whole")}
 
     def _with_routers(self, block: str, roles: dict[str, Role | None]) -> dict[str, Role | None]:
-        """In a block with experts: what has no role and takes all features of a token is a router."""
+        """In a block with experts, turn modules without a role that take all features of a token into routers."""
         if any("jitter" in name and isinstance(x, float) and x > 0 for name, x in vars(self._modules[block]).items()):
-            # The block's own code multiplies its input with random numbers, of which each element wants others.
+            # The block's own code multiplies each element of its input by a random number of its own: no rule for that.
             return dict.fromkeys(roles)
         width = self._model.config.get_text_config().hidden_size
         found: dict[str, Role | None] = {}
@@ -303,9 +307,9 @@ class _Finder:
         return Role("labels")
 
     def _fits_together(self, block: str, known: Mapping[str, Role]) -> bool:
-        """Whether a block's projections are of both kinds, as the layout needs it: features are split in between.
+        """Whether a block has both "up" and "down" projections or neither, since features are sharded in between.
 
-        In some architectures they are in two blocks, one after another.
+        In some architectures the two are in consecutive blocks of a layer.
         """
         kinds = _projections(known)
         missing = {"up", "down"} - kinds
@@ -315,7 +319,7 @@ class _Finder:
         return any(_projections(other) == missing for other in self._others(layer, block))
 
     def _others(self, layer: str, block: str) -> Iterator[dict[str, Role]]:
-        """Roles in those other blocks of a layer that have one for each module, and needn't be computed whole."""
+        """Roles in a layer's other blocks, without those that must be whole or have a module without a role."""
         for name, module in self._modules[layer].named_children():
             other = f"{layer}.{name}"
             if other == block or self.inside_of_layer(other) in self._whole:
@@ -332,7 +336,7 @@ class _Finder:
         if head is None or module is head or not any(inner is head for inner in module.modules()):
             return False
         heads = {id(parameter) for parameter in head.parameters()}
-        # While a model is being loaded, what its config ties is still two parameters.
+        # While a model is being loaded, parameters that its config ties are still separate.
         ties: dict[str, str] = self._model.all_tied_weights_keys
         sources = [source for target, source in ties.items() if self._modules.get(target.rpartition(".")[0]) is head]
         heads |= {id(self._model.get_parameter(source)) for source in sources}
@@ -376,7 +380,7 @@ class _Finder:
         return Role("norm", heads, norm=formula) if heads is not None and formula.kind == "rms" else None
 
     def _is_behind_down(self, name: str) -> bool:
-        """Whether a norm inside a block stands behind its "down" projection, where features are hidden ones."""
+        """Whether a norm inside a block follows its "down" projection, so that it normalizes hidden features."""
         parent = name.rpartition(".")[0]
         linears = [
             f"{parent}.{child}" for child, x in self._modules[parent].named_children() if type(x) in (nn.Linear, Conv1D)
@@ -400,12 +404,12 @@ class _Finder:
         return Role("up", _HEADS.get(leaf), parts, alone=alone)
 
     def _is_of_heads(self, module: nn.Module) -> bool:
-        """Whether a norm inside a block is one of each head by itself."""
+        """Whether a norm inside a block normalizes each head by itself."""
         sizes = {len(parameter) for parameter in module.parameters()}
         return sizes == {HeadCounts.of(self._model.config).dim}
 
     def _is_of_latents(self, name: str) -> bool:
-        """Whether a norm inside attention is one of latents, which a projection beside it takes."""
+        """Whether a norm inside attention normalizes latents, the input of a projection beside it."""
         sizes = [len(parameter) for parameter in self._modules[name].parameters()]
         beside = self._modules[name.rpartition(".")[0]].named_children()
         return any(
@@ -415,15 +419,17 @@ class _Finder:
         )
 
     def _has_per_head_parameters(self, module: nn.Module) -> bool:
-        """Whether attention itself has parameters, all with a number for each head."""
+        """Whether an attention module has parameters of its own, all with one number for each head."""
         heads = HeadCounts.of(self._model.config).query
         own = [parameter.shape for parameter in module.parameters(recurse=False)]
         has_queries = any(_HEADS.get(name) == "query" for name, _ in module.named_children())
         return has_queries and set(own) == {(heads,)}
 
     def _normed_heads(self, name: str) -> Heads | None:
-        """Which heads' features a norm inside a block is over, if over all of a projection's that is named alike, as
-        ``q_norm`` and ``q_proj`` are."""
+        """The heads of which a norm inside a block spans all features; None if there are no such heads.
+
+        They are those of a projection whose name has the same initial, as ``q_norm`` and ``q_proj``.
+        """
         parent, _, leaf = name.rpartition(".")
         counts = HeadCounts.of(self._model.config)
         sizes: dict[Heads, int] = {"query": counts.query * counts.dim, "key_value": counts.key_value * counts.dim}
@@ -433,7 +439,7 @@ class _Finder:
         return next((heads for heads, size in sizes.items() if heads in found and own == {size}), None)
 
     def _norm(self, module: nn.Module) -> NormFormula | None:
-        # The same in every layer, as a rule.
+        # Usually the same in every layer, so equal modules are probed once.
         sizes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
         numbers = tuple((name, x) for name, x in vars(module).items() if isinstance(x, float | int | tuple))
         key = (type(module), sizes, numbers)
@@ -443,7 +449,7 @@ class _Finder:
 
 
 def _projections(roles: Mapping[str, Role]) -> set[str]:
-    """Which of "up" and "down" are among some roles."""
+    """Which of "up" and "down" occur among some roles."""
     kinds = {"up" if role.kind == "from latent" else str(role.kind) for role in roles.values() if not role.alone}
     return kinds & {"up", "down"}
 
@@ -457,12 +463,12 @@ def _plan(config: PretrainedConfig) -> dict[str, str]:
 def _text_config(config: PretrainedConfig) -> PretrainedConfig:
     try:
         return config.get_text_config()
-    except ValueError:  # several
+    except ValueError:  # several text configs
         return config
 
 
 def _regex(pattern: str) -> re.Pattern[str]:
-    # Plans count from the base model, which is somewhere in the model.
+    # Plans name modules relative to the base model, which may have a prefix in the model.
     return re.compile(r"(?:.+\.)?" + re.escape(pattern).replace(r"\*", r"[^.]+"))
 
 

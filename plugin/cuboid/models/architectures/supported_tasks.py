@@ -1,4 +1,4 @@
-"""Which models there are rules for, by what they are for. An error names the task of any other."""
+"""The tasks whose models have rules, and the errors for other models, which name their task."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from cuboid.errors import UnsupportedModelError
 
-#: ``"seq2seq"``: an encoder's sequence to a decoder's. ``"hidden"``: no head; what users make of hidden states is their
-#: own.
+#: ``"seq2seq"``: an encoder-decoder. ``"hidden"``: no head; users compute their own loss from hidden states.
 Task = Literal["causal", "masked", "seq2seq", "sequence", "tokens", "answers", "images", "masked images", "hidden"]
-#: By how transformers ends the names of its classes.
+#: By the endings of class names in transformers.
 _TASKS: dict[str, Task] = {
     "ForCausalLM": "causal",
     "LMHeadModel": "causal",
@@ -53,7 +52,7 @@ _AUTO_CLASSES: dict[Task, Any] = {
     "masked images": AutoModelForMaskedImageModeling,
     "hidden": AutoModel,
 }
-#: In words, for errors.
+#: Descriptions for error messages.
 WORDS: dict[Task, str] = {
     "causal": "causal language modelling",
     "masked": "masked language modelling, where positions see later ones",
@@ -65,9 +64,9 @@ WORDS: dict[Task, str] = {
     "masked images": "masked image modelling",
     "hidden": "hidden states, without a head",
 }
-#: Tasks whose heads a pipeline runs by the model's own forward, behind whole sequences.
+#: Tasks whose head and loss a pipeline computes with the model's own forward, on whole sequences.
 _OF_WHOLE_SEQUENCES: tuple[Task, ...] = ("sequence", "tokens", "answers")
-#: Tasks without rules that their classes' names don't spell out.
+#: Descriptions of tasks without rules that class names don't spell out.
 _OTHERS = {
     "ConditionalGeneration": "generation from an encoder's output or from other kinds of input",
     "PreTraining": "several objectives of pretraining",
@@ -75,11 +74,11 @@ _OTHERS = {
 
 
 def auto_class_of(architectures: Sequence[str] | None) -> Any:
-    """The auto class that makes the model of a checkpoint.
+    """The auto class that builds a checkpoint's model.
 
     Args:
-        architectures: of its config. Without them, or if there are no rules for the task, it is for causal language
-            modelling, whose class then says what is wrong.
+        architectures: of its config. Without them, or for a task without rules, the result is the class for causal
+            language modelling, which then raises the error.
     """
     name = next(iter(architectures or ()), "")
     known = getattr(transformers, name, None)
@@ -95,17 +94,17 @@ def _task_by_name(name: str) -> Task | None:
 
 
 def _is_sequence_to_sequence(cls: Any) -> bool:
-    """Whether a class is a language model of two sequences of ids; the names of such classes end in several ways."""
+    """Whether a class is an encoder-decoder language model; names of such classes have no common ending."""
     if not issubclass(cls, PreTrainedModel) or cls.main_input_name != "input_ids" or not cls.can_generate():
         return False
     return {"input_ids", "decoder_input_ids", "labels"} <= inspect.signature(cls.forward).parameters.keys()
 
 
 def task_of(cls: type) -> Task:
-    """What a class is for.
+    """The task of a model's class.
 
     Raises:
-        UnsupportedModelError: something that there are no rules for.
+        UnsupportedModelError: there are no rules for it.
     """
     if _is_sequence_to_sequence(cls):
         return "seq2seq"
@@ -130,7 +129,7 @@ def task_of(cls: type) -> Task:
 
 
 def _checked(cls: Any, task: Task) -> Task:
-    """A task, unless the class is given what there are no rules for, such as sounds."""
+    """The task, unless the class takes an input without rules, such as audio."""
     name = getattr(cls, "main_input_name", "input_ids")
     known = {"images": ("pixel_values",), "masked images": ("pixel_values",), "hidden": ("input_ids", "pixel_values")}
     if task != "causal" and name not in known.get(task, ("input_ids",)):
@@ -142,16 +141,16 @@ def _checked(cls: Any, task: Task) -> Task:
 
 
 def takes_images(cls: Any) -> bool:
-    """Whether a class is given ``pixel_values`` and no ids, for a task that there are rules for."""
+    """Whether a class takes ``pixel_values`` instead of ids, for a task that has rules."""
     return cls.main_input_name == "pixel_values" and task_of(cls) in ("images", "masked images", "hidden")
 
 
 def check_class(cls: type, *, stages: bool = False) -> None:
-    """Make sure that a class is for something that there are rules for.
+    """Check that there are rules for a class's task.
 
     Args:
-        cls: the architecture's.
-        stages: whether it is to be cut into stages.
+        cls: the architecture's class.
+        stages: whether it is to be cut into pipeline stages.
 
     Raises:
         UnsupportedModelError: there are none.
@@ -166,18 +165,18 @@ def check_class(cls: type, *, stages: bool = False) -> None:
 
 
 def runs_own_head(task: Task) -> bool:
-    """Whether a pipeline's last stage computes a task's loss by the model's own forward, of whole sequences."""
+    """Whether a pipeline's last stage computes a task's loss with the model's own forward, on whole sequences."""
     return task in _OF_WHOLE_SEQUENCES
 
 
 def takes_token_types(model: PreTrainedModel) -> bool:
-    """Whether a model has a table of token types, and a forward that is given them."""
+    """Whether a model has a table of token types, and its forward takes them."""
     parameters = inspect.signature(type(model.base_model).forward).parameters
     return "token_type_ids" in parameters and bool(getattr(model.config, "type_vocab_size", 0))
 
 
 def check_causal(config: PretrainedConfig, command: str) -> None:
-    """Make sure that a config is of a causal language model, for a command that runs nothing else.
+    """Check that a config is of a causal language model, for a command that runs nothing else.
 
     Raises:
         UnsupportedModelError: it isn't.
@@ -207,7 +206,7 @@ def check_model(model: Any, *, stages: bool = False) -> None:
 
 
 def check_checkpoint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Make sure that a call of ``from_pretrained`` with these arguments doesn't load adapters.
+    """Check that a call of ``from_pretrained`` with these arguments doesn't load adapters.
 
     Raises:
         UnsupportedModelError: it does.
@@ -221,7 +220,7 @@ def check_checkpoint(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def adapters_refused(what: str) -> UnsupportedModelError:
-    """The error for adapters."""
+    """The error for PEFT adapters."""
     return UnsupportedModelError(
         f"{what}, for which there are no rules on a mesh or in a pipeline: their weights aren't split as the model's. "
         "Merge them first with PEFT's merge_and_unload() in plain transformers, save the model, and train all of it"

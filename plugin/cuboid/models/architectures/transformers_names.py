@@ -1,4 +1,4 @@
-"""Names of transformers that not every supported version has, looked for in this one place."""
+"""Access to parts of transformers whose names or behaviour differ between the supported versions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Pattern = Callable[..., Any]
 
 
 def keep_logits(logits: torch.Tensor, keep: int | torch.Tensor) -> torch.Tensor:
-    """``logits[:, -keep:]``, or those of a tensor of positions, as this version's own models slice them.
+    """``logits[:, -keep:]``, or the logits at given positions, as this version's own models slice them.
 
     Args:
         logits: ``[B, S, V]``.
-        keep: how many of the last positions (0 for all), or which.
+        keep: number of last positions (0 for all), or a tensor of positions.
     """
     if hasattr(modeling_utils, "slice_logits_to_keep"):
         return modeling_utils.slice_logits_to_keep(logits, keep)
@@ -28,28 +28,28 @@ def keep_logits(logits: torch.Tensor, keep: int | torch.Tensor) -> torch.Tensor:
 
 
 def checkpoint_activations(model: Any, options: dict[str, Any]) -> None:
-    """Have a model recompute activations in backward.
+    """Enable activation checkpointing.
 
     Args:
         model: of a class of transformers.
-        options: of ``torch.utils.checkpoint``.
+        options: for ``torch.utils.checkpoint``.
     """
-    # The name until 5.22, which warns since.
+    # The second name was the one until 5.22, and warns since.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable(options)
 
 
 def recomputes(model: nn.Module) -> bool:
-    """Whether a model has any module that recomputes activations in backward."""
+    """Whether any module of a model recomputes activations in backward."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def decoder_ids(model: Any, labels: torch.Tensor) -> torch.Tensor | None:
-    """What an encoder-decoder's own code gives its decoder for labels ``[B, T]``, each one later; None if nobody knows.
+    """Labels shifted right into decoder ids ``[B, T]`` by an encoder-decoder's own code; None if none is found.
 
     Args:
         model: of a class of transformers.
-        labels: with -100 where there is none.
+        labels: ``[B, T]``, with -100 for no label.
     """
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):
         return model.prepare_decoder_input_ids_from_labels(labels)
@@ -58,21 +58,21 @@ def decoder_ids(model: Any, labels: torch.Tensor) -> torch.Tensor | None:
 
 
 def within_packed(pattern: Pattern, positions: torch.Tensor, packed: torch.Tensor) -> Pattern:
-    """A mask pattern, inside each of the sequences that are packed into a row.
+    """Restrict a mask pattern to pairs of positions in the same packed sequence.
 
     Args:
         pattern: of one sequence.
-        positions: ``[B, S]``, inside each packed sequence.
-        packed: ``[B, S]``, the number of the packed sequence.
+        positions: ``[B, S]``, counted inside each packed sequence.
+        packed: ``[B, S]``, the index of each token's packed sequence.
     """
-    # Since 5.23 the pattern is given positions inside its own sequence; before, those of the row.
+    # Since 5.23 the pattern is called with positions inside the packed sequence; before, with positions in the row.
     if hasattr(masking_utils, "packed_sequence_compatibility_function"):
         return masking_utils.packed_sequence_compatibility_function(pattern, positions, packed)
     return and_masks(pattern, packed_sequence_mask_function(packed))
 
 
 def without_packed(pattern: Pattern) -> Pattern | None:
-    """The pattern that transformers put through :func:`within_packed`; None where it didn't."""
+    """The inverse of :func:`within_packed`, for patterns that transformers restricted; None for any other pattern."""
     parts = parts_of(pattern)
     if len(parts) != 2:
         return None
@@ -82,7 +82,7 @@ def without_packed(pattern: Pattern) -> Pattern | None:
 
 
 def parts_of(pattern: Pattern) -> tuple[Pattern, ...]:
-    """The patterns of which one is the intersection; none of one that isn't."""
+    """The patterns of which ``and_masks`` made this one; empty for any other pattern."""
     is_intersection = getattr(pattern, "__qualname__", "").startswith(f"{and_masks.__qualname__}.")
     return inspect.getclosurevars(pattern).nonlocals["mask_functions"] if is_intersection else ()
 

@@ -1,5 +1,7 @@
-"""What is known of an architecture and its config: from the table that ships with Cuboid, from this machine's cache, or
-found out now, in seconds."""
+"""The certificate of an architecture and its config in a pipeline.
+
+It comes from the table that ships with Cuboid, from this machine's cache, or from a probe, which takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,17 @@ from cuboid.models.certification.small_config import meaningful_fields, small_co
 T = TypeVar("T")
 
 TABLE = Path(__file__).with_name("certified.json")
-#: Files whose change may change what is right; of the cache's key, not of the table's, which the tests hold.
+#: Sources that results depend on. They are part of the cache's keys, but not of the table's, which the tests check.
 _SOURCES = (Path(__file__).parents[1], *(Path(__file__).parents[2] / name for name in ("seq1f1b", "tensor3d")))
 _LARGEST_CACHE_FILE_BYTES = 100_000
-#: For another process that finds out the same.
+#: For another process that runs the same probe.
 _LONGEST_WAIT_S = 60.0
-#: What a micro-batch may have.
+#: All kinds of micro-batches.
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def certificate_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> Certificate:
-    """What is known of a class with a config; found out, where nobody knew.
+    """The certificate of a class with a config; the probe runs if it isn't known yet.
 
     Args:
         cls: the architecture's class.
@@ -55,7 +57,7 @@ def certificate_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> Cert
 
 
 def find_out(cls: type[PreTrainedModel], config: PretrainedConfig) -> Certificate:
-    """Run the probe, whatever is known."""
+    """Run the probe, regardless of table and cache."""
     try:
         return Certificate((check_head if runs_own_head(task_of(cls)) else check)(cls, config))
     except CannotProbe as error:
@@ -63,7 +65,7 @@ def find_out(cls: type[PreTrainedModel], config: PretrainedConfig) -> Certificat
 
 
 def features_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, Any]:
-    """All that decides which code runs: the class, its version, and the config without its sizes.
+    """All that decides which code runs: the class, the version of transformers, and the config without its sizes.
 
     Raises:
         CannotProbe: the config can't be made small.
@@ -82,18 +84,18 @@ def features_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[st
 
 
 def _of_head(cls: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, Any]:
-    """What decides which loss a classifier computes."""
+    """The features that decide which loss a classifier computes."""
     targets = Targets.of(cls, config)
     return {"targets": [min(targets.outputs, 2), targets.classes is None]} if targets.outputs else {}
 
 
 def entry_of(features: Mapping[str, Any], certificate: Certificate) -> tuple[str, dict[str, Any]]:
-    """A line of the table."""
+    """The key and the value of a table entry."""
     return digest_of(features), _written(certificate)
 
 
 def digest_of(features: Mapping[str, Any]) -> str:
-    """A key for :func:`features_of`."""
+    """The key for the result of :func:`features_of`."""
     text = json.dumps(features, sort_keys=True, default=str, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -114,7 +116,7 @@ def _sources_digest() -> str:
 
 
 def cache_file(features: Mapping[str, Any], folder: str = "certificates") -> Path:
-    """Where this machine keeps what this version of Cuboid found out about such a model."""
+    """Where this machine keeps the results of this version of Cuboid for such a model."""
     base = os.environ.get("XDG_CACHE_HOME")
     own = (Path(base) if base else Path.home() / ".cache") / "cuboid" / folder
     return own / f"{digest_of({**features, 'sources': _sources_digest()})}.json"
@@ -130,9 +132,10 @@ def _written(certificate: Certificate) -> dict[str, Any]:
 
 
 def _read(entry: Any) -> Certificate:
-    """
+    """The inverse of :func:`_written`.
+
     Raises:
-        ValueError, KeyError, TypeError: it isn't what :func:`_written` writes.
+        ValueError, KeyError, TypeError: the entry isn't what that writes.
     """
     if "obstacle" in entry:
         return Certificate(None, str(entry["obstacle"]))
@@ -151,21 +154,21 @@ def _read(entry: Any) -> Certificate:
 def found_once(
     file: Path, find: Callable[[], T], read: Callable[[Any], T], written: Callable[[T], dict[str, Any]]
 ) -> T:
-    """What a file of the cache says; where it says nothing, one process finds out, and the others wait for its file.
+    """A result from the cache; if it isn't there, one process computes it while the others wait for its file.
 
-    Without the wait each rank would probe at the same time, which on few cores takes as many times as long.
+    Without the wait all ranks would probe at the same time, which on few cores takes as many times as long.
 
     Args:
         file: of the cache.
-        find: finds out, in seconds; it must not communicate.
-        read: what the file's content means; a ValueError, KeyError or TypeError of it is a file that isn't trusted.
+        find: computes the result, in seconds; it must not communicate.
+        read: parses the file's content; if it raises ValueError, KeyError or TypeError, the file isn't trusted.
         written: the inverse of ``read``.
     """
     remembered = _from_cache(file, read)
     if remembered is not None:
         return remembered
     with ExitStack() as stack:
-        # Where no file can be locked, and where the process that holds the lock hangs, each finds out for itself.
+        # If files can't be locked, or the lock's holder hangs (the timeout is an OSError), each process probes itself.
         with suppress(OSError, NotImplementedError):
             file.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(FileLock(file.with_suffix(".lock"), timeout=_LONGEST_WAIT_S))
@@ -178,7 +181,7 @@ def found_once(
 
 
 def _from_cache(file: Path, read: Callable[[Any], T]) -> T | None:
-    """What ``read`` makes of a file of the cache; None where there is nothing, or nothing to be trusted."""
+    """The result of ``read`` on a file of the cache; None if there is no file, or none that can be trusted."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         if file.is_file() and file.stat().st_size <= _LARGEST_CACHE_FILE_BYTES:
             return read(json.loads(file.read_text(encoding="utf-8")))
@@ -191,8 +194,8 @@ def remember(file: Path, certificate: Certificate) -> None:
 
 
 def _to_cache(file: Path, entry: dict[str, Any]) -> None:
-    """Write a file of the cache, whole or not at all."""
-    # A cache that can't be written costs seconds at the next start, and nothing else. Ranks may write the same at once.
+    """Write a file of the cache atomically."""
+    # A cache that can't be written only costs the seconds of further probes. Ranks may write the same file at once.
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, suffix=".part")

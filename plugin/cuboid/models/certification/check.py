@@ -42,13 +42,13 @@ ROWS = 3
 _STAGES = 3
 _SEGMENTS = 3
 _FILLED = 4
-#: Tokens, where lengths don't matter.
+#: Tokens of a sequence whose length doesn't matter.
 _SHORT = 12
-#: Far from zero, so that scores, gates and norms leave the neighbourhood where every function is linear.
+#: Large enough for scores, gates and norms to leave the range where every function is almost linear.
 _WEIGHT_STD, _VECTOR_STD = 0.15, 0.2
-#: Of the routers' loss, which models' own code computes in float32 even if weights are in float64.
+#: For the routers' loss, which models' own code computes in float32 even if weights are in float64.
 _FLOAT32_TOLERANCE = 1e-6
-#: Why a model with another loss is no pipeline's.
+#: Why a pipeline can't run a model with another loss.
 OTHER_LOSS = (
     "its own loss isn't what a pipeline computes: the mean cross entropy of its logits and labels, and with "
     "output_router_logits the load balancing of all routers"
@@ -57,13 +57,15 @@ OTHER_LOSS = (
 
 @dataclass(frozen=True)
 class Attempt:
-    """In what to compute. What models compute in float32 on purpose hides small differences; some can't do without.
+    """The precision of a comparison.
+
+    Parts that models cast to float32 on purpose hide small differences, but some models don't run without the casts.
 
     Args:
         dtype: of the weights.
-        precision: around what is computed.
-        tolerance: the largest relative error that is right.
-        default: torch's default dtype, in which models make numbers of their own.
+        precision: makes the context to compute in.
+        tolerance: the largest relative error that passes.
+        default: torch's default dtype, in which models create tensors of their own.
     """
 
     dtype: torch.dtype
@@ -82,11 +84,11 @@ ATTEMPTS = (
 
 
 class CannotProbe(Exception):
-    """The architecture can't be made small, or doesn't run by itself."""
+    """No small model of the architecture can be made, or it doesn't run."""
 
 
 def check(cls: type[PreTrainedModel], config: PretrainedConfig) -> Verdict:
-    """Compare a small model of a class with itself, cut, on all that its config says may matter.
+    """Compare a small model of a class with the same model cut, on all micro-batches that may matter to its config.
 
     Args:
         cls: the architecture's class.
@@ -104,10 +106,10 @@ def first_verdict(
     config: PretrainedConfig,
     compare: Callable[[PreTrainedModel, Outline, Attempt], Verdict],
 ) -> Verdict:
-    """What ``compare`` finds of a small model of a class and how it is cut, in the first attempt in which it runs.
+    """The verdict of ``compare`` on a small model and its outline, from the first attempt in which the model runs.
 
     Raises:
-        CannotProbe: it runs in none, with the last reason.
+        CannotProbe: it runs in none; has the last reason.
         UnsupportedModelError: a pipeline can't cut it at all.
     """
     with quiet_cpu():
@@ -127,7 +129,7 @@ def small_for_probe(config: PretrainedConfig) -> PretrainedConfig:
     """A config with tiny sizes.
 
     Raises:
-        CannotProbe: there is none, with the reason.
+        CannotProbe: it can't be made small, with the reason.
     """
     try:
         return small_config(config)
@@ -136,14 +138,14 @@ def small_for_probe(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def shifts_labels(cls: type[PreTrainedModel], config: PretrainedConfig) -> bool | None:
-    """Whether a causal model's own loss compares positions with the label after them, found with a small one.
+    """Whether a causal model's own loss compares each position with the next label, found with a small model.
 
     Args:
         cls: the architecture's class.
         config: of the real model.
 
     Returns:
-        False where it compares them with their own; None where neither is so, or no small one runs.
+        False if it compares a position with its own label; None if neither is so, or no small model runs.
     """
     with quiet_cpu(), suppress(Exception):
         small = small_config(config)
@@ -157,7 +159,7 @@ def shifts_labels(cls: type[PreTrainedModel], config: PretrainedConfig) -> bool 
 
 @contextmanager
 def quiet_cpu() -> Iterator[None]:
-    """Whatever the surroundings: on the CPU, with numbers of its own, and without warnings about tiny models."""
+    """Context of a probe: CPU, float32 default, random numbers of its own, no warnings about tiny models."""
     own_numbers = torch.random.fork_rng(devices=[])
     with default_dtype(torch.float32), own_numbers, torch.device("cpu"), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -167,7 +169,7 @@ def quiet_cpu() -> Iterator[None]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Torch's default inside, for all threads: not to be entered by several at once."""
+    """Context with another default dtype of torch; it is global, so only one thread may enter it at a time."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -181,7 +183,7 @@ def random_model(
 ) -> PreTrainedModel:
     try:
         own = copy.deepcopy(config)
-        # "sdpa" stands for flash attention, which has no float64.
+        # The default, "sdpa", is probed in place of flash attention, which has no float64.
         wanted = "eager" if attention == "eager" else None
         with plain_construction():
             model: PreTrainedModel = cls._from_config(own, dtype=dtype, attn_implementation=wanted)
@@ -200,26 +202,26 @@ def random_model(
                 parameter.copy_((0 if is_bias else 1) + _VECTOR_STD * noise)
             else:
                 parameter.copy_(_WEIGHT_STD * noise)
-    # In training, as it is used; nothing here is random then, for small configs have no dropout.
+    # In training mode, as in real runs. Nothing is random, since small configs have no dropout.
     return model.train()
 
 
 def name_padding(model: PreTrainedModel) -> None:
     """Give a classifier's config a padding token, if it has none."""
     if task_of(type(model)) == "sequence" and getattr(model.config, "pad_token_id", None) is None:
-        # Those of decoders look for the last token that isn't padding. Users name it later, too.
+        # Classifiers of decoders look for the last token that isn't padding. Users set it after loading, too.
         model.config.pad_token_id = 0
 
 
 def _best(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verdict:
-    """With layers that are given no cache, if that is right: attention behind the interface needs none."""
+    """The verdict for layers without a cache if segments are right, as with the attention interface; else with one."""
     verdict = _compare(model, outline, attempt, MODES, gives_cache=False)
     if verdict.reason_against("segments") is None:
         return verdict
     given = _compare(model, outline, attempt, MODES, gives_cache=True)
     if any(given.reason_against(mode) for mode in ("whole", "segments")):
         return verdict
-    # Models that are to run in segments are given caches also where a short sequence is a single one.
+    # A model that is set up for segments gets a cache also for a short sequence that is a single segment.
     segments = {**given.refused["whole"], **given.refused["segments"]}
     filled = {**given.refused["filled"], **verdict.refused["filled"]}
     refused: dict[Mode, dict[Kind, str]] = {"whole": verdict.refused["whole"], "segments": segments, "filled": filled}
@@ -275,7 +277,7 @@ def _compare(
 
 
 def probe_cases(config: PretrainedConfig) -> Iterator[tuple[Kind, Case]]:
-    """Whole rows at all lengths that matter, first of all the longest; the longest ones with padding and packed."""
+    """Whole rows of all lengths that matter, the longest first; then the longest with padding, and packed rows."""
     found = cases(config, LONGEST)
     longest = max(case.length for case in found if not case.packed)
     for case in found:
@@ -291,7 +293,7 @@ def probe_cases(config: PretrainedConfig) -> Iterator[tuple[Kind, Case]]:
 
 
 def probe_batch(case: Case, vocabulary: int, *, has_labels: bool = False) -> MicroBatch:
-    """A micro-batch of a kind; with ``has_labels``, padding has some too."""
+    """A micro-batch for a case; with ``has_labels``, padding has labels, too."""
     generator = torch.Generator().manual_seed(case.length)
     ids = torch.randint(4, vocabulary, (ROWS, case.length), generator=generator)  # the first ones pad, begin and end
     batch = {"input_ids": ids, "labels": ids.clone()}
@@ -308,12 +310,12 @@ def probe_batch(case: Case, vocabulary: int, *, has_labels: bool = False) -> Mic
 
 @dataclass
 class Outcome:
-    """Of a step.
+    """The result of a step.
 
     Args:
-        loss, gradients: of it.
-        shifts_labels: whether the model's own loss compares positions with the label after them, or with their own;
-            None where it is no mean cross entropy of its logits at all.
+        loss, gradients: of the step.
+        shifts_labels: whether the model's own loss compares each position with the next label, or with its own; None
+            if it isn't the mean cross-entropy of its logits at all.
     """
 
     loss: torch.Tensor
@@ -322,7 +324,7 @@ class Outcome:
 
 
 def run_plain(model: PreTrainedModel, batch: MicroBatch, tolerance: float = ATTEMPTS[0].tolerance) -> Outcome:
-    """Forward and backward of a model by itself, and what its own loss is."""
+    """Forward and backward of an uncut model, and how its own loss uses labels."""
     own = copy.deepcopy(model)
     output = own(**batch, use_cache=False)
     if output.loss is None:
@@ -340,7 +342,7 @@ def run_plain(model: PreTrainedModel, batch: MicroBatch, tolerance: float = ATTE
 
 
 def probe_labels(batch: MicroBatch) -> MicroBatch:
-    """A micro-batch of the probe where what has a label at all predicts one at its end too, as in ``shift_labels``."""
+    """The probe's micro-batch with ``shift_labels``; rows whose last token has a label predict one there, too."""
     rest = {name: x for name, x in batch.items() if name != "labels"}
     labels = shifted(batch["labels"], IGNORE_INDEX)
     labels[:, -1] = batch["input_ids"][:, 0].where(batch["labels"][:, -1] != IGNORE_INDEX, IGNORE_INDEX)
@@ -348,7 +350,7 @@ def probe_labels(batch: MicroBatch) -> MicroBatch:
 
 
 def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The mean cross entropy of ``[B, S, V]`` and ``[B, S]``."""
+    """The mean cross-entropy of logits ``[B, S, V]`` and labels ``[B, S]``."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
 
 
@@ -363,11 +365,11 @@ def _shift_of(
 
 
 def gradients_of(models: Sequence[PreTrainedModel]) -> dict[str, torch.Tensor]:
-    """By name, summed over the stages: what two of them share has a part of its gradient on each."""
+    """Gradients by name, summed over stages: a parameter that two of them share has a part of its gradient on each."""
     total: dict[str, torch.Tensor] = {}
     for model in models:
         for first, parameter in model.named_parameters():
-            # CamemBERT has its head in front of its embeddings.
+            # The first name of a tied weight isn't always that of its source: CamemBERT's head precedes its embeddings.
             name = model.all_tied_weights_keys.get(first, first)
             if parameter.grad is not None:
                 total[name] = total[name] + parameter.grad if name in total else parameter.grad
@@ -383,7 +385,7 @@ def run_cut(model: PreTrainedModel, outline: Outline, batch: MicroBatch, mode: M
 
 
 def stage_counts(outline: Outline) -> tuple[int, ...]:
-    """Layers of each of the probe's stages."""
+    """The number of layers of each of the probe's stages."""
     count = min(_STAGES, outline.count)
     return even_cut(outline.count, count)
 
@@ -392,7 +394,7 @@ def run_stages(stages: Sequence[Any], batch: MicroBatch, lengths: tuple[int, ...
     """Forward and backward of all stages, unit by unit; gradients are left with the stages' parameters.
 
     Args:
-        stages: of one rank of each mesh.
+        stages: one rank's, in order.
         batch: the whole micro-batch.
         lengths: of its segments.
 
@@ -433,9 +435,9 @@ def make_stage(
     gives_cache: bool,
     verdict: MeshVerdict | None = None,
 ) -> Any:
-    """A copy of a model, cut to the stage of a rank, and sharded over its mesh if there is a verdict that says how."""
+    """A copy of a model, cut to the stage of ``mesh``'s rank, and sharded over the mesh if there is a verdict."""
     own = copy.deepcopy(model)
-    segments = 2 if gives_cache else 1  # any number of several
+    segments = 2 if gives_cache else 1  # any number above 1
     pipeline = {"engine": "seq1f1b", "stages": len(counts), "segments": segments}
     config = CuboidConfig.model_validate({"pipeline": pipeline})
     certificate = Certificate(Verdict(gives_cache=gives_cache))
@@ -447,7 +449,7 @@ def make_stage(
 
 
 def unit_lengths(length: int, mode: Mode, multiple: int = 1) -> tuple[int, ...]:
-    """Lengths of a micro-batch's segments, each a multiple of what a mesh needs."""
+    """Lengths of a micro-batch's segments, each a multiple of ``multiple``, which a mesh needs."""
     if multiple > 1:
         units = -(-length // multiple)
         own = _lengths(units, "whole" if mode == "filled" else mode)
@@ -466,7 +468,7 @@ def _lengths(length: int, mode: Mode) -> tuple[int, ...]:
 
 
 def largest_error(found: Outcome, expected: Outcome) -> tuple[float, str]:
-    """Of the loss and all gradients, relative to the gradient's own norm where that isn't nothing beside the others."""
+    """The largest relative error of loss and gradients, and of which. Tiny gradients are relative to the largest."""
     errors = {"the loss": float((found.loss - expected.loss).abs() / expected.loss.abs().clamp(min=1e-6))}
     norms = {name: float(gradient.norm()) for name, gradient in expected.gradients.items()}
     floor = 1e-6 * max(norms.values(), default=1.0)
@@ -476,5 +478,6 @@ def largest_error(found: Outcome, expected: Outcome) -> tuple[float, str]:
         errors[name] = difference / max(norm, floor)
     for name in found.gradients.keys() - norms.keys():
         errors[name] = float(found.gradients[name].norm()) / floor
+    # NaN compares unequal to itself, and counts as infinite.
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
     return (errors[worst] if errors[worst] == errors[worst] else float("inf")), worst

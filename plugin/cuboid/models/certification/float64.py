@@ -1,7 +1,7 @@
-"""Float64 all the way through models that compute parts of themselves in float32.
+"""Keep float64 throughout models that compute parts of themselves in float32.
 
 Hugging Face's models cast to float32 where half precision would lose too much: in RMSNorm, in softmax, before the
-loss. With float64 weights those casts *lose* half of the digits, and a comparison could see errors of 1e-7 only.
+loss. With float64 weights those casts *lose* half of the digits, and a comparison could only resolve errors of 1e-7.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Precision = contextlib.AbstractContextManager[Any]
 
 
 class KeepFloat64(TorchFunctionMode):
-    """Inside, a float64 tensor stays one under ``x.float()``, ``x.to(torch.float32)`` and ``dtype=torch.float32``.
+    """Context in which float64 tensors ignore ``x.float()``, ``x.to(torch.float32)`` and ``dtype=torch.float32``.
 
-    Only functions whose first argument is a float64 tensor are touched, so what a model builds in float32 to begin
-    with (the cosines and sines of rotary embeddings) is the same as without the mode.
+    Only functions whose first argument is a float64 tensor are affected. Tensors that a model creates in float32, such
+    as the cosines and sines of rotary embeddings, are the same as without the mode.
     """
 
     def __torch_function__(

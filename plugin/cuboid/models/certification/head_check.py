@@ -25,7 +25,7 @@ from cuboid.models.stages.outline import Outline
 
 
 def check_head(cls: type[PreTrainedModel], config: PretrainedConfig) -> Verdict:
-    """Compare a small model whose own forward computes its loss with itself, cut into stages of whole sequences.
+    """Compare a small model that computes its loss in its own forward with the same model cut into stages.
 
     Args:
         cls: the architecture's class.
@@ -80,7 +80,7 @@ def _compare(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verd
 
 def _run_plain(model: PreTrainedModel, batch: MicroBatch) -> Outcome:
     own = copy.deepcopy(model)
-    # With a cache, which some have, plain transformers doesn't tell packed sequences apart.
+    # With a cache, plain transformers doesn't tell packed sequences apart. Not all models have that option.
     loss = loss_of(own(**batch, **({"use_cache": False} if hasattr(own.config, "use_cache") else {})), batch)
     loss.backward()  # type: ignore[no-untyped-call]
     if not bool(loss.isfinite()):

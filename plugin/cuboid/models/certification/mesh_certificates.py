@@ -1,7 +1,7 @@
-"""What is known of an architecture and its config on meshes, and the parallel plan that follows from it.
+"""The verdict on an architecture and its config on meshes, and the parallel plan that follows from it.
 
-As for pipelines (:mod:`.certificates`): from the table that ships with Cuboid, from this machine's cache, or found out
-now, in seconds.
+As for pipelines (:mod:`.certificates`), it comes from the table that ships with Cuboid, from this machine's cache, or
+from a probe, which takes seconds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
 MESH_TABLE = Path(__file__).with_name("certified_meshes.json")
 _logger = logging.getLogger(__name__)
 _FOLDER = "mesh_certificates"
-#: Of a verdict, what is written where it isn't as in most, and what it may be.
+#: Fields of a verdict that are written only if they differ from their defaults, and their valid values.
 _NEWER: dict[str, tuple[Any, ...]] = {
     "inputs": get_args(Inputs),
     "head": get_args(HeadPlan),
@@ -56,16 +56,16 @@ def certified_plan(
     cls: type[PreTrainedModel] | None = None,
     pipeline: PipelineConfig | None = None,
 ) -> ParallelPlan:
-    """Lay a model out on a mesh, if its architecture is right there.
+    """Make a model's parallel plan for a mesh, if its architecture is right there.
 
     Args:
         model: on any device, meta included.
         mesh: its shape.
-        cls: the architecture's class, where the model's is one that was derived from it.
-        pipeline: what of the config is about stages.
+        cls: the architecture's class, if the model's is derived from it.
+        pipeline: the config's section about stages.
 
     Raises:
-        UnsupportedModelError: it isn't right, or nobody can find out, or the model isn't what its config says.
+        UnsupportedModelError: it isn't right or can't be probed, or the model isn't what its config implies.
         MeshError: the mesh doesn't divide the model; names what, and the nearest meshes that do.
     """
     cls = cls or type(model)
@@ -89,7 +89,7 @@ def certified_plan(
 
 
 def mesh_verdict(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVerdict:
-    """What is known of a class with a config; found out, where nobody knew.
+    """The verdict on a class with a config; the probe runs if it isn't known yet.
 
     Raises:
         UnsupportedModelError: no small model of it can be run.
@@ -106,7 +106,7 @@ def mesh_verdict(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVe
 
 
 def written_verdict(verdict: MeshVerdict) -> dict[str, Any]:
-    """For a table or a cache."""
+    """A verdict as an entry of the table or the cache."""
     return {
         "refused": verdict.refused,
         "whole": list(verdict.whole),
@@ -123,7 +123,7 @@ def read_verdict(entry: Any) -> MeshVerdict:
     """The inverse of :func:`written_verdict`.
 
     Raises:
-        ValueError, KeyError, TypeError: it isn't what that writes.
+        ValueError, KeyError, TypeError: the entry isn't what that writes.
     """
     refused = {kind: str(entry["refused"][kind]) for kind in KINDS if kind in entry["refused"]}
     if len(refused) != len(entry["refused"]):
@@ -145,7 +145,7 @@ def _table() -> Mapping[str, Any]:
 
 
 def _check_modules(model: PreTrainedModel, cls: type[PreTrainedModel]) -> None:
-    """Make sure that a model has the modules that its architecture was certified with.
+    """Check that a model has the modules that its architecture was certified with.
 
     Raises:
         UnsupportedModelError: one with parameters, or one that normalizes, isn't among them.

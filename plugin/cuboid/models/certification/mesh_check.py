@@ -51,18 +51,18 @@ from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.stages import draw_outline
 from cuboid.tensor3d.sharding.sharding_spec import put_shard, take_shard
 
-#: The axes one by one, and all together. Key/value heads divide by the first ones, and not by the last.
+#: Each axis by itself, and all together. Grouped key/value heads divide by all of these meshes but the last.
 MESHES = (MeshShape(1, 2, 1), MeshShape(1, 1, 2), MeshShape(2, 1, 1), MeshShape(2, 2, 2))
-#: All that keep float64: they leave nothing that small differences could hide in.
+#: The attempts that keep float64, in which small differences can't hide.
 _EXACT = tuple(replace(each, tolerance=1e-9) for each in ATTEMPTS if each.precision is KeepFloat64)
-#: For micro-batches of other kinds: along `batch` they are only rows.
+#: The mesh for other kinds of micro-batches, without `batch`: along it, they are only rows.
 _OTHER_KINDS = MeshShape(1, 2, 2)
-#: Of small images; with patches of 4 × 4, 16 of them or 9.
+#: Edges of small images, which have 16 or 9 patches of 4 × 4.
 _IMAGE_SIZES = (16, 12)
 
 
 def check_meshes(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVerdict:
-    """Compare a small model of a class with itself on small meshes, on all that its config says may matter.
+    """Compare a small model of a class with itself on small meshes, on all micro-batches that may matter to its config.
 
     Blocks are split if that is right. If not, as few of them as possible are computed whole.
 
@@ -91,7 +91,7 @@ def check_meshes(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVe
 
 
 def _gives_cache(cls: type[PreTrainedModel], config: PretrainedConfig) -> bool:
-    """Whether a pipeline gives layers a cache, with or without a mesh."""
+    """Whether a pipeline gives layers a cache, with or without a mesh; False if there is no pipeline for the class."""
     try:
         return certificate_of(cls, config).gives_cache
     except UnsupportedModelError:
@@ -99,12 +99,12 @@ def _gives_cache(cls: type[PreTrainedModel], config: PretrainedConfig) -> bool:
 
 
 def _with_odd_positions(cls: type[PreTrainedModel], small: PretrainedConfig) -> PretrainedConfig:
-    """A small config of a model of images whose layers are given an odd number of positions, which meshes fill up.
+    """A small image model's config with which layers get an odd number of positions, so that meshes have to pad them.
 
-    It depends on how many tokens are added to the patches.
+    That number depends on how many tokens the model adds to the patches, so it is found by running the model.
 
     Raises:
-        CannotProbe: there is none, or a small model doesn't run, or it drops rows at random.
+        CannotProbe: there is no such config, a small model doesn't run, or it drops rows at random.
     """
     for name in ("drop_path_rate", "stochastic_depth_prob"):
         if getattr(small, name, 0):
@@ -136,7 +136,7 @@ def _with_odd_positions(cls: type[PreTrainedModel], small: PretrainedConfig) -> 
 
 
 class _Probe:
-    """A small model, its micro-batches, and what they should give."""
+    """A small model, its micro-batches, and the expected result of each."""
 
     def __init__(self, model: PreTrainedModel, attempt: Attempt) -> None:
         self.model, self.attempt = model, attempt
@@ -152,7 +152,7 @@ class _Probe:
         self.call = {} if self.has_images else {"use_cache": False}
         for number, (kind, case) in enumerate(images if self.has_images else probe_cases(model.config)):
             if self.task == "seq2seq" and kind == "packed sequences":
-                # An encoder-decoder is given no positions that could tell them apart.
+                # An encoder-decoder gets no positions, which would tell packed sequences apart.
                 continue
             has_labels = kind in LABELLED.values()
             if has_labels and self.task not in ("causal", "masked", "seq2seq", "tokens"):
@@ -187,7 +187,7 @@ class _Probe:
 
 
 def _best(probe: _Probe, *, gives_cache: bool) -> MeshVerdict:
-    """As much split as is right."""
+    """The verdict that splits as much of the model as is right."""
     blocks = split_blocks(probe.model)
     some = [*((block,) for block in blocks), *([tuple(blocks)] if len(blocks) > 1 else [])]
     reason: str | None = None
@@ -195,20 +195,20 @@ def _best(probe: _Probe, *, gives_cache: bool) -> MeshVerdict:
         reason = _reason_against(probe, choice)
         if reason is None:
             return _verdict(probe, choice, gives_cache=gives_cache)
-        # What isn't right with whole layers isn't right with a whole block of each.
+        # A choice that is wrong even with whole layers can't be right with fewer whole blocks.
         layers = replace(choice, whole=("",))
         reason = _reason_against(probe, layers)
         if reason is None:
             fewer = (replace(choice, whole=whole) for whole in some)
             least = next((each for each in fewer if _reason_against(probe, each) is None), layers)
             return _verdict(probe, least, gives_cache=gives_cache)
-    # The last choice takes the least for granted, so that its reason says the most about the model.
+    # The last choice assumes the least about the model, so its reason is the most informative.
     assert reason is not None
     return MeshVerdict({"whole rows": reason})
 
 
 def _choices(probe: _Probe) -> Iterator[MeshVerdict]:
-    """How a model may be run with its layers split, the best way first."""
+    """Candidates for how to run a model with its layers split, the best first."""
     ways: list[dict[str, Any]] = [
         *({"inputs": inputs} for inputs in get_args(Inputs) if inputs != "pixels"),
         {"splits_late": True},
@@ -221,7 +221,7 @@ def _choices(probe: _Probe) -> Iterator[MeshVerdict]:
     if probe.task == "causal":
         heads = [{"gathers_logits": probe.has_own_loss}]
     elif probe.task == "seq2seq":
-        # Stacks may do more with ids than look them up, and count positions by themselves.
+        # Encoders and decoders may use ids for more than the lookup, and count positions by themselves.
         ways = [{"inputs": "only ids"}, {"inputs": "only ids", "splits_late": True}]
         heads = [{"counts_items": not probe.has_own_loss}]
     elif probe.task == "masked":
@@ -234,7 +234,7 @@ def _choices(probe: _Probe) -> Iterator[MeshVerdict]:
 
 
 def _reason_against(probe: _Probe, choice: MeshVerdict) -> str | None:
-    """What is wrong with the longest micro-batch, on some mesh."""
+    """What is wrong with the longest micro-batch on one of the meshes; None if nothing is."""
     kind, case, batch, expected = probe.cases[0]
     for shape in MESHES:
         try:
@@ -247,7 +247,7 @@ def _reason_against(probe: _Probe, choice: MeshVerdict) -> str | None:
 
 
 def _verdict(probe: _Probe, choice: MeshVerdict, *, gives_cache: bool) -> MeshVerdict:
-    """Of all micro-batches, of which the longest was right."""
+    """The verdict over all micro-batches, for a choice that is right on the longest one."""
     refused, largest = dict(probe.refused), 0.0
     split = _Split(probe, _OTHER_KINDS, choice)
     for kind, case, batch, expected in probe.cases:
@@ -269,7 +269,7 @@ def _verdict(probe: _Probe, choice: MeshVerdict, *, gives_cache: bool) -> MeshVe
 
 
 def _reasons_against_stages(probe: _Probe, choice: MeshVerdict, *, gives_cache: bool) -> dict[Mode, str]:
-    """What is wrong with the longest micro-batch on a mesh and in stages, whole or in segments."""
+    """What is wrong with the longest micro-batch on a mesh with stages, by mode; right modes are left out."""
     modes: tuple[Mode, ...] = ("whole", "segments")
     if probe.task not in ("causal", "masked") and not runs_own_head(probe.task):
         return dict.fromkeys(modes, f"it is for {WORDS[probe.task]}, for which a pipeline has no rules")
@@ -305,7 +305,8 @@ def _reason_against_stages(
 
 
 def _reason_against_whole_stages(probe: _Probe, choice: MeshVerdict) -> str | None:
-    """What is wrong, on a mesh and in stages, with a micro-batch of some kind of a model that needs whole sequences."""
+    """What is wrong with a micro-batch on a mesh with stages, for a model that needs whole sequences."""
+    # Reversed, so that the first case of each kind wins.
     first_of = {each[0]: each for each in reversed(probe.cases) if each[0] not in choice.refused}
     try:
         outline = draw_outline(type(probe.model), probe.model.config)
@@ -341,7 +342,7 @@ class _Split:
         return shard_modules(own, self._plan, mesh, CuboidConfig().tensor_parallel, shard_of)
 
     def largest_error(self, batch: MicroBatch, expected: Outcome) -> tuple[float, str]:
-        """Of the loss and all gradients of a step, and of which."""
+        """The largest relative error of a step's loss and gradients, over all ranks, and of which."""
         losses = self._ranks.run(lambda mesh: self._step(mesh, batch))
         gradients = _put_together(self._plan, zip(self._ranks.meshes, self._models, strict=True))
         return max(largest_error(Outcome(loss, gradients), expected) for loss in losses)
@@ -369,7 +370,7 @@ class _SplitStages:
         ]
 
     def largest_error(self, batch: MicroBatch, expected: Outcome, mode: Mode) -> tuple[float, str]:
-        """Of the loss and all gradients of a step, and of which."""
+        """As :meth:`_Split.largest_error`."""
         lengths = unit_lengths(batch["input_ids"].shape[1], mode, granule(self._ranks.meshes[0]))
         losses = self._ranks.run(lambda mesh: self._step(mesh.rank, batch, lengths))
         gradients: dict[str, torch.Tensor] = {}
@@ -377,7 +378,7 @@ class _SplitStages:
             own = slice(stage * _OTHER_KINDS.size, (stage + 1) * _OTHER_KINDS.size)
             ranks = zip(self._ranks.meshes[own], self._stages[own], strict=True)
             for name, gradient in _put_together(self._plan, ranks).items():
-                # What two stages share has a part of its gradient on each.
+                # A parameter that two stages share has a part of its gradient on each.
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient
         return max(largest_error(Outcome(loss, gradients), expected) for loss in losses)
 
@@ -390,7 +391,7 @@ class _SplitStages:
 
 
 def _put_together(plan: ParallelPlan, ranks: Iterable[tuple[Mesh, PreTrainedModel]]) -> dict[str, torch.Tensor]:
-    """Gradients, from all ranks' shards."""
+    """Full gradients by name, from all ranks' shards."""
     layouts = plan.by_parameter
     wholes: dict[str, torch.Tensor] = {}
     for mesh, model in ranks:

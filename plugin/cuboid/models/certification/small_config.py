@@ -13,7 +13,7 @@ from cuboid.models.batch.length_cases import LONGEST, shrunk
 VOCABULARY, HIDDEN, HEADS, HEAD_DIM, FEATURES, EXPERTS, POSITIONS = 61, 64, 4, 16, 48, 8, 64
 _MOST_LAYERS, _LABELS = 8, 3
 
-#: What numbers become, by the names under which the configs of transformers have them.
+#: The small sizes, by the keys that configs of transformers use.
 _SIZES: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCABULARY),
     **dict.fromkeys(("decoder_vocab_size",), VOCABULARY),
@@ -53,16 +53,16 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(("max_target_positions", "context_length"), POSITIONS),
     **dict.fromkeys(("original_max_position_embeddings",), POSITIONS // 2),
 }
-#: The same of models of images alone. 16 patches and a class token are an odd number.
+#: The same for image models. 16 patches and a class token are an odd number of positions.
 _IMAGE_SIZES = {"image_size": 16, "patch_size": 4, "encoder_stride": 4, "pooler_output_size": HIDDEN}
-#: Names and numbers of layers, of which small models have fewer; of a class that gives the states of some layers.
+#: Names and indices of the layers whose states a backbone returns. They are dropped: small models have fewer layers.
 _OF_BACKBONES = ("out_features", "out_indices", "_out_features", "_out_indices", "stage_names")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "n_head_kv")
 _LAYERS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"),
     "encoder_layers",
 )
-#: Every so many layers something differs; without a list that says where.
+#: Periods: one layer in so many differs, without a list in the config that says which.
 _PERIODS = (
     *("full_attention_interval", "no_rope_layer_interval", "sliding_window_pattern", "_sliding_window_pattern"),
     *("interleave_moe_layer_step", "decoder_sparse_step", "expert_layer_period", "attn_layer_period"),
@@ -71,49 +71,49 @@ _PERIODS = (
 _WINDOWS = ("sliding_window", "sliding_window_size", "window_size", "attention_window_size", "local_attention")
 _TOKENS = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3, "sep_token_id": 3, "cls_token_id": 2}
 _FIRST_OF_TARGET = "decoder_start_token_id"
-#: Any value runs the same code.
+#: Numbers whose value doesn't decide which code runs.
 _NUMBERS: dict[str, float] = {
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "layernorm_epsilon"), 1e-6),
     **dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq"), 10000.0),
 }
 _ROUTER_LOSS = 0.5
-#: Says nothing of which code runs.
+#: Keys that don't decide which code runs.
 _MEANINGLESS = frozenset(
     {
         *("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "id2label", "label2id"),
         *("initializer_range", "problem_type", "return_dict", "output_attentions", "output_hidden_states", "use_cache"),
         *("finetuning_task", "task_specific_params", "auto_map", "quantization_config", "chunk_size_feed_forward"),
         *("router_aux_loss_coef", "attn_implementation", "_attn_implementation", "is_encoder_decoder"),
-        # The file of weights, which is another one for each rank where a checkpoint was sharded ahead of time.
+        # The name of the weights file, which differs between ranks if a checkpoint was sharded ahead of time.
         "transformers_weights",
     }
 )
 
 
 def small_config(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy with tiny sizes whose lengths at which the model changes are crossed by :data:`LONGEST` tokens.
+    """A copy with tiny sizes, in which :data:`LONGEST` tokens cross all lengths at which the model changes.
 
     Models that differ in nothing but their sizes have the same small config.
 
     Raises:
-        Exception: whatever the config's own class makes of sizes that don't go together.
+        Exception: of any kind, from the config's own class, if the sizes don't fit together.
     """
     small = type(config)(**_shrunk_fields(config))
     small._experts_implementation = "eager"  # the grouped kernels have no float64
     if getattr(small, "router_aux_loss_coef", None) is not None:
-        # Whatever it is, large enough for mistakes to show.
+        # One value for all configs, large enough for mistakes to show.
         small.router_aux_loss_coef = _ROUTER_LOSS
     if config.is_encoder_decoder:
-        # Some configs have it only where a checkpoint's config.json does.
+        # Some configs have this key only if the checkpoint's config.json does.
         setattr(small, _FIRST_OF_TARGET, _TOKENS["bos_token_id"])
-    # Of classifiers, which kind of loss they have.
+    # These decide which loss a classifier has.
     small.num_labels = min(config.num_labels or 2, _LABELS)
     small.problem_type = config.problem_type
     return shrunk(small, LONGEST)
 
 
 def meaningful_fields(config: PretrainedConfig) -> dict[str, Any]:
-    """Of a small config all that decides which code runs."""
+    """The fields of a small config that decide which code runs."""
     without = _MEANINGLESS | (_TOKENS.keys() - {"pad_token_id"}) | {_FIRST_OF_TARGET}
     return {name: value for name, value in config.to_dict().items() if name not in without}
 
@@ -147,9 +147,9 @@ def _shrunk_fields(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _kept_layers(fields: Mapping[str, Any], count: int) -> list[int]:
-    """One or two layers of each kind, and as many as it takes for the kinds that are known by their number.
+    """Indices of the layers to keep: up to two of each kind, or a period if kinds follow from a layer's number.
 
-    Models whose layers are all alike get three, those with fewer too: how many there are decides nothing.
+    Models whose layers are all alike get three, even if they have fewer: the number of layers decides nothing.
     """
     lists = [value for value in fields.values() if isinstance(value, list) and len(value) == count]
     kinds: dict[tuple[str, ...], list[int]] = {}
@@ -189,12 +189,12 @@ def _smaller(name: str, value: Any, fields: Mapping[str, Any], kept: list[int] |
     return min(value, _SIZES[name]) if name in _ONLY_SMALLER else _SIZES.get(name, value)
 
 
-#: Counts that tiny models may have fewer of already.
+#: Counts that tiny models may already have fewer of, so they are never raised.
 _ONLY_SMALLER = frozenset({"n_group", "topk_group", "mamba_n_groups", "n_groups", "num_expert_group"})
 
 
 def _rope(rope: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of rotary embeddings for the small heads."""
+    """Rotary embedding parameters for the small heads."""
     if any(isinstance(inner, dict) for inner in rope.values()):
         return {name: _rope(inner, fields) if isinstance(inner, dict) else inner for name, inner in rope.items()}
     dim = fields.get("qk_rope_head_dim") or fields.get("head_dim") or HEAD_DIM

@@ -1,4 +1,4 @@
-"""Micro-batches for what a model is for, and a loss of what comes of them."""
+"""Micro-batches for a model's task, and a loss of the model's output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cuboid.models.batch.length_cases import Case
 from cuboid.models.batch.targets import Targets
 from cuboid.models.certification.check import ROWS, CannotProbe, probe_batch
 
-#: From so many tokens on, a source has a target that is shorter.
+#: Sources with more tokens have shorter targets.
 _LEAST_LENGTH = 12
 
 
@@ -24,10 +24,10 @@ def task_batch(case: Case, model: PreTrainedModel, *, has_types: bool = False, h
     """A micro-batch with the targets that a model's loss compares with.
 
     Args:
-        case: what it is like.
-        model: small.
-        has_types: whether there are token types.
-        has_labels: whether padding has labels.
+        case: length, padding and packing of its rows.
+        model: a small one.
+        has_types: whether it has token types.
+        has_labels: whether padding has labels, too.
     """
     targets = Targets.of(type(model), model.config)
     if takes_images(type(model)):
@@ -36,7 +36,7 @@ def task_batch(case: Case, model: PreTrainedModel, *, has_types: bool = False, h
     batch = probe_batch(case, vocabulary, has_labels=has_labels)
     pad = getattr(model.config.get_text_config(), "pad_token_id", None)
     if pad is not None and "attention_mask" in batch:
-        # Some models look for padding among the ids.
+        # Some models recognize padding by its ids.
         batch["input_ids"][batch["attention_mask"] == 0] = pad
     generator = torch.Generator().manual_seed(case.length + 1)
     rows, length = batch["input_ids"].shape
@@ -50,7 +50,7 @@ def task_batch(case: Case, model: PreTrainedModel, *, has_types: bool = False, h
 
 
 def with_answers(batch: MicroBatch, targets: Targets, generator: torch.Generator) -> MicroBatch:
-    """A micro-batch of ids and causal labels, with what another task's loss compares with instead of these."""
+    """A micro-batch of ids and causal labels, with the labels replaced by those of another task."""
     batch = dict(batch)
     labels = batch.pop("labels")
     rows, length = labels.shape
@@ -68,14 +68,14 @@ def with_answers(batch: MicroBatch, targets: Targets, generator: torch.Generator
 
 
 def target_case(case: Case) -> Case:
-    """Of the target of a source: shorter, or longer than a short one, and padded on the same side."""
+    """The case of a source's target: shorter, or longer than a short source, and padded on the same side."""
     longest = case.length > _LEAST_LENGTH
     length = case.length * 2 // 3 if longest else case.length + _LEAST_LENGTH // 2
     return replace(case, length=length, packed=())
 
 
 def with_target(source: MicroBatch, target: MicroBatch, model: PreTrainedModel) -> MicroBatch:
-    """A source and its target as one micro-batch. The model shifts labels itself where nothing is padded."""
+    """A source and its target as one micro-batch. Without padding, the model makes decoder ids from labels itself."""
     batch = {name: x for name, x in source.items() if name != "position_ids"} | {"labels": target["labels"]}
     if "attention_mask" in target:
         batch["decoder_attention_mask"] = target["attention_mask"]
@@ -85,7 +85,7 @@ def with_target(source: MicroBatch, target: MicroBatch, model: PreTrainedModel) 
 
 
 def _images(case: Case, model: PreTrainedModel, targets: Targets) -> MicroBatch:
-    """As many rows as of ids, with classes, or with patches that are masked."""
+    """A micro-batch of images, with the classes or the masked patches of the task."""
     generator = torch.Generator().manual_seed(case.length)
     shape = image_shape(model.config)
     if shape is None:
@@ -111,7 +111,7 @@ def _labels_of_rows(targets: Targets, rows: int, generator: torch.Generator) -> 
 
 
 def loss_of(output: Any, batch: MicroBatch) -> torch.Tensor:
-    """A model's own loss; of one without a head some function of all that it returns, without what is padding."""
+    """A model's own loss; without a head, a function of all outputs that leaves out padding."""
     if getattr(output, "loss", None) is not None:
         loss: torch.Tensor = output.loss
         return loss
@@ -123,5 +123,5 @@ def loss_of(output: Any, batch: MicroBatch) -> torch.Tensor:
 
 
 def _weights(x: torch.Tensor) -> torch.Tensor:
-    """Numbers that differ from one place to the next."""
+    """Weights in the shape of ``x`` that differ from one element to the next."""
     return torch.arange(x.numel(), dtype=x.dtype, device=x.device).cos().view_as(x)
