@@ -1,4 +1,4 @@
-"""All that Cuboid changes in other people's code; nothing outside this package assigns to a foreign attribute."""
+"""All of Cuboid's patches of other packages; nothing outside this package assigns to a foreign attribute."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ _ALL = [*transformers.PATCHES, *accelerate.PATCHES, *peft.PATCHES, *deepspeed.PA
 
 
 def register() -> None:
-    """Make DeepSpeed and transformers understand Cuboid's keys. ``import cuboid`` does it; twice is once."""
+    """Apply all patches, so that frameworks accept Cuboid's keys. ``import cuboid`` calls it; more calls do nothing."""
     for patch in _ALL:
         patch.apply()
 
 
 def unregister() -> None:
-    """Restore both exactly as they were. Sharded models that exist go on working."""
+    """Restore all patched packages exactly as they were. Existing sharded models keep working."""
     for patch in reversed(_ALL):
         patch.revert()

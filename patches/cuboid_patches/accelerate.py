@@ -1,4 +1,4 @@
-"""What Cuboid changes in accelerate, and so in the Hugging Face Trainer."""
+"""Patches of accelerate, and so of the Hugging Face Trainer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _hf_deepspeed_config(original: Any) -> Any:
             return
         config, rest = ours
         check_framework_config(config, rest, current_world_size())
-        # Read already, since accelerate takes fewer kinds of files than DeepSpeed.
+        # Loaded here, since accelerate reads fewer kinds of files than DeepSpeed.
         original(self, load_config(config_file_or_dict))
         SHARED_MEMORY_BUILD.skip()
         # accelerate's data loader and the HF Trainer's batch arithmetic read the number of ranks that share their
@@ -64,9 +64,9 @@ def _accelerator_state(original: Any) -> Any:
                 f"on {device}; set DS_ACCELERATOR=cpu as well, or don't ask for the CPU"
             )
         if device == "cpu" and not PartialState._shared_state:
-            # By itself, accelerate knows nothing of the other ranks where there is no GPU.
+            # Otherwise accelerate would ignore the other ranks if there is no GPU.
             PartialState(cpu=True, **bound.arguments.get("kwargs", {}))
-        # That there is DeepSpeed on the CPU neither; it would leave the model as it is, without a word.
+        # Asked for the CPU, accelerate would ignore DeepSpeed too, and silently leave the model as it is.
         bound.arguments["cpu"] = False
         with patch_environment(ACCELERATE_USE_CPU="false"):
             return original(*bound.args, **bound.kwargs)
@@ -91,7 +91,7 @@ def _prepare_deepspeed(original: Any) -> Any:
 
 
 def _fill_rows(accelerator: Any, plugin: Any, config: CuboidConfig, args: Sequence[Any]) -> None:
-    """Where a batch is split between replicas, say how many rows are one's; accelerate counts every rank as one."""
+    """With ``split_batches``, set the rows per replica; accelerate would count every rank as a replica."""
     key = "train_micro_batch_size_per_gpu"
     if not (accelerator.split_batches and plugin.is_auto(key)):
         return
@@ -102,7 +102,7 @@ def _fill_rows(accelerator: Any, plugin: Any, config: CuboidConfig, args: Sequen
 
 
 def _for_ranks(given: Any, config: CuboidConfig) -> Any:
-    """A schedule of the config whose steps, divided by the ranks, are those of its replicas."""
+    """Multiply the length of a config's schedule by the ranks of a copy, since accelerate divides it by all ranks."""
     if not isinstance(given, DummyScheduler) or given.total_num_steps is None or AcceleratorState().num_processes == 1:
         return given
     scaled = copy.copy(given)
@@ -117,7 +117,8 @@ def _scheduler_step(original: Any) -> Any:
         if config is None or config.ranks == 1 or self.split_batches or not self.step_with_optimizer:
             original(self, *args, **kwargs)
             return
-        # A data loader is this much shorter than the user's; a rank is no replica.
+        # accelerate would step once per rank, to make up for shorter data loaders; but they are shorter only by the
+        # number of replicas. With split_batches, each call of the original makes one step.
         once = copy.copy(self)
         once.split_batches = True
         for _ in range(_copies(config) if self.gradient_state.sync_gradients else 1):
@@ -135,7 +136,7 @@ def _gather_for_metrics(original: Any) -> Any:
         if config is None or config.ranks == 1:
             return original(self, input_data, use_gather_object)
         if use_gather_object or not _has_tensors_only(input_data):
-            # Lists of all ranks, one after another: of each copy's first rank.
+            # The lists of all ranks are concatenated, so only the first rank of each copy contributes.
             first = any(ranks[0] == current_rank() for ranks in _ranks_of_copies(config))
             return original(self, input_data if first else [], use_gather_object=True)
         gather = self.gather
@@ -174,8 +175,8 @@ def _reduce(original: Any) -> Any:
 
 
 def _counted_once(gathered: torch.Tensor, config: CuboidConfig) -> torch.Tensor:
-    """The sum of whole numbers ``[ranks, …]``, of which the ranks of a copy of the model have the same."""
-    # As a tensor, for a list of lists would be taken for indices of two dims.
+    """Sum integers ``[ranks, …]`` over the copies of the model; the ranks of a copy must have the same ones."""
+    # Indexed by a tensor, since a list of lists would be taken for indices of two dims.
     by_copy = gathered[torch.tensor(_ranks_of_copies(config))]
     if bool((by_copy != by_copy[:, :1]).any()):
         raise CuboidError(
@@ -188,7 +189,7 @@ def _counted_once(gathered: torch.Tensor, config: CuboidConfig) -> torch.Tensor:
 def _check_trigger(original: Any) -> Any:
     @functools.wraps(original)
     def check_trigger(self: Any) -> bool:
-        # Any rank may have set it.
+        # Any rank may have set it, but the patched ``reduce`` rejects integers that differ within a copy.
         self.reduce = lambda flag: reduce_over_ranks(flag, "sum")
         try:
             return bool(original(self))
@@ -216,7 +217,7 @@ def _prepare_data_loader(original: Any) -> Any:
             "num_processes": topology.data,
             "process_index": topology.coordinate(current_rank()).data,
             "dispatch_batches": False,
-            # What accelerate would work the two numbers out from.
+            # Otherwise accelerate derives the two numbers from it.
             "torch_device_mesh": None,
         }
         return original(**{**given, **own})
@@ -243,7 +244,7 @@ def _ranks_of_copies(config: CuboidConfig) -> list[list[int]]:
 
 
 def _one_of_each_copy(gathered: torch.Tensor, *, config: CuboidConfig) -> torch.Tensor:
-    """Rows of the first rank of each copy of the model, out of those of all ranks in rank order."""
+    """Select the rows of each copy's first rank, ``[ranks · n, …] -> [copies · n, …]``, both in rank order."""
     firsts = [ranks[0] for ranks in _ranks_of_copies(config)]
     return gathered.unflatten(0, (current_world_size(), -1))[firsts].flatten(0, 1)
 

@@ -1,4 +1,4 @@
-"""A patch is a value: what it replaces, why, and against which version that was read."""
+"""Patches as values: what each of them replaces, why, and for which versions of the package it was written."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Patch:
         parameters: names of the target's parameters that the replacement relies on.
         replace: makes the replacement from the original.
 
-    Nothing is imported for a patch: the Trainer and PEFT take two seconds, which a rank without them doesn't spend.
-    :meth:`apply` twice is one application. :meth:`revert` puts the very same object back.
+    A patch doesn't import its target: the Trainer and PEFT take two seconds, which ranks that don't use them save.
+    Calling :meth:`apply` again has no effect. :meth:`revert` restores the identical object.
     """
 
     target: str
@@ -44,7 +44,7 @@ class Patch:
     _wanted: bool = field(default=False, init=False, repr=False)
 
     def apply(self) -> None:
-        """Put the replacement in place, as soon as the target's module is imported.
+        """Replace the target as soon as its module is imported, or now if it is.
 
         Raises:
             PatchError: the target is missing or has another signature. If its module isn't imported yet, that import
@@ -59,13 +59,14 @@ class Patch:
         owner, name = self._owner()
         if name not in vars(owner):
             raise PatchError(self._mismatch("it does not exist"))
+        # Not getattr, which would bind a classmethod: it couldn't be restored as it was.
         self._original = vars(owner)[name]
         self._check_signature(getattr(owner, name))
         setattr(owner, name, self.replace(self._original))
         self._applied = True
 
     def revert(self) -> None:
-        """Put the original back, if the replacement is in place."""
+        """Restore the original, if it has been replaced."""
         self._wanted = False
         if not self._applied:
             return
@@ -100,7 +101,7 @@ class Patch:
 
 @dataclass
 class Registration:
-    """Entries added to a registry that others offer, and taken out again."""
+    """Entries in a registry of another package."""
 
     registry: Any
     entries: dict[str, Any]
@@ -111,6 +112,6 @@ class Registration:
             self.registry.register(name, entry)
 
     def revert(self) -> None:
-        """Take the entries out."""
+        """Remove the entries."""
         for name in self.entries:
             self.registry._global_mapping.pop(name, None)

@@ -1,4 +1,4 @@
-"""What Cuboid changes in DeepSpeed: ``deepspeed.initialize`` understands the 3d_tensor mode and the pipeline."""
+"""Patches of DeepSpeed: ``deepspeed.initialize`` accepts the 3d_tensor mode and the pipeline."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def _initialize(original: Any) -> Any:
 class SharedMemoryBuild:
     """A CPU collective that DeepSpeed compiles at the first ``init_distributed``, and that we don't use.
 
-    Building it takes half a minute and a C++ compiler on every new machine. It is skipped only once a config of ours
-    is seen, and offered again by :meth:`revert`.
+    Building it takes half a minute and a C++ compiler on every new machine. It is skipped only after a config with
+    Cuboid's keys is seen, and enabled again by :meth:`revert`.
     """
 
     _NAME = "deepspeed_shm_comm"
@@ -76,7 +76,7 @@ class SharedMemoryBuild:
         self._original: bool | None = None
 
     def apply(self) -> None:
-        """Nothing yet: configs of others keep it."""
+        """No-op: jobs without Cuboid's keys keep it."""
 
     def skip(self) -> None:
         """Keep DeepSpeed from building it, where it would."""
@@ -94,18 +94,18 @@ class SharedMemoryBuild:
 SHARED_MEMORY_BUILD = SharedMemoryBuild()
 
 
-#: On DeepSpeed's own command line, the second from before it had its present name.
+#: DeepSpeed's command-line arguments for the config; the second is from before it got its present name.
 _CONFIG_ARGUMENTS = ("deepspeed_config", "deepscale_config")
 
 
 def _config_source(given: dict[str, Any]) -> Any:
-    """The config, from whichever of its doors it came."""
+    """The config, from any of the arguments that can hold it."""
     named = [given.get("config"), given.get("config_params"), *_config_arguments(given).values()]
     return next((source for source in named if source is not None), None)
 
 
 def _config_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """The configs among the arguments of the command line, by their names there."""
+    """The configs among the command-line arguments, by name."""
     found = {name: getattr(given.get("args"), name, None) for name in _CONFIG_ARGUMENTS}
     return {name: source for name, source in found.items() if source is not None}
 
@@ -135,12 +135,13 @@ def _initialize_sharded(
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     if isinstance(model, StageModel):
         for parameter in model.staging.repeated_parameters():
-            # The one says so to DeepSpeed's ZeRO, the other to its clipping without ZeRO.
+            # Counted on another stage. ZeRO reads the first attribute, DeepSpeed's clipping without ZeRO the second.
             parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
             parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
         _accumulate_in_float32(rest)
     if "train_micro_batch_size_per_gpu" in rest:
-        # Follows from the two other batch sizes, with which it was checked; accelerate counts every rank of a mesh.
+        # Already checked against the two other batch sizes, from which it follows. accelerate's is too large, since it
+        # counts every rank of a mesh as a replica.
         rest.pop("train_batch_size", None)
     _forget_config(given)
     unit = ModelParallelUnit(mesh) if mesh.topology.world_size > 1 else None
@@ -148,6 +149,7 @@ def _initialize_sharded(
         engine, *others = original(**{**given, "model": model, "config": rest, "mpu": unit})
     if engine.basic_optimizer is not given.get("optimizer"):
         run_on_all_ranks(lambda: _check_made_optimizer(engine, owned), mesh)
+    # `deepspeed.initialize` can't be told which engine class to make.
     engine.__class__ = CuboidEngine
     engine.checkpointing = Checkpointing(model, Origin.of("deepspeed", config, load_config(source), model))
     if isinstance(model, StageModel):
@@ -170,10 +172,10 @@ def _owned_shards(mesh: Mesh, rest: dict[str, Any]) -> OwnedShards:
 
 
 def _take_optimizer(given: dict[str, Any], model: nn.Module, rest: dict[str, Any], owned: OwnedShards) -> None:
-    """Have what is given of an optimizer fit the sharded model.
+    """Adapt the given optimizer, or the parameters given for one, to the sharded model.
 
     Raises:
-        OptimizerError: it can't.
+        OptimizerError: it isn't possible.
     """
     optimizer, schedule = given.get("optimizer"), given.get("lr_scheduler")
     if given.get("model_parameters") is not None:
@@ -208,17 +210,17 @@ def _take_optimizer(given: dict[str, Any], model: nn.Module, rest: dict[str, Any
 
 
 def _check_made_optimizer(engine: Any, owned: OwnedShards) -> None:
-    """Look at the optimizer that DeepSpeed has made of a config or a callable.
+    """Check the optimizer that DeepSpeed has made from a config or a callable.
 
     Raises:
-        OptimizerError: it can't train here.
+        OptimizerError: it can't train a sharded model.
     """
     made = engine.basic_optimizer
     if made is None or isinstance(made, DummyOptim):
         return
     check_optimizer(made, owned, [p for p in engine.module.parameters() if p.requires_grad])
     used = getattr(engine.optimizer, "optimizer", made)
-    # DeepSpeed's ZeRO makes another Adagrad in place of torch's, of its defaults.
+    # DeepSpeed's ZeRO replaces torch's Adagrad by a new one with default settings.
     lost = [
         key
         for before, after in zip(made.param_groups, used.param_groups, strict=True)
@@ -229,7 +231,7 @@ def _check_made_optimizer(engine: Any, owned: OwnedShards) -> None:
         raise OptimizerError(_REMADE.format(name=type(made).__name__))
 
 
-#: Why an optimizer whose state is made with it can't be laid end to end by DeepSpeed.
+#: Error for an optimizer that creates its state in its constructor, under ZeRO.
 _REMADE = (
     "{name} has its state from the start, so that DeepSpeed puts a new one in its place, which no schedule and no "
     "parameter group's own settings reach; name it in the config's optimizer section, without such groups, or take "
@@ -239,17 +241,17 @@ _REMADE = (
 
 @contextmanager
 def _trained_parameters(given: dict[str, Any], model: Any, rest: dict[str, Any]) -> Iterator[nn.Parameter | None]:
-    """Inside, DeepSpeed finds parameters to train in each group that it is given, on each stage.
+    """Context in which each parameter group for DeepSpeed has something to train, on each stage.
 
-    It takes no groups without any, though all of a stage may be frozen. Such a stage gets a number for its optimizer
-    that nobody reads, so that it takes part in whatever the others' optimizers exchange. The number has to be the
-    model's while DeepSpeed looks for its name, and no longer.
+    DeepSpeed accepts no other groups, but a stage may be frozen as a whole. Its optimizer then gets a dummy parameter,
+    so that the stage takes part in the collectives of the other stages' optimizers. The model has this parameter only
+    inside the context, where DeepSpeed looks up its name.
 
     Yields:
-        That number, where it is needed.
+        The dummy parameter, if it is needed.
 
     Raises:
-        ConfigError: on every rank, where there is nothing to train on any of them.
+        ConfigError: on every rank, if there is nothing to train on any of them.
     """
     optimizer = given.get("optimizer")
     if optimizer is None and not rest.get("optimizer"):
@@ -280,11 +282,11 @@ def _trained_parameters(given: dict[str, Any], model: Any, rest: dict[str, Any])
 
 
 def _accumulate_in_float32(rest: dict[str, Any]) -> None:
-    # A pipeline adds up a gradient for each unit, which bfloat16 is too coarse for.
+    # A pipeline accumulates a gradient for each unit, for which bfloat16 is too coarse.
     section = rest.get("bf16") or {}
     if section.get("enabled") is True:
         rest.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
-        # Added by DeepSpeed's own hooks, as soon as a gradient is there.
+        # DeepSpeed's hooks then add each gradient to the float32 sum as soon as it is computed.
         section["immediate_grad_update"] = True
 
 
@@ -299,7 +301,7 @@ def _start_distributed(given: dict[str, Any]) -> None:
     if current_world_size() > 1 and not dist.is_initialized():
         store = await_all_ranks()
         deepspeed.init_distributed(dist_init_required=given.get("dist_init_required"))
-        del store  # rank 0's has to be there until DeepSpeed has its own
+        del store  # not earlier: rank 0's store serves the other ranks until DeepSpeed has its own
 
 
 def _tp_model_init(original: Any) -> Any:

@@ -14,10 +14,10 @@ from cuboid.endings import tell_launcher
 from cuboid.errors import CuboidError, RankError
 from cuboid_patches.base import Patch
 
-#: How long a rank waits whose message may be another's too, so that no launcher ends the job before the first one has
-#: spoken.
+#: How long a rank waits if another rank has the original error, so that the launcher doesn't end the job before that
+#: one is printed.
 _GRACE_S = 3.0
-#: Packages whose frames don't say where in a script something is wrong.
+#: Packages whose frames aren't the user's script.
 _FRAMEWORKS = sys.stdlib_module_names | {
     "accelerate",
     "colossalai",
@@ -40,16 +40,16 @@ def _excepthook(original: Any) -> Any:
         tell_launcher(f"{kind.__name__}: {error}{place}")
         rank, origin = os.environ["RANK"], getattr(error, "rank", None)
         if issubclass(kind, RankError) and error.__cause__ is not None and rank == str(0 if origin is None else origin):
-            # Nothing that a user did: where it happened matters.
+            # Not a user's mistake, so print the traceback.
             original(kind, error, traceback)
         elif origin is None and rank != "0":
-            # All ranks came to the same conclusion, and rank 0 says it.
+            # All ranks raise the same error, and rank 0 prints it.
             time.sleep(_GRACE_S)
         elif origin is None or str(origin) == rank:
             where = "" if origin is None else f"rank {rank}: "
             print(f"cuboid: {where}{kind.__name__}: {error}{place}", file=sys.stderr, flush=True)
         else:
-            # Another rank failed first; its own message comes first too.
+            # Another rank failed first; wait until it has printed its own message.
             time.sleep(_GRACE_S)
             print(f"cuboid: rank {rank}, for rank {origin}: {kind.__name__}: {error}", file=sys.stderr, flush=True)
 
@@ -57,7 +57,7 @@ def _excepthook(original: Any) -> Any:
 
 
 def _place(traceback: TracebackType | None) -> str:
-    """Where the script called what raised: the last frame that is neither Cuboid's nor a framework's."""
+    """The place in the user's script: the innermost frame that is neither Cuboid's nor a framework's."""
     frames = [(frame.f_globals.get("__name__", ""), frame, line) for frame, line in walk_tb(traceback)]
     own = [(frame, line) for name, frame, line in frames if name.partition(".")[0] not in _FRAMEWORKS]
     return f" ({own[-1][0].f_code.co_filename}:{own[-1][1]})" if own else ""

@@ -1,4 +1,4 @@
-"""What Cuboid changes in PEFT, where that is installed."""
+"""Patches of PEFT, if it is installed."""
 
 from __future__ import annotations
 

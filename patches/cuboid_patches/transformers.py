@@ -1,4 +1,4 @@
-"""What Cuboid changes in transformers."""
+"""Patches of transformers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _config_from_pretrained(original: Any) -> Any:
         folder = folder_of(args, kwargs)
         if folder is None or not has_config(folder) or (active_config() or _config_kept_alive()) is None:
             return original.__func__(cls, *args, **kwargs)
-        # Before a config of a billion layers lists their kinds.
+        # Rejects implausible counts first: for a billion layers, transformers would build a list of their types.
         read_config(folder / CONFIG)
         with as_damage_of(folder / CONFIG):
             return original.__func__(cls, *args, **kwargs)
@@ -85,7 +85,7 @@ def _save_model(original: Any) -> Any:
         folder = self.args.output_dir if output_dir is None else output_dir
         model.save_pretrained(folder)
         if self.args.should_save:
-            # What there is beside the weights: the tokenizer, and the arguments.
+            # Saves everything but the weights: the tokenizer and the training arguments.
             self._save(folder, state_dict={})
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -98,11 +98,11 @@ def _floating_point_ops(original: Any) -> Any:
     def floating_point_ops(self: Any, inputs: dict[str, Any]) -> int:
         operations: int = original(self, inputs)
         model = self.model
-        # The Trainer adds up all ranks', of which those of one copy of the model share a batch's.
+        # The Trainer sums over all ranks, but the ranks of one copy of the model share the operations of a batch.
         if not isinstance(model, ShardedModel):
             return operations
         if isinstance(model, StageModel):
-            # Each rank counts what it holds itself.
+            # Each rank counts the operations of its own parameters.
             own: int = PreTrainedModel.num_parameters(model, exclude_embeddings=True)  # type: ignore[arg-type]
             return 6 * inputs["input_ids"].numel() * own
         return operations // len(model.cuboid.mesh.copy_ranks)
@@ -111,7 +111,7 @@ def _floating_point_ops(original: Any) -> Any:
 
 
 def _config_kept_alive() -> CuboidConfig | None:
-    """Cuboid's part of the ``HfDeepSpeedConfig`` that is alive, if any."""
+    """Cuboid's part of the active ``HfDeepSpeedConfig``, if there is one."""
     source = deepspeed_config()
     return None if source is None else split_config(source)[0]
 

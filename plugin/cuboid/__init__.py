@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 from cuboid.endings import expect_interrupts
 from cuboid.requirements import check_installed
 
-# Seconds of imports follow.
+# First, because the imports below take seconds, and Ctrl-C during them shouldn't print a traceback.
 expect_interrupts()
-# What follows imports names that other versions of these packages haven't.
+# Before the imports below, which use names that other versions of these packages don't have.
 check_installed()
 
 from cuboid.config.schema import CuboidConfig, parse_config, split_config
@@ -57,17 +57,18 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    # Here the Trainer would be imported with everything that it imports, also where nobody asks for it.
+    # Imported on first use, because transformers' Trainer takes long to import and not every script needs it.
     if name == "CuboidTrainer":
         from cuboid.integrations.trainer import CuboidTrainer
 
         return CuboidTrainer
     if name == "CuboidPlugin":
-        # And here ColossalAI, which not everybody has.
+        # Likewise, because ColossalAI may not be installed.
         from cuboid.integrations.colossalai.plugin import CuboidPlugin
 
         return CuboidPlugin
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+# ``import cuboid`` alone makes DeepSpeed, accelerate and transformers accept Cuboid's config keys.
 register()

@@ -1,4 +1,4 @@
-"""What a process says when it ends early: why, to the user and to the launcher, or that Ctrl-C ended it."""
+"""Messages of a process that ends early: its error, for the user and the launcher, or that Ctrl-C ended it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-#: The exit status of what Ctrl-C has ended, in the shell's form.
+#: Exit status after Ctrl-C, as shells report it: 128 + SIGINT.
 INTERRUPTED = 130
 
 
 def tell_launcher(message: str) -> None:
-    """Leave word of an error for torchrun, whose long report on the ranks then ends with it."""
+    """Write an error to torchrun's error file, so that torchrun's long report on the ranks ends with this message."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:
         with contextlib.suppress(OSError):
@@ -25,20 +25,20 @@ def tell_launcher(message: str) -> None:
 
 
 def say_interrupted() -> None:
-    """Say that Ctrl-C ended the process; under a launcher, rank 0 alone does. Also where other threads hold stderr."""
+    """Print that Ctrl-C ended the process (under a launcher, on rank 0 only), even if another thread holds stderr."""
     if os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError):
             os.write(2, b"cuboid: interrupted\n")
 
 
 def end_interrupted() -> NoReturn:
-    """Exit as an interrupted command does."""
+    """Print that Ctrl-C ended the process, and exit with :data:`INTERRUPTED`."""
     say_interrupted()
     sys.exit(INTERRUPTED)
 
 
 def expect_interrupts() -> None:
-    """If this process is the command ``cuboid``, leave out the traceback of Ctrl-C, during its imports too."""
+    """If this process runs the ``cuboid`` command, suppress the traceback of Ctrl-C, also during imports."""
     is_command = Path(sys.argv[0]).name == "cuboid" or "cuboid.cli" in sys.orig_argv
     if is_command and sys.excepthook is sys.__excepthook__:
         sys.excepthook = _report

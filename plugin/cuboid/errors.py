@@ -1,4 +1,4 @@
-"""Errors for the user to fix. Each message says which key or tensor, why, and what would work."""
+"""Errors for the user to fix. Each message names the key or tensor, the reason, and what would work."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Self
 
 
 class CuboidError(ValueError):
-    """Base class. Raised before any process group or allocation wherever the cause can be known then.
+    """Base class. Raised before process groups are created or memory is allocated, if the cause can be found by then.
 
     Attributes:
-        rank: where it arose; None for what all ranks find alike, which is then said once.
-        shared: whether all ranks raise it, so that nobody has to be told any more.
+        rank: the rank on which it arose; None if all ranks find the same error, which is then printed once.
+        shared: whether all ranks raise it already, so that it needn't be reported to the others.
     """
 
     rank: int | None = None
     shared: bool = False
 
     def arising_on(self, rank: int) -> Self:
-        """The same error, as one that arose on this rank alone, unless it has a rank."""
+        """Set :attr:`rank` unless it is set already; returns the error itself."""
         if self.rank is None:
             self.rank = rank
         return self
@@ -33,22 +33,22 @@ class MeshError(CuboidError):
 
 
 class UnsupportedModelError(CuboidError):
-    """A module, an option of the model, or an argument of its forward has no rule yet."""
+    """A module, an option of the model, or an argument of its forward isn't supported yet."""
 
 
 class OptimizerError(CuboidError):
-    """An optimizer can't step on what a rank holds as it would on the whole model, or isn't the model's."""
+    """An optimizer can't step on a rank's shards as it would on the full model, or isn't one of this model."""
 
 
 class CheckpointError(CuboidError):
-    """A checkpoint lacks a tensor, or holds one that doesn't fit."""
+    """A checkpoint can't be read or written, or doesn't fit the model."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint isn't what was written.
+    """A checkpoint's files aren't what was written.
 
     Attributes:
-        whole: the newest one beside it that is; None where there is none.
+        whole: the newest intact checkpoint beside it; None if there is none.
     """
 
     def __init__(self, message: str, whole: Path | None) -> None:
@@ -57,8 +57,8 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class RankError(CuboidError):
-    """An error that isn't the user's stopped a rank; there, it is the cause of this one."""
+    """A rank failed with an error that isn't the user's; on that rank, it is chained as ``__cause__``."""
 
 
 class PeerLostError(CuboidError):
-    """Another rank went away, or didn't come; its own message says why."""
+    """Another rank exited, or didn't reach a rendezvous in time; its own output says why."""

@@ -1,4 +1,4 @@
-"""Only what the user needs to see: warnings of the libraries below are for those who build on them."""
+"""Silence the underlying libraries' warnings and progress bars that are meant for developers, not for users."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import transformers
 
 @contextlib.contextmanager
 def progress_bars_of(*, shown: bool) -> Iterator[None]:
-    """Context in which transformers draws its progress bars only if ``shown``, for what all ranks do alike."""
+    """Context in which transformers draws its progress bars only if ``shown``; for work that all ranks do alike."""
     hides = not shown and transformers.logging.is_progress_bar_enabled()
     if hides:
         transformers.logging.disable_progress_bar()
@@ -24,10 +24,10 @@ def progress_bars_of(*, shown: bool) -> Iterator[None]:
 
 
 def quiet(speaks: bool = True) -> None:
-    """Let DeepSpeed, transformers and torch report errors only. For a command's own process alone.
+    """Make DeepSpeed, transformers and torch report errors only. Global state, so only for processes of a command.
 
     Args:
-        speaks: whether this process is the one to pass on warnings that all ranks have alike.
+        speaks: whether this process prints Cuboid's own warnings, which are the same on all ranks.
     """
     if not speaks:
         logging.getLogger("cuboid").setLevel(logging.ERROR)

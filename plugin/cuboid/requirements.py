@@ -1,4 +1,4 @@
-"""Versions of the packages that Cuboid reaches into, found out before any of them is imported."""
+"""Supported versions of the packages whose internals Cuboid uses, checked before any of them is imported."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ RANGES = {
 
 
 def check_installed() -> None:
-    """Refuse versions that Cuboid doesn't know its way about in.
+    """Reject unsupported versions.
 
     Raises:
-        ImportError: one sentence, with the versions that work.
+        ImportError: a package is missing or unsupported; names the versions that work.
     """
     for package, versions in RANGES.items():
         try:
             found = version(package)
         except PackageNotFoundError:
             raise ImportError(f"cuboid needs {package} {versions}, which is not installed", name=package) from None
-        # A build of one's own has the number of the version to come, and a suffix.
+        # A build from source has the next release's number and a local suffix, such as 2.13.0a0+git1234567.
         if not SpecifierSet(versions).contains(found.partition("+")[0], prereleases=True):
             raise ImportError(
                 f"cuboid works with {package} {versions}, but {found} is installed: pip install '{package}{versions}'",

@@ -67,8 +67,8 @@ def app() -> None:
 
 
 def _usage(error: typer.TyperException) -> str:
-    """What is wrong with a command line, and where to look; "" for an empty one, whose help is printed already."""
-    # pydantic's own prefix.
+    """The message for a wrong command line; "" for an empty one, as typer has printed the help already."""
+    # pydantic puts this in front of a validator's message.
     message = error.format_message().replace("Value error, ", "").removesuffix(".")
     context = getattr(error, "ctx", None)
     name = f"cuboid {context.info_name}" if context is not None and context.parent is not None else "cuboid"

@@ -7,7 +7,7 @@ from typing import Literal
 
 import typer
 
-#: All random number generators accept it, also with the offset that is added for each replica.
+#: All random number generators accept it, even with the offset that is added for each replica.
 LARGEST_SEED = 2**32 - 1
 #: Sizes of small models, far above any useful ones.
 LARGEST_VOCABULARY = 2**20
@@ -31,7 +31,7 @@ def finite(value: float | None) -> float | None:
 
 
 def chunk_count(text: str | None) -> int | Literal["auto"] | None:
-    """What an option for stages on each rank says.
+    """Parse ``--chunks``, the number of stages on each rank; None if it isn't given.
 
     Raises:
         BadParameter: it is neither ``auto`` nor a number of at least 1.

@@ -56,7 +56,7 @@ def plan(
         raise typer.BadParameter("--explain prints a comparison, and writes neither --out nor --json; leave them out")
     check_outputs(out, json)
     console = Console()
-    # Rows are longer than the 80 columns that are assumed where there is no terminal.
+    # Without a terminal, rich assumes 80 columns, and rows are longer.
     wide = console if console.is_terminal else Console(width=140)
     described, machines = describe(model_config(model)), Cluster.parse(cluster)
     check_length(sequence_length, described.most_positions, "--seq-len")
@@ -74,7 +74,7 @@ def plan(
     if best.layout.checkpointing == "full":
         console.print(f"Recomputing activations is the script's part, before training: {CHECKPOINTING_LINE}")
     config = config_of(best.layout)
-    # What is written is what Cuboid itself would read.
+    # Check that Cuboid itself accepts the config before it is written.
     check_framework_config(*require_config(config), best.cost.cluster.gpus, is_complete=True)
     if out is not None:
         write_json(out, config)

@@ -40,6 +40,6 @@ def profile(
     found = run_on_all_ranks(Profiler(device, seconds).profile, what="cuboid profile")
     if world.is_first:
         write_json(out, found)
-        # What is written is what is read.
+        # Read back from the file, so that this prints what --cluster will use.
         print_profile(Cluster.parse(str(out)), Console())
     world.disconnect()

@@ -141,7 +141,7 @@ _TIME = "time (1 = the forward of a rank's layers on an average segment)"
 
 @dataclass(frozen=True)
 class _Request:
-    """What was asked for; ``ratios`` are the times of backward, input and weight gradient for a forward's."""
+    """The options of the command; ``ratios`` are the times of input and weight gradient, relative to a forward."""
 
     ranks: int
     chunks: int | tuple[int, ...]
@@ -163,7 +163,7 @@ def _limit_given(text: str | None) -> MemoryLimit | None:
 
 
 def _ratios(backward_ratio: float | None, durations: str | None, *, with_model: bool) -> tuple[float, float]:
-    """Times of I and W for that of a forward."""
+    """Times of input gradient (I) and weight gradient (W), relative to a forward."""
     if durations is None:
         whole = 2.0 if backward_ratio is None else backward_ratio
         return whole / 2, whole / 2
@@ -201,11 +201,11 @@ class _Costs:
         raise NotImplementedError
 
     def layers(self, stages: int) -> tuple[int, ...] | None:
-        """Layers of each stage, if there are any."""
+        """Number of layers of each stage; None without a model."""
         raise NotImplementedError
 
     def head(self, chosen: ChosenSchedule) -> _Head | None:
-        """What the head is worth and costs in a step that was chosen, if there is one."""
+        """The head's share of the work, and what it costs in the chosen step; None without a model."""
         raise NotImplementedError
 
 
@@ -250,7 +250,7 @@ class _PlainCosts(_Costs):
 
 
 class _ModelCosts(_Costs):
-    """By the operations and the activations of a model's layers."""
+    """Costs by the operations and the activations of a model's layers."""
 
     def __init__(self, request: _Request, model: Path, length: int | None, rows: int) -> None:
         from cuboid.models.batch.length_cases import check_length, longest_sequence
@@ -292,7 +292,7 @@ class _ModelCosts(_Costs):
         return _Head(share, max(0.0, 1 - spread.timeline.makespan_s / chosen.timeline.makespan_s))
 
     def _with_spread_head(self) -> _ModelCosts:
-        """Costs of the same work, where each layer does its part of the head's."""
+        """Costs of the same work, with the head's divided equally among the layers."""
         layers, part = self._sizes.layers, self._sizes.head // len(self._sizes.layers)
         found = copy.copy(self)
         found._sizes = replace(
@@ -327,7 +327,7 @@ def _compare(request: _Request, costs: _Costs) -> Comparison:
 
 @dataclass(frozen=True)
 class _Head:
-    """What the head is worth, and the part of the step's time that it costs to have it on one stage."""
+    """The head's share of the work, and the fraction of the step's time that having it on one stage costs."""
 
     share: HeadShare
     costs: float
@@ -358,7 +358,7 @@ def _sequences(number: float) -> str:
 
 
 def _in_bytes(simulated: Timeline, sequence_bytes: Sequence[float]) -> Timeline:
-    """A timeline whose memory is in sequences of each rank's share, with bytes instead."""
+    """Convert a timeline's memory from sequences of each rank's share to bytes."""
     scaled = [
         tuple((time_s, amount * size) for time_s, amount in curve)
         for curve, size in zip(simulated.memory, sequence_bytes, strict=True)

@@ -19,8 +19,8 @@ class AsyncResult(Generic[T]):
 
     Args:
         result: complete only after :meth:`wait`.
-        works: of torch.distributed; :meth:`wait` waits for all of them.
-        finish: called after that.
+        works: handles of torch.distributed; :meth:`wait` waits for all of them.
+        finish: called once all works are done.
         holds: buffers to keep alive until then.
         change: function of the complete result, whose value :meth:`wait` returns.
     """
@@ -57,7 +57,7 @@ class AsyncResult(Generic[T]):
         return cast("T", self._result)
 
     def incomplete(self) -> T:
-        """The result before it is complete. The caller must make sure that nobody reads it before :meth:`wait`."""
+        """The result before it is complete. The caller must make sure that it isn't read before :meth:`wait`."""
         assert self._change is None, "a change is made of a complete result"
         return cast("T", self._result)
 

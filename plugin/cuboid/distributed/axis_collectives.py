@@ -124,7 +124,7 @@ def gather_dim(x: torch.Tensor, dim: int, along: AxisGroup) -> torch.Tensor:
 
 
 def scatter_dim(x: torch.Tensor, dim: int, along: AxisGroup) -> torch.Tensor:
-    """Reduce-scatter along a dim: partial sums ``[..., ranks·n, ...]`` to the sum's own slice ``[..., n, ...]``."""
+    """Reduce-scatter along a dim: partial sums ``[..., ranks·n, ...]`` to a slice of the sum, ``[..., n, ...]``."""
     if along.size == 1:
         return x
     dim %= x.dim()
@@ -139,5 +139,5 @@ def own_slice(x: torch.Tensor, dim: int, along: AxisGroup) -> torch.Tensor:
 
 
 def padded_length(length: int, pieces: int) -> int:
-    """The next multiple of ``pieces``."""
+    """``length``, rounded up to a multiple of ``pieces``."""
     return math.ceil(length / pieces) * pieces

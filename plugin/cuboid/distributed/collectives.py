@@ -1,4 +1,4 @@
-"""Collectives on plain buffers, as each version of torch and each backend does them best."""
+"""Collectives on plain buffers, in the fastest way that the torch version and the backend offer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-#: From so many bytes on, what direct messages save on a link is more than what they take to set up.
+#: Minimum bytes of a message for which sending it directly saves more on a link than it costs to set up.
 _DIRECT_BYTES = 64 << 10
-#: Up to so many ranks, all of them sending to one another at once is faster than gloo's ring.
+#: Maximum number of ranks for which direct messages between all of them are faster than gloo's ring.
 _DIRECT_GATHER_RANKS = 4
 
 
 def own_network() -> str:
-    """Names what this process sees as its own machine: two with the same name reach one another without a network."""
+    """Host and network namespace of this process: two with the same ones communicate without a network."""
     namespace = Path("/proc/self/ns/net")
     return f"{socket.gethostname()} {namespace.stat().st_ino if namespace.exists() else 0}"
 
@@ -38,17 +38,17 @@ def start_gather_into(
     direct: bool = False,
     change: Callable[[torch.Tensor], Any] | None = None,
 ) -> AsyncResult[Any]:
-    """Lay the ranks' tensors of n elements end to end, in rank order.
+    """Start to all-gather the ranks' tensors of n elements, end to end in rank order.
 
     Args:
         out: contiguous, of ranks·n elements.
-        x: contiguous, of n elements; perhaps its own place in ``out``, as NCCL and gloo allow.
+        x: contiguous, of n elements; may be this rank's slot of ``out``, as NCCL and gloo allow.
         group: the ranks.
-        direct: whether gloo's ranks are to send to one another where that uses a network better.
-        change: what to make of ``out`` once it is complete.
+        direct: whether gloo's ranks may send to each other directly where that uses a network better.
+        change: function of the complete ``out``, whose value is the result.
 
     Returns:
-        ``out``, changed.
+        ``out``, or the value of ``change``.
     """
     ranks = group.size()
     if not direct or ranks > _DIRECT_GATHER_RANKS or x.nbytes < _DIRECT_BYTES:
@@ -73,27 +73,27 @@ def start_reduce_scatter_into(
     direct: bool = False,
     exchange: bool = False,
 ) -> AsyncResult[Sequence[torch.Tensor]]:
-    """Add up the ranks' tensors of ranks·n elements, and leave the r-th n of the sum with rank r.
+    """Start to sum the ranks' tensors of ranks·n elements; rank r gets the r-th n elements of the sum.
 
     Args:
-        outs: contiguous tensors that take the n elements one after the other.
+        outs: contiguous tensors that receive the n elements, in order.
         x: contiguous, of ranks·n elements; it may be overwritten.
         group: the ranks.
         direct: as for :func:`start_gather_into`.
-        exchange: whether other backends than gloo are to exchange the slices too, for each rank to add up its own. They
-            add in x's dtype on the way otherwise, which rounds a sum of bfloat16 once for each rank but the first.
+        exchange: whether backends other than gloo exchange slices too (all-to-all), and each rank sums its own. Else
+            they add in x's dtype on the way, which rounds a sum of bfloat16 once for each rank but the first.
 
     Returns:
         ``outs``.
     """
-    # Groups of threads aren't registered with torch.distributed, which knows no backend of theirs.
+    # Groups of threads aren't registered with torch.distributed, so that they have no backend to ask for.
     in_threads = getattr(group, "in_threads", False)
-    # Two terms are rounded once in any way.
+    # A sum of two terms is rounded once in either case.
     spares_exchange = not exchange or group.size() <= 2
     if in_threads or (dist.get_backend(group) != "gloo" and spares_exchange):
         return _own_reduce_scatter(outs, x, group)
-    # gloo's own reduce-scatter is an all-reduce in disguise and sends twice the bytes. Exchanging the slices and
-    # adding them here sends what is needed, and adds in the accumulation dtype of `sum` rather than in bfloat16.
+    # gloo's own reduce-scatter runs an all-reduce and sends twice the bytes. Exchanging the slices sends only what is
+    # needed, and `sum` adds them in its accumulation dtype rather than in bfloat16.
     ranks, rank = group.size(), group.rank()
     slices = x.view(ranks, -1)
     own = slices[rank]
@@ -101,7 +101,7 @@ def start_reduce_scatter_into(
     is_single = len(outs) == 1
     finish: Callable[[], object]
     if ranks == 2:
-        # The other's slice comes straight into a single result, to which the own one is added.
+        # A single result receives the peer's slice directly, and this rank's own slice is added to it.
         sent = slices[1 - rank]
         received = outs[0].view(-1) if is_single else torch.empty_like(own)
         finish = partial(received.add_, own) if is_single else partial(_add_up, outs, received, own)
@@ -120,7 +120,7 @@ def start_reduce_scatter_into(
 
 
 def _add_up(outs: Sequence[torch.Tensor], pieces: torch.Tensor, own: torch.Tensor | None = None) -> None:
-    """What several results are the sums of, one after the other: rows of ``pieces``, or ``pieces`` and ``own``."""
+    """Write a sum to ``outs``, in order: of the rows of ``pieces``, or of ``pieces`` and ``own``."""
     start = 0
     for out in outs:
         place = slice(start, start + out.numel())
@@ -134,7 +134,7 @@ def _add_up(outs: Sequence[torch.Tensor], pieces: torch.Tensor, own: torch.Tenso
 def _own_reduce_scatter(
     outs: Sequence[torch.Tensor], x: torch.Tensor, group: dist.ProcessGroup
 ) -> AsyncResult[Sequence[torch.Tensor]]:
-    """The backend's, which has a single output."""
+    """The backend's own reduce-scatter, which has a single output."""
     if len(outs) == 1:
         return AsyncResult(outs, [_reduce_scatter(outs[0].view(-1), x.view(-1), group=group, async_op=True)], holds=x)
     whole = x.new_empty(sum(out.numel() for out in outs))
@@ -158,7 +158,7 @@ def _exchange(
 ) -> list[dist.Work | None]:
     """Send ``sent[r]`` to every other rank r, and receive ``received[r]`` from it, both ways at once.
 
-    gloo's own all-to-all often does the one after the other. Receiving first, it never waits for a peer that is slow.
+    gloo's own all-to-all often does one after the other. Receives come first, so that it never waits for a slow peer.
     """
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     works = [dist.irecv(received[rank], group=group, group_src=rank) for rank in others]

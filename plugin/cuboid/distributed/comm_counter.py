@@ -36,10 +36,10 @@ class CommCounter:
         self._sends: Counter[str] = Counter()
 
     def collectives(self, label: str, ranks: int) -> Counter[tuple[Operation, int]]:
-        """Where the collectives of ``ranks`` ranks over the axes of that :func:`axes_label` are counted.
+        """A new counter for the collectives of ``ranks`` ranks over the axes of an :func:`axes_label`.
 
-        By operation and size of the unsplit tensor (see :func:`sent_bytes`), of which the bytes are computed once
-        somebody asks.
+        It counts by operation and size of the unsplit tensor (see :func:`sent_bytes`). Only :meth:`snapshot` computes
+        bytes.
         """
         counted: Counter[tuple[Operation, int]] = Counter()
         self._collectives.append((label, ranks, counted))

@@ -141,6 +141,7 @@ class Mesh:
             for names, axes in self._group_axes().items():
                 ranks = self.topology.groups(axes)
                 key = tuple(map(tuple, ranks))
+                # Two names may have the same partition, such as "mesh" and all axes that are split.
                 if key not in made:
                     purpose: Purpose = "axis" if set(axes) <= set(AXES) else "other"
                     made[key] = make_groups(ranks, purpose=purpose, timeout=timeout)
@@ -197,7 +198,7 @@ class Mesh:
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the same slices for other data."""
+        """The ranks that own the same shards and work on other data."""
         return self._group("data")
 
     @property
@@ -207,7 +208,7 @@ class Mesh:
 
     @property
     def pipe_group(self) -> dist.ProcessGroup:
-        """The ranks at this one's place in every stage."""
+        """The ranks at this rank's position in every stage."""
         return self._group("pipe")
 
     @property
@@ -235,10 +236,10 @@ class Mesh:
         ]
 
     def meet(self, device: torch.device) -> None:
-        """One small collective over each group, so that whatever the backend sets up at the first one is there.
+        """Run one small collective on each group, so that the backend has set up its communicators.
 
-        NCCL does so with the host waiting for the other ranks, which must not happen while a message is in flight.
-        Collective over the world.
+        NCCL does so in the first collective, in which the host waits for the other ranks. That must not happen while a
+        message is in flight. Collective over the world.
         """
         for group in dict.fromkeys((*self._groups.values(), *self._channels.values())):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -246,9 +247,9 @@ class Mesh:
     def channel(self, source: int, target: int) -> dist.ProcessGroup:
         """Process group of the ranks at this rank's position in two stages, for messages from ``source`` to ``target``.
 
-        Each direction has its own, so that with NCCL the order of one doesn't restrict the other. There are channels
-        between neighbouring stages on different ranks, and between the first and the last one, which may share tied
-        weights.
+        Each direction has a group of its own, so that with NCCL the order of one doesn't restrict the other. There are
+        channels between neighbouring stages on different ranks, and between the first and the last one, which may share
+        tied weights.
         """
         return self._channels[source, target]
 

@@ -1,4 +1,4 @@
-"""What ``torch.compile`` is to leave alone: it compiles what is between, of layers that it is given whole."""
+"""Exclusions from ``torch.compile``: in whole layers, it compiles only the code between them."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def uncompiled(function: F) -> F:
-    """Run as it is inside a compiled layer too: for collectives, and for hooks that start and await them."""
+    """Run uncompiled, also inside a compiled layer: for collectives, and for hooks that start and wait for them."""
     return cast(F, torch.compiler.disable(function))

@@ -1,4 +1,4 @@
-"""Process groups: made of a partition of the ranks, the cheapest way that the backend allows, and ended early."""
+"""Process groups: making them from a partition of the ranks, as cheaply as the backend allows, and aborting them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.distributed import distributed_c10d
 
 #: What a group is for: the layers' collectives, messages between two stages, or anything that isn't urgent.
 Purpose = Literal["axis", "channel", "other"]
-#: Thread blocks that NCCL may take for a message between stages. One that is posted early spins until its peer comes;
-#: a few blocks are enough for the bandwidth of a link, and leave the other multiprocessors to the products meanwhile.
+#: Thread blocks that NCCL may use for a message between stages. One that is posted early spins until its peer arrives;
+#: a few blocks are enough for the bandwidth of a link, and leave the other multiprocessors to matrix products.
 _CHANNEL_CTAS = 4
 
 
@@ -25,8 +25,8 @@ def make_groups(
 
     Args:
         partition: disjoint sets of ranks of the world, each ascending; alike on all ranks. A rank may be in none.
-        purpose: of these groups.
-        timeout: of their collectives; None for the backend's default.
+        purpose: what the groups are for.
+        timeout: timeout of their collectives; None for the backend's default.
 
     Returns:
         The group of this rank's set; None if it is in none, or alone.
@@ -62,12 +62,12 @@ def make_lone_group() -> dist.ProcessGroup:
 
 
 def waits_for_lost_ranks() -> bool:
-    """Whether collectives wait for a rank that is gone until their timeout, as NCCL's do; gloo's fail at once."""
+    """Whether collectives wait until their timeout for a rank that is gone, as NCCL's do; gloo's fail at once."""
     return _uses_nccl()
 
 
 def abort_groups() -> None:
-    """End all communicators of this process, so that whatever waits in them raises; nothing can be sent any more.
+    """Abort all communicators of this process: collectives in flight raise, and nothing can be sent any more.
 
     Any thread may call it. Groups over gloo aren't changed.
     """
@@ -75,7 +75,7 @@ def abort_groups() -> None:
     if world is None:
         return
     backend: Any = world._get_backend(world._device_types[0])
-    # Communicators that are aborted one after the other may wait for one another; NCCL takes them together.
+    # Aborted one by one, communicators may wait for each other; NCCL aborts those of a group call together.
     begin, end = getattr(backend, "_group_start", None), getattr(backend, "_group_end", None)
     if begin is not None:
         begin()
@@ -91,7 +91,7 @@ def _uses_nccl() -> bool:
 
 
 def _is_split_at_once() -> bool:
-    """Whether one call can make all groups of a partition of the default process group: NCCL with a device of its own.
+    """Whether one split of the default process group can make all groups of a partition: NCCL bound to a device.
 
     Without the device, NCCL's communicator of the world may not exist yet; gloo has nothing to split.
     """
@@ -117,9 +117,9 @@ def _options(purpose: Purpose, timeout: timedelta | None) -> Any:
 def _no_bound_device() -> Iterator[None]:
     """Inside, no new group is split off the world's communicator.
 
-    Where the default process group is bound to a device, `new_group` has the ranks that aren't members take part in a
-    split of its communicator, in which the members of a gloo group don't: they would wait for each other forever. And
-    it would split for a group that only its members make.
+    If the default process group is bound to a device, `new_group` makes ranks that aren't members take part in a split
+    of its communicator. The members of a gloo group don't take part, so that the ranks would wait forever. And it would
+    split for a group that only its members make.
     """
     world = dist.group.WORLD
     assert world is not None, "there is a process group"

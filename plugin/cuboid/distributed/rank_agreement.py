@@ -1,4 +1,4 @@
-"""The one way in which ranks fail together: what fails on any rank is raised on all of them."""
+"""How ranks fail together: a failure on any rank is raised on all of them."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from cuboid.distributed.startup import report_early_failure
 
 T = TypeVar("T")
 
-#: Meetings of threads beside the main one have numbers of their own.
+#: The current thread's lane: background threads number their meetings separately from the main thread.
 _lane: ContextVar[str] = ContextVar("cuboid_agreement_lane", default=MAIN_LANE)
 
 
 def run_on_all_ranks(action: Callable[[], T], mesh: Mesh | None = None, *, what: str | None = None) -> T:
-    """Do something on every rank; if it fails on any, raise on all. Collective over the world.
+    """Run an action on every rank; if it fails on any, raise on all. Collective over the world.
 
     Every exception counts. Where it arose, a :class:`CuboidError` is raised as it is and any other is chained to a
     :class:`RankError` (an ``OSError`` to a :class:`CheckpointError`) by ``from``; on the other ranks an error with the
-    same words is raised, whose ``rank`` says where it arose. ``KeyboardInterrupt`` and ``SystemExit`` go on as they are
+    same message is raised, whose ``rank`` is where it arose. ``KeyboardInterrupt`` and ``SystemExit`` are re-raised
     where they arose. Calls may be nested.
 
-    Before there is a process group the ranks can't meet: what fails is raised where it fails, and reported to the
+    Before there is a process group the ranks can't meet: a failure is raised where it arises, and reported to the
     others when they start the group (:mod:`cuboid.distributed.startup`).
 
     Args:
         action: what to do.
-        mesh: of this rank, if there is one yet. A mesh that is a world of its own meets nobody.
-        what: names the action in messages, alike on all ranks.
+        mesh: this rank's mesh, if there is one yet. A mesh whose world is a single rank meets nobody.
+        what: name of the action in messages, the same on all ranks.
 
     Raises:
         CuboidError: the first rank's failure. Also where the ranks make different calls, or one of them ended or
@@ -57,7 +57,7 @@ def run_on_all_ranks(action: Callable[[], T], mesh: Mesh | None = None, *, what:
 
 
 def raise_on_all_ranks(error: Exception | None, mesh: Mesh, *, what: str = "a check") -> None:
-    """Raise on every rank what failed on any; collective over the world.
+    """If ``error`` isn't None on some rank, raise on all of them; collective over the world.
 
     Raises:
         CuboidError: the first rank's failure, as :func:`run_on_all_ranks` raises it.
@@ -71,11 +71,12 @@ def raise_on_all_ranks(error: Exception | None, mesh: Mesh, *, what: str = "a ch
 
 
 def gather_objects(item: T, mesh: Mesh, *, what: str = "exchange of objects") -> list[T]:
-    """One object of each rank, by rank, once all ranks have one; collective over the world.
+    """Gather one object from each rank, in rank order; collective over the world.
 
     Raises:
-        CuboidError: as :func:`run_on_all_ranks`, where another rank doesn't come to it.
+        CuboidError: as :func:`run_on_all_ranks`, if another rank doesn't call this.
     """
+    # The collective alone would wait for a missing rank without naming it.
     world = _world(mesh)
     if world is not None:
         world.meet(what, None, _lane.get())
@@ -87,27 +88,27 @@ def gather_objects(item: T, mesh: Mesh, *, what: str = "exchange of objects") ->
 
 
 class StepGuard:
-    """Entered around a part of a training step in which no rank waits for the others: they hear of its failures too.
+    """A context around a part of a training step without rank agreement, whose failures reach the other ranks too.
 
-    It costs nothing as long as all goes well. A rank that fails tells the store why before it raises, and those that
-    then lose the connection to it raise the same error: with gloo when its process ends, with NCCL once they have heard
-    of it and aborted their groups. A timeout bounds the wait in any case. Where a process just ended, the error names
-    it and what the others waited for.
+    It costs nothing without a failure. A rank that fails writes the reason to the store before it raises, and ranks
+    that then lose the connection to it raise the same error: with gloo when its process ends, with NCCL once they have
+    read the reason and aborted their groups. A timeout bounds the wait in any case. If a process ended without a
+    report, the error names it and what the others waited for.
 
     Args:
-        mesh: of this rank.
-        what: is being done, for messages.
+        mesh: this rank's mesh.
+        what: name of that part, for messages.
     """
 
     def __init__(self, mesh: Mesh, what: str) -> None:
         self._mesh, self._what = mesh, what
 
     def __enter__(self) -> None:
-        """Nothing is done beforehand."""
+        """There is nothing to set up."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None:
-            # Nothing of ours is called: this is on the way of every step.
+            # Every step comes here: read what is known, and call nothing.
             group = dist.group.WORLD
             met = None if group is None else _worlds.get(group)
             if met is not None and met.aborted_for is not None:
@@ -115,7 +116,7 @@ class StepGuard:
                 heard.cuboid_told = True  # type: ignore[attr-defined]
                 raise heard
             return
-        # The end of the data is nobody's failure.
+        # StopIteration, the end of the data, is not a failure.
         if not isinstance(error, Exception) or isinstance(error, StopIteration) or hasattr(error, "cuboid_told"):
             return
         world = _world(self._mesh)
@@ -126,10 +127,10 @@ class StepGuard:
 
 
 def begin_update(mesh: Mesh, number: int) -> None:
-    """Note that the replicas' gradients are about to be added up, for the ``number``-th optimizer step, from 1.
+    """Record that the replicas' gradients are about to be reduced for the ``number``-th optimizer step, from 1.
 
-    Nobody waits. By it, a replica that goes on to something else learns that the others are still training, and they
-    can say which replica ended before them.
+    Doesn't wait. From the records, a replica that has left training sees that others are still training, and those see
+    which replica left before them.
     """
     world = _world(mesh) if mesh.topology.data > 1 else None
     if world is not None:
@@ -138,7 +139,7 @@ def begin_update(mesh: Mesh, number: int) -> None:
 
 @contextmanager
 def agreement_lane(name: str) -> Iterator[None]:
-    """Inside, ranks meet apart from what they do outside: for a thread beside the main one, alike on all ranks."""
+    """Inside, meetings are numbered separately: for a background thread that all ranks have."""
     token = _lane.set(name)
     try:
         yield
@@ -147,7 +148,7 @@ def agreement_lane(name: str) -> Iterator[None]:
 
 
 def _report(error: BaseException, mesh: Mesh | None, what: str) -> None:
-    """Tell the other ranks, and raise the error that all of them raise; return if that is ``error`` itself."""
+    """Report to the other ranks, and raise the error that all of them raise; return if that is ``error``."""
     world = _world(mesh)
     if world is None:
         if mesh is None and not dist.is_initialized() and isinstance(error, Exception):
@@ -156,7 +157,7 @@ def _report(error: BaseException, mesh: Mesh | None, what: str) -> None:
     world.meet(what, error, _lane.get())
 
 
-#: By the default process group, with which its entry goes.
+#: By default process group; an entry lives as long as its group.
 _worlds: WeakKeyDictionary[dist.ProcessGroup, World] = WeakKeyDictionary()
 _worlds_lock = threading.Lock()
 

@@ -1,11 +1,10 @@
-"""Where ranks meet: in the store of their process group.
+"""Where ranks meet: in the store of their process group, without collectives.
 
-A rank that fails reports it there and raises at once, even while the others are still busy; a rank that waits learns of
-a failure wherever it happened, of a rank that makes another call than the others, and of a process that ended; and no
-group of a backend's own is needed.
+A rank that fails reports it there and raises at once, even while the others are still busy. A waiting rank learns of a
+failure on any rank, of a rank that makes another call than the others, and of a process that ended.
 
-Each meeting has a number, the next one on every rank, and a name. A rank that failed somewhere inside what the
-others go on with comes to their next meeting in place of its own, so that all ranks stay at the same number.
+Each meeting has a number, which every rank counts by itself, and a name. A rank that fails inside an action that the
+others continue joins their next meeting in place of its own, so that all ranks stay at the same number.
 """
 
 from __future__ import annotations
@@ -31,32 +30,32 @@ from cuboid.distributed.mesh import Mesh, group_timeout
 from cuboid.distributed.process_groups import abort_groups, waits_for_lost_ranks
 from cuboid.errors import CheckpointError, CuboidError, PeerLostError, RankError
 
-#: The lane of the meetings of main threads; those of threads beside them have numbers of their own.
+#: The lane of the main threads' meetings; meetings of background threads are numbered separately.
 MAIN_LANE = "main"
 #: How long the first rank that fails waits for the others, to learn whether they all fail alike.
 _GRACE_S = 2.0
-#: A waiting rank looks again after the shortest of these times, then after longer and longer ones.
+#: A waiting rank polls at intervals that grow from the first to the second of these times.
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 5e-4, 0.02
-#: How long a rank that lost another one waits for what that one may have reported.
+#: How long a rank that lost the connection to another one waits for a report from it.
 _LOSS_S = 1.0
 _LOST = re.compile(
     r"closed by (remote )?peer|reset by peer|broken pipe|remote process (has )?(exited|terminated)|socket closed"
     r"|timed out (waiting|after)|wait timeout|operation timeout|ncclRemoteError|NCCL communicator was aborted",
     re.IGNORECASE,
 )
-#: What to do where replicas are given data of different lengths.
+#: Advice for replicas with data of different lengths.
 EQUAL_SHARES = (
     "All replicas must be given equally many batches: drop_last=True in the data loader, and a sampler that shares the "
     "data by cuboid.mesh_of(model).coordinate.data out of cuboid.mesh_of(model).topology.data"
 )
-#: When a waiting rank first looks whether those that are missing still run, and whether others train on without it; and
-#: the longest time between two looks.
+#: When a waiting rank first checks whether missing ranks still run, and whether others are still training; and the
+#: longest time between two checks.
 _LOOK_AROUND_S, _LONGEST_LOOK_AROUND_S = 2.0, 30.0
-#: How often a process listens whether a step has failed elsewhere.
+#: Interval at which a process checks whether a step has failed elsewhere.
 _LISTEN_S = 0.5
-#: How long a process that ends waits for what it has asked the store.
+#: How long an exiting process waits for its listener's last request to the store.
 _LAST_ANSWER_S = 5.0
-#: How long rank 0 stays for the others to read an outcome.
+#: How long rank 0, which may host the store, waits for the others to read an outcome.
 _LEAVE_S = 5.0
 
 
@@ -67,8 +66,8 @@ class Failure:
     Attributes:
         rank: where it arose.
         kind: name of the exception's class.
-        text: what the error says.
-        alike: whether all ranks failed by themselves, with the same words.
+        text: the error's message.
+        alike: whether all ranks failed by themselves, with the same message.
         everywhere: whether all ranks raise it by themselves.
     """
 
@@ -80,12 +79,12 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int, what: str) -> Failure:
-        """What there is to say about an exception that was raised on ``rank``.
+        """Describe an exception that was raised on ``rank``.
 
         Args:
             error: as caught.
-            rank: of this process, unless the error knows of another one.
-            what: was being done.
+            rank: this process's rank, used unless the error names another one.
+            what: name of the action that failed.
         """
         if isinstance(error, CuboidError):
             origin = rank if error.rank is None else error.rank
@@ -109,17 +108,17 @@ class Failure:
 
     @classmethod
     def decode(cls, text: bytes) -> Failure | None:
-        """The inverse of :meth:`encode`; None for what says that all went well."""
+        """The inverse of :meth:`encode`; None for the outcome that all ranks succeeded."""
         return None if text == b"ok" else cls(**json.loads(text))
 
 
 class World:
-    """The ranks of one process group, and how far this one is with meeting the others.
+    """The ranks of one process group, and the state of this rank's meetings with the others.
 
     Args:
-        rank: of this process.
-        size: ranks of the world.
-        store: that all of them see.
+        rank: this process's rank.
+        size: number of ranks of the world.
+        store: the process group's store, which all ranks see.
     """
 
     def __init__(self, rank: int, size: int, store: Store) -> None:
@@ -127,18 +126,18 @@ class World:
         self._store = PrefixStore("cuboid/agreement", store)
         timeout = group_timeout()
         self._timeout_s = math.inf if timeout is None else timeout.total_seconds()
-        #: Two ranks of a machine are enough to look around, of which one may have ended.
+        #: Two ranks of a machine are enough to look around: one of them may have ended.
         self.looks_around = os.environ.get("LOCAL_RANK", "0") in ("0", "1")
         self._numbers: dict[str, int] = {}
-        #: Steps in which all ranks failed alike, so that they may go on.
+        #: Number of steps in which all ranks failed, so that training may go on.
         self._broken_steps = 0
-        #: This replica, how many there are, and the last optimizer step that this one has begun.
+        #: This replica's number, the number of replicas, and the last optimizer step that this one has begun.
         self._updates = (0, 1, 0)
         self._host, self._members = host_identity(), {rank: os.getpid()}
         self._store.set(f"member/{rank}", json.dumps([self._host, os.getpid()]))
-        #: What a step failed with, of the number of broken steps then, as far as this process has heard.
+        #: The last failed step's failure that the listener has read, with the number of broken steps at that time.
         self._heard: tuple[int, Failure] | None = None
-        #: Whether this rank has to end the groups itself where another one fails in a step.
+        #: Whether this rank must abort its groups itself if another one fails in a step.
         self._aborts = waits_for_lost_ranks()
         #: The failure for which it did so, if it did.
         self.aborted_for: Failure | None = None
@@ -154,16 +153,16 @@ class World:
             ended.set()
             thread.join(_LAST_ANSWER_S)
 
-        # A daemon thread that comes back from C++ while the interpreter is finalized is unwound by it, through frames
-        # that may not throw: "terminate called without an active exception", and the process aborts.
+        # A daemon thread that returns from C++ during the interpreter's finalization is unwound through frames that may
+        # not throw: "terminate called without an active exception", and the process aborts. So end it before.
         atexit.register(end)
         thread.start()
 
     def _listen(self, group: Callable[[], dist.ProcessGroup | None], ended: threading.Event) -> None:
-        """Hear of a step's failure while the store is there: where rank 0 ends too, it can't be asked later.
+        """Poll the store for a step's failure while the store is there: it may end with rank 0.
 
-        The process's other threads may be inside a collective, of which nothing tells them before a process ends;
-        with NCCL nothing does before the timeout. There, the groups are aborted, and the threads go on.
+        The process's other threads may be waiting in a collective. With gloo, they return when the failed rank's
+        process ends; with NCCL, only at the timeout. So with NCCL this aborts the groups, and those threads go on.
         """
         try:
             while not ended.is_set() and group() is not None and group() is dist.group.WORLD:
@@ -176,24 +175,24 @@ class World:
                         self._abort(failure)
                 ended.wait(_LISTEN_S)
         except (dist.DistError, RuntimeError):
-            # The store is gone, and there is nothing more to hear.
+            # The store is gone: there is nothing more to read.
             return
 
     def _abort(self, failure: Failure) -> None:
-        """End the groups, where those that wait in them wouldn't learn of a failure."""
+        """Abort the groups, if threads that wait in them wouldn't learn of a failure otherwise."""
         if self._aborts and self.aborted_for is None:
-            # First, so that nobody takes what an aborted collective has left behind for a result.
+            # Set first, so that no thread uses the incomplete result of an aborted collective.
             self.aborted_for = failure
             abort_groups()
 
     def meet(self, what: str, error: BaseException | None, lane: str) -> None:
-        """Come to the next meeting of a lane, and raise there what any rank has failed with."""
+        """Join the next meeting of a lane, and raise the failure of any rank."""
         number = self._numbers.get(lane, 0)
         self._numbers[lane] = number + 1
         try:
             outcome = Rendezvous(self, self._store, f"{lane}/{number}", what).hold(error)
         except dist.DistError as lost:
-            # DistError is what torch's stores raise; rank 0 (or the launcher) is at the store's other end.
+            # DistError is what torch's stores raise; rank 0 (or the launcher) hosts the store.
             if error is not None:
                 return
             raise PeerLostError(
@@ -205,7 +204,7 @@ class World:
             self._forget(f"{lane}/{number - 1}")
 
     def _raise(self, outcome: Failure, own: BaseException | None) -> None:
-        """Raise the outcome, as the error that it is on this rank; return if ``own`` itself is that."""
+        """Raise the outcome as this rank's error; return if that is ``own`` itself, which the caller re-raises."""
         if own is not None and not isinstance(own, Exception):
             own.shared = True  # type: ignore[attr-defined]
             return
@@ -220,14 +219,14 @@ class World:
         raise raised from own
 
     def _forget(self, key: str) -> None:
-        # All ranks came to the meeting that has just ended well, so that nobody is still at the one before.
+        # All ranks came to the meeting that has just succeeded, so none still reads the keys of the one before.
         self._store.delete_key(f"{key}/at/{self.rank}")
         if self.rank == 0:
             for name in ("what", "arrived", "left", "outcome"):
                 self._store.delete_key(f"{key}/{name}")
 
     def ended(self, ranks: list[int]) -> list[int]:
-        """Those of some ranks that ran on this machine and do no more."""
+        """Those of ``ranks`` whose process ran on this machine and has ended."""
         for rank in ranks:
             if rank not in self._members and self._store.check([f"member/{rank}"]):
                 host, pid = json.loads(self._store.get(f"member/{rank}"))
@@ -235,7 +234,7 @@ class World:
         return [rank for rank in ranks if self._members.get(rank) and not _runs(self._members[rank])]
 
     def failed_in_step(self, what: str, error: Exception) -> Exception:
-        """Tell the others, and give the error to raise."""
+        """Report a failure inside a step to the other ranks, and return the error to raise."""
         if isinstance(error, CuboidError) and error.shared:
             return error
         if self.aborted_for is not None:
@@ -249,12 +248,12 @@ class World:
                 return self._heard[1].error()
             return self._loss(what, error).error() if is_lost(error) else error
         if self.rank == 0 and not outcome.everywhere:
-            # The others are to hear of it before the store ends with this process.
+            # Let the others read the outcome before the store ends with this process.
             time.sleep(2 * _LISTEN_S)
         if outcome.everywhere:
             self._broken_steps += 1
         else:
-            # What this rank has begun would keep its process from ending.
+            # Collectives that this rank has started would keep its process from ending.
             self._abort(outcome)
         if outcome.rank != self.rank and not outcome.alike:
             return outcome.error()
@@ -265,7 +264,7 @@ class World:
         return error
 
     def _loss(self, what: str, error: Exception) -> Failure:
-        """What there is to say where the connection to another rank was lost."""
+        """The failure to report if the connection to another rank was lost."""
         try:
             gone = self.ended([rank for rank in range(self.size) if rank != self.rank])
             behind = self._replicas_behind()
@@ -277,19 +276,19 @@ class World:
         return Failure(rank, PeerLostError.__name__, text)
 
     def begin_update(self, mesh: Mesh, number: int) -> None:
-        """See :func:`begin_update`."""
+        """See :func:`cuboid.distributed.rank_agreement.begin_update`."""
         self._updates = (mesh.coordinate.data, mesh.topology.data, number)
         if mesh.rank == mesh.copy_ranks[0]:
             self._store.set(f"update/{mesh.coordinate.data}", str(number))
 
     def _updates_of_others(self) -> dict[int, int]:
-        """The step that each other replica has begun, of those that have."""
+        """By replica, the last optimizer step that each other one has begun, if any."""
         own, replicas, _ = self._updates
         keys = {replica: f"update/{replica}" for replica in range(replicas) if replica != own}
         return {replica: int(self._store.get(key)) for replica, key in keys.items() if self._store.check([key])}
 
     def break_step(self, failure: Failure) -> None:
-        """Leave word for the ranks that are in a step."""
+        """Set the current step's outcome, for the ranks that are still in it."""
         self._store.compare_set(f"step/{self._broken_steps}/outcome", "", failure.encode())
 
     def _replicas_behind(self) -> str:
@@ -304,7 +303,7 @@ class World:
         )
 
     def replica_ahead(self, what: str) -> str | None:
-        """What there is to say where another replica trains on, while this one waits for it in something else."""
+        """The message if another replica is still training while this one waits for it elsewhere; else None."""
         own, replicas, number = self._updates
         ahead = [(step, replica) for replica, step in self._updates_of_others().items() if step > number]
         if not ahead:
@@ -317,7 +316,7 @@ class World:
 
     @property
     def timeout_s(self) -> float:
-        """Of the process group."""
+        """Timeout of the process group, in seconds."""
         return self._timeout_s
 
 
@@ -325,19 +324,19 @@ class Rendezvous:
     """One meeting of all ranks, which ends with the same outcome on each of them.
 
     Args:
-        world: that meets.
-        store: of the world.
-        key: where in the store.
-        what: is being done.
+        world: the ranks that meet.
+        store: the world's store.
+        key: prefix of the meeting's keys in the store.
+        what: name of the action, for messages.
     """
 
     def __init__(self, world: World, store: Store, key: str, what: str) -> None:
         self._world, self._store, self._key, self._what = world, store, key, what
-        # Another thread may be late for other reasons than where training is.
+        # A background thread's ranks may be late for reasons other than training.
         self._is_main = key.startswith(f"{MAIN_LANE}/")
 
     def hold(self, error: BaseException | None) -> Failure | None:
-        """Report how it went here, and wait for the outcome."""
+        """Report this rank's success or failure, and wait for the outcome."""
         rank = self._world.rank
         failure = self._check_call() if error is None else Failure.of(error, rank, self._what)
         try:
@@ -357,14 +356,14 @@ class Rendezvous:
             raise
 
     def report(self, error: Exception) -> Failure:
-        """Report a failure to whoever comes here, and learn whether all ranks fail alike."""
+        """Report a failure to the ranks that join; the outcome also says whether all ranks fail alike."""
         failure = Failure.of(error, self._world.rank, self._what)
         if self._enter_failed(failure):
             self._decide_failure(failure)
         return self._await_outcome() or failure
 
     def hold_after_loss(self, failure: Failure) -> Failure:
-        """The failure of a rank that is gone, if it has reported one; else that of the first rank that lost it."""
+        """The failure that the lost rank reported, if it did; else that of the first rank that lost it."""
         deadline = time.monotonic() + _LOSS_S
         while time.monotonic() < deadline and not self._store.check([f"{self._key}/outcome"]):
             time.sleep(_LONGEST_POLL_S)
@@ -372,9 +371,10 @@ class Rendezvous:
         return self._await_outcome() or failure
 
     def _enter_failed(self, failure: Failure) -> bool:
-        """Come here with a failure; whether it is this rank that decides on the outcome."""
+        """Join with a failure; returns whether this rank, as the first to fail, decides on the outcome."""
         rank = self._world.rank
         self._store.set(f"{self._key}/failed/{rank}", failure.encode())
+        # Before `arrived`: the last rank to arrive checks `first`, and must not decide that all went well.
         first = self._store.compare_set(f"{self._key}/first", "", str(rank)) == str(rank).encode()
         self._store.set(f"{self._key}/at/{rank}", self._what)
         self._store.add(f"{self._key}/arrived", 1)
@@ -396,7 +396,7 @@ class Rendezvous:
         self._store.compare_set(f"{self._key}/outcome", "", outcome)
 
     def _decide_failure(self, own: Failure) -> None:
-        """Wait a moment for the others, and tell all whether they fail alike or who failed first."""
+        """Wait a moment for the others, then set the outcome: all fail alike, or who failed first."""
         deadline, pause = time.monotonic() + _GRACE_S, _SHORTEST_POLL_S
         while time.monotonic() < deadline and self._store.add(f"{self._key}/arrived", 0) < self._world.size:
             time.sleep(pause)
@@ -404,7 +404,7 @@ class Rendezvous:
         keys = [f"{self._key}/failed/{rank}" for rank in range(self._world.size)]
         found = [Failure.decode(self._store.get(key)) for key in keys if self._store.check([key])]
         failures = [failure for failure in found if failure is not None]
-        # A rank that is gone is named where nothing else went wrong.
+        # A lost rank is named only if nothing else went wrong.
         first = min(failures, key=lambda failure: failure.kind == PeerLostError.__name__, default=own)
         everywhere = len(failures) == self._world.size
         by_themselves = everywhere and all(failure.rank == rank for rank, failure in enumerate(failures))
@@ -428,7 +428,7 @@ class Rendezvous:
         return outcome
 
     def _let_others_leave(self) -> None:
-        """Keep the store, which ends with this process, until those that came here have read the outcome."""
+        """Wait until the ranks that came here have read the outcome: the store may end with this process."""
         deadline = time.monotonic() + _LEAVE_S
         while self._store.add(f"{self._key}/left", 0) < self._store.add(f"{self._key}/arrived", 0):
             time.sleep(_SHORTEST_POLL_S)
@@ -436,7 +436,7 @@ class Rendezvous:
                 return
 
     def _look_around(self, *, is_late: bool) -> None:
-        """End a meeting that not all ranks will come to."""
+        """Set an outcome if some ranks will never come."""
         missing = [r for r in range(self._world.size) if not self._store.check([f"{self._key}/at/{r}"])]
         ended = self._world.ended(missing)
         if ended:
@@ -445,7 +445,7 @@ class Rendezvous:
         elif ahead := self._world.replica_ahead(self._what) if missing and self._is_main else None:
             failure = Failure(self._world.rank, RankError.__name__, ahead)
             self._decide(failure.encode())
-            # The other replica isn't here, but will look there when it loses the connection to this one.
+            # The other replica isn't in this meeting; it reads that when it loses the connection to this one.
             self._world.break_step(failure)
         elif is_late and missing:
             text = (
@@ -457,20 +457,20 @@ class Rendezvous:
 
 
 def _ends_with_rank_0(store: Store) -> bool:
-    """Whether a store is gone when rank 0 ends: not where the launcher (torchrun) has it, nor where it is a file."""
+    """Whether a store ends with rank 0: not if the launcher (torchrun) hosts it, nor if it is a file."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return isinstance(store, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def host_identity() -> str:
-    """Names what sees the same processes as this one, by the same numbers."""
+    """Host and pid namespace of this process: two with the same ones see the same processes and pids."""
     namespace = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()} {namespace.stat().st_ino if namespace.exists() else 0}"
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an exception says that another rank doesn't answer, as backends and stores word it."""
+    """Whether an exception means that another rank doesn't answer, by its class or a backend's message."""
     if isinstance(error, PeerLostError | dist.DistNetworkError):
         return True
     return (
@@ -496,7 +496,7 @@ def _words_of(error: OSError) -> str:
 
 
 def _class_named(name: str) -> type[CuboidError]:
-    """The error class of that name that is made from a message alone; the base class if there is none."""
+    """The error class of that name, if it is constructed from a message alone; else the base class."""
     waiting: list[type[CuboidError]] = [CuboidError]
     while waiting:
         found = waiting.pop()

@@ -1,7 +1,7 @@
 """The start of the ranks: a bounded wait for all of them before they make a process group.
 
-``torch.distributed`` doesn't say whom it waits for. So the ranks first meet in the store at MASTER_ADDR:MASTER_PORT,
-where who is missing can be named, and where a rank that fails before there is a group can tell the others.
+``torch.distributed`` doesn't report which ranks it waits for. So the ranks first meet in the store at
+MASTER_ADDR:MASTER_PORT, which shows who is missing, and where a rank that fails before there is a group reports it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from cuboid.errors import CuboidError, PeerLostError, RankError
 
 _POLL_S = 0.02
-#: How long a rank that failed early tries to tell the others, which may still be loading.
+#: How long a rank that failed early waits for the others, which may still be loading, to read its report.
 _LINGER_S = 10.0
 _DEFAULT_TIMEOUT_MINUTES = 10
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher says in the environment about this process and where the ranks meet."""
+    """This process's rank and the address where the ranks meet, from the launcher's environment variables."""
 
     rank: int
     size: int
@@ -36,7 +36,7 @@ class Launch:
 
     @classmethod
     def from_environment(cls) -> Launch | None:
-        """By RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; None unless they are all there and say of several ranks."""
+        """From RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; None unless all are set and there are several ranks."""
         numbers = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
         address = os.environ.get("MASTER_ADDR", "")
         if not address or not all(number.isdigit() for number in numbers) or int(numbers[1]) < 2:
@@ -46,11 +46,11 @@ class Launch:
 
     @property
     def hosts_store(self) -> bool:
-        """Whether the store is this process's: rank 0's, unless the launcher (torchrun) has one."""
+        """Whether this process hosts the store: rank 0 does, unless the launcher (torchrun) hosts one."""
         return self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     def open_store(self, timeout_s: float) -> Store:
-        """The store at which the ranks meet; that of the process group will be the same.
+        """Connect to the store at which the ranks meet, which the process group will use too.
 
         Raises:
             PeerLostError: rank 0 didn't open it in time.
@@ -81,7 +81,7 @@ class Launch:
                 return True
 
     def missing(self, ranks: list[int], timeout_s: float) -> PeerLostError:
-        """The error of a wait that was too long."""
+        """The error to raise if ``ranks`` didn't come within ``timeout_s``."""
         listed = ", ".join(map(str, ranks))
         return PeerLostError(
             f"rank {listed} of {self.size} didn't come to {self.address}:{self.port} (MASTER_ADDR:MASTER_PORT) within "
@@ -91,10 +91,10 @@ class Launch:
 
 
 def bound_device(device: torch.device, world_size: int) -> torch.device | None:
-    """The ``device_id`` for ``init_process_group``: as DeepSpeed gives it, so that groups are made in one way.
+    """The ``device_id`` for ``init_process_group``: as DeepSpeed sets it, so that groups are always made alike.
 
-    NCCL then connects all ranks at once and splits every further group off that communicator. gloo has no use for it,
-    and neither has a rank without others.
+    NCCL then connects all ranks at once and splits every further group off that communicator. gloo doesn't use it,
+    and a single rank doesn't need it.
     """
     return device if device.type == "cuda" and world_size > 1 else None
 
@@ -106,18 +106,18 @@ def timeout_of_environment() -> float:
 
 
 def await_all_ranks(launch: Launch | None = None, timeout_s: float | None = None) -> Store | None:
-    """Wait until all ranks are about to make the process group. Every rank calls it, before.
+    """Wait until all ranks are about to make the process group. Every rank calls this before it makes the group.
 
     Args:
-        launch: by default what the environment says.
-        timeout_s: for how long; by default :func:`timeout_of_environment`.
+        launch: by default from the environment.
+        timeout_s: how long to wait; by default :func:`timeout_of_environment`.
 
     Returns:
-        What to hold on to until the process group is there; None where the environment doesn't say where to meet.
+        The store, to keep alive until the process group is made; None if the environment has no address to meet at.
 
     Raises:
         PeerLostError: some rank didn't come; the message names it.
-        RankError: some rank failed before; with its message.
+        RankError: some rank reported an early failure; with its message.
         CuboidError: the store can't be opened at MASTER_PORT.
     """
     launch = launch or Launch.from_environment()
@@ -156,9 +156,9 @@ def _raise_reported(store: Store) -> None:
 
 
 def report_early_failure(text: str) -> None:
-    """Tell the other ranks why this one won't make a process group, if they come to it soon; never raises.
+    """Report to the other ranks why this one won't make a process group, if they come to it soon; never raises.
 
-    Returns at once when all of them know, or have failed themselves.
+    Returns as soon as all of them have read the report, or have failed themselves.
     """
     launch = Launch.from_environment()
     if launch is None:
@@ -172,5 +172,5 @@ def report_early_failure(text: str) -> None:
             time.sleep(_POLL_S)
             told = store.add("told", 0)
     except (dist.DistError, CuboidError, ValueError):
-        # There is no port, or nobody there: each rank then says for itself what it knows.
+        # No port, or no other rank there: each rank then reports only its own error.
         return

@@ -1,7 +1,7 @@
-"""The ranks of a small mesh as threads of one process, which talk through memory: no launcher, no ports, no groups.
+"""The ranks of a small mesh as threads of one process that communicate through memory: no launcher, ports or backend.
 
-What runs on such ranks is the same code that runs on a cluster; only what carries the bytes is another. It is made for
-looking at models of a few thousand parameters in a second, not for training.
+They run the same code as ranks of a cluster; only the transport differs. This is for examining models of a few thousand
+parameters in a second, not for training.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from cuboid.distributed.topology import AXES, MeshShape
 
 T = TypeVar("T")
 
-#: For a rank that hangs where the others don't come. All of them compute in the meantime, on one processor perhaps.
+#: Timeout of a collective that some rank never joins. Long, because all ranks may compute on one processor meanwhile.
 _TIMEOUT_S = 120.0
 
 
 class _Meeting:
-    """Where some ranks lay down what they have, and read what the others have."""
+    """A slot for each rank's tensor, and a barrier: where the ranks of a group exchange tensors."""
 
     def __init__(self, count: int) -> None:
         self.barrier = threading.Barrier(count, timeout=_TIMEOUT_S)
@@ -33,7 +33,7 @@ class _Meeting:
 
 
 class _Done:
-    """In place of a ``dist.Work``: a collective that is through when it returns."""
+    """A ``dist.Work`` of a collective that is complete when it returns."""
 
     def wait(self) -> bool:
         return True
@@ -49,15 +49,15 @@ class ThreadGroup(dist.ProcessGroup):
         self._meeting, self._rank, self._size = meeting, rank, size
 
     def rank(self) -> int:
-        """Of this thread, among the group's."""
+        """Rank of this thread in the group."""
         return self._rank
 
     def size(self) -> int:
-        """How many threads."""
+        """Number of threads in the group."""
         return self._size
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
-        """``dist.all_reduce``. The order of the sum is that of the ranks, so that all get the same."""
+        """``dist.all_reduce``, of sums and maxima. It adds in rank order, so that all ranks get bitwise the same."""
         (own,) = tensors if isinstance(tensors, list | tuple) else (tensors,)
         is_max = opts is not None and opts.reduceOp == dist.ReduceOp.MAX
 
@@ -82,7 +82,7 @@ class ThreadGroup(dist.ProcessGroup):
         output.view(-1).copy_(self._meet(own, reduce))
         return _Done()
 
-    # The names of the same in earlier versions of torch.
+    # Names of these methods in earlier versions of torch.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
@@ -91,20 +91,20 @@ class ThreadGroup(dist.ProcessGroup):
         meeting.given[self._rank] = own.detach()
         meeting.barrier.wait()
         found = read(list(meeting.given))
-        # Nobody changes what the others may be reading.
+        # Until all ranks have read, none may return: its caller may change the tensor.
         meeting.barrier.wait()
         return found
 
 
 class ThreadRanks:
-    """The ranks of a mesh, each of which is a thread while :meth:`run` runs.
+    """The ranks of a mesh, each of which is a thread during :meth:`run`.
 
     Args:
         shape: of the mesh.
-        pipe: pipeline stages. A thread is one place of the mesh in all of them.
+        pipe: number of pipeline stages. A thread runs one position of the mesh in all of them.
 
     Attributes:
-        meshes: by rank of the world, as each rank sees its own: those of the first stage first.
+        meshes: each rank's view of its mesh, by world rank: those of the first stage come first.
     """
 
     def __init__(self, shape: MeshShape, pipe: int = 1) -> None:
@@ -114,16 +114,16 @@ class ThreadRanks:
         self._meetings = _connect(self.meshes)
 
     def run(self, action: Callable[[Mesh], T]) -> list[T]:
-        """Do something on every rank of a mesh.
+        """Run an action on every rank of a mesh.
 
         Args:
-            action: is given a rank's connected mesh; with several stages that of the first one.
+            action: called with a rank's connected mesh; with several stages, that of the first one.
 
         Returns:
             What each rank's call returned, by rank.
 
         Raises:
-            Exception: what the first rank raised that failed by itself; the others are let go.
+            Exception: the error of a rank that failed by itself; ranks that wait for it are released.
         """
         for meeting in self._meetings:
             meeting.barrier.reset()
@@ -157,9 +157,9 @@ class ThreadRanks:
 
 
 def _was_let_go(error: BaseException | None) -> bool:
-    """Whether somebody else's failure is behind an error.
+    """Whether another rank's failure caused an error: it broke the barrier.
 
-    Of an error in a collective, torch.distributed makes another one where it knows the world but not this group.
+    torch.distributed may replace an error in a collective by another one, because it doesn't know this group.
     """
     while error is not None and not isinstance(error, threading.BrokenBarrierError):
         error = error.__cause__ or error.__context__

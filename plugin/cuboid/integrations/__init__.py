@@ -1,1 +1,1 @@
-"""Cuboid inside training frameworks."""
+"""Adapters that run Cuboid inside training frameworks."""

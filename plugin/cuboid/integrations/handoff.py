@@ -1,4 +1,4 @@
-"""A model that a framework is handed, whole or sharded already, with the optimizer that knows its parameters."""
+"""Take over the model that a user passes to a framework, full or sharded, and the optimizer of its parameters."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from cuboid.models.stages.stage_model import StageModel
 from cuboid.optim.data_parallel_optimizer import fill_state, is_fresh
 from cuboid.weights.api import shard
 
-#: What a parameter has become: None where another stage has it.
+#: Maps a parameter of the full model to the sharded one; None if another stage has it.
 _Successor = Callable[[nn.Parameter], nn.Parameter | None]
 
 
 def adopt_model(model: Any, config: CuboidConfig) -> Any:
-    """Shard a model, unless it is.
+    """Shard a model, unless it is sharded already.
 
     Args:
-        model: a causal language model of transformers, perhaps from a :func:`cuboid.scope`.
-        config: which it is to be sharded by, or was.
+        model: a transformers model, perhaps from a :func:`cuboid.scope`.
+        config: the config to shard it with, or with which it was sharded.
 
     Raises:
         ConfigError, MeshError, UnsupportedModelError: the model can't be sharded so, or is sharded otherwise.
@@ -37,7 +37,7 @@ def adopt_model(model: Any, config: CuboidConfig) -> Any:
 
 
 def adopt_parameters(model: nn.Module, parameters: Any) -> Any:
-    """Have parameters, or groups of them, for an optimizer to come be those of the sharded model.
+    """Replace the parameters or groups that are given for a future optimizer by those of the sharded model.
 
     Args:
         model: sharded.
@@ -45,10 +45,10 @@ def adopt_parameters(model: nn.Module, parameters: Any) -> Any:
             names and parameters.
 
     Returns:
-        The same as lists, without what other stages have.
+        The parameters or groups as lists, without parameters of other stages.
 
     Raises:
-        OptimizerError: some aren't the model's, or are there twice.
+        OptimizerError: a parameter isn't the model's, or is given twice.
     """
     remapped = _remap(parameters, _successors(model))
     given = remapped if isinstance(remapped, list) else [remapped]
@@ -57,22 +57,22 @@ def adopt_parameters(model: nn.Module, parameters: Any) -> Any:
 
 
 def adopt_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer step on the parameters of the sharded model, in place.
+    """Replace an optimizer's parameters by those of the sharded model, in place.
 
-    Parameters of other stages leave its groups, which stay though they may be empty.
+    Parameters of other stages are removed from its groups; groups that become empty are kept.
 
     Args:
         model: sharded.
         optimizer: made for the model's parameters as they are, or as they were before it was sharded.
 
     Raises:
-        OptimizerError: some of its parameters aren't the model's, or are there twice, or it has a state for whole ones.
+        OptimizerError: a parameter isn't the model's, or is there twice; or there is state for full parameters.
     """
     successor = _successors(model)
     before = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for group in optimizer.param_groups:
         group["params"] = _remap(group["params"], successor)
-        # Of whole models, and as many as there were.
+        # They name the full model's parameters, of which some may be gone.
         group.pop("param_names", None)
     after = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     _check_once(model, after)
@@ -84,11 +84,11 @@ def adopt_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_schedule(schedule: Any, optimizer: torch.optim.Optimizer | None) -> None:
-    """Make sure that a schedule of the learning rate is one of this optimizer's, and not of another one.
+    """Check that a learning-rate schedule was made for this optimizer.
 
     Args:
-        schedule: None, or an object; what doesn't tell its optimizer is let through.
-        optimizer: that is trained with; None if the framework is going to make it.
+        schedule: None, or any object; one without an ``optimizer`` attribute is accepted.
+        optimizer: the one to train with; None if the framework is going to make it.
 
     Raises:
         OptimizerError: the schedule would have no effect.
@@ -106,20 +106,21 @@ def check_schedule(schedule: Any, optimizer: torch.optim.Optimizer | None) -> No
 
 
 def drop_empty_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Remove parameter groups of which this stage has nothing.
+    """Remove parameter groups that are empty on this stage.
 
     Raises:
-        OptimizerError: a schedule was made of all of them.
+        OptimizerError: a schedule was made with all of them.
     """
     keep_groups(optimizer, [group for group in optimizer.param_groups if group["params"]])
 
 
 def keep_groups(optimizer: torch.optim.Optimizer, kept: list[dict[str, Any]]) -> None:
-    """Remove all but some parameter groups, for DeepSpeed takes none in which there is nothing to train.
+    """Remove all parameter groups except ``kept``, since DeepSpeed accepts none without anything to train.
 
     Raises:
-        OptimizerError: a schedule was made of all of them.
+        OptimizerError: a schedule was made with all of them.
     """
+    # torch's schedules wrap ``step`` on the optimizer's instance.
     if len(kept) < len(optimizer.param_groups) and "step" in vars(optimizer):
         raise OptimizerError(
             "a parameter group has nothing to train here, because it is empty, frozen or of another stage, so that "
@@ -131,10 +132,10 @@ def keep_groups(optimizer: torch.optim.Optimizer, kept: list[dict[str, Any]]) ->
 
 
 def check_trains(model: nn.Module) -> None:
-    """Make sure that there is something to train, and what stages share is trained or frozen; collective.
+    """Check that there is something to train, and that both stages of a tied parameter train or freeze it; collective.
 
     Raises:
-        ConfigError: on every rank, where all parameters of all stages are frozen, or one on one of two stages only.
+        ConfigError: on every rank, if all stages are frozen, or a tied parameter is on only one of its two stages.
     """
     mesh = mesh_of(model)
     shared = model.staging.shared if isinstance(model, StageModel) else {}
@@ -207,7 +208,7 @@ def _remap(parameters: Any, successor: _Successor) -> Any:
     if isinstance(parameters, tuple) and len(parameters) == 2 and isinstance(parameters[0], str):
         return _remap(parameters[1], successor)
     if isinstance(parameters, Iterable) and not isinstance(parameters, str | torch.Tensor):
-        # A generator that hasn't run yet may walk through the new modules or the old parameters.
+        # A generator that hasn't run yet may yield the new modules' parameters or the old ones.
         remapped = [_remap(parameter, successor) for parameter in parameters]
         return [entry for entry in remapped if entry is not None and not _is_empty_group(entry)]
     raise OptimizerError(f"the optimizer is given a {type(parameters).__name__}; give parameters or groups of them")

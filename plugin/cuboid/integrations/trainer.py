@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer for a pipeline: an accumulation group is one step of the engine."""
+"""The Hugging Face Trainer for a pipeline: all micro-batches of an optimizer step go through one engine call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cuboid.config.schema import CuboidConfig, split_config
 from cuboid.errors import ConfigError, CuboidError
 from cuboid.models.pipeline.pipeline import Pipeline
 
-#: Arguments of the Trainer that a pipeline has no rule for when they are set, and why.
+#: Training arguments that can't be set with a pipeline, and why.
 _REFUSED = {
     "label_smoothing_factor": "the loss is computed in pieces on the last stage, and only there; leave it at 0",
     "torch_compile": "stages are run unit by unit, which nobody has fitted to compiled graphs; leave it out",
@@ -60,7 +60,7 @@ class CuboidTrainer(Trainer):
     def training_step(
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """Keep a micro-batch; with the last one of its group, make the whole optimizer step.
+        """Collect a micro-batch; with the last one of its accumulation group, run the whole optimizer step.
 
         Args:
             model: the engine.
@@ -68,7 +68,7 @@ class CuboidTrainer(Trainer):
             num_items_in_batch: not needed; the engine counts label tokens itself.
 
         Returns:
-            This call's part of the step's loss: all of it with the last micro-batch, else 0. A tensor of no dims.
+            This call's part of the step's loss, a scalar tensor: all of it with the last micro-batch, else 0.
         """
         if not self._runs_pipeline:
             return super().training_step(model, inputs, num_items_in_batch)
@@ -84,10 +84,10 @@ class CuboidTrainer(Trainer):
         return loss
 
     def evaluation_loop(self, dataloader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
-        """As ``Trainer.evaluation_loop``, for the loss only; also of a model that wasn't trained."""
+        """As ``Trainer.evaluation_loop``, for the loss only; also works before training, without an engine."""
         if not self._runs_pipeline or self.deepspeed is not None:
             return super().evaluation_loop(dataloader, description, *args, **kwargs)
-        # Without an engine, the Trainer would ask for ZeRO-3 and make one; a loss needs neither.
+        # Without an engine, the Trainer would demand ZeRO-3 and make one; a loss needs neither.
         self.deepspeed = Pipeline(self.model.to(self.args.device))
         try:
             return super().evaluation_loop(dataloader, description, *args, **kwargs)
@@ -120,13 +120,13 @@ class CuboidTrainer(Trainer):
         return model.eval_batch(batch, num_micro_batches=1), None, None
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        # What evaluation_loop hands to prediction_step: a stage by itself has no forward.
+        # The result is passed to prediction_step, which needs the engine or the Pipeline: a stage has no forward.
         if self._runs_pipeline and not training:
             return self.deepspeed
         return super()._wrap_model(model, training=training, dataloader=dataloader)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        # The Trainer adds up what all ranks saw, of which those of a copy of the model saw the same.
+        # The Trainer sums the tokens of all ranks, but the ranks of one copy of the model get the same ones.
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.get_tp_size()
@@ -155,7 +155,7 @@ class CuboidTrainer(Trainer):
 
 @contextmanager
 def _step_of(engine: Any, micro_batches: int) -> Iterator[None]:
-    """Inside, a step of the engine has so many micro-batches."""
+    """Context in which an engine step has this number of micro-batches: an epoch's last step may have fewer."""
     usual = engine.train_batch_size()
     engine.set_train_batch_size(micro_batches * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
     try:

@@ -1,1 +1,1 @@
-"""Everything about Hugging Face models. Below this package, no package imports transformers."""
+"""Everything that depends on Hugging Face models. No package in a lower layer imports transformers."""

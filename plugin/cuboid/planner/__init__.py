@@ -1,1 +1,1 @@
-"""What a step costs, before it is run: formulas of bytes, estimates of time and memory, the search for a layout."""
+"""Predict what a step costs before it runs: byte formulas, time and memory estimates, and the search for a layout."""

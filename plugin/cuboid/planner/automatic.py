@@ -1,4 +1,4 @@
-"""``"auto"`` for the mesh, the segments and the places of stages: what is taken for a model that is being loaded."""
+"""Resolve ``"auto"`` for the mesh, the segments and the placement of stages while a model is being loaded."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from cuboid.planner.search import best_of, reason
 
 _logger = logging.getLogger(__name__)
 
-#: Assumed rows of a micro-batch, and tokens of a sequence, where the config doesn't say: weights are loaded before
-#: there is data.
+#: Rows of a micro-batch and tokens of a sequence that are assumed if the config doesn't set them: weights are loaded
+#: before there is data.
 _ASSUMED_ROWS, _ASSUMED_LENGTH = 8, 4096
 
 
@@ -45,19 +45,19 @@ def choose_mesh(
     *,
     world_size: int | None = None,
 ) -> MeshShape:
-    """The configured mesh, or for ``"auto"`` the one with the fastest step that fits; the first rank logs why.
+    """Return the configured mesh, or for ``"auto"`` the one with the fastest step that fits; rank 0 logs why.
 
-    All ranks that see the same GPUs come to the same; meshes compare notes when they are connected.
+    Each rank decides by itself; ranks that see the same GPUs decide alike. Connecting the mesh checks that they did.
 
     Args:
-        model: full, on any device, meta included.
-        config: Cuboid's.
-        cls: the architecture's class, where the model's is one that was derived from it.
-        world_size: ranks in all; by default those of ``cluster``, or of one replica.
+        model: the full model, on any device, meta included.
+        config: Cuboid's config.
+        cls: the architecture's class, if the model's own class was derived from it.
+        world_size: total number of ranks; by default those of the config's ``cluster``, or of one replica.
 
     Raises:
-        MeshError: no mesh of that size can cut model and micro-batch.
-        ConfigError: none fits the memory, or the GPUs aren't known.
+        MeshError: no mesh of an allowed size divides both the model and the micro-batch.
+        ConfigError: no mesh fits in memory, or there is no profile of the GPUs.
     """
     settings = config.tensor_parallel
     if settings.mesh != "auto":
@@ -82,10 +82,10 @@ def choose_mesh(
 
 @dataclass(frozen=True)
 class SegmentChoice:
-    """Chooses the number of segments of a pipeline's sequences when the first of them are there.
+    """Chooses the number of segments of a pipeline once the first sequences, and so their length, are known.
 
     Args:
-        model, layout, cluster: what runs where.
+        model, layout, cluster: the model, its layout (whose segments are ignored), and the machines.
     """
 
     model: ModelDescription
@@ -93,12 +93,12 @@ class SegmentChoice:
     cluster: Cluster
 
     def __call__(self, length: int, rows: int, micro_batches: int, *, recomputes: bool) -> int:
-        """For sequences of so many tokens, a multiple of what the mesh needs; the first rank logs it.
+        """Return the number of segments with the fastest step; rank 0 logs it.
 
         Args:
-            length: S.
-            rows: of a micro-batch.
-            micro_batches: of a step.
+            length: S, tokens of a sequence; a multiple of what the mesh needs.
+            rows: rows of a micro-batch.
+            micro_batches: micro-batches of a step.
             recomputes: whether the model checkpoints activations.
         """
         checkpointing: Checkpointing = "full" if recomputes else "none"
@@ -113,12 +113,12 @@ class SegmentChoice:
 
 
 def segment_choice(model: PreTrainedModel, config: CuboidConfig, mesh: Mesh) -> SegmentChoice | None:
-    """What ``"segments": "auto"`` is decided by; None where the config has a number.
+    """The rule that decides ``"segments": "auto"``; None if the config gives a number.
 
     Args:
-        model: full, before it is cut.
-        config: Cuboid's.
-        mesh: of this rank.
+        model: the full model, before it is cut.
+        config: Cuboid's config.
+        mesh: the mesh of this rank.
     """
     pipeline, topology = config.pipeline, mesh.topology
     if pipeline is None or pipeline.segments != "auto":
@@ -135,19 +135,19 @@ def segment_choice(model: PreTrainedModel, config: CuboidConfig, mesh: Mesh) -> 
 def settle_stages(
     model: PreTrainedModel, config: CuboidConfig, shape: MeshShape, *, world_size: int | None = None
 ) -> CuboidConfig:
-    """The config with a schedule that says where the stages are; the first rank logs why.
+    """Resolve the schedule, and with it the placement of the stages, if the config leaves it open; rank 0 logs why.
 
-    Only ``"schedule": "auto"`` with chunks leaves that open. All ranks that read the same config come to the same;
-    meshes compare notes when they are connected.
+    Only ``"schedule": "auto"`` with chunks leaves it open. Each rank decides by itself; ranks that read the same config
+    decide alike. Connecting the mesh checks that they did.
 
     Args:
-        model: full, on any device, meta included.
-        config: Cuboid's.
-        shape: of the mesh.
-        world_size: ranks in all; by default those of one replica.
+        model: the full model, on any device, meta included.
+        config: Cuboid's config.
+        shape: shape of the mesh.
+        world_size: total number of ranks; by default those of one replica.
 
     Raises:
-        ConfigError: no schedule keeps to the memory limit, or the layers can't be given to so many stages as asked.
+        ConfigError: no schedule stays within the memory limit, or the layers can't be divided into that many stages.
     """
     pipeline = config.pipeline
     if pipeline is None or pipeline.is_placed:
@@ -175,12 +175,12 @@ def settle_stages(
 
 
 def _assumed(config: CuboidConfig) -> str:
-    """A remark on the length of sequences, where the config doesn't have it."""
+    """A remark for the log that the sequence length is assumed; "" if the config sets it."""
     return "" if config.sequence_length else " (assumed; sequence_length in the config says another)"
 
 
 def _cluster(config: CuboidConfig, world_size: int | None) -> Cluster:
-    """The config's, or that which this process sees."""
+    """The cluster that the config names, or else the one that this process detects."""
     if config.cluster is None:
         return seen_cluster(config.ranks if world_size is None else world_size)
     named = Cluster.parse(config.cluster)
@@ -193,7 +193,7 @@ def _length(model: PreTrainedModel, config: CuboidConfig) -> int:
     pipeline = config.pipeline
     if pipeline is not None and isinstance(pipeline.partition, tuple):
         return sum(pipeline.partition)
-    # Rotary embeddings go on behind, of which the first forward warns.
+    # Only learned positions are a hard limit: rotary embeddings extend beyond theirs, and the first forward warns.
     check_length(config.sequence_length or 0, learned_positions(model), "sequence_length")
     return config.sequence_length or min(_ASSUMED_LENGTH, longest_sequence(model.config) or _ASSUMED_LENGTH)
 
@@ -205,7 +205,7 @@ def _layouts(
     fitting: Callable[[int], Iterable[MeshShape]],
     length: int,
 ) -> Iterator[Layout]:
-    """What the config leaves open, on all ranks."""
+    """All layouts over all ranks that agree with what the config sets."""
     settings, pipeline = config.tensor_parallel, config.pipeline
     sizes = [settings.mesh_size] if settings.is_sized else divisors(world_size // config.stages)
     for size in sizes:
@@ -227,7 +227,7 @@ def _layouts(
 
 
 def _rows(config: CuboidConfig, replicas: int) -> tuple[int, int]:
-    """Rows of a micro-batch, and micro-batches of a step; no rows where those of the step don't divide so."""
+    """Rows of a micro-batch and micro-batches of a step, for one replica; 0 rows if the batch doesn't divide evenly."""
     numbers = config.framework
     rows, steps = numbers.per_replica(replicas)
     if config.tensor_parallel.is_sized:
@@ -236,13 +236,14 @@ def _rows(config: CuboidConfig, replicas: int) -> tuple[int, int]:
 
 
 def _fastest(model: ModelDescription, layouts: list[Layout], cluster: Cluster, length: int) -> tuple[Estimate, ...]:
-    """The best of some layouts; with gradient checkpointing, if none fits without it."""
+    """The fastest layouts without gradient checkpointing, or with it if none fits without."""
     known: dict[Any, Any] = {}
     what = f"{model.name} with {length} tokens on {cluster}"
 
     def costs(checkpointing: Checkpointing) -> Iterator[StepCost]:
         for layout in layouts:
             one = replace(layout, checkpointing=checkpointing)
+            # Sequences are padded to a multiple of this, and every segment has at least one multiple.
             own = padded_length(length, math.lcm(layout.mesh.sequence, layout.mesh.hidden))
             own = max(own, layout.segments * math.lcm(layout.mesh.sequence, layout.mesh.hidden))
             yield StepCost(model, one, cluster, own, cuboid_software(one), known=known)
@@ -268,7 +269,7 @@ def _nothing_divides(name: str, config: CuboidConfig, cluster: Cluster) -> str:
 
 
 def _log(found: tuple[Estimate, ...], config: CuboidConfig, length: int) -> None:
-    """Once a job, which mesh was taken and why."""
+    """Log on rank 0 which mesh was chosen, and why."""
     if current_rank() != 0:
         return
     best = found[0]

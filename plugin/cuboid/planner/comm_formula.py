@@ -14,7 +14,7 @@ from cuboid.distributed.axis_collectives import padded_length
 from cuboid.distributed.comm_counter import Operation, axes_label, sent_bytes
 from cuboid.distributed.topology import Axis, MeshShape
 
-#: Of an expert's number, as ranks exchange it.
+#: Size of an expert's index, as ranks exchange it.
 _INDEX_BYTES = 4
 
 
@@ -23,11 +23,11 @@ class ExpertSizes:
     """Counts of a full layer's experts, which have no biases.
 
     Args:
-        count: E.
+        count: E, number of experts.
         per_token: k, experts that each token goes to.
         intermediate: features inside one expert.
-        gated: whether its "up" projection has two features for each of these.
-        gates: outputs of routers: E, and one more where shared experts have a gate of their own.
+        gated: whether its "up" projection has two outputs (gate and up) for each of these.
+        gates: outputs of each router: E, and 1 for the gate of shared experts, if they have one.
     """
 
     count: int
@@ -52,8 +52,8 @@ class BlockSizes:
         key_value: key (or value) heads × head dim.
         intermediate: F, the MLP's inner size; with experts that of the shared ones, 0 if there are none.
         gated: whether the MLP has two "up" projections.
-        summed: if there are too few key/value heads to scatter their product over `hidden`, it is all-reduced instead:
-            the key (or value) features that each rank computes then. Else None.
+        summed: key (or value) features that each rank computes, if there are too few heads to reduce-scatter their
+            product over `hidden`, so that it is all-reduced; else None.
         whole_key_value: whether that product needs the key/value weights of all `sequence` ranks.
         norm: kind of norm, which determines the statistics that are communicated.
         qkv_bias, out_bias, mlp_bias: whether these projections have biases.
@@ -106,14 +106,15 @@ def layer_bytes(
         batch: rows of the mesh's micro-batch.
         length: sequence length, a multiple of s.
         element_bytes: of an activation or weight.
-        statistic_bytes: of a norm's statistics.
+        statistic_bytes: of one of a norm's statistics.
         weight_gather: whether weights are gathered again in backward ("layer") or kept ("step").
     """
     count = _Count(mesh)
     tokens = batch / mesh.batch * length
     residual = tokens * sizes.hidden / mesh.hidden * element_bytes
-    # For each of the two blocks: input gather in forward and again in backward, and reduce-scatter of its gradient;
-    # output reduce-scatter, and gather of its gradient. A reduce-scatter sends as much as an all-gather.
+    # For each block (attention, MLP or shared experts, experts): input gather in forward and again in backward, and
+    # reduce-scatter of its gradient; output reduce-scatter, and gather of its gradient. A reduce-scatter sends as much
+    # as an all-gather.
     blocks = 1 + (sizes.intermediate > 0) + (sizes.experts is not None)
     count.add("all_gather", ("sequence",), residual, blocks * 5)
     per_feature = tokens * element_bytes / mesh.sequence
@@ -143,11 +144,11 @@ def stage_layer_bytes(
     """Bytes that one rank sends for one layer of a pipeline's stage in an optimizer step, by axes.
 
     Args:
-        sizes, mesh, batch, element_bytes, statistic_bytes: as for :func:`layer_bytes`.
-        lengths: of the segments of all micro-batches, each a multiple of s.
+        sizes, mesh, batch, element_bytes, statistic_bytes: as in :func:`layer_bytes`.
+        lengths: tokens of each segment of all micro-batches, each a multiple of s.
         weight_gather: whether a weight is gathered in each unit's forward and backward ("layer") or once ("step").
         gradient_sync: whether a gradient is reduced after each unit's backward ("unit") or once ("step").
-        splits: whether each unit's backward is in two actions, none of which are one product.
+        splits: whether each unit's backward is split into two actions, input gradients and weight gradients.
     """
     total = Counter[str]()
     for length in lengths:
@@ -161,6 +162,7 @@ def stage_layer_bytes(
         total.update(again.bytes)
     spared = _Count(mesh)
     if weight_gather == "step":
+        # layer_bytes has counted two gathers for each unit; one gather in the whole step is left.
         _add_weights(spared, sizes, mesh, element_bytes, times=2 * len(lengths) - 1)
     if gradient_sync == "step":
         units = len(lengths) - 1
@@ -184,7 +186,7 @@ def _add_projections(count: _Count, sizes: BlockSizes, mesh: MeshShape, per_feat
 
 
 def _add_again(count: _Count, sizes: BlockSizes, mesh: MeshShape, per_feature: float) -> None:
-    """Gradients of linear layers' results, which both halves of a split backward gather."""
+    """The second gather of the gradients of linear layers' outputs, which both halves of a split backward need."""
     blocks = 1 + (sizes.intermediate > 0)
     count.add("all_gather", ("sequence",), per_feature * sizes.hidden / mesh.hidden, blocks)
     outputs = sizes.query + (2 if sizes.gated else 1) * sizes.intermediate
@@ -196,7 +198,7 @@ def _add_again(count: _Count, sizes: BlockSizes, mesh: MeshShape, per_feature: f
 
 
 def _add_weights(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_bytes: int, times: int) -> None:
-    """Gather of each weight's block, unless kept again in backward, and reduce-scatter of its gradient."""
+    """Gathers of each weight's block in forward and, unless kept, in backward; reduce-scatter of its gradient."""
     projections = 2 * sizes.query + (3 if sizes.gated else 2) * sizes.intermediate
     key_value = 2 * sizes.key_value * sizes.hidden * element_bytes / mesh.hidden
     if sizes.whole_key_value:
@@ -207,20 +209,20 @@ def _add_weights(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_byte
     count.add("all_gather", ("batch",), block, times)
     if sizes.experts is not None:
         own = sizes.experts
-        # Rounded up to as many experts for each rank.
+        # Padded to the same number of experts on each rank of `batch`.
         features = padded_length(own.count, mesh.batch) * (own.up + own.intermediate) / mesh.sequence
         count.add("all_gather", ("batch",), features * sizes.hidden * element_bytes / mesh.hidden, times)
 
 
 def _add_experts(count: _Count, experts: ExpertSizes, per_feature: float) -> None:
-    """As :func:`_add_projections`, of one feature of each row that a token makes."""
+    """As :func:`_add_projections`, for the experts, which have k rows for each token."""
     rows = per_feature * experts.per_token
     count.add("reduce_scatter", ("hidden",), rows * experts.up, 2)
     count.add("all_gather", ("hidden",), rows * experts.intermediate, 3)
 
 
 def _add_routing(count: _Count, experts: ExpertSizes, mesh: MeshShape, tokens: float, statistic_bytes: int) -> None:
-    """What routers add up, and what they say to the ranks that have other tokens."""
+    """Routing: choices and their weights, gathered over `sequence`; partial logits, gathered over `hidden`."""
     choices = tokens * experts.per_token
     count.add("all_gather", ("sequence",), choices * _INDEX_BYTES)
     # Weights of the choices, and in backward their gradients. Most routers give them in float32.
@@ -232,7 +234,7 @@ def _add_routing(count: _Count, experts: ExpertSizes, mesh: MeshShape, tokens: f
 
 
 def _add_statistics(count: _Count, sizes: BlockSizes, mesh: MeshShape, statistics: float) -> None:
-    """Of the two norms, in forward and backward."""
+    """Statistics of the two norms, in forward and backward."""
     if sizes.norm == "rms":
         count.add("all_reduce", ("hidden",), statistics, 2 * 2)
     else:
@@ -241,7 +243,7 @@ def _add_statistics(count: _Count, sizes: BlockSizes, mesh: MeshShape, statistic
 
 
 def _add_vectors(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_bytes: int, times: int) -> None:
-    """Gathers of each norm's parameters, of each bias and router, or reduce-scatters of their gradients."""
+    """Gathers of the parameters of norms, biases and routers, or reduce-scatters of their gradients."""
     norms = 2 * (1 if sizes.norm == "rms" else 2)
     outs = sizes.out_bias + sizes.mlp_bias
     vector = sizes.hidden * element_bytes / mesh.hidden

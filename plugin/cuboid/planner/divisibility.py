@@ -1,4 +1,4 @@
-"""Whether a mesh can cut a model, by its description alone; the rules are those of sharding itself."""
+"""Whether a mesh divides a model, decided from the model's description alone, by the rules of sharding itself."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_mesh(model: ModelDescription, mesh: MeshShape) -> None:
     """Raise if a mesh can't cut a model.
 
     Raises:
-        MeshError: why, with meshes of the same size that can.
+        MeshError: it can't; the message gives the reason, and meshes of the same size that can.
     """
     reason = mesh_misfit(model, mesh)
     if reason is not None:
@@ -52,5 +52,5 @@ def fitting(model: ModelDescription, size: int) -> Iterator[MeshShape]:
 
 
 def stage_counts(model: ModelDescription, ranks: int) -> list[int]:
-    """Numbers of stages that divide the ranks and have a layer each."""
+    """Numbers of stages that divide the number of ranks and leave each stage at least one layer."""
     return [count for count in divisors(ranks) if count <= len(model.layers)]

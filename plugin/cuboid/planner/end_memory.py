@@ -17,7 +17,8 @@ from cuboid.planner.layer_memory import norm_kept_bytes, statistic_bytes, whole_
 
 #: Size of a token id or label.
 _INDEX_BYTES = 8
-#: Seven numbers by which ranks check that they have the same micro-batch; see cuboid.models.batch.batch_check.
+#: Size of the seven numbers by which ranks check that they have the same micro-batch; see
+#: cuboid.models.batch.batch_check.
 _SUMMARY_BYTES = 56
 
 #: A collective, its axes, the bytes of its full tensor, and how often it runs.
@@ -46,10 +47,10 @@ class EndSizes:
 def end_kept_bytes(
     ends: EndSizes, mesh: MeshShape, batch: int, length: int, *, element_bytes: int = 2
 ) -> dict[Literal["embedding", "norm", "head"], int]:
-    """Bytes that a rank keeps from forward to backward, by module.
+    """Bytes that a rank saves for backward, by module.
 
-    The loss computes its gradient in forward, chunk by chunk, so that no logits are kept: what is kept for backward are
-    the gradients of the head's input and weight.
+    The loss computes its gradient in forward, chunk by chunk. So no logits are saved, only the gradients of the head's
+    input and weight.
 
     Args:
         ends: sizes of the modules.

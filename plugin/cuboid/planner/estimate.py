@@ -1,4 +1,4 @@
-"""What a step will take on a cluster, in time and memory, before anything is allocated."""
+"""Predict the time and memory of a step on a cluster, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from cuboid.seq1f1b.schedule.partition import check_lengths, even_cut
 
 #: Numbers of segments that are tried.
 SEGMENTS = (1, 2, 4, 8, 16)
-#: Shorter segments are never fast.
+#: Fewest tokens of a segment, for each of the mesh's pieces of a sequence; shorter segments are never fast.
 _LEAST_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A layout's step, predicted.
+    """The predicted step of a layout.
 
     Args:
         cost: what it was computed from.
-        time: of a step, by kind.
+        time: time of the step, by kind.
         stages: memory of a rank of each stage, by kind.
     """
 
@@ -45,22 +45,22 @@ class Estimate:
 
     @classmethod
     def of(cls, cost: StepCost) -> Estimate:
-        """What a step costs, computed."""
+        """Compute the estimate of a step."""
         return cls(cost, cost.step_time(), tuple(stage_memory(cost)))
 
     @property
     def layout(self) -> Layout:
-        """Of the ranks."""
+        """The layout of the step."""
         return self.cost.layout
 
     @property
     def memory_bytes(self) -> float:
-        """Of the fullest rank."""
+        """Peak memory of the fullest rank, in bytes."""
         return max(stage.total for stage in self.stages)
 
     @property
     def limit_bytes(self) -> float:
-        """What tensors can have of a GPU."""
+        """Bytes of a GPU's memory that tensors can use."""
         return usable_bytes(self.cost.cluster)
 
     @property
@@ -70,23 +70,26 @@ class Estimate:
 
     @property
     def uncounted(self) -> str:
-        """What isn't counted; "" if there is nothing."""
+        """What the estimate leaves out, in words; "" if nothing."""
         return uncounted(self.cost)
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks together."""
+        """Throughput of all ranks together."""
         return self.layout.rows * self.cost.length / self.time.total_s
 
     @property
     def mfu(self) -> float:
-        """Part of what the GPUs could multiply, by the data sheet, that the model needs; without recomputation."""
+        """Model FLOPs utilization: the model's operations, without recomputation, relative to the data sheet's peak."""
         peak = self.cost.cluster.gpu.peak_flops * self.layout.ranks
         return self.cost.model.step_flops(self.layout.rows, self.cost.length) / (peak * self.time.total_s)
 
     @cached_property
     def bytes_by_axis(self) -> dict[str, int]:
-        """Bytes that a rank of the busiest stage sends in a step inside its layers, by the mesh's axes."""
+        """Bytes that a rank of the stage with the most layers sends in a step inside its layers, by mesh axis.
+
+        What activation checkpointing sends again in recomputation isn't counted.
+        """
         cost, layout = self.cost, self.layout
         layers = max(
             sum(count for count, owner in zip(cost.stage_layers, layout.rank_of, strict=True) if owner == rank)
@@ -103,7 +106,7 @@ class Estimate:
         return {axis: count * layers for axis, count in one.items()}
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The estimate as values that JSON can represent."""
         layout = self.layout
         return {
             "model": {"type": self.cost.model.name, "parameters": self.cost.model.parameters},
@@ -138,11 +141,11 @@ def estimate(
 
     Args:
         model: what is trained.
-        layout: of all the cluster's GPUs.
+        layout: uses all of the cluster's GPUs.
         cluster: the machines.
         length: S, tokens of a sequence.
-        software: whose step it is; None for Cuboid under DeepSpeed.
-        known: times of layers, for estimates of many layouts of the same model, cluster and length.
+        software: the framework that runs it; None for Cuboid under DeepSpeed.
+        known: cache of layer times, to be shared by estimates of the same model, cluster and length.
 
     Raises:
         MeshError: the mesh can't cut the model.
@@ -153,7 +156,7 @@ def estimate(
 
 
 def cuboid_software(layout: Layout) -> Software:
-    """Cuboid's behaviour: under a pipeline gradients are added up in float32, as units add to them."""
+    """Cuboid's behaviour: in a pipeline, whose units all add to the gradients, these are accumulated in float32."""
     return replace(CUBOID, gradient_bytes=4) if layout.stages > 1 else CUBOID
 
 
@@ -184,7 +187,7 @@ def _check(model: ModelDescription, layout: Layout, cluster: Cluster, length: in
 
 
 def segment_counts(layout: Layout, length: int) -> list[int]:
-    """Numbers of segments that a layout may have for sequences of so many tokens."""
+    """Numbers of segments to try for a layout and sequences of ``length`` tokens."""
     if layout.stages == 1 or layout.schedule == "1f1b":
         return [1]
     grain = _LEAST_TOKENS * math.lcm(layout.mesh.sequence, layout.mesh.hidden)
@@ -192,11 +195,11 @@ def segment_counts(layout: Layout, length: int) -> list[int]:
 
 
 def best_segments(model: ModelDescription, layout: Layout, cluster: Cluster, length: int) -> int:
-    """The number of segments with the fastest step that fits; if none fits, that which needs the least memory.
+    """The number of segments with the fastest step that fits; if none fits, the one that needs the least memory.
 
     Args:
-        model, cluster: what is trained where.
-        layout: but for the segments.
+        model, cluster: what is trained, and the machines.
+        layout: its segments and chunks are ignored.
         length: S, a multiple of what the mesh needs.
     """
     known: dict[Any, Any] = {}
@@ -216,12 +219,13 @@ def layout_of_config(
     """The layout that a config describes, on all GPUs of a cluster.
 
     Args:
-        config, rest: as of :func:`cuboid.config.schema.require_config`.
-        model, cluster, length: what runs where.
-        checkpointing: whether the script enables the model's gradient checkpointing, which no config says.
+        config, rest: as returned by :func:`cuboid.config.schema.require_config`.
+        model, cluster, length: the model, the machines, and tokens of a sequence.
+        checkpointing: whether the script enables the model's gradient checkpointing, which isn't part of a config.
 
     Raises:
-        ConfigError: it leaves open what would have to be known, or doesn't fit the cluster.
+        ConfigError: the config leaves a needed size open, sets something that has no estimate, or doesn't fit the
+            cluster.
     """
     mesh = config.tensor_parallel.mesh
     if mesh == "auto":
@@ -269,7 +273,7 @@ def layout_of_config(
 def _with_segments(
     layout: Layout, pipeline: PipelineConfig, model: ModelDescription, cluster: Cluster, length: int
 ) -> Layout:
-    """The layout with what the config's pipeline section says."""
+    """Apply the config's pipeline section to a layout."""
     if pipeline.schedule not in NAMES:
         raise ConfigError(f"pipeline.schedule {pipeline.schedule!r} is none of {', '.join(NAMES)}")
     if pipeline.partition == "measured":
@@ -287,12 +291,13 @@ def _with_segments(
         layout = replace(layout, lengths=even_cut(length, segments, multiple))
     if pipeline.is_placed:
         return layout
+    # The schedule is chosen by simulating steps, which depend on where the sequence is cut.
     lengths = StepCost(model, layout, cluster, length).lengths
     return with_pipeline(layout, settle_schedule(pipeline, model.sizes, lengths, layout.micro_batches)[0], model)
 
 
 def with_pipeline(layout: Layout, pipeline: PipelineConfig, model: ModelDescription) -> Layout:
-    """The layout with what a config says of stages, their schedule and keys."""
+    """Apply a config's stage balance, schedule, memory limit and precision of key/value gradients to a layout."""
     assert pipeline.chunks != "auto"
     balance: tuple[int, ...] = ()
     if isinstance(pipeline.stage_balance, tuple):
@@ -319,7 +324,7 @@ def _checked_balance(balance: tuple[int, ...], model: ModelDescription) -> tuple
 
 
 def remedies(found: Estimate) -> list[tuple[str, Estimate]]:
-    """Single changes of a layout that doesn't fit which make it fit, the fastest first."""
+    """Single changes that make a layout fit which doesn't, the fastest first."""
     layout = found.layout
     changes: list[tuple[str, Layout]] = []
     if layout.checkpointing == "none":
@@ -343,6 +348,7 @@ def remedies(found: Estimate) -> list[tuple[str, Estimate]]:
     tried = []
     for name, changed in changes:
         try:
+            # Given lengths may be for another number of segments.
             changed = replace(changed, lengths=())
             tried.append((name, estimate(found.cost.model, changed, found.cost.cluster, found.cost.length)))
         except ConfigError:

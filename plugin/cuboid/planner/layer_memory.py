@@ -54,10 +54,10 @@ def state_bytes(
 def layer_kept_bytes(
     sizes: BlockSizes, kept: KeptSizes, mesh: MeshShape, batch: int, length: int, *, element_bytes: int = 2
 ) -> dict[Keeper, int]:
-    """Bytes of activations that one layer keeps on a rank from forward to backward.
+    """Bytes of activations that one layer saves for backward on a rank.
 
     Args:
-        sizes, kept: of the layer.
+        sizes, kept: sizes of the layer.
         mesh: b × s × h.
         batch: rows of the mesh's micro-batch, a multiple of b.
         length: sequence length, a multiple of s and of h.
@@ -117,7 +117,7 @@ def norm_kept_bytes(hidden: int, norm: str, mesh: MeshShape, tokens: int, elemen
 
 
 def _head_norms(sizes: BlockSizes, kept: KeptSizes, mesh: MeshShape, tokens: int, element_bytes: int) -> int:
-    """Of queries and keys: the input in at least float32, the normalized one, a statistic per head, and the weights."""
+    """Queries and keys in at least float32 and normalized, a statistic per head, and the weights of their norms."""
     head_dim = sizes.query // kept.query_heads
     features = sizes.query // (mesh.sequence * mesh.hidden) + kept.key_value
     wide = statistic_bytes(element_bytes)

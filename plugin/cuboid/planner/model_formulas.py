@@ -13,7 +13,7 @@ _ORIGIN = Coordinate(0, 0, 0, 0, 0)
 
 
 def block_sizes(model: ModelDescription, mesh: MeshShape) -> BlockSizes:
-    """Sizes of the first layer, or of the first one with experts, which stands for all."""
+    """Sizes of one layer that represents all: the first one with experts, or else the first."""
     layer = next((each for each in model.layers if each.experts is not None), model.layers[0])
     own = layer.attention
     plan = _key_value_plan(layer, mesh, _ORIGIN)
@@ -42,11 +42,11 @@ def _expert_sizes(layer: Layer, experts: Experts) -> ExpertSizes:
 
 
 def kept_sizes(model: ModelDescription, mesh: MeshShape, at: Coordinate) -> KeptSizes:
-    """Sizes of the first layer that determine what it keeps.
+    """Sizes of the first layer that determine what it saves for backward.
 
     Args:
-        model: full.
-        mesh, at: the mesh, and the rank's coordinate: with few key/value heads, some ranks keep more of them.
+        model: the full model.
+        mesh, at: the mesh, and the rank's coordinate: with few key/value heads, some ranks have more of them.
     """
     own = model.layers[0].attention
     return KeptSizes(
@@ -71,11 +71,11 @@ def end_sizes(model: ModelDescription) -> EndSizes:
 def model_kept_bytes(
     model: ModelDescription, mesh: MeshShape, at: Coordinate, batch: int, length: int, *, element_bytes: int
 ) -> dict[str, int]:
-    """Bytes that a rank keeps from forward to backward of a full model, by what keeps them.
+    """Bytes that a rank saves for backward in a full model, by what saves them.
 
     Args:
-        model, mesh, at: as of :func:`kept_sizes`.
-        batch, length, element_bytes: as of :func:`~cuboid.planner.layer_memory.layer_kept_bytes`.
+        model, mesh, at: as in :func:`kept_sizes`.
+        batch, length, element_bytes: as in :func:`~cuboid.planner.layer_memory.layer_kept_bytes`.
     """
     kept = layer_kept_bytes(
         block_sizes(model, mesh), kept_sizes(model, mesh, at), mesh, batch, length, element_bytes=element_bytes

@@ -1,7 +1,7 @@
 """Measure the constants of the GPUs that a job runs on, for the profile that ``--cluster`` takes.
 
-Each constant is read off the formula that uses it: :mod:`cuboid.planner.cost.kernels` and
-:mod:`cuboid.planner.cost.communication`. All ranks measure at once, as they compute in training; the
+Each constant is solved for in the formula that uses it: :mod:`cuboid.planner.cost.kernels` and
+:mod:`cuboid.planner.cost.communication`. All ranks measure at the same time, as they compute in training; the
 slowest counts.
 """
 
@@ -31,11 +31,11 @@ from cuboid.seq1f1b.schedule.unit_costs import seen_keys
 
 #: Rows, inputs and outputs of products: of few tokens to many, on small weights and large ones.
 _PRODUCTS = tuple((rows, size, size) for size in (1024, 4096, 8192) for rows in (64, 512, 4096))
-#: Tokens that attention is measured with, with so many heads of so many features.
+#: Attention that is measured: numbers of tokens, heads, and features of a head.
 _TOKENS, _HEADS, _HEAD_DIM = (1024, 4096, 16384), 8, 128
-#: Elements of elementwise kernels: one that only has to be launched, and one that fits into no cache.
+#: Elements of elementwise kernels: one dominated by its launch, and one that fits into no cache.
 _SMALL, _LARGE = 1024, 2**26
-#: Bytes that a rank gives to an all-gather: one that only has to be started, and two that take time on a link.
+#: Bytes of a rank's input of an all-gather: one dominated by latency, and two that take time on a link.
 _GATHERED = (1024, 2**20, 2**24)
 _ELEMENT = 2
 
@@ -47,18 +47,18 @@ class Profiler:
     """Measures one rank; every rank of the world makes the same calls, in the same order.
 
     Args:
-        device: of this rank.
-        seconds: that the whole may take, roughly; large sizes that would take too long are left out.
+        device: the device of this rank.
+        seconds: rough time budget of the whole; large sizes that would take too long are left out.
     """
 
     def __init__(self, device: torch.device, seconds: float) -> None:
         self._device = device
-        #: For one measurement, of which there are about forty.
+        #: Budget of one measurement; there are about forty.
         self._share_s = seconds / 40
         self.measured: Measured = {"products": [], "attention": [], "elementwise": [], "all_gather": []}
 
     def profile(self) -> dict[str, Any]:
-        """A profile as :func:`~cuboid.planner.description.cluster.read_profile` takes it. Collective.
+        """Measure a profile, as :func:`~cuboid.planner.description.cluster.read_profile` reads it. Collective.
 
         Raises:
             CuboidError: nodes have different numbers of ranks.
@@ -76,12 +76,12 @@ class Profiler:
     # --- kernels --------------------------------------------------------------------------------------------------
 
     def _kernels(self, gpu: Gpu, *, is_known: bool) -> Gpu:
-        """With what kernels reach, as shares of the data sheet's rates; where there is none, these are the rates."""
+        """Set what kernels reach, as fractions of the data sheet's rates; without one, measured rates are the peaks."""
         kernel_s = self._elementwise(_SMALL)
         memory = 3 * _LARGE * _ELEMENT / max(self._elementwise(_LARGE) - kernel_s, 1e-9)
         sheet = gpu.memory_bytes_per_s if is_known else memory
         gpu = replace(gpu, kernel_s=kernel_s, memory_bytes_per_s=sheet, memory_efficiency=memory / sheet)
-        # The largest products and sequences: small ones are slower by what the formulas have besides.
+        # Only the largest sizes: what makes small ones slower has terms of its own in the formulas.
         products = statistics.median(self._series(_PRODUCTS, prod, partial(self._product, gpu))[-3:])
         attention = self._series(_TOKENS, lambda tokens: tokens**2, partial(self._attention, gpu))[-1]
         peak = gpu.peak_flops if is_known else products
@@ -90,10 +90,11 @@ class Profiler:
     def _series(
         self, sizes: Iterable[T], work: Callable[[T], float], rate: Callable[[T], tuple[float, float]]
     ) -> list[float]:
-        """Operations a second, from little work to much, as far as there is time. ``rate`` gives the seconds too."""
+        """Operations a second, from little work to much, within the budget. ``rate`` returns these and the seconds."""
         found: list[float] = []
         known_s = known_work = 0.0
         for size in sorted(sizes, key=work):
+            # All ranks stop at the same size, since they all have the slowest rank's times.
             if known_work and known_s / known_work * work(size) > 10 * self._share_s:
                 break
             flops, known_s = rate(size)
@@ -112,12 +113,13 @@ class Profiler:
         x, weight = self._random(rows, inputs), self._random(outputs, inputs)
         seconds = self._time(lambda: x @ weight.t())
         self.measured["products"].append({"rows": rows, "inputs": inputs, "outputs": outputs, "seconds": seconds})
+        # What Kernels.matmul_s adds to the time of the operations.
         moved = _ELEMENT * (rows * inputs + inputs * outputs + rows * outputs)
         multiplied_s = seconds - moved / gpu.memory_bytes_per_s - gpu.kernel_s
         return 2 * prod(size) / max(multiplied_s, 0.1 * seconds), seconds
 
     def _attention(self, gpu: Gpu, tokens: int) -> tuple[float, float]:
-        """Causal, forward and backward together."""
+        """Operations a second and seconds of causal attention, forward and backward together."""
         query, key, value = (self._random(1, _HEADS, tokens, _HEAD_DIM).requires_grad_() for _ in range(3))
         gradient = self._random(1, _HEADS, tokens, _HEAD_DIM)
 
@@ -137,20 +139,20 @@ class Profiler:
     # --- links ----------------------------------------------------------------------------------------------------
 
     def _links(self, gpu: Gpu, nodes: list[list[int]]) -> Gpu:
-        """With rate and latency of the links inside a node and between nodes, where there are several ranks."""
+        """Set rate and latency of the links inside a node and between nodes, as far as there are several ranks."""
         for size in divisors(len(nodes[0]))[1:]:
             groups = [own[first : first + size] for own in nodes for first in range(0, len(own), size)]
             rate, latency_s = self._gathers(groups, "node")
-            # That of the largest group stays.
+            # The largest group comes last and overwrites the others.
             gpu = replace(gpu, link_bytes_per_s=rate, link_efficiency=1.0, link_latency_s=latency_s)
         if len(nodes) > 1:
-            # One rank of each node, all places at once: a rank's share of its node's cards.
+            # One group for each local rank, all at the same time, so that each gets its share of its node's cards.
             rate, latency_s = self._gathers([list(place) for place in zip(*nodes, strict=True)], "network")
             gpu = replace(gpu, network_bytes_per_s=rate, network_efficiency=1.0, network_latency_s=latency_s)
         return gpu
 
     def _gathers(self, ranks: list[list[int]], link: str) -> tuple[float, float]:
-        """Bytes a second that each rank sends, and seconds of each step of a ring."""
+        """All-gather in each group of ``ranks``: bytes a second that a rank sends, and seconds of each ring step."""
         group, _ = dist.new_subgroups_by_enumeration(ranks)
         assert group is not None
         size, times = group.size(), []
@@ -166,16 +168,16 @@ class Profiler:
     # --- time -----------------------------------------------------------------------------------------------------
 
     def _time(self, action: Callable[[], object], *, together: bool = False) -> float:
-        """Median seconds of the slowest rank.
+        """Seconds of one call on the slowest rank: the mean of calls in a row, or of collectives the median.
 
         Args:
-            action: on every rank.
-            together: whether it is a collective, of which each is timed from a barrier.
+            action: what to time; called on every rank.
+            together: whether it is a collective; each call is then timed from a barrier.
         """
         self._once(action)
         count = max(1, min(50, int(self._share_s / max(self._slowest(self._once(action)), 1e-6))))
         if not together:
-            # In a row, as they are launched in training.
+            # Without synchronizing in between, as kernels are launched in training.
             return self._slowest(self._once(lambda: [action() for _ in range(count)])) / count
         samples = []
         for _ in range(min(count, 10)):

@@ -15,11 +15,11 @@ _GIB = 2**30
 
 
 def print_estimate(found: Estimate, console: Any) -> None:
-    """Time by kind, memory by kind and stage, and what to change if it doesn't fit.
+    """Print time by kind, memory by kind and stage, and what to change if it doesn't fit.
 
     Args:
-        found: to be printed.
-        console: of rich.
+        found: the estimate.
+        console: a rich console.
     """
     from rich.table import Table
 
@@ -52,7 +52,7 @@ def print_estimate(found: Estimate, console: Any) -> None:
 def _memory_table(found: Estimate) -> Any:
     from rich.table import Table
 
-    # With many stages the first, the middle and the last one stand for all, and the fullest.
+    # A table of all stages may be too wide: show the first, the middle, the last and the fullest one.
     stages = found.stages
     fullest = max(range(len(stages)), key=lambda stage: stages[stage].total)
     shown = sorted({0, len(stages) // 2, len(stages) - 1, fullest})
@@ -84,7 +84,7 @@ def _verdict(found: Estimate) -> str:
 
 
 def print_profile(cluster: Cluster, console: Any) -> None:
-    """The constants of a cluster's GPUs."""
+    """Print the constants of a cluster's GPUs."""
     from rich.table import Table
 
     gpu = cluster.gpu
@@ -110,13 +110,13 @@ def print_profile(cluster: Cluster, console: Any) -> None:
 
 
 def print_plan(plan: Plan, console: Any) -> None:
-    """The best layouts, with the reason why each loses to the first."""
+    """Print the best layouts, with the reason why each loses to the first."""
     from rich.table import Table
 
     best = plan.best[0]
     table = Table(title=f"the best of {plan.considered:,} layouts", title_justify="left")
     for name in ("", "layout", "step, s", "tokens/s", "MFU", "GiB", "against the first"):
-        # On a narrow terminal words go on in the next line, so that all figures are there.
+        # On a narrow terminal words wrap, so that no figure is cut off.
         words = name in ("layout", "against the first")
         table.add_column(name, justify="left" if words else "right", no_wrap=not words)
     for number, each in enumerate(plan.best, 1):
@@ -128,7 +128,7 @@ def print_plan(plan: Plan, console: Any) -> None:
 
 
 def print_comparison(first: Estimate, second: Estimate, console: Any) -> None:
-    """Two layouts, term by term."""
+    """Print two layouts side by side, term by term."""
     from rich.table import Table
 
     table = Table(title=f"A: {first.layout}\nB: {second.layout}", title_justify="left")
@@ -151,7 +151,7 @@ def print_comparison(first: Estimate, second: Estimate, console: Any) -> None:
     console.print(table)
 
 
-#: Told apart with any colour vision.
+#: Distinguishable with any colour vision.
 _COLOURS = (
     "#5B9BD5",
     "#E8893B",
@@ -170,14 +170,14 @@ def draw_estimate(found: Estimate, path: Path) -> None:
     """Draw memory by stage and kind beside the limit, and the step by kind.
 
     Args:
-        found: to be drawn.
-        path: of the picture; its suffix (.png, .svg or .pdf) says the format.
+        found: the estimate.
+        path: file of the picture; its suffix (.png, .svg or .pdf) determines the format.
 
     Raises:
         CuboidError: no such format.
     """
     check_picture(path)
-    # It takes a second to import, which only those who draw should wait for.
+    # matplotlib takes a second to import, which only drawing should cost.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -21,27 +21,27 @@ from cuboid.seq1f1b.schedule.choice import CHUNKED, NAMES, check_chunks
 
 #: Numbers of rows for each rank of the `batch` axis that are tried.
 _ROWS = (1, 2, 4, 8)
-#: Schedules that are tried on the best pipelines, with chunks on each rank.
+#: Schedules that are tried on the best pipelines, with the number of chunks on each rank.
 _SCHEDULES = (("zero_bubble", 1), ("seq1f1b-interleaved", 2), ("zero_bubble-interleaved", 2), ("zero_bubble-v", 2))
-#: Pipelines on which they are tried, and about what they leave of the bubble.
+#: How many pipelines they are tried on, and roughly the fraction of the bubble that they leave.
 _PIPELINES, _BUBBLE_LEFT = 6, 0.3
 #: A mesh whose sequence × hidden axes span more nodes than these is never fast.
 _MOST_NODES_OF_MESH = 2
 
 Goal = Literal["fastest", "smallest", "fewest"]
-#: In the configs of plans, which have no opinion on it.
+#: A placeholder in the config of a plan: the planner doesn't choose the learning rate.
 LEARNING_RATE = 3e-4
-#: What a script does for a layout with checkpointing, which is the model's affair: no key of a config does it.
+#: What the training script must call for a layout with checkpointing: no key of a config enables it.
 CHECKPOINTING_LINE = "model.gradient_checkpointing_enable()"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a search has found.
+    """The result of a search.
 
     Args:
-        best: the best layouts, in order.
-        considered: layouts that divide model, batch and cluster.
+        best: the best layouts, the best one first.
+        considered: number of layouts that divide model, batch and cluster.
     """
 
     best: tuple[Estimate, ...]
@@ -57,24 +57,24 @@ def search(
     goal: Goal = "fastest",
     count: int = 10,
 ) -> Plan:
-    """Go through the layouts of all GPUs of a cluster; for "fewest", of the fewest on which one fits.
+    """Search the layouts that use all GPUs of a cluster; for "fewest", of the smallest part of it on which one fits.
 
-    A bound of each is computed first; they are then estimated in its order, until no other can be among the best. On
-    the pipelines that would be the fastest with less of a bubble, the schedules that need a simulation of their own are
-    tried, unless a GPU's memory is what counts.
+    Layouts are sorted by a cheap bound of their cost and estimated in that order, until no other can be among the
+    best. Unless the goal is "smallest", schedules that have to be simulated one by one are then tried on the pipelines
+    that would be the fastest with a smaller bubble.
 
     Args:
         model: what is trained.
         cluster: the machines.
         length: S, tokens of a sequence.
         global_batch: rows of a step, of all replicas together.
-        goal: what is best: the shortest step, the least memory of a GPU, or the shortest step on the fewest GPUs, which
-            are a divisor of a node's, or so many whole nodes.
+        goal: what is best: the shortest step, the least memory on a GPU, or the shortest step on the fewest GPUs: part
+            of one node, or several whole nodes, whose number divides the cluster's.
         count: how many to return.
 
     Raises:
-        ConfigError: no layout divides model, batch and cluster, or none fits; says what would come nearest. Or the
-            sequences go beyond learned positions.
+        ConfigError: no layout divides model, batch and cluster; or none fits, and the message names a small one; or
+            sequences are longer than the learned positions.
     """
     check_length(length, model.positions or None, "the sequence length")
     if goal == "fewest":
@@ -94,7 +94,7 @@ def search(
 
 
 def _with_less_bubble(costs: Sequence[StepCost], limit: StepTime) -> Iterator[Layout]:
-    """The fastest pipelines with other schedules, if a bubble is all that makes them slower than a step at hand."""
+    """Other schedules for the fastest pipelines, of those that would beat ``limit`` with most of their bubble gone."""
     pipelines: dict[Any, tuple[float, StepCost]] = {}
     for cost in costs:
         layout, bubble = cost.layout, cost.least_bubble_s
@@ -113,7 +113,7 @@ def _with_less_bubble(costs: Sequence[StepCost], limit: StepTime) -> Iterator[La
 
 
 def _improved(found: Iterable[Estimate], costs: Iterable[StepCost], count: int) -> list[Estimate]:
-    """The best of estimates that fit and of further layouts."""
+    """The best ``count`` of ``found``, which fit, and of further layouts."""
     best = list(found)
     for cost in costs:
         if len(best) >= count and cost.least_s() > best[count - 1].time.total_s:
@@ -125,7 +125,7 @@ def _improved(found: Iterable[Estimate], costs: Iterable[StepCost], count: int) 
 
 
 def _on_fewest(model: ModelDescription, cluster: Cluster, length: int, global_batch: int, count: int) -> Plan:
-    """The fastest layouts on the smallest part of the cluster that has any."""
+    """The fastest layouts on the smallest part of the cluster on which any fits."""
     parts = [replace(cluster, nodes=1, gpus_per_node=gpus) for gpus in divisors(cluster.gpus_per_node)]
     parts += [replace(cluster, nodes=nodes) for nodes in divisors(cluster.nodes) if nodes > 1]
     for part in parts[:-1]:
@@ -133,19 +133,20 @@ def _on_fewest(model: ModelDescription, cluster: Cluster, length: int, global_ba
             return search(model, part, length, global_batch, count=count)
         except ConfigError:
             continue
+    # The whole cluster: if nothing fits here either, its error is the one to raise.
     return search(model, parts[-1], length, global_batch, count=count)
 
 
 def best_of(costs: Iterable[StepCost], what: str, *, goal: Goal = "fastest", count: int = 10) -> Plan:
-    """Of the layouts of one model on one cluster the best that fit.
+    """The best of one model's layouts on one cluster that fit in memory.
 
     Args:
-        costs: of the layouts; those that share known times are fast to compare.
-        what: names model, work and cluster in errors.
-        goal, count: as of :func:`search`.
+        costs: one for each layout; comparing them is fast if they share ``known`` layer times.
+        what: names model, work and cluster in error messages.
+        goal, count: as in :func:`search`.
 
     Raises:
-        ConfigError: there is none, or none that fits.
+        ConfigError: there are no layouts, or none fits.
     """
     candidates = []
     for number, cost in enumerate(costs):
@@ -156,6 +157,7 @@ def best_of(costs: Iterable[StepCost], what: str, *, goal: Goal = "fastest", cou
     smallest: tuple[float, StepCost] | None = None
     for bound, _, least, cost in candidates:
         limit = usable_bytes(cost.cluster)
+        # Candidates are sorted by their bounds: no later one can be among the best.
         if len(found) >= count and bound > _value(found[count - 1], goal):
             break
         memory = least if least > limit else ends_memory(cost)
@@ -171,7 +173,7 @@ def best_of(costs: Iterable[StepCost], what: str, *, goal: Goal = "fastest", cou
 
 
 def _with(found: list[Estimate], one: Estimate, goal: Goal) -> list[Estimate]:
-    """The list with one more, in order; of those that differ only in what changes little the better one stays."""
+    """Add an estimate and sort; of layouts with the same mesh, stages, replicas and segments only the best stays."""
     best: dict[Any, Estimate] = {}
     for each in sorted([*found, one], key=lambda each: _value(each, goal)):
         layout = each.layout
@@ -196,7 +198,7 @@ def _nothing_fits(what: str, least: tuple[float, StepCost] | None) -> str:
 
 
 def layouts(model: ModelDescription, cluster: Cluster, length: int, global_batch: int) -> Iterator[Layout]:
-    """Every layout of all GPUs that divides model, batch and sequence."""
+    """Every layout over all GPUs that divides the model, the batch and the sequence."""
     for stages in stage_counts(model, cluster.gpus):
         for size in divisors(cluster.gpus // stages):
             replicas = cluster.gpus // (stages * size)
@@ -216,11 +218,11 @@ def _is_possible(model: ModelDescription, mesh: MeshShape, cluster: Cluster, len
 
 
 def _variants(base: Layout, length: int, rows_of_replica: int) -> Iterator[Layout]:
-    """One mesh with all that is chosen besides it."""
+    """All combinations of the other choices for one mesh with its stages and replicas."""
     batch = base.mesh.batch
     counts = segment_counts(base, length)
     zeros = (1, 2) if base.replicas > 1 and base.stages == 1 else (1,)
-    # Each with when gradients are reduced, which units of a pipeline can wait with.
+    # Pairs of weight_gather and gradient_sync: only units of a pipeline can defer the reduction to the end of the step.
     gathers: list[tuple[Literal["layer", "step"], Literal["unit", "step"]]] = [("layer", "unit")]
     if batch > 1:
         gathers += [("step", "unit"), ("step", "step")] if base.stages > 1 else [("step", "unit")]
@@ -269,7 +271,7 @@ def reason(found: Estimate, best: Estimate) -> str:
 def config_of(layout: Layout) -> dict[str, Any]:
     """A complete config for DeepSpeed with this layout, as :func:`cuboid.config.schema.split_config` accepts it.
 
-    It doesn't have the layout's checkpointing, which takes :data:`CHECKPOINTING_LINE` in the script.
+    It can't enable the layout's checkpointing: the script needs :data:`CHECKPOINTING_LINE` for that.
     """
     mesh = layout.mesh
     config: dict[str, Any] = {
@@ -303,13 +305,13 @@ def config_of(layout: Layout) -> dict[str, Any]:
 
 
 def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
-    """A layout as ``--explain`` takes it: ``2x4x1``, ``stages=4``, … joined by commas.
+    """Parse a layout as ``--explain`` takes it: a mesh and keys, joined by commas, such as ``2x4x1,stages=4``.
 
     Args:
-        text: a mesh, and of ``stages``, ``segments``, ``rows``, ``zero``, ``checkpointing`` (full, none), ``gather``
-            (layer, step), ``sync`` (unit, step), ``schedule`` and ``chunks`` those that aren't 1, 1, one for each rank
-            of `batch`, 1, none, layer, unit, seq1f1b and, where the schedule has several, 2.
-        cluster, global_batch: from which replicas and micro-batches follow.
+        text: the mesh, then any of ``stages`` (default: 1), ``segments`` (1), ``rows`` (one for each rank of `batch`),
+            ``zero`` (1), ``checkpointing`` (none, or full), ``gather`` (layer, or step), ``sync`` (unit, or step),
+            ``schedule`` (seq1f1b) and ``chunks`` (2 with a schedule of several chunks, else 1).
+        cluster, global_batch: determine the numbers of replicas and micro-batches.
 
     Raises:
         ConfigError: it isn't of that form, or doesn't divide the cluster or the batch.

@@ -120,6 +120,7 @@ class LayerPrefetcher:
         for started in self._started:
             started.finish()
         self._has_begun, self._started = False, []
+        # A recomputation runs in backward, where the next layer is already done.
         if self._next is not None and not is_recomputing():
             self._next._begin()
 

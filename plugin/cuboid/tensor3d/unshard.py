@@ -18,25 +18,25 @@ from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 
 class _Unsplit(ShardingSpec):
-    """Of a tensor that each rank has to itself, so that there is nothing to gather or to reduce."""
+    """The spec of a block that is unsharded already: nothing to gather or to reduce."""
 
     @cached_property
     def fsdp_axes(self) -> tuple[Axis, ...]:
-        """None."""
+        """No axes."""
         return ()
 
     def block_shape(self, mesh: MeshShape) -> tuple[int, ...]:  # noqa: ARG002
-        """All of it."""
+        """The whole shape."""
         return self.shape
 
 
 class UnshardedParam:
-    """A parameter in whose place its module has the unsharded one, for as long as :func:`unshard_modules` says.
+    """A parameter that an unsharded block replaces in its module, inside :func:`unshard_modules`.
 
     Args:
         parameter: the shard, or a parameter that isn't sharded.
-        block: what stands in its place: a leaf of autograd, of the dtype in which it is multiplied.
-        param: of the shard; None where it isn't one.
+        block: the unsharded parameter, a leaf of autograd in the dtype of the multiplication.
+        param: the shard's life cycle; None if the parameter isn't sharded.
     """
 
     def __init__(self, parameter: nn.Parameter, block: nn.Parameter, param: ShardedParam | None) -> None:
@@ -45,19 +45,19 @@ class UnshardedParam:
         self._sum: torch.Tensor | None = None
 
     def add(self, gradient: torch.Tensor, *, alone: bool) -> None:
-        """Take in the block's gradient of one multiplication. ``alone``: there is no other one."""
+        """Add the block's gradient of one multiplication. ``alone``: it is the only one."""
         if self._sum is not None:
             self._sum += gradient
         elif alone:
             self._sum = gradient
         else:
-            # In float32 at least, as one product of everything would be added up before it is rounded.
+            # In float32 at least: a single product of everything would round only its sum, too.
             self._sum = gradient.to(statistics_dtype(gradient.dtype), copy=True)
 
     def gradient(self) -> torch.Tensor | None:
-        """Of the parameter, from all that was added; None if nothing was, or if more is to come.
+        """The parameter's gradient, from all that was added; None if nothing was, or if the step's sum isn't complete.
 
-        Collective, and only once.
+        Collective; call it once.
         """
         if self._sum is None:
             return None
@@ -70,10 +70,10 @@ class UnshardedParam:
 
 @contextmanager
 def unshard_modules(modules: Iterable[nn.Module]) -> Iterator[list[UnshardedParam]]:
-    """Give modules their blocks in place of their own parameters, for the time of a ``with``.
+    """Inside a ``with``, modules have unsharded blocks in place of their own parameters.
 
-    Multiplications inside don't unshard, and leave gradients with the blocks. Collective where a parameter is sharded
-    over several ranks. Enter it inside the autocast that the modules run in.
+    Multiplications inside don't unshard, and their gradients are those of the blocks. Collective where a parameter is
+    sharded over several ranks. Enter it inside the autocast that the modules run in.
     """
     with ExitStack() as stack:
         yield [
@@ -112,7 +112,7 @@ def _in_place_of(module: nn.Module, name: str, parameter: nn.Parameter, values: 
 
 
 def _multiplied_in(module: ShardedModule, name: str, parameter: nn.Parameter) -> torch.dtype:
-    """Sharded linear layers unshard their weight in the dtype of autocast."""
+    """The dtype to unshard in: autocast's for a sharded linear layer's weight, else the parameter's own."""
     is_multiplied = isinstance(module, ShardedLinear) and name == "weight"
     return autocast_dtype(parameter) if is_multiplied else parameter.dtype
 

@@ -1,5 +1,5 @@
 """The ready-made training job behind ``cuboid prepare`` and ``cuboid train``.
 
-It uses Cuboid as any other script would, through what ``import cuboid`` offers; and :mod:`cuboid.checkpoint`, to find a
-run to resume.
+It makes the model and the engine as any other script would, with ``import cuboid`` and ``deepspeed.initialize``. Other
+modules of Cuboid serve to check arguments and checkpoints before that, and to make ranks fail together.
 """

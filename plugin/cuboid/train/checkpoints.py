@@ -68,10 +68,10 @@ class Keeper:
         return History(list(state.train_losses), list(state.heldout_losses), earlier_step_s=state.step_s)
 
     def save(self, history: History) -> Path | None:
-        """Write a checkpoint, or start to if the config says asynchronously; collective.
+        """Write a checkpoint, or start to write it if the config saves asynchronously; collective.
 
         Returns:
-            Its path; None if it could not be written and the config says to continue then.
+            Its path; None if it could not be written and the config lets training continue.
 
         Raises:
             CheckpointError: it could not be written.

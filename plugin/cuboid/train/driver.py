@@ -1,4 +1,4 @@
-"""Two ways to drive an engine: micro-batch by micro-batch, or an optimizer step at a time through a pipeline."""
+"""Two ways to drive an engine: by micro-batches, or, in a pipeline, by whole optimizer steps."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class PipelineDriver:
         engine: what ``deepspeed.initialize`` returned for a config with a pipeline.
         device: of this rank.
         interrupts: of this rank.
-        accumulation: micro-batches of a step; evaluation takes as many at a time, so that it needs no more memory.
+        accumulation: micro-batches of a step; evaluation runs as many per call, so that it needs no more memory.
     """
 
     engine: Any

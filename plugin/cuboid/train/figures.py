@@ -58,7 +58,7 @@ def make_report(keeper: Keeper, loop: Loop, history: History, world: World, devi
             step_s=history.mean_step_s,
             wall_s=keeper.wall_s,
         ),
-        # Without a stage's copies of tied parameters, which the first stage counts.
+        # Tied parameters are counted on the first stage only.
         parameters=sum(gather(sum(p.numel() for p in loop.engine.module.counted_parameters()), world))
         // loop.share.replicas,
         memory_kind=memory.kind(),
@@ -75,7 +75,7 @@ def rank_figures(engine: Any, sent_bytes: dict[str, int]) -> RankFigures:
 
     Args:
         engine: what ``deepspeed.initialize`` returned.
-        sent_bytes: in one optimizer step, by axis.
+        sent_bytes: bytes that this rank sends in one optimizer step, by axis.
     """
     return RankFigures(
         stage=cuboid.mesh_of(engine).coordinate.pipe,

@@ -55,10 +55,10 @@ class TrainOptions:
         config: DeepSpeed config, JSON or YAML.
         out: folder for the results; created if missing.
         steps: optimizer steps; None for the length of the config's learning-rate schedule.
-        sequence_length: tokens of a block.
+        sequence_length: tokens per block.
         heldout_blocks: maximum number of blocks for the held-out loss.
         evaluations: number of evaluations of the held-out loss during the run, including the last.
-        seed: of the order of the data, and of dropout.
+        seed: of the data's order, of dropout, and of a new model's weights.
         save_every: optimizer steps between checkpoints; None for none, unless the run is interrupted.
         keep_last: number of checkpoints to keep; None for the config's.
         resume: whether to resume the run whose checkpoints are in ``out``.
@@ -85,14 +85,14 @@ class TrainOptions:
 
     @property
     def architecture(self) -> Path:
-        """Where the model's ``config.json`` is, or the folder that it is in."""
+        """Path of the model's ``config.json``, or of the folder that it is in."""
         source = self.model or self.arch_config
         assert source is not None, "checked in plan()"
         return source
 
     @property
     def tokenizer_folder(self) -> Path:
-        """Where the tokenizer is."""
+        """Folder of the tokenizer."""
         return self.tokenizer or self.model or self.data
 
 
@@ -130,11 +130,11 @@ class Job:
 
     @property
     def has_pipeline(self) -> bool:
-        """Whether the model is divided into stages, whose engine takes an optimizer step at a time."""
+        """Whether the model runs in a pipeline, whose engine makes a whole optimizer step per call."""
         return "engine" in (self.config.get("pipeline") or {})
 
     def global_batch(self, replicas: int) -> int:
-        """Sequences of one optimizer step on that many replicas of the mesh."""
+        """Sequences per optimizer step with this number of replicas of the mesh."""
         return self.micro_batch * self.accumulation * replicas
 
 
@@ -158,7 +158,7 @@ def plan(options: TrainOptions) -> Job:
     resumed = find_run(options.out, options.resume_from) if options.resume else None
     if resumed is None:
         reject_other_run(options.out, (MODEL, REPORT))
-    # As given, or as the resumed run had it, or as the config has it.
+    # --steps, else the resumed run's length, else (None) that of the config's schedule.
     asked = resumed.state.steps if resumed is not None and options.steps is None else options.steps
     steps = run_length(asked, config)
     if resumed is not None and steps < resumed.state.step:
@@ -226,7 +226,7 @@ def tokenizer_in(folder: Path, *, remedy: str = "copy its files there") -> Any:
 
     Args:
         folder: with the files that transformers loads a tokenizer from.
-        remedy: what to do where there are none.
+        remedy: advice for the error message if there are none.
 
     Raises:
         CheckpointError: there is none.
@@ -274,7 +274,7 @@ def check_size(meta: TokensMeta, sequence_length: int, global_batch: int) -> Non
 
 
 def _check_source(options: TrainOptions) -> None:
-    """Make sure that there is data, and that a model comes from a checkpoint, or from a config and a tokenizer."""
+    """Check that the data exists, and that the model comes from either a checkpoint or a config."""
     if not options.data.exists():
         raise CuboidError(f"--data {str(options.data)!r} does not exist; name a text file or a folder of text files")
     if (options.model is None) == (options.arch_config is None):
@@ -295,9 +295,9 @@ def _new_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
 
 
 def _check_loss(config: PretrainedConfig) -> None:
-    """Make sure that a model's own loss of a text is that of its next tokens."""
+    """Check that the model's own loss is that of next-token prediction: that it shifts the labels."""
     cls = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    # Code of the user's own isn't run before the model is made.
+    # Models with the user's own code (auto_map) aren't checked: it isn't run before the model is made.
     if cls is not None and not getattr(config, "auto_map", None) and shifts_labels(cls, config) is False:
         raise CuboidError(
             f"cuboid train gives a model its input_ids as labels, and {cls.__name__}'s own loss compares each position "

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import psutil
 
-#: The Ctrl-C after which everything is killed.
+#: The number of Ctrl-C presses after which all processes are killed.
 _PATIENCE = 3
 
 
@@ -47,7 +47,7 @@ class Launch:
 
     def _on(self, number: int, _frame: object) -> None:
         if self._launcher is None:
-            # The launcher is being started; ``__init__`` passes it on.
+            # The launcher is still being started; ``__init__`` passes the signal on.
             self._early.append(number)
         else:
             self._pass_on(number)

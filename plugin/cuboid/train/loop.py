@@ -70,7 +70,7 @@ class Goal:
 
     def evaluates_after(self, step: int) -> bool:
         """Whether to evaluate the held-out loss after a step; 0 for before the first."""
-        # At the steps that are the closest behind equal fractions of the run.
+        # At the first step at or after each equal fraction of the run.
         return step == 0 or step * self.evaluations // self.steps > (step - 1) * self.evaluations // self.steps
 
     def saves_after(self, step: int) -> bool:
@@ -117,14 +117,14 @@ class Loop:
         The held-out loss is evaluated before the first step and then ``goal.evaluations`` times, the last at the end.
 
         Args:
-            goal: of the run.
-            history: is extended.
-            progress: is updated.
+            goal: the length of the run, and when it evaluates and saves.
+            history: extended in place.
+            progress: updated after each step.
 
         Raises:
             CuboidError: the loss isn't finite, or a checkpoint can't be written.
         """
-        # The first evaluation; or that of the last step, if the run was stopped between the two.
+        # Before the first step; or, in a resumed run, if it was stopped between a step and the evaluation due after it.
         self._evaluate(goal, history, progress)
         while history.step < goal.steps and self.interrupts.stop is None:
             self._step(history)

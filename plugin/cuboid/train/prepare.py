@@ -30,12 +30,12 @@ def prepare(
     seed: int,
     say: Callable[[str], None],
 ) -> Tokens:
-    """Tokenize ``data`` into ``out/tokens``, with the tokenizer; without any, write it and a model to ``out/start``.
+    """Tokenize ``data`` into ``out/tokens``. Without a given tokenizer, write a new one and a model to ``out/start``.
 
     Args:
         out: the run's folder; created if missing.
         model: the user's checkpoint, whose tokenizer is used; None to train one and write a small Llama.
-        tokenizer_folder: of a tokenizer, where there is no model yet.
+        tokenizer_folder: folder of a tokenizer, if there is no model yet.
         data: text file or folder; None for the Python standard library's own sources.
         vocabulary: entries of a new tokenizer and of a new model's embedding.
         seed: of a new model's weights.
@@ -68,7 +68,7 @@ def prepare(
             parameters = write_llama(out / START, vocabulary, tokenizer, seed)
             say(f"model: a new Llama of {parameters / 1e6:.1f} M parameters in {out / START}")
         tokens = tokenize(corpus, tokenizer, out / TOKENS)
-        # For a model that is made of a config, and has none.
+        # `cuboid train --arch-config` reads it from here, since a new model comes without a tokenizer.
         tokenizer.save_pretrained(out / TOKENS)
     except OSError as error:
         raise CuboidError(f"--out {str(out)!r} can't be written: {error}") from error

@@ -17,22 +17,22 @@ from cuboid.distributed.startup import Launch, await_all_ranks, bound_device, ti
 
 T = TypeVar("T")
 
-#: What is set in the environment for CUDA, by variable.
+#: Default values of environment variables for CUDA.
 _CUDA_DEFAULTS = {
-    # All kernels are loaded at the start, not each at its first launch, for which CUDA synchronises the device.
+    # Load all kernels at the start. Lazy loading synchronises the device at each kernel's first launch.
     "CUDA_MODULE_LOADING": "EAGER",
-    # Segments that grow don't fragment, so that the allocator seldom has to free cached memory, for which it
-    # synchronises the device as well.
+    # Expandable segments don't fragment, so the allocator seldom has to free cached memory, which synchronises the
+    # device too.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
-#: Older names: whoever has set one of them has set the variable.
+#: Older names of a variable; if one of them is set, so is the variable.
 _ALIASES = {"PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")}
 
 
 def set_cuda_defaults(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what is sound for ranks on GPUs; call it before CUDA is first used, without which it has no effect.
+    """Set environment variables that suit ranks on GPUs. Call it before CUDA is first used, or it has no effect.
 
-    A variable that is there already, under any of its names, stays as it is.
+    Variables that are already set, under any of their names, keep their values.
     """
     for name, value in _CUDA_DEFAULTS.items():
         if not any(known in environment for known in (name, *_ALIASES.get(name, ()))):
@@ -73,7 +73,7 @@ class World:
         return self.rank == 0
 
     def connect(self) -> torch.device:
-        """Start the process group (unless there is one) on the accelerator that DeepSpeed sees.
+        """Start the process group (unless there is one) on the accelerator that DeepSpeed uses.
 
         Returns:
             The device of this rank.
@@ -105,7 +105,7 @@ class World:
             timeout=timedelta(seconds=timeout_of_environment()),
             device_id=bound_device(device, self.size),
         )
-        del store  # not earlier: rank 0's serves the others until the process group has its own
+        del store  # not earlier: rank 0's store serves the other ranks until the process group has its own
 
     def disconnect(self) -> None:
         """Destroy the process group; call it when all ranks have finished."""
@@ -113,14 +113,14 @@ class World:
 
 
 def gather(item: T, world: World) -> list[T]:
-    """One small object from each rank, in rank order; collective."""
+    """Gather one small object from each rank, in rank order; collective."""
     items: list[Any] = [None] * world.size
     dist.all_gather_object(items, item)
     return items
 
 
 def total(values: Sequence[float], device: torch.device) -> list[float]:
-    """Sums of each rank's numbers over all ranks; collective."""
+    """Sum each of the numbers over all ranks; collective."""
     sums = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(sums)
     return sums.tolist()

@@ -33,7 +33,7 @@ class RunState(BaseModel):
     """The client state of a checkpoint.
 
     Attributes:
-        program: that saved it.
+        program: the program that saved it.
         step: optimizer steps so far.
         steps: length of the run.
         seed: of the order of the data.
@@ -42,8 +42,8 @@ class RunState(BaseModel):
         heldout_blocks: maximum number of blocks for the held-out loss.
         model_sha256: hash of the model's architecture.
         data_fingerprint: hash of the tokens.
-        train_losses: of each step so far.
-        heldout_losses: so far.
+        train_losses: the loss of each step so far.
+        heldout_losses: the held-out losses so far.
         step_s: mean seconds of a step.
         wall_s: seconds so far, including earlier processes.
         resumed_after: steps after which the run was resumed.
@@ -72,8 +72,8 @@ class Resumed:
     """A run to resume.
 
     Attributes:
-        path: of the checkpoint.
-        state: of the run.
+        path: folder of the checkpoint.
+        state: the run's state in it.
     """
 
     path: Path
@@ -83,7 +83,7 @@ class Resumed:
         """Check that the resumed run has the same settings.
 
         Args:
-            asked: this run's values of the state's fields of these names.
+            asked: this run's settings, by the names of fields of :class:`RunState`.
 
         Raises:
             CuboidError: names all that differ.
@@ -116,7 +116,7 @@ def find_run(out: Path, name: str | None = None) -> Resumed:
         path = resolve(root, name)
     except CheckpointError as error:
         raise CheckpointError(f"--resume has nothing to resume from: {error}") from error
-    # Only sizes and state.json; by default, the engine compares all checksums when it loads the checkpoint.
+    # Check only sizes and state.json; by default, the engine compares all checksums when it loads the checkpoint.
     try:
         manifest = Manifest.read(path)
         check_sizes(path, manifest)
@@ -149,7 +149,7 @@ def reject_other_run(out: Path, results: Sequence[str] = (REPORT,)) -> None:
 
     Args:
         out: folder of the new run.
-        results: names of what a finished run leaves there, and the new one would replace.
+        results: names of a finished run's files that the new run would replace.
 
     Raises:
         CuboidError: ``out`` has checkpoints or results.

@@ -75,7 +75,8 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report 
         options.out.mkdir(parents=True, exist_ok=True)
         # If this run fails, an earlier one's report must not be taken for its own.
         (options.out / REPORT).unlink(missing_ok=True)
-    # The same on all ranks of a mesh, which divides dropout's masks itself, but different for each replica and stage.
+    # The ranks of a mesh need the same seed (its dropout layers derive different masks from it); replicas and stages
+    # need different ones.
     torch.manual_seed(options.seed + mesh.coordinate.pipe * mesh.topology.data + mesh.coordinate.data)
     engine, *_ = deepspeed.initialize(model=model, config=copy.deepcopy(job.config))
     loop = _loop(job, engine, interrupts, tokens, share, device)
@@ -104,7 +105,7 @@ def _run(options: TrainOptions, world: World, interrupts: Interrupts) -> Report 
 
 
 def _model(job: Job) -> PreTrainedModel:
-    """The checkpoint's, or a new one whose weights follow from the seed, on every layout alike."""
+    """Load the checkpoint, or initialize a new model from the seed, with the same weights on every layout."""
     asked = {"auto_class": AutoModelForCausalLM, "dtype": job.dtype}
     if job.options.model is not None:
         return cuboid.from_pretrained(str(job.options.model), job.config, **asked)
@@ -124,7 +125,7 @@ def _stop(by: signal.Signals, keeper: Keeper, history: History) -> Stopped:
 
 
 def _tokenize(job: Job, share: Share, world: World) -> Tokens:
-    """Tokenize the text once on each machine; its other ranks wait and map the same files."""
+    """Tokenize the text once per machine; its other ranks wait, and memory-map the same files."""
 
     def check(meta: TokensMeta) -> None:
         check_tokens(meta, job.tokenizer, job.vocabulary)

@@ -35,7 +35,7 @@ def check_config(config: dict[str, Any], *, is_complete: bool) -> None:
 
 
 def run_length(asked: int | None, config: dict[str, Any]) -> int:
-    """The number of optimizer steps; the schedule in ``config`` is stretched to it, including its warm-up.
+    """The number of optimizer steps. The schedule in ``config`` is stretched to it in place, including its warm-up.
 
     Raises:
         ConfigError: neither ``asked`` nor the config has it.
@@ -57,10 +57,10 @@ def run_length(asked: int | None, config: dict[str, Any]) -> int:
 
 
 def place_trace(config: dict[str, Any], out: Path, steps: int) -> Path | None:
-    """Set a trace's folder to the run's, unless another one is named, and its step to one that the run has.
+    """Put a pipeline's trace into the run's folder unless the config names one, and trace a step that the run has.
 
     Returns:
-        The folder that is named; None if there is none.
+        The folder that the config names; None if it names none.
     """
     ours, _ = split_config(config)
     if ours is None or ours.pipeline is None or not ours.pipeline.trace:
@@ -72,17 +72,17 @@ def place_trace(config: dict[str, Any], out: Path, steps: int) -> Path | None:
 
 
 def keep_checkpoints(config: dict[str, Any], keep_last: int | None) -> None:
-    """Set the number of checkpoints to keep in the config, unless None."""
+    """Write the number of checkpoints to keep into the config, unless it is None."""
     if keep_last is not None:
         at_least(keep_last, "--keep-last", 1)
         config["checkpoint"] = {**(config.get("checkpoint") or {}), "keep_last": keep_last}
 
 
 def count(config: dict[str, Any], key: str, default: int | None) -> int:
-    """A number from the config.
+    """A positive integer from the config.
 
     Raises:
-        ConfigError: it is missing, or isn't a number of at least 1.
+        ConfigError: it is missing, or isn't an integer of at least 1.
     """
     value = config.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -23,8 +23,8 @@ ALL = "all parameters together"
 #: Tensors far smaller than the largest of their kind are rounding noise (such as a gradient that is zero in exact
 #: arithmetic): their errors are relative to at least this fraction of the largest one.
 FLOOR = 1e-6
-#: Multiples of the dtype's resolution. Where no value of a tensor is larger than so many times the largest of its kind,
-#: on neither side, the tensor is nothing but noise, as gradients of biases of keys are without rotary embeddings.
+#: In multiples of the dtype's epsilon, times the largest value of a kind. If all of a tensor's values are smaller, on
+#: both sides, the tensor is only rounding noise, such as the gradient of a key bias without rotary embeddings.
 _NOISE = 16
 
 
@@ -86,7 +86,7 @@ def compare(
 
 
 def kinds_in_order(kinds: Collection[Kind]) -> list[Kind]:
-    """Those of :data:`KINDS`, in its order."""
+    """The given kinds, in the order of :data:`KINDS`."""
     return [kind for kind in KINDS if kind in kinds]
 
 
@@ -174,7 +174,7 @@ def _compare_tensors(
         yield Check(kind, name, error, _magnitude(tensor), tolerance, step)
     for name, own in other.items():
         if name not in reference:
-            # What has no gradient has no moments in one optimizer, and zeros in another.
+            # For a parameter without a gradient, one optimizer has no moments, and another has zeros.
             error = 0.0 if kind == "moment" and not _magnitude(own) else math.inf
             yield Check(kind, name, error, 0.0, tolerance, step)
 

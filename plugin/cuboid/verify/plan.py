@@ -30,7 +30,7 @@ from cuboid.models.certification.float64 import Precision, precision
 Dtype = Literal["float64", "float32", "bfloat16"]
 IGNORE_INDEX = -100
 _LENGTH = 32
-#: Positions of a chunk in steps with a chunked loss: so few that short rows have several chunks too.
+#: Positions per chunk in steps with a chunked loss; few, so that short rows have several chunks too.
 _CHUNK_POSITIONS = 3
 
 
@@ -62,12 +62,12 @@ class Plan:
         clipping: maximum gradient norm; 0 for none.
         shrink: whether to make thresholds of the model's config (such as an attention window) so small that the longest
             micro-batch crosses them.
-        rounded: whether to round weights to bfloat16 first, whatever ``dtype`` is.
+        rounded: whether to round weights to bfloat16 first, regardless of ``dtype``.
         shard_in_memory: whether Cuboid's side loads the full model and then shards it, rather than loading shards.
         counts_items: whether a causal model's own loss takes ``num_items_in_batch``; else means of micro-batches are
-            weighed by their tokens.
-        left_out: kinds of micro-batches that there are none of, because the architecture isn't right with them, and
-            why.
+            weighted by their tokens.
+        left_out: kinds of micro-batches that are left out, because they give wrong results with the architecture, and
+            why they do.
         seed: of the batches.
     """
 
@@ -115,14 +115,14 @@ class Plan:
         return getattr(torch, self.dtype)
 
     def recompute_contexts(self) -> tuple[Precision, Precision]:
-        """For torch's activation checkpointing: the contexts of a forward and of its recomputation.
+        """Contexts of a forward and of its recomputation, for torch's activation checkpointing.
 
         The recomputation needs its own, because backward runs outside the caller's ``precision`` context.
         """
         return contextlib.nullcontext(), precision(keep_float64=self.keep_float64)
 
     def loading_options(self) -> dict[str, Any]:
-        """For ``from_pretrained``, on both sides."""
+        """Keyword arguments of ``from_pretrained``, for both sides."""
         options: dict[str, Any] = {"config": self.model_config(), "dtype": self.torch_dtype}
         if self.dtype == "float64":
             options["experts_implementation"] = "eager"  # torch's grouped matrix product doesn't support float64
@@ -130,10 +130,10 @@ class Plan:
 
     @property
     def auto_class(self) -> Any:
-        """Of transformers, for what the checkpoint's model is for.
+        """Transformers' auto class for the task of the checkpoint's model.
 
         Raises:
-            UnsupportedModelError: it is for something that there are no rules for.
+            UnsupportedModelError: the task isn't supported.
         """
         architectures = AutoConfig.from_pretrained(self.checkpoint).architectures or ()
         for known in (getattr(transformers, name, None) for name in architectures):
@@ -142,7 +142,7 @@ class Plan:
         return auto_class_of(architectures)
 
     def empty_model(self) -> PreTrainedModel:
-        """On the meta device.
+        """The plan's model on the meta device.
 
         Raises:
             UnsupportedModelError: transformers' auto class has no model for its config.
@@ -161,7 +161,8 @@ class Plan:
         """The checkpoint's config without dropout, whose masks differ between layouts."""
         config = AutoConfig.from_pretrained(self.checkpoint)
         _leave_dropout_out(config)
-        # Our own lengths cross what a model's rotary embeddings were made for, to see whether it is right beyond it.
+        # Lengths that a plan chooses itself exceed the range of rotary embeddings on purpose, to test what lies beyond.
+        # Only where positions end, as in a learned table, do they have to stop.
         ends = (threshold.tokens for threshold in thresholds(config) if threshold.is_end)
         longest = next(ends, None) if self.sequence_length is None else longest_sequence(config)
         check_length(self.longest, longest, "sequence_length")
@@ -176,18 +177,18 @@ class Plan:
 
     @property
     def is_default(self) -> bool:
-        """Whether nothing was chosen about the micro-batches."""
+        """Whether all choices about the micro-batches have their defaults."""
         chosen = (self.cases, self.sequence_length, self.varying, self.masking, self.positions, self.packed)
         return chosen == (None, None, False, True, False, False)
 
     def without_left_padding(self) -> Plan:
-        """The same with padding on the right instead."""
+        """This plan with padding on the right instead of the left."""
         right: dict[Padding, Padding] = {"left": "right", "rows": "right rows"}
         cases = self.cases and tuple(replace(c, padding=right.get(c.padding, c.padding)) for c in self.cases)
         return replace(self, left_padding=False, cases=cases)
 
     def without(self, refused: dict[Kind, str]) -> Plan:
-        """The same without kinds of micro-batches that aren't right."""
+        """This plan without the refused kinds of micro-batches, which are recorded in ``left_out``."""
         swaps: dict[Padding, Padding] = {}
         if "padding on the left" in refused:
             swaps = {"left": "right", "rows": "right rows"}
@@ -201,12 +202,12 @@ class Plan:
         return replace(self, cases=cases, left_out=tuple(refused.items()))
 
     def without_positions(self) -> Plan:
-        """The same for a model that takes no position ids: nothing packed, and counting from 0."""
+        """This plan for a model that takes no position ids: nothing packed, and positions count from 0."""
         cases = self.cases and tuple(replace(case, packed=(), first_position=0) for case in self.cases)
         return replace(self, positions=False, packed=False, cases=cases)
 
     def chunk_bytes(self, step: int, vocabulary: int, ranks: int) -> int | None:
-        """Limit on the logits of a chunk of the loss: small in every other step, None for the default in the others.
+        """Byte limit of the logits in a chunk of the loss: small in even steps, None (the default) in odd ones.
 
         ``ranks`` is the number of ranks that share a chunk's positions and rows.
         """
@@ -220,7 +221,7 @@ class Plan:
         return [self.micro_batch(index, self.case(index), vocabulary, pad_token) for index in indices]
 
     def indices(self, step: int, replica: int) -> range:
-        """The numbers of a replica's micro-batches of a step, over all replicas and steps."""
+        """The numbers of a replica's micro-batches in a step, counted over all replicas and steps."""
         first = (step * self.data_parallel + replica) * self.accumulate
         return range(first, first + self.accumulate)
 
@@ -245,13 +246,13 @@ class Plan:
         return list(dict.fromkeys(self.case(index) for index in range(count)))
 
     def generator(self, index: int, stream: int = 0) -> torch.Generator:
-        """Seeded by a micro-batch's number, so that both sides get the same one on any layout."""
+        """A generator seeded by a micro-batch's number, so that both sides get the same batch on any layout."""
         return torch.Generator().manual_seed(self.seed * 1_000_003 + index + stream * 100_003)
 
     def micro_batch(
         self, index: int, case: Case, vocabulary: int, pad_token: int | None = None, stream: int = 0
     ) -> dict[str, torch.Tensor]:
-        """The micro-batch of a number; other ids for each ``stream``."""
+        """The micro-batch with this number, tensors ``[B, S]``; each ``stream`` has other ids."""
         generator = self.generator(index, stream)
         shape = (self.batch, case.length)
         ids = torch.randint(vocabulary, shape, generator=generator)
@@ -261,7 +262,7 @@ class Plan:
         labels = ids.clone()
         if self.masking:
             labels[torch.rand(shape, generator=generator) < 0.15] = IGNORE_INDEX
-            # A micro-batch without any label has no mean of its own.
+            # With a mean per micro-batch, that of one without any label would be 0 / 0.
             needs_labels = self.batch == 1 and self.mean_over == "micro_batches"
             for row, kind in enumerate(case.row_kinds(self.batch, first=index)):
                 if kind == "without labels" and not needs_labels:

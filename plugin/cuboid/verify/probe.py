@@ -20,7 +20,7 @@ from cuboid.tensor3d.layers.whole_block import axes_computed_alike
 from cuboid.verify.task_inputs import run_forward
 
 Tensors = dict[str, torch.Tensor]
-#: Outputs by module, one for each call: a single one of a full sequence, or one for each segment.
+#: Outputs by module, one for each call: a single one for the full sequence, or one for each segment.
 Outputs = dict[str, list[torch.Tensor]]
 #: Dropout's probability while its masks are compared.
 HALF = 0.5
@@ -30,8 +30,8 @@ def probe(model: Any, batch: Mapping[str, torch.Tensor]) -> tuple[Outputs, Tenso
     """Run a micro-batch in evaluation mode.
 
     Returns:
-        This rank's part of the output of every module with a three-dimensional one, in forward order; and what the
-        model gives, such as logits.
+        This rank's part of the output of every module with a three-dimensional one, in forward order; and the model's
+        own outputs by name, such as logits.
     """
     with _evaluation(model), torch.no_grad(), _captured(model.named_modules()) as outputs:
         given = run_forward(model, batch)
@@ -46,7 +46,7 @@ def probe_stage(pipeline: Pipeline, model: Any, batch: Mapping[str, torch.Tensor
         pipeline.evaluate(iter([batch]), 1)
     layers = [staging.outline.layer(index) for cut in staging.cuts for index in range(cut.first, cut.stop)]
     segments = max((len(outputs.get(name, ())) for name in layers), default=0)
-    # Which calls are the first ones of a module that is called several times in each segment isn't seen.
+    # Leaves out modules that are called several times per segment: their calls can't be assigned to segments.
     return {name: calls for name, calls in outputs.items() if len(calls) <= segments}
 
 
@@ -61,20 +61,21 @@ def _own_modules(model: nn.Module, staging: Staging) -> Iterator[tuple[str, nn.M
             yield name, module
 
 
-#: By dropout: the axes along which all ranks drop the same, and a flat mask of what a rank kept.
+#: By dropout module: the axes along which all ranks must drop the same elements, and a flat mask of those that a rank
+#: kept.
 Masks = dict[str, tuple[tuple[Axis, ...], torch.Tensor]]
 
 
 def probe_dropout(model: nn.Module, run: Callable[[], Any]) -> Masks:
-    """Dropout's masks on this rank, in a training forward for which all ranks have the same seed.
+    """Record dropout's masks on this rank, in a training forward with the same seed on all ranks.
 
     Args:
         model: whose ``nn.Dropout`` modules drop half of the elements during this call.
         run: the forward.
 
     Returns:
-        For each such module that ran, the axes along which all ranks have to drop the same, because they compute the
-        same, and a flat mask of the elements that it kept.
+        For each such module that ran, the axes along which all ranks must drop the same elements, because they compute
+        the same values, and a flat mask of the elements that it kept.
     """
     own = _own_modules(model, model.staging) if isinstance(model, StageModel) else model.named_modules()
     drops = {name: module for name, module in own if isinstance(module, nn.Dropout)}
@@ -88,13 +89,13 @@ def probe_dropout(model: nn.Module, run: Callable[[], Any]) -> Masks:
         return hook
 
     hooks = [module.register_forward_hook(record(name)) for name, module in drops.items()]
-    # Of ones, since zeros in front of a dropout, such as a ReLU's, look dropped after it.
+    # Feed ones into each dropout, since zeros in its input, such as a ReLU's, would look dropped in its output.
     hooks += [module.register_forward_pre_hook(lambda _, given: torch.ones_like(given[0])) for module in drops.values()]
     was_training = model.training
     model.train()
     for module in drops.values():
         module.p = HALF
-    # The same seed on all ranks: masks that differ nevertheless were made to differ by Cuboid.
+    # With the same seed on all ranks, masks differ only if Cuboid makes them differ.
     torch.manual_seed(0)
     try:
         with torch.no_grad():
@@ -116,10 +117,10 @@ def _axes_alike(model: nn.Module, name: str) -> tuple[Axis, ...]:
 
 
 def mask_correlation(masks: Sequence[torch.Tensor], places: Sequence[Hashable] | None = None) -> tuple[float, float]:
-    """The largest deviation of ranks' masks from independent ones that keep half, and the limit that chance sets.
+    """The largest deviation of ranks' masks from independent ones that keep half, and the largest that chance explains.
 
-    The deviation is 1 if two masks are equal, or if one keeps all or nothing. Ranks of one place have to have the same
-    mask, and it is infinite if they don't.
+    The deviation is 1 if two masks are equal, or if one keeps all or nothing. Ranks with equal ``places`` must have the
+    same mask; if they don't, the deviation is infinite.
     """
     if places is not None:
         distinct = dict(zip(places, masks, strict=True))
@@ -169,7 +170,7 @@ def residual_part(outputs: Outputs, shape: MeshShape, batch: int, length: int, h
 
     def fits(calls: list[torch.Tensor]) -> bool:
         tokens = sum(x.shape[1] for x in calls) * shape.sequence
-        # Inside of a block that is computed whole, each rank has all of the sequence.
+        # Inside a block that every rank computes as a whole, each rank has the full sequence.
         is_whole = shape.sequence > 1 and tokens >= shape.sequence * length
         return (
             tokens >= length

@@ -107,9 +107,9 @@ def _verify(
 
 
 def _with_places(config: CuboidConfig, plan: Plan, loaded: dict[str, Any]) -> CuboidConfig:
-    """The config with a schedule that says where the stages are, in ``loaded`` too, as training chooses it.
+    """Choose a schedule, and with it the placement of stages, as training would; returned, and set in ``loaded`` too.
 
-    Chosen here, because what the plan runs has other numbers of rows and micro-batches than the config.
+    Chosen here, because the plan runs other numbers of rows and micro-batches than the config has.
     """
     if config.pipeline is None or config.pipeline.is_placed:
         return config
@@ -124,9 +124,9 @@ def _with_places(config: CuboidConfig, plan: Plan, loaded: dict[str, Any]) -> Cu
 
 
 def complete(plan: Plan, pipeline: PipelineConfig | None, *, has_mesh: bool = False) -> Plan:
-    """Choose micro-batches for the plan's model if it has no choice, and drop inputs that the model doesn't support.
+    """Choose the plan's micro-batches if it leaves them open, and drop inputs that the model doesn't support.
 
-    Without a choice, there are none of a kind that the architecture isn't right with.
+    Kinds of micro-batches that are known to give wrong results with the architecture aren't chosen.
 
     Raises:
         CuboidError: the plan asks for something that a pipeline doesn't support.
@@ -148,21 +148,22 @@ def complete(plan: Plan, pipeline: PipelineConfig | None, *, has_mesh: bool = Fa
     if task != "causal" and pipeline is None:
         plan = dataclasses.replace(plan, mean_over="micro_batches")
     if task == "causal" and pipeline is not None:
-        # Losses that don't shift labels are transformers' older ones, of decoders that follow an encoder.
+        # A loss that doesn't shift labels is one of transformers' older ones, of decoders made to follow an encoder. It
+        # takes no num_items_in_batch.
         plan = dataclasses.replace(plan, counts_items=certificate_of(type(model), model.config).shifts_labels)
     if chooses:
         plan = plan.without(_refused(model, pipeline, has_mesh=has_mesh))
     if pipeline is not None and model.config._attn_implementation == "eager":
-        # Eager attention has padding on the left attend to all positions, including later ones, which segments that run
-        # before those can't do.
+        # With eager attention, positions of left padding attend to all positions, later ones too. In a pipeline, a
+        # segment runs before the keys of later segments exist.
         plan = plan.without_left_padding()
-    # What position ids say of packed sequences, other models than causal ones don't look at.
+    # Only causal models find the boundaries of packed sequences in position ids.
     takes = inspect.signature(type(model).forward).parameters
     return plan if "position_ids" in takes and task == "causal" else plan.without_positions()
 
 
 def _refused(model: PreTrainedModel, pipeline: PipelineConfig | None, *, has_mesh: bool) -> dict[BatchKind, str]:
-    """Kinds of micro-batches that the architecture isn't right with, and why."""
+    """Kinds of micro-batches that are known to give wrong results with the architecture, and why."""
     cls, found = type(model), dict[BatchKind, str]()
     if has_mesh:
         found |= mesh_verdict(cls, model.config).refused
@@ -170,12 +171,12 @@ def _refused(model: PreTrainedModel, pipeline: PipelineConfig | None, *, has_mes
         certificate = certificate_of(cls, model.config)
         for mode in certificate.modes(is_cut=pipeline.segments != 1, is_filled=has_mesh):
             found |= {} if certificate.verdict is None else certificate.verdict.refused.get(mode, {})
-    # Whether anything is right is what is to be found out, and padding has no labels here.
+    # Plain rows are compared in any case, since that is what verification is for; and a plan's padding has no labels.
     return {kind: reason for kind, reason in found.items() if kind not in ("whole rows", *LABELLED.values())}
 
 
 def default_tolerance(plan: Plan) -> float:
-    """The largest relative error that rounding explains, in float64 and float32.
+    """The largest relative error that rounding can explain, in float64 and float32.
 
     It is 1e-9 with float64 throughout, and 1e-6 with Hugging Face's own casts to float32. Measurements are in
     docs/verify.md.
@@ -320,7 +321,7 @@ def judge(
 def _kinds(name: Pass, ours: Outcome, pipeline: PipelineConfig | None) -> list[Kind]:
     """The kinds that a pass compares."""
     if name == "engine":
-        # In float32 without ZeRO, DeepSpeed doesn't report the norm by which it clips.
+        # In float32 without ZeRO, there is a norm only if the engine clips.
         return ["loss", "norm", "moment", "weight"] if ours.norms else ["loss", "moment", "weight"]
     # A pipeline computes logits segment by segment, and never returns them.
     left_out = {"moment"} if pipeline is None else {"moment", "logits"}

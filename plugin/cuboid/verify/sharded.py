@@ -53,7 +53,7 @@ class OnMesh:
             dist.all_reduce(tensor, group=self._mesh.model_parallel_group)
 
     def counted(self, model: Any) -> list[nn.Parameter]:
-        """The parameters that count on this rank, so that each element of the model counts once."""
+        """The parameters to count on this rank, so that each element of the model counts once."""
         return model.counted_parameters()
 
     def gradients(self, model: nn.Module) -> Tensors:
@@ -79,7 +79,7 @@ def run_core(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
     """Worker job: the plan on the mesh of each stage, with torch's own optimizer. Rank 0 writes the outcome.
 
     Returns:
-        The mesh, which ``"mesh": "auto"`` only determines when the model is known.
+        The mesh's shape; ``"mesh": "auto"`` determines it only once the model is known.
     """
     model = _load(plan, config)
     mesh = cuboid.mesh_of(model)
@@ -147,7 +147,7 @@ def run_engine(plan: Plan, config: dict[str, Any], directory: str) -> MeshShape:
         else:
             outcome.losses.append(_engine_step(engine, batches, mesh))
         norm = engine.get_global_grad_norm()
-        if norm is not None:  # in float32 without ZeRO, DeepSpeed doesn't report it
+        if norm is not None:  # None in float32 without ZeRO and without clipping
             outcome.norms.append(float(norm))
     outcome.moments = _moments(engine, mesh)
     cuboid.save_pretrained(engine, Path(directory, SAVED))
@@ -171,7 +171,7 @@ def _moments(engine: Any, mesh: Mesh) -> Tensors:
     found: dict[int, torch.Tensor] = {}
     for name, parameter in parameters.items():
         run = runs[name]
-        # Each element's value, and the number of replicas that have it: all of them, or one under ZeRO.
+        # Row 0: each element's value. Row 1: how many replicas have it, which is all of them, or one under ZeRO.
         held = torch.zeros(2, parameter.numel(), dtype=run.values.dtype, device=parameter.device)
         held[0, run.start : run.stop], held[1, run.start : run.stop] = run.values, 1
         OnMesh(mesh).sum_over_replicas(held)

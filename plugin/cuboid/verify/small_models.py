@@ -173,7 +173,7 @@ def _config(small: SmallModel) -> PretrainedConfig:
                 sliding_window=small.sliding_window, num_local_experts=4, **_routing(small), **sizes()
             )
         case "qwen3_moe":
-            # As many experts as no power of two divides.
+            # A number that 4 and larger powers of two don't divide.
             experts = {"num_experts": 6, "moe_intermediate_size": small.hidden, **_routing(small)}
             return transformers.Qwen3MoeConfig(attention_bias=small.bias, head_dim=small.head_dim, **experts, **sizes())
         case "gemma2":

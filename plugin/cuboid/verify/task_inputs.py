@@ -1,4 +1,4 @@
-"""What models of all tasks are given in a plan's steps, and what they give."""
+"""Inputs and outputs of models in a plan's steps, for all tasks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from cuboid.models.batch.targets import TARGETS, Targets
 from cuboid.models.certification.task_batches import target_case, with_answers, with_target
 from cuboid.verify.plan import Plan, tokens_of
 
-#: What models give besides a loss.
+#: Names of models' outputs besides the loss.
 _OUTPUTS = ("logits", "start_logits", "end_logits", "last_hidden_state", "pooler_output")
 
 
 def micro_batches(plan: Plan, model: Any, step: int, replica: int) -> list[dict[str, torch.Tensor]]:
-    """:meth:`Plan.micro_batches` with the targets of the model's task; numbers are in the plan's dtype."""
+    """:meth:`Plan.micro_batches` with the targets of the model's task; floating-point ones are in the plan's dtype."""
     targets, tokens = Targets.of(type(model), model.config), tokens_of(model)
     batches = plan.micro_batches(step, replica, *tokens)
     if targets.task == "causal":
@@ -36,7 +36,7 @@ def micro_batches(plan: Plan, model: Any, step: int, replica: int) -> list[dict[
 
 
 def token_share(plan: Plan, model: Any, step: int, batch: Mapping[str, torch.Tensor]) -> float:
-    """The part of a step's labels, or rows, that a micro-batch has, over all replicas."""
+    """A micro-batch's share of the step's labels, or rows, over all replicas."""
     every = [each for replica in range(plan.data_parallel) for each in micro_batches(plan, model, step, replica)]
     targets = Targets.of(type(model), model.config)
     if runs_own_head(targets.task):
@@ -47,13 +47,13 @@ def token_share(plan: Plan, model: Any, step: int, batch: Mapping[str, torch.Ten
 
 
 def options_of(model: Any) -> dict[str, Any]:
-    """Besides the micro-batch."""
+    """Keyword arguments of the model's forward besides the micro-batch."""
     has_cache = task_of(type(model)) == "causal" or hasattr(model.config, "use_cache")
     return {"use_cache": False} if has_cache else {}
 
 
 def run_forward(model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a model gives for a micro-batch without targets."""
+    """A model's outputs for a micro-batch without its targets, by name."""
     device = next(model.parameters()).device
     inputs = {name: x.to(device) for name, x in batch.items() if name not in TARGETS}
     if task_of(type(model)) == "seq2seq" and "decoder_input_ids" not in inputs:
@@ -65,7 +65,7 @@ def run_forward(model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, torc
 
 
 def paddings(plan: Plan) -> list[torch.Tensor]:
-    """Where the probed micro-batch has padding, ``[B, S]`` bool: of its ids, and of the target that it may have."""
+    """Masks of the probed micro-batch's padding, bool ``[B, S]``: of its target, if it has one, and of its ids."""
     case = plan.case(0)
     masks = [each.attention_mask(plan.batch) for each in (target_case(case), case)]
     return [mask == 0 for mask in masks if mask is not None]

@@ -30,7 +30,7 @@ class Outcome:
         norms: global gradient norm of each step, before clipping.
         activations: full outputs ``[B, S, hidden]`` of modules, in forward order, in evaluation mode before the first
             step.
-        logits: ``[B, S, V]`` of the same forward, or what else a model gives, by its name.
+        logits: ``[B, S, V]`` of the same forward, or a model's other outputs, by name.
         gradients: of each step, before clipping.
         dropout: by module, the correlation of the ranks' masks, and the limit that chance sets.
         moments: Adam's first moments after the last step.
@@ -67,7 +67,7 @@ class Side(Protocol):
 
 
 def train(model: Any, plan: Plan, side: Side, *, moments: bool = False) -> Outcome:
-    """Run the plan's optimizer steps; ``moments`` says whether to return Adam's."""
+    """Run the plan's optimizer steps; with ``moments``, also return Adam's first moments."""
     outcome = Outcome()
     prepare(model, plan)
     optimizer = adamw(model, plan)
@@ -92,7 +92,7 @@ def prepare(model: Any, plan: Plan) -> None:
     model.train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
-            # Some heads have a probability of their own, which no config tells.
+            # Some heads have a fixed dropout probability, which isn't in the config.
             module.p = 0.0
     if plan.checkpointing:
         checkpoint_activations(model, {"use_reentrant": False, "context_fn": plan.recompute_contexts})
@@ -121,7 +121,7 @@ def run_replicas(model: Any, plan: Plan, step: int, replicas: Iterable[int]) -> 
     """Run forward and backward of some replicas' micro-batches, one after the other.
 
     Returns:
-        Their contribution to the step's loss, a float64 tensor without dims.
+        Their contribution to the step's loss, a float64 scalar tensor.
     """
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -140,8 +140,8 @@ def run_replicas(model: Any, plan: Plan, step: int, replicas: Iterable[int]) -> 
             loss = loss_of(output, batch) * share
             routers = exact_router_loss(model, output, batch.get("attention_mask"))
             if routers is not None:
-                # The mean of the micro-batches', with all digits: transformers' own code adds up theirs where it gets
-                # num_items_in_batch, and computes them in float32.
+                # Replace transformers' router loss by the exact mean over micro-batches: it computes the loss in
+                # float32, and sums over micro-batches when it gets num_items_in_batch.
                 own = share * model.router_aux_loss_coef * output.aux_loss
                 loss = loss + routers / (plan.data_parallel * plan.accumulate) - own
             loss.backward()

@@ -1,1 +1,1 @@
-"""``Booster(plugin=CuboidPlugin(config))``: ColossalAI's interfaces around sharded models."""
+"""``Booster(plugin=CuboidPlugin(config))``: ColossalAI's interfaces for sharded models."""

@@ -1,4 +1,4 @@
-"""``Booster``'s calls for checkpoints, whose checkpoints are Hugging Face checkpoints and those of all frameworks."""
+"""``Booster``'s checkpoint calls. They write Hugging Face checkpoints, which the other integrations can resume too."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from cuboid.weights.checkpointing import Part, load_scheduler, progress_of
 
 
 class CuboidCheckpointIO(CheckpointIO):
-    """Writes and reads the parts of a checkpoint. All ranks make all calls, with a folder that they share.
+    """Writes and reads the parts of a checkpoint. All calls are collective, with a folder that all ranks share.
 
     ``save_model``, ``save_optimizer`` and ``save_lr_scheduler`` with the same folder, and no step between them, make
-    one checkpoint, in any order. By itself, what ``save_model`` writes is a Hugging Face checkpoint.
+    one checkpoint, in any order. ``save_model`` alone writes a Hugging Face checkpoint.
 
     Raises:
-        CheckpointError: on every rank, where any of them failed.
+        CheckpointError: on every rank, if any of them failed.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class CuboidCheckpointIO(CheckpointIO):
         self._opened: tuple[Path, Opened] | None = None
 
     def attach(self, model: CuboidModel) -> None:
-        """Serve a model that was boosted, and its optimizer."""
+        """Set the boosted model that is saved and loaded, with its optimizer."""
         self._model = model
 
     def save_model(
@@ -50,12 +50,12 @@ class CuboidCheckpointIO(CheckpointIO):
         """Write the weights into a folder, as a Hugging Face checkpoint.
 
         Args:
-            model: that was boosted.
+            model: the boosted model.
             checkpoint: the folder.
-            shard, size_per_shard, use_safetensors: as ColossalAI has them; files are always safetensors, cut as
-                ``checkpoint.max_file_bytes`` says.
-            gather_dtensor, prefix, use_async: only their defaults are possible; ``checkpoint.asynchronous`` in the
-                config writes behind training's back.
+            shard, size_per_shard, use_safetensors: ignored; files are always safetensors, of at most
+                ``checkpoint.max_file_bytes``.
+            gather_dtensor, prefix, use_async: only their defaults are supported; ``checkpoint.asynchronous`` in the
+                config saves in the background.
         """
         _reject(gather_dtensor=not gather_dtensor, prefix=prefix, use_async=use_async)
         self._save(self._boosted(model), checkpoint, Part())
@@ -70,16 +70,16 @@ class CuboidCheckpointIO(CheckpointIO):
         size_per_shard: int = 1024,  # noqa: ARG002
         use_async: bool = False,
     ) -> None:
-        """Add the optimizer's state to a folder, with the random states and how far the run is; see :meth:`save_model`.
+        """Add the optimizer's state to a folder, with the random states and the progress; see :meth:`save_model`.
 
-        With masters in float32 they are part of it.
+        Float32 master weights, if there are any, are part of it.
         """
         _reject(gather_dtensor=not gather_dtensor, prefix=prefix, use_async=use_async)
         model = self._boosted(optimizer)
         self._save(model, checkpoint, Part(weights=False, optimizer=_adapter(model)))
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
-        """Add the state of a schedule of the learning rate to a folder."""
+        """Add the state of a learning-rate schedule to a folder."""
         self._save(self._boosted(), checkpoint, Part(weights=False, scheduler=lr_scheduler))
 
     def load_model(
@@ -90,13 +90,13 @@ class CuboidCheckpointIO(CheckpointIO):
         low_cpu_mem_mode: bool = True,  # noqa: ARG002
         num_threads: int = 1,  # noqa: ARG002
     ) -> ModelWrapper:
-        """Take over the weights of a checkpoint: of one of ours, on whatever layout it was written, or any of HF's.
+        """Load the weights of a checkpoint: one of Cuboid's, written on any layout, or any Hugging Face checkpoint.
 
         Args:
-            model: that was boosted.
-            checkpoint: its folder.
-            strict: only the default is possible.
-            low_cpu_mem_mode, num_threads: as ColossalAI has them; a rank always reads only its own slices.
+            model: the boosted model.
+            checkpoint: the checkpoint's folder.
+            strict: only the default is supported.
+            low_cpu_mem_mode, num_threads: ignored; a rank always reads only its own slices.
         """
         _reject(strict=not strict)
         boosted = self._boosted(model)
@@ -118,7 +118,7 @@ class CuboidCheckpointIO(CheckpointIO):
         low_cpu_mem_mode: bool = True,  # noqa: ARG002
         num_threads: int = 1,  # noqa: ARG002
     ) -> None:
-        """Give the optimizer its state back, and this rank its random states; after :meth:`load_model`."""
+        """Restore the optimizer's state and this rank's random states. Call it after :meth:`load_model`."""
         _reject(prefix=prefix)
         model = self._boosted(optimizer)
         adapter = _adapter(model)
@@ -130,11 +130,11 @@ class CuboidCheckpointIO(CheckpointIO):
         model.restored = True
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
-        """Give a schedule of the learning rate its state back."""
+        """Restore the state of a learning-rate schedule."""
         load_scheduler(lr_scheduler, self._open(self._boosted(), Path(checkpoint)))
 
     def save_lora_as_pretrained(self, *_: Any, **__: Any) -> NoReturn:
-        """Not possible.
+        """Not supported.
 
         Raises:
             CheckpointError: always.
@@ -146,7 +146,7 @@ class CuboidCheckpointIO(CheckpointIO):
         model.checkpointing.save(folder.parent, folder.name, part, model.progress, model.client_state, latest=False)
 
     def _open(self, model: CuboidModel, folder: Path) -> Opened:
-        """A checkpoint that is whole; one look at its files is enough for all of its parts."""
+        """Open and verify a checkpoint, once for all calls that load its parts."""
         if self._opened is None or self._opened[0] != folder:
             self._opened = (folder, model.checkpointing.open(folder))
         return self._opened[1]
@@ -160,7 +160,7 @@ class CuboidCheckpointIO(CheckpointIO):
             )
         return self._model
 
-    # What the calls above go through in ColossalAI's own plugins.
+    # Abstract in ColossalAI, whose public methods call them; the public methods above don't.
     def _unused(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""What a criterion makes of a model's own loss, the only thing that a pipeline can show it."""
+"""The factor by which a criterion scales the model's own loss, the only output that a pipeline can pass to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TOLD = (
 
 
 class _LossOnly:
-    """Stands for a model's outputs, of which there is nothing but the loss."""
+    """Stand-in for a model's outputs that has only the loss."""
 
     def __init__(self, loss: torch.Tensor) -> None:
         self.loss = loss
@@ -31,7 +31,7 @@ class _LossOnly:
 
 
 class _NoInputs:
-    """Stands for a batch, which isn't in one place either."""
+    """Stand-in for the batch, which isn't in one place either."""
 
     def __getattr__(self, name: str) -> Any:
         raise CuboidError(f"the criterion asks for inputs.{name}, but {_TOLD}")
@@ -41,17 +41,17 @@ class _NoInputs:
 
 
 def scale_of(criterion: Callable[..., Any] | None) -> float:
-    """What a criterion multiplies the model's own loss by.
+    """The factor by which a criterion multiplies the model's own loss.
 
     Args:
-        criterion: of ``execute_pipeline``: takes outputs and inputs. None leaves the loss as it is.
+        criterion: as given to ``execute_pipeline``, a function of outputs and inputs. None is the loss itself.
 
     Raises:
-        CuboidError: it needs something else than the loss, or isn't a multiple of it.
+        CuboidError: it needs anything but the loss, or isn't a multiple of it.
     """
     if criterion is None:
         return 1.0
-    # Powers of two, so that no factor rounds one and not the other.
+    # Losses that are powers of two, so that a factor's products have the same rounding.
     values = [_apply(criterion, loss) for loss in (1.0, 2.0, 4.0)]
     if not (values[1] == 2 * values[0] and values[2] == 4 * values[0]):
         raise CuboidError(f"of losses 1, 2 and 4 the criterion makes {values}, but {_TOLD}")

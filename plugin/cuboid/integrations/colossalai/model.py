@@ -1,4 +1,4 @@
-"""ColossalAI's interface of a model, around a sharded one."""
+"""ColossalAI's ``ModelWrapper`` around a sharded model."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from cuboid.weights.state_dict_map import stored_names
 
 
 class CuboidModel(ModelWrapper):
-    """A model that was boosted, and all that belongs to its run.
+    """A boosted model, and everything that belongs to its run.
 
     Attributes:
-        pipeline: that runs it, if it is a stage of one.
-        optimizer: that was boosted with it, if any.
-        progress: how far the run is.
-        client_state: the caller's own, which goes into checkpoints and comes out of them.
-        restored: whether the optimizer's state came from a checkpoint, and no step since.
+        pipeline: the pipeline that runs it, if it is a stage of one.
+        optimizer: the optimizer that was boosted with it, if any.
+        progress: of the run.
+        client_state: the caller's own data, which is saved in checkpoints and restored from them.
+        restored: whether the optimizer's state was loaded from a checkpoint and it hasn't stepped since.
     """
 
     def __init__(self, module: nn.Module, origin: Origin) -> None:
@@ -39,10 +39,10 @@ class CuboidModel(ModelWrapper):
         self.restored = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward, of a whole micro-batch that all ranks of a mesh are given alike.
+        """The model's own forward, with a full micro-batch that is the same on all ranks of a mesh.
 
         Raises:
-            CuboidError: on a pipeline, which ``booster.execute_pipeline`` runs.
+            CuboidError: in a pipeline, which ``booster.execute_pipeline`` runs.
         """
         if self.pipeline is not None:
             raise CuboidError("a pipeline stage has no forward of its own; use booster.execute_pipeline")
@@ -53,16 +53,16 @@ class CuboidModel(ModelWrapper):
         return output
 
     def count_rows(self, rows: int) -> None:
-        """Note that each replica trains on so many more rows."""
+        """Add to the progress that each replica trains on this number of rows."""
         self.progress.samples += rows * mesh_of(self.module).topology.data
 
     def stepped(self) -> None:
-        """Note an optimizer step."""
+        """Add an optimizer step to the progress."""
         self.progress.optimizer += 1
         self.restored = False
         self.checkpointing.changed()
 
     @property
     def adapter(self) -> OptimizerAdapter | None:
-        """The optimizer's state for checkpoints."""
+        """Access to the optimizer's state for checkpoints; None without an optimizer."""
         return None if self.optimizer is None else self.optimizer.replicated.adapter(stored_names(self.module))

@@ -1,4 +1,4 @@
-"""ColossalAI's interface of an optimizer, on the gradients of a sharded model and its replicas."""
+"""ColossalAI's ``OptimizerWrapper`` for a sharded model and its replicas."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from cuboid.optim.grad_norm import scale_to, total_norm
 class CuboidOptimizer(OptimizerWrapper):
     """An optimizer that steps on the sum of all replicas' gradients.
 
-    They are added up once for each step, by the first of :meth:`step` and the clipping methods, however many backward
-    passes there were: with or without ``no_sync``, accumulation sends no more than that. So all ranks must call these.
+    They are reduced once per step, by the first call of :meth:`step` or a clipping method, regardless of the number of
+    backward passes and of ``no_sync``. So all ranks must make these calls.
 
     Args:
-        optim: of torch's kind, of the model's parameters, without a state. It is changed in place.
+        optim: a torch optimizer of the model's parameters, without state; changed in place.
         model: sharded.
-        dtype: that the parameters are to have; None to leave them as they are.
-        split: whether each replica holds only its share of the optimizer's state.
-        max_norm: that :meth:`step` clips the gradient to; 0 for none.
+        dtype: to cast the parameters to; None to leave them as they are.
+        split: whether each replica holds only its share of the optimizer's state (ZeRO-1).
+        max_norm: the gradient norm that :meth:`step` clips to; 0 for no clipping.
         pipeline: of the model, if it has one.
-        stepped: is called after each step.
+        stepped: called after each step.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class CuboidOptimizer(OptimizerWrapper):
         self.replicated = replica_optimizer(optim, self._mesh, dtype, split=self._split)
 
     def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
-        """Add the gradients of this replica's loss to those so far; the step takes the mean over the replicas.
+        """Accumulate the gradients of this replica's loss; the step takes the mean over the replicas.
 
         Raises:
-            CuboidError: on a pipeline, whose ``execute_pipeline`` has run backward.
+            CuboidError: in a pipeline, whose ``execute_pipeline`` has run backward.
         """
         self.backward_by_grad(loss, torch.ones_like(loss), inputs, retain_graph, **kwargs)
 
     def backward_by_grad(
         self, tensor: torch.Tensor, grad: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any
     ) -> None:
-        """As :meth:`backward`, of a tensor whose gradient is known."""
+        """As :meth:`backward`, from a tensor and its gradient, of the same shape."""
         if self._pipeline is not None:
             raise CuboidError("execute_pipeline has run backward already; go on with optimizer.step()")
         self.accumulate()
@@ -81,23 +81,24 @@ class CuboidOptimizer(OptimizerWrapper):
             )
 
     def accumulate(self) -> None:
-        """Get ready for more gradients, also where those so far have been added up."""
+        """Prepare for more gradients, also after those so far have been reduced."""
         if not self._complete:
             return
         self._complete = False
         self.replicated.reopen()
         if isinstance(self._model, StageModel):
-            # The other stage has their sum; this one's part would be counted again.
+            # Both stages of a tied parameter now have the sum of their gradients. The next sum over the stages would
+            # count it twice, so that this copy starts again from zero.
             for parameter in self._model.staging.repeated_parameters():
                 gradient = gradient_of(parameter)
                 if gradient is not None:
                     gradient.zero_()
 
     def step(self, closure: None = None) -> None:
-        """Make an optimizer step, clipped if the config says so.
+        """Make an optimizer step, with clipping if the config has it.
 
         Raises:
-            CuboidError: there is a closure.
+            CuboidError: a closure is given.
         """
         if closure is not None:
             raise CuboidError("a closure would run forward and backward behind the plugin's back; call step without it")
@@ -110,10 +111,10 @@ class CuboidOptimizer(OptimizerWrapper):
         self._stepped()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
-        """Forget the gradients.
+        """Clear the gradients.
 
         Args:
-            set_to_none: as torch has it; buffers that are used again are zeroed in any case.
+            set_to_none: ignored; buffers that are used again are zeroed in any case.
         """
         self.replicated.clear()
         self._complete = False
@@ -124,12 +125,12 @@ class CuboidOptimizer(OptimizerWrapper):
         """Clip the gradient of the whole model, over all its ranks.
 
         Args:
-            max_norm: to which it is shortened if it is longer.
+            max_norm: the norm to scale it down to, if its norm is larger.
             norm_type: the p of the p-norm.
-            error_if_nonfinite: raise where the norm is infinite or NaN.
+            error_if_nonfinite: whether to raise if the norm is infinite or NaN.
 
         Returns:
-            The norm before, the same on every rank, a tensor of no dims.
+            The norm before clipping, a scalar tensor, the same on every rank.
         """
         self._finish_gradients()
         norm = self._total_norm(float(norm_type))
@@ -145,7 +146,7 @@ class CuboidOptimizer(OptimizerWrapper):
         super().clip_grad_by_value(clip_value, *args, **kwargs)
 
     def get_grad_norm(self, norm_type: float = 2.0, **_: Any) -> float | None:
-        """The norm that was found when the gradient was last clipped; None if it never was."""
+        """The norm before the last clipping by norm; None if there was none."""
         if norm_type != 2.0:
             raise CuboidError("only the 2-norm is kept; clip_grad_by_norm gives any other")
         return None if self._norm is None else float(self._norm)

@@ -1,4 +1,4 @@
-"""The names by which scripts for ColossalAI's plugins ask for sizes, stages and process groups."""
+"""The attributes of ColossalAI's plugins that scripts read for sizes, stages and process groups."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class StageManager:
     """Where this rank is in the pipeline.
 
     Attributes:
-        stage: of this rank, from 0; where it has several, its place in the pipeline.
-        num_stages: of the pipeline; where ranks have several, its ranks.
-        placement: the rank of each part of the layers.
+        stage: this rank's stage, from 0; if ranks have several stages, this rank's index in the pipeline.
+        num_stages: number of stages; if ranks have several stages, number of the pipeline's ranks.
+        placement: the rank, as an index in the pipeline, of each stage in the order of the layers.
     """
 
     stage: int
@@ -28,7 +28,7 @@ class StageManager:
 
     @property
     def num_model_chunks(self) -> int:
-        """Parts of the layers on each rank."""
+        """Number of stages on each rank."""
         return len(self.placement) // self.num_stages
 
     def is_first_stage(self, ignore_chunk: bool = False) -> bool:  # noqa: ARG002
@@ -41,11 +41,11 @@ class StageManager:
 
 
 class LayoutNames:
-    """Mixed into the plugin.
+    """Mixin of the plugin.
 
     Attributes:
         config: Cuboid's part of the config.
-        mesh: of this rank, once a model is boosted.
+        mesh: this rank's mesh; None until a model is boosted.
     """
 
     config: CuboidConfig
@@ -53,7 +53,7 @@ class LayoutNames:
 
     @property
     def coordinate(self) -> Coordinate:
-        """Which stage and replica this rank belongs to; its place in the mesh is :attr:`mesh`'s to tell."""
+        """This rank's stage and replica. For its position in the mesh, see :attr:`mesh`."""
         return self._topology.coordinate(current_rank())
 
     @property
@@ -79,17 +79,17 @@ class LayoutNames:
 
     @property
     def dp_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the same shards for other data."""
+        """Group of the ranks that have the same shards in all replicas."""
         return self._connected().data_parallel_group
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
-        """The ranks of this one's mesh."""
+        """Group of the ranks of this rank's mesh."""
         return self._connected().mesh_group
 
     @property
     def pp_group(self) -> dist.ProcessGroup:
-        """The ranks at this one's place in every stage."""
+        """Group of the ranks with this rank's position in the mesh of every stage."""
         return self._connected().pipe_group
 
     @property

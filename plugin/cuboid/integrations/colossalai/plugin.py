@@ -1,7 +1,7 @@
 """``Booster(plugin=CuboidPlugin(config))``: ColossalAI's calls, on Cuboid's mesh and pipeline.
 
-Written for ColossalAI 0.5, of which it changes nothing: plugins are a door that ColossalAI offers. What this one uses
-of it runs on later versions of torch and transformers than ColossalAI's own plugins do.
+Written for ColossalAI 0.5, with its plugin interface and without patches. The parts of ColossalAI that it uses run on
+later versions of torch and transformers than ColossalAI's own plugins do.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         config: Cuboid's part. ``cuboid.from_pretrained(path, plugin.config)`` reads only this rank's slices.
 
     Raises:
-        ConfigError, MeshError: the config is wrong, has a key that nobody reads, or doesn't fit the world.
+        ConfigError, MeshError: the config is wrong, has an unknown key, or doesn't fit the world.
     """
 
     def __init__(self, config: ConfigSource) -> None:
@@ -70,10 +70,10 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         dataloader: DataLoader | None = None,
         lr_scheduler: Any = None,
     ) -> tuple[CuboidModel, CuboidOptimizer | None, Any, Any, Any]:
-        """What ``booster.boost`` does: shard the model unless it is, and wrap it and the optimizer.
+        """Called by ``booster.boost``: shard the model unless it is sharded, and wrap it and the optimizer.
 
         Raises:
-            CuboidError: the model, or the optimizer, can't be trained so.
+            CuboidError: the model or the optimizer can't be trained so.
         """
         boosted = run_on_all_ranks(lambda: self._boost(model, optimizer, lr_scheduler), what="booster.boost")
         return boosted, boosted.optimizer, criterion, dataloader, lr_scheduler
@@ -103,14 +103,14 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
                 stepped=boosted.stepped,
             )
         if booster.precision == "bf16":
-            # Those that no optimizer has.
+            # The parameters that aren't in the optimizer, which has cast its own.
             _cast(sharded.parameters(), torch.bfloat16)
         self._model = boosted
         self._checkpoint_io.attach(boosted)
         return boosted
 
     def _take_optimizer(self, model: nn.Module, optimizer: Any, schedule: Any) -> None:
-        """Have the optimizer step on the sharded model, if it can.
+        """Make the optimizer step on the sharded model, if it can.
 
         Raises:
             OptimizerError: it can't.
@@ -145,24 +145,24 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> dict[str, Any]:
-        """Forward and backward of the next batch, cut into micro-batches; under ``torch.no_grad()`` the loss alone.
+        """Forward and backward of the next batch, cut into micro-batches; under ``torch.no_grad()``, forward only.
 
         Only the first rank of each replica reads ``data_iter``; the others may give None.
 
         Args:
-            data_iter: gives batches as Hugging Face models take them.
-            model: that was boosted.
-            criterion: None, or one that returns ``outputs.loss``, perhaps times a number.
-            optimizer: that was boosted; needed for a backward.
-            return_loss: whether to return it.
-            return_outputs: not possible.
+            data_iter: yields batches as Hugging Face models take them.
+            model: the boosted model.
+            criterion: None, or a function that returns ``outputs.loss``, perhaps times a number.
+            optimizer: the boosted optimizer; needed for backward.
+            return_loss: whether to return the loss.
+            return_outputs: not supported.
 
         Returns:
-            ``{"loss": …, "outputs": None}``; the loss is a tensor of no dims, the same on every rank.
+            ``{"loss": …, "outputs": None}``; the loss is a scalar tensor, the same on every rank.
 
         Raises:
-            StopIteration: on every rank, where the iterator is at its end.
-            CuboidError: on every rank, where a batch is malformed or an argument asks for what there isn't.
+            StopIteration: on every rank, if the iterator is at its end.
+            CuboidError: on every rank, if a batch is malformed or an argument isn't supported.
         """
         pipeline = model.pipeline if isinstance(model, CuboidModel) else None
         if pipeline is None:
@@ -188,7 +188,7 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         return {"loss": loss * scale if return_loss else None, "outputs": None}
 
     def _micro_batches(self, data_iter: Iterator[Any], limits: Limits) -> Iterator[Any]:
-        """The next batch in pieces; read when the first of them is."""
+        """The next batch, cut into micro-batches; it is read when the first of them is."""
         for batch in itertools.islice(data_iter, 1):
             whole = read_micro_batch(batch, limits)
             rows = self._config.rows_of(whole["input_ids"].shape[0], training=torch.is_grad_enabled())
@@ -196,7 +196,7 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None, optimizer: Any = None) -> Iterator[None]:  # noqa: ARG002
-        """Nothing is to be held back: gradients are added up over the replicas once, when the step needs them."""
+        """No-op: gradients are reduced over the replicas only once, when the step needs them."""
         yield
 
     def prepare_dataloader(
@@ -214,18 +214,18 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         """A loader that gives all ranks of a replica the same batches, and each replica its own.
 
         Args:
-            dataset: of the whole.
+            dataset: the full dataset.
             batch_size: rows for each replica.
-            shuffle, seed: whether rows are shuffled, in another order after each ``sampler.set_epoch``.
-            drop_last: leave out what doesn't fill a batch on all replicas.
+            shuffle, seed: whether rows are shuffled, in another order after each ``sampler.set_epoch``, and its seed.
+            drop_last: whether to drop rows that don't fill a batch on all replicas.
             pin_memory, num_workers, kwargs: of ``torch.utils.data.DataLoader``.
-            distributed_sampler_cls: in place of ``torch.utils.data.DistributedSampler``.
+            distributed_sampler_cls: replaces ``torch.utils.data.DistributedSampler``.
         """
         replica = self.coordinate.data
         sampler = (distributed_sampler_cls or DistributedSampler)(
             dataset, num_replicas=self.dp_size, rank=replica, shuffle=shuffle, seed=seed, drop_last=drop_last
         )
-        # The workers' own draws, alike on the ranks of a replica.
+        # For random numbers in the loader's workers, which must be the same on all ranks of a replica.
         generator = torch.Generator().manual_seed(seed + replica)
         return DataLoader(
             dataset,
@@ -239,10 +239,10 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         )
 
     def wait_for_checkpoint(self) -> bool:
-        """Wait until an asynchronous save is done; before the process group is destroyed. All ranks call it.
+        """Wait until an asynchronous save is done. Call it before the process group is destroyed. Collective.
 
         Returns:
-            False where it could not be written and the config says to train on.
+            False if it could not be written and the config lets training continue.
 
         Raises:
             CheckpointError: it could not be written.
@@ -250,39 +250,39 @@ class CuboidPlugin(LayoutNames, PipelinePluginBase):
         return self._model is None or self._model.checkpointing.wait()
 
     def supported_devices(self) -> list[str]:
-        """Kinds of accelerators."""
+        """Supported kinds of accelerators."""
         return ["cuda", "cpu"]
 
     def supported_precisions(self) -> list[str]:
-        """Precisions to train in."""
+        """Supported precisions of training."""
         return ["fp32", "bf16"]
 
     def control_precision(self) -> bool:
-        """The config says which."""
+        """True: the config sets the precision."""
         return True
 
     def control_device(self) -> bool:
-        """The model goes to the accelerator's current device."""
+        """True: the model is moved to the accelerator's current device."""
         return True
 
     def support_no_sync(self) -> bool:
-        """See :meth:`no_sync`."""
+        """True; see :meth:`no_sync`."""
         return True
 
     def support_lora(self) -> bool:
-        """No rule yet."""
+        """False: not supported yet."""
         return False
 
     def control_checkpoint_io(self) -> bool:
-        """Checkpoints are Cuboid's."""
+        """True: checkpoints are Cuboid's."""
         return True
 
     def get_checkpoint_io(self) -> CuboidCheckpointIO:
-        """What writes and reads them."""
+        """The object that writes and reads checkpoints."""
         return self._checkpoint_io
 
     def enable_lora(self, *_: Any, **__: Any) -> NoReturn:
-        """Not possible.
+        """Not supported.
 
         Raises:
             UnsupportedModelError: always.

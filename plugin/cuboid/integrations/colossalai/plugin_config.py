@@ -1,4 +1,4 @@
-"""The part of the config that isn't Cuboid's own, as the Booster plugin reads it: in DeepSpeed's words."""
+"""The keys beside Cuboid's own that the Booster plugin reads from the config, with DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cuboid.config.config_file import ConfigSource, load_config
 from cuboid.config.schema import CuboidConfig, Section, require_config, suggestion
 from cuboid.errors import ConfigError
 
-#: Sections of a DeepSpeed config that a Booster gets in another way.
+#: Sections of a DeepSpeed config that a Booster gets in another way, and which.
 _ELSEWHERE = {
     "optimizer": "give the optimizer to booster.boost",
     "scheduler": "give the schedule to booster.boost, as lr_scheduler",
@@ -51,7 +51,7 @@ class BoosterConfig(Section):
 
     @property
     def precision(self) -> Literal["bf16", "fp32"]:
-        """In ColossalAI's word."""
+        """The precision, by ColossalAI's name for it."""
         return "bf16" if self.bf16.enabled else "fp32"
 
 
@@ -71,14 +71,14 @@ class PluginConfig:
 
     @classmethod
     def read(cls, source: ConfigSource, world_size: int) -> PluginConfig:
-        """Read a config and make sure that everything in it means something here.
+        """Read a config, and check that every key in it has a meaning here.
 
         Args:
             source: a path to a .json or .yaml file, or a mapping.
             world_size: ranks of the world.
 
         Raises:
-            ConfigError: a key that nobody reads, a wrong value, or values that contradict each other.
+            ConfigError: an unknown key, a wrong value, or values that contradict each other.
             MeshError: the mesh doesn't divide the world.
         """
         whole = load_config(source)
@@ -88,12 +88,12 @@ class PluginConfig:
         except ValidationError as error:
             raise ConfigError("\n".join(map(_explain, error.errors()))) from None
         check_layout(config, rest, world_size)
-        # Scripts ask for it before they have a model.
+        # Only to check it now: scripts may read sizes before they boost a model.
         config.topology(world_size)
         return cls(config, booster, whole)
 
     def flat(self, replicas: int) -> str:
-        """Why the optimizer is given tensors laid end to end; empty if it isn't."""
+        """The reason why the optimizer gets parameters laid end to end in flat tensors; empty if it doesn't."""
         if self.booster.precision == "bf16":
             return "with bf16, masters are laid end to end"
         if self.booster.zero_optimization.stage == 1 and replicas > 1:
@@ -101,10 +101,10 @@ class PluginConfig:
         return ""
 
     def rows_of(self, batch_rows: int, *, training: bool) -> int:
-        """Rows of the micro-batches that a pipeline cuts a batch into; to evaluate, a batch may have any number.
+        """Rows of the micro-batches that a pipeline cuts a batch into; in evaluation, a batch may have any number.
 
         Raises:
-            ConfigError: the config's numbers don't go together with such a batch.
+            ConfigError: such a batch can't be cut as the config's numbers demand.
         """
         rows, count = self.booster.train_micro_batch_size_per_gpu, self.booster.gradient_accumulation_steps
         if rows is not None:

@@ -1,1 +1,1 @@
-"""What DeepSpeed is handed for sharded models and pipelines."""
+"""DeepSpeed engines for sharded models and pipelines, and their checkpoints."""

@@ -19,7 +19,7 @@ from cuboid.integrations.deepspeed.optimizer_state import adapt_optimizer
 from cuboid.weights.checkpointing import Checkpointing, Part, Progress, load_scheduler, progress_of
 from cuboid.weights.state_dict_map import stored_names
 
-#: What a dynamic loss scale goes on from; the rest is the config's.
+#: The state of a dynamic loss scaler; its other attributes come from the config.
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -36,24 +36,24 @@ class CheckpointedEngine(DeepSpeedEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write ``save_dir/tag``, which plain transformers opens and any layout resumes. All ranks call it.
+        """Write ``save_dir/tag``, which plain transformers can load and any layout can resume. Collective.
 
-        Call it between optimizer steps: gradients that are being accumulated aren't saved. How it goes about it is the
-        ``checkpoint`` section's of the config.
+        Call it between optimizer steps: gradients that are being accumulated aren't saved. Options are in the
+        ``checkpoint`` section of the config.
 
         Args:
-            save_dir: folder of checkpoints, which all ranks see.
-            tag: name of this one; ``global_step`` and the number of steps unless given.
-            client_state: the caller's own: None, bools, numbers, texts, tensors, numpy arrays, and lists, tuples and
-                dicts of them. ``data_fingerprint`` in it goes into the lineage.
-            save_latest: whether ``save_dir/latest`` is to name it.
-            exclude_frozen_parameters: not possible, since the model would be incomplete.
+            save_dir: folder of checkpoints, shared by all ranks.
+            tag: name of the checkpoint; by default ``global_step`` and the number of steps.
+            client_state: the caller's own data: None, bools, numbers, strings, tensors, numpy arrays, and lists, tuples
+                and dicts of them. ``data_fingerprint`` in it goes into the lineage.
+            save_latest: whether ``save_dir/latest`` shall name this checkpoint.
+            exclude_frozen_parameters: not supported, since the model would be incomplete.
 
         Returns:
-            Whether it is there; or, if asynchronous, in flight.
+            Whether it was written; or, if asynchronous, is being written.
 
         Raises:
-            CheckpointError: on every rank, where any of them failed.
+            CheckpointError: on every rank, if any of them failed.
         """
         if exclude_frozen_parameters:
             raise CheckpointError("exclude_frozen_parameters would leave a checkpoint that no model can be opened from")
@@ -75,21 +75,21 @@ class CheckpointedEngine(DeepSpeedEngine):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str, dict[str, Any]]:
-        """Resume from a checkpoint, whatever layout wrote it. All ranks call it.
+        """Resume from a checkpoint, written on any layout. Collective.
 
         Args:
             load_dir: folder of checkpoints, or one checkpoint.
-            tag: which one; by default what ``load_dir/latest`` names.
-            load_module_strict, custom_load_fn: as DeepSpeed has them; only their defaults are possible.
-            load_optimizer_states: without, the optimizer stays as it is, but for copies of the weights.
-            load_lr_scheduler_states: without, the schedule stays as it is.
-            load_module_only: only the weights, for fine-tuning; then any Hugging Face checkpoint will do.
+            tag: name of the checkpoint; by default the one that ``load_dir/latest`` names.
+            load_module_strict, custom_load_fn: as in DeepSpeed; only their defaults are supported.
+            load_optimizer_states: if false, the optimizer keeps its state, except for its master weights.
+            load_lr_scheduler_states: if false, the schedule keeps its state.
+            load_module_only: load only the weights, for fine-tuning; this works with any Hugging Face checkpoint.
 
         Returns:
             The checkpoint's path, and the client state that it was saved with.
 
         Raises:
-            CheckpointError: on every rank: there is none, it isn't whole, or it is of another model or optimizer.
+            CheckpointError: on every rank: there is none, it is incomplete, or it is of another model or optimizer.
         """
         if not load_module_strict or custom_load_fn is not None:
             raise CheckpointError("load_module_strict=False and custom_load_fn have no meaning here; leave them out")
@@ -108,10 +108,10 @@ class CheckpointedEngine(DeepSpeedEngine):
         return str(opened.path), dict(opened.document["client"])
 
     def wait_for_checkpoint(self) -> bool:
-        """Wait until an asynchronous ``save_checkpoint`` is done. All ranks call it.
+        """Wait until an asynchronous ``save_checkpoint`` is done. Collective.
 
         Returns:
-            False where it could not be written and the config says to train on.
+            False if it could not be written and the config lets training continue.
 
         Raises:
             CheckpointError: it could not be written.
@@ -137,7 +137,7 @@ class CheckpointedEngine(DeepSpeedEngine):
 
     def _restore_loss_scale(self, opened: Opened) -> None:
         scaler, saved = self._loss_scaler, opened.document.get("loss_scale")
-        # A run in another precision, or with a scale that stays, leaves none; this one begins with its config's.
+        # A run in another precision, or with a static scale, saves none; this run then starts from its config's.
         if scaler is None or saved is None:
             return
         for name in _LOSS_SCALE:
@@ -156,12 +156,12 @@ class CheckpointedEngine(DeepSpeedEngine):
 
 
 def positioned(loader: Any, samples: int, samples_per_round: int) -> Any:
-    """An endless iterator over a loader, behind the batches that so many samples of all replicas were in.
+    """An endless iterator over a loader that skips the batches of the current epoch that were already trained on.
 
     Args:
         loader: of this rank's replica.
-        samples: of all replicas, so far.
-        samples_per_round: of all replicas, in one batch of each.
+        samples: number of samples trained on so far, over all replicas.
+        samples_per_round: number of samples in one batch of each replica.
     """
     batches = samples // samples_per_round % max(len(loader), 1)
     iterator = iter(RepeatingLoader(loader))
@@ -169,6 +169,6 @@ def positioned(loader: Any, samples: int, samples_per_round: int) -> Any:
 
 
 def _is_plain(folder: Path) -> bool:
-    """Whether a folder holds a Hugging Face checkpoint and nothing of ours."""
+    """Whether a folder holds a Hugging Face checkpoint that Cuboid didn't write."""
     ours = (folder / "manifest.json").is_file() or (folder / "latest").is_file()
     return (folder / "config.json").is_file() and not ours

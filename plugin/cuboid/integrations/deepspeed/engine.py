@@ -1,4 +1,4 @@
-"""What DeepSpeed is handed for a sharded model: the mesh in its words, and an engine whose exports are whole."""
+"""DeepSpeed's view of a sharded model: the mesh as an ``mpu``, and an engine that exports full tensors."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from cuboid.weights.save import export_model, full_state_dict
 
 
 class ModelParallelUnit:
-    """A mesh in the words of DeepSpeed's (Megatron's) ``mpu``: all that hold a copy are one model-parallel group."""
+    """A mesh as DeepSpeed's (Megatron's) ``mpu``: the ranks of one copy of the model are a model-parallel group."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """Ranks that hold one copy of the model together."""
+        """Group of the ranks that share one copy of the model, over all stages."""
         return self._mesh.model_parallel_group
 
     def get_model_parallel_world_size(self) -> int:
-        """Ranks of :meth:`get_model_parallel_group`: of the meshes of all stages."""
+        """Size of :meth:`get_model_parallel_group`: ranks of the meshes of all stages."""
         return len(self._mesh.copy_ranks)
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's place in :meth:`get_model_parallel_group`."""
+        """This rank's index in :meth:`get_model_parallel_group`."""
         return dist.get_rank(self.get_model_parallel_group())
 
     get_tensor_model_parallel_group = get_model_parallel_group
@@ -43,10 +43,12 @@ class ModelParallelUnit:
         """Ranks of the mesh."""
         return self._mesh.shape.size
 
+    # Over all stages, unlike the size: where DeepSpeed counts a parameter on tensor-parallel rank 0 only, it must be
+    # counted once in all stages together.
     get_tensor_model_parallel_rank = get_model_parallel_rank
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """Ranks that hold the same shards for other data."""
+        """Group of the ranks that have the same shards in all replicas."""
         return self._mesh.data_parallel_group
 
     def get_data_parallel_world_size(self) -> int:
@@ -67,10 +69,10 @@ class ModelParallelUnit:
 
 
 class CuboidEngine(CheckpointedEngine):
-    """A DeepSpeedEngine whose exports hold whole tensors, and which tells the gradient norm without ZeRO too."""
+    """A DeepSpeedEngine that exports full tensors, and that keeps the gradient norm when it clips without ZeRO too."""
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``DeepSpeedEngine.backward``; what fails on a rank, or a rank that is gone, is reported to the others."""
+        """As ``DeepSpeedEngine.backward``; if a rank fails or disappears, the other ranks raise an error about it."""
         mesh = mesh_of(self.module)
         if self.is_gradient_accumulation_boundary():
             begin_update(mesh, self.global_steps + 1)
@@ -83,7 +85,7 @@ class CuboidEngine(CheckpointedEngine):
             return super().step(*args, **kwargs)
 
     def clip_fp32_gradients(self) -> None:
-        """Clip, and keep the norm that DeepSpeed would forget."""
+        """Clip, and keep the norm, which DeepSpeed would discard."""
         self._global_grad_norm = clip_grad_norm_(
             parameters=self._clipped_parameters(), max_norm=self.gradient_clipping(), mpu=self.mpu
         )
@@ -92,24 +94,24 @@ class CuboidEngine(CheckpointedEngine):
         return list(self.module.parameters())
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Exports are always gathered."""
+        """True: exports are always gathered."""
         return True
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the weights as a Hugging Face checkpoint, where DeepSpeed would pickle this rank's. All ranks call it.
+        """Write the full weights as a Hugging Face checkpoint; DeepSpeed would pickle this rank's shards. Collective.
 
         Args:
             save_dir: folder of the checkpoint.
-            save_filename: only the default is possible, which gives way to safetensors files.
-            exclude_frozen_parameters: not possible, since the model would be incomplete.
+            save_filename: only the default is accepted; safetensors files are written instead.
+            exclude_frozen_parameters: not supported, since the model would be incomplete.
 
         Returns:
             True.
 
         Raises:
-            CheckpointError: an argument asks for what there isn't, or a rank can't write.
+            CheckpointError: an argument isn't supported, or a rank can't write.
         """
         if save_filename != "pytorch_model.bin" or exclude_frozen_parameters:
             raise CheckpointError(
@@ -120,7 +122,7 @@ class CuboidEngine(CheckpointedEngine):
         return True
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
-        # What accelerate and the HF Trainer save. All ranks come here; the first one gets the tensors.
+        # Called by accelerate and the HF Trainer to save. Collective; only the first rank gets the tensors.
         state = full_state_dict(self.module)
         if not exclude_frozen_parameters:
             return state

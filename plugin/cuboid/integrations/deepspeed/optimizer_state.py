@@ -1,4 +1,4 @@
-"""Where DeepSpeed's optimizers keep what checkpoints hold: masters and moments, by parameter."""
+"""Find the master weights and moments in DeepSpeed's optimizers, by parameter, for checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from cuboid.checkpoint.optimizer_state import Holding, OptimizerAdapter, Slot
 from cuboid.errors import CheckpointError
 
-#: For each wrapper, where it has its parameter groups in the model's precision.
+#: For each optimizer wrapper, its attribute with the parameter groups in the model's precision.
 _GROUPS = {
     DeepSpeedZeroOptimizer: "bit16_groups",
     BF16_Optimizer: "bf16_groups",
@@ -25,14 +25,14 @@ _GROUPS = {
 
 
 def adapt_optimizer(optimizer: Any, names: Mapping[int, str]) -> OptimizerAdapter:
-    """Read and restore an engine's optimizer.
+    """An adapter that reads and restores the state of an engine's optimizer.
 
     Args:
         optimizer: of the engine.
-        names: of the model's parameters, by their ids.
+        names: names of the model's parameters, by ``id``.
 
     Raises:
-        CheckpointError: a kind of optimizer that isn't known.
+        CheckpointError: this kind of optimizer isn't supported.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         return OptimizerAdapter.direct(optimizer, names)
@@ -43,7 +43,7 @@ def adapt_optimizer(optimizer: Any, names: Mapping[int, str]) -> OptimizerAdapte
             f"{type(optimizer).__name__} keeps its state in a way that isn't known; checkpoints know optimizers of "
             "torch's kind by themselves, under ZeRO 1 and 2, and under bf16"
         )
-    # What isn't the model's stands for a stage that is frozen as a whole.
+    # A parameter that isn't the model's is the placeholder of a stage that is frozen as a whole.
     parameters = [[p for p in own if id(p) in names] for own in getattr(optimizer, attribute)]
     groups = [
         _unfused(optimizer.fp32_groups[index], own, names)
@@ -70,7 +70,7 @@ def _flat(flat: torch.Tensor, own: Sequence[nn.Parameter], names: Mapping[int, s
 
 
 def _all_slots(own: Sequence[nn.Parameter], names: Mapping[int, str]) -> list[Slot]:
-    """One behind the other."""
+    """Slots of full parameters, laid end to end."""
     slots, offset = [], 0
     for parameter in own:
         slots.append(Slot(names[id(parameter)], 0, offset, parameter.numel()))
@@ -79,7 +79,7 @@ def _all_slots(own: Sequence[nn.Parameter], names: Mapping[int, str]) -> list[Sl
 
 
 def _partition_slots(own: Sequence[nn.Parameter], names: Mapping[int, str]) -> list[Slot]:
-    """What this replica was given of each parameter."""
+    """Slots of this replica's ZeRO partition of each parameter."""
     slots = []
     for parameter in own:
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]

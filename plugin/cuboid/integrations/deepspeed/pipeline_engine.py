@@ -1,4 +1,4 @@
-"""The DeepSpeed engine of a pipeline: the calls of DeepSpeed's own ``PipelineEngine``, on Cuboid's pipeline."""
+"""The DeepSpeed engine of a pipeline: the interface of DeepSpeed's ``PipelineEngine``, on Cuboid's pipeline."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class CuboidPipelineEngine(CuboidEngine):
         """Turn a fresh engine, whose module is a stage, into this class.
 
         Args:
-            engine: what DeepSpeed has made.
-            placeholder: what its optimizer has where all parameters of the stage are frozen.
+            engine: as DeepSpeed has made it.
+            placeholder: the dummy parameter in its optimizer, if all parameters of the stage are frozen.
         """
         engine.__class__ = cls
         assert isinstance(engine, cls)
@@ -55,14 +55,14 @@ class CuboidPipelineEngine(CuboidEngine):
         Only the first rank of a replica reads ``data_iter``; the others may give None.
 
         Args:
-            data_iter: gives dicts as Hugging Face models take them, or pairs (input_ids, labels); labels are not
-                shifted. None goes on with the iterator of last time, or the ``training_data`` of ``initialize``.
+            data_iter: yields dicts as Hugging Face models take them, or pairs (input_ids, labels); labels are not
+                shifted. None continues the iterator of the last call, or the ``training_data`` of ``initialize``.
 
         Returns:
-            The loss before the step, a tensor of no dims, the same on every rank.
+            The loss before the step, a scalar tensor, the same on every rank.
 
         Raises:
-            StopIteration: on every rank, where the iterator ends before the step has its micro-batches.
+            StopIteration: on every rank, if the iterator ends before the step has its micro-batches.
             CuboidError: a micro-batch is malformed.
         """
         if not torch.is_grad_enabled():
@@ -72,13 +72,13 @@ class CuboidPipelineEngine(CuboidEngine):
         self.module.train()
         self.tput_timer.start()
         if isinstance(self.optimizer, ZeROOptimizer):
-            # Its hooks see each unit's gradients, and leave them where they are.
+            # Its hooks run in each unit's backward. Off the boundary, they leave the gradients unreduced.
             self.optimizer.set_gradient_accumulation_boundary(False)
         loss = self.pipeline.train(
             self._iterator,
             self.gradient_accumulation_steps(),
-            # DeepSpeed takes the mean over the replicas, where this loss's gradients are to be added; its optimizer
-            # divides by the loss scale, which is 1 but under fp16.
+            # This loss's gradients are to be summed over the replicas, but DeepSpeed takes their mean; and its
+            # optimizer divides by the loss scale, which is 1 except under fp16.
             gradient_scale=self.dp_world_size * float(getattr(self.optimizer, "loss_scale", 1.0)),
         )
         if self.placeholder is not None:
@@ -108,12 +108,12 @@ class CuboidPipelineEngine(CuboidEngine):
 
         Args:
             data_iter: as for :meth:`train_batch`.
-            return_logits, compute_loss, reduce_output, bcast_loss: as ``PipelineEngine`` has them; only their defaults
-                are possible.
-            num_micro_batches: of each replica; by default ``gradient_accumulation_steps``.
+            return_logits, compute_loss, reduce_output, bcast_loss: as in ``PipelineEngine``; only their defaults are
+                supported.
+            num_micro_batches: micro-batches of each replica; by default ``gradient_accumulation_steps``.
 
         Returns:
-            The loss, the same on every rank.
+            The loss, a scalar tensor, the same on every rank.
 
         Raises:
             StopIteration, CuboidError: as :meth:`train_batch`.
@@ -126,17 +126,17 @@ class CuboidPipelineEngine(CuboidEngine):
         return self.pipeline.evaluate(data_iter, num_micro_batches or self.gradient_accumulation_steps())
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Where :meth:`train_batch` reads from now on."""
+        """Set the iterator that :meth:`train_batch` reads from now on."""
         self._iterator = iterator
 
     def set_dataloader(self, loader: Any) -> None:
-        """Like :meth:`set_dataiterator`, over and over."""
+        """Set a loader that :meth:`train_batch` reads from now on, repeated endlessly."""
         self._iterator = iter(RepeatingLoader(loader))
 
     def _restore(self, opened: Opened, *, with_scheduler: bool) -> None:
         super()._restore(opened, with_scheduler=with_scheduler)
         if self.training_dataloader is not None:
-            # Ours to position, since train_batch reads it by itself.
+            # No script can skip the batches that were already used, since train_batch reads this loader itself.
             micro_batch = self.train_micro_batch_size_per_gpu() * self.dp_world_size
             self._iterator = positioned(self.training_dataloader, self.global_samples, micro_batch)
 
@@ -157,12 +157,12 @@ class CuboidPipelineEngine(CuboidEngine):
 
     @property
     def stage_id(self) -> int:
-        """This rank's stage, from 0; where it has several, its place in the pipeline."""
+        """This rank's stage, from 0; if ranks have several stages, this rank's index in the pipeline."""
         return self.pipeline.mesh.coordinate.pipe
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline; where ranks have several, its ranks."""
+        """Number of stages; if ranks have several stages, number of the pipeline's ranks."""
         return self.pipeline.mesh.topology.pipe
 
     @property
@@ -175,7 +175,7 @@ class CuboidPipelineEngine(CuboidEngine):
         return self.num_stages > 1
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
-        """Not by itself.
+        """Not supported; see :meth:`eval_batch`.
 
         Raises:
             CuboidError: always.
@@ -186,7 +186,7 @@ class CuboidPipelineEngine(CuboidEngine):
         )
 
     def backward(self, *_: Any, **__: Any) -> NoReturn:
-        """Not by itself.
+        """Not supported; see :meth:`train_batch`.
 
         Raises:
             CuboidError: always.
@@ -194,7 +194,7 @@ class CuboidPipelineEngine(CuboidEngine):
         raise CuboidError("a pipeline engine has no backward of its own; use train_batch")
 
     def step(self, *_: Any, **__: Any) -> NoReturn:
-        """Not by itself.
+        """Not supported; see :meth:`train_batch`.
 
         Raises:
             CuboidError: always.
@@ -202,10 +202,11 @@ class CuboidPipelineEngine(CuboidEngine):
         raise CuboidError("train_batch makes the optimizer step itself")
 
     def _reduce_gradients(self) -> None:
-        """Take the mean over the replicas, once for all units of the step."""
+        """Average the gradients over the replicas, once for all units of the step."""
         if isinstance(self.optimizer, DeepSpeedZeroOptimizer):
-            # Nothing is left to be put off, but this reduces at its end whatever there is. It isn't wrapped around the
-            # units: where one of them fails, it would wait for the other replicas and keep the message back.
+            # Nothing runs inside: the context reduces all accumulated gradients when it exits. It isn't wrapped around
+            # the units, because after a failure in one of them, its exit would wait for the other replicas before the
+            # error is raised.
             with self.coalesce_grad_reduction():
                 pass
         else:
@@ -214,7 +215,7 @@ class CuboidPipelineEngine(CuboidEngine):
 
     def _finish_step(self) -> None:
         with self._at_boundary():
-            # As if each micro-batch had been a backward of its own; the step counts the last one.
+            # Count as if each micro-batch had had its own backward; ``step`` counts the last one.
             self.micro_steps += self.gradient_accumulation_steps() - 1
             super().step()
 

@@ -1,1 +1,1 @@
-"""The loss of a causal language model without all of its logits in memory."""
+"""The loss of a causal language model in chunks, without all of its logits in memory."""

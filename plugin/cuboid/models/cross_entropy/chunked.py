@@ -1,4 +1,4 @@
-"""The loss of a head's logits in chunks of tokens, so that no more than a chunk of logits ever exists."""
+"""Cross-entropy in chunks of tokens, so that the head's logits exist for one chunk only."""
 
 from __future__ import annotations
 
@@ -17,27 +17,26 @@ from cuboid.tensor3d.layers.norm import statistics_dtype
 from cuboid.tensor3d.layers.vocab_cross_entropy import sum_over_mesh, token_sum
 from cuboid.tensor3d.unshard import UnshardedParam
 
-#: Of logits in float32, for one chunk.
+#: Default size of a chunk's logits in float32.
 CHUNK_BYTES = 64 * 2**20
-#: Fewest tokens of a chunk on an accelerator. Each chunk writes the gradient of the head's whole weight, so that few
-#: tokens are bound by memory: with 128k words and 4,096 features 64 MiB are 130 tokens.
+#: Fewest tokens of a chunk on an accelerator. Each chunk writes the gradient of the head's whole weight, so a small one
+#: is memory-bound: with a vocabulary of 128k and 4,096 features, 64 MiB are 130 tokens.
 _CHUNK_TOKENS = 2048
 
 
 @dataclass(frozen=True)
 class ChunkedCrossEntropy:
-    """Cross-entropy summed over tokens times ``scale``, of logits that exist for a chunk of tokens at a time.
+    """Cross-entropy summed over tokens, times ``scale``, computed in chunks of tokens.
 
     Args:
-        head: of a whole model or a last stage.
-        labels: ``[B, L]`` (``[B/b, L]``), already shifted: entry t is the token that position t predicts;
-            ``ignore_index`` where there is none.
-        scale: one over the number of labels in the global batch, and any other factor of the loss.
+        head: the head of a whole model or a last stage.
+        labels: ``[B, L]`` (on a mesh ``[B/b, L]``), already shifted: entry t is the token that position t predicts, or
+            ``ignore_index``.
+        scale: one over the number of labels in the global batch, times any other factor of the loss.
         vocabulary: V.
-        mesh: what the head is split over, if it is. All of its ranks must call.
-        chunk_bytes: largest size of a chunk's logits in float32, on one rank. One position of each row (on a mesh up to
-            s·h) is the least that a chunk has, however many bytes it takes. None for 64 MiB and, on an accelerator, at
-            least 2048 tokens.
+        mesh: the mesh that the head is sharded over, if it is. Methods are then collective over it.
+        chunk_bytes: largest size of a chunk's logits in float32, on one rank. A chunk has at least one position of each
+            row (on a mesh up to s·h), whatever its size. None for 64 MiB and, on an accelerator, at least 2048 tokens.
         ignore_index: label of tokens without a loss.
     """
 
@@ -50,7 +49,7 @@ class ChunkedCrossEntropy:
     ignore_index: int = IGNORE_INDEX
 
     def value(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The loss alone. On a mesh the same on every rank.
+        """The loss alone, a scalar; on a mesh the same on every rank.
 
         Args:
             hidden: ``[B, L, H]`` from the base model; on a mesh ``[B/b, L/s, H/h]``.
@@ -63,12 +62,12 @@ class ChunkedCrossEntropy:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The loss times ``factor``, and its gradient with respect to ``hidden``, None if that requires none.
 
-        Nothing is computed twice. Gradients of the head's parameters are left with ``unsharded``.
+        Logits are computed once. Gradients of the head's parameters are added to ``unsharded``.
 
         Args:
             hidden: as in :meth:`value`.
             unsharded: the head's parameters.
-            factor: of the loss, besides ``scale``.
+            factor: multiplies the loss, besides ``scale``.
         """
         leaf = hidden.detach()
         gradient = torch.empty_like(leaf) if hidden.requires_grad else None
@@ -82,14 +81,15 @@ class ChunkedCrossEntropy:
                     assert part.grad is not None
                     gradient[:, own] = part.grad
 
-        # Whoever watches what is saved for backward, or puts it elsewhere, need not care for a chunk's own.
+        # Hide what chunks save for backward from outer saved-tensor hooks, such as activation offloading: each chunk
+        # runs backward at once.
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved):
             return self._total(hidden, losses()), gradient
 
     def _differentiate(
         self, loss: torch.Tensor, part: torch.Tensor, unsharded: Sequence[UnshardedParam], *, alone: bool
     ) -> torch.Tensor:
-        """A chunk's backward: gradients go to ``part.grad`` and ``unsharded``. Returns the detached loss."""
+        """Run a chunk's backward into ``part.grad`` and ``unsharded``, and return the detached loss."""
         self._check_leaves(loss, [part, *(each.block for each in unsharded)])
         loss.backward()  # type: ignore[no-untyped-call]
         for each in unsharded:
@@ -99,10 +99,10 @@ class ChunkedCrossEntropy:
         return loss.detach()
 
     def _loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Of a chunk; on a mesh this rank's part of it."""
+        """A chunk's scaled loss; on a mesh this rank's part of it."""
         logits = self.head.logits(hidden)
         if self.mesh is None:
-            # In float32, as Hugging Face does.
+            # In float32, as Hugging Face's loss is.
             losses = nn.functional.cross_entropy(
                 logits.flatten(0, 1).float(), labels.flatten(), ignore_index=self.ignore_index, reduction="sum"
             )
@@ -119,9 +119,10 @@ class ChunkedCrossEntropy:
         return total if self.mesh is None else sum_over_mesh(total, self.mesh).detach()
 
     def _chunks(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Pieces of the rank's own positions, with the labels of what the head makes of them.
+        """Yield slices of the rank's own positions, each with the labels of the logits that the head computes for it.
 
-        On a mesh the head gathers every rank's piece over `sequence`, so the labels are those of s pieces, l apart.
+        On a mesh, the head gathers one slice from each of the s ranks along `sequence`. The slices start L/s positions
+        apart in the sequence, so the labels are taken alike.
         """
         sequence, spread = (1, 1) if self.mesh is None else (self.mesh.size("sequence"), self.mesh.size("hidden"))
         rows, length, _ = hidden.shape
@@ -137,7 +138,7 @@ class ChunkedCrossEntropy:
             yield own, by_rank[:, :, own].flatten(1)
 
     def _check_leaves(self, loss: torch.Tensor, known: Sequence[torch.Tensor]) -> None:
-        """A parameter of the base model that the head reads would be left without that part of its gradient."""
+        """Check that the head reads no parameter of the base model, which would miss that part of its gradient."""
         nodes, seen, leaves = [loss.grad_fn], set(), set(map(id, known))
         while nodes:
             node = nodes.pop()
@@ -166,15 +167,16 @@ def chunked_loss(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The loss of a last stage's hidden states, and its gradient with respect to them.
 
-    Both are computed at once, wherever gradients are enabled; those of the head's parameters add to their ``grad``.
-    What remains to be done is ``hidden.backward(gradient)``.
+    If gradients are enabled, those of the head's parameters are added to their ``.grad``. The caller must still run
+    ``hidden.backward(gradient)``.
 
     Args:
         hidden: ``[B, L, H]`` from the last stage's base model; on a mesh ``[B/b, L/s, H/h]``.
         head, labels, scale, vocabulary, mesh, chunk_bytes: see :class:`ChunkedCrossEntropy`.
 
     Returns:
-        The loss, detached (on a mesh the same on every rank), and the gradient, None where none are enabled.
+        The detached loss (on a mesh the same on every rank), and the gradient, shaped as ``hidden``; None if gradients
+        are disabled.
     """
     loss = ChunkedCrossEntropy(head, labels, scale, vocabulary, mesh, chunk_bytes)
     with head.unsharded() as unsharded:
@@ -189,5 +191,5 @@ def chunked_loss(
 
 
 def least_positions(mesh: Mesh | None) -> int:
-    """The fewest of a rank's own positions that its head takes: it scatters what it gathers of them over `hidden`."""
+    """The fewest own positions that a rank's head takes: those gathered over `sequence` must divide by `hidden`."""
     return 1 if mesh is None else mesh.size("hidden") // math.gcd(mesh.size("sequence"), mesh.size("hidden"))

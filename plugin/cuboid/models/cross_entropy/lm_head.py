@@ -1,4 +1,4 @@
-"""A model's head: what turns final hidden states into logits."""
+"""A model's head, which computes logits from final hidden states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from cuboid.tensor3d.unshard import UnshardedParam, unshard_modules
 
-#: Whether a :class:`Head` runs, which knows that a sharded model's head takes and gives parts.
+#: Whether a :class:`Head` runs, so that a sharded head may be called: it takes and returns a rank's part.
 _runs: ContextVar[bool] = ContextVar("cuboid_head_runs", default=False)
 
 
@@ -25,23 +25,23 @@ def is_in_head() -> bool:
 
 
 class BasePlace(Protocol):
-    """Of an :class:`~cuboid.models.stages.outline.Outline`, what a head needs to know: where the base model is."""
+    """The part of an :class:`~cuboid.models.stages.outline.Outline` that a head needs: where the base model is."""
 
     @property
     def base(self) -> str:
-        """The model without its head, by name."""
+        """Name of the module that is the model without its head."""
 
     @property
     def output(self) -> type:
-        """The class of what the base model returns."""
+        """The class of the base model's output."""
 
 
 class _Answer(nn.Module):
-    """Stands where the base model was, hooks and all, and returns a given output; all else is the base model's."""
+    """Replaces the base model and returns a given output, without running hooks. Other attributes are the base's."""
 
     def __init__(self, base: nn.Module, output: Any) -> None:
         super().__init__()
-        # In a tuple, so that it isn't a module of this one.
+        # In a tuple, so that it isn't registered as a submodule.
         self._base = (base,)
         self._output = output
 
@@ -54,13 +54,13 @@ class _Answer(nn.Module):
 
 @dataclass(frozen=True)
 class Head:
-    """What turns final hidden states into logits: the causal language model's own forward around its base model.
+    """Computes logits with the language model's own forward, whose base model returns given hidden states.
 
-    Soft-caps, scaling and biases are so the model's own.
+    So soft-caps, scaling and biases are the model's own.
 
     Args:
         model: a whole model or a last stage, perhaps sharded.
-        outline: the model's, or as much of one.
+        outline: the model's outline, or the part of it in :class:`BasePlace`.
         forward: the architecture's forward, unbound; by default that of the model's class.
     """
 
@@ -71,13 +71,13 @@ class Head:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[B, L, H]`` to ``[B, L, V]``; on a mesh ``[B/b, L/s, H/h]`` to ``[B/b, L/h, ⌈V/s⌉]``."""
         output = self.run(self.outline.output(last_hidden_state=hidden), inputs_embeds=hidden)
-        # With config.return_dict off a tuple, in which logits come first without labels. In the class an auxiliary loss
-        # may stand in front of them.
+        # With ``config.return_dict`` false, the output is a tuple that starts with logits, since there are no labels.
+        # In the output class, an auxiliary loss may precede them.
         logits: torch.Tensor = output[0] if isinstance(output, tuple) else output.logits
         return logits
 
     def run(self, output: Any, **arguments: Any) -> Any:
-        """What the model's own forward returns for some arguments and what its base model returned for them."""
+        """Call the model's own forward with some arguments, in which the base model returns ``output``."""
         forward = type(self.model).forward if self.forward is None else self.forward
         base = self.model.get_submodule(self.outline.base)
         token = _runs.set(True)
@@ -89,12 +89,12 @@ class Head:
             _runs.reset(token)
 
     def unsharded(self) -> AbstractContextManager[list[UnshardedParam]]:
-        """Unshard the head's parameters for the time of a ``with``; see :func:`unshard_modules`."""
+        """In the ``with`` block, the head's parameters are unsharded; see :func:`unshard_modules`."""
         return unshard_modules(self._modules)
 
     @cached_property
     def _modules(self) -> list[nn.Module]:
-        """All but the base model's. Kept: to walk through the modules of all layers would take long for each unit."""
+        """All modules outside the base model. Cached, since walking through all layers for each unit would be slow."""
         base = self.outline.base
         named = self.model.named_modules()
         return [module for name, module in named if name != base and not name.startswith(f"{base}.")]

@@ -1,6 +1,4 @@
-"""The forward of a sharded model that is asked for its loss and not for its logits, of which it makes a chunk at a
-time.
-"""
+"""Forward of a sharded model whose loss is wanted and not its logits, which then exist for one chunk only."""
 
 from __future__ import annotations
 
@@ -32,16 +30,16 @@ def forward_with_bounded_loss(
     mesh: Mesh,
     chunk_bytes: int | None,
 ) -> Any:
-    """Run a model's own forward so that its ``loss_function`` computes logits by itself, chunk by chunk.
+    """Run a model's own forward with a ``loss_function`` that computes logits itself, chunk by chunk.
 
-    The forward sees final hidden states of no more than a few positions, and makes logits of them that nobody needs;
-    its loss is that of all positions. Hooks on the head see each chunk, hooks on the base model see it run once.
+    The forward gets final hidden states of only a few positions, and the logits that it computes from them are ignored;
+    its loss is that of all positions. Hooks on the head run for each chunk, hooks on the base model once.
 
     Args:
-        model: sharded, with a base model inside.
-        forward: the call of the model's own forward, with labels.
-        unbound: that forward, of its class.
-        mesh: the model's.
+        model: a sharded model that contains a base model.
+        forward: calls the model's own forward, with labels.
+        unbound: that forward as its class has it, unbound.
+        mesh: the model's mesh.
         chunk_bytes: see :class:`~cuboid.models.cross_entropy.chunked.ChunkedCrossEntropy`.
 
     Returns:
@@ -74,7 +72,7 @@ class _Base:
 
 @dataclass
 class _Ending:
-    """What happens from the end of the base model to the loss."""
+    """Replaces the computation from the base model's output to the loss."""
 
     model: PreTrainedModel
     unbound: Callable[..., Any]
@@ -86,14 +84,14 @@ class _Ending:
     unsharded: list[UnshardedParam] = field(default_factory=list)
 
     def cut(self, _: nn.Module, __: Any, output: Any) -> Any:
-        """Keep the base model's output, and hand on as little of it as the head takes."""
+        """A forward hook of the base model: keep its hidden states, and return as few positions as the head takes."""
         if not isinstance(output, ModelOutput) or self.hidden is not None:
             raise UnsupportedModelError(
                 f"the forward of {type(self.model).__name__} doesn't call its base model once for an output with names"
             )
         self.hidden = output.last_hidden_state
         self.head = Head(self.model, _Base(self.model.base_model_prefix, type(output)), self.unbound)
-        # From here on, so that the forward's own use of the head needs no gather of its own.
+        # Unshard before the forward calls the head itself, so that this call needs no all-gather of its own.
         self.unsharded = self.stack.enter_context(self.head.unsharded())
         few = self.hidden[:, : least_positions(self.mesh)].detach()
         return type(output)(**{**output, "last_hidden_state": few})
@@ -108,13 +106,13 @@ class _Ending:
         shift_labels: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """In place of Hugging Face's ``ForCausalLMLoss``, without the logits of those few positions."""
+        """Replaces Hugging Face's ``ForCausalLMLoss``; ignores ``logits``, which are of a few positions only."""
         if self.is_done:
             raise UnsupportedModelError(f"the forward of {type(self.model).__name__} calls its loss_function twice")
         self.is_done = True
         targets = predicted(labels, shift_labels, ignore_index)
         if self.hidden is None:
-            # The forward calls a part of its base model, past the hook that would have cut its output.
+            # The forward called a part of its base model directly, so the hook didn't run: the logits are complete.
             return sharded_cross_entropy(
                 logits,
                 targets,
@@ -133,10 +131,10 @@ class _Ending:
 
 
 class _DifferentiableLoss(torch.autograd.Function):
-    """A loss in chunks whose gradients are computed with it, and wait for backward to multiply them.
+    """A chunked loss whose gradients are computed in forward, and multiplied by the loss's gradient in backward.
 
-    In float16 they wait with nothing: what multiplies them there is what keeps them from underflow, so that they are
-    computed in backward, from logits that are made again.
+    In float16 that would underflow, since the loss scale comes with backward. There, backward recomputes the logits and
+    scales the loss before it computes gradients.
     """
 
     @staticmethod
@@ -168,7 +166,7 @@ class _DifferentiableLoss(torch.autograd.Function):
 
 
 class _Precision(NamedTuple):
-    """In what a head multiplies, of which backward knows nothing by itself."""
+    """The dtypes that a head computes in. Backward restores them, since autocast is off there."""
 
     device: str
     autocast: torch.dtype | None
@@ -176,16 +174,16 @@ class _Precision(NamedTuple):
 
     @classmethod
     def of(cls, hidden: torch.Tensor) -> _Precision:
-        """At present."""
+        """The current dtypes for these hidden states."""
         device = hidden.device.type
         enabled = torch.is_autocast_enabled(device)
         return cls(device, torch.get_autocast_dtype(device) if enabled else None, hidden.dtype)
 
     @property
     def is_narrow(self) -> bool:
-        """Whether gradients that aren't scaled would underflow."""
+        """Whether the head computes in float16, in which unscaled gradients may underflow."""
         return (self.autocast or self.dtype) is torch.float16
 
     def again(self) -> torch.autocast:
-        """The same autocast, or that there is none."""
+        """A context manager that restores the state of autocast."""
         return torch.autocast(self.device, self.autocast, enabled=self.autocast is not None)

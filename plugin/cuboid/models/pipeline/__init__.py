@@ -1,1 +1,1 @@
-"""A step of the pipeline: the plan of the stages, where sequences are cut, and the step itself."""
+"""The pipeline: the plan of the stages, the cuts of sequences, the schedule of a step, and the step itself."""

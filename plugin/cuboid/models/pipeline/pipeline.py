@@ -41,7 +41,10 @@ from cuboid.tensor3d.sharding.bucketing import reduce_rest
 
 @dataclass(frozen=True)
 class _Step:
-    """What a step works on: its micro-batches, their segments' lengths, and the label tokens of all replicas."""
+    """A step's inputs: this replica's micro-batches, their segment lengths, and the number of items of all replicas.
+
+    Items are label tokens, or rows if each has one label.
+    """
 
     shape: PipelineShape
     batches: list[SegmentedBatch]
@@ -53,9 +56,9 @@ class Pipeline:
     """Runs the stages of one model over all ranks. All methods are collective over the world.
 
     Args:
-        model: what a rank has of the stages, or an engine around it.
-        sums: whether gradients of parameters in bf16 or fp16 add up in float32 over the units of a step, and reach
-            ``.grad`` rounded once. A framework whose hooks take each unit's gradient does that itself.
+        model: this rank's stages, or an engine around them.
+        sums: whether to sum gradients of bf16 or fp16 parameters in float32 over a step's units, and round once into
+            ``.grad``. False for a framework whose hooks take each unit's gradient and sum them itself.
     """
 
     def __init__(self, model: nn.Module, *, sums: bool = True) -> None:
@@ -72,7 +75,7 @@ class Pipeline:
         if self._config.segments == "auto":
             self._check_same_cluster()
         self._cutter = Cutter(self._config, stage.staging.sizes, self.mesh, self._choose_segments, tiles=tiles)
-        #: Buffers of keys and values, for reports of memory.
+        #: Buffers of the KV caches; also read by memory reports.
         self.pool = KVCachePool()
         self._schedules = StepSchedules(stage.staging)
         self._channels = open_channels(self.mesh, self._device)
@@ -80,7 +83,8 @@ class Pipeline:
         self._step = 0
         #: Rows of this replica in the last step.
         self.rows = 0
-        #: Where ``"measured"`` cuts the longest sequence of the last step from now on, if that step was measured.
+        #: With ``"partition": "measured"``, if the last step was measured: the new segment lengths of its longest
+        #: sequence.
         self.recut: tuple[int, ...] | None = None
 
     def train(
@@ -94,21 +98,20 @@ class Pipeline:
         """Forward and backward of ``count`` micro-batches of each replica; gradients add up in ``.grad``.
 
         Args:
-            batches: gives micro-batches (:func:`cuboid.models.batch.broadcast.read_micro_batch`); read on the first
-                rank of each replica only.
-            count: micro-batches for each replica; None for all that ``batches`` has.
-            gradient_scale: what gradients, but not the loss, are multiplied by.
-            complete: whether nothing is going to be added to these gradients; if not, call
-                :meth:`add_shared_gradients` when they are.
+            batches: yields micro-batches (:func:`cuboid.models.batch.broadcast.read_micro_batch`); read only on the
+                first rank of each replica.
+            count: number of micro-batches of each replica; None for all in ``batches``.
+            gradient_scale: multiplies the gradients, but not the loss.
+            complete: whether these gradients are complete after this call. If not, call :meth:`add_shared_gradients`
+                once they are.
 
         Returns:
-            The mean loss over the label tokens (the rows, of what is one label each) of all micro-batches of all
-            replicas, a tensor of no dims, the same on
-            every rank. Gradients are this rank's part of its gradient: to be added over the replicas.
+            The mean loss over the label tokens (or rows, if each has one label) of all micro-batches of all replicas: a
+            scalar tensor, the same on every rank. Gradients in ``.grad`` are not yet summed over the replicas.
 
         Raises:
-            StopIteration: on every rank, where ``batches`` ends too early.
-            CuboidError: on every rank, where a micro-batch is malformed.
+            StopIteration: on every rank, if ``batches`` ends too early.
+            CuboidError: on every rank, if a micro-batch is malformed.
         """
         self._step += 1
         with StepGuard(self.mesh, f"step {self._step} of the pipeline"):
@@ -152,11 +155,11 @@ class Pipeline:
             replicas.out_of_range = self._out_of_range(given)
         if replicas.total_out_of_range:
             raise self._range_error(given)
-        # 1 if there are none, so that the loss is 0.
+        # Without any label tokens, divide by 1 so that the loss is 0.
         return dataclasses.replace(step, items=max(replicas.total_items, 1))
 
     def _prepare_own(self, shared: list[MicroBatch]) -> tuple[_Step, torch.Tensor]:
-        """This replica's part of a step, and its label tokens."""
+        """This replica's part of a step, and its number of label tokens."""
         count, self.rows = len(shared), sum(batch["input_ids"].shape[0] for batch in shared)
         targets, shifts = self.limits.targets, self._staging.shifts_labels
         inputs = self._model.cuboid.verdict.inputs
@@ -175,14 +178,14 @@ class Pipeline:
         return _Step(shape, cut, lengths), torch.stack([label_items(batch, targets) for batch in micro_batches]).sum()
 
     def _choose_segments(self, length: int, micro_batches: int) -> int:
-        """For the first sequences, of so many tokens with padding."""
+        """Choose the number of segments with ``"segments": "auto"``, given the first sequences' padded length."""
         choice = self._staging.segment_choice
         assert choice is not None, "a stage that was planned without one"
         rows = max(1, self.rows // micro_batches)
         return choice(length, rows, micro_batches, recomputes=recomputes(self._model))
 
     def _check_same_cluster(self) -> None:
-        """Ranks that saw different GPUs would cut their sequences differently, and wait for one another forever."""
+        """Check that all ranks see the same cluster. Otherwise they would cut sequences differently, and deadlock."""
         choice, world_size = self._staging.segment_choice, self.mesh.topology.world_size
         if choice is None or self.mesh.in_threads or world_size == 1:
             return
@@ -214,17 +217,17 @@ class Pipeline:
 
     @property
     def limits(self) -> Limits:
-        """What the numbers of a micro-batch may be."""
+        """The valid ranges of a micro-batch's numbers."""
         limits: Limits = self._model.cuboid.whole.limits
         return limits
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Layers of each stage, of all ranks."""
+        """Number of layers of each stage, over all ranks."""
         return self._staging.layout.counts
 
     def segment_lengths(self, length: int, micro_batches: int) -> tuple[int, ...]:
-        """How a sequence of so many tokens would be cut now, filled up to what the mesh and the segments need."""
+        """Segment lengths of a sequence of ``length`` tokens at present, including padding for mesh and segments."""
         return self._cutter.lengths(length, micro_batches)
 
     @property
@@ -232,7 +235,10 @@ class Pipeline:
         return next(self._model.parameters()).device
 
     def _out_of_range(self, given: list[MicroBatch]) -> torch.Tensor:
-        """How many numbers in this replica's micro-batches are in no table; no dims. It travels with their tokens."""
+        """Count, as a scalar tensor, the numbers out of range in this replica's micro-batches.
+
+        It stays on the device, to be all-reduced together with the number of label tokens.
+        """
         limits = self.limits
         out_of_range = [limits.out_of_range(name, x) for batch in given for name, x in batch.items()]
         return torch.stack([outside.sum() for outside in out_of_range if outside is not None]).sum()
@@ -255,10 +261,10 @@ class Pipeline:
         *,
         training: bool = True,
     ) -> torch.Tensor | None:
-        """Run this rank's program; gives the loss where the last stage is."""
+        """Run this rank's program, and return the loss if this rank has the last stage."""
         program = programs[self.mesh.coordinate.pipe]
         splits = any(action.op is Op.WEIGHT_GRADIENT for action in program)
-        # A step that failed may have left something.
+        # A failed step may have left entries behind.
         self._staging.weight_gradients.clear()
         if self._staging.gradient_sync is not None:
             self._staging.gradient_sync.clear()
@@ -297,7 +303,7 @@ class Pipeline:
         return KVCache(length, self.pool, self._config.kv_gradients)
 
     def add_shared_gradients(self) -> None:
-        """Give the ranks of the first and the last stage the whole gradient of the parameters that both have."""
+        """All-reduce the gradients of tied parameters, which the ranks of the first and the last stage both have."""
         if not self._staging.shared:
             return
         group = self.mesh.channel(0, self._staging.layout.stages - 1)
@@ -307,7 +313,7 @@ class Pipeline:
                 dist.all_reduce(gradient, group=group)
 
     def _total(self, loss: torch.Tensor | None) -> torch.Tensor:
-        """Sum of the last stages' losses over the replicas, on every rank."""
+        """The sum of the last stages' losses over the replicas, broadcast to every rank."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if loss is not None:
             total += loss.detach()
@@ -319,11 +325,12 @@ class Pipeline:
 
 
 def open_channels(mesh: Mesh, device: torch.device) -> dict[tuple[int, int], Channel]:
-    """Between this rank's stages and their neighbours on other ranks, in both directions. Collective."""
+    """Open channels from this rank's stages to their neighbours on other ranks, and back. Collective."""
     mesh.meet(device)
     here = mesh.coordinate.pipe
     count = functools.partial(mesh.comm_counter.record_send, "pipe")
     channels = {}
+    # All ranks go through the pairs in the same order, since each channel's set-up blocks until both ends have come.
     for first, second in pairwise(range(len(mesh.placement))):
         for ends in ((first, second), (second, first)):
             sender, receiver = (mesh.placement[stage] for stage in ends)

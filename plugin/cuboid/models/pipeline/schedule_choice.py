@@ -1,4 +1,4 @@
-"""``"schedule": "auto"`` with chunks: it decides where the stages are, and so is decided before weights are read."""
+"""Settles ``"schedule": "auto"`` with chunks before weights are read, since it decides which rank has which stages."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
 def settle_schedule(
     pipeline: PipelineConfig, sizes: ModelSizes, lengths: tuple[int, ...], micro_batches: int
 ) -> tuple[PipelineConfig, Comparison]:
-    """Take the schedule with the shortest simulated step of those that keep to the memory limit.
+    """Choose the schedule with the shortest simulated step among those within the memory limit.
 
-    It is found as without activation checkpointing, which scripts switch on when the model is there. What stays open is
-    which of the schedules with the same places a step has: each step takes the shorter one for its own batch.
+    The simulation is without activation checkpointing, which scripts enable only after the model is loaded. The choice
+    fixes only the placement of the stages: each step takes the faster schedule with that placement for its own batch.
 
     Args:
-        pipeline: with ``"auto"`` and chunks.
-        sizes: of the model.
+        pipeline: a config with ``"auto"`` and chunks.
+        sizes: the model's sizes.
         lengths: tokens of each segment.
-        micro_batches: M of a step.
+        micro_batches: M, number of micro-batches of a step.
 
     Returns:
-        The same with a schedule and chunks that say where the stages are; and what was compared.
+        The config with a schedule and chunks that determine the placement; and the comparison.
 
     Raises:
-        ConfigError: none keeps to the limit, or the layers can't be given to so many stages as asked.
+        ConfigError: no schedule is within the limit, or the layers can't be divided among so many stages.
     """
     counts, balance = pipeline.compared_chunks, pipeline.stage_balance
     if isinstance(balance, tuple):
@@ -44,7 +44,7 @@ def settle_schedule(
     elif isinstance(counts, tuple):
         counts = tuple(count for count in counts if count * pipeline.stages <= len(sizes.layers))
     else:
-        # A number that the model's layers don't allow is an error, not a candidate less.
+        # An explicit number of chunks that the layers don't allow is an error, rather than a dropped candidate.
         plan_stages(len(sizes.layers), lambda: sizes, pipeline)
 
     def costs(rank_of: tuple[int, ...]) -> PlacedCosts:

@@ -1,4 +1,4 @@
-"""Into how many segments a step's sequences are cut, and where."""
+"""Decides into how many segments a step's sequences are cut, and where."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cuboid.seq1f1b.schedule.partition import (
 )
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes
 
-#: Products on a GPU work on tiles of so many tokens; a segment of a few more takes as long as one of a tile more.
+#: GPU kernels multiply in tiles of so many tokens; a segment a few tokens longer costs as much as one a tile longer.
 _TILE_TOKENS = 128
 
 #: Steps that are measured for ``"partition": "measured"``; the first one warms up.
@@ -27,13 +27,13 @@ MEASURED_STEPS = range(2, 5)
 
 
 class Cutter:
-    """Decides the segments' lengths. All ranks decide alike, from what all of them know.
+    """Decides the segments' lengths. All ranks of a replica decide alike, from what all of them know.
 
     Args:
-        config: the pipeline's.
-        sizes: of the model; None where whole sequences or even segments need no costs.
-        mesh: whose `sequence` and `hidden` axes divide segments once more.
-        choice: of the number of segments for ``(length, micro_batches)``; None where the config has it.
+        config: the config's pipeline section.
+        sizes: the model's sizes; None if no costs are needed, as for whole sequences or even segments.
+        mesh: this rank's mesh, whose `sequence` and `hidden` axes divide each segment.
+        choice: returns the number of segments for ``(length, micro_batches)``; None if the config has the number.
         tiles: whether sequences that are long enough are cut at multiples of 128 tokens.
 
     Raises:
@@ -60,16 +60,16 @@ class Cutter:
             self._check_explicit(config.partition)
 
     def measures(self, step: int) -> bool:
-        """Whether the times of a step, counted from 1, are wanted."""
+        """Whether to measure a step; steps count from 1."""
         return self._measured is not None and step in MEASURED_STEPS
 
     def lengths(self, length: int, micro_batches: int) -> tuple[int, ...]:
         """Lengths of the segments of a sequence of S tokens.
 
-        Their sum is S rounded up to what the mesh divides, and at least so much that each segment has something.
+        Their sum is S rounded up to a multiple that the mesh divides, and large enough that no segment is empty.
 
         Raises:
-            ConfigError: explicit lengths of another sum.
+            ConfigError: the config has explicit lengths, and their sum differs.
         """
         if self._segments is None:
             assert self._choice is not None
@@ -80,7 +80,7 @@ class Cutter:
         return self._known[padded]
 
     def note(self, trace: StepTrace, lengths: list[tuple[int, ...]]) -> None:
-        """Take the times of a step into account for the cuts from the next one on."""
+        """Use a step's measured times for the cuts of all following steps."""
         assert self._measured is not None
         for micro_batch, own in enumerate(lengths):
             self._measured.add(own, trace.segment_times_s(micro_batch, own))
@@ -101,7 +101,7 @@ class Cutter:
         return cut_sequence(length, segments, multiple=self._multiple(length, segments), cost=cost)
 
     def _multiple(self, length: int, segments: int) -> int:
-        """What the segments of a sequence are to be multiples of: tiles, if that leaves room to balance them."""
+        """What the segments' lengths must be multiples of: a tile if that leaves room for balance, else the granule."""
         tile = math.lcm(self._granule, _TILE_TOKENS)
         return tile if self._tiles and length % tile == 0 and length >= 4 * segments * tile else self._granule
 

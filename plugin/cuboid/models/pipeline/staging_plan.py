@@ -1,4 +1,4 @@
-"""What each pipeline stage of a model is going to be, decided before its weights are read."""
+"""Plans the pipeline stages of a model before its weights are read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cuboid.seq1f1b.schedule.choice import is_generated
 from cuboid.seq1f1b.schedule.partition import HeadShare
 
 _logger = logging.getLogger(__name__)
-#: Less than this much waiting for the costliest stage isn't told.
+#: A warning is logged if the costliest stage exceeds the average by more than this fraction.
 _WORTH_A_WARNING = 0.25
 
 
@@ -33,16 +33,16 @@ def plan_staging(
     mesh: Mesh,
     segment_choice: SegmentChoice | None = None,
 ) -> Staging:
-    """Decide what this rank's stage is, or its stages are, without touching a model.
+    """Decide which stages this rank has, from the configs alone.
 
     Args:
-        cls, hf_config: of the model.
-        config, mesh: of this rank.
-        segment_choice: needed to run a pipeline whose config leaves their number open.
+        cls, hf_config: the model's class and config.
+        config, mesh: this rank's.
+        segment_choice: chooses the number of segments; needed to run a pipeline with ``"segments": "auto"``.
 
     Raises:
-        UnsupportedModelError: the model can't be cut, or isn't right when it is.
-        ConfigError: the layers can't be given to so many stages as asked.
+        UnsupportedModelError: the model can't be cut, or its results in a pipeline are known to be wrong.
+        ConfigError: the layers can't be divided among so many stages.
     """
     assert config.pipeline is not None
     check_attention(hf_config)
@@ -50,11 +50,11 @@ def plan_staging(
     check_segments(hf_config, config.pipeline.segments)
     outline = draw_outline(cls, hf_config)
     certificate = certificate_of(cls, hf_config)
-    # What fills up the sequences of others on a mesh is the mesh's certificate's affair.
+    # Padding of non-causal models on a mesh is covered by the mesh's own certificate.
     is_filled = granule(mesh) > 1 and outline.is_causal
     modes = certificate.modes(is_cut=config.pipeline.segments != 1, is_filled=is_filled)
     certificate.check_model(cls.__name__, modes, verified=config.pipeline.certification == "verified")
-    # They take a model without memory to find out: once at most, and only where somebody asks.
+    # Sizes require building the model on the meta device: do it at most once, and only if needed.
     find_sizes = functools.cache(lambda: model_sizes(hf_config, cls))
     layout = StageLayout(plan_stages(outline.count, find_sizes, config.pipeline), config.placement)
     sizes = find_sizes() if _asks_for_costs(config.pipeline) else None
@@ -65,7 +65,7 @@ def plan_staging(
 
 
 def _warn_of_head(share: HeadShare) -> None:
-    """Say once that stages wait for the one with the head, where no balance of layers helps."""
+    """Warn if all stages wait for the one with the head, whatever the balance of layers."""
     if share.layers > 1 and share.excess > _WORTH_A_WARNING:
         _logger.warning(
             "pipeline: the head is worth %.1f layers, %.0f %% of its stage; the costliest stage takes %.0f %% longer "

@@ -1,4 +1,4 @@
-"""The schedule of a step, made for what its units cost."""
+"""Makes the schedule of a step from the costs of its units."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from cuboid.seq1f1b.schedule.choice import ModelPipeline, fixed_schedule, is_gen
 from cuboid.seq1f1b.schedule.lowering import lower
 from cuboid.seq1f1b.schedule.schedules import PipelineShape
 
-#: Kept for steps with other numbers or lengths of micro-batches.
+#: Schedules to keep for steps that differ in the number or lengths of their micro-batches.
 _REMEMBERED = 64
 
 
 class StepSchedules:
-    """Makes schedules, the same on every rank of a replica, and remembers them.
+    """Makes schedules, the same on every rank of a replica, and caches them.
 
     Args:
-        staging: of this rank, with the config and the sizes of the whole model.
+        staging: this rank's staging, with the config and the whole model's sizes.
     """
 
     def __init__(self, staging: Staging) -> None:
@@ -32,8 +32,8 @@ class StepSchedules:
         """The schedule of a step, and the programs of all ranks.
 
         Args:
-            shape: of the pipeline, with the stages of all ranks.
-            lengths: of the segments of the step's longest micro-batch.
+            shape: the pipeline's shape, with the stages of all ranks.
+            lengths: segment lengths of the step's longest micro-batch.
             recomputes: whether activation checkpointing is on.
         """
         schedule = self._schedule(shape, lengths, recomputes=recomputes)

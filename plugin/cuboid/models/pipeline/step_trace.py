@@ -1,4 +1,4 @@
-"""The measured schedule of a step: gathered from all stages, and written beside the simulated one."""
+"""The measured timeline of a step: gathered from all stages, and written together with the simulated one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cuboid.seq1f1b.schedule.unit_costs import unit_flops
 
 @dataclass(frozen=True)
 class StepTrace:
-    """When each action of one step ran, on all stages and on one clock; that of the first rank of each mesh."""
+    """When each action of one step ran on all stages, by one clock; measured on the first rank of each mesh."""
 
     shape: PipelineShape
     schedule: Schedule
@@ -30,12 +30,13 @@ class StepTrace:
     def gather(
         cls, profiler: Profiler, shape: PipelineShape, order: Schedule, mesh: Mesh, device: torch.device
     ) -> StepTrace:
-        """Bring the stages' times together, the same on every rank. Collective over the world."""
+        """Gather the times of all stages; every rank gets the same. Collective over the world."""
         actions, own_s = profiler.times_s()
         assert tuple(actions) == order[mesh.coordinate.pipe], "a step did something else than its schedule"
         times_s = [own_s] if len(order) == 1 else gather_times_s(own_s, mesh.pipe_group, device)
         if mesh.topology.world_size > 1:
-            # The other places in the stages had times of their own; all have to draw the same conclusions.
+            # The other ranks of each mesh and other replicas measured their own times. Use those of the first rank's
+            # pipeline everywhere, because all ranks must derive the same cut from them.
             shared = torch.tensor(times_s, dtype=torch.float64, device=device)
             dist.broadcast(shared, 0)
             times_s = shared.tolist()
@@ -49,9 +50,10 @@ class StepTrace:
         return cls(shape, order, Timeline(spans, (0,) * len(order)), writes=mesh.rank == 0)
 
     def segment_times_s(self, micro_batch: int, lengths: tuple[int, ...]) -> tuple[float, ...]:
-        """For each segment of a micro-batch the seconds of its forward and backward, on all stages together.
+        """For each segment of a micro-batch, the seconds of its forward and backward, summed over all stages.
 
-        Weight gradients of several segments may have been one product, whose time is shared by the segments' lengths.
+        Weight gradients of several segments may be computed as one product. Their time is divided among the segments in
+        proportion to length.
         """
         seconds, weights_s = [0.0] * self.shape.segments, 0.0
         for rank in self.timeline.spans:
@@ -65,7 +67,7 @@ class StepTrace:
         return tuple(own + weights_s * length / sum(lengths) for own, length in zip(seconds, lengths, strict=True))
 
     def simulated(self, lengths: list[tuple[int, ...]], staging: Staging) -> Timeline:
-        """The same step by the count of operations, at the speed at which the busiest stage really worked."""
+        """Simulate the same step by FLOPs, at the speed (seconds per FLOP) measured on the busiest rank."""
         assert staging.sizes is not None
         costs = [unit_flops(staging.sizes, staging.layout.counts, own) for own in lengths]
         flops = [sum(costs[action.micro_batch](action) for action in rank) for rank in self.schedule]
@@ -77,7 +79,7 @@ class StepTrace:
         """Write ``step_N.json`` for Perfetto and ``step_N.png``, on the first rank of the world."""
         if not self.writes:
             return
-        # matplotlib takes a second to import, which nobody else should wait for.
+        # Importing matplotlib takes a second; only the rank that draws pays for it.
         from cuboid.seq1f1b.schedule.timeline_picture import draw_timelines
         from cuboid.seq1f1b.schedule.timeline_trace import write_chrome_trace
 

@@ -1,1 +1,1 @@
-"""A model on a mesh: how its parameters are sharded, its layers replaced, and its forward kept as users know it."""
+"""A model on a mesh: the plan of how parameters are sharded, the replacement of layers, and the forward."""

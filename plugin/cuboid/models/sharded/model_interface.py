@@ -1,5 +1,5 @@
-"""What a sharded model answers to calls that scripts make on any model of transformers: what the whole model would
-answer, or an error that says what to call instead.
+"""Methods of transformers models on a sharded model: each returns what the whole model's would, or raises an error that
+names what to call instead.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class WholeInterface:
         pad_to_multiple_of: int | None = None,
         mean_resizing: bool = True,  # noqa: ARG002
     ) -> nn.Embedding:
-        """The embedding as it is, if it has enough rows.
+        """Return the embedding unchanged, if it has enough rows.
 
-        Scripts compare the tokenizer's length with ``weight.shape[0]``, which is a shard's here, and come here though
-        there is nothing to do. So asking for fewer rows is logged and changes nothing.
+        Scripts compare the tokenizer's length with ``weight.shape[0]``. That is a shard's size here, so they may call
+        this without need. A request for fewer rows is therefore only logged.
 
         Raises:
-            CuboidError: more rows are asked for.
+            CuboidError: more rows are requested.
         """
         present = self.cuboid.whole.limits.tokens
         wanted = present if new_num_tokens is None else new_num_tokens
@@ -62,7 +62,7 @@ class WholeInterface:
         return embedding
 
     def set_input_embeddings(self, *_: Any, **__: Any) -> None:
-        """Not on a sharded model.
+        """Not supported on a sharded model.
 
         Raises:
             CuboidError: always.
@@ -70,7 +70,7 @@ class WholeInterface:
         raise CuboidError("set_input_embeddings: replace modules before the model is sharded")
 
     def set_output_embeddings(self, *_: Any, **__: Any) -> None:
-        """Not on a sharded model.
+        """Not supported on a sharded model.
 
         Raises:
             CuboidError: always.
@@ -78,15 +78,15 @@ class WholeInterface:
         raise CuboidError("set_output_embeddings: replace modules before the model is sharded")
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The head, with the weight of the whole model. Computing with it isn't split: each rank does all of it."""
+        """The head, with the whole model's weight. Its computation isn't sharded: each rank does all of it."""
         head: nn.Module | None = super().get_output_embeddings()  # type: ignore[misc]
         return WholeHead(head) if isinstance(head, ShardedLinear) else head
 
     def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Parameters of the whole model, each counted once; as ``PreTrainedModel.num_parameters``.
+        """Number of the whole model's parameters, tied ones counted once; as ``PreTrainedModel.num_parameters``.
 
         Raises:
-            CuboidError: ``only_trainable`` of a pipeline, where a stage doesn't know what others train.
+            CuboidError: ``only_trainable`` in a pipeline, since a stage can't see which parameters others train.
         """
         whole = self.cuboid.whole
         left_out = whole.embeddings if exclude_embeddings else ()
@@ -99,17 +99,17 @@ class WholeInterface:
         return sum(counts.values())
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Of a model on one rank. On several it would be this rank's part, under the names of whole tensors.
+        """The state dict of a model on one rank. On several, it would have shards under the names of whole tensors.
 
         Raises:
-            UnsupportedModelError: the model is on several ranks; it names what gives whole tensors.
+            UnsupportedModelError: the model is on several ranks; the message names what returns whole tensors.
         """
         if len(self.cuboid.mesh.copy_ranks) > 1:
             check_knows_of_shards(self)
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """Of a model on one rank.
+        """Load a state dict into a model on one rank.
 
         Raises:
             CuboidError: the model is on several ranks.
@@ -122,13 +122,13 @@ class WholeInterface:
         return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ``GenerationMixin.generate``, without a cache of keys and values. All ranks of the mesh call it.
+        """As ``GenerationMixin.generate``, without a KV cache. Collective over the mesh.
 
-        Each step runs the whole sequence, so this is for looking at a model while it is trained. What is sampled is
-        drawn from the generator of the mesh's first rank, whose state all ranks have from then on.
+        Each step runs the whole sequence, so this is meant for samples during training. All ranks sample with the
+        random number generator state of the mesh's first rank, and keep it afterwards.
 
         Raises:
-            UnsupportedModelError: of an encoder-decoder.
+            UnsupportedModelError: the model is an encoder-decoder.
         """
         if self.config.is_encoder_decoder:
             raise UnsupportedModelError(
@@ -142,7 +142,7 @@ class WholeInterface:
         return super().generate(*args, **{**kwargs, "use_cache": False})  # type: ignore[misc]
 
     def push_to_hub(self, *_: Any, **__: Any) -> None:
-        """Not on a sharded model.
+        """Not supported on a sharded model.
 
         Raises:
             CuboidError: always.
@@ -153,15 +153,15 @@ class WholeInterface:
         )
 
     def compile(self: Any, *_: Any, **__: Any) -> None:
-        """Not of a whole model.
+        """Not supported for a whole model.
 
         Raises:
-            UnsupportedModelError: always; it says what can be compiled.
+            UnsupportedModelError: always; the message names what can be compiled.
         """
         raise compiling_refused(self)
 
     def add_adapter(self, *_: Any, **__: Any) -> None:
-        """Not on a sharded model.
+        """Not supported on a sharded model.
 
         Raises:
             UnsupportedModelError: always.
@@ -169,7 +169,7 @@ class WholeInterface:
         raise adapters_refused(f"add_adapter was asked for adapters of PEFT around {type(self).__name__}")
 
     def load_adapter(self, *_: Any, **__: Any) -> None:
-        """Not on a sharded model.
+        """Not supported on a sharded model.
 
         Raises:
             UnsupportedModelError: always.
@@ -178,17 +178,17 @@ class WholeInterface:
 
 
 class WholeHead(nn.Module):
-    """A sharded head as one that knows nothing of meshes.
+    """A sharded head with the interface of a plain linear layer.
 
     Attributes:
-        weight: ``[V, H]``, gathered when it is first asked for, which all ranks of the mesh must do. Its gradients go
-            to the shards; whatever is computed with it must be computed on all ranks alike.
-        bias: ``[V]`` or None.
+        weight: ``[V, H]``, all-gathered at the first access, which is collective over the mesh. Gradients go to the
+            shards; all ranks must compute the same with it.
+        bias: ``[V]`` or None; as ``weight``.
     """
 
     def __init__(self, head: ShardedLinear) -> None:
         super().__init__()
-        # In a tuple, so that its parameters aren't this module's.
+        # In a tuple, so that its parameters aren't registered as this module's.
         self._head = (head,)
         self.in_features, self.out_features = head.in_features, head.out_features
 
@@ -201,13 +201,13 @@ class WholeHead(nn.Module):
         return whole_parameter(self._head[0], "bias")
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[B, S, H]``, whole and the same on all ranks, to ``[B, S, V]``."""
+        """``[B, S, H]`` to ``[B, S, V]``, both whole and the same on all ranks."""
         assert self.weight is not None
         return nn.functional.linear(hidden, self.weight, self.bias)
 
 
 def _share_generator(mesh: Mesh, device: torch.device) -> None:
-    """Give all ranks of the mesh the state of the first one's random generator, which sampling draws from."""
+    """Broadcast the first rank's random number generator state over the mesh, so that all ranks sample alike."""
     if mesh.shape.size == 1:
         return
     module: Any = torch if device.type == "cpu" else torch.get_device_module(device)

@@ -1,4 +1,4 @@
-"""Roles to layouts: how each parameter of a model is cut, and whether a mesh can cut it."""
+"""Derives sharding specs from modules' roles: how each parameter is cut, and whether a mesh can cut it."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from cuboid.tensor3d.experts.experts import ExpertForm
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 _SHOWN_MESHES = 6
-#: Of nothing that was found out: all that there are rules for is split.
+#: The verdict without a probe: everything that has a rule is split.
 _SPLIT = MeshVerdict()
 
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """Everything about a model's layout on a mesh that all ranks share: roles, head counts, layouts."""
+    """How a model is sharded over a mesh, the same on all ranks: roles, head counts, sharding specs ("layouts")."""
 
     mesh: MeshShape
     heads: HeadCounts
     roles: dict[str, Role]
-    #: By module name, then parameter name.
+    #: Sharding specs by module name, then parameter name.
     layouts: dict[str, dict[str, ShardingSpec]]
     verdict: MeshVerdict
 
     @property
     def by_parameter(self) -> dict[str, ShardingSpec]:
-        """Layouts by the parameters' full names."""
+        """Sharding specs by the parameters' full names."""
         return {f"{module}.{name}": layout for module, own in self.layouts.items() for name, layout in own.items()}
 
     def parameters_of(self, model: nn.Module) -> Iterator[tuple[nn.Module, str, ShardingSpec]]:
-        """For each parameter the module of ``model`` that has it, its name in the module, and its layout."""
+        """Yield for each parameter its module in ``model``, its name in the module, and its sharding spec."""
         for path, own in self.layouts.items():
             module = model.get_submodule(path)
             for name, layout in own.items():
@@ -49,16 +49,16 @@ class ParallelPlan:
 
 
 def make_parallel_plan(model: PreTrainedModel, mesh: MeshShape, verdict: MeshVerdict = _SPLIT) -> ParallelPlan:
-    """Lay a model out on a mesh.
+    """Plan how a model is sharded over a mesh.
 
     Args:
         model: on any device, meta included.
-        mesh: its shape.
-        verdict: of the architecture's certification, which says what has to be computed whole.
+        mesh: the mesh's shape.
+        verdict: result of the architecture's certification, which names the blocks that must be computed whole.
 
     Raises:
         UnsupportedModelError: a module or the attention implementation has no rule.
-        MeshError: the mesh doesn't divide the model; names what, and the nearest meshes that do.
+        MeshError: the mesh doesn't divide the model; the message names what, and the nearest meshes that do.
     """
     check_attention(model.config)
     _check_stacks(model)
@@ -72,10 +72,10 @@ def make_parallel_plan(model: PreTrainedModel, mesh: MeshShape, verdict: MeshVer
 
 
 def _check_stacks(model: PreTrainedModel) -> None:
-    """Make sure that an encoder and a decoder have as many heads each, and the same vocabulary.
+    """Check that an encoder and its decoder have equally many heads, and vocabularies of one size.
 
     Raises:
-        UnsupportedModelError: they don't.
+        UnsupportedModelError: they differ.
     """
     if not model.config.is_encoder_decoder:
         return
@@ -93,11 +93,11 @@ def _check_stacks(model: PreTrainedModel) -> None:
 
 
 def _misfits(model: PreTrainedModel, roles: dict[str, Role], mesh: MeshShape) -> list[str]:
-    """What the mesh can't cut, in words; empty if it fits."""
+    """Descriptions of what the mesh can't cut; empty if it fits the model."""
     heads = HeadCounts.of(model.config)
     head_ranks = mesh.of("sequence", "hidden")
     if heads.query % head_ranks and any(role.heads for role in roles.values()):
-        # Which also leaves key/value heads without a layout.
+        # Return at once, since key/value heads can't be planned for such a mesh either.
         return [f"{heads.query} attention heads don't divide by sequence × hidden = {head_ranks}"]
     misfits: list[str] = []
     for name, role in roles.items():
@@ -114,7 +114,7 @@ def _misfits(model: PreTrainedModel, roles: dict[str, Role], mesh: MeshShape) ->
 
 
 def _scattered_misfits(name: str, module: nn.Module, ranks: int) -> list[str]:
-    """An "up" projection's output is cut once more than its weight's block: over sequence and hidden."""
+    """Misfits of an "up" projection's output, which is cut over both sequence and hidden, unlike its weight's rows."""
     features = out_features(module)
     if features % ranks == 0:
         return []
@@ -122,7 +122,7 @@ def _scattered_misfits(name: str, module: nn.Module, ranks: int) -> list[str]:
 
 
 def _expert_misfits(name: str, module: nn.Module, form: ExpertForm, ranks: int) -> list[str]:
-    """The same for each expert's features, of which a gate's and those that it is for belong together."""
+    """Misfits of each expert's features: the inputs of "down", since "up" may have a gate's features as well."""
     features = module.get_parameter(form.down).shape[3 - form.out_dim]
     if features % ranks == 0:
         return []
@@ -130,7 +130,7 @@ def _expert_misfits(name: str, module: nn.Module, form: ExpertForm, ranks: int) 
 
 
 def out_features(module: nn.Module) -> int:
-    """Out features of a linear layer, whichever way its weight is stored."""
+    """Out features of a linear layer or a ``Conv1D``, whose weight is stored transposed."""
     return module.nf if isinstance(module, Conv1D) else module.out_features  # type: ignore[return-value]
 
 
@@ -169,7 +169,7 @@ def _layout(
     if role.kind in ("gathered", "whole", "inside"):
         return ShardingSpec(shape, ((),) * len(shape))
     if role.kind == "norm":
-        # Over heads, it lies as what a projection adds to them.
+        # The weight of a norm over heads is sharded like the bias of the projection to these heads.
         return ShardingSpec(
             shape, (("hidden",) if role.heads is None else _feature_axes("bias", role, heads, mesh)[0],)
         )
@@ -188,7 +188,7 @@ def _layout(
     if role.experts is not None:
         return _expert_layout(name, shape, role.experts)
     if role.kind == "router":
-        # What isn't multiplied with the features of a token is small, and computed with on every rank.
+        # Other parameters of a router are small, so every rank unshards them whole.
         is_multiplied = len(shape) == 2 and shape[-1] == role.width
         return ShardingSpec(shape, ((), ("hidden",)) if is_multiplied else ((),) * len(shape))
     parts = role.parts
@@ -201,11 +201,12 @@ def _layout(
 
 
 def _expert_layout(name: str, shape: tuple[int, ...], form: ExpertForm) -> ShardingSpec:
-    """As :func:`_feature_axes` cuts each expert; whole experts are handed out over `batch`."""
+    """As :func:`_feature_axes`, for each expert's features; whole experts are distributed over `batch`."""
     is_up = name in (form.up, form.up_bias)
     parts = form.parts if is_up else 1
     if name in form.biases:
-        # Behind the reduce-scatter of "up"; for "down", where tokens are a rank's own.
+        # Biases are added after the products' reduce-scatters: after "up" features are cut over both axes, after "down"
+        # over `hidden`.
         return ShardingSpec(shape, ((), ("sequence", "hidden") if is_up else ("hidden",)), (1, parts))
     out: tuple[Axis, ...] = ("sequence",) if is_up else ("hidden",)
     into: tuple[Axis, ...] = ("hidden",) if is_up else ("sequence",)
@@ -217,11 +218,11 @@ def _expert_layout(name: str, shape: tuple[int, ...], form: ExpertForm) -> Shard
 def _feature_axes(
     name: str, role: Role, heads: HeadCounts, mesh: MeshShape
 ) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
-    """Axes that cut the out and the in features of an up or down projection's block."""
+    """Axes that cut the out and the in features of an "up" or "down" projection's block."""
     if role.kind == "down":
         return ("hidden",), ("sequence",)
     if role.heads == "key_value":
-        # Whether the heads are handed out evenly is the same on every rank, so any coordinate will do.
+        # Whether the heads divide evenly is the same on every rank, so any coordinate will do.
         plan = plan_key_value_heads(heads, mesh, Coordinate(0, 0, 0, 0, 0))
         if not plan.scattered:
             return (("sequence",) if plan.split_by_sequence else ()), ("hidden",)

@@ -40,15 +40,15 @@ from cuboid.tensor3d.sharding.sharded_param import (
 )
 from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
-#: Attributes of attention modules, by what they count.
+#: Attributes of attention modules for numbers of heads, and for features of all heads.
 _QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
 _FEATURES = ("split_size", "embed_dim", "hidden_size", "all_head_size", "attn_hidden_size", "hidden_dim")
-#: Attributes of blocks with experts, and of their routers: features of a token.
+#: Attributes of blocks with experts, and of their routers, for the features of a token.
 _WIDTHS = ("hidden_dim", "hidden_size", "input_size")
-#: What a forward of attention calls the sequence that keys and values are made of, where that isn't its own input.
+#: Argument names of cross-attention's forward for the sequence that keys and values are computed from.
 _SOURCES = ("key_value_states", "encoder_hidden_states")
-#: Gives the shard of a parameter: cut from a whole tensor, or already read as a slice.
+#: Returns the shard of a parameter: cut from the whole tensor, or already read as a slice.
 ShardOf = Callable[[nn.Parameter, ShardingSpec], torch.Tensor]
 
 
@@ -60,20 +60,20 @@ def parallelize_modules(
     shard_of: ShardOf,
     stages: Sequence[Collection[str]] = (),
 ) -> LateSplit | ImageSplit | None:
-    """Swap every module of the parallel plan, dropouts too, and fix the sizes that attention modules read.
+    """Replace every module of the parallel plan and all dropouts, and adapt the sizes that attention modules read.
 
-    Tied parameters stay one parameter. The whole tensors are freed one by one as their modules are swapped.
+    Tied parameters stay one parameter. The whole tensors are freed one by one as their modules are replaced.
 
     Args:
-        model: whole, or what a rank of a pipeline has of it.
-        parallel_plan: for these modules.
-        mesh: of this rank.
+        model: the whole model, or a pipeline rank's part of it.
+        parallel_plan: the plan for these modules.
+        mesh: this rank's mesh.
         config: when to gather weights, and how to reduce gradients.
         shard_of: see :data:`ShardOf`.
-        stages: where a rank of a pipeline has several, the names of the layers of each, which run by themselves.
+        stages: on a pipeline rank, the layers' names of each of its stages; the stages run separately.
 
     Returns:
-        What splits activations at the first layer, if something does.
+        The hooks that split activations at the first layer; None if the embedding splits them.
     """
     _split_attributes(model, parallel_plan, mesh)
     _split_widths(model, parallel_plan, mesh)
@@ -123,7 +123,7 @@ def parallelize_modules(
 
 
 class _Shards:
-    """Turns parameters into shards, each only once however many modules share it."""
+    """Turns parameters into shards; a tied parameter becomes one shard that all of its modules share."""
 
     def __init__(self, model: PreTrainedModel, shard_of: ShardOf) -> None:
         self._shard_of = shard_of
@@ -132,14 +132,14 @@ class _Shards:
         self._shared: dict[int, nn.Parameter] = {}
 
     def take(self, module: nn.Module, name: str, layout: ShardingSpec) -> nn.Parameter:
-        """The shard of a module's parameter. The module keeps a memory-less placeholder for the whole one."""
+        """The shard of a module's parameter. The module's own parameter is replaced by one on the meta device."""
         whole = getattr(module, name)
         if id(whole) in self._shared:
             return self._shared[id(whole)]
         with torch.no_grad():
             shard = nn.Parameter(self._shard_of(whole, layout), requires_grad=whole.requires_grad)
         if self._uses[id(whole)] > 1:
-            # The other users keep the whole tensor alive, and with it its id, until the last of them is swapped.
+            # The other modules keep the whole tensor alive, so no other tensor gets its id until all are replaced.
             self._shared[id(whole)] = shard
         module.register_parameter(name, nn.Parameter(torch.empty_like(whole, device="meta")))
         return shard
@@ -148,7 +148,7 @@ class _Shards:
 def _shard_mixture(
     module: nn.Module, role: Role, parameters: dict[str, nn.Parameter], layouts: dict[str, ShardingSpec], mesh: Mesh
 ) -> None:
-    """Experts and routers, whose own code keeps running, in place."""
+    """Shard experts or a router in place; their own code keeps running."""
     if role.experts is None:
         shard_in_place(module, ShardedRouter, parameters, mesh=mesh, layouts=layouts)
         assert isinstance(module, ShardedRouter)
@@ -161,7 +161,7 @@ def _shard_mixture(
 
 
 def _forget_values(module: nn.Module) -> None:
-    """Leave shapes and dtypes only. ``module.to("meta")`` can't swap what torch holds weak references to."""
+    """Move a module to the meta device. ``module.to("meta")`` can't swap tensors that have weak references."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None and not parameter.is_meta:
@@ -177,7 +177,8 @@ def _build(
 ) -> nn.Module:
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if role.kind == "gathered" and role.norm is not None and role.norm.kind == "rms":
-        # All ranks have all latents: what is saved of them isn't split, and the model's own code would save more.
+        # All ranks have the whole latents, so what autograd saves of them isn't split. This class saves less than the
+        # model's own code.
         return ShardedRMSNorm(
             weight, bias, mesh=mesh, layouts=layouts, eps=role.norm.eps, offset=role.norm.offset, axes=()
         )
@@ -211,6 +212,7 @@ def _norm_over_heads(
     if role.heads == "key_value":
         plan = plan_key_value_heads(heads, mesh.shape, mesh.coordinate)
         rows = None if plan.scattered else _bias_rows(plan, heads.dim)
+        # The norm sums squares over all ranks, in which a KV head that several ranks keep must count once.
         found = copies_of_key_value_heads(heads, mesh.shape, mesh.coordinate)
         copies = torch.tensor(found).repeat_interleave(heads.dim) if max(found) > 1 else None
     assert role.norm is not None
@@ -221,7 +223,7 @@ def _norm_over_heads(
 def _product(
     linear: ShardedLinear, role: Role, parallel_plan: ParallelPlan, in_first: bool
 ) -> tuple[Product, torch.Tensor | None]:
-    """The multiplication of a role, and the bias entries to add."""
+    """A linear layer's product on the mesh, and the indices of the bias elements to add; None for all of them."""
     weight, mesh = linear.sharded_params["weight"], linear.mesh
     if role.kind == "down":
         return down_product(weight, in_first=in_first), None
@@ -252,7 +254,7 @@ def _bias_rows(plan: KeyValuePlan, head_dim: int) -> torch.Tensor:
 
 
 def _fuse_projections(model: PreTrainedModel, parallel_plan: ParallelPlan) -> None:
-    """Gather the sequence once where a block's "up" projections live, and at the head."""
+    """Fuse each block's "up" projections, so that the sequence is gathered once for all of them; the head alike."""
     key_value_projections: dict[str, list[ShardedLinear]] = {}
     latents: dict[str, list[ShardedLinear]] = {}
     up_projections: dict[str, list[ShardedLinear]] = {}
@@ -296,7 +298,7 @@ def _fused(
     keys_and_values: list[ShardedLinear],
     down_projections: list[ShardedLinear],
 ) -> FusedProjections | CrossProjections:
-    """The hook of a block, which may be attention of one sequence to another."""
+    """The hook that fuses a block's projections; cross-attention has queries of another sequence than its keys."""
     parameters = inspect.signature(block.forward).parameters
     source = next((name for name in _SOURCES if name in parameters), None)
     queries = [each for each in projections if each not in keys_and_values]
@@ -306,7 +308,7 @@ def _fused(
 
 
 def _prefetch_layers(model: PreTrainedModel, parallel_plan: ParallelPlan, stages: Sequence[Collection[str]]) -> None:
-    """Let layers prefetch one another's parameters."""
+    """Register prefetching between the layers of each stage, or of the whole model."""
     attention = attention_modules(parallel_plan)
     layers = [layer for layer in layer_names(model) if any(name.startswith(f"{layer}.") for name in attention)]
     if not layers:
@@ -317,7 +319,7 @@ def _prefetch_layers(model: PreTrainedModel, parallel_plan: ParallelPlan, stages
 
 
 def _split_attributes(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh) -> None:
-    """Give attention modules the counts of this rank's heads, which some of them read in their forward."""
+    """Set attention modules' numbers of heads and features to this rank's, since some of them read these in forward."""
     attention = attention_modules(parallel_plan)
     if not attention:
         return
@@ -337,7 +339,7 @@ def _split_attributes(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh:
 
 
 def _split_widths(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh) -> None:
-    """Give routers, and the blocks that they are in, the number of a token's features that they see of it here."""
+    """Set the width of routers, and of the modules around them inside a layer, to this rank's H/h features."""
     layers = layer_names(model)
     for name, role in parallel_plan.roles.items():
         while role.kind == "router" and name and name not in layers:
@@ -349,7 +351,7 @@ def _split_widths(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mes
 
 
 def _share_key_value_heads(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh) -> None:
-    """Tell attention modules how many query heads share a KV head on this rank."""
+    """Set in attention modules how many query heads share a KV head on this rank."""
     attention = attention_modules(parallel_plan)
     if not attention:
         return
@@ -369,12 +371,12 @@ def attention_modules(parallel_plan: ParallelPlan) -> list[str]:
 
 
 def whole_blocks(parallel_plan: ParallelPlan) -> list[str]:
-    """Names of the blocks that are computed whole."""
+    """Names of the blocks that every rank of sequence × hidden computes whole."""
     return [name for name, role in parallel_plan.roles.items() if role.kind == "whole"]
 
 
 def _split_late(model: PreTrainedModel, late: LateSplit) -> None:
-    """Have activations split in layers, and whole around them."""
+    """Register hooks that split activations before the first layer and gather them after the last one."""
     head = output_embeddings(model)
     for embedding in token_embeddings(model):
         embedding.register_forward_hook(late.begin)
@@ -392,7 +394,7 @@ def _split_late(model: PreTrainedModel, late: LateSplit) -> None:
 
 
 def _split_images(model: PreTrainedModel, images: ImageSplit) -> None:
-    """Have activations split in each list of layers, and whole around them."""
+    """Register hooks that split activations before each list of layers and gather them after it."""
     layers = layer_names(model)
     for name in layers:
         group, _, number = name.rpartition(".")
@@ -403,7 +405,7 @@ def _split_images(model: PreTrainedModel, images: ImageSplit) -> None:
 
 
 def _swap_dropouts(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh) -> None:
-    """Outside of blocks that are computed whole, and have their own way with random numbers."""
+    """Replace dropouts, except in blocks that are computed whole, which set their own random number generator."""
     blocks, base, layers = whole_blocks(parallel_plan), f"{model.base_model_prefix}.", layer_names(model)
     for name, module in list(model.named_modules()):
         if type(module) is nn.Dropout and not any(name.startswith(f"{block}.") for block in blocks):
@@ -411,6 +413,6 @@ def _swap_dropouts(model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Me
             new = CommonDropout(module.p, mesh) if is_whole else ShardedDropout(module.p, mesh)
             is_image = parallel_plan.verdict.inputs == "pixels" and not is_whole
             if is_image and not any(name.startswith(f"{layer}.") for layer in layers):
-                # Whole features of all positions, on all ranks of sequence × hidden.
+                # Outside of layers, all ranks of sequence × hidden have the same images whole, and must draw alike.
                 new = ShardedDropout(module.p, mesh, ("batch",))
             model.set_submodule(name, new.train(module.training))

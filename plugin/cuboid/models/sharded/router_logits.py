@@ -1,9 +1,8 @@
-"""Router logits of a whole micro-batch, for the loss that a model's own code makes of them.
+"""Gathers the router logits of a whole micro-batch, for the loss that a model's own code computes from them.
 
 transformers' load balancing loss is a product of means over all tokens of a micro-batch and all layers, which isn't the
-sum of what it would be of their parts. So the code around the base model gets the logits of all tokens, and the whole
-mask, as it would on one process, and computes the same on all ranks: whatever it does with the result, and however it
-scales it, is what it does there.
+sum of the losses of parts. So the code around the base model gets the logits of all tokens and the whole mask, as on a
+single process, and computes the same on all ranks. However it scales and uses the loss, the result is the same.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from cuboid.models.batch.batch import LocalBatch
 
 @contextmanager
 def whole_router_logits(base: nn.Module, batch: LocalBatch, mesh: Mesh, *, are_split: bool) -> Iterator[None]:
-    """Let a base model give whole router logits, for the time of a ``with``.
+    """In the ``with`` block, a base model returns whole router logits.
 
     Args:
-        base: what is called with the whole mask, but needs the rank's own rows of it.
-        batch: that is running.
-        mesh: of the model.
-        are_split: whether routers see a rank's own tokens.
+        base: the base model. It is called with the whole mask, but needs the rank's own rows of it.
+        batch: the rank's part of the micro-batch that is running.
+        mesh: the model's mesh.
+        are_split: whether routers see only the rank's own tokens.
 
     Raises:
-        UnsupportedModelError: they don't.
+        UnsupportedModelError: ``are_split`` is false.
     """
     if not are_split:
         raise UnsupportedModelError(
@@ -56,7 +55,7 @@ class _WholeLogits:
         self._batch, self._mesh = batch, mesh
 
     def give_own_mask(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A forward pre-hook of the base model."""
+        """A forward pre-hook of the base model that replaces the whole mask by the rank's own rows."""
         own = self._batch.tensors.get("attention_mask")
         return None if own is None else (args, {**kwargs, "attention_mask": own})
 
@@ -80,7 +79,7 @@ class _WholeLogits:
 
 
 class _Gather(torch.autograd.Function):
-    """``[L, B/b, S/s, E]``, the same along `hidden`, to ``[L, B, S, E]`` on all ranks, which compute the same of it."""
+    """``[L, B/b, S/s, E]``, equal along `hidden`, to ``[L, B, S, E]``, from which all ranks compute the same."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -90,5 +89,5 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         own = own_slice(own_slice(gradient, 2, ctx.mesh.along("sequence")), 1, ctx.mesh.along("batch"))
-        # Gradients of logits are added up over `hidden`, where every rank has all of this one.
+        # Gradients of logits are summed over `hidden`, and each of its ranks has this one completely.
         return own / ctx.mesh.size("hidden"), None

@@ -68,7 +68,7 @@ class WholeModel:
     """Facts about the whole model that a sharded one, or a stage, keeps.
 
     Args:
-        parameters: number of elements by name, each parameter once.
+        parameters: number of elements of each parameter by name; tied ones are counted once.
         embeddings: the names of embeddings' weights.
         limits: which values a micro-batch may contain.
     """
@@ -81,7 +81,13 @@ class WholeModel:
     def of(
         cls, model: PreTrainedModel, positions: int | None, shapes: Mapping[str, Sequence[int]] | None = None
     ) -> WholeModel:
-        """Of a whole model with so many learned positions. ``shapes`` has the whole shapes of parameters if sharded."""
+        """Collect the facts from a model.
+
+        Args:
+            model: before its modules are sharded.
+            positions: number of learned positions, or None.
+            shapes: whole shapes by parameter name, if parameters are already shards.
+        """
         shapes = shapes or {}
         counts = {name: math.prod(shapes.get(name, own.shape)) for name, own in model.named_parameters()}
         tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
@@ -92,9 +98,9 @@ class WholeModel:
 
 
 class FormerParameters:
-    """The parameters that a model had before it was sharded, to recognise those of an optimizer that was made then.
+    """Weak references to the parameters that a model had before it was sharded.
 
-    It has weak references only.
+    They identify the parameters of an optimizer that was created before.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -103,7 +109,7 @@ class FormerParameters:
             self._names.setdefault(id(parameter), (weakref.ref(parameter), []))[1].append(name)
 
     def names_of(self, parameter: nn.Parameter) -> Sequence[str]:
-        """The names that a parameter had, several if it was tied; none if it wasn't the model's."""
+        """The names that a parameter had, several if it was tied; empty if it wasn't the model's."""
         reference, names = self._names.get(id(parameter), (None, []))
         # Once an object is freed, another one may have its id.
         return names if reference is not None and reference() is parameter else []
@@ -126,9 +132,9 @@ class Sharding:
     former: FormerParameters = field(default_factory=FormerParameters)
     #: Writes the model as a Hugging Face checkpoint. The loader sets it, because the saver imports this module.
     save: Callable[..., None] | None = None
-    #: What the probe of the architecture on a mesh found to be right.
+    #: Result of the architecture's probe on a mesh.
     verdict: MeshVerdict = field(default_factory=MeshVerdict)
-    #: Whether routers get a rank's own tokens only: there are routers outside blocks that are computed whole.
+    #: Whether routers see only the rank's own tokens, as those outside of blocks that are computed whole do.
     splits_routers: bool = False
     #: The language model's head.
     head: nn.Module | None = None
@@ -148,13 +154,13 @@ class ShardedModel(WholeInterface):
     cuboid: Sharding
 
     def save_pretrained(self, directory: Any, **kwargs: Any) -> None:
-        """As ``PreTrainedModel.save_pretrained``, whole. All ranks must call it, and each writes its share."""
+        """Save the whole model as ``PreTrainedModel.save_pretrained`` does. Collective; each rank writes its share."""
         save = self.cuboid.save
         assert save is not None, "a model that neither a loader nor cuboid.shard made"
         save(self, directory, **kwargs)
 
     def counted_parameters(self: Any) -> list[nn.Parameter]:
-        """This rank's parameters for sums over all ranks of a copy of the model: each element has one owner."""
+        """This rank's parameters for sums over the ranks of one model copy: each element is counted on one rank."""
         return list(self.parameters())
 
 
@@ -167,7 +173,15 @@ class ShardedBase:
 def shard_modules(
     model: PreTrainedModel, parallel_plan: ParallelPlan, mesh: Mesh, config: TensorParallelConfig, shard_of: ShardOf
 ) -> PreTrainedModel:
-    """Shard a model over a mesh, in place."""
+    """Shard a model over a mesh, in place.
+
+    Args:
+        model: the whole model, perhaps with parameters that are already shards.
+        parallel_plan: how its modules are sharded over ``mesh``.
+        mesh: this rank's mesh.
+        config: the tensor parallel settings.
+        shard_of: see :data:`~cuboid.models.sharded.parallelize.ShardOf`.
+    """
     shapes = {name: layout.shape for name, layout in parallel_plan.by_parameter.items()}
     whole = WholeModel.of(model, learned_positions(model), shapes)
     whole = replace(whole, limits=_limits_of_task(whole.limits, model, parallel_plan.verdict))
@@ -179,7 +193,7 @@ def shard_modules(
         images = late if isinstance(late, ImageSplit) else None
         use_sharded_attention(config_of_part, list(attention.values()), mesh, images)
     for name in whole_blocks(parallel_plan):
-        # A block that is computed whole has all heads, and draws its own random numbers.
+        # A block that is computed whole has all heads, and sets its own random number generator.
         for config_of_part in configs.values():
             use_sharded_attention(config_of_part, list(model.get_submodule(name).modules()), None)
     if whole.limits.targets.task == "causal":
@@ -207,7 +221,7 @@ def shard_modules(
 
 
 def hook_heads(model: PreTrainedModel) -> None:
-    """Make heads of few outputs, which all ranks compute whole, drop the rows and positions of padding."""
+    """Make heads with few outputs, whose logits all ranks have whole, drop padding rows and positions."""
     sharding: Any = model.cuboid
     for module in model.modules():
         if isinstance(module, LabelsHead):
@@ -235,7 +249,7 @@ def position_tables(model: PreTrainedModel) -> list[nn.Embedding]:
     """The embeddings of learned positions."""
     try:
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    except ValueError:  # Several parts that could be meant.
+    except ValueError:  # Composite configs may have several text configs.
         return []
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
     # Some tables have a few rows more than there are positions.
@@ -250,10 +264,10 @@ def learned_positions(model: PreTrainedModel) -> int | None:
 
 @dataclass
 class _VerdictReader:
-    """A forward hook of the first attention: the host reads the result of the batch check here.
+    """A forward hook of the first attention, at which the host waits for the result of the batch check.
 
-    By then the device has enough queued work not to idle. And it is early enough if ranks' sequences differ in length:
-    mismatched collectives hang the device, but the host gets here.
+    Waiting here is late enough that the device has queued work and doesn't idle. It is early enough to report that
+    ranks' sequences differ in length: mismatched collectives hang the device, but the host gets here.
     """
 
     sharding: Sharding
@@ -265,7 +279,7 @@ class _VerdictReader:
 
 
 def _guard_ends(model: PreTrainedModel) -> None:
-    """Make the embedding and the head raise an error when called directly: their inputs and outputs are parts."""
+    """Make the embedding and the head raise an error when called directly: they take or return a rank's part."""
     ends: dict[nn.Module | None, str] = dict.fromkeys(token_embeddings(model), "embedding")
     ends[model.get_output_embeddings()] = "head"
     for module, what in ends.items():
@@ -351,7 +365,7 @@ def _arguments(signature: inspect.Signature, model: Any, args: tuple, kwargs: di
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _reject_compiling(model: Any, is_compiling: bool) -> None:
-    # torch.compile runs `assume_constant_result` functions eagerly, so the user sees this error and not one of its own.
+    # torch.compile runs `assume_constant_result` functions eagerly, so the user sees this error instead of its own.
     if is_compiling:
         raise compiling_refused(model)
 
@@ -369,7 +383,7 @@ def _forward_of(sharding: Sharding) -> Callable[[Any, Any, dict[str, Any]], Any]
 
 
 def _task_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
-    """Forward of a classifier or the like: its own code around the base model gets whole micro-batches on all ranks."""
+    """Forward of a classifier or the like: the code around its base model runs on whole micro-batches on all ranks."""
     sharding: Sharding = model.cuboid
     given = {name: arguments[name] for name in TARGETS if arguments.get(name) is not None}
     if _has_input(arguments):
@@ -384,7 +398,7 @@ def _task_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> A
 
 
 def _has_input(arguments: dict[str, Any]) -> bool:
-    """Whether there is an input for targets to be compared with; a missing one raises an error later."""
+    """Whether there is an input to check targets against; a missing one raises an error later."""
     return any(arguments.get(name) is not None for name in ("input_ids", "pixel_values"))
 
 
@@ -414,7 +428,7 @@ def _loss_in_place(
 
 
 def _sequence_to_sequence_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
-    """Forward of an encoder-decoder: the encoder runs on the source, then the model's own forward on its output."""
+    """Forward of an encoder-decoder: the encoder runs first, then the model's own forward with the encoder's output."""
     sharding: Sharding = model.cuboid
     as_tuple = arguments.pop("return_dict", None) is False
     if arguments.get("input_ids") is not None:
@@ -449,10 +463,10 @@ def _sequence_to_sequence_forward(model: Any, base_forward: Any, arguments: dict
 
 
 def _with_decoder_ids(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """A forward's arguments with ``decoder_input_ids``, which the model's own code makes from the labels if not given.
+    """Add ``decoder_input_ids`` to a forward's arguments if missing; the model's own code derives them from labels.
 
     Raises:
-        CuboidError: there are neither, or the model's code for it isn't known.
+        CuboidError: there are neither ids nor labels, or the model's code for deriving them isn't found.
     """
     if arguments.get("decoder_input_ids") is not None:
         return arguments
@@ -466,7 +480,7 @@ def _with_decoder_ids(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _vocabulary_parts(model: Any) -> Iterator[None]:
-    """In the ``with`` block, the model has the rank's part of buffers with a number per logit (BART's logit bias)."""
+    """In the ``with`` block, buffers with one element per logit (BART's logit bias) are cut to the rank's part."""
     size, along = model.cuboid.whole.limits.tokens, model.cuboid.mesh.along("sequence")
     rows = model.cuboid.head.sharded_params["weight"].block_shape[0]
     whole = {name: x for name, x in model._buffers.items() if x is not None and x.shape[-1:] == (size,)}
@@ -491,7 +505,7 @@ def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
         bounded = not gathers and _wants_loss_only(model, batch)
         local = _local_arguments(model, batch)
         if gathers:
-            # The model's own code computes a loss from whole logits: give it whole labels.
+            # The model's own code computes the loss from gathered logits, so it needs whole labels too.
             sharding.batch = batch
             local.update({name: arguments[name] for name in LABELS if name in local})
         wants_routers = arguments.get("output_router_logits")
@@ -501,6 +515,7 @@ def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
             stack.enter_context(
                 whole_router_logits(model.base_model, batch, sharding.mesh, are_split=sharding.splits_routers)
             )
+            # The model's own router loss takes the whole mask; a hook gives the base model the rank's own rows of it.
             local.update({name: arguments[name] for name in ("attention_mask",) if name in local})
         run = functools.partial(base_forward, **local, return_dict=True)
         if bounded:
@@ -518,7 +533,7 @@ def _forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
 
 @uncompiled
 def _gather_logits(sharding: Sharding, head: Any, _: Any, logits: torch.Tensor) -> torch.Tensor:
-    """A forward hook of a head whose logits the model's own code computes a loss from: gathers them."""
+    """A forward hook of the head that gathers logits, for a model whose own code computes the loss from them."""
     batch = sharding.batch
     assert batch is not None
     size = head.out_features
@@ -528,14 +543,14 @@ def _gather_logits(sharding: Sharding, head: Any, _: Any, logits: torch.Tensor) 
 
 @uncompiled
 def _without_padding(sharding: Sharding, _: Any, __: Any, logits: torch.Tensor) -> torch.Tensor:
-    """A forward hook of a head whose logits are whole: removes padding rows and positions."""
+    """A forward hook of a head with whole logits that removes padding rows and positions."""
     batch = sharding.batch
     assert batch is not None
     return logits[: batch.rows, : batch.length].contiguous()
 
 
 def _base_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> Any:
-    """Forward of a base model without a language model around it: hidden states ``[B, S, H]``, whole on every rank.
+    """Forward of a base model that isn't called by a language model: ``[B, S, H]`` hidden states, whole on every rank.
 
     They stay split if a sharded head follows.
     """
@@ -551,14 +566,14 @@ def _base_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> A
     with _taken(model, arguments) as batch:
         output = base_forward(**_local_arguments(model, batch), return_dict=True)
     if isinstance(sharding.late, LateSplit):
-        # Here, because the base model's hook, which does the same, runs only after this function.
+        # The base model's hook does the same, but runs only after this function.
         output = sharding.late.end(model, None, output)
     whole_for_head(model, sharding, output, batch)
     return output.to_tuple() if as_tuple else output
 
 
 def whole_for_head(base: nn.Module, sharding: Sharding, output: ModelOutput, batch: LocalBatch) -> None:
-    """Gather a base model's output, in place, as far as the head after it needs it whole."""
+    """Gather those entries of a base model's output that the following head needs whole, in place."""
     sharding.batch = batch
     for name, x in output.items():
         if name == "pooler_output" or (name == "last_hidden_state" and isinstance(sharding.late, ImageSplit)):
@@ -572,7 +587,7 @@ def whole_for_head(base: nn.Module, sharding: Sharding, output: ModelOutput, bat
 
 @contextmanager
 def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
-    """Take this rank's part of a micro-batch, and check the micro-batch and the model."""
+    """Yield this rank's part of a micro-batch for a forward, and check the micro-batch and the model. Collective."""
     sharding: Sharding = model.cuboid
     sharding.mesh.connect()
     if not sharding.checked:
@@ -609,17 +624,17 @@ def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
 
 
 def _packing_of(arguments: dict[str, Any], batch: LocalBatch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The positions that the model gets, and which packed sequences they belong to."""
+    """The positions that the model gets, and the index of each one's packed sequence; see ``known_packing``."""
     positions = batch.tensors.get("position_ids")
     if positions is None:
         return None, None
-    # Positions that weren't given count upwards in one sequence. With a mask, transformers doesn't look for packing.
+    # Positions that the user didn't give count up in one sequence. With a mask, transformers ignores packing.
     may_be_packed = arguments.get("position_ids") is not None and arguments.get("attention_mask") is None
     return positions, find_packed_sequence_indices(positions) if may_be_packed else None
 
 
 def _check_modules(model: nn.Module, made: dict[nn.Module, type[nn.Module]]) -> None:
-    """Check that no modules with weights were added or replaced after sharding: those weights wouldn't be split."""
+    """Check that no modules with weights were added or replaced after sharding, since those wouldn't be sharded."""
     for name, module in model.named_modules():
         if made.get(module) is not type(module) and any(True for _ in module.parameters()):
             raise UnsupportedModelError(
@@ -629,8 +644,8 @@ def _check_modules(model: nn.Module, made: dict[nn.Module, type[nn.Module]]) -> 
 
 
 def _local_arguments(model: Any, batch: LocalBatch) -> dict[str, Any]:
-    # The embedding runs here: it takes the ids of the whole sequence and returns the rank's part, but the model's own
-    # code would take all later shapes from those of the ids.
+    # A sharded embedding takes the whole sequence's ids and returns the rank's part. Given ids, the model's own code
+    # would derive all later shapes from theirs, so look them up here and give it embeddings instead.
     tensors = dict(batch.tensors)
     if model.cuboid.verdict.inputs == "pixels":
         return {**batch.options, **tensors}
@@ -669,7 +684,7 @@ def sharded_loss(
     mesh: Mesh,
     **_: Any,
 ) -> torch.Tensor:
-    """Replaces Hugging Face's ``ForCausalLMLoss``, on logits ``[B/b, S/h, V/s]``."""
+    """Replaces Hugging Face's ``ForCausalLMLoss``, for sharded logits ``[B/b, S/h, V/s]`` and labels ``[B/b, S]``."""
     return sharded_cross_entropy(
         logits,
         predicted(labels, shift_labels, ignore_index),

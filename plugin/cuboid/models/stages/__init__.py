@@ -1,1 +1,1 @@
-"""One pipeline stage of a model: what it consists of, how it is cut, and how it runs segment by segment."""
+"""One pipeline stage of a model: how it is cut out of the model, and how it runs segment by segment."""

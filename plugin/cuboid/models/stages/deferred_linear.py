@@ -1,7 +1,7 @@
 """Plain linear layers whose weight gradient can be computed later, for stages without a mesh.
 
-The products are those of ``nn.Linear`` and of Hugging Face's ``Conv1D``, forward and backward, so results are the same
-to the bit; see :mod:`cuboid.tensor3d.sharding.weight_gradients` for how it is deferred.
+The products are those of ``nn.Linear`` and of Hugging Face's ``Conv1D``, forward and backward, so results are bitwise
+equal. For how gradients are deferred see :mod:`cuboid.tensor3d.sharding.weight_gradients`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore, new_e
 
 
 def defer_weight_gradients(modules: Iterable[nn.Module], store: WeightGradientStore) -> None:
-    """Let the linear layers in some modules defer to a store whenever that is open.
+    """Make the linear layers in some modules defer weight gradients to a store whenever it is open.
 
-    Those are exactly ``nn.Linear`` and ``Conv1D``, and :class:`ShardedLinear` on a mesh. A subclass of somebody else's
-    may compute something else, and keeps its weight gradient where it was.
+    These are :class:`ShardedLinear`, and modules whose class is exactly ``nn.Linear`` or ``Conv1D``. Any other subclass
+    may compute something else, so its weight gradient isn't deferred.
     """
     for parent in modules:
         for module in parent.modules():
@@ -56,13 +56,16 @@ class _DeferredConv1D(Conv1D):  # type: ignore[misc]
 
 _DEFERRED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: _DeferredLinear, Conv1D: _DeferredConv1D}
 for _plain, _deferred in _DEFERRED.items():
-    # Reports and PEFT's rules read a module's class by its name.
+    # Reports and PEFT identify a module's class by its name.
     _deferred.__name__ = _plain.__name__
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """What is no tensor of the graph: the weight, whose gradient goes another way, and how it lies."""
+    """A layer's weight, whose gradient bypasses autograd's graph, and its memory layout.
+
+    ``in_first``: the weight is stored ``[I, O]`` instead of ``[O, I]``.
+    """
 
     weight: torch.Tensor
     store: WeightGradientStore
@@ -96,7 +99,7 @@ class _Multiply(torch.autograd.Function):
         layer: _Layer = ctx.layer
         needs_x, needs_bias, *_ = ctx.needs_input_grad
         rows = dy.flatten(0, -2)
-        # By ``data``, for any view of the input would keep its whole graph, with all that other backwards have saved.
+        # ``.data``, because a view would keep the input's whole graph alive, with everything it saved for backward.
         layer.store.add(_DeferredProduct(layer, x.data.flatten(0, -2), rows.data))
         dx = rows.mm(weight.t() if layer.in_first else weight).view(x.shape) if needs_x else None
         return dx, rows.sum(0) if needs_bias else None, None, None, None
@@ -107,7 +110,7 @@ class _DeferredProduct:
     """See :class:`~cuboid.tensor3d.sharding.weight_gradients.DeferredProduct`.
 
     Args:
-        layer: whose product it is.
+        layer: the layer that multiplied.
         x: input, ``[tokens, I]``.
         dy: gradient of the output, ``[tokens, O]``.
     """
@@ -118,14 +121,14 @@ class _DeferredProduct:
 
     @property
     def key(self) -> Hashable:
-        """One for each weight."""
+        """Identifies the weight."""
         return id(self.layer.weight)
 
     def gradients(self, others: Sequence[_DeferredProduct]) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        """One product over the tokens of all units."""
+        """The weight with its gradient, computed as one product over the tokens of all units."""
         x, dy = self.x, self.dy
         if others:
             x, dy = torch.cat([x, *(each.x for each in others)]), torch.cat([dy, *(each.dy for each in others)])
-        # The same products as autograd's own, so that the same numbers come out.
+        # The same products as autograd's own, so that results are bitwise equal.
         gradient = x.t().mm(dy) if self.layer.in_first else dy.t().mm(x)
         return [(self.layer.weight, gradient.to(self.layer.weight.dtype))]

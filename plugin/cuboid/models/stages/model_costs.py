@@ -1,4 +1,4 @@
-"""What a Hugging Face model multiplies, read off the model itself rather than from a table of architectures."""
+"""Sizes of a Hugging Face model's matrix products, read off the model itself rather than a table of architectures."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from cuboid.models.architectures.supported_tasks import auto_class_of
 from cuboid.models.plain_construction import plain_construction
 from cuboid.seq1f1b.schedule.unit_costs import LayerSizes, ModelSizes
 
-#: Names under which configs say how many experts there are, and to how many of them a token is sent.
+#: Config attributes for the number of experts, and for how many of them a token is sent to.
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 _EXPERTS_OF_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
-#: Names under which attention modules say how many features a head has.
+#: Attributes of attention modules for the number of features of a head.
 _QUERY_DIMS = ("qk_head_dim", "head_dim", "head_size", "attention_head_size")
 _VALUE_DIMS = ("v_head_dim", *_QUERY_DIMS)
 
 
 def model_sizes(config: PretrainedConfig, cls: type[PreTrainedModel] | None = None) -> ModelSizes:
-    """What a model multiplies, which is built without memory.
+    """Sizes of a model's matrix products. The model is built on the meta device.
 
     Args:
-        config: of the model.
-        cls: its class; by default the one that the config names, or the causal one.
+        config: the model's config.
+        cls: the model's class; by default the one that the config names, or the causal one.
 
     Raises:
-        UnsupportedModelError: it has experts, and the config doesn't say how many a token is sent to; or no layers.
+        UnsupportedModelError: the model has experts, and the config doesn't say how many a token is sent to; or it has
+            no list of layers.
     """
     with plain_construction(), torch.device("meta"):
         if cls is not None:
@@ -50,7 +51,7 @@ def sizes_of(model: PreTrainedModel) -> ModelSizes:
 
 
 def _behind_base(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Matrices of a head that is no language model's; none of a base model by itself."""
+    """Matrices outside the base model, for heads other than a language model's; none if ``model`` is a base model."""
     base = {id(parameter) for parameter in model.base_model.parameters()}
     return [parameter for parameter in model.parameters() if id(parameter) not in base and parameter.dim() > 1]
 
@@ -59,7 +60,7 @@ def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The layers of a whole model by their names, in order.
 
     Raises:
-        UnsupportedModelError: there is no list of them.
+        UnsupportedModelError: the model has no list of ``num_hidden_layers`` modules.
     """
     config = model.config.get_text_config()
     lists = {
@@ -90,7 +91,7 @@ def _layer(layer: nn.Module, index: int, config: PretrainedConfig) -> LayerSizes
 
 
 def _weights(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters that tokens are multiplied by as matrices: all but biases, norms and tables that are looked up in."""
+    """Parameters that tokens are multiplied by as matrices: all except biases, norms and lookup tables."""
     tables = {id(module.weight) for module in layer.modules() if isinstance(module, nn.Embedding)}
     for name, parameter in layer.named_parameters():
         if parameter.dim() >= 2 and not name.endswith("bias") and id(parameter) not in tables:
@@ -98,10 +99,10 @@ def _weights(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def expert_counts(config: PretrainedConfig, name: str) -> tuple[int, int]:
-    """Experts that a token is sent to, and experts there are, for a parameter of theirs.
+    """Number of experts that a token is sent to, and number of experts; ``name`` is the parameter that errors name.
 
     Raises:
-        UnsupportedModelError: the config doesn't say.
+        UnsupportedModelError: the config doesn't have the numbers.
     """
     used, of = _number(config, _EXPERTS_OF_TOKEN), _number(config, _EXPERTS)
     if used is None or of is None:
@@ -122,7 +123,7 @@ def _number(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
     return None
 
 
-#: Kinds of layers whose cost doesn't grow with what is before a token.
+#: Kinds of layers whose cost per token doesn't grow with the number of tokens before it.
 _WITHOUT_KEYS = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent"})
 
 
@@ -132,14 +133,14 @@ def _kind(config: PretrainedConfig, index: int) -> str | None:
 
 
 def _window(config: PretrainedConfig, kind: str | None) -> int | None:
-    """Keys that a token sees at most. A chunk counts as a window, though on average half of it is seen."""
+    """The most keys that a token sees. A chunk counts as a window, though a token sees half of it on average."""
     if kind is None or "sliding" in kind:
         return getattr(config, "sliding_window", None)
     return getattr(config, "attention_chunk_size", None) if "chunked" in kind else None
 
 
 def _head_features(layer: nn.Module, config: PretrainedConfig) -> tuple[int, int]:
-    """Features of all heads: of the queries, and of the values they bring."""
+    """Features of all query heads, and of as many value heads."""
     module = next((module for module in layer.modules() if _attribute(module, _QUERY_DIMS)), None)
     heads = _attribute(module, ("num_heads", "num_attention_heads")) or config.num_attention_heads
     default = config.hidden_size // heads
@@ -149,6 +150,6 @@ def _head_features(layer: nn.Module, config: PretrainedConfig) -> tuple[int, int
 
 
 def _attribute(module: Any, names: tuple[str, ...]) -> int | None:
-    """The first of some attributes that is a number above zero."""
+    """The first of some attributes that is a positive integer."""
     values = (getattr(module, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), None)

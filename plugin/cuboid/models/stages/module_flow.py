@@ -1,8 +1,8 @@
-"""Follow one forward on the meta device: what runs when, and what depends on what.
+"""Trace one forward on the meta device: which modules run in which order, and which tensors depend on which.
 
-Meta tensors have no values, so a model of any size costs nothing to follow. Where its code asks for values all the
-same (is anything masked? which tokens go to this expert?) it gets an arbitrary answer: which modules run in which
-order, and which tensors they pass on, doesn't depend on it.
+Meta tensors have no values, so tracing a model of any size costs nothing. Code that asks for values all the same (is
+anything masked? which tokens go to this expert?) gets an arbitrary answer: neither the order of the modules nor the
+tensors that they pass on depend on it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from cuboid.models.architectures.supported_tasks import Task, runs_own_head
 
 _aten = torch.ops.aten
-#: Take the shape, dtype or device of their first argument, never its values.
+#: Functions that use the shape, dtype or device of their first argument, never its values.
 _SHAPE_ONLY = frozenset(
     {
         _aten.zeros_like,
@@ -39,12 +39,12 @@ _SHAPE_ONLY = frozenset(
 
 
 class Flow(TorchDispatchMode):
-    """Marks tensors with the places that they come from; whatever is computed from them inherits their marks.
+    """Marks tensors with their origins. A result inherits the marks of all tensors that it was computed from.
 
     Attributes:
-        allowed: marks that tensors may have which are used now; None while anything goes.
-        leaks: marks that were seen where they were not allowed, in order, each with the ``place`` of that time.
-        place: what runs now, in words.
+        allowed: the marks that inputs of the running code may have; None if all are allowed.
+        leaks: marks of inputs that weren't allowed, in order, each with ``place`` at that time.
+        place: what is running now, in words.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Flow(TorchDispatchMode):
         self._marks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def mark(self, tensor: torch.Tensor, mark: str) -> None:
-        """Let a tensor come from ``mark`` and nowhere else."""
+        """Make ``mark`` a tensor's only mark."""
         self._marks[tensor] = frozenset({mark})
 
     def __torch_dispatch__(
@@ -76,16 +76,16 @@ class Flow(TorchDispatchMode):
         return result
 
     def marks_of(self, tensor: torch.Tensor) -> frozenset[str]:
-        """Where a tensor comes from. One that is written in place keeps what it had."""
+        """A tensor's marks. One that is written in place keeps those it had."""
         marks: frozenset[str] = self._marks.get(tensor, frozenset())
         return marks
 
 
 def _check_writes(func: Any, args: tuple[Any, ...]) -> None:
-    """Refuse what a real device would: a write into a tensor whose elements share memory.
+    """Check that no tensor with overlapping elements is written to, which a real device rejects but meta doesn't.
 
     Raises:
-        RuntimeError: there is one.
+        RuntimeError: a written argument is such a tensor.
     """
     for argument, value in zip(func._schema.arguments, args, strict=False):
         writes = argument.alias_info is not None and argument.alias_info.is_write
@@ -103,7 +103,7 @@ def _nothing(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return torch.empty((0, tensor.dim()), dtype=torch.int64, device=tensor.device)
 
 
-#: For functions whose result's shape, or whose value in Python, depends on the values of a tensor.
+#: Replacements for functions whose result's shape, or whose value in Python, depends on a tensor's values.
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     _aten._local_scalar_dense: _scalar,
     _aten.equal: lambda *_: False,
@@ -114,24 +114,25 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
 
 
 class ForwardLog:
-    """What hooks see of one forward of a model with a list of layers.
+    """Records with hooks how one forward of a model runs its list of layers.
 
     Args:
-        model, layers: the layers are the model's.
-        units: names of modules of which a stage has all or nothing.
-        ids: what the forward is given.
-        task: what the model is for.
+        model: the model.
+        layers: the model's list of layers.
+        units: names of modules of which a stage has all or none.
+        ids: the forward's token ids ``[B, S]``.
+        task: the model's task.
 
     Attributes:
-        flow: follows the tensors.
+        flow: tracks dependencies between tensors.
         times: when each unit of modules ran: "before" the first layer, "between" the layers or in them, or "after".
-        outermost: names of the modules that the model's own forward called, with what they returned.
+        outermost: names of the modules that the model's own forward called, with their outputs.
         ran: all modules that were called.
-        hidden: what the last layer that ran returned.
-        argument: where layers find the hidden state: 0 (the first positional argument) or a keyword.
-        returned: None where layers return the hidden state itself, else the length of the tuple that it leads.
+        hidden: the hidden state that the last layer to run returned.
+        argument: the layers' argument for the hidden state: 0 (the first positional one) or a keyword.
+        returned: None if layers return the hidden state itself; else the length of the tuple that it comes first in.
         finished: number of layers that ran.
-        problem: the first thing that a plain list of layers wouldn't do, in words.
+        problem: in words, the first deviation from a plain list of layers; None if there was none.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class ForwardLog:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """The forward that runs inside is the one to follow."""
+        """Record the forward that runs in the ``with`` block."""
         hooks: list[Any] = []
         for name, module in self._model.named_modules():
             hooks.append(module.register_forward_pre_hook(self._enter))
@@ -190,6 +191,7 @@ class ForwardLog:
     def _leave(self, name: str) -> Callable[..., None]:
         def leave(_: nn.Module, __: Any, output: Any) -> None:
             self._depth -= 1
+            # The model itself is at depth 1, so this module was called by the model's own forward.
             if self._depth == 1:
                 self.outermost.append((name, output))
 
@@ -202,7 +204,7 @@ class ForwardLog:
                 return
             index = args[0] if args else None
             if isinstance(index, torch.Tensor) and index is not self._ids and self.flow.marks_of(index):
-                # As the positions of RoBERTa as a decoder; a stage is given positions that count from 0.
+                # As RoBERTa does for its positions. A stage is given positions that count from 0 instead.
                 self._complain("it looks up an embedding by something that it computes from the token ids")
 
         return note
@@ -226,7 +228,7 @@ class ForwardLog:
         return begin
 
     def _is_hidden(self, value: Any) -> bool:
-        """Whether an argument is what the layer before returned, unchanged; for the first, whether it may be."""
+        """Whether an argument is the hidden state: the previous layer's, unmodified; for layer 0 any that may be it."""
         if self.hidden is not None:
             return value is self.hidden and value._version == self._version
         return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 3
@@ -243,7 +245,7 @@ class ForwardLog:
             self.hidden, self._version, self.returned = hidden, hidden._version, returned
             self.finished += 1
             last = self.finished == self.count
-            # A head that the model's own forward runs is given the ids again.
+            # A head that the model's own forward runs is given the ids again on the last stage.
             ends = frozenset({_END, _IDS} if runs_own_head(self._task) else {_END})
             self.flow.allowed = ends if last else None
             self.flow.place = "what follows the last layer"

@@ -1,8 +1,8 @@
-"""What a model looks like from a pipeline's point of view: which modules run before, in and after its
-list of layers, and what passes from layer to layer.
+"""The outline of a model for a pipeline: which modules run before, in and after its list of layers, and what passes
+from layer to layer.
 
-Nothing is known by architecture. The model is built on the meta device and its forward is followed once; a model in
-which more than one tensor flows from layer to layer, or whose layers aren't a plain list, is rejected.
+There is no table of architectures. The model is built on the meta device and one forward is traced. A model is rejected
+if more than one tensor flows from layer to layer, or if its layers aren't a plain list.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from cuboid.models.stages.module_flow import ForwardLog
 from cuboid.models.stages.router_loss import RouterLoss
 
 _TRACED_LENGTH = 8
-#: Not the default dtype, so that a hidden state kept in float32 on purpose can be told from one in the weights' dtype.
+#: Not the default dtype: a hidden state that is float32 in the trace is kept in float32 on purpose.
 _TRACED_DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Outline:
-    """The parts of a model. All names are those of modules inside the whole model.
+    """The parts of a model, by the names of modules in the whole model.
 
     Args:
         base: the model without its head.
         layers: the ``nn.ModuleList`` of layers.
         count: number of layers.
-        hidden_argument: the keyword by which layers are given the hidden state, None where it comes first of all.
-        returned: None where a layer returns the hidden state itself, else the length of the tuple that it leads.
-        before: modules with parameters that run before the first layer, embeddings among them.
-        after: modules with parameters of the base model that run after the last layer.
+        hidden_argument: the keyword argument of layers for the hidden state; None if it is the first positional one.
+        returned: None if a layer returns the hidden state itself; else the length of the tuple that it comes first in.
+        before: modules with parameters that run before the first layer, including embeddings.
+        after: modules with parameters in the base model that run after the last layer.
         head: modules with parameters outside the base model.
         embedding: the module that turns ids into vectors.
-        tied: names of parameters that are another parameter, and which.
+        tied: tied parameters, each by name with the name of the parameter that it is tied to.
         width: H, features of the hidden state between layers.
-        final_width: features of what the base model returns; some models project it after the layers.
-        dtype: of the hidden state between layers, where it isn't the weights'.
-        output: the class of what the base model returns.
-        options: arguments that the base model takes by name.
-        longest: positions that the model has learned, where it has a table of them.
-        task: what it is for.
-        router_loss: what ``output_router_logits`` adds to its loss, where its config says so.
+        final_width: features of the base model's output; some models project it after the layers.
+        dtype: dtype of the hidden state between layers; None if it is that of the weights.
+        output: the class of the base model's output.
+        options: names of the arguments of the base model's forward.
+        longest: number of learned positions; None if the model has no table of them.
+        task: the model's task.
+        router_loss: the loss that ``output_router_logits`` adds; None if the config doesn't set it.
     """
 
     base: str
@@ -77,12 +77,12 @@ class Outline:
 
     @property
     def is_causal(self) -> bool:
-        """Whether it predicts the token after each position."""
+        """Whether the model predicts the token after each position."""
         return self.task == "causal"
 
     @property
     def runs_own_head(self) -> bool:
-        """Whether its loss is what its own forward makes of whole sequences."""
+        """Whether the last stage calls the model's own forward for the loss, on whole sequences."""
         return runs_own_head(self.task)
 
     def layer(self, index: int) -> str:
@@ -91,9 +91,9 @@ class Outline:
 
     @property
     def fixed_options(self) -> dict[str, bool]:
-        """What the base model is always given by name."""
+        """Keyword arguments that the base model is always called with."""
         fixed = {"use_cache": False} if "use_cache" in self.options else {}
-        # The stages take them from the routers.
+        # The stages collect router logits by hooks on the routers.
         return fixed if self.router_loss is None else {**fixed, "output_router_logits": False}
 
 
@@ -101,13 +101,13 @@ def outline_on_meta(cls: type[PreTrainedModel], config: PretrainedConfig) -> tup
     """Build a model on the meta device, and find its parts.
 
     Raises:
-        UnsupportedModelError: a pipeline can't cut it, with the reason.
+        UnsupportedModelError: a pipeline can't cut it; the message names the reason.
     """
     model = _build_on_meta(cls, config)
-    # The model's own: the decoder of an encoder-decoder, as a causal language model, says of itself that it is one.
+    # Check the model's own config: BartForCausalLM, the decoder alone, clears ``is_encoder_decoder`` in its copy.
     _check_config(cls, model.config)
     outline = trace_outline(model)
-    # Classifiers of transformers ignore it.
+    # transformers' classifiers ignore this option.
     if getattr(config, "output_router_logits", False) and outline.is_causal:
         router_loss = RouterLoss.on_meta(model, outline.base, outline.layers)
         outline = dataclasses.replace(outline, router_loss=router_loss)
@@ -119,7 +119,7 @@ def _build_on_meta(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreT
     with torch.device("meta"):
         own.return_dict, own.use_cache = True, False
         if getattr(own, "output_router_logits", False):
-            # The loss around the base model isn't a stage's.
+            # Stages compute the router loss themselves, so the trace must not contain the model's own computation.
             own.output_router_logits = False
         with plain_construction():
             model: PreTrainedModel = cls._from_config(own, dtype=_TRACED_DTYPE, attn_implementation="eager")
@@ -142,7 +142,7 @@ def _check_config(cls: type[PreTrainedModel], config: PretrainedConfig) -> None:
 
 
 def trace_outline(model: PreTrainedModel) -> Outline:
-    """The outline of a model that is on the meta device, which is left as it was.
+    """Trace one forward of a model on the meta device, and return its outline. The model is left unchanged.
 
     Raises:
         UnsupportedModelError: see :func:`outline_on_meta`.
@@ -174,10 +174,13 @@ def _unsupported(cls: type, reason: str) -> UnsupportedModelError:
 
 
 def _find_layers(model: PreTrainedModel) -> str:
-    """The list with ``num_hidden_layers`` modules, else of any number; of several, the one with the most parameters."""
+    """Name of the list with ``num_hidden_layers`` modules, or of any length if there is none.
+
+    Of several, it is the one with the most parameters.
+    """
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    # Of an encoder-decoder's config, the number may be the encoder's. A list inside a layer is never the largest.
+    # In an encoder-decoder's config, the number may be the encoder's. A list inside a layer is never the largest.
     counted = {name: module for name, module in lists.items() if len(module) == count} or lists
     if not counted:
         raise _unsupported(type(model), "it has no list of layers")
@@ -197,19 +200,19 @@ def _check_causality(cls: type, layers: nn.ModuleList, log: ForwardLog) -> None:
         return
     for index, layer in enumerate(layers):
         for name, module in layer.named_modules():
-            # Attention to an encoder's output doesn't run in a decoder that is given none.
+            # Cross-attention, which isn't causal, doesn't run in a decoder without an encoder's output.
             if getattr(module, "is_causal", True) is False and module in log.ran:
                 raise _unsupported(cls, f"{name} of layer {index} isn't causal")
 
 
 def _ancestors(name: str) -> tuple[str, ...]:
-    """Names of the modules around a module, from the outside in, itself last. The model's own name is ""."""
+    """Names of the modules that contain a module, outermost first, and last its own. The model's own name is ""."""
     parts = name.split(".")
     return ("", *(".".join(parts[: end + 1]) for end in range(len(parts))))
 
 
 def _units(model: PreTrainedModel, path: tuple[str, ...]) -> Iterator[str]:
-    """The largest modules with parameters that the layers aren't inside: what a stage has or doesn't have."""
+    """Names of the largest modules with parameters that don't contain the layers: a stage has all of each, or none."""
     for name in path[:-1]:
         owner = model.get_submodule(name)
         direct = [parameter for parameter, _ in owner.named_parameters(recurse=False)]
@@ -257,7 +260,7 @@ def _outline_of(model: PreTrainedModel, layers: str, log: ForwardLog) -> Outline
         count=log.count,
         hidden_argument=log.argument if isinstance(log.argument, str) else None,
         returned=log.returned,
-        # What never ran (a part for another kind of input, say) has to be somewhere for checkpoints' sake.
+        # Modules that never ran (for another kind of input, say) must be on some stage, or checkpoints would lack them.
         before=tuple(name for name, times in inside.items() if times <= {"before"}),
         after=tuple(name for name, times in inside.items() if times == {"after"}),
         head=tuple(head),
@@ -276,7 +279,7 @@ def _outline_of(model: PreTrainedModel, layers: str, log: ForwardLog) -> Outline
 
 
 def _base_of(cls: type, layers: str, log: ForwardLog) -> tuple[str, Any]:
-    """The module that the model's own forward calls to run the layers, and what it returned."""
+    """Name of the module that the model's own forward calls to run the layers, and the output of that call."""
     bases = [(name, output) for name, output in log.outermost if layers.startswith(f"{name}.")]
     if len(bases) != 1:
         raise _unsupported(cls, f"its forward doesn't call one base model around {layers}")

@@ -1,4 +1,4 @@
-"""What stands in a stage's model for the modules of other stages. None of it has parameters."""
+"""Placeholders for modules of other stages in a stage's model. None of them has parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cuboid.models.stages.outline import Outline
 
 
 class _Initialized:
-    """Stands for whatever a placeholder hasn't, while weights are made: transformers leaves it as it is."""
+    """Any attribute of a placeholder while weights are initialized; transformers skips what has this flag."""
 
     _is_hf_initialized = True
 
@@ -23,24 +23,24 @@ class _Initialized:
 
 
 class _Placeholder(nn.Module):
-    """What all that are in a model have in common.
+    """Base class of the placeholders in a model.
 
     Attributes:
-        is_initialized: whether it seems to have all that is asked of it; see :func:`taken_for_initialized`.
+        is_initialized: whether every missing attribute seems to be there; see :func:`taken_for_initialized`.
     """
 
     is_initialized = False
 
     def __getattr__(self, name: str) -> Any:
-        # Called for what isn't there by itself.
+        # Python calls this only for attributes that aren't found otherwise.
         return _Initialized() if self.is_initialized else super().__getattr__(name)
 
 
 @contextmanager
 def taken_for_initialized(model: nn.Module) -> Iterator[None]:
-    """Inside, code that makes a model's weights may go through modules of other stages: it finds nothing to do there.
+    """In the ``with`` block, code that initializes weights may access modules of other stages; it skips all of them.
 
-    Falcon-H1 makes a buffer of every layer, and ModernBERT the head, in one place.
+    Falcon-H1 initializes a buffer of every layer in one place, and ModernBERT the head.
     """
     placeholders = [module for module in model.modules() if isinstance(module, _Placeholder)]
     for placeholder in placeholders:
@@ -53,32 +53,32 @@ def taken_for_initialized(model: nn.Module) -> Iterator[None]:
 
 
 class PlaceholderLayer(_Placeholder):
-    """In the place of a layer of another stage: hands the hidden state on."""
+    """Placeholder for a layer of another stage: returns the hidden state unchanged."""
 
     def __init__(self, layer: nn.Module, outline: Outline) -> None:
         super().__init__()
-        # The base model's forward may ask for its kind of attention and the like.
+        # The base model's forward may read such attributes, for example a layer's kind of attention.
         for name, value in vars(layer).items():
             if name not in vars(self) and isinstance(value, str | int | float | tuple | None):
                 setattr(self, name, value)
         self._argument, self._returned = outline.hidden_argument, outline.returned
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """A layer's arguments to what a layer returns, the hidden state being the one given."""
+        """Take a layer's arguments, and return :meth:`passed` in the form of a layer's output."""
         hidden = args[0] if self._argument is None else kwargs[self._argument]
         return self.wrapped(self.passed(hidden))
 
     def passed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What becomes of the hidden state ``[B, L, H]``."""
+        """The hidden state ``[B, L, H]`` to return for a given one."""
         return hidden
 
     def wrapped(self, hidden: torch.Tensor) -> Any:
-        """The hidden state as layers return it."""
+        """The hidden state as layers return it: itself, or first in a tuple."""
         return hidden if self._returned is None else (hidden, *(None,) * (self._returned - 1))
 
 
 class StageInput(PlaceholderLayer):
-    """Right before a stage's first layer: what it is given gives way to what the stage before sent.
+    """Placeholder right before a stage's first layer: returns the hidden state that was received.
 
     Attributes:
         hidden: ``[B, L, H]``, to be set before the stage's forward.
@@ -93,30 +93,30 @@ class StageInput(PlaceholderLayer):
 
 
 class StageOutput(PlaceholderLayer):
-    """Right behind a stage's last layer: keeps what it is given, for the next stage.
+    """Placeholder right after a stage's last layer: keeps the stage's output for the next stage.
 
     Attributes:
-        hidden: ``[B, L, H]``, of the forward that ran last.
+        hidden: ``[B, L, H]``, the output of the last forward.
     """
 
     hidden: torch.Tensor | None = None
 
     def passed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The same, for the rest of the base model's forward, which nobody will look at."""
+        """Keep the hidden state. The rest of the base model's forward runs on, but its result is ignored."""
         self.hidden = hidden
-        # What the base model does to it after the layers is the last stage's business and needs no gradient here.
+        # Code after the layers belongs to the last stage, so it must not extend the graph here.
         return hidden.detach()
 
 
 class PlaceholderModule(_Placeholder):
-    """In the place of an embedding, a projection or a norm of another stage."""
+    """Placeholder for an embedding, a projection or a norm of another stage."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self._dtype = dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The hidden state ``[B, L, …]`` that it is given, or else a zero that adds nothing to what it is added to."""
+        """The hidden state ``[B, L, …]`` among the arguments, or a scalar zero, which is neutral in a sum."""
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         hidden = next((tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 2), None)
         if hidden is not None:
@@ -125,10 +125,10 @@ class PlaceholderModule(_Placeholder):
 
 
 class PlaceholderEnd(nn.Module):
-    """What a script is given for the embedding or the head of another stage: its sizes, and no numbers.
+    """Stands in for the embedding or the head of another stage when a script asks for it: has sizes, but no values.
 
-    Its integers, such as ``num_embeddings``, are those of the whole module. Its parameters are tensors of the whole
-    shape on the meta device, and none of the model's.
+    Its integers, such as ``num_embeddings``, are those of the whole module. Its weights are tensors of the whole shape
+    on the meta device, and aren't parameters of the model.
     """
 
     def __init__(self, module: nn.Module, what: str) -> None:
@@ -142,7 +142,7 @@ class PlaceholderEnd(nn.Module):
         self._what = what
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
-        """Not on this stage.
+        """Can't run on this stage.
 
         Raises:
             CuboidError: always.

@@ -1,13 +1,13 @@
 """The load balancing loss of routers whose layers are on several stages, and whose tokens come in several segments.
 
-Of a micro-batch it is ``coefficient · E · Σ_e f_e · p_e``: f_e counts how often expert e was chosen, p_e sums its
-probabilities, both over all tokens and layers, and both divided by the number of these. That is a product, and not the
-sum of what it would be of parts. But both factors are sums, and the loss's gradient for p_e is a multiple of the whole
-f_e. So each unit hands its sums on with the hidden state, the last stage has the whole ones before any unit of the
-micro-batch runs backward, and they go back with the gradients: ``2 · E`` numbers a message.
+The loss of a micro-batch is ``coefficient · E · Σ_e f_e · p_e``: f_e is how often expert e was chosen, p_e the sum of
+its probabilities, both over all tokens and layers, and both divided by the number of these. The loss is a product, so
+it isn't the sum of losses of parts. But both factors are sums, and the gradient for p_e is a multiple of the total f_e.
+So each unit sends its running sums along with the hidden state, the last stage has the totals before any unit of the
+micro-batch runs backward, and they return with the gradients: ``2 · E`` numbers a message.
 
-Which modules are routers is found by following the model's own ``router_logits``, and that this is the model's own loss
-by the certification.
+Routers are found by tracing the model's own ``router_logits``. The certification verifies that this is the model's own
+loss.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.stages.module_flow import Flow
 
-#: In front of a hidden state, so that its own address stays a multiple of what kernels like.
+#: The sums in front of a hidden state are padded to so many bytes, so that the hidden state stays aligned for kernels.
 _ALIGNMENT_BYTES = 256
 
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """What a model adds to its loss with ``output_router_logits``.
+    """The loss that a model adds to its own with ``output_router_logits``.
 
     Args:
-        coefficient: of the loss.
-        experts: E, of each router.
-        top_k: experts of a token.
-        routers: names of the modules that give router logits ``[tokens, E]``, and where in what they return these are;
-            None where they are all of it.
+        coefficient: the loss's factor.
+        experts: E, number of experts of each router.
+        top_k: number of experts that a token is sent to.
+        routers: names of the modules that return router logits ``[tokens, E]``, each with their index in the returned
+            tuple; None if the module returns nothing else.
     """
 
     coefficient: float
@@ -58,10 +58,10 @@ class RouterLoss:
             layers: name of their list.
 
         Raises:
-            UnsupportedModelError: its loss isn't known, with the reason.
+            UnsupportedModelError: the model's loss isn't known; the message names the reason.
         """
         own: Any = model
-        # What the model's own code computes it of.
+        # The attributes from which the model's own code computes the loss.
         try:
             coefficient, experts, top_k = own.router_aux_loss_coef, own.num_experts, own.num_experts_per_tok
         except AttributeError as error:
@@ -83,9 +83,9 @@ def _follow(model: PreTrainedModel, base: str, layers: str, experts: int) -> dic
     def note(name: str, output: Any) -> None:
         for place, one in enumerate(output) if isinstance(output, tuple | list) else [(None, output)]:
             if isinstance(one, torch.Tensor):
-                # The innermost module comes first.
+                # Hooks of inner modules run first, so the innermost module that returned the tensor is kept.
                 given.setdefault(id(one), (name, place))
-                # While it lives, no other tensor has its id.
+                # Keep the tensor alive, so that no other gets its id.
                 kept.append(one)
 
     hooks = [
@@ -115,7 +115,7 @@ def load_balancing(router_logits: Sequence[torch.Tensor], top_k: int, mask: torc
 
     Args:
         router_logits: ``[B · S, E]`` of each layer.
-        top_k: experts of a token.
+        top_k: number of experts that a token is sent to.
         mask: ``[B, S]``, 0 for padding.
     """
     probabilities = torch.cat(list(router_logits)).softmax(dim=-1)
@@ -129,8 +129,10 @@ def load_balancing(router_logits: Sequence[torch.Tensor], top_k: int, mask: torc
 
 
 def exact_router_loss(model: Any, output: Any, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """What a whole model's routers add to its own loss, as :func:`load_balancing` computes it; None where nothing, or
-    something else, is added (JetMoE has a coefficient of another name)."""
+    """The router loss of a whole model, as :func:`load_balancing` computes it.
+
+    None if the model adds no router loss, or another one (JetMoE's coefficient has another name).
+    """
     coefficient = getattr(model, "router_aux_loss_coef", None)
     if coefficient is None or getattr(output, "aux_loss", None) is None:
         return None
@@ -139,13 +141,13 @@ def exact_router_loss(model: Any, output: Any, mask: torch.Tensor | None) -> tor
 
 
 class RouterSums:
-    """The sums of one step on one stage.
+    """The routers' sums ``[2, E]`` of one step on one stage: counts of chosen experts, and sums of probabilities.
 
     Args:
-        loss: of the model.
-        mesh: of this rank.
-        dtype: of hidden states.
-        scale: what each micro-batch's loss is multiplied by, besides the coefficient.
+        loss: the model's router loss.
+        mesh: this rank's mesh.
+        dtype: dtype of hidden states.
+        scale: multiplies each micro-batch's loss, besides the coefficient.
         training: whether units will run backward.
     """
 
@@ -153,37 +155,37 @@ class RouterSums:
         self._loss, self._mesh, self._training = loss, mesh, training
         self._scale = scale * loss.coefficient
         self._dtype = torch.promote_types(torch.float32, dtype)
-        #: Of each micro-batch, on the last stage.
+        #: On the last stage: the sums of each micro-batch.
         self._totals: dict[int, torch.Tensor] = {}
         size = 2 * loss.experts * self._dtype.itemsize
-        #: Elements of a message before its hidden state.
+        #: Number of elements in front of the hidden state in a message, in the hidden state's dtype.
         self.extra = padded_length(size, _ALIGNMENT_BYTES) // dtype.itemsize
 
     def pack(self, hidden: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-        """One tensor of ``[2, E]`` sums and a hidden state, or its gradient, of any shape."""
+        """Pack ``[2, E]`` sums and a hidden state, or its gradient, of any shape into one flat tensor."""
         packed = hidden.new_empty(self.extra + hidden.numel())
         packed[: self.extra].view(self._dtype)[: sums.numel()].copy_(sums.flatten())
         packed[self.extra :].view(hidden.shape).copy_(hidden)
         return packed
 
     def unpack(self, packed: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inverse of :meth:`pack`; both are parts of the tensor."""
+        """The inverse of :meth:`pack`: the hidden state and the sums, both views of ``packed``."""
         sums = packed[: self.extra].view(self._dtype)[: 2 * self._loss.experts].view(2, -1)
         return packed[self.extra :].view(shape), sums
 
     def none(self, device: torch.device) -> torch.Tensor:
-        """The sums of nothing."""
+        """``[2, E]`` zeros: the sums before any unit."""
         return torch.zeros((2, self._loss.experts), dtype=self._dtype, device=device)
 
     def routers_in(self, model: nn.Module, first: int, stop: int, layers: str) -> list[tuple[nn.Module, int | None]]:
-        """The routers of the layers [first, stop), and where in what they return their logits are."""
+        """The routers of the layers [first, stop), with the index of the logits in what they return."""
         names = tuple(f"{layers}.{index}." for index in range(first, stop))
         found = [(name, place) for name, place in self._loss.routers.items() if name.startswith(names)]
         return [(model.get_submodule(name), place) for name, place in found]
 
     @contextmanager
     def collecting(self, routers: Sequence[tuple[nn.Module, int | None]]) -> Iterator[list[torch.Tensor]]:
-        """Inside, the logits of routers that run come into a list."""
+        """In the ``with`` block, the list collects the logits of each router that runs."""
         found: list[torch.Tensor] = []
 
         def collect(place: int | None, router: nn.Module, _: Any, output: Any) -> None:
@@ -206,17 +208,17 @@ class RouterSums:
         return logits
 
     def of(self, logits: list[torch.Tensor], weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """How often each expert was chosen, and the sum of its probabilities, of the rank's tokens.
+        """Sum over the rank's tokens and layers how often each expert was chosen, and its probabilities.
 
         Args:
             logits: ``[tokens, E]`` of each layer.
             weights: ``[tokens]``, 0 for padding.
 
         Returns:
-            Two tensors ``[E]``, of which the second one has a graph.
+            Two tensors ``[E]``; only the second one is differentiable.
 
         Raises:
-            UnsupportedModelError: routers see other tokens than the rank's own.
+            UnsupportedModelError: the routers see other tokens than the rank's own.
         """
         weights = weights.to(self._dtype)
         chosen, probable = self.none(weights.device).unbind()
@@ -234,12 +236,12 @@ class RouterSums:
         return chosen, probable
 
     def add(self, micro_batch: int, sums: torch.Tensor) -> None:
-        """On the last stage: the sums of a unit, of all stages."""
+        """On the last stage: add a unit's sums over all stages to those of its micro-batch."""
         total = self._totals.get(micro_batch)
         self._totals[micro_batch] = sums if total is None else total + sums
 
     def finish(self, micro_batch: int) -> torch.Tensor:
-        """On the last stage, when it has all units of a micro-batch: its scaled loss. Collective over the mesh."""
+        """On the last stage, after all units of a micro-batch: its scaled loss. Collective over the mesh."""
         total = self._totals[micro_batch]
         for axis in ("sequence", "batch"):
             total = all_reduce(total, self._mesh.along(axis))
@@ -248,9 +250,9 @@ class RouterSums:
         return self._factor(chosen) * (chosen @ probable)
 
     def gradient(self, sums: torch.Tensor) -> torch.Tensor:
-        """Of the rank's probabilities ``[E]``, given the sums of the whole micro-batch."""
+        """The loss's gradient ``[E]`` for the rank's sum of probabilities, given the sums of the whole micro-batch."""
         chosen = sums[0]
-        # Gradients of logits are added up over `hidden`, where every rank has all of this one.
+        # Gradients of logits are summed over `hidden`, and each of its ranks computes this one completely.
         return self._factor(chosen) / self._mesh.size("hidden") * chosen
 
     def _factor(self, chosen: torch.Tensor) -> torch.Tensor:
@@ -258,12 +260,12 @@ class RouterSums:
         return self._scale * self._loss.experts / tokens.clamp(min=1).square()
 
     def whole(self, micro_batch: int) -> torch.Tensor:
-        """On the last stage: the sums of a micro-batch that is finished."""
+        """On the last stage: the sums of a micro-batch, after :meth:`finish`."""
         return self._totals[micro_batch]
 
 
 class AddGradient(torch.autograd.Function):
-    """A hidden state as it is, whose backward gives the probabilities' sums ``[E]`` the gradient that is in a list."""
+    """Identity on a hidden state, whose backward also sends the gradient in a list to ``probable`` ``[E]``."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, probable: torch.Tensor, gradient: list[torch.Tensor]) -> torch.Tensor:

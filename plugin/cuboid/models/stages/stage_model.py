@@ -58,14 +58,14 @@ class Staging:
     """Everything that a pipeline rank keeps about its stages.
 
     Attributes:
-        outline: of the whole model.
-        layout: of the stages of all ranks.
+        outline: the whole model's outline.
+        layout: the stages of all ranks.
         cuts: this rank's stages, in the order of the layers.
-        sizes: of the whole model, for costs; None if nothing needs them.
-        config: of the job.
+        sizes: the whole model's sizes, for costs; None if nothing needs them.
+        config: the job's config.
         certificate: what the probe of the architecture found to be right.
         segment_choice: chooses the number of segments for ``"segments": "auto"``.
-        chunks: run the stages in ``cuts``; set when the model is cut.
+        chunks: what runs the stages in ``cuts``; set when the model is cut.
         whole: facts about the model before it was cut.
         ends: placeholders with the shapes of "embedding" and "head", for ranks without them.
         shared: parameters that the ranks of the first and the last stage both have, by name.
@@ -73,7 +73,7 @@ class Staging:
         recorder: runs the base model on whole sequences without layers, to record what layers are given.
         gradient_sync: sums the rank's gradients over a step; None if each is reduced separately.
         held_weights: unsharded weights that are kept until the step ends.
-        weight_gradients: while it is open, the rank's linear layers leave their weight gradients to it.
+        weight_gradients: while it is open, the rank's linear layers defer their weight gradients to it.
     """
 
     outline: Outline
@@ -124,7 +124,7 @@ class StageModel(ShardedModel):
         return _present(super().get_input_embeddings, self.staging.ends["embedding"])  # type: ignore[misc]
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """As on any sharded model; on stages that haven't the head an :class:`PlaceholderEnd`."""
+        """As on any sharded model; on stages without the head, a :class:`PlaceholderEnd`."""
         head = self.staging.ends.get("head")
         # Classifiers have none.
         return None if head is None else _present(super().get_output_embeddings, head)
@@ -140,7 +140,7 @@ def _present(end: Callable[[], nn.Module | None], absent: PlaceholderEnd) -> nn.
     try:
         found = end()
     except AttributeError:
-        # It is inside a module that another stage has.
+        # The module that contains it is a placeholder on this stage.
         return absent
     return absent if found is None or isinstance(found, PlaceholderModule) else found
 
@@ -169,8 +169,8 @@ def finish_stage(
     """Turn a cut model into a stage, in place: shard it, and install what runs its units.
 
     Args:
-        model: after :func:`cut_model`.
-        staging, mesh: of this rank.
+        model: the result of :func:`cut_model`.
+        staging, mesh: this rank's.
         parallel_plan: how to shard the stage over the mesh; None on a mesh of one rank.
         shard_of: returns the shard of a parameter.
     """
@@ -178,7 +178,7 @@ def finish_stage(
     if parallel_plan is not None:
         stages = [{staging.outline.layer(i) for i in range(cut.first, cut.stop)} for cut in staging.cuts]
         split = parallelize_modules(model, parallel_plan, mesh, staging.config.tensor_parallel, shard_of, stages)
-        # No model of images is cut into stages.
+        # Image models are never cut into stages.
         late = split if isinstance(split, LateSplit) else None
         if staging.config.tensor_parallel.gradient_sync == "step":
             staging.gradient_sync = defer_gradient_sync(model)
@@ -191,17 +191,18 @@ def finish_stage(
     assert isinstance(layers, nn.ModuleList)
     indices = [index for cut in staging.cuts for index in range(cut.first, cut.stop)]
     own = {staging.outline.layer(index): layers[index] for index in indices}
-    # Whole sequences need no cache.
+    # Whole sequences have no earlier segment to continue from.
     gives_cache = staging.certificate.gives_cache and pipeline.segments != 1
     use_segment_attention(model.config, own, staging.slot, mesh, gives_cache=gives_cache)
     for name in () if parallel_plan is None else whole_blocks(parallel_plan):
-        # A block that is computed whole has all heads, and draws its own random numbers.
+        # A block that is computed whole has all heads, and sets its own random number generator.
         for module in model.get_submodule(name).modules() if name.startswith(f"{staging.outline.layers}.") else ():
             hang_record(module, replace(record_of(module), mesh=None))
     if is_generated(pipeline.schedule):
         defer_weight_gradients(own.values(), staging.weight_gradients)
     staging.recorder = WholeSequenceRecorder(model, staging.outline, own, staging.slot)
-    # After the recorder's hooks, which compare a layer's arguments with those of a whole sequence.
+    # Register these hooks after the recorder's, which compare a layer's arguments with the whole sequence's: those
+    # contain no cache.
     for layer in own.values() if gives_cache else ():
         give_cache(layer, staging.slot)
     staging.shared = shared_parameters(model, staging.outline, staging.cuts)
@@ -232,7 +233,7 @@ def _stage_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 @functools.cache
 def _stage_base_class(base: type[nn.Module]) -> type[nn.Module]:
-    """A subclass that only runs inside a unit: called directly, a stage's base model returns nothing meaningful."""
+    """A subclass that runs only inside a unit; called directly, a stage's base model returns nothing meaningful."""
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,10 @@ Unit = tuple[int, int]
 
 
 class _Root(torch.autograd.Function):
-    """A scalar that keeps the graph of a hidden state, so that the hidden state itself can be freed once it is sent."""
+    """A scalar that keeps a hidden state's autograd graph alive, so that the hidden state can be freed once sent.
+
+    Its backward ignores the scalar's gradient and continues with the one in ``received``.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, received: list[torch.Tensor]) -> torch.Tensor:
@@ -60,14 +63,14 @@ class StageRunner:
     """One step of one stage; implements :class:`cuboid.seq1f1b.runtime.runtime.Stage`.
 
     Args:
-        model: the rank's.
+        model: this rank's model.
         chunk: the stage.
         batches: the step's micro-batches.
         stores: for each micro-batch, the KV cache of this stage's layers.
-        scale: factor of each token's loss.
-        micro_batch_scale: factor of a loss of a whole micro-batch.
+        scale: multiplies each token's loss.
+        micro_batch_scale: multiplies a loss that is computed once for a micro-batch.
         training: whether units run backward.
-        splits: whether the schedule splits backwards.
+        splits: whether the schedule splits backwards into input gradients (I) and weight gradients (W).
     """
 
     def __init__(
@@ -95,8 +98,7 @@ class StageRunner:
         self._splits = splits
         self._gradient_sync: GradientSync | None = model.staging.gradient_sync
         units = sum(len(batch.bounds) - 1 for batch in batches)
-        #: How many units have yet to run each part that gives parameters a gradient: the head, the backward (or its I),
-        #: and W.
+        #: Units that have yet to run each part that produces parameter gradients: the head, the backward (or I), and W.
         self._left = {"head": units, "backward": units, "weights": units}
         self._pending: dict[Unit, _Pending] = {}
         #: On the last stage: the sum of all units' scaled losses.
@@ -115,13 +117,16 @@ class StageRunner:
         return self._model.dtype if own is None else torch.promote_types(own, self._model.dtype)
 
     def message_shape(self, micro_batch: int, segment: int) -> tuple[int, ...]:
-        """``[B/b, L/s, H/h]`` of a unit."""
+        """``[B/b, L/s, H/h]``: the shape of a unit's hidden state on this rank."""
         batch = self._batches[micro_batch]
         length = batch.segment_length(segment) // self._mesh.size("sequence")
         return batch.ids.shape[0], length, self._staging.outline.width // self._mesh.size("hidden")
 
     def forward(self, micro_batch: int, segment: int, hidden: torch.Tensor | None) -> torch.Tensor | None:
-        """A unit's forward. On the last stage it includes the head, the loss, and their backward."""
+        """A unit's forward; for shapes see :meth:`message_shape`.
+
+        On the last stage it includes the head, the loss, and their backward.
+        """
         with torch.set_grad_enabled(self._training):
             leaf = None if hidden is None else hidden.requires_grad_(self._training)
             output = self._run_layers(micro_batch, segment, leaf)
@@ -142,7 +147,7 @@ class StageRunner:
         """See :class:`cuboid.seq1f1b.runtime.runtime.Stage`."""
         if not self._splits:
             return self._backward(micro_batch, segment, gradient)
-        # A generated schedule has whole backwards too; the forward ran as for a split one.
+        # Generated schedules contain whole backwards too. The forward deferred weight gradients all the same.
         result = self.input_gradient(micro_batch, segment, gradient)
         self.weight_gradients(micro_batch, [segment])
         return result
@@ -162,10 +167,12 @@ class StageRunner:
         if gradient is not None:
             pending.gradient.append(gradient)
         self._count("backward")
-        # If it requires none, everything up to here is frozen. `running` is for recomputed forwards.
+        # A root that requires no gradient means that everything up to this stage's end is frozen. `running` is for
+        # forwards that activation checkpointing recomputes.
         if pending.root.requires_grad:
             with self._staging.slot.running(self._batches[micro_batch].unit(segment, self._stores[micro_batch])):
                 pending.root.backward()
+        # Segments run backward in reverse order, so the first one is the last to read the cache.
         if segment == 0:
             self._stores[micro_batch].free()
         return None if pending.leaf is None else pending.leaf.grad
@@ -177,8 +184,8 @@ class StageRunner:
         if self._cut.is_first:
             ids = batch.cut(batch.ids, segment)
             if self._mesh.shape.size > 1 and self._model.cuboid.verdict.inputs == "embeddings":
-                # A sharded embedding takes the ids of the whole segment and returns the rank's part, but the model's
-                # own code would take all later shapes from those of the ids.
+                # A sharded embedding takes the whole segment's ids and returns the rank's part. Given ids, the model's
+                # own code would derive all later shapes from theirs, so give it embeddings instead.
                 options["inputs_embeds"] = self._model.get_input_embeddings()(ids)
             else:
                 options["ids"] = ids
@@ -188,22 +195,24 @@ class StageRunner:
         with known, self._staging.slot.running(batch.unit(segment, self._stores[micro_batch])), deferring, around:
             output = self._run_chunk(hidden=hidden, **options)
         if self._model.cuboid.late is not None and not self._cut.is_last:
-            # The stage's output is this rank's part: its last layers are placeholders, which made nothing whole.
+            # The output is this rank's part: the last layer, whose hook gathers, is a placeholder on this stage.
             self._model.cuboid.late.is_whole = False
         return output
 
     def _run_chunk(self, **options: Any) -> Any:
         output, late = self._chunk.run(self._model, **options), self._model.cuboid.late
-        # Some models call the module with the layers directly, without the base model, whose hook would do this.
+        # Some models call the module with the layers directly, so that the base model's hook, which would do this,
+        # doesn't run.
         return late.own_part(output) if late is not None and self._cut.is_last else output
 
     def _positions_and_mask(self, batch: SegmentedBatch, segment: int) -> dict[str, torch.Tensor]:
         if not batch.is_cut and self._mesh.shape.size == 1:
-            # Whole sequences: the model's own code gets what the user gave.
+            # Whole sequences on one rank: pass the user's own arguments to the model's code.
             return dict(batch.given)
         if batch.whole is None:
             batch.whole = self._whole_of_others(batch)
         if batch.whole is None:
+            # Record the sequence as the user gave it, without the padding that segments or the mesh need.
             uncut = {name: x[:, : batch.length] for name, x in batch.given.items()}
             positions, mask = uncut.get("position_ids"), uncut.get("attention_mask")
             with known_packing(positions, batch.packed):
@@ -306,7 +315,7 @@ class RoutedStageRunner(StageRunner):
         return (self._sums.extra + math.prod(super().message_shape(micro_batch, segment)),)
 
     def forward(self, micro_batch: int, segment: int, message: torch.Tensor | None) -> torch.Tensor | None:
-        """As of any stage; the last one computes the routers' loss when it has seen all segments."""
+        """As on any stage, with packed messages; the last stage adds the router loss after the last segment."""
         hidden, sums = self._unpacked(micro_batch, segment, message)
         output = super().forward(micro_batch, segment, hidden)
         whole = self._own if sums is None else sums + self._own
@@ -347,7 +356,7 @@ class RoutedStageRunner(StageRunner):
 
 
 def make_runner(model: StageModel, chunk: Chunk, *args: Any, **options: Any) -> StageRunner:
-    """The runner that a model needs, with the arguments of a :class:`StageRunner`."""
+    """Create the kind of runner that a model needs; the arguments are those of :class:`StageRunner`."""
     outline = model.staging.outline
     if outline.runs_own_head and chunk.cut.is_last:
         return OwnHeadRunner(model, chunk, *args, **options)

@@ -1,7 +1,7 @@
 """Cuts a Hugging Face model to one pipeline stage: its own layers stay, placeholders replace those of other stages.
 
 The model keeps its class and all of its code. The base model's own forward runs on every stage and computes masks,
-rotary tables and whatever else its layers need; only the hidden state comes from the previous stage.
+rotary tables and everything else that its layers need; only the hidden state comes from the previous stage.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class StageCut:
 
 @dataclass(frozen=True)
 class StageLayout:
-    """How the layers are cut into stages, and which ranks have these.
+    """How the layers are cut into stages, and which pipeline rank has each stage.
 
     Args:
-        counts: layers of each stage.
+        counts: number of layers of each stage.
         placement: the pipeline rank of each stage.
     """
 
@@ -67,7 +67,7 @@ class StageLayout:
 
     @property
     def stages(self) -> int:
-        """Number of stages of all ranks."""
+        """Number of stages over all ranks."""
         return len(self.counts)
 
     def cuts(self, pipe: int) -> tuple[StageCut, ...]:
@@ -82,8 +82,8 @@ def plan_stages(count: int, sizes: Callable[[], ModelSizes], pipeline: PipelineC
 
     Args:
         count: number of the model's layers.
-        sizes: returns the model's sizes; called if stages are balanced by operations.
-        pipeline: the config.
+        sizes: returns the model's sizes; called only if stages are balanced by FLOPs.
+        pipeline: the config's pipeline section.
 
     Raises:
         ConfigError: fewer layers than stages, or an explicit list that doesn't fit the model.
@@ -101,7 +101,7 @@ def plan_stages(count: int, sizes: Callable[[], ModelSizes], pipeline: PipelineC
         return _checked_balance(balance, count, pipeline)
     if balance == "layers":
         even, rest = divmod(count, pipeline.parts)
-        # The first stages get one layer more: the last one has the head.
+        # The first stages get the layers left over, since the last one also has the head.
         return tuple(even + (stage < rest) for stage in range(pipeline.parts))
     return balance_by_flops(sizes(), pipeline.parts, ASSUMED_LENGTH)
 
@@ -122,10 +122,10 @@ class Chunk:
     layer returns the hidden state that was received; the one right after its last layer keeps the stage's output.
 
     Args:
-        model: whole, on any device.
-        outline: of the model.
-        cut: the stage.
-        here: all stages of the rank.
+        model: the whole model, on any device.
+        outline: the model's outline.
+        cut: this chunk's stage.
+        here: all stages of this rank.
     """
 
     def __init__(self, model: PreTrainedModel, outline: Outline, cut: StageCut, here: Sequence[StageCut]) -> None:
@@ -163,15 +163,15 @@ class Chunk:
         """Call the base model on this stage.
 
         Args:
-            model: the rank's.
-            ids: ``[B, L]``, on the first stage. If the model needs embeddings instead, the options have
-                ``inputs_embeds``.
-            hidden: ``[B, L, H]`` from the previous stage, on all other stages.
-            options: for the base model's forward; ``position_ids`` and ``attention_mask`` are omitted if they are None
-                or the forward has no such argument.
+            model: this rank's model.
+            ids: ``[B, L]`` token ids, on the first stage. If the model takes embeddings instead, pass
+                ``inputs_embeds`` among the options.
+            hidden: ``[B, L, H]`` from the previous stage (on a mesh ``[B/b, L/s, H/h]``), on all other stages.
+            options: arguments of the base model's forward. None is dropped, and so are ``position_ids``,
+                ``attention_mask`` and ``token_type_ids`` if the forward has no such argument.
 
         Returns:
-            ``[B, L, H]``: the input of the next stage's first layer, or, on the last stage, of the head.
+            The input of the next stage's first layer or, on the last stage, of the head; shaped as ``hidden``.
         """
         return self._leaving(self.call(model, ids=ids, hidden=hidden, **options))
 
@@ -191,7 +191,7 @@ class Chunk:
         arguments.update(self._outline.fixed_options)
         if self._input is not None:
             assert hidden is not None, "a stage behind the first needs the hidden state"
-            # Embeddings that only carry shape, dtype and device: one expanded number takes no memory.
+            # These embeddings only carry shape, dtype and device. One expanded element takes no memory.
             arguments["inputs_embeds"] = torch.zeros((), dtype=hidden.dtype, device=hidden.device).expand(hidden.shape)
             self._input.hidden = hidden
         elif ids is not None:
@@ -207,7 +207,7 @@ class Chunk:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """In the ``with`` block, the base model has the modules of this stage only."""
-        # Not by ``setattr``, which is slow on modules: this runs for each unit.
+        # ``setattr`` is slow on modules, and this runs for every unit.
         before = [owner._modules[name] for owner, name, _ in self._places]
         for owner, name, stand_in in self._places:
             owner._modules[name] = stand_in
@@ -219,6 +219,7 @@ class Chunk:
 
     def _leaving(self, output: Any) -> torch.Tensor:
         if self._output is None:
+            # The last stage: ``last_hidden_state`` is the first item of the base model's output.
             final: torch.Tensor = output[0]
             return final
         hidden, self._output.hidden = self._output.hidden, None
@@ -307,7 +308,7 @@ def _keep_ties(model: Any, outline: Outline, kept: frozenset[str]) -> None:
         if _unit_of(target, units) in kept and _unit_of(source, units) in kept
     }
     model.all_tied_weights_keys = dict(ties)
-    # The class attribute from which transformers would compute them again.
+    # transformers would recompute ``all_tied_weights_keys`` from this class attribute.
     model._tied_weights_keys = dict(ties)
 
 
@@ -315,7 +316,7 @@ def draw_outline(cls: type[PreTrainedModel], config: PretrainedConfig) -> Outlin
     """Find the parts of a model, and check that a pipeline can cut it.
 
     Raises:
-        UnsupportedModelError: it can't; the message has the reason.
+        UnsupportedModelError: it can't; the message names the reason.
     """
     model, outline = outline_on_meta(cls, config)
     check_cut(model, outline)
@@ -323,7 +324,7 @@ def draw_outline(cls: type[PreTrainedModel], config: PretrainedConfig) -> Outlin
 
 
 def check_cut(model: PreTrainedModel, outline: Outline) -> None:
-    """Check that a model's own code runs with placeholders. Cuts the given model, which is on the meta device.
+    """Check that a model's own code runs with placeholders. This cuts ``model``, which must be on the meta device.
 
     Raises:
         UnsupportedModelError: the code reads something from a module that a stage doesn't have.
@@ -349,7 +350,8 @@ def check_cut(model: PreTrainedModel, outline: Outline) -> None:
 def shared_parameters(model: PreTrainedModel, outline: Outline, cuts: Sequence[StageCut]) -> dict[str, nn.Parameter]:
     """The parameters that the ranks of the first and the last stage both have, by Hugging Face name.
 
-    Each of the two ranks computes a part of their gradient. Empty on other ranks, and if one rank has both stages.
+    Each of the two ranks computes a part of their gradient. The result is empty on other ranks, and if one rank has
+    both stages.
 
     Args:
         model: after :func:`cut_stages`.

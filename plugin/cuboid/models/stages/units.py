@@ -1,4 +1,4 @@
-"""A micro-batch on one rank: this rank's part of it, where its segments lie, and what they share."""
+"""A micro-batch on one rank: this rank's rows, the bounds of its segments, and what the segments share."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from cuboid.tensor3d.layers.vocab_cross_entropy import shifted
 
 
 def with_targets(batch: MicroBatch, targets: Targets, *, shifts: bool) -> MicroBatch:
-    """A micro-batch as the last stage needs it: see :func:`with_shifted_labels`; of tasks whose loss the model's own
-    forward computes, as it is.
+    """A micro-batch as the last stage needs it.
+
+    Labels are shifted, see :func:`with_shifted_labels`; unless the model's own forward computes the loss.
 
     Raises:
-        CuboidError: it has nothing that the loss could compare with.
+        CuboidError: the micro-batch has no targets.
     """
     if not runs_own_head(targets.task):
         return with_shifted_labels(batch, shifts=shifts)
@@ -43,11 +44,11 @@ def with_shifted_labels(batch: MicroBatch, *, shifts: bool = True) -> MicroBatch
 
     Args:
         batch: as the user gave it.
-        shifts: whether the model's own loss compares positions with the label after them. Masked language models, and
-            some decoders of encoder-decoders, compare them with their own, and labels stay as they are.
+        shifts: whether the model's own loss compares each position with the next one's label. If not (masked language
+            models, some decoders of encoder-decoders), the labels are only renamed.
 
     Raises:
-        CuboidError: it has neither.
+        CuboidError: there are neither ``labels`` nor ``shift_labels``.
     """
     rest = {name: tensor for name, tensor in batch.items() if name != "labels"}
     if "shift_labels" in rest:
@@ -58,12 +59,12 @@ def with_shifted_labels(batch: MicroBatch, *, shifts: bool = True) -> MicroBatch
 
 
 def label_tokens(batch: MicroBatch) -> torch.Tensor:
-    """Tokens of a whole micro-batch with shifted labels that have a loss, a tensor of no dims."""
+    """Number of tokens with a loss in a whole micro-batch with shifted labels; a scalar tensor."""
     return (batch["shift_labels"] != IGNORE_INDEX).sum()
 
 
 def label_items(batch: MicroBatch, targets: Targets) -> torch.Tensor:
-    """Of how many tokens or rows a micro-batch's loss is the mean, a tensor of no dims."""
+    """Number of tokens or rows that a micro-batch's loss is the mean of; a scalar tensor."""
     if not runs_own_head(targets.task):
         return label_tokens(batch)
     return torch.as_tensor(targets.items(batch), device=batch["input_ids"].device)
@@ -71,21 +72,21 @@ def label_items(batch: MicroBatch, targets: Targets) -> torch.Tensor:
 
 @dataclass
 class SegmentedBatch:
-    """One micro-batch as this rank sees it.
+    """One micro-batch as this rank sees it, with sequences padded from S to S' positions.
 
     Args:
         ids, positions: ``[B/b, S']``, or ``[1, S']`` for positions that all rows share.
-        labels: ``[B/b, S']``: entry t is what position t predicts, for causal models the token after t. None where the
-            loss is what the model's own forward makes of ``arguments``.
+        labels: ``[B/b, S']``: entry t is what position t predicts, for causal models the token after t. None if the
+            model's own forward computes the loss from ``arguments``.
         bounds: start of each segment, and the end of the last, in 0 … S'.
         attention_mask, packed: see :func:`cuboid.models.attention.segments.prepare_masks`.
         visible: see :func:`cuboid.models.attention.segments.visible_to_all`.
-        length: S, without what was filled up.
-        given: ``position_ids``, ``attention_mask`` and ``token_type_ids`` ``[B/b, S']``, where the user gave them.
-        arguments: the micro-batch of a model whose own forward computes its loss.
-        items: of how many tokens or rows that is the mean.
-        local: the rank's part, of models whose positions see later ones.
-        whole: what the rank's base model made of the whole sequence; None until that is known, or where it needn't be.
+        length: S, without padding.
+        given: ``position_ids``, ``attention_mask`` and ``token_type_ids`` ``[B/b, S']``, those that the user gave.
+        arguments: the whole micro-batch, for a model whose own forward computes the loss.
+        items: number of tokens or rows that this loss is the mean of.
+        local: this rank's part, as a sharded model's forward takes it.
+        whole: what the rank's base model computed for the whole sequence; None until recorded, or if not needed.
     """
 
     ids: torch.Tensor
@@ -112,18 +113,20 @@ class SegmentedBatch:
         targets: Targets,
         inputs: Inputs = "embeddings",
     ) -> SegmentedBatch:
-        """Take this rank's rows of a whole micro-batch; fill them up to the sum of ``lengths``.
+        """Take this rank's rows of a whole micro-batch, and pad them to the sum of ``lengths``.
+
+        If the mesh's `batch` axis doesn't divide the rows, copies of the last row without labels are added.
 
         Args:
-            batch: see :func:`with_targets`.
-            lengths: of the segments.
-            config: of the model.
-            mesh: of this rank.
-            targets: of the model.
-            inputs: what the model is given on a mesh.
+            batch: the result of :func:`with_targets`.
+            lengths: lengths of the segments.
+            config: the model's config.
+            mesh: this rank's mesh.
+            targets: the targets of the model's task.
+            inputs: what the model takes on a mesh.
 
         Raises:
-            CuboidError: the mesh's batch axis doesn't divide the rows.
+            CuboidError: shapes that contradict each other.
         """
         own = runs_own_head(targets.task)
         given = {name: x for name, x in batch.items() if not own or name not in TARGETS}
@@ -140,7 +143,7 @@ class SegmentedBatch:
         )
         return cls(
             ids=local["input_ids"],
-            # None of a model that counts them by itself, which isn't asked for a segment's.
+            # Models that compute positions themselves run whole sequences and are given none; the zeros are unused.
             positions=local.get("position_ids", local["input_ids"].new_zeros((1, length))),
             labels=local.get("shift_labels"),
             bounds=tuple(accumulate(lengths, initial=0)),
@@ -156,7 +159,7 @@ class SegmentedBatch:
 
     @property
     def is_cut(self) -> bool:
-        """Whether there are several segments, or filled up positions, so that no forward sees just the sequence."""
+        """Whether there are several segments or padded positions, so that no forward sees exactly the sequence."""
         return len(self.bounds) > 2 or self.bounds[-1] != self.length
 
     def ends_with(self, segment: int) -> bool:
@@ -164,23 +167,23 @@ class SegmentedBatch:
         return segment == len(self.bounds) - 2
 
     def whole_inputs(self) -> dict[str, torch.Tensor]:
-        """Besides ids, what a base model on a mesh is given for whole sequences."""
+        """The arguments, besides ids, of a base model on a mesh for whole sequences."""
         assert self.local is not None
         inputs = ("position_ids", "attention_mask", TOKEN_TYPES)
         return {name: x for name, x in self.local.tensors.items() if name in inputs}
 
     def segment_length(self, segment: int) -> int:
-        """L of a segment, over all ranks of the mesh's `sequence` axis."""
+        """L, the positions of a segment over all ranks of the mesh's `sequence` axis."""
         return self.bounds[segment + 1] - self.bounds[segment]
 
     def unit(self, segment: int, store: KVCache) -> Unit:
-        """What attention must know of a segment, on the stage whose keys and values are in ``store``."""
+        """The :class:`Unit` of a segment for attention, on the stage whose KV cache is ``store``."""
         start, stop = self.bounds[segment : segment + 2]
         replay = None if self.whole is None else Replay(self.whole, start, stop)
         return Unit(store, start, stop, self.bounds[-1], self.attention_mask, self.packed, replay, visible=self.visible)
 
     def token_weights(self, segment: int, mesh: Mesh) -> torch.Tensor:
-        """0 for padding and 1 for all else: ``[B/b · L/s]`` for the rank's tokens of a segment."""
+        """``[B/b · L/s]`` weights of the rank's tokens in a segment: 0 for padded positions, else 1."""
         start, stop = self.bounds[segment : segment + 2]
         weights = torch.arange(start, stop, device=self.ids.device) < self.length
         mask = self.given.get("attention_mask")
@@ -188,5 +191,5 @@ class SegmentedBatch:
         return own_slice(weights, 1, mesh.along("sequence")).flatten()
 
     def cut(self, tensor: torch.Tensor, segment: int) -> torch.Tensor:
-        """A segment's part of ``[B/b, S']``."""
+        """A segment's part ``[B/b, L]`` of ``[B/b, S']``."""
         return tensor[:, self.bounds[segment] : self.bounds[segment + 1]]

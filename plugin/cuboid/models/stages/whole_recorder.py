@@ -1,12 +1,11 @@
-"""What a base model computes outside its layers from positions, lengths and masks, for the whole sequence of a
-micro-batch, so that a segment is given its part of it.
+"""Records what a base model computes outside its layers for a whole sequence, so that each segment is given its part.
 
-A model's own code only ever sees the segment that runs. Where it looks at lengths (``dynamic`` and ``longrope`` rotary
-embeddings choose their frequencies by the longest position) or at the mask (OPT counts positions by it), what it would
-compute from a segment isn't what it computes from the sequence. So the base model's own forward runs once more for each
-micro-batch, without its layers and weights, and three things are kept: what the layers were given, what modules without
-parameters returned, and what tables of positions were looked up by. The hidden state of that run is a ``FakeTensor``:
-it takes neither memory nor time, and what was computed from it is known by its type and left to the segment's forward.
+A model's own code only ever sees the segment that runs. Some results depend on the whole sequence: ``dynamic`` and
+``longrope`` rotary embeddings choose their frequencies by the longest position, and OPT counts positions by the mask.
+So the base model's own forward runs once more for each micro-batch, without its layers and weights, and three things
+are recorded: the arguments of layers, the outputs of modules without parameters, and the indices that position tables
+were looked up with. The hidden state of that run is a ``FakeTensor``, which takes neither memory nor time. Results that
+depend on it are ``FakeTensor``s too; they are left to the segment's own forward.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 
 
 class WholeSequenceRecorder:
-    """Looks at whole sequences with one stage's base model, and lets its segments' forwards know.
+    """Records whole sequences with one stage's base model, and hooks its modules to use the records in segments.
 
     Args:
-        model: a stage, whose modules are all in place.
-        outline: of the whole model.
+        model: a stage's model, with all modules in place.
+        outline: the whole model's outline.
         own_layers: the stage's layers by name.
         slot: holds the current unit.
     """
@@ -74,8 +73,8 @@ class WholeSequenceRecorder:
         Args:
             rows: B, on this rank.
             length: S.
-            device: of the weights.
-            position_ids: ``[B, S]`` or ``[1, S]``; None where the model is to count them itself.
+            device: the device of the weights.
+            position_ids: ``[B, S]`` or ``[1, S]``; None if the model is to compute them itself.
             attention_mask: ``[B, S]``, or None.
 
         Raises:
@@ -85,13 +84,13 @@ class WholeSequenceRecorder:
         options: dict[str, Any] = {k: x for k, x in given.items() if x is not None and k in self._outline.options}
         options.update(self._outline.fixed_options)
         self._slot.recording = whole = WholeSequence(length)
-        log = logging.getLogger(FakeTensor.__module__)  # which writes what is raised, on every rank
-        # Not by its level: setting one walks through all loggers of the process, which takes a millisecond.
+        log = logging.getLogger(FakeTensor.__module__)  # would log each exception below on every rank
+        # Setting its level instead would walk through all loggers of the process, which takes a millisecond.
         disabled, log.disabled = log.disabled, True
         try:
             with recording(), torch.no_grad():
                 hidden = without_values((rows, length, self._outline.width), self._model.dtype, device)
-                # The class's function: hooks on the base model are the user's, for real forwards.
+                # Call the class's forward: hooks on the base model are the user's, and meant for real forwards.
                 type(self._base).forward(self._base, inputs_embeds=hidden, **options)
         except Exception as error:
             raise UnsupportedModelError(
@@ -108,38 +107,38 @@ class WholeSequenceRecorder:
 
 
 class _KeepArguments(PlaceholderLayer):
-    """In the place of a layer of this stage: keeps what it is given."""
+    """Placeholder for a layer of this stage; records the layer's arguments."""
 
     def __init__(self, name: str, layer: nn.Module, outline: Outline, slot: UnitSlot) -> None:
         super().__init__(layer, outline)
         self._name, self._slot = name, slot
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Hand the hidden state on."""
+        """Record the arguments, and return the hidden state."""
         assert self._slot.recording is not None
         self._slot.recording.layers[self._name] = tree_flatten((args, kwargs))
         return super().forward(*args, **kwargs)
 
 
 class _Unknown(PlaceholderModule):
-    """In the place of a module with parameters: what it would return has no values here."""
+    """Placeholder for a module with parameters, whose result has no values in a recording."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The hidden state, or something without values."""
+        """The given hidden state, or a scalar without values."""
         found = super().forward(*args, **kwargs)
         return found if isinstance(found, FakeTensor) else without_values((), found.dtype, found.device)
 
 
 class _WithoutHooks(nn.Module):
-    """A module whose hooks, which are the user's and for real forwards, don't run; all else is the module's."""
+    """Calls a module without its hooks (the user's, meant for real forwards); all other attributes are the module's."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        # In a tuple, so that it isn't a module of this one.
+        # In a tuple, so that it isn't registered as a submodule.
         self._module = (module,)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns."""
+        """The module's own result."""
         return self._module[0].forward(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -154,7 +153,7 @@ def _shell_of(
     kept: dict[str, nn.Module],
     slot: UnitSlot,
 ) -> nn.Module:
-    """A copy of the base model that shares all but what has weights."""
+    """A copy of the base model, with placeholders for the layers and for modules with weights that aren't ``kept``."""
     layers = nn.ModuleList(
         _KeepArguments(name, layer, outline, slot) if name in own_layers else PlaceholderLayer(layer, outline)
         for name, layer in (
@@ -165,7 +164,7 @@ def _shell_of(
     copies = {"": copy_of_base}
     _replace(copy_of_base, copies, outline.layers.removeprefix(f"{outline.base}."), layers)
     for name, module in kept.items():
-        # What is split over a mesh, such as a norm without a weight, computes from the hidden state, with other ranks.
+        # A sharded module, such as a norm without a weight, would run collectives on the hidden state.
         twin = _Unknown(model.dtype) if isinstance(module, ShardedModule) else _WithoutHooks(module)
         _replace(copy_of_base, copies, name.removeprefix(f"{outline.base}."), twin)
     for unit in (*outline.before, *outline.after):
@@ -175,7 +174,7 @@ def _shell_of(
 
 
 def _replace(copy_of_base: nn.Module, copies: dict[str, nn.Module], name: str, module: nn.Module) -> None:
-    """Put a module into the copy of the base model. What is around it is copied first, once."""
+    """Put a module into the copy of the base model. The modules that contain it are copied first, each once."""
     *parents, last = name.split(".")
     owner = copy_of_base
     for depth, part in enumerate(parents):
@@ -188,7 +187,7 @@ def _replace(copy_of_base: nn.Module, copies: dict[str, nn.Module], name: str, m
 
 
 def _copied(module: nn.Module) -> nn.Module:
-    """The same module with a dict of children of its own, and without hooks."""
+    """A shallow copy of a module, with its own dict of children and without hooks."""
     twin: nn.Module = object.__new__(type(module))
     twin.__dict__.update(vars(module))
     twin._modules = dict(module._modules)
@@ -204,7 +203,7 @@ def _position_tables(model: PreTrainedModel, outline: Outline) -> Iterator[tuple
 
 
 def _without_parameters(model: PreTrainedModel, outline: Outline) -> Iterator[tuple[str, nn.Module]]:
-    """The largest modules of the base model outside the layers that have no parameters: rotary embeddings and such."""
+    """The largest modules without parameters in the base model outside the layers, such as rotary embeddings."""
     around = {outline.base}
     parts = outline.layers.split(".")
     around |= {".".join(parts[: end + 1]) for end in range(len(parts)) if len(outline.base.split(".")) <= end + 1}
@@ -215,7 +214,7 @@ def _without_parameters(model: PreTrainedModel, outline: Outline) -> Iterator[tu
             absent = isinstance(module, PlaceholderModule)
             if full not in (*around, outline.layers) and not absent and not any(True for _ in module.parameters()):
                 if isinstance(module, nn.ModuleList | nn.ModuleDict):
-                    # It isn't called; what is in it is.
+                    # A list isn't called; its members are.
                     yield from ((f"{full}.{each}", called) for each, called in module.named_children())
                 else:
                     yield full, module
@@ -228,7 +227,7 @@ class _Aware(nn.Module):
     """Mixed into a module's own class by :func:`_mix_in`.
 
     Attributes:
-        cuboid_name: of the module in the model.
+        cuboid_name: the module's name in the model.
         cuboid_slot: holds the current unit.
     """
 
@@ -236,7 +235,7 @@ class _Aware(nn.Module):
     cuboid_slot: UnitSlot
 
     def running_replay(self) -> Replay | None:
-        """Of the unit that is running, if it isn't simply a whole sequence."""
+        """The replay of the unit that is running; None if the model's own code sees the whole sequence."""
         unit = self.cuboid_slot.current
         return None if unit is None else unit.replay
 
@@ -252,11 +251,14 @@ def _mixed(mixin: type[_Aware], base: type[nn.Module]) -> type[nn.Module]:
 
 
 class _LengthAware(_Aware):
-    """A module without parameters. Its segments' results are cut from the whole sequence's, where it doesn't depend on
-    the hidden state; so its own state, as that of ``dynamic`` rotary embeddings, only ever sees whole sequences."""
+    """A module without parameters, whose results for segments are cut from the recorded ones.
+
+    Results that depend on the hidden state are computed by the segment. The others aren't, so a module with state, such
+    as a ``dynamic`` rotary embedding, only ever sees whole sequences.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns."""
+        """The module's own result, or the segment's part of the recorded one."""
         recording, replay = self.cuboid_slot.recording, self.running_replay()
         if recording is not None:
             outputs = super().forward(*args, **kwargs)
@@ -273,7 +275,10 @@ class _LengthAware(_Aware):
         )
 
     def _with_dims(self, outputs: Any, args: Any, kwargs: Any) -> tuple[list[Any], list[int | None], Any] | None:
-        """The leaves of some outputs with their dim of S positions; None where they depend on the hidden state."""
+        """The outputs' leaves, the dim of S positions of each, and their pytree spec.
+
+        None if they depend on the hidden state.
+        """
         leaves, spec = tree_flatten(outputs)
         if any(isinstance(x, FakeTensor) for x in leaves):
             return None
@@ -281,7 +286,7 @@ class _LengthAware(_Aware):
         length = self.cuboid_slot.recording.length
         found = [[dim for dim, size in enumerate(getattr(x, "shape", ())) if size == length] for x in leaves]
         if any(len(dims) > 1 for dims in found) and length > 1:
-            # Another dim happens to be as long. A sequence that is shorter by one tells them apart.
+            # Another dim happens to have size S too. Only the dim of positions changes for a sequence shorter by one.
             shorter = tree_leaves(self._of_shorter(length, args, kwargs))
             found = [
                 [dim for dim in dims if short.shape[dim] != length] for dims, short in zip(found, shorter, strict=True)
@@ -298,7 +303,7 @@ class _LengthAware(_Aware):
 
 
 class _Lookups(TorchFunctionMode):
-    """Keeps by what a table is looked up, and looks nothing up."""
+    """Records the indices that a table is looked up with, in place of the lookup."""
 
     def __init__(self, weight: torch.Tensor, width: int, found: list[torch.Tensor]) -> None:
         super().__init__()
@@ -314,18 +319,18 @@ class _Lookups(TorchFunctionMode):
 
 
 class _PositionTable(_Aware):
-    """A table of positions, perhaps one that counts them itself, as OPT's does by the mask."""
+    """A position table, which may compute the positions itself, as OPT's does from the mask."""
 
     weight: nn.Parameter
     embedding_dim: int
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """What the table returns."""
+        """The table's own result, looked up with the segment's part of the recorded indices if there are any."""
         recording, replay = self.cuboid_slot.recording, self.running_replay()
         if recording is not None:
-            # Of the whole hidden dim, as all here, also where the table is sharded.
+            # The recorded result has all H features, as everything in a recording, even if the table is sharded.
             with _Lookups(self.weight, self.embedding_dim, recording.lookups.setdefault(self.cuboid_name, [])):
-                if isinstance(self, ShardedEmbedding):  # whose own way to look up is for real ids
+                if isinstance(self, ShardedEmbedding):  # whose own forward would run collectives on real ids
                     return nn.functional.embedding(args[0], self.weight)
                 return super().forward(*args, **kwargs)
         kept = [] if replay is None else replay.whole.lookups.get(self.cuboid_name, [])
@@ -335,14 +340,14 @@ class _PositionTable(_Aware):
         index = replay.cut(kept[number], kept[number].dim() - 1)
         if isinstance(self, ShardedEmbedding):
             return super().forward(index)
-        # Past what a subclass does to find the positions.
+        # Bypass a subclass's own computation of the positions, which the recorded indices already contain.
         return nn.Embedding.forward(self, index)  # type: ignore[arg-type]
 
 
 def _give_whole(
     name: str, slot: UnitSlot, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Give a layer its part of what it would be given in a whole sequence."""
+    """A forward pre-hook of a layer: replaces its arguments by the segment's part of the recorded ones."""
     replay = None if slot.current is None else slot.current.replay
     if replay is None:
         return None
@@ -354,7 +359,7 @@ def _give_whole(
 
 
 def _part(name: str, replay: Replay, own: Any, whole: Any) -> Any:
-    """Of one argument. What has no values as a whole is the segment's own: masks, and what the hidden state says."""
+    """One argument of a layer: ``own`` if the recorded one has no values, such as masks, else a part of ``whole``."""
     if not isinstance(own, torch.Tensor) or not isinstance(whole, torch.Tensor) or isinstance(whole, FakeTensor):
         numbers = isinstance(own, int | float) and isinstance(whole, int | float)
         if numbers and own != whole:
@@ -366,17 +371,17 @@ def _part(name: str, replay: Replay, own: Any, whole: Any) -> Any:
     if own.dim() == whole.dim():
         length, here = replay.whole.length, replay.stop - replay.start
         differing = [dim for dim in range(own.dim()) if own.shape[dim] != whole.shape[dim]]
-        # Rows that are alike may be given once, in one of the two.
+        # Equal rows may be given once, in either of the two.
         differing = [dim for dim in differing if 1 not in (own.shape[dim], whole.shape[dim]) or here == 1]
         if all(whole.shape[dim] == length and own.shape[dim] == here for dim in differing):
             first_row = whole[..., :1, -1:] if own.dim() > 2 else whole
             for dim in differing:
-                # What is added to attention's scores ``[…, Q, K]``, as ALiBi is: a segment's keys begin with the first.
+                # A bias of attention scores ``[…, Q, K]``, such as ALiBi: a segment's keys start at position 0.
                 is_keys = own.dim() > 2 and dim == own.dim() - 1
                 whole = replay.cut(whole, dim, start=0 if is_keys else None)
                 if is_keys and dim - 1 in differing and replay.stop > length:
-                    # No position may see what the sequence was filled up with; the first doesn't see the last. (Not the
-                    # last one's key over again, which the last position sees.)
+                    # No position may see padding. ``replay.cut`` repeats the last key there, which the last position
+                    # sees; use the first position's entry for that key, which is masked.
                     whole[..., length:] = first_row
             return whole
     raise UnsupportedModelError(

@@ -1,1 +1,1 @@
-"""What a layout costs: time of kernels and collectives, memory by kind, and the step that they add up to."""
+"""The cost of a layout: times of kernels and collectives, memory by kind, and the step time that they add up to."""

@@ -1,4 +1,4 @@
-"""Time of collectives and messages, by how the ranks of each group lie on the nodes."""
+"""Time of collectives and messages, by how the ranks of each group are placed on the nodes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Group:
     """Ranks that communicate.
 
     Args:
-        size: how many.
-        rate: bytes a second that each of them sends at most.
-        latency_s: of each step of a ring.
-        overlap: part of the computing meanwhile that hides it.
+        size: number of ranks.
+        rate: bytes a second that each rank can send.
+        latency_s: latency of each step of a ring.
+        overlap: fraction of the concurrent computation that hides communication.
     """
 
     size: int
@@ -26,7 +26,7 @@ class Group:
     overlap: float = 1.0
 
     def exposed_s(self, whole_bytes: float, count: float, compute_s: float) -> float:
-        """What computing of ``compute_s`` leaves to wait for of :meth:`gather_s`."""
+        """The part of :meth:`gather_s` that concurrent computation of ``compute_s`` doesn't hide."""
         return max(0.0, self.gather_s(whole_bytes, count) - self.overlap * compute_s)
 
     def gather_s(self, whole_bytes: float, count: float = 1) -> float:
@@ -53,12 +53,12 @@ class Group:
 
 
 def ring_steps(ranks: int) -> int:
-    """Latencies of a collective. Libraries switch from rings to trees where there are many ranks."""
+    """Number of latencies in a collective: of a ring, or of a tree, to which libraries switch if ranks are many."""
     return min(ranks - 1, 2 * (ranks - 1).bit_length() + 4)
 
 
 class Links:
-    """Groups of a layout on a cluster, in Cuboid's rank order: pipe, data, batch, hidden, context, sequence."""
+    """Groups of a layout on a cluster. Rank order, outermost first: pipe, data, batch, hidden, context, sequence."""
 
     def __init__(self, cluster: Cluster, layout: Layout) -> None:
         self._cluster = cluster
@@ -70,18 +70,19 @@ class Links:
         self.hidden = self._group(mesh.hidden, inner)
         self.batch = self._group(mesh.batch, inner * mesh.hidden)
         replica = inner * mesh.hidden * mesh.batch
-        #: Whole experts are divided among neighbours in the ranks that have different rows.
+        #: Ranks among which whole experts are divided: neighbours among those with different rows.
         self.experts = self._group(layout.expert_ranks, inner)
-        #: Those that hold the same weights: replicas, and the ranks that share sequences.
+        #: Ranks with the same weights: replicas, and the ranks that share sequences.
         self.replicas = self._group(layout.replicas * layout.context, replica if layout.context == 1 else mesh.sequence)
         self.stages = self._group(layout.stages, replica * layout.replicas)
 
     def _group(self, size: int, stride: int) -> Group:
+        """The group of ``size`` ranks whose numbers are ``stride`` apart."""
         cluster, gpu = self._cluster, self._cluster.gpu
         link = gpu.link_bytes_per_s * gpu.link_efficiency
         per_node = max(1, min(size, cluster.gpus_per_node // stride)) if stride <= cluster.gpus_per_node else 1
         if size <= per_node:
             return Group(size, link, gpu.link_latency_s, gpu.link_overlap)
-        # Every byte crosses each border between nodes once, by all network cards that the group's ranks have there.
+        # Every byte crosses each boundary between nodes once, over all network cards of the group's ranks on a node.
         network = gpu.network_bytes_per_s * gpu.network_efficiency * per_node
         return Group(size, min(link, network), gpu.network_latency_s)

@@ -13,8 +13,8 @@ class Kernels:
     """Times of kernels on one kind of GPU.
 
     Args:
-        gpu: which.
-        products_speed: of products with weights, for that in 16 bits.
+        gpu: the kind of GPU.
+        products_speed: speed of products with weights, relative to 16 bits.
     """
 
     def __init__(self, gpu: Gpu, products_speed: float = 1.0) -> None:
@@ -28,17 +28,17 @@ class Kernels:
     def matmul_s(self, rows: float, outputs: float, inputs: float, count: int = 1, *, grouped: bool = False) -> float:
         """``count`` products of ``[rows, inputs]`` and ``[inputs, outputs]``, each a kernel or grouped in one.
 
-        The bytes are added to the operations, for the two only overlap in part. That makes small products slow: with I
-        inputs the bytes of the result alone take peak/(memory's rate · I) of the time of the operations.
+        The time of the bytes is added to that of the operations, as the two overlap only in part. That makes small
+        products slow: with I inputs the result's bytes alone take peak/(memory's rate · I) of the operations' time.
         """
         moved = _ELEMENT_BYTES * (rows * inputs + inputs * outputs + rows * outputs)
         own = 2 * rows * outputs * inputs / self.product_flops + moved / self._sheet_bytes
         return count * own + (1 if grouped else count) * self.kernel_s
 
     def attention_s(self, pairs: float, features: float) -> float:
-        """Forward of flash attention: ``pairs`` of a query and a key, ``features`` of queries and values, all heads."""
+        """Forward of flash attention: ``pairs`` (query, key) in all heads, ``features`` of one query and one value."""
         return 2 * pairs * features / self._attention_flops + self.kernel_s
 
     def elementwise_s(self, moved_bytes: float, kernels: int = 1) -> float:
-        """Kernels that read and write ``moved_bytes`` together."""
+        """Kernels that read and write ``moved_bytes`` in total."""
         return moved_bytes / self._bytes + kernels * self.kernel_s

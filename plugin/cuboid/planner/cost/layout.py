@@ -1,4 +1,4 @@
-"""How a model is laid out over the ranks, and how the software that runs it behaves."""
+"""How a model is laid out over the ranks, and how the framework that runs it behaves."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ Checkpointing = Literal["none", "attention", "mlp_up", "full"]
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to run a step.
+    """How the ranks share the work of a step.
 
     Args:
         mesh: b × s × h. Megatron's tensor parallelism is 1×t×1, FSDP is b×1×1.
-        stages: P of the pipeline.
+        stages: P, ranks of the pipeline.
         micro_batch: rows that the mesh works on together.
-        micro_batches: M of each replica in a step.
-        replicas: copies of all that.
-        segments: k of each sequence.
-        chunks: pieces of layers that each pipeline rank has. With a schedule that isn't in
-            :data:`~cuboid.seq1f1b.schedule.choice.CHUNKED`, interleaved as other frameworks do, in a closed form.
+        micro_batches: M, micro-batches of each replica in a step.
+        replicas: data-parallel copies of the mesh and all its stages.
+        segments: k, segments of each sequence.
+        chunks: v, chunks of layers on each pipeline rank. With a schedule that isn't in
+            :data:`~cuboid.seq1f1b.schedule.choice.CHUNKED` they are interleaved as in other frameworks, and a closed
+            form gives the time.
         schedule: a name in :data:`~cuboid.seq1f1b.schedule.choice.NAMES`.
-        memory_limit: as of the config, in sequences of a rank's share.
+        memory_limit: the config's, in sequences of a rank's share.
         stage_layers: layers of each of :attr:`parts`, in order; () for a balanced cut.
-        lengths: of the segments; () for a cut by cost.
-        key_value_gradient_bytes: of a number that segments add gradients of keys and values up in.
-        zero_stage: of the optimizer over the replicas.
+        lengths: tokens of each segment; () for a cut by cost.
+        key_value_gradient_bytes: size of a number in which segments accumulate gradients of keys and values.
+        zero_stage: ZeRO stage over the replicas.
         checkpointing: what is recomputed.
         weight_gather, gradient_sync: how long gathered weights are kept, and when a stage's gradients are reduced over
             the mesh; see docs/config.md.
         context: ranks that share each sequence in attention too (only in layouts of other frameworks).
         expert_ranks: ranks among which whole experts are divided (likewise).
-        offload: part of the activations that waits in the host's memory (likewise).
+        offload: fraction of the activations that is offloaded to the host's memory (likewise).
     """
 
     mesh: MeshShape
@@ -64,12 +65,12 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Of all replicas."""
+        """Number of ranks of all replicas."""
         return self.mesh.size * self.context * self.stages * self.replicas
 
     @property
     def parts(self) -> int:
-        """That the layers are cut into."""
+        """Number of parts that the layers are cut into."""
         return len(self.rank_of)
 
     @cached_property
@@ -81,12 +82,12 @@ class Layout:
 
     @property
     def may_split(self) -> bool:
-        """Whether its schedule is made for the costs at hand, and may run backwards in two actions."""
+        """Whether its schedule is generated from the costs of units, and may split backwards into two actions."""
         return is_generated(self.schedule)
 
     @property
     def without_chunks(self) -> Layout:
-        """With the schedule that is a formula, which numbers of segments are chosen by."""
+        """The same with a fixed schedule and one part on each rank; the number of segments is chosen with this."""
         if self.schedule in SCHEDULES:
             return self
         layers = [0] * self.stages
@@ -97,7 +98,7 @@ class Layout:
 
     @property
     def gathers_once(self) -> bool:
-        """Whether a step's first unit leaves its weights for the others: only a pipeline's stages keep them so long."""
+        """Whether a step's first unit gathers weights for all units: only a pipeline's stages keep them that long."""
         return self.weight_gather == "step" and self.stages > 1
 
     @property
@@ -107,7 +108,7 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """Of all micro-batches and replicas in a step."""
+        """Rows of all micro-batches and replicas in a step."""
         return self.micro_batch * self.micro_batches * self.replicas
 
     def __str__(self) -> str:
@@ -125,34 +126,35 @@ class Layout:
 
 @dataclass(frozen=True)
 class Software:
-    """What a framework does whatever the layout. The defaults are Cuboid's under DeepSpeed.
+    """What a framework does with any layout. The defaults are Cuboid's under DeepSpeed.
 
     Args:
         attention: "flash" keeps no scores; "scores" writes, masks and drops out the whole matrix of them.
-        loss: "chunked" makes logits a part at a time; "fused" keeps them once, in 16 bits; "whole" in 32 as well.
-        gradient_bytes: of a number that gradients are added up in.
-        reduce_bytes: of a number as gradients are sent between replicas.
+        loss: "chunked" computes logits in chunks; "fused" keeps them once, in 16 bits; "whole" in 32 bits as well.
+        gradient_bytes: size of a number in which gradients are accumulated.
+        reduce_bytes: size of a number in which gradients are reduced between replicas.
         sequence_parallel: whether the residual stream is cut over the `sequence` axis, as it always is in Cuboid.
-        regathers: all-gathers of an input once more in backward, for each block: exposed as a part.
-        hides_exchange: part of the communication over `sequence` that runs behind products.
-        overlaps_reduction: whether gradients of replicas are reduced after the last backward.
+        regathers: second all-gathers of a block's input in backward; less than 1 if they are partly hidden.
+        hides_exchange: fraction of the communication over `sequence` that products hide.
+        overlaps_reduction: whether the reduction of gradients between replicas, and the gather of new weights, overlap
+            with computation; else they follow the last backward.
         overlaps_messages: whether a stage computes while messages to its neighbours are in flight.
-        dropout: whether there are masks to draw, apply and keep.
-        fused_weight_gradients: whether each weight's gradient is added to its buffer by the product itself.
+        dropout: whether there are dropout masks to draw, apply and keep.
+        fused_weight_gradients: whether the product that computes a weight's gradient also adds it to its buffer.
         buffers_weight_gradients: whether a 16-bit gradient of each shape of weight stays allocated (TransformerEngine).
-        fused_nonlinearity: whether nothing between the MLP's products is kept but their results.
-        counted: whether what layers keep is counted in their own code, as Cuboid runs it, rather than by formulas.
-        shares_keys: whether segments of a micro-batch share one store of keys and values.
-        keeps_prefixes: whether each segment keeps all keys and values up to its end once more.
+        fused_nonlinearity: whether only the results of the MLP's products are saved, and nothing between them.
+        counted: whether what layers save is counted by running their own code, as Cuboid runs it, or by formulas.
+        shares_keys: whether segments of a micro-batch share one KV cache.
+        keeps_prefixes: whether each segment saves a copy of all keys and values up to its end.
         balances_context: whether the ranks that share a sequence have equal parts of causal attention.
         shards_over_context: whether the ranks that share a sequence divide weights among them too.
-        keeps_whole_gradients: whether gradients stay whole over the micro-batches of a step as long as weights do.
-        own_bytes: of the framework's and libraries' own buffers on a GPU.
-        passes: elementwise traffic for that of fused kernels.
-        host_s: of each layer's forward on the host, and half of its backward; the device waits where it is faster.
-        host_collective_s: likewise, of each collective over `sequence`.
-        products_speed: of products with weights for that in 16 bits: more than 1 in 8 or 4 bits.
-        unsplit_head: part of the usual rate at which the head's products run where its vocabulary isn't cut.
+        keeps_whole_gradients: whether gradients stay unsharded over a step's micro-batches if weights do.
+        own_bytes: size of the framework's and libraries' own buffers on a GPU.
+        passes: memory traffic of elementwise kernels, relative to fused ones.
+        host_s: host time of a layer's forward; a backward takes twice that. The device waits if it is faster.
+        host_collective_s: host time of each collective over `sequence`.
+        products_speed: speed of products with weights, relative to 16 bits: more than 1 in 8 or 4 bits.
+        unsplit_head: fraction of their usual rate that the head's products reach if its vocabulary isn't cut.
     """
 
     attention: Literal["flash", "scores"] = "flash"

@@ -1,6 +1,6 @@
-"""Memory of a rank at its fullest, by kind and stage.
+"""Peak memory of a rank, by kind and stage.
 
-Kept activations are those of docs/formulas.md, for whole layers of any architecture and for other frameworks' ways too.
+Saved activations are those of docs/formulas.md, extended to layers of any architecture and to other frameworks.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from cuboid.planner.description.model import Layer
 from cuboid.seq1f1b.schedule.actions import Op
 from cuboid.seq1f1b.schedule.choice import CHUNKED
 
-#: Part of a GPU's memory that tensors can have. The rest is the context, the buffers of the communication library, and
-#: gaps between tensors: runs in docs/data that are counted at 0.92 of it ran, and those at 0.94 didn't.
+#: Fraction of a GPU's memory that tensors can use. The rest is the context, the buffers of the communication library,
+#: and fragmentation: of the runs in docs/data, those estimated at 0.92 ran, and those at 0.94 didn't.
 USABLE = 0.93
-#: Of logits in float32 that exist at a time; as of :data:`cuboid.models.cross_entropy.chunked.CHUNK_BYTES`.
+#: Bytes of a chunk of float32 logits; as :data:`cuboid.models.cross_entropy.chunked.CHUNK_BYTES`.
 _CHUNK_BYTES = 64 * 2**20
-#: Master weights and two moments in float32.
+#: Of a parameter: master weight and two moments in float32.
 _OPTIMIZER_BYTES = 12
 _ELEMENT = 2
 _STATISTIC = 4
-#: Of each choice of an expert on a mesh: its row, the row's choice, token and expert, and its weight.
+#: Bytes of each choice of an expert on a mesh: its row, the row's choice, token and expert, and its weight.
 _ROUTED = 4 * 8 + _STATISTIC
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank at its fullest, by kind.
+    """Peak memory of one rank by kind, in bytes.
 
     Args:
-        parameters: that it owns, in 16 bits.
-        gradients: of these.
+        parameters: the parameters that it owns, in 16 bits.
+        gradients: gradients of these.
         optimizer: float32 masters and moments.
-        gathered: blocks of weights that are whole while layers run.
-        activations: kept from forward to backward.
-        key_value_store: keys and values that segments share, and their gradients.
-        logits: and what the loss needs beside them.
-        working: of the layer that runs: gradients inside it, and what is recomputed.
-        messages: between stages.
-        own: the framework's and its libraries'.
+        gathered: blocks of weights that are unsharded while layers run.
+        activations: activations saved for backward.
+        key_value_store: KV caches that segments share, and their gradients.
+        logits: logits, and what else the loss needs.
+        working: gradients inside the layer that runs, and what it recomputes.
+        messages: messages between stages.
+        own: buffers of the framework and its libraries.
     """
 
     parameters: float = 0
@@ -60,11 +60,11 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Of all kinds."""
+        """Bytes of all kinds."""
         return sum(self.by_kind().values())
 
     def by_kind(self) -> dict[str, float]:
-        """In the order of the fields."""
+        """Bytes by name of the kind, in the order of the fields."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
@@ -74,7 +74,7 @@ def stage_memory(cost: StepCost) -> list[Memory]:
 
 
 def uncounted(cost: StepCost) -> str:
-    """What of a step isn't counted; "" if there is nothing."""
+    """What the estimate of a step leaves out, in words; "" if nothing."""
     found = [cost.model.uncounted] if cost.model.uncounted else []
     if obstacle := _Stage(cost, 0).count.obstacle:
         found.append(f"what its layers keep by their own code, instead of which formulas stand ({obstacle})")
@@ -82,12 +82,12 @@ def uncounted(cost: StepCost) -> str:
 
 
 def usable_bytes(cluster: Cluster) -> float:
-    """What tensors can have of a GPU."""
+    """Bytes of a GPU's memory that tensors can use."""
     return USABLE * cluster.gpu.memory_bytes
 
 
 def states_bytes(cost: StepCost) -> float:
-    """A bound that takes microseconds: parameters, gradients and optimizer, as if stages had equal parts of them."""
+    """A cheap lower bound of memory: parameters, gradients and optimizer states, divided equally over the stages."""
     layout = cost.layout
     own = cost.model.parameters / (layout.mesh.size * layout.stages * layout.expert_ranks)
     shared = layout.replicas * layout.context
@@ -96,12 +96,12 @@ def states_bytes(cost: StepCost) -> float:
 
 
 def ends_memory(cost: StepCost) -> float:
-    """Bytes of the fuller one of the first and the last stage, which are the fullest where stages are balanced."""
+    """Bytes of the fuller one of the first and the last stage, which are the fullest if stages are balanced."""
     return max(_Stage(cost, stage).memory().total for stage in {0, cost.layout.rank_of[-1]})
 
 
 def fullest(cost: StepCost) -> Memory:
-    """Memory of the rank that has the least room left."""
+    """Memory of the fullest rank."""
     return max(stage_memory(cost), key=lambda memory: memory.total)
 
 
@@ -115,7 +115,7 @@ class _Stage:
         ends = list(pairwise(accumulate(cost.stage_layers, initial=0)))
         rank_of = cost.layout.rank_of
         indices_of = {part: range(*span) for part, span in enumerate(ends) if rank_of[part] == stage}
-        #: Of each of its parts, how many layers of each of the model's kinds it has.
+        #: For each of its parts, the number of layers of each of the model's kinds.
         self.parts = {
             part: Counter(cost.model.kind_of_layers[index] for index in indices) for part, indices in indices_of.items()
         }
@@ -141,7 +141,7 @@ class _Stage:
             activations=activations,
             key_value_store=store,
             logits=logits,
-            # The fullest moment is either that of the loss or that of a layer's backward.
+            # The peak is either in the loss or in a layer's backward: add only what exceeds the logits.
             working=self._buffers() + max(0.0, self._working() - logits),
             messages=self._messages(),
             own=software.own_bytes,
@@ -155,18 +155,18 @@ class _Stage:
         blocks = [self._units.block_weights(layer) * _ELEMENT for layer in self.layers]
         head = self.model.vocabulary * self.model.hidden / self._ranks * _ELEMENT
         ends = head if self.is_last or self.is_first else 0
-        # Gradients that wait for the step's last unit are added up in float32.
+        # Gradients that are reduced by the step's last unit are accumulated in float32 until then.
         waiting = (sum(blocks) + ends) / _ELEMENT * 4 if self.layout.gradient_sync == "step" else 0
         if self.layout.weight_gather == "step":
             return sum(blocks) * (2 if self.software.keeps_whole_gradients else 1) + ends + waiting
-        # One that runs and one that is in flight.
+        # The layer that runs, and one whose gather is in flight.
         return max(2 * max(blocks), ends) + waiting
 
     # --- activations --------------------------------------------------------------------------------------------
 
     @cached_property
     def count(self) -> ModelCount:
-        """What layers keep by their own code; of no layers where only the formulas know."""
+        """What layers save by their own code; empty if only the formulas apply."""
         # Stages without a mesh have Hugging Face's own modules.
         return self._counted(sharded=self.layout.mesh.size > 1 or self.layout.stages == 1)
 
@@ -181,7 +181,7 @@ class _Stage:
         return len(self.cost.lengths) > 1
 
     def _layer_count(self, count: ModelCount, kind: int, segment: int) -> tuple[LayerCount, tuple[float, int, int]]:
-        """What is known of a kind of layer, and a segment's rows, tokens and keys that they see."""
+        """The count of a kind of layer, and a segment's sizes: rows, tokens, and keys that these see."""
         length, window = self.cost.lengths[segment], self.model.kinds[kind].attention.window
         stop = sum(self.cost.lengths[: segment + 1])
         reached = window is not None and stop > window
@@ -189,10 +189,10 @@ class _Stage:
         return (count.windowed if reached else count.layers)[kind], (self._units.tokens(1), length, keys)
 
     def _kept(self, kind: int, segment: int) -> tuple[float, float]:
-        """Bytes that a layer of one of the model's kinds keeps of a segment: keys and values, and everything else."""
+        """Bytes that a layer of one of the model's kinds saves of a segment: keys and values, and everything else."""
         layer, tokens = self.model.kinds[kind], self._units.tokens(self.cost.lengths[segment])
         key_value = tokens * self._key_value(layer)
-        # Experts on one rank run the model's own code, which isn't what they do on several.
+        # Counts are of the model's own code of experts, which isn't what runs on a mesh.
         if not self.count.layers or (layer.experts is not None and self.layout.splits_experts):
             return key_value, tokens * self._kept_by_formula(layer)
         own, sizes = self._layer_count(self.count, kind, segment)
@@ -202,7 +202,7 @@ class _Stage:
         return key_value, kept / self._ranks
 
     def _kept_by_formula(self, layer: Layer) -> float:
-        """Bytes that a layer keeps of one token, without keys and values."""
+        """Bytes that a layer saves of one token, without keys and values."""
         layout, software, hidden, own = self.layout, self.software, self.model.hidden, layer.attention
         routing = 0.0
         residual = 2 * hidden * _ELEMENT
@@ -217,8 +217,8 @@ class _Stage:
         between = self.model.nonlinearity if not software.fused_nonlinearity else (2 if layer.gated else 1)
         mlp = (between + 1) * layer.intermediate * _ELEMENT
         if layer.experts is not None:
-            # Of each expert that a token goes to: its input, and what is between. On a mesh a token's input is kept
-            # once, and what the weight of its choice is multiplied with.
+            # For each expert of a token: its input, and what is saved between its products. On a mesh the input is
+            # saved once for each token, and besides what the choice's weight is multiplied by.
             routed, width = layer.experts.per_token, layer.experts.width
             if layout.splits_experts:
                 mlp += routed * (between + 2) * width * _ELEMENT
@@ -228,7 +228,7 @@ class _Stage:
             else:
                 mlp += routed * (hidden + (between + 1) * width) * _ELEMENT
         if software.attention == "scores":
-            # The softmax's result, and with dropout its mask and what is left.
+            # The softmax's result, and with dropout its mask and its result.
             attention += own.heads * self.cost.length * (2 + (3 if software.dropout else 0)) * self._with_scores()
         if layout.checkpointing == "mlp_up":
             mlp -= between * layer.intermediate * _ELEMENT
@@ -236,13 +236,13 @@ class _Stage:
         return (residual + norms) / self._residual_ranks + (attention + mlp) / self._ranks + routing
 
     def _norm(self) -> float:
-        """Bytes that a norm keeps of one token, by formula: its input and statistics."""
+        """Bytes that a norm saves of one token, by formula: its input and statistics."""
         if self.model.norm == "layer":
             return self.model.hidden * _ELEMENT + 2 * _ELEMENT
         return self.model.hidden * _ELEMENT + _STATISTIC
 
     def _end(self, segment: int) -> float:
-        """Bytes that a unit keeps after the last layer: the last norm's, and the gradient of the head's input."""
+        """Bytes that a unit saves after the last layer: the last norm's, and the gradient of the head's input."""
         length, rows = self.cost.lengths[segment], self._units.tokens(1)
         norm = self.count.end.of(rows, length, length) if self.count.layers else rows * length * self._norm()
         return (norm + rows * length * self.model.hidden * _ELEMENT) / self._residual_ranks
@@ -264,7 +264,7 @@ class _Stage:
         return tokens * self.model.hidden / self._residual_ranks * _ELEMENT
 
     def _unit(self, kinds: Counter[int], segment: int) -> float:
-        """What a unit of so many layers of each kind keeps until its backward, without what segments share."""
+        """Bytes that a unit saves in ``kinds`` layers of each kind until its backward, without a shared KV cache."""
         tokens = self._units.tokens(self.cost.lengths[segment])
         if self.layout.checkpointing == "full":
             return kinds.total() * self._layer_input(tokens)
@@ -272,7 +272,8 @@ class _Stage:
         shared = self._shares_keys
         own = sum(count * (kept[kind][1] + (0 if shared else kept[kind][0])) for kind, count in kinds.items())
         if self.software.keeps_prefixes and segment:
-            # Put together with its own, which stay in the result of the fused projection too: queries are a view of it.
+            # Concatenated to a copy. The segment's own keys and values stay in the fused projection's result as well,
+            # which queries, as a view, keep alive.
             prefix = self._units.tokens(sum(self.cost.lengths[: segment + 1]))
             own += prefix * sum(count * self._key_value(self.model.kinds[kind]) for kind, count in kinds.items())
         for kind in kinds if self.count.layers else ():
@@ -281,7 +282,7 @@ class _Stage:
         return own
 
     def _waiting(self, kinds: Counter[int], segment: int) -> float:
-        """What a unit keeps from I to W: inputs of linear layers, and gradients of their outputs."""
+        """Bytes that a unit keeps from I to W: inputs of linear layers, and gradients of their outputs."""
         tokens, found = self._units.tokens(self.cost.lengths[segment]), 0.0
         counted = self._counted(sharded=False)
         for kind, count in kinds.items():
@@ -298,7 +299,7 @@ class _Stage:
         return self._is_cut and self.software.shares_keys
 
     def _activations(self) -> tuple[float, float]:
-        """What units in flight keep, and the stores of keys and values."""
+        """Bytes that units in flight save, and bytes of KV caches."""
         layout = self.layout
         ends = self._units.tokens(self.cost.length) * 8
         segments = range(len(self.cost.lengths))
@@ -312,20 +313,20 @@ class _Stage:
         return activations * (1 - layout.offload) + ends, stores
 
     def _chunks_in_flight(self) -> float:
-        """Interleaved, on stage p: 2(P−p−1) + (v−1)P + k units of a chunk and a segment, counted in chunks."""
+        """Chunks in flight on stage p, if interleaved: 2(P−p−1) + (v−1)P + k units, k of which are a chunk."""
         layout, segments = self.layout, len(self.cost.lengths)
         units = 2 * (layout.stages - self.stage - 1) + (layout.chunks - 1) * layout.stages + segments
         return min(units / segments, layout.micro_batches * layout.chunks)
 
     def _store_bytes(self, kinds: Counter[int]) -> float:
-        """Keys and values of one micro-batch in so many layers of each kind, where segments share them."""
+        """Bytes of one micro-batch's KV cache in ``kinds`` layers of each kind; 0 if segments don't share one."""
         if not self._shares_keys:
             return 0.0
         each = sum(count * self._key_value(self.model.kinds[kind]) for kind, count in kinds.items())
         return self._units.tokens(self.cost.length) * each
 
     def _peak(self) -> tuple[float, float]:
-        """The most that units and stores take together, going through the stage's actions in order."""
+        """Bytes of units and of KV caches at the peak of their sum, going through the stage's actions in order."""
         last = len(self.cost.lengths) - 1
         kept = {part: [self._unit(own, each) for each in range(last + 1)] for part, own in self.parts.items()}
         waiting = {
@@ -339,8 +340,8 @@ class _Stage:
         gradients = self.layout.key_value_gradient_bytes / _ELEMENT
         now, most = 0.0, (0.0, 0.0)
         opened: dict[tuple[int, int], float] = {}
-        # Layer by layer a backward frees what its forward kept, and makes what W needs and the gradients of keys and
-        # values, so that the most is there at its beginning or at its end.
+        # Layer by layer a backward frees what its forward saved, and allocates what W needs and the gradients of keys
+        # and values. So its peak is at its beginning or at its end.
         for action in self.cost.order(self.cost.enough).schedule[self.stage]:
             part, segment, store = action.stage, action.segment, (action.stage, action.micro_batch)
             own, later = kept[part][segment], waiting[part][segment]
@@ -368,16 +369,16 @@ class _Stage:
         weight = model.vocabulary * model.hidden / self._ranks * _ELEMENT
         numbers = tokens * model.vocabulary / self._ranks
         if self.software.loss == "chunked":
-            # A chunk in 32 bits, with its gradient and both in 16; and the gradient of the weight.
+            # A chunk's logits and their gradient, each in 32 and in 16 bits; and the gradient of the weight.
             return min(3 * _CHUNK_BYTES, numbers * 12) + weight / mesh.batch
         return numbers * (4 if self.software.loss == "fused" else 14)
 
     def _working(self) -> float:
-        """Of the layer in backward: gradients of the MLP's inner features; with checkpointing all that it keeps."""
+        """Bytes of the layer in backward: gradients inside the MLP; with checkpointing also all that it recomputes."""
         tokens = max(self._units.tokens(each) for each in self.cost.lengths)
         working = max(tokens * self._features_at_work(layer) * _ELEMENT for layer in self.layers)
         if self.layout.mesh.batch > 1:
-            # The gradient of a block before it is scattered.
+            # The gradient of a block before its reduce-scatter.
             working += max(self._units.block_weights(layer) * _ELEMENT for layer in self.layers)
         if self.layout.checkpointing == "full":
             longest = max(range(len(self.cost.lengths)), key=self.cost.lengths.__getitem__)
@@ -385,7 +386,7 @@ class _Stage:
         return working
 
     def _features_at_work(self, layer: Layer) -> float:
-        """Of a token: inside the MLP; of experts on a mesh also gradients of their whole input and output rows."""
+        """Features of a token: inside the MLP; for experts on a mesh also gradients of their input and output rows."""
         own = 3 * layer.intermediate / self._ranks
         if layer.experts is not None and self.layout.splits_experts:
             own += 3 * layer.experts.per_token * layer.experts.width / self._ranks
@@ -393,7 +394,7 @@ class _Stage:
         return own
 
     def _buffers(self) -> float:
-        """A gradient in 16 bits of each shape of weight, where the software keeps it allocated."""
+        """Bytes of a 16-bit gradient of each shape of weight, if the software keeps these allocated."""
         if not self.software.buffers_weight_gradients:
             return 0.0
         shapes = {(each.inputs, each.outputs, each.kind) for layer in self.layers for each in layer.projections}
@@ -405,9 +406,9 @@ class _Stage:
         if self.layout.stages == 1:
             return 0
         tokens = max(self._units.tokens(each) for each in self.cost.lengths)
-        # One that comes and one that goes, of either kind.
+        # One received and one sent, of hidden states and of their gradients.
         return 4 * tokens * self.model.hidden / self._ranks * _ELEMENT
 
 
-#: Chunks that are about to run, or have just run.
+#: Number of chunks that are about to run or have just run, and so stay on the device.
 _NEVER_OFFLOADED = 3

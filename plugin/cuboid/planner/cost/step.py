@@ -1,4 +1,4 @@
-"""Time of an optimizer step: units, put together by the pipeline's simulator, and what comes once."""
+"""Time of an optimizer step: units, combined by the pipeline's simulator, and what occurs once a step."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class StepTime:
     """Seconds of a step, by kind; they add up to :attr:`total_s`.
 
     Args:
-        compute_s: of the busiest stage.
-        exposed_s: of its communication inside layers that nothing hides.
-        bubble_s: in which it waits for other stages.
-        reduce_s: of the gradients of replicas and the gather of new weights, as far as nothing hides them.
-        optimizer_s: of the update.
-        constant_s: of whatever a step has besides.
+        compute_s: computing of the busiest stage.
+        exposed_s: its communication inside layers that nothing hides.
+        bubble_s: its waiting for other stages.
+        reduce_s: reduction of gradients between replicas and gather of new weights, as far as nothing hides them.
+        optimizer_s: the update.
+        constant_s: fixed overhead of a step.
     """
 
     compute_s: float
@@ -48,29 +48,29 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
-        """Of the whole step."""
+        """Time of the whole step."""
         return self.pipeline_s + self.reduce_s + self.optimizer_s + self.constant_s
 
     @property
     def pipeline_s(self) -> float:
-        """From the first forward to the last backward."""
+        """Time from the first forward to the last backward."""
         return self.compute_s + self.exposed_s + self.bubble_s
 
     @property
     def bubble(self) -> float:
-        """Part of the time from first forward to last backward in which the busiest stage waits."""
+        """Fraction of the time from first forward to last backward in which the busiest stage waits."""
         return self.bubble_s / self.pipeline_s if self.pipeline_s else 0.0
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What the parts of the layers take.
+    """Times of units on the parts that the layers are cut into.
 
     Args:
-        units: by operation, each segment on each part, ``[part][segment]``.
+        units: by operation, time of each unit as ``[part][segment]``.
         once_s: what each rank waits once a step.
-        rank_of: of each part.
-        splits: whether backwards are in two actions.
+        rank_of: pipeline rank of each part.
+        splits: whether backwards are split into two actions.
     """
 
     units: Mapping[Op, tuple[tuple[Seconds, ...], ...]]
@@ -79,7 +79,7 @@ class StageTimes:
     splits: bool = False
 
     def busy(self, rank: int) -> Seconds:
-        """Of one micro-batch on one rank."""
+        """Time of one micro-batch on one rank."""
         backward = (Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT) if self.splits else (Op.BACKWARD,)
         parts = [part for part, owner in enumerate(self.rank_of) if owner == rank]
         units = [each for op in (Op.FORWARD, *backward) for part in parts for each in self.units[op][part]]
@@ -87,7 +87,7 @@ class StageTimes:
 
     @property
     def busiest(self) -> int:
-        """The rank that takes longest."""
+        """The rank whose units take longest."""
         return max(range(len(self.once_s)), key=lambda rank: self.busy(rank).total)
 
 
@@ -96,11 +96,11 @@ class StepCost:
 
     Args:
         model: what is trained.
-        layout: on what ranks.
-        cluster: on what machines.
+        layout: how ranks share the work.
+        cluster: the machines.
         length: S, tokens of a sequence.
-        software: whose step it is.
-        known: times of layers, shared by the costs of many layouts of one model, cluster, length and software.
+        software: the framework that runs it.
+        known: cache of layer times, shared by the costs of many layouts of one model, cluster, length and software.
     """
 
     def __init__(
@@ -120,12 +120,12 @@ class StepCost:
 
     @cached_property
     def stage_layers(self) -> tuple[int, ...]:
-        """Layers of each part, as ``"stage_balance": "flops"`` cuts them unless the layout has them."""
+        """Number of layers of each part: the layout's, or else as ``"stage_balance": "flops"`` cuts them."""
         return self.layout.stage_layers or _balance(self.model, self.layout.parts)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Lengths of the segments, as ``"partition": "flops"`` cuts them."""
+        """Lengths of the segments: the layout's, or else as ``"partition": "flops"`` cuts them."""
         mesh, segments = self.layout.mesh, self.layout.segments
         if self.layout.lengths:
             return self.layout.lengths
@@ -134,9 +134,9 @@ class StepCost:
         return _cut(self.model, self.length, segments, math.lcm(mesh.sequence, mesh.hidden))
 
     def _layer(self, kind: int, start: int, stop: int) -> tuple[dict[Op, Seconds], float]:
-        """Operations of a layer of one of the model's kinds, and seconds that it waits once a step.
+        """Times of a layer of one of the model's kinds, by operation, and seconds that it waits once a step.
 
-        They are the same wherever stages and replicas are.
+        They don't depend on where stages and replicas are, so layouts share them in ``known``.
         """
         layout = self.layout
         adds = layout.micro_batches * layout.segments > 1
@@ -152,11 +152,12 @@ class StepCost:
             if layout.may_split:
                 halves = units.layer_split_backward(layer, start, stop)
                 found |= zip((Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT), halves, strict=True)
+            # What occurs once a step is counted with the first segment.
             self._known[key] = found, units.once_s(layer, stop) if start == 0 else 0.0
         return self._known[key]
 
     def stage_times(self) -> StageTimes:
-        """Of each part and segment."""
+        """Times of each part and segment."""
         layout, rank_of = self.layout, self.layout.rank_of
         waits_s = [0.0] * layout.stages
         by_op: dict[Op, list[tuple[Seconds, ...]]] = {}
@@ -172,6 +173,7 @@ class StepCost:
                     own = {op: own.get(op, Seconds()) + each * count for op, each in one.items()}
                     waits_s[rank] += once_s * count
                 if first == 0:
+                    # This is forward and backward together; all of it is counted in backward.
                     embedding = self.units.embedding(begin, end)
                     own |= {op: own[op] + embedding for op in (Op.BACKWARD, Op.INPUT_GRADIENT) if op in own}
                 if stop == len(self.model.layers):
@@ -183,17 +185,17 @@ class StepCost:
         return StageTimes(units, tuple(waits_s), rank_of, self.splits)
 
     def simulated(self) -> Timeline:
-        """The pipeline's step, with no more micro-batches than a picture can show."""
+        """Simulate the pipeline's step, with no more micro-batches than a picture can show."""
         order = self.order(min(self.layout.micro_batches, 2 * self.layout.stages))
         duration, transfer = self._durations(self.stage_times())
         return simulate(order.schedule, order.shape, duration, transfer_s=transfer)
 
     def simulated_s(self, times: StageTimes, micro_batches: int) -> float:
-        """The pipeline's step with so many micro-batches, from the first forward to the last backward."""
+        """Time from first forward to last backward of a step of ``micro_batches`` micro-batches, by simulation."""
         return max(end_s for *_, end_s in self.order(micro_batches).times(*self._durations(times)))
 
     def order(self, micro_batches: int) -> ActionGraph:
-        """Of a step of so many micro-batches, as training runs it."""
+        """Order of actions in a step of ``micro_batches`` micro-batches, as training runs it."""
         layout = self.layout
         if not layout.may_split:
             return _fixed_order(layout.schedule, layout.stages, layout.parts, micro_batches, len(self.lengths))
@@ -201,13 +203,13 @@ class StepCost:
             layout.schedule, layout.stages, layout.chunks, self.stage_layers, self.lengths, layout.memory_limit,
             layout.checkpointing == "full",
         )  # fmt: skip
-        # As many rules as training tries for all micro-batches, as far as there is time.
+        # Training's budget, scaled down so that as many rules are tried for fewer micro-batches, and limited.
         tried = min(_TRIED_ACTIONS, TRIED_ACTIONS * micro_batches // layout.micro_batches)
         return _generated_order(self.model, pipeline, micro_batches, tried)
 
     @cached_property
     def splits(self) -> bool:
-        """Whether the schedule that is generated has backwards in two actions."""
+        """Whether the generated schedule splits backwards into two actions."""
         if not self.layout.may_split:
             return False
         return any(action.op is Op.WEIGHT_GRADIENT for action in self.order(self.enough).schedule[0])
@@ -219,12 +221,12 @@ class StepCost:
 
     @property
     def enough(self) -> int:
-        """Micro-batches of a step in which every unit that is ever in flight is."""
+        """Micro-batches after which a longer step has no more units in flight and repeats itself."""
         layout = self.layout
         if layout.schedule == "gpipe":
             return layout.micro_batches
         if layout.may_split:
-            # What is generated isn't regular, so that as much of it as there is time for is.
+            # Generated schedules aren't periodic, so they are simulated as far as time allows.
             most = _TRIED_ACTIONS // (3 * layout.parts * len(self.lengths))
             return min(layout.micro_batches, max(most, 3 * self._group + 4))
         if layout.schedule in CHUNKED:
@@ -238,13 +240,13 @@ class StepCost:
 
         def duration(action: Action) -> float:
             own_s = times.units[action.op][action.stage][action.segment].total
-            # Where messages block, each unit waits for its own to be taken.
+            # A blocking send keeps the stage busy until it is received.
             return own_s + (messages[action.segment] if blocking else 0.0)
 
         return duration, lambda action: 0.0 if blocking else messages[action.segment]
 
     def pipeline_s(self, times: StageTimes) -> float:
-        """From the first forward to the last backward."""
+        """Time from the first forward to the last backward."""
         layout = self.layout
         if layout.stages == 1:
             return times.busy(0).total * layout.micro_batches
@@ -267,8 +269,8 @@ class StepCost:
     def _whole_sequences_s(self, times: StageTimes) -> float:
         """A closed form for 1F1B, interleaved or not: all micro-batches on the busiest stage, and one on the others.
 
-        With v chunks or k segments the other stages' time is divided by them (Narayanan et al. 2021). It stands in
-        where there is no schedule to simulate, and a test compares it where there is.
+        With v chunks or k segments the other stages' time is divided by them (Narayanan et al. 2021). It is used where
+        there is no schedule to simulate; a test compares the two where there is one.
         """
         layout = self.layout
         busy = [times.busy(stage).total for stage in range(layout.stages)]
@@ -284,21 +286,21 @@ class StepCost:
         )
 
     def least_s(self) -> float:
-        """A bound of the step's time that takes microseconds: stages of equal work, equal segments, nothing else.
+        """A bound of the step's time, cheap to compute: layers and head in equal stages and equal segments only.
 
-        Of a schedule that is generated none of the bubble is part of it.
+        For a generated schedule it leaves out the bubble.
         """
         return self._whole_stage_s * self.layout.micro_batches + (0.0 if self.layout.may_split else self.least_bubble_s)
 
     @property
     def least_bubble_s(self) -> float:
-        """That of a schedule that isn't generated, in the same way."""
+        """The bubble of a schedule that isn't generated, with equal stages and segments."""
         layout = self.layout
         return self._whole_stage_s * (layout.stages - 1) / (layout.segments * layout.chunks)
 
     @cached_property
     def _whole_stage_s(self) -> float:
-        """Of one micro-batch on one stage, as if all had equal parts."""
+        """Time of one micro-batch on one stage, with equal stages and segments."""
         count = self.layout.segments
         ends = list(pairwise(self.length * index // count for index in range(count + 1)))
         layers = Counter(self.model.kind_of_layers)
@@ -311,7 +313,7 @@ class StepCost:
         return work / self.layout.stages
 
     def step_time(self) -> StepTime:
-        """Of the whole step."""
+        """Time of the whole step, by kind."""
         times = self.stage_times()
         busy = times.busy(times.busiest) * self.layout.micro_batches
         pipeline_s = self.pipeline_s(times)
@@ -325,7 +327,7 @@ class StepCost:
         )
 
     def own_parameters(self) -> list[tuple[float, float]]:
-        """For each stage the elements that a rank of the mesh owns: all but experts, and experts."""
+        """Elements that a rank of each stage owns: those of everything but experts, and those of experts."""
         model, layout = self.model, self.layout
         found = [(0.0, 0.0)] * layout.stages
         for rank, (first, stop) in zip(layout.rank_of, pairwise(accumulate(self.stage_layers, initial=0)), strict=True):
@@ -335,7 +337,7 @@ class StepCost:
                 dense += model.embedding_parameters
             if stop == len(model.layers):
                 dense += model.extra_parameters
-                # If another rank has the embeddings, the head has a copy of tied ones.
+                # A tied head that isn't on the embedding's rank has a copy of it.
                 dense += model.vocabulary * model.hidden if layout.rank_of[0] != rank else model.head_parameters
             experts = sum(layer.experts.padded(layout.mesh.batch) for layer in own if layer.experts is not None)
             before = found[rank]
@@ -344,7 +346,7 @@ class StepCost:
         return found
 
     def _reduce_s(self, times: StageTimes) -> float:
-        """Gradients between replicas, and with ZeRO the gather of new weights."""
+        """Reduction of gradients between replicas, and with ZeRO the gather of new weights; without experts."""
         layout, links, software = self.layout, self.units.links, self.software
         dense = max(self.own_parameters(), key=sum)[0]
         if links.replicas.size == 1:
@@ -361,16 +363,16 @@ class StepCost:
         ranks = self.units.links.replicas.size if self.layout.zero_stage else 1
         expert_ranks = max(1, ranks // self.layout.expert_ranks)
         owned = dense / ranks + experts / expert_ranks
-        # Zeroing and the norm read what every rank has.
+        # Zeroing and the norm touch all gradients of a rank, not only those that it updates.
         moved = owned * _OPTIMIZER_BYTES + (dense + experts) * 2 * self.software.gradient_bytes
         return self.units.kernels.elementwise_s(moved, 20)
 
 
 #: Bytes of a weight as replicas gather it.
 _GATHERED = 2
-#: Actions that are scheduled for trying rules, a part of what training takes the time for.
+#: Limit on actions that are scheduled to try rules, and simulated; training takes the time for more.
 _TRIED_ACTIONS = 100_000
-#: As cuboid.models.stages.stages, which doesn't know the sequences' length when it cuts.
+#: As in cuboid.models.stages.stages, which cuts the layers before the length of sequences is known.
 _ASSUMED_LENGTH = 4096
 
 
@@ -381,7 +383,7 @@ def _balance(model: ModelDescription, stages: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def _cut(model: ModelDescription, length: int, segments: int, multiple: int) -> tuple[int, ...]:
-    # Finer than a thousandth of the sequence it isn't worth the search.
+    # A grain below a thousandth of the sequence isn't worth the longer search.
     grain = multiple * max(1, length // multiple // 1024)
     if length % grain:
         grain = multiple

@@ -18,16 +18,16 @@ from cuboid.seq1f1b.schedule.unit_costs import seen_keys
 
 _ELEMENT = 2
 _STATISTIC = 4
-#: Of a unit; "input" and "weight" are the halves of a split backward.
+#: Passes of a unit; "input" and "weight" are the halves of a split backward.
 Pass = Literal["forward", "backward", "input", "weight"]
-#: Exchanges of a block's input and output over `sequence`, besides gathering its input again for the weight's gradient;
-#: and over `hidden`, of what "down" projections multiply.
+#: Collectives of each pass: over `sequence`, of a block's input and output (without the second gather of its input, for
+#: weight gradients); and over `hidden`, of the inputs of "down" projections.
 _EXCHANGES: dict[Pass, tuple[float, int]] = {"forward": (2, 1), "backward": (2, 2), "input": (2, 1), "weight": (1, 1)}
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """What a part of a step takes: computing, and waiting for messages that nothing hides."""
+    """Time of a part of a step: computing, and waiting for communication that nothing hides."""
 
     compute: float = 0.0
     exposed: float = 0.0
@@ -40,7 +40,7 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """Of both."""
+        """Computing and waiting together."""
         return self.compute + self.exposed
 
 
@@ -63,11 +63,11 @@ class UnitTimes:
 
     @cached_property
     def _residual_ranks(self) -> int:
-        """Ranks that share what is done on the residual stream."""
+        """Ranks among which the residual stream is divided."""
         return self._ranks if self._software.sequence_parallel else self._layout.mesh.hidden
 
     def tokens(self, positions: int) -> float:
-        """Tokens of this rank's rows at so many positions, before they are cut over `sequence`."""
+        """Tokens of this rank's rows at ``positions`` positions, before they are cut over `sequence`."""
         return self._rows * positions / self._layout.context
 
     # --- a layer ------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class UnitTimes:
         return self._with_weights(layer, own, gathers=0 if self._layout.gathers_once else 1)
 
     def layer_backward(self, layer: Layer, start: int, stop: int) -> Seconds:
-        """Backward of positions ``[start, stop)``, with what is recomputed."""
+        """Backward of positions ``[start, stop)``, including recomputation."""
         layout, adds = self._layout, self._add_weight_gradients(self.block_weights(layer))
         own = self._backward(layer, start, stop, "backward") + Seconds(adds)
         own = self._at_host_speed(own, launches=3 if layout.checkpointing == "full" else 2)
@@ -92,11 +92,11 @@ class UnitTimes:
     def layer_split_backward(self, layer: Layer, start: int, stop: int) -> tuple[Seconds, Seconds]:
         """The halves of a split backward: the gradient of the input, and those of the weights.
 
-        On a mesh the second gathers the rank's parts of inputs and gradients once more, and nothing hides the reduction
-        over `batch`. It is counted for each segment, though segments whose second halves follow one another share one.
+        On a mesh the second half gathers inputs and output gradients again, and nothing hides its reduction over
+        `batch`. The reduction is counted for each segment, although consecutive second halves share one.
         """
         layout, tokens, batch = self._layout, self.tokens(stop - start), self.links.batch
-        # Gradients that can wait are those of linear layers, of which routers and experts aren't.
+        # Only weight gradients of linear layers can be deferred, not those of routers and experts.
         later = sum(self._product(each, tokens) for each in layer.projections if each.kind != "router")
         weights, others = self.block_weights(layer, experts=False), 0.0
         if layer.experts is not None:
@@ -112,7 +112,7 @@ class UnitTimes:
         return inputs, own + Seconds(exposed=batch.gather_s(weights * _ELEMENT, int(reduces)))
 
     def _backward(self, layer: Layer, start: int, stop: int, half: Literal["backward", "input"]) -> Seconds:
-        """With what is recomputed and the products of all weights' gradients, without what becomes of these."""
+        """Recomputation and all products of backward, without accumulating or reducing the weights' gradients."""
         tokens, layout = self.tokens(stop - start), self._layout
         compute = 2 * self._products(layer, tokens) + self._attention(layer, start, stop, backward=True)
         compute += self._elementwise(layer, tokens, backward=True)
@@ -133,11 +133,11 @@ class UnitTimes:
         return Seconds(compute, exposed) + again
 
     def once_s(self, layer: Layer, stop: int) -> float:
-        """Waiting in a step's first forward and last backward for what only these gather and reduce.
+        """Waiting once a step: for weights gathered by its first forward, and gradients reduced by its last backward.
 
         Args:
-            layer: of one of the model's kinds.
-            stop: end of the first segment, which both are of.
+            layer: one of the model's kinds.
+            stop: end of the first segment, to which both units belong.
         """
         layout, waiting_s = self._layout, 0.0
         if layout.gathers_once:
@@ -148,7 +148,7 @@ class UnitTimes:
         return waiting_s
 
     def _at_host_speed(self, own: Seconds, launches: int) -> Seconds:
-        """At least what the host takes to launch it, in forwards of a layer."""
+        """Raise a time to what the host needs to launch the work, given in forwards of a layer."""
         host_s = self._software.host_s
         if self._layout.mesh.sequence > 1:
             host_s += 2 * self._software.host_collective_s
@@ -204,7 +204,7 @@ class UnitTimes:
         )
 
     def _elementwise(self, layer: Layer, tokens: float, *, backward: bool) -> float:
-        """Norms, residual additions, rotations and the nonlinearity; bytes that they read and write."""
+        """Time of norms, residual additions, rotations and the nonlinearity, by the bytes that they read and write."""
         software, hidden = self._software, self._model.hidden
         residual = (24 if backward else 20) * hidden
         if software.dropout:
@@ -214,8 +214,8 @@ class UnitTimes:
         if layer.experts is not None:
             routed = layer.experts.per_token
             inner += routed * self._nonlinearity_bytes(layer.experts.width, layer.gated, backward=backward)
-            # Tokens are put in the experts' order and back; on a mesh those of all ranks of `sequence`, whose inputs
-            # are put in it once more in backward.
+            # Tokens are permuted into the experts' order and back; on a mesh those of all ranks of `sequence`, and in
+            # backward their inputs once more.
             if self._layout.splits_experts:
                 inner += routed * (12 if backward else 8) * hidden * self._layout.mesh.sequence
             else:
@@ -230,7 +230,7 @@ class UnitTimes:
         return (6 if backward else 4) * features
 
     def block_weights(self, layer: Layer, *, experts: bool = True) -> float:
-        """Elements of the weights that a rank multiplies with, perhaps without those of experts and their router."""
+        """Elements of a layer's unsharded blocks on a rank; ``experts``: whether to include experts and routers."""
         mesh = self._layout.mesh
         pieces = {"up": self._ranks, "down": self._ranks, "router": mesh.hidden, "whole": 1}
         own = sum(each.weights / pieces[each.kind] for each in layer.projections if experts or each.kind != "router")
@@ -239,10 +239,7 @@ class UnitTimes:
         return own
 
     def _add_weight_gradients(self, weights: float) -> float:
-        """Adding a unit's gradients of so many weights of a block to those before.
-
-        That is reading and writing the sum, and reading the gradient.
-        """
+        """Time to add a unit's gradients of ``weights`` elements to a sum: it is read and written, they are read."""
         software = self._software
         per_weight = 2 * software.gradient_bytes + (0 if software.fused_weight_gradients else _ELEMENT)
         if not software.fused_weight_gradients and self._layout.micro_batches * self._layout.segments == 1:
@@ -259,7 +256,7 @@ class UnitTimes:
         hidden_bytes = tokens * self._model.hidden / mesh.hidden * _ELEMENT
         routed = layer.experts if which != "weight" else None
         splits_experts = routed is not None and self._layout.splits_experts
-        # Attention and the MLP; shared experts are a block beside the others.
+        # Attention and the MLP or the experts; shared experts are a third block.
         blocks = 3 if splits_experts and layer.intermediate else 2
         if which == "weight" and not layer.intermediate:
             blocks = 1
@@ -272,7 +269,7 @@ class UnitTimes:
             downs: float = sum(each.inputs for each in layer.projections if each.kind == "down")
             if routed is not None:
                 ups += routed.per_token * routed.projections[0].outputs
-                # Experts run backward whole.
+                # Experts' backward isn't split: all of it is in the "input" half.
                 downs += routed.per_token * routed.width * (2 if which == "input" else 1)
             total += links.hidden.gather_s(tokens * ups / mesh.sequence * _ELEMENT)
             total += links.hidden.gather_s(tokens * downs / mesh.sequence * _ELEMENT, of_downs)
@@ -281,7 +278,7 @@ class UnitTimes:
         return total if which == "weight" else total + self._context_exchange(layer, backward=which != "forward")
 
     def _routing_exchange(self, experts: Experts, tokens: float, *, backward: bool) -> float:
-        """What routers add up over `hidden`, and say of their tokens to the ranks of `sequence`; in float32."""
+        """Router logits summed over `hidden`, and choices gathered over `sequence`; in float32."""
         sequence, hidden = self.links.sequence, self.links.hidden
         # Indices and weights of the choices; in backward the gradients of the weights.
         told = sequence.gather_s(tokens * experts.per_token * _STATISTIC, 1 if backward else 2)
@@ -289,7 +286,7 @@ class UnitTimes:
         return told + (hidden.reduce_s(logits) if backward else hidden.gather_s(logits * hidden.size))
 
     def _context_exchange(self, layer: Layer, *, backward: bool) -> float:
-        """Keys and values of the ranks that share a sequence; half of it is behind attention of what is there."""
+        """Exchange of keys and values among ranks that share a sequence; attention to keys already there hides half."""
         if self._layout.context == 1:
             return 0.0
         own = layer.attention
@@ -303,27 +300,27 @@ class UnitTimes:
         return self.links.experts.exchange_s(tokens * layer.experts.per_token * self._model.hidden * _ELEMENT, 2)
 
     def _with_weights(self, layer: Layer, own: Seconds, gathers: int) -> Seconds:
-        """With the gathers of weights over `batch`, and in backward the reduction of gradients, which run meanwhile."""
+        """Add what ``own`` doesn't hide of the gathers of weights over `batch` and the reduction of gradients."""
         return Seconds(own.compute, own.exposed + self._waiting_s(layer, own, gathers))
 
     def _waiting_s(self, layer: Layer, own: Seconds, gathers: int) -> float:
-        """What computing doesn't hide of so many gathers or reductions of a layer's weights."""
+        """What computing doesn't hide of ``gathers`` gathers or reductions of a layer's weights."""
         return self.links.batch.exposed_s(self.block_weights(layer) * _ELEMENT, gathers, own.compute)
 
     # --- the ends -----------------------------------------------------------------------------------------------
 
     @property
     def _gathers_of_ends(self) -> int:
-        """Of the embedding or the head in each unit: its weight, and the reduction of the gradient."""
+        """Collectives of the embedding or the head in each unit: the gather of its weight, its gradient's reduction."""
         return (not self._layout.gathers_once) + (self._layout.gradient_sync == "unit")
 
     def once_of_ends_s(self) -> float:
-        """As :meth:`once_s`, of the embedding or the head."""
+        """As :meth:`once_s`, for the embedding or the head."""
         rows = self._model.vocabulary * self._model.hidden / self._ranks
         return self.links.batch.gather_s(rows * _ELEMENT, 2 - self._gathers_of_ends)
 
     def head_forward(self, start: int, stop: int) -> Seconds:
-        """The head with its loss; forward and, as logits aren't kept, backward."""
+        """The head with its loss: forward and, as logits aren't kept, also backward."""
         tokens, mesh, model = self.tokens(stop - start), self._layout.mesh, self._model
         own_vocabulary = model.vocabulary / mesh.sequence
         product = self.kernels.matmul_s(tokens, own_vocabulary, model.hidden / mesh.hidden)
@@ -339,7 +336,7 @@ class UnitTimes:
         return Seconds(3 * product + self.kernels.elementwise_s(moved + add, 8), exposed)
 
     def embedding(self, start: int, stop: int) -> Seconds:
-        """Looking tokens up, and adding the gradient of the whole table, forward and backward together."""
+        """Lookup of tokens, and accumulation of the whole table's gradient: forward and backward together."""
         tokens, mesh, model = self.tokens(stop - start), self._layout.mesh, self._model
         rows = model.vocabulary * model.hidden / self._ranks
         moved = 8 * tokens * model.hidden / self._ranks + rows / mesh.batch * (2 * self._software.gradient_bytes + 4)
@@ -348,6 +345,6 @@ class UnitTimes:
         return Seconds(self.kernels.elementwise_s(moved, 4), exposed)
 
     def message_s(self, start: int, stop: int) -> float:
-        """The hidden state of a unit to the next stage."""
+        """Time to send a unit's hidden states to the next stage."""
         own = self.tokens(stop - start) * self._model.hidden / self._ranks * _ELEMENT
         return self.links.stages.send_s(own)

@@ -1,1 +1,1 @@
-"""What the planner is told: a model by its config, and a cluster by its name or profile."""
+"""Inputs of the planner: a model, read from its config or its modules, and a cluster, from its name or a profile."""

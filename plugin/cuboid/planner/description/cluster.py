@@ -59,14 +59,14 @@ class Gpu:
 
 
 def _gpu(name: str, memory_gib: float, tflops: float, memory: float, link: float, network: float, **more: float) -> Gpu:
-    """Rates in 10⁹ bytes a second. Memory is what a process finds, which is less than the name says."""
+    """Rates in 10⁹ bytes a second. Memory is what a process can see, which is less than in the name."""
     return Gpu(name, round(memory_gib * 2**30), tflops * 1e12, memory * _GB, link * _GB, network * _GB, **more)
 
 
-# Calibrated by docs/generators/planner_fit.py on the measured tables in docs/data, as docs/planner.md tells: one set of
-# constants for all tables of a kind of GPU. V100 has no measurements there and takes the A100's constants. The
-# H800's were then moved within what the rows leave open, for its worst row. The
-# H100-80GB and H200 have the H800's chip and take its constants; the H100-96GB of the tables runs at 500 W.
+# Calibrated by docs/generators/planner_fit.py on the measured tables in docs/data (see docs/planner.md): one set of
+# constants for all tables of a kind of GPU. V100 has no measurements there and takes the A100's constants. The H800's
+# were then adjusted, within the range that the rows allow, to improve its worst row. The H100-80GB and H200 have the
+# H800's chip and take its constants; the H100-96GB of the tables runs at 500 W.
 _A100 = {
     "matmul_efficiency": 0.94, "attention_efficiency": 0.5, "memory_efficiency": 0.61, "link_efficiency": 0.64,
     "network_efficiency": 0.66, "kernel_s": 13e-6, "step_s": 0.012,
@@ -84,7 +84,7 @@ _B200 = {
     "kernel_s": 4.4e-6, "step_s": 0.005,
 }  # fmt: skip
 
-#: By name.
+#: Known kinds of GPU, by name.
 GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
         gpu.name: gpu
@@ -104,7 +104,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
 )
 
 
-#: One core of a server for a rank by itself, in bfloat16, whose ranks talk to one another through gloo on loopback. By
+#: One server core for each rank, in bfloat16, with gloo on loopback between ranks. Calibrated on
 #: benchmarks/measured/training_step_loopback_bfloat16.json and layouts_loopback_bfloat16.json.
 CPU = _gpu(
     "CPU", 16, 0.39, 10, 1, 1, matmul_efficiency=0.64, attention_efficiency=0.32, link_efficiency=0.9,
@@ -117,9 +117,9 @@ class Cluster:
     """Nodes of equal GPUs.
 
     Args:
-        gpu: of all nodes.
-        nodes: how many.
-        gpus_per_node: of each; those of a node are linked directly.
+        gpu: kind of all GPUs.
+        nodes: number of nodes.
+        gpus_per_node: GPUs of each node, which are linked directly.
     """
 
     gpu: Gpu
@@ -128,7 +128,7 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
-        """Of all nodes."""
+        """Number of GPUs of all nodes."""
         return self.nodes * self.gpus_per_node
 
     def __str__(self) -> str:
@@ -139,7 +139,7 @@ class Cluster:
         """Read ``"8x8xH100-80GB"`` (nodes × GPUs × kind), ``"8xH100"`` (one node), or the path of a profile.
 
         Raises:
-            ConfigError: it is none of these; names the kinds that there are.
+            ConfigError: it is none of these, or the kind is unknown; the message lists the known ones.
         """
         if text.endswith(".json"):
             return read_profile(Path(text))
@@ -156,7 +156,7 @@ class Cluster:
 
 
 def _find_gpu(name: str) -> Gpu:
-    """A GPU by its name, or by the beginning of it: H100 is the first of that name."""
+    """Find a GPU by its full name or the part before "-": H100 is the first entry of that kind."""
     wanted = name.upper()
     for known, gpu in GPUS.items():
         if known == wanted or known.split("-")[0] == wanted:
@@ -170,8 +170,8 @@ def read_profile(path: Path) -> Cluster:
     """Read a cluster from a profile: ``{"nodes": 1, "gpus_per_node": 8, "gpu": {…}}``, or one with ``"gpu": "H100"``.
 
     Args:
-        path: of the JSON file. Keys of ``"gpu"`` are those of :class:`Gpu`; with ``"like"``, the name of a known one,
-            only those that differ. ``"measured"`` is what `cuboid profile` read them off, and isn't looked at.
+        path: the JSON file. Keys of ``"gpu"`` are those of :class:`Gpu`; with ``"like"``, the name of a known one,
+            only those that differ. ``"measured"`` has the raw measurements of `cuboid profile`, and is ignored.
 
     Raises:
         ConfigError: it can't be read, or a key or value isn't one of a profile.

@@ -1,8 +1,8 @@
-"""What a model's layers keep from forward to backward, counted in their own code rather than by formulas.
+"""Count what a model's layers save for backward by running their own code, rather than by formulas.
 
-A few of the layers run forward and backward once without values (torch's ``FakeTensorMode``), as a stage runs them,
-while hooks see what autograd saves. That takes a second and no memory, whatever the sizes, and knows nothing of any
-architecture. What it finds for units of a few sizes gives the coefficients for all sizes.
+A few of the layers run forward and backward under torch's ``FakeTensorMode``, which computes shapes but no values, as a
+stage runs them, while hooks record what autograd saves. That takes a second and no memory at any size, and nothing in
+it is specific to an architecture. Counts for units of a few sizes are fitted by coefficients for all sizes.
 """
 
 from __future__ import annotations
@@ -45,36 +45,36 @@ from cuboid.seq1f1b.runtime.memory import MeteredPool, storage_id
 from cuboid.tensor3d.sharding.sharding_spec import take_shard
 from cuboid.tensor3d.sharding.weight_gradients import DeferredProduct, WeightGradientStore
 
-#: Rows, tokens and the position that a segment starts from. Lengths are multiples of what scans and convolutions work
-#: on at a time; the last of each is a check of what the others gave.
+#: Units that are run: rows, tokens, and the first position of a segment. Lengths are multiples of the blocks of scans
+#: and convolutions. There is one unit more than independent coefficients, as a check of the fit.
 _SEGMENTS = ((2, 256, 512), (2, 256, 64), (4, 512, 64), (2, 512, 128), (2, 256, 768), (2, 768, 256), (3, 256, 256))
 _WHOLE = ((1, 256, 0), (2, 256, 0), (1, 512, 0), (2, 768, 0), (3, 512, 0), (1, 768, 0))
-#: A window that all of these reach, and one that none does.
+#: A window that all of these units exceed, and one that none does.
 _SHORT, _LONG = 128, 1 << 20
 _WINDOWS = ("sliding_window", "attention_chunk_size")
-#: Of operations whose result, or its shape, depends on values.
+#: Raised by operations whose result, or its shape, depends on values.
 _NEED_VALUES = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedFakeTensorException,
 )
-#: Whose errors are those of the code that called them.
+#: Packages whose errors are attributed to the code that called them.
 _LIBRARIES = {"torch", "numpy", *sys.stdlib_module_names}
-#: Of what the coefficients give.
+#: Largest error of the fit, relative to the largest count.
 _TOLERANCE = 0.002
 
 
 @dataclass(frozen=True)
 class KeptBytes:
-    """Bytes that grow with a unit's sizes.
+    """Coefficients of bytes that grow with a unit's sizes.
 
     Args:
-        token: for each token.
+        token: bytes for each token of each row.
         key: for each key that a row's tokens see.
-        score: for each token and key of each row.
-        position: for each token of one row, whatever the rows.
-        mask: for each token and key of one row, likewise.
-        fixed: whatever the sizes.
+        score: for each pair of a token and a key, of each row.
+        position: for each token of a row, independent of the number of rows.
+        mask: for each pair of a token and a key, independent of the number of rows.
+        fixed: independent of all sizes.
     """
 
     token: float = 0.0
@@ -85,7 +85,7 @@ class KeptBytes:
     fixed: float = 0.0
 
     def of(self, rows: float, length: float, keys: float) -> float:
-        """Of a unit of so many rows and tokens of each, which see so many keys."""
+        """Bytes of a unit of ``rows`` rows with ``length`` tokens each, which see ``keys`` keys."""
         return (
             rows * (length * self.token + keys * self.key + length * keys * self.score)
             + length * (self.position + keys * self.mask)
@@ -95,12 +95,12 @@ class KeptBytes:
 
 @dataclass(frozen=True)
 class LayerCount:
-    """What one kind of layer keeps, all of it on one rank.
+    """What one kind of layer keeps if it isn't sharded.
 
     Args:
-        kept: from forward to backward, without what the store of keys and values has.
-        shared: besides, once for all such layers of a unit: masks and positions.
-        waiting: from the first half of a split backward to the second; counted of Hugging Face's own modules.
+        kept: from forward to backward, without the KV cache.
+        shared: in addition, once for all layers of this kind in a unit: masks and positions.
+        waiting: from the first half of a split backward to the second; counted in Hugging Face's own modules.
     """
 
     kept: KeptBytes
@@ -113,10 +113,10 @@ class ModelCount:
     """What a model's layers keep.
 
     Args:
-        layers: by kind, for units that reach no window.
-        windowed: the same for units that reach it.
-        end: what is after the last layer, in front of the head.
-        obstacle: why nothing could be counted, where that is so; "" else.
+        layers: by kind of layer, for units that end within its window.
+        windowed: the same for units that end beyond it.
+        end: what is saved after the last layer, before the head.
+        obstacle: why nothing could be counted; "" if it could.
     """
 
     layers: tuple[LayerCount, ...] = ()
@@ -130,27 +130,28 @@ def count_kept(model: ModelDescription, *, sharded: bool, segmented: bool, alone
     """Count what a model's layers keep.
 
     Args:
-        model: with the config that it was described by.
-        sharded: whether its modules are those of a mesh, or Hugging Face's own.
-        segmented: whether units are parts of sequences, which share a store of keys and values.
-        alone: whether a unit has one row, of whose stored keys and values some code makes views, and of several copies.
+        model: its ``config`` must be set.
+        sharded: whether to count in the sharded modules of a mesh, or in Hugging Face's own.
+        segmented: whether units are segments of sequences, which share a KV cache.
+        alone: whether a unit has one row. Some models' code makes views of one row's cached keys and values, but copies
+            of several rows'.
 
     Raises:
-        Exception: a fault of Cuboid's own code, of whatever type.
+        Exception: a bug in Cuboid's own code, of any type.
     """
     if not all(each.attention.query for each in model.kinds):
         return ModelCount(obstacle="layers without attention have other kernels on GPUs, which keep other things")
     windows = tuple(each.attention.window is not None for each in model.kinds)
-    log = logging.getLogger(FakeTensor.__module__)  # which writes what is raised
+    log = logging.getLogger(FakeTensor.__module__)  # which also logs the exceptions that it raises
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
         config = model.config
         if isinstance(config, Mapping):
             config = AutoConfig.for_model(**config)
-        # A model that is being loaded has a default device without values, whose tensors don't go with these.
+        # While a model is being loaded, the default device is meta, whose tensors can't be mixed with these.
         with torch.device("cpu"), torch.enable_grad():
-            # Configs that say the same have one count, whoever made them.
+            # Equal configs share one cached count, even if they are different objects.
             return _count(_Key(config, model.kind_of_layers), windows, sharded, segmented, alone and segmented)
     except Exception as error:
         if not _is_obstacle(error):
@@ -161,18 +162,21 @@ def count_kept(model: ModelDescription, *, sharded: bool, segmented: bool, alone
 
 
 def _is_obstacle(error: Exception) -> bool:
-    """Whether an error is of the model: of a rule that Cuboid lacks, of an operation that needs values, or of code that
-    isn't Cuboid's. A fault of Cuboid's own would look like one else."""
+    """Whether an error is the model's: it has no rule, runs an operation that needs values, or fails in foreign code.
+
+    Other errors are bugs of Cuboid, which must not pass for an obstacle.
+    """
     if isinstance(error, (UnsupportedModelError, *_NEED_VALUES)):
         return True
-    # Those of a mode hand on whatever the model calls.
+    # Frames of a TorchFunctionMode only pass on what the model calls.
     frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name != "__torch_function__"]
     packages = [str(each.f_globals.get("__name__")).split(".")[0] for each in frames]
+    # The innermost frame outside of the libraries is to blame.
     return [each for each in packages if each not in _LIBRARIES][-1] != "cuboid"
 
 
 class _Key:
-    """A config and the kinds of its layers, compared by what they say."""
+    """A config and the kinds of its layers, compared by value."""
 
     def __init__(self, config: PretrainedConfig, kinds: tuple[int, ...]) -> None:
         self.config, self.kinds = config, kinds
@@ -197,25 +201,25 @@ def _count(key: _Key, windows: tuple[bool, ...], sharded: bool, segmented: bool,
 
 @dataclass(frozen=True)
 class _UnitCount:
-    """Bytes of one unit: kept by place, and what waits by layer."""
+    """Bytes of one unit: saved, by :meth:`_Saved.bytes_by_place`, and waiting for weight gradients, by layer."""
 
     kept: dict[int, int]
     waiting: dict[int, int]
 
 
 class _Sample:
-    """A few layers of a model without values, which have each kind twice where the model does.
+    """The first few layers of a model, without values; each kind is there twice if the model has it twice.
 
     Args:
-        key: of the whole model.
-        window: of the layers that have one.
+        key: config and kinds of the whole model.
+        window: window of the layers that have one.
         sharded, segmented: see :func:`count_kept`.
     """
 
     def __init__(self, key: _Key, window: int, *, sharded: bool, segmented: bool) -> None:
         self.kinds, self.window, self.segmented = _enough(key.kinds), window, segmented
         config = _cut_config(key.config, len(key.kinds), len(self.kinds), window)
-        # Made of a model on the meta device, whose norms are tried with values.
+        # Made outside of the fake mode: to find their kind, norms are run with real values.
         plan = _plan_of_one(config) if sharded else None
         self._mode, self._slot, self.waiting = FakeTensorMode(allow_non_fake_inputs=True), UnitSlot(), _Waiting()
         with self._mode, plain_construction():
@@ -232,7 +236,7 @@ class _Sample:
         defer_weight_gradients(layers.values(), self.waiting)
 
     def run(self, rows: int, length: int, start: int) -> _UnitCount:
-        """Run one unit forward and backward. If it is a segment, there is one after it that it stores keys for."""
+        """Run one unit forward and backward. A segment isn't the last one, so that it caches its keys and values."""
         stop, pool = start + length, MeteredPool()
         total = stop + (length if self.segmented else 0)
         cache = KVCache(total, pool)
@@ -257,17 +261,18 @@ class _Sample:
 
     def _forward(self, rows: int, start: int, stop: int) -> torch.Tensor:
         ids = torch.zeros((rows, stop - start), dtype=torch.int64, device="cpu")
-        # Attention that is the layers' own looks at all positions up to its segment's end.
+        # Layers that compute attention themselves need a mask of all positions up to the segment's end.
         options = {"attention_mask": ids.new_ones((rows, stop))} if self.attends_itself else {}
         hidden: torch.Tensor = self._model.base_model(ids, use_cache=False, **options)[0]
         return hidden
 
 
 def _cut_config(config: PretrainedConfig, layers: int, kept: int, window: int) -> PretrainedConfig:
-    """The config of the first layers, with another window."""
+    """The config of the first ``kept`` of ``layers`` layers, with another window."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     for name, value in list(vars(text).items()):
+        # Lists with one entry for each layer, such as layer_types.
         if isinstance(value, list) and len(value) == layers:
             setattr(text, name, value[:kept])
     text.num_hidden_layers = kept
@@ -276,7 +281,7 @@ def _cut_config(config: PretrainedConfig, layers: int, kept: int, window: int) -
             setattr(text, name, window)
     rope = getattr(text, "rope_parameters", None)
     if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
-        # They look at the positions' values, and tables are as large with any other.
+        # These types read the positions' values; the default's tables have the same size.
         text.rope_parameters = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 1e4)}
     return config
 
@@ -291,13 +296,13 @@ def _lone_mesh() -> Mesh:
 
 
 def _enough(kinds: tuple[int, ...]) -> tuple[int, ...]:
-    """The first layers up to the second of each kind that has one."""
+    """The kinds of the first layers, up to the second layer of each kind (the first, if it is the only one)."""
     seconds = [[index for index, each in enumerate(kinds) if each == kind][:2][-1] for kind in set(kinds)]
     return kinds[: max(seconds) + 1]
 
 
 class _Waiting(WeightGradientStore):
-    """Keeps what waits for weight gradients."""
+    """Records the products whose weight gradients are deferred."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,11 +314,13 @@ class _Waiting(WeightGradientStore):
 
 
 class _Saved:
-    """Storages that autograd saves, each once, by the layer that first does; they are kept, so that none comes again.
+    """Storages that autograd saves; each counts once, for the layer that saves it first.
+
+    They are kept alive, so that no other storage gets the same id.
 
     Args:
-        model: whose parameters and buffers don't count.
-        layers: in order.
+        model: its parameters and buffers don't count.
+        layers: the model's layers, in order.
     """
 
     def __init__(self, model: nn.Module, layers: list[nn.Module]) -> None:
@@ -326,11 +333,11 @@ class _Saved:
         layers[-1].register_forward_hook(functools.partial(self._enter, len(layers)))
 
     def clear(self) -> None:
-        """Before a unit."""
+        """Forget what was saved, before another unit runs."""
         self._place, self._found = -1, {}
 
     def hooks(self) -> AbstractContextManager[None]:
-        """Inside, what is saved is seen."""
+        """A context in which saved tensors are recorded."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
 
     def _enter(self, index: int, *_: Any) -> None:
@@ -342,7 +349,7 @@ class _Saved:
         return x
 
     def bytes_by_place(self, pool: MeteredPool) -> dict[int, int]:
-        """By layer, -1 for what is before the first and their number for what is after the last."""
+        """Bytes by index of the layer: -1 before the first one, their number after the last. Without the KV cache."""
         found: Counter[int] = Counter()
         for key, (place, x) in self._found.items():
             if not pool.holds(key):
@@ -350,11 +357,12 @@ class _Saved:
         return found
 
     def bytes_of(self, products: list[Any]) -> dict[int, int]:
-        """Inputs and gradients of outputs of products, by the layer whose they are: each storage once, in order."""
+        """Bytes of products' inputs and output gradients, by layer; each storage counts once, for the first product."""
         found: Counter[int] = Counter()
         seen: set[int] = set()
         for product in products:
-            # The input is an activation, of which it is known where it was saved, or a copy of one that wasn't flat.
+            # A saved activation belongs to the layer that saved it. A copy (of an input that wasn't flat) isn't found;
+            # it belongs to its weight's layer.
             saved = self._found.get(storage_id(product.x))
             place = self._place_of[product.key] if saved is None else saved[0]
             for x in (product.x, product.dy):
@@ -365,7 +373,7 @@ class _Saved:
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Attention as the fused kernels of GPUs compute it, whichever this device has."""
+    """Replaces attention by one that saves what fused GPU kernels save, independent of this device's kernels."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -382,7 +390,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any) -> torch.Tensor:
         rows, heads, length, _ = query.shape
-        # As it lies in memory behind such kernels: as the query does.
+        # Fused kernels return a result with the query's memory layout.
         out = query.new_empty((rows, length, heads, value.shape[-1])).transpose(1, 2)
         if query.shape[-1] == value.shape[-1]:
             out = torch.empty_like(query)
@@ -396,7 +404,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _fitted(sample: _Sample, windows: tuple[bool, ...], alone: bool) -> tuple[tuple[LayerCount, ...], KeptBytes]:
-    """The coefficients of each kind, and of what is after the last layer."""
+    """Coefficients of each kind of layer, and of what is saved after the last layer."""
     one = alone and sample.attends_itself
     points = [
         (1 if one else rows, length, start) for rows, length, start in (_SEGMENTS if sample.segmented else _WHOLE)
@@ -408,8 +416,9 @@ def _fitted(sample: _Sample, windows: tuple[bool, ...], alone: bool) -> tuple[tu
         first, last = own[0], own[-1]
         most = sample.window if has_window and sample.segmented else _LONG
         keys = [length + min(start, most - 1) for _, length, start in points]
-        # The last one saves nothing that another layer of its kind has saved before, as the first one does; what waits
-        # is shared with layers after it.
+        # Storages that layers share count for the layer that saves them first: the last layer of a kind has only its
+        # own, the first one also the shared ones. What waits is found in backward's order, so there the first layer has
+        # only its own.
         kept = _fit(points, keys, [count.kept.get(last, 0) for count in counts])
         shared = _fit(points, keys, [count.kept.get(first, 0) - count.kept.get(last, 0) for count in counts])
         layers.append(LayerCount(kept, shared, _fit(points, keys, [count.waiting.get(first, 0) for count in counts])))
@@ -418,7 +427,17 @@ def _fitted(sample: _Sample, windows: tuple[bool, ...], alone: bool) -> tuple[tu
 
 
 def _fit(points: list[tuple[int, int, int]], keys: list[int], found: list[int]) -> KeptBytes:
-    """Coefficients by least squares. They have to give what was found: there are more units than coefficients."""
+    """Fit coefficients by least squares, and check that they reproduce every count.
+
+    Args:
+        points: rows, length and start of each unit.
+        keys: keys that a row of each unit sees.
+        found: bytes that were counted for each unit.
+
+    Raises:
+        UnsupportedModelError: they don't.
+    """
+    # Of whole sequences, columns for keys equal those for tokens: lstsq takes the smallest of the solutions.
     table = np.array([
         [rows * length, rows * seen, rows * length * seen, length, length * seen, 1.0]
         for (rows, length, _), seen in zip(points, keys, strict=True)

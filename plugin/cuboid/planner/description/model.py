@@ -20,16 +20,16 @@ from cuboid.seq1f1b.schedule.unit_costs import LayerSizes, ModelSizes, seen_keys
 
 @dataclass(frozen=True)
 class Projection:
-    """A product of activations and a weight; those that share their input count as one.
+    """A product of activations and a weight; projections that share their input count as one.
 
     Args:
-        name: for tables.
+        name: "qkv", "o", "gate_up", "down", …, by which formulas look it up.
         inputs, outputs: features of the full weight.
         kind: "up" is cut by outputs over `sequence` and by inputs over `hidden`, "down" the other way round; "router"
             has each rank's own tokens, and is cut by inputs over `hidden`; "whole" is the same on all ranks of the mesh
             (the low-rank projections of MLA).
         bias: whether it has one.
-        parts: weights that it is made of, as checkpoints have them.
+        parts: number of weights that it is in a checkpoint.
     """
 
     name: str
@@ -55,9 +55,9 @@ class Experts:
     """Experts of one layer.
 
     Args:
-        count: of all that tokens are sent to.
-        per_token: to how many of them each token goes.
-        projections: of one of them.
+        count: number of experts to which tokens are routed.
+        per_token: number of these for each token.
+        projections: the projections of one expert.
     """
 
     count: int
@@ -75,7 +75,7 @@ class Experts:
         return self.projections[-1].inputs
 
     def padded(self, batch: int) -> int:
-        """Elements as the ranks of the `batch` axis hold them, each as many whole experts."""
+        """Elements of all experts, padded so that each rank of `batch` has the same number of whole experts."""
         return padded_length(self.count, batch) * self.parameters // self.count
 
 
@@ -90,7 +90,7 @@ class Attention:
         value_dim: features of a head of the values.
         window: keys that a token sees at most; None for all before it.
         rotary: features of a head that are rotated; 0 for none.
-        head_norms: norms over each head, of queries and keys.
+        head_norms: whether queries and keys have norms over each head.
     """
 
     heads: int
@@ -128,7 +128,7 @@ class Layer:
 
     Args:
         attention: between its projections.
-        projections: that each token passes, in order.
+        projections: those that each token passes, in order.
         norms: elements of all norms' weights and biases.
         intermediate: features inside the MLP that each token passes; with experts, of the shared ones.
         gated: whether the MLP has a gate.
@@ -162,14 +162,15 @@ class Layer:
 
     @property
     def kept_features(self) -> int:
-        """By which schedules count what a token keeps: into and out of each weight of a checkpoint."""
+        """Features that schedules count as saved by a token: inputs and outputs of each weight of a checkpoint."""
         own = sum(each.parts * each.inputs + each.outputs for each in self.projections)
         if self.experts is None:
             return own
-        # Experts' weights are stacked, those that share their input as one.
+        # Experts' weights are stacked in a checkpoint, with those that share their input in one.
         return own + self.experts.per_token * sum(each.inputs + each.outputs for each in self.experts.projections)
 
 
+# Hashed by identity, as a key of caches: the config may be a dict.
 @dataclass(frozen=True, eq=False)
 class ModelDescription:
     """A causal language model.
@@ -183,11 +184,12 @@ class ModelDescription:
         norm: kind of the norms.
         nonlinearity: tensors of the MLP's inner size that are kept for backward between its projections, by Hugging
             Face's own modules.
-        positions: learned position embeddings; 0 for none.
+        positions: number of learned position embeddings; 0 for none.
         most_positions: the longest sequence that the config allows; None if it doesn't say.
         extra_parameters: elements of modules outside the layers besides embedding, positions and head.
-        uncounted: what its layers take time for that isn't counted; "" if there is nothing.
-        config: that it was described by, of transformers or the mapping in a ``config.json``; None for none.
+        uncounted: work of its layers that time estimates leave out, in words; "" if none.
+        config: the config that it was read from, of transformers or the mapping in a ``config.json``; None if there is
+            none.
     """
 
     name: str
@@ -205,7 +207,7 @@ class ModelDescription:
 
     @property
     def embedding_parameters(self) -> int:
-        """Elements of the tables that tokens and positions are looked up in."""
+        """Elements of the token and position embeddings."""
         return (self.vocabulary + self.positions) * self.hidden
 
     @property
@@ -226,18 +228,18 @@ class ModelDescription:
 
     @cached_property
     def kinds(self) -> tuple[Layer, ...]:
-        """Layers that differ."""
+        """The distinct layers, in order of their first use."""
         return tuple(dict.fromkeys(self.layers))
 
     @cached_property
     def kind_of_layers(self) -> tuple[int, ...]:
-        """Of each layer its index in :attr:`kinds`."""
+        """For each layer its index in :attr:`kinds`."""
         index = {layer: number for number, layer in enumerate(self.kinds)}
         return tuple(index[layer] for layer in self.layers)
 
     @cached_property
     def sizes(self) -> ModelSizes:
-        """What segments and stages are balanced by."""
+        """The sizes by which segments and stages are balanced."""
         layers = [
             LayerSizes(
                 each.weights_of_token, each.attention.query, each.attention.output, each.attention.window,
@@ -262,13 +264,13 @@ class ModelDescription:
 
 
 def describe(config: Any) -> ModelDescription:
-    """Read a config.
+    """Describe the model of a config.
 
     Args:
-        config: of transformers, or the mapping in a ``config.json``.
+        config: a config of transformers, or the mapping in a ``config.json``.
 
     Raises:
-        UnsupportedModelError: an architecture that isn't known here, or a key without which its size isn't known.
+        UnsupportedModelError: the architecture isn't in :data:`ARCHITECTURES`, or the config lacks a needed size.
     """
     given = _Config(config)
     rules = ARCHITECTURES.get(given.model_type)
@@ -283,18 +285,18 @@ def describe(config: Any) -> ModelDescription:
 
 @dataclass(frozen=True)
 class Rules:
-    """What an architecture has that its config doesn't say.
+    """Properties of an architecture that its config doesn't contain.
 
     Args:
         query_key_value_bias, output_bias, mlp_bias: whether these projections have biases, or the config's key for it.
         norms_of_layer: norms of the hidden size in a layer.
         head_norms: norms over each head of queries and keys; "whole" if over all heads together.
         gated: whether the MLP has a gate.
-        learned_positions: as in GPT-2.
+        learned_positions: whether positions are learned embeddings, as in GPT-2.
         norm: kind of the norms.
-        tied: whether the head is the embedding where the config doesn't say.
-        windowed: whether the config's ``sliding_window`` holds for layers that it doesn't name.
-        latent_attention: DeepSeek's.
+        tied: whether the head is the embedding if the config doesn't set it.
+        windowed: whether ``sliding_window`` applies to all layers of a config without ``layer_types``.
+        latent_attention: whether attention is multi-latent (MLA), as in DeepSeek's models.
     """
 
     query_key_value_bias: bool | str = False
@@ -334,7 +336,7 @@ ARCHITECTURES: Mapping[str, Rules] = MappingProxyType(
     }
 )
 
-#: Tensors of the MLP's inner size that Hugging Face's modules keep, by the nonlinearity's name; a gate adds one.
+#: Tensors of the MLP's inner size that Hugging Face's modules save, by the nonlinearity's name; a gate adds two.
 _KEPT_BY_NONLINEARITY: Mapping[str, int] = MappingProxyType(
     {"silu": 1, "swish": 1, "gelu": 1, "gelu_pytorch_tanh": 1, "relu": 0, "gelu_new": 4}
 )
@@ -356,7 +358,7 @@ _ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class _Config:
-    """A config's values, under one name each."""
+    """A config's values, each under one name for all architectures."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -374,16 +376,16 @@ class _Config:
 
     @property
     def most_positions(self) -> int | None:
-        """Of :func:`longest_sequence`, where the config is more than a mapping."""
+        """The longest allowed sequence: :func:`longest_sequence`, or of a mapping one key."""
         if isinstance(self._config, Mapping):
             return self.get("max_position_embeddings")
         return longest_sequence(self._config)
 
     def number(self, name: str, default: int | None = None) -> int:
-        """A number above zero.
+        """A positive count.
 
         Raises:
-            UnsupportedModelError: it isn't there and has no default, or it isn't such a number.
+            UnsupportedModelError: it is missing and has no default, or isn't a positive integer.
         """
         value = self.get(name, default)
         if value is None:
@@ -393,7 +395,7 @@ class _Config:
         return value
 
     def says(self, rule: bool | str) -> bool:
-        """A rule that is fixed, or the config's own key for it."""
+        """Evaluate a rule: a fixed value, or the name of the config's key for it."""
         return rule if isinstance(rule, bool) else bool(self.get(rule, False))
 
 
@@ -489,7 +491,7 @@ def _nonlinearity(config: _Config, rules: Rules) -> int:
             f"the config of {config.model_type!r} has the nonlinearity {name!r}, of which the planner doesn't know "
             f"what it keeps; it knows {', '.join(sorted(_KEPT_BY_NONLINEARITY))}"
         )
-    # The gate's result and the other factor are kept besides.
+    # With a gate, the nonlinearity's result and the factor that it is multiplied by are saved too.
     return _KEPT_BY_NONLINEARITY[name] + (2 if rules.gated else 0)
 
 

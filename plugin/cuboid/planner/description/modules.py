@@ -1,4 +1,4 @@
-"""A model by its modules, of whatever architecture; :mod:`.model` needs a config alone, of those that it knows."""
+"""Describe a model of any architecture by its modules; :mod:`.model` needs only a config, of a known architecture."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ from cuboid.tensor3d.experts.experts import ExpertForm
 #: Keys of models' configs for dropout probabilities, and for the name of the nonlinearity.
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")
 _NONLINEARITIES = ("hidden_act", "activation_function", "hidden_activation")
-#: Weights of the hidden size times the inner size in an MLP with a gate.
+#: Number of weights of hidden × inner elements in an MLP with a gate.
 _MLP_WEIGHTS = 3
 
 
 def describe_modules(model: PreTrainedModel, whole: Collection[str] = ()) -> ModelDescription:
-    """Read a full model, on any device.
+    """Describe a full model.
 
-    Products and parameters are exact. What isn't cut over a mesh counts as one product of the hidden size.
+    Products and parameters are exact. All weights of a layer that aren't sharded over a mesh count as one product, with
+    the hidden size as inputs.
 
     Args:
-        model: meta will do.
-        whole: blocks that are computed whole, as of :func:`~cuboid.models.architectures.roles.find_roles`.
+        model: on any device, meta included.
+        whole: blocks that each rank computes whole, as in :func:`~cuboid.models.architectures.roles.find_roles`.
 
     Raises:
-        UnsupportedModelError: its layers aren't found, or a token's experts aren't known, or it is given images.
+        UnsupportedModelError: its layers or the number of experts of a token can't be found, or it takes images.
     """
     if takes_pixels(model):
         raise UnsupportedModelError(
@@ -52,7 +53,7 @@ def describe_modules(model: PreTrainedModel, whole: Collection[str] = ()) -> Mod
     learned = sum(role.kind == "embedding" for role in roles.values()) > 1
     counts = HeadCounts.of(config)
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
-        counts = replace(counts, key_value=1)  # Falcon's config counts them as many as queries.
+        counts = replace(counts, key_value=1)  # Falcon's config has the number of query heads here.
     head_norms = any(role.kind == "gathered" for role in roles.values())
     layers = tuple(
         _layer(layer, own, _inside(modules, name), counts, config, learned=learned, head_norms=head_norms)
@@ -88,10 +89,10 @@ def _uncounted(config: PretrainedConfig, layers: Sequence[LayerSizes], roles: Co
 
 
 def check_countable(model: PreTrainedModel) -> None:
-    """Make sure that what a model keeps for backward can be counted.
+    """Check that there are formulas for what a model saves for backward.
 
     Raises:
-        UnsupportedModelError: it has experts, or keeps scores or dropout masks, for which there is no formula.
+        UnsupportedModelError: it has experts, or saves attention scores or dropout masks, which have no formula.
     """
     if any(role.experts is not None for role in _roles(model, ()).values()):
         raise UnsupportedModelError(
@@ -117,7 +118,7 @@ def _roles(model: PreTrainedModel, whole: Collection[str]) -> dict[str, Role]:
     try:
         return find_roles(model, whole)
     except UnsupportedModelError:
-        # Stages of one rank each need no roles.
+        # Models that can't be sharded can still be cut into stages of one rank each, which need no roles.
         return {}
 
 
@@ -190,7 +191,7 @@ def _experts(module: nn.Module, form: ExpertForm, config: PretrainedConfig) -> E
 
 
 def _joined(name: str, modules: list[tuple[nn.Module, Role]]) -> Projection:
-    """Projections that share their input."""
+    """One projection for modules that share their input."""
     first = modules[0][0]
     outputs, parts = sum(out_features(module) for module, _ in modules), sum(role.parts for _, role in modules)
     return Projection(name, _in_features(first), outputs, "up", _has_bias(first), parts)
@@ -209,7 +210,7 @@ def _has_bias(module: Any) -> bool:
 
 
 def _kept_by_nonlinearity(config: Any, *, gated: bool) -> int:
-    """Number of tensors that the MLP keeps between its projections, found by running the nonlinearity."""
+    """Number of tensors that the MLP saves between its projections, found by running the nonlinearity."""
     name = next((found for key in _NONLINEARITIES if (found := getattr(config, key, None)) is not None), "silu")
     features, up = (torch.ones(8, device="cpu", requires_grad=True).clone() for _ in range(2))
     kept: set[int] = set()

@@ -1,4 +1,4 @@
-"""The cluster that a job sees, for ``"auto"`` in a config without a ``"cluster"``."""
+"""Detect the cluster that a job runs on, for ``"auto"`` in a config without a ``"cluster"``."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from cuboid.errors import ConfigError
 from cuboid.planner.description.cluster import CPU, GPUS, Cluster, Gpu
 
-#: What a message waits for each other rank on its core to have its turn.
+#: Seconds that a message waits for each other rank that shares the core.
 _TURN_S = 8e-4
-#: Under which launchers say how many of their ranks are on this node.
+#: Environment variables in which launchers give the number of ranks on this node.
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 
 
 def seen_cluster(world_size: int) -> Cluster:
-    """Nodes of this one's kind for so many ranks.
+    """As many nodes like this one as ``world_size`` ranks need.
 
     Raises:
-        ConfigError: no GPU is known by this one's name.
+        ConfigError: there is no profile of this node's GPU.
     """
     local = next((int(text) for name in _LOCAL_SIZES if (text := os.environ.get(name, "")).isdigit()), 0)
     if not torch.cuda.is_available():
@@ -38,7 +38,7 @@ def seen_cluster(world_size: int) -> Cluster:
 
 
 def known_device(device: torch.device) -> Gpu | None:
-    """The profile of a device, if there is one by its name."""
+    """The built-in profile of a device; None if there is none for its name."""
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_properties(device)
@@ -46,7 +46,7 @@ def known_device(device: torch.device) -> Gpu | None:
 
 
 def unknown_device(device: torch.device) -> Gpu:
-    """Where a profile starts from of which nothing is known but name and memory; links are a CPU's, or an A100's."""
+    """Starting point for a profile of an unknown device: its own name and memory, and an A100's or CPU's constants."""
     if device.type != "cuda":
         return _share_of_cpu(1)
     found = torch.cuda.get_device_properties(device)
@@ -57,8 +57,8 @@ def known_gpu(name: str, memory_bytes: int) -> Gpu | None:
     """The profile of a GPU by its name and memory; None if there is none.
 
     Args:
-        name: as the driver has it, such as "NVIDIA H100 80GB HBM3".
-        memory_bytes: of the device.
+        name: as the driver reports it, such as "NVIDIA H100 80GB HBM3".
+        memory_bytes: memory of the device, which tells apart kinds of the same name.
     """
     kinds = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in name.replace("-", " ").split()]
     if not kinds:
@@ -68,7 +68,7 @@ def known_gpu(name: str, memory_bytes: int) -> Gpu | None:
 
 
 def _share_of_cpu(ranks: int) -> Gpu:
-    """A rank's share of this machine's cores, which also move what ranks send each other; its memory is everyone's."""
+    """A rank's share of this machine's cores, which also move the messages between ranks; memory isn't divided."""
     share = min(1.0, len(os.sched_getaffinity(0)) / ranks)
     waits_s = _TURN_S * (1 / share - 1)
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

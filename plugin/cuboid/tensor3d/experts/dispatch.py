@@ -10,19 +10,19 @@ import torch
 
 from cuboid.errors import CuboidError
 
-#: What CUDA's grouped kernel can take: rows of a multiple of so many bytes, that begin at one.
+#: CUDA's grouped kernel needs rows whose size and start are multiples of this many bytes.
 _ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The order of T tokens with k experts each as R = T·k rows, those of one expert one after another.
+    """The order of T tokens with k experts each as R = T·k rows, in which each expert's rows are consecutive.
 
     Args:
-        choices: ``[R]``, which of the T·k choices each row is; choice c is one of token c // k.
+        choices: ``[R]``, the choice (of T·k) that each row is; choice c belongs to token c // k.
         places: ``[R]``, the row of each choice.
         experts: ``[R]``, the expert of each row, ascending.
-        ends: ``[E]`` of int32, the row behind each expert's last one.
+        ends: ``[E]``, int32, one past each expert's last row.
         per_token: k.
     """
 
@@ -34,8 +34,8 @@ class Dispatch:
 
     @classmethod
     def of(cls, chosen: torch.Tensor, count: int) -> Dispatch:
-        """Of ``[T, k]`` indices in 0 … count - 1. The same indices give the same order on every rank."""
-        # Ranks add up rows by their places, so that rows of one expert must not come in any order.
+        """From expert indices ``[T, k]`` in 0 … count - 1. Equal indices give the same order on every rank."""
+        # Stable: collectives sum rows by position, so ranks must order an expert's rows alike.
         experts, choices = chosen.flatten().sort(stable=True)
         places = torch.empty_like(choices)
         places[choices] = torch.arange(len(choices), device=chosen.device)
@@ -45,10 +45,10 @@ class Dispatch:
 
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
-        """First and last (exclusive) row of each expert, on the host, which waits for the device the first time.
+        """First and last (exclusive) row of each expert, on the host. The first access waits for the device.
 
         Raises:
-            CuboidError: the router chose an expert that there isn't.
+            CuboidError: the router chose an expert that doesn't exist.
         """
         ends = self.ends.tolist()
         if ends[-1] != len(self.choices):
@@ -61,12 +61,12 @@ class Dispatch:
         return self.choices // self.per_token
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """``[T, F]`` of tokens to ``[R, F]`` of rows."""
+        """Tokens ``[T, F]`` to their rows ``[R, F]``."""
         return x.index_select(0, self.tokens)
 
     def token_sums(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[R, F]`` to ``[T, F]``: the transpose of :meth:`rows`."""
-        # Not by index_add, which adds in no certain order on CUDA, and in the dtype of the sum.
+        """Sum each token's rows, ``[R, F]`` to ``[T, F]``: the transpose of :meth:`rows`."""
+        # Not by index_add, which on CUDA adds in an undefined order, and in the dtype of its output.
         return rows.index_select(0, self.places).unflatten(0, (-1, self.per_token)).sum(1)
 
 
@@ -84,7 +84,7 @@ def multiply_transposed(a: torch.Tensor, b: torch.Tensor, dispatch: Dispatch) ->
     """aᵀ b over each expert's rows: ``[R, M]`` and ``[R, N]`` to ``[E, M, N]``, zeros for an expert without rows."""
     if has_kernel(a, b):
         products: torch.Tensor = torch.nn.functional.grouped_mm(a.t(), b, offs=dispatch.ends)
-        # The kernel doesn't promise anything of a sum of no terms.
+        # The kernel guarantees nothing about the result for an expert without rows.
         starts = torch.nn.functional.pad(dispatch.ends, (1, 0))[:-1]
         return products.masked_fill_((starts == dispatch.ends).view(-1, 1, 1), 0)
     out = a.new_zeros((len(dispatch.ends), a.shape[1], b.shape[1]))
@@ -94,12 +94,12 @@ def multiply_transposed(a: torch.Tensor, b: torch.Tensor, dispatch: Dispatch) ->
 
 
 def has_kernel(*operands: torch.Tensor) -> bool:
-    """Whether torch has one kernel for all experts, of which the host needs to know no sizes."""
+    """Whether torch has one kernel for all experts, which doesn't need their row counts on the host."""
     first = operands[0]
     if first.device.type != "cuda" or first.dtype is not torch.bfloat16:
         return False
     major, _ = torch.cuda.get_device_capability(first.device)
-    # Elsewhere this function multiplies expert by expert, and each time asks the device again how many rows each has.
+    # Elsewhere, grouped_mm multiplies expert by expert, and each call copies the row counts from the device again.
     if not hasattr(torch.nn.functional, "grouped_mm") or major not in (9, 10):
         return False
     return all(_is_aligned(each) for each in operands)
@@ -111,7 +111,7 @@ def _is_aligned(x: torch.Tensor) -> bool:
 
 
 def _in_use(dispatch: Dispatch) -> Iterator[tuple[int, slice]]:
-    """Experts that have rows, and which."""
+    """Experts that have rows, each with the slice of its rows."""
     for expert, (start, stop) in enumerate(dispatch.spans):
         if start < stop:
             yield expert, slice(start, stop)

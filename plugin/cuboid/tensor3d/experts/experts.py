@@ -1,4 +1,4 @@
-"""Experts of a mixture, whose weights have three dims, on a mesh; :mod:`.grouped_linear` says what they compute."""
+"""Experts of a mixture with weights of three dims, on a mesh; :mod:`.grouped_linear` has their shapes."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 
 @dataclass(frozen=True)
 class ExpertForm:
-    """What the parameters of all experts of a layer are called, and how they lie.
+    """Names and storage order of the parameters of a layer's experts.
 
     Args:
-        up: the parameter of the projection into the experts, of gate and up together where there is a gate.
-        down: that of the projection out of them.
-        up_bias, down_bias: of these, ``[E, out]``; None without biases.
-        in_first: whether weights are stored ``[E, in, out]``, and not ``[E, out, in]``.
+        up: name of the projection into the experts; of gate and up together if there is a gate.
+        down: name of the projection out of them.
+        up_bias, down_bias: names of their biases, ``[E, out]``; None without biases.
+        in_first: whether weights are stored ``[E, in, out]`` instead of ``[E, out, in]``.
         gated: whether "up" has two features for each that "down" takes.
-        parts: of how many projections, one after another, the features of "up" consist; one if gate and up
-            alternate.
-        activation: the module's own function of the features of "up", of which it takes neighbours together at most.
-        given_all: k, where the module is given every token for every expert, multiplied with what the expert weighs,
-            which is 0 for all but k; see :class:`ShardedScaledExperts`.
+        parts: number of projections that are concatenated in the features of "up"; 1 if gate and up alternate.
+        activation: name of the module's own function of the features of "up"; within a part, it combines neighbouring
+            features at most.
+        given_all: k, if the module gets every token for every expert, scaled by the expert's weight for the token,
+            which is 0 for all but k experts; else None. See :class:`ShardedScaledExperts`.
     """
 
     up: str
@@ -46,7 +46,7 @@ class ExpertForm:
 
     @property
     def biases(self) -> tuple[str, ...]:
-        """Those that there are."""
+        """Names of the biases, if there are any."""
         return tuple(name for name in (self.up_bias, self.down_bias) if name is not None)
 
     @property
@@ -56,23 +56,23 @@ class ExpertForm:
 
 
 class ShardedExperts(ShardedModule):
-    """Mixed into the class of a model's experts, whose activation and attributes stay its own."""
+    """Mixin for a model's class of experts, which keeps its own activation and attributes."""
 
     form: ExpertForm
 
     def configure(self, form: ExpertForm) -> None:
-        """Set the form. The module has its shards."""
+        """Set the form, after :meth:`init_sharding`."""
         self.form = form
         self.gathered_once = frozenset(form.biases)
 
     @uncompiled
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
-        """What the experts make of this rank's tokens.
+        """Apply the experts to this rank's tokens.
 
         Args:
             hidden_states: ``[T/s, H/h]``, T/s tokens of this rank's rows of the batch and part of the sequence.
-            top_k_index: ``[T/s, k]``, the experts of each; the same on all ranks along `hidden`.
-            top_k_weights: ``[T/s, k]``, likewise. Their gradient is this rank's part of a sum over `hidden`.
+            top_k_index: ``[T/s, k]``, the experts of each token; the same on all ranks along `hidden`.
+            top_k_weights: ``[T/s, k]``, their weights, likewise. Each rank's gradient is a partial sum over `hidden`.
 
         Returns:
             ``[T/s, H/h]``.
@@ -87,7 +87,7 @@ class ShardedExperts(ShardedModule):
         rows = self._multiply(form.up, hidden_states.to(dtype), dispatch, tokens, Features(hidden, form.parts))
         if form.up_bias is not None:
             rows = rows + self.unsharded(form.up_bias).to(dtype)[dispatch.experts]
-        # In front of "down", where a rank has the fewest features: it makes no difference to the sum over a token.
+        # Scale before "down", where a rank has the fewest features: "down" is linear, so a token's sum is the same.
         weight = weights.flatten().index_select(0, dispatch.choices).unsqueeze(-1)
         rows = (getattr(self, form.activation)(rows) * weight).to(dtype)
         out = self._multiply(form.down, rows, dispatch, Features(hidden), tokens)
@@ -99,7 +99,7 @@ class ShardedExperts(ShardedModule):
 
     def _multiply(self, name: str, x: torch.Tensor, dispatch: Dispatch, source: Side, target: Side) -> torch.Tensor:
         param, parameter = self.sharded_params[name], self.get_parameter(name)
-        # As ShardedLinear.operand, which is called too often to call others.
+        # Repeats ShardedLinear.operand, which is called too often to share a helper.
         shard, deferred = self.prefetched_shards.pop(name, (parameter, None))
         if param.optimizer_steps is not None:
             param.set_parameter(parameter)
@@ -109,18 +109,20 @@ class ShardedExperts(ShardedModule):
 
 
 class ShardedScaledExperts(ShardedExperts):
-    """Mixed into the class of experts that are given all tokens, each multiplied with its weight for the expert, as
-    Llama 4's are. Only the k experts of a token compute, for the others would make nothing of zeros."""
+    """Mixin for experts that get all tokens, each scaled by its weight for the expert, as Llama 4's do.
+
+    Only a token's k experts compute: the others' outputs would be zeros.
+    """
 
     act_fn: Callable[[torch.Tensor], torch.Tensor]
 
     @uncompiled
     def forward(self, hidden_states: torch.Tensor) -> Any:  # type: ignore[override]
-        """What the experts make of this rank's tokens.
+        """Apply the experts to this rank's tokens.
 
         Args:
-            hidden_states: ``[E · T/s, H/h]``, all tokens for the first expert and so on; zeros where an expert isn't
-                one of a token's.
+            hidden_states: ``[E · T/s, H/h]``, all tokens for the first expert, then for the second, and so on; zeros
+                for experts that a token isn't routed to.
 
         Returns:
             ``[E · T/s, H/h]`` in the same order.
@@ -130,10 +132,10 @@ class ShardedScaledExperts(ShardedExperts):
         assert self.form.given_all is not None
         count, width = self.layout(self.form.up).shape[0], hidden_states.shape[-1]
         whole = hidden_states.view(count, -1, width)
-        # A part of a token's features may be zeros by itself.
+        # This rank's part of a token's features may happen to be zeros, so combine the parts.
         given = (whole.detach() != 0).any(-1).to(torch.uint8)
         given = all_reduce(given, self.mesh.along("hidden"), dist.ReduceOp.MAX)
-        # All ranks along `hidden` must choose the same, also among experts that are given nothing.
+        # Stable: all ranks along `hidden` must choose the same, also among experts that get zeros.
         chosen = (given > 0).t().sort(dim=-1, descending=True, stable=True).indices[:, : self.form.given_all]
         tokens = torch.arange(len(chosen), device=chosen.device).repeat_interleave(self.form.given_all)
         index = chosen.flatten()
@@ -141,6 +143,6 @@ class ShardedScaledExperts(ShardedExperts):
         return torch.zeros_like(whole).index_put((index, tokens), out).view(-1, width)
 
     def gate(self, features: torch.Tensor) -> torch.Tensor:
-        """The experts' activation, of the features of gate and up."""
+        """The experts' activation of the features of gate and up: ``[R, 2F]`` to ``[R, F]``."""
         gate, up = features.chunk(2, dim=-1)
         return up * self.act_fn(gate)

@@ -13,8 +13,9 @@ output    [R, O/(s·h)] of rows    [T/s, O/h] of tokens
 ========  ======================  ======================
 
 Up gathers the tokens over `sequence`, and scatters its rows' features over `hidden`; down gathers features over
-`hidden`, adds up the rows of each token, and scatters tokens over `sequence`. So no collective's size depends on what
-the router chose, and forward's gather of the one is backward's of the other's gradient. Only shards are saved.
+`hidden`, adds up the rows of each token, and scatters tokens over `sequence`. So no collective's size depends on the
+router's choices, and the gather of one product's input is that of the other's output gradient in backward. Only shards
+are saved for backward.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ from cuboid.tensor3d.sharding.sharded_param import ShardedParam
 
 
 class Side(Protocol):
-    """How a rank's part of a product's input or output is one of the rows that are multiplied."""
+    """How a rank's part of a product's input or output relates to the rows that are multiplied."""
 
     def start_gather(self, x: torch.Tensor) -> AsyncResult[torch.Tensor]:
-        """The rank's own part to rows ``[R, F]``."""
+        """Start to gather the rank's own part to rows ``[R, F]``."""
         ...
 
     def start_scatter(self, rows: torch.Tensor) -> AsyncResult[torch.Tensor]:
-        """The transpose: partial sums of rows to the own part of their sum."""
+        """The transpose: start to reduce partial sums ``[R, F]`` to the rank's own part of their sum."""
         ...
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Of all features that the block multiplies, a rank has its own tokens, ``[T/s, F]``."""
+    """A rank has its own tokens, with all features that its block multiplies: ``[T/s, F]``."""
 
     dispatch: Dispatch
     along: AxisGroup
@@ -63,7 +64,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Features:
-    """Of all rows, a rank has its own features, ``[R, F/h]``, of each of several parts the same share."""
+    """A rank has all rows, with its own features: ``[R, F/h]``, the same share of each of ``parts`` parts."""
 
     along: AxisGroup
     parts: int = 1
@@ -83,15 +84,16 @@ class Features:
 
 @dataclass(frozen=True)
 class GroupedProduct:
-    """What one product consists of.
+    """One product with the weights of all experts, and its collectives.
 
     Args:
-        weight: of all experts.
-        in_first: whether it is stored ``[E, in, out]``, and not ``[E, out, in]``.
-        dispatch: of the tokens.
-        source: how the input is brought together.
-        target: how the output is handed out.
-        deferred: who waits for the gradient of the weight's shard; None if it must be complete at once.
+        weight: unshards the experts' weights.
+        in_first: whether they are stored ``[E, in, out]`` instead of ``[E, out, in]``.
+        dispatch: the order of the tokens' rows.
+        source: gathers the input.
+        target: reduces the output.
+        deferred: waits for the reduction of the shard's gradient; None if the gradient must be complete when backward
+            returns it.
     """
 
     weight: ShardedParam
@@ -112,7 +114,7 @@ class GroupedProduct:
         return block if self.in_first else block.transpose(1, 2)
 
     def start_weight_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> AsyncResult[torch.Tensor] | None:
-        """Of rows of input and output gradient, in flight to the shard's; None if more of a step are to come."""
+        """Start to reduce-scatter dW, from rows of input and output gradient; None before a step's last backward."""
         factors = (x, dy) if self.in_first else (dy, x)
         total = self.weight.to_reduce(multiply_transposed(*factors, self.dispatch), is_own=True)
         if total is None:
@@ -138,7 +140,7 @@ class _GroupedLinear(torch.autograd.Function):
         product: GroupedProduct = ctx.product
         x, shard = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        # All that has to travel is in flight before any of it is waited for.
+        # Start all gathers before waiting for any of them.
         gathering = product.target.start_gather(gradient)
         inputs = product.source.start_gather(x) if needs_weight else None
         if needs_x:
@@ -148,7 +150,7 @@ class _GroupedLinear(torch.autograd.Function):
         if needs_x:
             by_out = product.in_out(shard).transpose(1, 2)
             scattering = product.source.start_scatter(multiply_rows(dy, by_out, product.dispatch))
-        # The product runs while dx is reduced.
+        # dW's product overlaps with dx's reduction.
         reducing = None if inputs is None else product.start_weight_gradient(inputs.wait(), dy)
         dweight = None
         if reducing is not None and product.deferred is None:
@@ -173,9 +175,9 @@ class _AllTokens(torch.autograd.Function):
 
 
 def gather_routing(chosen: torch.Tensor, weights: torch.Tensor, along: AxisGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the router says of a rank's own tokens, ``[T/s, k]``, to that of all tokens, ``[T, k]``.
+    """All-gather the router's choices and weights of a rank's own tokens, ``[T/s, k]``, to those of all, ``[T, k]``.
 
-    The weights' gradients are added up over the ranks, which multiply different features with them.
+    The weights' gradients are summed over the ranks, which multiply them with different features.
     """
     indices: torch.Tensor = start_all_gather(chosen.int(), along).wait().flatten(0, 1)
     return indices, _AllTokens.apply(weights, along)

@@ -1,12 +1,11 @@
-"""Modules that look at all features of a token and give a few numbers: routers, and the gates of shared experts.
+"""Modules that compute a few numbers from all features of a token: routers, and the gates of shared experts.
 
-Their own code runs, on this rank's tokens and this rank's part of the features, ``[T/s, H/h]``; only the product with
-their weight ``[E, H/h]`` is ours, whose partial sums are added up over `hidden`. The ranks along `hidden` then have the
-same numbers to the last bit, and make the same choices of them, also where two are equal. Each token is looked at by
-no other ranks.
+Their own code runs on this rank's tokens and part of the features, ``[T/s, H/h]``. Only the product with their weight
+``[E, H/h]`` is replaced: its partial sums are added up over `hidden`. The ranks along `hidden` then have bitwise equal
+scores and make the same choices, also between equal ones. No other ranks have these tokens.
 
-The gradient of such numbers is, on each rank, a part of the sum over `hidden`: whatever is computed with them there is
-multiplied with this rank's own features. So the transpose of the sum is one too.
+Each rank's gradient of the scores is a partial sum over `hidden`, because the rank multiplies them only with its own
+features. So backward sums over `hidden` too.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 
 
 class ShardedRouter(ShardedModule):
-    """Mixed into the class of a model's router, whose code stays its own."""
+    """Mixin for a model's router class, whose own code runs unchanged."""
 
     def configure(self) -> None:
-        """The module has its shards."""
+        """Configure the router, after :meth:`init_sharding`."""
         self.gathered_once = frozenset(self.sharded_params)
-        #: Whether it draws random numbers in training, as some do to choose between experts that are nearly as good.
+        #: Whether it draws random numbers in training, as some do to vary the choice between similar experts.
         self.is_random = any("jitter" in name and isinstance(x, float) and x > 0 for name, x in vars(self).items())
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own, on ``[T/s, H/h]``."""
+        """The model's own forward, on ``[T/s, H/h]``."""
         if self.mesh.shape.size == 1:
             return super().forward(*args, **kwargs)
         hidden = self.mesh.along("hidden")
         is_random = self.is_random and self.training
-        # Ranks along `hidden` look at the same tokens, and must draw the same.
+        # Ranks along `hidden` route the same tokens, and must draw the same random numbers.
         draws = own_random_numbers(self.mesh, self._device(), ("batch", "sequence")) if is_random else nullcontext()
         with self.unsharded_in_place(), draws, _SumOverHidden(hidden) if hidden.size > 1 else nullcontext():
             return super().forward(*args, **kwargs)
@@ -54,7 +53,7 @@ class ShardedRouter(ShardedModule):
 
 
 class _SumOverHidden(TorchFunctionMode):
-    """Inside, a linear layer multiplies parts of the features, and adds up the ranks' results."""
+    """Inside, a linear layer multiplies the rank's part of the features, and partial results are summed."""
 
     def __init__(self, along: AxisGroup) -> None:
         super().__init__()
@@ -77,7 +76,7 @@ class _SumOverHidden(TorchFunctionMode):
 
 
 class _Summed(torch.autograd.Function):
-    """x Wᵀ, of parts of the features. What is added up isn't rounded before it is complete."""
+    """x Wᵀ from parts of the features; partial sums are rounded only when they are complete."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, along: AxisGroup) -> torch.Tensor:
@@ -86,14 +85,14 @@ class _Summed(torch.autograd.Function):
         wide = statistics_dtype(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
             own = nn.functional.linear(x.to(wide), weight.to(wide))
-        # Each rank adds up the same numbers in the same order. No backend promises that of its all-reduce.
+        # Gather and sum locally: every rank adds in the same order, which no backend's all-reduce guarantees.
         return all_gather(own, along).sum(0).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wide = statistics_dtype(x.dtype)
-        # A gradient that is the caller's isn't to be overwritten.
+        # A copy: the all-reduce would overwrite the caller's gradient.
         whole = all_reduce(gradient.to(wide, copy=True), ctx.along)
         dx = (whole @ weight.to(wide)).to(x.dtype)
         dweight = whole.flatten(0, -2).t() @ x.flatten(0, -2).to(wide)

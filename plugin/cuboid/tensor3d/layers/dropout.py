@@ -22,15 +22,15 @@ from cuboid.distributed.topology import AXES, Axis
 
 @contextmanager
 def own_random_numbers(mesh: Mesh, device: torch.device, axes: tuple[Axis, ...] = AXES) -> Iterator[None]:
-    """Random numbers of a device inside differ between the ranks of the mesh; the generators outside stay in step.
+    """Inside, random numbers on ``device`` differ between ranks along ``axes``; outside, generators stay in step.
 
-    Along other axes than ``axes`` they are the same. No other device's generator is touched, but for the host's, which
+    Ranks that differ only along other axes draw the same. Of other devices' generators, only the host's changes: it
     advances by one number.
     """
     if mesh.size(*axes) == 1:
         yield
         return
-    # On the host, whatever the default device is: the number is needed there at once.
+    # On the host, whatever the default device is: reading the seed must not wait for a device.
     seed = int(torch.randint(2**62, (), device="cpu")) + mesh.index(*axes)
     if device.type == "cpu":
         with torch.random.fork_rng(devices=[]):
@@ -39,7 +39,7 @@ def own_random_numbers(mesh: Mesh, device: torch.device, axes: tuple[Axis, ...] 
         return
     module = torch.get_device_module(device)
     before = module.get_rng_state(device)
-    # It seeds the current device, which may be another one than the tensor's.
+    # `manual_seed` seeds the current device, which may not be the tensor's.
     with module.device(device):
         module.manual_seed(seed)
     try:
@@ -65,7 +65,7 @@ class _MeshDropout(nn.Dropout):
 
 
 class ShardedDropout(_MeshDropout):
-    """``nn.Dropout`` under :func:`own_random_numbers`, of what differs along ``axes``."""
+    """``nn.Dropout`` under :func:`own_random_numbers`, for activations that differ along ``axes``."""
 
     def __init__(self, p: float, mesh: Mesh, axes: tuple[Axis, ...] = AXES) -> None:
         super().__init__(p, mesh)
@@ -77,10 +77,11 @@ class ShardedDropout(_MeshDropout):
 
 
 class CommonDropout(_MeshDropout):
-    """``nn.Dropout`` of what every rank of the mesh has whole: with the mask of the first one, whatever their seeds."""
+    """``nn.Dropout`` for activations that every rank has whole: all use the first rank's mask, whatever their seeds."""
 
     def _drop(self, x: torch.Tensor) -> torch.Tensor:
         kept = torch.empty_like(x).bernoulli_(1 - self.p)
         if self.mesh.shape.size > 1:
             kept = all_gather(kept, self.mesh.along(*AXES))[0]
+        # At p = 1, `kept` is zeros: divide by something else than zero.
         return x * kept / max(1 - self.p, torch.finfo(x.dtype).tiny)

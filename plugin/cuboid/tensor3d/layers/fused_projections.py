@@ -64,7 +64,7 @@ class FusedProjections:
         for layer, product in zip(self._projections, own.products, strict=True):
             operands.append(layer.operand(dtype))
             if layer.product is not product:
-                # `tensor3d.unshard` has replaced the product, for the time its weight stays unsharded.
+                # `tensor3d.unshard` has replaced the product while its weight stays unsharded.
                 own = LinearOp(own.input_gather, [each.product for each in self._projections])
         self._linear_op = own
         whole, results = own(shard.to(dtype), operands, returns_input=own.input_gather.reduces)

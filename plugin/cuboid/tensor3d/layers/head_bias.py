@@ -1,8 +1,7 @@
-"""Numbers for each attention head: tables such as T5's biases by the distance of two positions, and GPT-OSS's sinks.
+"""Per-head parameters: tables such as T5's relative position biases, or one number per head such as GPT-OSS's sinks.
 
-A table ``[R, A]``, or one number for each head ``[A]``, is cut over `sequence`, then `hidden`, along its heads, as the
-scores are to which its numbers are added. Rows may be looked up by anything that the ranks of a row of the mesh have
-alike.
+A table ``[R, A]`` or a vector ``[A]`` is cut along its A heads over `sequence`, then `hidden`, as are the scores that
+it is added to. Indices of rows must be the same on all ranks along `sequence` and `hidden`.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 
 class HeadBias(ShardedModule, nn.Embedding):
-    """``[...]`` rows to ``[..., A/(s·h)]``: numbers of the rank's own heads."""
+    """``[...]`` indices of rows to ``[..., A/(s·h)]``: biases of the rank's own heads."""
 
-    # As norms': it is small, and autograd needs no more of it than its rows.
+    # As norm weights: it is small, and the lookup's backward doesn't need its values.
     gathered_once = ("weight",)
 
     def __init__(
@@ -45,10 +44,10 @@ class HeadBias(ShardedModule, nn.Embedding):
 
 
 class PerHeadParameters(ShardedModule):
-    """Mixed into the class of attention that has a parameter ``[A]`` itself, whose code stays its own."""
+    """Mixin for an attention class that has a parameter ``[A]`` itself; the class's own code runs unchanged."""
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own, with ``[A/(s·h)]`` in place of ``[A]``."""
+        """The model's own forward, with ``[A/(s·h)]`` in place of ``[A]``."""
         with self.unsharded_in_place():
             return super().forward(*args, **kwargs)

@@ -1,8 +1,8 @@
-"""A head of few outputs, such as a classifier's or a reward model's: all ranks get its logits whole.
+"""A head with few outputs, such as a classifier's or a reward model's: every rank gets the whole logits.
 
-Its weight ``[L, H]`` is cut over `hidden` as the hidden states are. Each rank multiplies what it has; the partial sums,
-which are small, are added up over `hidden` and gathered over `sequence` and `batch`. What the model's own code then
-makes of them (pooling by the last token, a loss) runs on every rank alike.
+Its weight ``[L, H]`` is cut over `hidden` as the hidden states are. Each rank multiplies its own features; the partial
+sums, which are small, are all-reduced over `hidden` and all-gathered over `sequence` and `batch`. The model's own code
+that follows (pooling by the last token, a loss) computes the same on every rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 
 class _WholeSum(torch.autograd.Function):
-    """Partial sums ``[B/b, S/s, L]`` to ``[B, S, L]``, the same on all ranks, of which all compute the same."""
+    """Partial sums ``[B/b, S/s, L]`` to the whole ``[B, S, L]``, from which all ranks then compute the same."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -31,15 +31,15 @@ class _WholeSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # Each of the sum's parts has the sum's own gradient.
+        # A partial sum has the gradient of the sum, and every rank has that whole: nothing to reduce.
         rows = own_slice(gradient, 0, ctx.mesh.along("batch"))
         return own_slice(rows, SEQUENCE_DIM, ctx.mesh.along("sequence")).contiguous(), None
 
 
 class LabelsHead(ShardedModule, nn.Linear):
-    """``[B/b, S/s, H/h]`` to ``[B, S, L]``; B and S as they were filled up for the mesh.
+    """``[B/b, S/s, H/h]`` to ``[B, S, L]``; B and S include the padding for the mesh.
 
-    Still an ``nn.Linear`` for whoever looks for one; ``in_features`` and ``out_features`` are the unsplit sizes.
+    Still an ``nn.Linear`` for code that checks its class; ``in_features`` and ``out_features`` are the unsplit sizes.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LabelsHead(ShardedModule, nn.Linear):
 
     @uncompiled
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of all positions, whole on every rank."""
+        """``[B/b, S/s, H/h]`` to the logits of all positions, ``[B, S, L]``, on every rank."""
         logits: torch.Tensor = nn.functional.linear(hidden, self.unsharded("weight"))
         if self.mesh.shape.size > 1:
             logits = _WholeSum.apply(logits, self.mesh)

@@ -1,4 +1,4 @@
-"""The linear layers of a transformer block on a mesh; :mod:`.linear_op` says what they compute."""
+"""The linear layers of a transformer block on a mesh; :mod:`.linear_op` has their shapes and equations."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 class ShardedLinear(ShardedModule, nn.Linear):
     """A linear layer of a block; :mod:`cuboid.models` sets its role by ``product`` and the sharding specs.
 
-    It is still an ``nn.Linear`` for code that checks its class; ``in_features`` and ``out_features`` are whole sizes.
+    It is still an ``nn.Linear`` for code that checks its class; ``in_features`` and ``out_features`` are unsplit sizes.
 
     Attributes:
-        next_backward: for the next call, the autograd node of the fused projections, whose backward follows this one's.
+        next_backward: the autograd node of the fused projections, whose backward runs right after this layer's. The
+            next forward consumes it.
     """
 
     bias_rows: torch.Tensor | None
@@ -48,10 +49,10 @@ class ShardedLinear(ShardedModule, nn.Linear):
     def configure(
         self, product: Product, bias_rows: torch.Tensor | None = None, *, gathers_sequence: bool = False
     ) -> None:
-        """Set the multiplication.
+        """Set the product that the layer computes.
 
         Args:
-            product: for the layer's role.
+            product: the product of the layer's role.
             bias_rows: indices of the bias block's entries to add; by default all.
             gathers_sequence: whether an "up" projection gathers its input itself, because no fused projection does.
         """
@@ -68,17 +69,21 @@ class ShardedLinear(ShardedModule, nn.Linear):
 
     @uncompiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The input of the table in :mod:`.linear_op`, with "up" and head's sequence gathered, to its output."""
+        """From input to output as in the table in :mod:`.linear_op`.
+
+        For "up" projections and the head, ``x`` is usually already gathered along the sequence.
+        """
         next_backward, self.next_backward = self.next_backward, None
         attached: dict[int, torch.Tensor] = getattr(x, "cuboid_results", {})
         if id(self) in attached:
+            # The block's fused projections have already computed it.
             return attached.pop(id(self))
         if self._is_alone:
             weight = self.product.out_in(self.weight)
             return nn.functional.linear(x, weight, self.bias)
         dtype = autocast_dtype(x)
         if self._linear_op.products[0] is not self.product:
-            # `tensor3d.unshard` has replaced the product, for the time its weight stays unsharded.
+            # `tensor3d.unshard` has replaced the product while its weight stays unsharded.
             self._linear_op = LinearOp(self._linear_op.input_gather, [self.product])
         _, (result,) = self._linear_op(x.to(dtype), [self.operand(dtype)], next_backward=next_backward)
         return result
@@ -103,7 +108,7 @@ class ShardedLinear(ShardedModule, nn.Linear):
         return Operand(weight, deferred, bias, deferred_weight)
 
     def extra_repr(self) -> str:
-        """Whole sizes, and the mesh."""
+        """Unsplit sizes and the mesh."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, bias={self.bias is not None}, mesh={self.mesh.shape}"
 
@@ -115,7 +120,7 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def attach_results(x: torch.Tensor, layers: Sequence[ShardedLinear], results: Sequence[torch.Tensor]) -> None:
-    """Attach results to ``x``: each layer returns its own when it is next called with ``x``, once."""
+    """Attach precomputed results to ``x``; each layer returns its own, once, when it is called with ``x``."""
     x.cuboid_results = dict(zip(map(id, layers), results, strict=True))  # type: ignore[attr-defined]
 
 

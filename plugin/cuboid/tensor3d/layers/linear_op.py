@@ -19,7 +19,7 @@ dgrad and wgrad are
 
 The transpose of an all-gather is the reduce-scatter along the same axis, and the other way round. The input and the
 weights are saved as shards and gathered again in backward. There, all gathers are started before the first of them is
-needed, dx's reduction overlaps with dW's product, and dW's reduction with whatever backward computes next. Where the
+needed, dx's reduction overlaps with dW's product, and dW's reduction with what backward computes next. Where the
 collectives cross a network, the batch's rows are cut into parts: one part is multiplied while others are in flight.
 """
 
@@ -47,13 +47,13 @@ from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore, new_e
 
 T = TypeVar("T")
 
-#: The batch's rows are cut into at most so many parts, of at least so many bytes each.
+#: Maximum number of parts that the batch's rows are cut into, and minimum bytes of a part.
 _PARTS, _PART_BYTES = 4, 512 << 10
 
 
 @dataclass(frozen=True)
 class Product:
-    """What is constant about one layer's product.
+    """The constants of one layer's product.
 
     Args:
         weight: unshards the layer's weight.
@@ -94,7 +94,7 @@ class DeferredWeight:
 
 @dataclass(frozen=True)
 class Operand:
-    """What differs between calls of the same product.
+    """The operands of one call of a product.
 
     Args:
         weight: the shard.
@@ -118,7 +118,7 @@ class LinearOp:
         self.products = tuple(products)
         self.params = [product.weight for product in products]
         self.mesh = self.params[0].mesh
-        #: Whether any weight is sharded over `batch`: only then are weights unsharded and gradients reduce-scattered.
+        #: Whether any weight is sharded over its ``fsdp_axes``: only then is anything unsharded or reduce-scattered.
         self.is_sharded = any(param.ranks > 1 for param in self.params)
         #: Products whose results are reduced by one collective: the collective, and the products' numbers.
         self.groups = share_reduces([product.output_reduce for product in products])
@@ -160,7 +160,7 @@ class LinearOp:
         return given, outs
 
     def parts(self, x: torch.Tensor) -> int:
-        """Into how many parts to cut the input's rows: one part's collectives overlap with another's products."""
+        """Number of parts to cut the input's rows into: one part's collectives overlap with another's products."""
         if self.mesh.size("sequence", "hidden") == 1:
             return 1
         return max(1, min(_PARTS, x.shape[0], x.nbytes // _PART_BYTES))
@@ -172,13 +172,13 @@ class LinearOp:
         return block if product.is_plain else product.out_in(block)
 
     def columns(self, weights: Sequence[torch.Tensor], numbers: Sequence[int]) -> Iterable[Columns]:
-        """For some products, the block's columns that multiply each of the input's pieces; waits for blocks lazily."""
+        """For each of some products, the block's columns for each piece of the input; waits for blocks lazily."""
         blocks = map(partial(self.block, weights), numbers)
         pieces = self.input_gather.pieces
         return zip(blocks, strict=True) if pieces == 1 else map(torch.chunk, blocks, repeat(pieces), repeat(1))
 
     def in_order(self, by_group: Sequence[AsyncResult[Sequence[T]]]) -> Sequence[T]:
-        """Wait for the groups' collectives, and bring their results into the order of the products."""
+        """Wait for the groups' collectives, and return their results in the order of the products."""
         if len(by_group) == 1:
             return by_group[0].wait()
         found = [each.wait() for each in by_group]
@@ -201,7 +201,7 @@ class LinearOp:
         """dW = dyᵀ x of a block, ``[out, in]`` or ``[in, out]`` as stored; rows that weren't multiplied are zeros.
 
         Args:
-            number: of the product.
+            number: index of the product.
             dy: gradient of the product's output, ``[pieces, ..., features]``.
             x: the gathered input, ``[pieces, ..., features]``. At most one of the two has several pieces.
         """
@@ -230,7 +230,7 @@ class LinearOp:
         return whole
 
     def reduce(self, blocks: dict[int, torch.Tensor]) -> dict[int, AsyncResult[torch.Tensor]]:
-        """Start the reduce-scatters of block gradients, by their products' numbers."""
+        """Start the reduce-scatters of block gradients, keyed by the products' numbers."""
         if self.params[0].gradient_sync is not None:
             # "gradient_sync": "step": gradients are summed here, and only those that are complete are reduced.
             totals = {number: self.params[number].to_reduce(block, is_own=True) for number, block in blocks.items()}
@@ -251,7 +251,7 @@ class _Call:
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, call: _Call, edge: torch.Tensor | None, *operands: Any) -> tuple[Any, ...]:
-        # Only there so that outputs require a gradient, and backward runs, if all weights are detached.
+        # It only makes outputs require a gradient, so that backward runs even if all weights are detached.
         del edge
         own, count = call.linear_op, len(call.deferrals)
         weights, biases = operands[:count], operands[count:]
@@ -259,7 +259,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.call, ctx.started, ctx.copies = call, None, None
         ctx.parts = own.parts(x) if own.mesh.spans_nodes else 1
         ctx.set_materialize_grads(False)
-        # The input first, for weights have usually been prefetched. All ranks start collectives in this order.
+        # The input first, because weights have usually been prefetched. All ranks start collectives in this order.
         gathering = list(map(own.input_gather.start, x.tensor_split(ctx.parts)))
         if own.is_sharded:
             start_unshards(own.params, weights)
@@ -290,7 +290,7 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, given: torch.Tensor | None, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         own: LinearOp = ctx.call.linear_op
-        # 1. Start every gather: of the input (perhaps started by the backward before), the weights, and dy.
+        # 1. Start every gather: of the input (unless the previous backward has), the weights, and dy.
         early, ctx.started = _start_backward(ctx), None
         weights = early.weights
         needs_x, _, _, *needs = ctx.needs_input_grad
@@ -314,12 +314,12 @@ class _LinearFunction(torch.autograd.Function):
         # 2. Multiply, part by part.
         for index, started in enumerate(transposing):
             whole = own.in_order(started)
-            # If dx has to be reduced, it is computed before dW, which its reduction overlaps with. Otherwise after dW,
-            # which needs no weights and so overlaps with their gathers.
+            # If dx is reduced, compute it before dW, so that its reduction overlaps with dW's product. Otherwise after
+            # dW, which needs no weights and so overlaps with their all-gathers.
             if needs_x and own.input_gather.reduces:
                 reducing.append(own.input_gradient(weights, whole))
             if index == ctx.parts - 1:
-                # This backward waits for no collective that is started later, so the next one's gather delays nothing.
+                # This backward waits for no collective started after this, so the next one's gather can't delay it.
                 _start_next_backward(ctx.call.next_backward)
             for number in wanted:
                 block = own.block_gradient(number, whole[number], early.gathering[index].wait())
@@ -342,7 +342,7 @@ class _LinearFunction(torch.autograd.Function):
         if not own.is_sharded:
             dweights = list(map(blocks.get, range(len(weights))))
         else:
-            # Frees the blocks. An all-gather that nobody used is waited for first: its buffer must outlive it.
+            # Frees the blocks. An unused all-gather is waited for first: its buffer must outlive it.
             for param in own.params:
                 param.discard()
             # With "weight_gather": "step", frees the blocks unless another forward's graph or the step refers to them.
@@ -361,7 +361,9 @@ class _LinearFunction(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _DeferredWeights:
-    """The W of one backward: a :class:`~cuboid.tensor3d.sharding.weight_gradients.DeferredProduct` that keeps shards.
+    """The deferred weight gradients (W) of one backward, computed from the rank's own parts of x and dy.
+
+    A :class:`~cuboid.tensor3d.sharding.weight_gradients.DeferredProduct`.
 
     Args:
         linear_op: the products.
@@ -379,7 +381,7 @@ class _DeferredWeights:
 
     @classmethod
     def add(cls, ctx: Any, started: _StartedBackward, dy: Sequence[torch.Tensor]) -> None:
-        """Hand the weight gradients of a backward to their store."""
+        """Add what the weight gradients of a backward need to their store."""
         assert started.x is not None
         call: _Call = ctx.call
         store = next(each.store for each in call.deferred_weights if each is not None)
@@ -389,7 +391,7 @@ class _DeferredWeights:
 
     @property
     def key(self) -> Hashable:
-        """Equal for units that multiplied by the same weights, whose gradients can be one sum."""
+        """Equal for units with the same weights, whose gradients can be summed before they are reduced."""
         return tuple(None if each is None else id(each.weight) for each in self.weights)
 
     def gradients(self, others: Sequence[_DeferredWeights]) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
@@ -420,7 +422,7 @@ class _DeferredWeights:
 
 @dataclass(frozen=True)
 class _StartedBackward:
-    """The part of a backward that doesn't depend on dy, and so may start during the backward before it.
+    """The part of a backward that doesn't depend on dy, and so may start during the previous backward.
 
     Attributes:
         weights: the saved shards.
@@ -434,7 +436,7 @@ class _StartedBackward:
 
 
 def _start_backward(ctx: Any) -> _StartedBackward:
-    """Start a backward's gathers, unless the backward before it has."""
+    """Start a backward's gathers, unless the previous backward has."""
     if ctx.started is None:
         # Activation checkpointing allows only one unpacking.
         x, *weights = ctx.saved_tensors

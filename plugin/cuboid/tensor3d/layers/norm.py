@@ -3,8 +3,8 @@
 Input and output are ``[..., H/h]``; weight and bias are ``[H/h]`` blocks. Only the input and the ``[..., 1]``
 statistics are saved. Statistics are computed in float32, or in float64 where the input is.
 
-OLMo 2's norms are over the features of all attention heads, of which each rank has its own; with fewer key heads than
-ranks, several ranks have the same one.
+OLMo 2 normalises over the features of all attention heads. Each rank has its own heads; with fewer key heads than
+ranks, several ranks have copies of the same head.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from cuboid.tensor3d.sharding.sharding_spec import ShardingSpec
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """At least float32, as Hugging Face and PyTorch compute their norms and losses."""
+    """``dtype``, but at least float32, as Hugging Face and PyTorch compute norms and losses."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def has_fused_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether torch normalises whole rows in one kernel, which reads them once and saves no more than is saved here.
+    """Whether torch has a fused kernel, which reads the rows once and saves no more for backward than is saved here.
 
-    On CUDA, and of one dtype: elsewhere it composes the norm of elementwise operations, which save what each has made.
-    The kernel rounds once, behind the weight; Hugging Face's code also rounds in front of it.
+    Only on CUDA, with equal dtypes: otherwise torch composes elementwise operations, each of which saves its result.
+    The kernel rounds once, after the weight; Hugging Face's code also rounds before it.
     """
     return x.is_cuda and x.dtype == weight.dtype
 
@@ -49,6 +49,7 @@ class _RMSNorm(torch.autograd.Function):
         copies: torch.Tensor | None,
     ) -> torch.Tensor:
         wide = x.to(statistics_dtype(x.dtype))
+        # A feature that several ranks have counts once in the sum.
         own = wide.pow(2) if copies is None else wide.pow(2) / copies
         squares = all_reduce(own.sum(-1, keepdim=True), along)
         rstd = torch.rsqrt(squares / hidden + eps)
@@ -66,7 +67,7 @@ class _RMSNorm(torch.autograd.Function):
         dweight = (wide_dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
         scaled = wide_dy * (ctx.offset + weight.to(rstd.dtype))
         mean = all_reduce((scaled * normed).sum(-1, keepdim=True), ctx.along) / ctx.hidden
-        # Of a feature that several ranks have, each gives a part of the gradient.
+        # Each copy of a feature that several ranks have contributes a part of its gradient.
         own = normed * mean if copies is None else normed * mean / copies
         return (rstd * (scaled - own)).to(x.dtype), dweight, None, None, None, None, None
 
@@ -109,8 +110,8 @@ class _LayerNorm(torch.autograd.Function):
 def _moments(x: torch.Tensor, along: AxisGroup) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and variance over the split last dim, ``[..., 1]`` each.
 
-    The ranks exchange their own mean and variance, which are then combined (Chan et al. 1979): the difference of
-    E[x²] and E[x]² would cancel.
+    The ranks all-gather their own mean and variance and combine them (Chan et al. 1979): E[x²] - E[x]² would suffer
+    from cancellation.
     """
     variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
     if along.size == 1:
@@ -121,8 +122,10 @@ def _moments(x: torch.Tensor, along: AxisGroup) -> tuple[torch.Tensor, torch.Ten
 
 
 class _ShardedNorm(ShardedModule):
-    """A norm of a dim that ``axes`` split, with or without weight and bias. ``offset`` is added to the weight (1 in
-    Gemma)."""
+    """A norm over a dim that ``axes`` split, with or without weight and bias.
+
+    ``offset`` is added to the weight (1 in Gemma).
+    """
 
     def __init__(
         self,
@@ -145,7 +148,7 @@ class _ShardedNorm(ShardedModule):
         return weight, None if self.bias is None else self.unsharded("bias")
 
     def extra_repr(self) -> str:
-        """The mesh."""
+        """Epsilon and the mesh."""
         return f"eps={self.eps}, mesh={self.mesh.shape}"
 
 
@@ -159,7 +162,7 @@ class ShardedRMSNorm(_ShardedNorm):
         weight = x.new_ones(x.shape[-1]) if weight is None else weight
         y: torch.Tensor
         if self._along.size == 1 and not self.offset and has_fused_kernel(x, weight):
-            # Autocast runs this function in float32, and its result goes on in the dtype of the residual stream.
+            # Autocast runs this function in float32: cast back to the dtype of the residual stream.
             y = nn.functional.rms_norm(x, weight.shape, weight, self.eps).to(x.dtype)
         else:
             hidden = x.shape[-1] * self._along.size
@@ -172,8 +175,8 @@ class HeadsRMSNorm(_ShardedNorm):
 
     Args:
         rows: which of the block's features are this rank's, in order; None for all of them.
-        copies: of each of this rank's features, how many there are on all ranks.
-        features: of all heads.
+        copies: for each of this rank's features, the number of its copies on all ranks; None if there is one of each.
+        features: number of features of all heads.
         options: see :class:`ShardedRMSNorm`.
     """
 
@@ -195,7 +198,7 @@ class HeadsRMSNorm(_ShardedNorm):
 
     @uncompiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., own heads · head dim]`` to the same."""
+        """``[..., own heads · head dim]`` to the same shape."""
         weight, _ = self._blocks()
         assert weight is not None
         weight = weight if self.rows is None else weight[self.rows]

@@ -31,7 +31,7 @@ from cuboid.distributed.mesh import AxisGroup
 Pieces = torch.Tensor | Sequence[torch.Tensor]
 #: Of one weight ``[O, I]``: the columns that multiply each of the input's pieces.
 Columns = Sequence[torch.Tensor]
-#: On a CPU, oneDNN multiplies these dtypes; a batched product takes half as long again there as single products.
+#: On a CPU, oneDNN multiplies these dtypes; there, a batched product takes 1.5 times as long as single products.
 _ONE_BY_ONE = (torch.bfloat16, torch.float16)
 
 
@@ -272,7 +272,7 @@ class SumFeatures(_InOnePiece):
 
 
 def _views(together: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> Sequence[torch.Tensor]:
-    """Views of some shapes into one flat tensor, one after another."""
+    """Consecutive views of a flat tensor, with the given shapes."""
     return [part.view(shape) for part, shape in zip(together.split(list(map(math.prod, shapes))), shapes, strict=True)]
 
 
@@ -290,7 +290,7 @@ class NoReduce(_InOnePiece):
 
 
 def share_reduces(reduces: Sequence[OutputReduce]) -> list[tuple[OutputReduce, list[int]]]:
-    """Group products that reduce alike: for each group its shared reduction, and the numbers of its products."""
+    """Group products with the same reduction: for each group, the shared reduction and its products' numbers."""
     shared: dict[OutputReduce, list[int]] = {}
     for number, reduce in enumerate(reduces):
         key = replace(reduce, parts=()) if isinstance(reduce, ScatterFeatures) else reduce

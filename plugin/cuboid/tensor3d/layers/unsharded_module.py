@@ -36,7 +36,7 @@ class UnshardedModule(ShardedModule):
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the template's forward."""
+        """Run the template's forward."""
         whole = {name: self.unsharded(name) for name in self.sharded_params}
         return torch.func.functional_call(self._template[0], whole, args, kwargs)
 

@@ -1,6 +1,7 @@
 """Cross-entropy of logits ``[B/b, S/h, V/s]`` without ever gathering the vocabulary.
 
-Each rank reduces its part of the vocabulary; maxima and sums go over `sequence`, the total over `batch` and `hidden`.
+Each rank reduces its part of the vocabulary. Maxima and sums are all-reduced over `sequence`, the total over `batch`
+and `hidden`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import Axis
 from cuboid.tensor3d.layers.norm import statistics_dtype
 
-#: Label of the positions that a sequence is filled up with, and of those that are ignored unless others are.
+#: Label of padding positions, and the default label of positions that are ignored.
 PADDING = -100
 
 
@@ -36,6 +37,7 @@ class _TokenLosses(torch.autograd.Function):
         total, target = all_reduce(torch.stack([total, target]), mesh.along("sequence"))
         log_total = maximum + total.log()
         ignored = labels == ignore_index
+        # -1: another rank has the label's column.
         ctx.save_for_backward(logits, local.masked_fill(elsewhere, -1), log_total, ignored)
         ctx.beyond = beyond
         return (log_total - target).masked_fill_(ignored, 0)
@@ -43,6 +45,7 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, local, log_total, ignored = ctx.saved_tensors
+        # Recomputed, because forward would have to save it beside the logits.
         softmax = (_masked(logits, ctx.beyond) - log_total.unsqueeze(-1)).exp_()
         here = local.clamp(min=0).unsqueeze(-1)
         softmax.scatter_add_(-1, here, -(local >= 0).to(softmax.dtype).unsqueeze(-1))
@@ -51,7 +54,7 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def _locate(labels: torch.Tensor, rows: int, vocabulary: int, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Labels as columns of this rank's logits, which of them are elsewhere, and the number of real columns."""
+    """Labels as columns of this rank's logits, a mask of other ranks' labels, and the number of unpadded columns."""
     start = mesh.index("sequence") * rows
     local = labels - start
     elsewhere = (local < 0) | (local >= rows)
@@ -59,15 +62,15 @@ def _locate(labels: torch.Tensor, rows: int, vocabulary: int, mesh: Mesh) -> tup
 
 
 def _masked(logits: torch.Tensor, real: int) -> torch.Tensor:
-    """A copy in the dtype of statistics, with the columns that only pad the vocabulary at -inf."""
+    """A copy in the dtype of statistics, with the columns that pad the vocabulary at the lowest finite number."""
     wide = logits.to(statistics_dtype(logits.dtype), copy=True)
-    # The smallest finite number: a rank that has padding only must not compute -inf - -inf.
+    # Not -inf: a rank that has only padding would compute -inf - -inf.
     wide[..., real:] = torch.finfo(wide.dtype).min
     return wide
 
 
 class _SumOverMesh(torch.autograd.Function):
-    """Add up per-rank parts of the loss. All ranks get the sum; each part's gradient is the sum's."""
+    """All-reduce the ranks' parts of the loss. Each part has the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -81,7 +84,7 @@ class _SumOverMesh(torch.autograd.Function):
 def token_sum(
     logits: torch.Tensor, labels: torch.Tensor, *, vocabulary: int, mesh: Mesh, ignore_index: int = PADDING
 ) -> torch.Tensor:
-    """The losses of this rank's tokens, added up; :func:`sum_over_mesh` makes the whole micro-batch's of it.
+    """Sum of the losses of this rank's tokens; :func:`sum_over_mesh` turns it into the whole micro-batch's.
 
     Args:
         logits: ``[B/b, S/h, ⌈V/s⌉]``.
@@ -94,16 +97,16 @@ def token_sum(
 
 
 def sum_over_mesh(part: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """Add up what :func:`token_sum` gave each rank, differentiably: the same scalar on every rank."""
+    """Sum the ranks' :func:`token_sum`, differentiably, to the same scalar on every rank."""
     return _SumOverMesh.apply(part, mesh)
 
 
 def divisor(
     labels: torch.Tensor, mesh: Mesh, items: torch.Tensor | float | None, ignore_index: int, like: torch.Tensor
 ) -> torch.Tensor:
-    """What the sum over tokens is divided by: ``items``, or the micro-batch's labels ``[B/b, S]`` that aren't ignored.
+    """The loss's divisor: ``items``, or the number of labels ``[B/b, S]`` in the micro-batch that aren't ignored.
 
-    ``like`` has the dtype and the device.
+    The result has the dtype and the device of ``like``.
     """
     if items is None:
         count = (labels != ignore_index).sum()
@@ -148,9 +151,9 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_logits(logits: torch.Tensor, mesh: Mesh, *, rows: int, length: int, vocabulary: int) -> torch.Tensor:
-    """Whole logits ``[B, S, V]`` on every rank, without the padding of B, S and V, differentiably.
+    """All-gather ``[B/b, S/h, ⌈V/s⌉]`` to ``[B, S, V]`` on every rank, differentiably, and cut off the padding.
 
-    Whatever is computed from them must be computed alike on all ranks of the mesh.
+    All ranks of the mesh must compute the same from the result: its gradient isn't reduced.
     """
     if mesh.shape.size > 1:
         logits = _Gather.apply(logits, mesh, ((2, "sequence"), (1, "hidden"), (0, "batch")))
@@ -158,28 +161,28 @@ def gather_logits(logits: torch.Tensor, mesh: Mesh, *, rows: int, length: int, v
 
 
 def gather_hidden(hidden: torch.Tensor, mesh: Mesh, *, rows: int, length: int) -> torch.Tensor:
-    """Whole hidden states ``[B, S, H]`` of ``[B/b, S/s, H/h]``; as :func:`gather_logits`."""
+    """All-gather hidden states ``[B/b, S/s, H/h]`` to ``[B, S, H]``; as :func:`gather_logits`."""
     if mesh.shape.size > 1:
         hidden = _Gather.apply(hidden, mesh, ((2, "hidden"), (1, "sequence"), (0, "batch")))
     return hidden[:rows, :length]
 
 
 def gather_rows(x: torch.Tensor, mesh: Mesh, *, rows: int) -> torch.Tensor:
-    """Whole ``[B, …]`` of ``[B/b, …]`` that ranks of a row of the mesh have alike; as :func:`gather_logits`."""
+    """All-gather ``[B/b, …]``, equal along `sequence` and `hidden`, to ``[B, …]``; as :func:`gather_logits`."""
     if mesh.size("batch") > 1:
         x = _Gather.apply(x, mesh, ((0, "batch"),))
     return x[:rows]
 
 
 def shifted(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """``[B, S]`` labels so that entry t is the token after t, as Hugging Face's causal loss does."""
+    """Shift labels ``[B, S]`` so that entry t is the token after t, as Hugging Face's causal loss does."""
     return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
 def predicted(labels: torch.Tensor | None, shift_labels: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
-    """What Hugging Face's causal loss compares with: ``shift_labels`` if there are any, else the labels shifted."""
+    """The targets of Hugging Face's causal loss: ``shift_labels`` if there are any, else the labels shifted."""
     if shift_labels is None:
         assert labels is not None
         shift_labels = shifted(labels, ignore_index)
-    # What fills a sequence up to the mesh's needs has this label whatever else is ignored.
+    # A sequence's padding for the mesh has this label, whichever label is ignored otherwise.
     return shift_labels if ignore_index == PADDING else shift_labels.masked_fill(shift_labels == PADDING, ignore_index)

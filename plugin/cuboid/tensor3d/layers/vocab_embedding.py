@@ -1,7 +1,7 @@
 """Embedding tables split over the vocabulary (or positions) and the hidden dim.
 
 The table ``[V, H]`` is cut over `sequence`, then `batch`, along V and over `hidden` along H, exactly as the LM head, so
-that tied weights are one parameter. Each rank looks up what it has and leaves zeros for the rest: a partial sum over
+that tied weights are one parameter. Each rank looks up ids in its rows and leaves zeros for others: a partial sum over
 `sequence`, which is reduce-scattered onto the sequence dim.
 """
 
@@ -30,7 +30,7 @@ class _LookUp(torch.autograd.Function):
             local = ids - along.index * rows
             elsewhere = (local < 0) | (local >= rows)
             found = nn.functional.embedding(local.masked_fill(elsewhere, 0), block)
-        # Row `rows` collects the gradients that nobody here wants.
+        # Backward adds the gradients of padding and of other ranks' ids to an extra row, `rows`, and drops it.
         nobody = elsewhere if padding_idx is None else elsewhere | (ids == padding_idx)
         ctx.save_for_backward(local.masked_fill(nobody, rows))
         ctx.param, ctx.rows = param, rows
@@ -60,9 +60,9 @@ class ShardedEmbedding(ShardedModule, nn.Embedding):
 
     @uncompiled
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Look up ``ids``; their dim 1 must divide by the `sequence` axis.
+        """Look up ``ids``; S must be divisible by the `sequence` axis.
 
-        Whoever has them makes sure that they are in the table (``models/batch/batch_check.py``); others give zeros.
+        The model checks that ids are in the table (``models/batch/batch_check.py``); here, others would yield zeros.
         """
         param = self.sharded_params["weight"]
         if param.optimizer_steps is not None:
@@ -75,17 +75,17 @@ class ShardedEmbedding(ShardedModule, nn.Embedding):
 
 
 def shard_embedding(old: nn.Embedding, weight: nn.Parameter, *, mesh: Mesh, layout: ShardingSpec) -> nn.Embedding:
-    """The sharded counterpart of an embedding, whose class may do more than look up, such as to scale or to shift ids.
+    """The sharded version of an embedding. Its class may do more than look up, such as scale rows or shift ids.
 
     Args:
-        old: the embedding; one of a class of its own is changed in place, and keeps all else that it has.
+        old: the embedding. An instance of a subclass is changed in place, and keeps its other attributes.
         weight: the shard.
         mesh, layout: of the shard.
     """
     if type(old) is nn.Embedding:
         return ShardedEmbedding(weight, mesh=mesh, layout=layout, padding_idx=old.padding_idx)
     own = type(old)
-    # Behind its own class comes ours, so that its ``super().forward(ids)`` looks up in the shards.
+    # Ours follows its own class in the MRO, so that its ``super().forward(ids)`` looks up in the shards.
     old.__class__ = type(own.__name__, (own, ShardedEmbedding), {"__module__": own.__module__})
     new: Any = old
     new.register_parameter("weight", weight)

@@ -1,11 +1,11 @@
-"""Blocks that are computed whole: of convolutions, state spaces, or attention whose heads aren't known.
+"""Blocks that are computed whole: convolutions, state spaces, or attention whose heads aren't known.
 
-Parameters are shards like all others, 1/(b·s·h) on a rank. While the block's own code runs, it has them unsharded, and
-the input ``[B/b, S/s, H/h]`` gathered to ``[B/b, S, H]``; of the output each rank keeps its own part. All ranks of
-sequence × hidden compute the same, so this is as good as any other layout along `batch` (where it is FSDP), and work
-done several times along the other axes.
+Parameters are sharded like all others, 1/(b·s·h) on a rank. While the block's own code runs, they are unsharded, and
+the input ``[B/b, S/s, H/h]`` is gathered to ``[B/b, S, H]``; each rank keeps its own part of the output. Along `batch`
+this is FSDP, and as good as any other layout. Along the other axes it is redundant: all ranks of sequence × hidden
+compute the same.
 
-Autograd keeps activations of the block, whole; of parameters it keeps shards, which are gathered again in backward.
+Autograd saves whole activations of the block, but only shards of its parameters, which are gathered again in backward.
 """
 
 from __future__ import annotations
@@ -36,19 +36,18 @@ _FEATURE_DIM = -1
 def keep_whole(
     module: nn.Module, parameters: dict[str, nn.Parameter], *, mesh: Mesh, layouts: dict[str, ShardingSpec]
 ) -> None:
-    """Give a module inside a block, or the block, its shards, in place. Its class keeps its name and its code."""
+    """Shard the parameters of a block, or of a module inside one, in place. Its class keeps its name and code."""
     shard_in_place(module, ShardedModule, parameters, mesh=mesh, layouts=layouts)
     assert isinstance(module, ShardedModule)
-    # The block gathers all of them together.
+    # The block unshards the parameters of all its modules together.
     module.is_prefetched = False
 
 
 class LateSplit:
-    """Splits activations at the first layer and joins them after the last one, for code around them that wants them
-    whole.
+    """Splits activations at the first layer and gathers them after the last, if code around layers needs them whole.
 
     Attributes:
-        is_whole: whether what the forward that is running has in hand is whole.
+        is_whole: whether activations are whole at this point of the running forward.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -68,12 +67,12 @@ class LateSplit:
 
     @uncompiled
     def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A forward pre-hook of layers and of the head, of which the first one is given a whole ``[B/b, S, H]``."""
+        """A forward pre-hook of layers and of the head: the first one that runs splits the whole ``[B/b, S, H]``."""
         if not self.is_whole:
             return None
         self.is_whole = False
         stream = next(x for x in (*args, *kwargs.values()) if _is_activation(x))
-        # By its shape alone, a part of a longer source could be taken for something whole.
+        # A part of a longer source may have the shape of a whole activation: leave it as it is.
         source = None if self._source is None else self._source()
 
         def part(x: Any) -> Any:
@@ -84,7 +83,7 @@ class LateSplit:
 
     @uncompiled
     def leave(self, _: nn.Module, __: Any, output: Any) -> Any:
-        """A forward hook of the last layer."""
+        """A forward hook of the last layer: ``[B/b, S/s, H/h]`` to ``[B/b, S, H]``."""
         if not self._is_split:
             return output
         self.is_whole = True
@@ -94,13 +93,13 @@ class LateSplit:
 
     @uncompiled
     def end(self, _: nn.Module, __: Any, output: Any) -> Any:
-        """A forward hook of the base model, whose hidden state becomes the rank's part."""
+        """A forward hook of the base model: replaces its last hidden state by the rank's part."""
         if self.is_whole:
             output.last_hidden_state = self.own_part(output.last_hidden_state)
         return output
 
     def split_source(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The rank's part of an encoder's output, which layers of a decoder are given as it is."""
+        """The rank's part of an encoder's output, which :meth:`enter` passes to a decoder's layers unchanged."""
         part = self.own_part(hidden)
         self._source = weakref.ref(part)
         return part
@@ -115,16 +114,16 @@ class LateSplit:
 
 
 class ImageSplit:
-    """Splits activations at the first layer of a list and joins them behind its last, for models of images.
+    """Splits activations at the first layer of a list and gathers them after its last, for image models.
 
-    Their length, such as 197 of 196 patches and a class token, is known there and not before. In layers it is filled up
-    to what the mesh divides; attention and blocks that are computed whole don't see what was filled up.
+    Their length, such as 197 for 196 patches and a class token, is known only there. Inside the layers it is padded to
+    a multiple of the mesh's axes; attention and blocks that are computed whole don't see the padding.
 
     Attributes:
         length: S of the last micro-batch; 0 before the first. All images of a model have one size.
     """
 
-    #: Around layers everything is.
+    #: Outside of the layers, activations are always whole.
     is_whole = True
 
     def __init__(self, mesh: Mesh) -> None:
@@ -150,13 +149,13 @@ class ImageSplit:
 
     @uncompiled
     def leave(self, _: nn.Module, __: Any, output: Any) -> Any:
-        """A forward hook of the last layer."""
+        """A forward hook of the last layer: ``[B/b, S'/s, H/h]`` to ``[B/b, S, H]``."""
         if isinstance(output, tuple):
             return self.whole(output[0]), *output[1:]
         return self.whole(output)
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of ``[B/b, S, …]``, filled up."""
+        """Pad ``[B/b, S, …]`` to S', and take this rank's part."""
         x = self.filled_up(x, SEQUENCE_DIM)
         if self._mesh.size("sequence", "hidden") == 1:
             return x
@@ -170,7 +169,7 @@ class ImageSplit:
         return x.narrow(SEQUENCE_DIM, 0, self.length)
 
     def filled_up(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """With zeros along a dim of S positions, up to S'."""
+        """Pad a dim of S positions with zeros to S'."""
         missing = padded_length(self.length, self._granule) - self.length
         return nn.functional.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
 
@@ -183,14 +182,14 @@ def compute_whole(
     everywhere: bool = False,
     images: ImageSplit | None = None,
 ) -> None:
-    """Let a block whose modules :func:`keep_whole` went through be computed whole, in place.
+    """Make a block compute whole, in place. :func:`keep_whole` must have sharded its modules.
 
     Args:
         block: the module.
-        mesh: that its parameters are split over.
-        late: says whether activations are whole, if the block isn't in a layer and they may be.
-        everywhere: whether all ranks of the mesh are given the same, of the whole micro-batch.
-        images: knows how activations of images were filled up, if the block is in a layer.
+        mesh: the mesh that shards its parameters.
+        late: tracks whether activations are whole, for a block outside of the layers where they may be.
+        everywhere: whether all ranks of the mesh get the same input, that of the whole micro-batch.
+        images: pads and splits the activations of images, for a block inside a layer.
     """
     if mesh.shape.size > 1:
         vars(block).update(cuboid_late=late, cuboid_everywhere=everywhere, cuboid_images=images)
@@ -199,7 +198,7 @@ def compute_whole(
 
 
 def axes_computed_alike(module: nn.Module) -> tuple[Axis, ...]:
-    """Axes along which all ranks compute the same in a module itself, not what it is in; none where it is split."""
+    """Axes along which all ranks compute the same in this module (not in a block around it); none if it is split."""
     if "cuboid_everywhere" not in vars(module):
         return ()
     return AXES if vars(module)["cuboid_everywhere"] else ("sequence", "hidden")
@@ -207,7 +206,7 @@ def axes_computed_alike(module: nn.Module) -> tuple[Axis, ...]:
 
 @cache
 def _computed_whole(own: Any) -> type[nn.Module]:
-    # With its signature, by which what a layer takes is told.
+    # `wraps` keeps the signature, from which other code reads which arguments a layer takes.
     @wraps(own.forward)
     @uncompiled
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -236,7 +235,7 @@ def _run(block: Any, own: type[nn.Module], args: tuple[Any, ...], kwargs: dict[s
     is_split = mesh.size("sequence", "hidden") > 1
 
     def whole(x: Any) -> Any:
-        # Other activations come along. Where the sequence isn't split, cosines and sines may look like them at first.
+        # All activations are gathered. If the sequence isn't split, rotary cosines and sines differ only in width.
         is_part = _is_activation(x) and x.shape[:2] == (batch, length)
         is_part = is_part and (mesh.size("sequence") > 1 or x.shape[2] == width)
         if is_part and images is not None:
@@ -252,7 +251,7 @@ def _run(block: Any, own: type[nn.Module], args: tuple[Any, ...], kwargs: dict[s
         return _Part.apply(x, mesh) if is_whole and is_split else x
 
     args, kwargs = tuple(map(whole, args)), {name: whole(x) for name, x in kwargs.items()}
-    # All ranks of sequence × hidden must draw the same, and each row of the mesh its own.
+    # All ranks of sequence × hidden must draw the same random numbers, ranks along `batch` different ones.
     with own_random_numbers(mesh, stream.device, ("batch",)), _unsharded(block):
         output = own.forward(block, *args, **kwargs)
     if isinstance(output, tuple):
@@ -263,7 +262,7 @@ def _run(block: Any, own: type[nn.Module], args: tuple[Any, ...], kwargs: dict[s
 def _late_random_numbers(
     late: LateSplit | ImageSplit, mesh: Mesh, arguments: Sequence[Any]
 ) -> AbstractContextManager[None]:
-    """Around layers of a model of images, ranks of sequence × hidden keep all they compute, and must draw alike."""
+    """Outside of an image model's layers, activations stay whole: ranks of sequence × hidden must draw the same."""
     if not isinstance(late, ImageSplit):
         return nullcontext()
     device = next(x.device for x in arguments if isinstance(x, torch.Tensor))
@@ -275,7 +274,7 @@ def _is_activation(x: Any) -> bool:
 
 
 class _Whole(torch.autograd.Function):
-    """``[B/b, S/s, H/h]`` to ``[B/b, S, H]``, of which every rank computes the same."""
+    """``[B/b, S/s, H/h]`` to ``[B/b, S, H]``, from which all ranks of sequence × hidden compute the same."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -284,6 +283,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # These ranks have the same whole gradient: nothing to reduce.
         return _own_part(gradient, ctx.mesh).contiguous(), None
 
 
@@ -293,7 +293,7 @@ class _Part(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
         ctx.mesh = mesh
-        # Not a view, for models that add to it in place.
+        # Not a view, because some models add to it in place.
         return _own_part(x, mesh).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
@@ -308,9 +308,9 @@ def _own_part(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 @contextmanager
 def _unsharded(block: nn.Module, same: tuple[Axis, ...] = ("sequence", "hidden")) -> Iterator[None]:
-    """Give the modules of a block their unsharded parameters, for the time of a ``with``.
+    """Inside a ``with``, the modules of a block have their unsharded parameters.
 
-    The ranks along ``same`` compute the same.
+    Ranks along ``same`` compute the same, so their gradients are averaged, not summed.
     """
     owners = [
         (module, name, param)
@@ -333,7 +333,7 @@ def _unsharded(block: nn.Module, same: tuple[Axis, ...] = ("sequence", "hidden")
 
 
 class _UnshardAll(torch.autograd.Function):
-    """Shards to the parameters of a block, with as few collectives as their sizes allow."""
+    """Unshard the parameters of a block, in buckets."""
 
     @staticmethod
     def forward(
@@ -351,7 +351,7 @@ class _UnshardAll(torch.autograd.Function):
         if not there:
             return None, None, *gradients
         mesh = there[0][0].mesh
-        # So many ranks have computed the same, and the reduce-scatter adds them all up.
+        # This many ranks have computed the same gradient, and the reduce-scatter sums all of them.
         same = mesh.size(*ctx.same)
         totals = [(param, param.to_reduce(gradient / same if same > 1 else gradient)) for param, gradient in there]
         ready = {param: total for param, total in totals if total is not None}
@@ -368,14 +368,14 @@ def _gathered(params: Sequence[ShardedParam], shards: Sequence[torch.Tensor]) ->
         if param.ranks == 1:
             wholes.append(shard.view_as(shard))
         else:
-            # Of its own, where it came with others in one buffer: it is known by its memory.
+            # Contiguous, out of a bucket's buffer: `_Again` recognises a parameter by its storage.
             wholes.append(param.unsharded().contiguous())
             param.reshard()
     return tuple(wholes)
 
 
 class _Again:
-    """What autograd keeps of a block's parameters for its backward: nothing. They are gathered again, all at once."""
+    """Saved-tensor hooks that save a block's parameters by number only; backward gathers all of them again, once."""
 
     def __init__(
         self, params: Sequence[ShardedParam], shards: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]

@@ -1,1 +1,1 @@
-"""Sharded parameters: who holds which elements, how they are unsharded, and how gradients are reduced."""
+"""Sharded parameters: which rank owns which elements, how they are unsharded, and how gradients are reduced."""

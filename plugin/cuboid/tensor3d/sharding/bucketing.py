@@ -14,7 +14,7 @@ from cuboid.distributed.async_result import AsyncResult
 from cuboid.distributed.axis_collectives import start_all_gather, start_reduce_scatter_parts
 from cuboid.tensor3d.sharding.sharded_param import FULL_ITEMSIZE, ShardedModule, ShardedParam
 
-#: Most bytes of the shards in a bucket. Transferring so many takes a network longer than starting a collective.
+#: Maximum bytes of the shards in a bucket: to transfer them takes a network longer than to start a collective.
 _BUCKET_BYTES = 1 << 20
 
 

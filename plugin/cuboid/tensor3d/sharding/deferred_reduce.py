@@ -1,7 +1,7 @@
 """Deferred reduce: a gradient's reduce-scatter is in flight while the backward of the preceding layer runs.
 
-Only the optimizer's step needs the reduced gradient. But autograd adds whatever a backward returns to ``grad`` at once,
-and then calls the hooks that frameworks have registered. So there is a node between the parameters of a layer and the
+Only the optimizer's step needs the reduced gradient. But autograd adds what a backward returns to ``grad`` at once, and
+then calls the hooks that frameworks have registered. So there is a node between the parameters of a layer and the
 products that use them, created *before* the preceding layer ran in forward. Autograd runs nodes in the reverse order of
 their creation, so this node runs when that layer's backward has finished, and waits for the reduce-scatters then.
 """

@@ -1,4 +1,4 @@
-"""Whole parameters, for code that knows nothing of meshes and computes with them on every rank alike."""
+"""Whole parameters, for code that isn't sharded and computes the same with them on every rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Whole(torch.autograd.Function):
 def whole_parameter(module: ShardedModule, name: str) -> torch.Tensor | None:
     """A parameter in Hugging Face's shape on every rank, differentiably; None if the module has none of that name.
 
-    Whatever is computed from it must be computed alike on all ranks of the mesh, all of which must call.
+    All ranks of the mesh must call, and compute the same from the result: its gradient isn't reduced.
     """
     shard = getattr(module, name, None)
     if not isinstance(shard, nn.Parameter):

@@ -2,7 +2,7 @@
 
 If once, each rank sums the gradients of its blocks over all segments and micro-batches of a step. The backward that
 completes a sum reduce-scatters it as it would a single unit's gradient, overlapping with the computations that follow;
-from there on, hooks included, both ways are the same. FSDP2 has the same idea in ``set_requires_gradient_sync``.
+from there on, hooks included, both modes are the same. FSDP2 has the same idea in ``set_requires_gradient_sync``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When the values of parameters change, as far as weights that are kept gathered must know."""
+"""Detects optimizer steps, which make weights that stay unsharded out of date."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 class OptimizerSteps:
     """Counts the steps of all optimizers.
 
-    A version counter tells of changes in place, but not of those through ``.data``, by which frameworks with a flat
-    copy of the parameters hand out what their optimizer made. Every one of them steps a ``torch.optim.Optimizer``.
+    A tensor's version counter counts changes in place, but not those through ``.data``, which frameworks with a flat
+    copy of the parameters use to write back updates. All of them step a ``torch.optim.Optimizer``.
     """
 
     def __init__(self) -> None:
         self.count = 0
+        # Weak, because torch keeps the hook, which is global, until it is removed.
         own = weakref.ref(self)
 
         def count_one(*_: Any) -> None:
@@ -27,5 +28,5 @@ class OptimizerSteps:
         weakref.finalize(self, register_optimizer_step_post_hook(count_one).remove)
 
     def __deepcopy__(self, memo: dict[int, object]) -> OptimizerSteps:
-        # A copied model's optimizers count as well.
+        # It counts the steps of all optimizers, so that a copied model can share it.
         return self

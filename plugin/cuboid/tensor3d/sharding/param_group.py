@@ -21,28 +21,28 @@ class Member(Protocol):
 
     @property
     def module(self) -> ShardedModule:
-        """Which has it."""
+        """The module that has the parameter."""
         ...
 
     @property
     def name(self) -> str:
-        """In the module."""
+        """The parameter's name in the module."""
         ...
 
     @property
     def shard(self) -> nn.Parameter:
-        """What it is now."""
+        """The current parameter."""
         ...
 
 
 class ParamGroup:
-    """Small parameters of one dtype whose shards lie over the same axes.
+    """Small parameters of one dtype whose blocks are sharded over the same axes.
 
     Args:
         members: at least one.
 
     Attributes:
-        params: of the members, in order.
+        params: the members' :class:`ShardedParam`, in order.
     """
 
     def __init__(self, members: Sequence[Member]) -> None:
@@ -62,7 +62,7 @@ class ParamGroup:
             member.module.prefetched_params[member.name] = block
 
     def clear(self) -> None:
-        """Let the modules forget them."""
+        """Remove the unsharded parameters from the modules."""
         for member in self._members:
             member.module.prefetched_params.pop(member.name, None)
 
@@ -92,12 +92,12 @@ class ParamGroupUnshard:
         return tuple(blocks)
 
     def to_reduce(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """What of the blocks' gradients is to be reduced now; see :meth:`ShardedParam.to_reduce`."""
+        """The blocks' gradients to reduce now, None where there is none; see :meth:`ShardedParam.to_reduce`."""
         pairs = zip(self.params, gradients, strict=True)
         return [None if gradient is None else param.to_reduce(gradient) for param, gradient in pairs]
 
     def start_reduce_scatter(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """The blocks' gradients to the shards'; complete once the deferred reduce was waited for."""
+        """Reduce-scatter the blocks' gradients; results are complete once the deferred reduce was waited for."""
         ranks = self.params[0].ranks
         slots = self._shards[0].new_zeros((ranks, sum(self._sizes)))
         for param, gradient, slot in zip(self.params, gradients, slots.split(self._sizes, 1), strict=True):

@@ -193,6 +193,7 @@ class ShardedParam:
         try:
             yield self.unsharded()
         finally:
+            # In a pipeline with "weight_gather": "step", the step's other units use the block too.
             if self.copies_of_step is None or is_recomputing():
                 self.reshard()
             else:
@@ -353,7 +354,7 @@ def local_state(model: nn.Module) -> dict[str, Any]:
 
 
 def check_knows_of_shards(module: nn.Module) -> None:
-    """Make sure that nobody takes a state dict of shards for the whole model's.
+    """Refuse a state dict of shards to callers that would take it for the whole model's.
 
     Raises:
         UnsupportedModelError: outside :func:`local_state`.

@@ -1,4 +1,4 @@
-"""Who holds which part of a parameter: an immutable value, and arithmetic on it.
+"""Which rank owns which part of a parameter: an immutable value, and arithmetic on it.
 
 A parameter is split in two steps:
 
@@ -35,8 +35,8 @@ class ShardingSpec:
         tp_axes: for each dim, the axes that cut the block, the first varying slowest.
         parts: for each dim, the number of equal parts that are cut separately, as the fused
             query|key|value of GPT-2 is (3); a block holds its slice of each part, side by side.
-        ragged: whether dim 0 may be cut unevenly (vocabularies): blocks are rounded up, the last ones padded. `hidden`
-            has no part in the rounding, so that a weight, whose other dim it cuts, and its bias have the same rows.
+        ragged: whether dim 0 may be cut unevenly (vocabularies): blocks are rounded up, the last ones padded.
+            Rounding ignores `hidden`, which cuts the other dim of a weight, so that it and its bias have the same rows.
     """
 
     shape: tuple[int, ...]
@@ -124,7 +124,7 @@ def take_shard(full: torch.Tensor, layout: ShardingSpec, mesh: Mesh) -> torch.Te
 
 
 def pad_shard(rows: torch.Tensor, layout: ShardingSpec, mesh: MeshShape) -> torch.Tensor:
-    """Fill a shard that was read without its padding up to the common shape; a full one is returned as it is."""
+    """Pad a shard that was read without its padding to the common shape; a full one is returned unchanged."""
     missing = layout.shard_shape(mesh)[0] - rows.shape[0]
     return rows if missing == 0 else torch.cat([rows, rows.new_zeros((missing, *rows.shape[1:]))])
 
@@ -138,7 +138,7 @@ def put_shard(full: torch.Tensor, shard: torch.Tensor, layout: ShardingSpec, mes
 def placed_boxes(
     layout: ShardingSpec, mesh: MeshShape, at: Coordinate, rows: slice
 ) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """What the shard's ``rows`` are made of: pairs of (slices of those rows, slices of the whole tensor)."""
+    """For a range of the shard's rows: pairs of (slices of those rows, slices of the whole tensor)."""
     for (here, *rest), (there, *others) in shard_boxes(layout, mesh, at):
         low, high = max(here.start, rows.start), min(here.stop, rows.stop)
         if low < high:

@@ -1,10 +1,10 @@
 """The second half of a split backward: weight gradients that are computed later than the gradient of the input.
 
-A layer that defers multiplies by ``weight.detach()``, so that autograd knows nothing of the weight: if its backward
-merely returned None for it, hooks that wait for the weight's gradient would be called without one. In backward it adds
-what the product needs, the rank's own part of the input and the gradient of the output, to a store. When the store runs
-a unit, the gradients go through autograd's own accumulation, which calls whatever hooks there are. Layers that don't
-defer, norms, biases and embeddings have their gradients with the input's.
+A layer that defers multiplies by ``weight.detach()``, so that the weight isn't in the autograd graph: if backward only
+returned None for it, hooks that wait for the weight's gradient would be called without one. In backward, the layer adds
+what dW needs, the rank's own part of the input and of the output's gradient, to a store. When the store runs a unit,
+the gradients go through autograd's own accumulation, which calls all hooks. Layers that don't defer, norms, biases and
+embeddings get their gradients together with the input's.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ class DeferredProduct(Protocol):
         ...
 
     def gradients(self, others: Sequence[Any]) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        """The weights with their gradients, this unit's and those of others with the same key added up."""
+        """Pairs of a weight and its gradient, summed over this unit and others with the same key."""
         ...
 
 
 class WeightGradientStore:
-    """What a stage's weight gradients need, by unit, from the input gradients of the unit on.
+    """What a stage's deferred weight gradients need, by unit, between the unit's two backward halves.
 
-    It is an object that layers refer to, not a context variable: under CUDA, backward runs in threads of autograd's.
+    It is an object that layers refer to, not a context variable: on CUDA, backward runs in autograd's threads.
     """
 
     def __init__(self) -> None:
-        #: Whether layers that run forward now are to defer.
+        #: Whether layers whose forward runs now should defer.
         self.is_open = False
         self._unit: Hashable = None
         self._waiting: dict[Hashable, list[DeferredProduct]] = {}
 
     def defers(self, weight: torch.Tensor) -> bool:
-        """Whether the product with a weight, now in its forward, is to defer its gradient."""
+        """Whether a product whose forward runs now should defer the gradient of ``weight``."""
         return self.is_open and weight.requires_grad and torch.is_grad_enabled()
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """For forwards, and for backwards in which they may run again."""
+        """Let layers defer: for forwards, and for backwards that may recompute them."""
         before, self.is_open = self.is_open, True
         try:
             yield
@@ -60,7 +60,7 @@ class WeightGradientStore:
 
     @contextmanager
     def filling(self, unit: Hashable) -> Iterator[None]:
-        """For the backward of a unit: what is added belongs to it."""
+        """Assign products added inside to ``unit``: for the unit's backward."""
         self._unit = unit
         self._waiting[unit] = []
         try:
@@ -70,14 +70,14 @@ class WeightGradientStore:
             self._unit = None
 
     def add(self, product: DeferredProduct) -> None:
-        """Called by a layer's backward."""
+        """Add a layer's product to the current unit, in the layer's backward."""
         assert self._unit is not None, "a backward outside of a unit"
         self._waiting[self._unit].append(product)
 
     def run(self, units: Sequence[Hashable]) -> None:
         """Accumulate the weight gradients of units that were filled, layer by layer in the order of their backward.
 
-        Of several units, those of a layer are added up first, and accumulated and reduced once.
+        A layer's gradients are summed over the units first, then reduced and accumulated once.
         """
         by_layer: dict[Hashable, list[DeferredProduct]] = {}
         for unit in units:
@@ -88,17 +88,17 @@ class WeightGradientStore:
                 by_layer.setdefault((product.key, count[product.key]), []).append(product)
         for key in list(by_layer):
             first, *others = by_layer.pop(key)
-            # Grad mode is off in any backward, too.
+            # As in any backward, where grad mode is off.
             with torch.no_grad():
                 for weight, gradient in first.gradients(others):
                     weight.backward(gradient)  # type: ignore[no-untyped-call]
 
     def check_empty(self) -> None:
-        """At the end of a step."""
+        """Check at the end of a step that no unit is left."""
         assert not self._waiting, f"weight gradients of {next(iter(self._waiting))} never ran"
 
     def clear(self) -> None:
-        """Forget everything, after an error."""
+        """Drop everything, after an error."""
         self._waiting.clear()
         self._unit, self.is_open = None, False
 
@@ -106,6 +106,6 @@ class WeightGradientStore:
 def new_edge(x: torch.Tensor) -> torch.Tensor:
     """An empty tensor that wants a gradient: an output that depends on it runs backward even if nothing else does.
 
-    That is so behind a frozen embedding, where a detached weight and its input both want none.
+    That happens after a frozen embedding, where neither the detached weight nor its input requires a gradient.
     """
     return torch.empty(0, dtype=x.dtype, device=x.device, requires_grad=True)

@@ -33,7 +33,8 @@ from cuboid.train.reporting import memory
 from cuboid.train.settings import at_least, check_config, count, weights_dtype
 from cuboid.weights.model_folder import check_model_folder, model_config
 
-#: Dense bfloat16 FLOP/s by a part of the device's name, from NVIDIA's data sheets; the first match counts.
+#: Dense bfloat16 FLOP/s by a part of the device's name, from NVIDIA's data sheets. The first match counts, so a name
+#: comes before its own prefix.
 _PEAK_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -131,7 +132,7 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
 def _batches(
     options: BenchOptions, rows: int, vocabulary: int, replica: int, device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Micro-batches of random tokens, the same on all ranks of a replica."""
+    """Micro-batches ``[rows, sequence_length]`` of random tokens, the same on all ranks of a replica."""
     generator = torch.Generator().manual_seed(replica)
     while True:
         ids = torch.randint(vocabulary, (rows, options.sequence_length), generator=generator).to(device)
@@ -165,7 +166,7 @@ def _timed(step: Callable[[], None]) -> float:
 
 
 def _most_sent(sent: list[dict[str, int]], steps: int) -> dict[str, int]:
-    """Bytes per step by axes, of the rank that sends the most over these."""
+    """Bytes per step, by axes; for each of them, those of the rank that sends the most."""
     most: Counter[str] = Counter()
     for of_rank in sent:
         most |= Counter(of_rank)
@@ -187,7 +188,7 @@ def _peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def _flops(whole: PreTrainedModel, length: int, rows: int) -> float | None:
-    """Operations of forward and backward, where backward counts twice the forward."""
+    """FLOPs of forward and backward, with backward as twice the forward; None if there is no formula."""
     try:
         sizes = sizes_of(whole)
     except CuboidError:
@@ -204,7 +205,7 @@ def _formulas(
     accumulation: int,
     dtype: torch.dtype,
 ) -> tuple[dict[str, int], int | None]:
-    """Bytes that a rank sends over the mesh in a step, and that it keeps of a micro-batch for backward."""
+    """By formula: bytes that a rank sends over the mesh per step, and those saved for backward per micro-batch."""
     size, described = dtype.itemsize, describe_modules(whole)
     layer = layer_bytes(
         block_sizes(described, mesh.shape), mesh.shape, rows, length, element_bytes=size, weight_gather=weight_gather

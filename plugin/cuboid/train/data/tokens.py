@@ -31,7 +31,7 @@ class TokensMeta(BaseModel):
         source: origin of the text.
         tokenizer_sha256: see :func:`fingerprint`.
         data_sha256: hash of both streams.
-        largest_id: in either stream.
+        largest_id: the largest token id in either stream.
         train: number of tokens to train on.
         heldout: number of tokens for evaluation only.
     """

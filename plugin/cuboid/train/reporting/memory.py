@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 
 
 def kind() -> str:
-    """What the two figures below measure."""
+    """What :func:`now_bytes` and :func:`peak_bytes` measure."""
     return "resident set of the process" if _on_cpu() else "allocated on the accelerator"
 
 

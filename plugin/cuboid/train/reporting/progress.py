@@ -62,6 +62,7 @@ class TrainProgress:
     def aside(self) -> Iterator[None]:
         """Context in which another bar can use the terminal."""
         live = self._bar.live
+        # Erases the bar when it stops; otherwise a copy of it would stay above the other one.
         live.transient = True
         self._bar.stop()
         live.transient = False

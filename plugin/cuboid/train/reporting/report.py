@@ -53,7 +53,7 @@ class Losses(_Section):
 class Speed(_Section):
     """Tokens of all replicas; times in seconds. The first step, which includes warm-up, counts in ``wall_s`` only.
 
-    If the run was resumed, ``tokens`` and ``wall_s`` are of all of it, and the others of the time since.
+    If the run was resumed, ``tokens`` and ``wall_s`` cover the whole run, and the others only the time since then.
     """
 
     tokens: int

@@ -1,7 +1,7 @@
 """A pool of local processes, each of which runs one rank of a small ``torch.distributed`` world.
 
 Importing torch, transformers and DeepSpeed takes seconds. The processes do it once and then run many jobs, each in a
-new world of the size that it asks for.
+new world of the job's size.
 """
 
 from __future__ import annotations
@@ -199,11 +199,11 @@ def _start_worker(backend: str) -> _Worker:
 
 @contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """What starts in it is never interrupted by Ctrl-C in a terminal, which reaches all processes: the parent ends it.
+    """Context whose processes start with SIGINT blocked, so that a terminal's Ctrl-C interrupts only the parent.
 
-    The parent itself answers one that comes meanwhile at the end.
+    The parent ends the processes itself. It receives a Ctrl-C of the meantime at the end of the context.
     """
-    # At its own start it lets interrupts through again.
+    # Before SIGINT is blocked, because the tracker's start unblocks it.
     resource_tracker.ensure_running()
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

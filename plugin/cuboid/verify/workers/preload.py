@@ -9,7 +9,7 @@ import transformers  # noqa: F401
 import cuboid
 import cuboid.verify.workers.worker  # noqa: F401
 
-# DeepSpeed imports these in its first engine, so that each worker would: a fifth of a second each.
+# DeepSpeed imports these for its first engine; without this, each worker would spend a fifth of a second on that.
 with contextlib.suppress(ImportError):
     import deepspeed.module_inject.auto_ep_layer
     import deepspeed.ops.op_builder.all_ops

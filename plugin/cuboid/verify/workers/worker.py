@@ -64,7 +64,7 @@ class Failure:
     Args:
         kind: name of the exception's class.
         text: its traceback.
-        explanation: its message, if it is one that the user can fix.
+        explanation: its message, if it is an error that the user can fix.
         at_s: when it was raised, on a clock that all processes share.
     """
 
@@ -76,12 +76,12 @@ class Failure:
 
 def serve(connection: Connection) -> None:
     """Report that the process is ready, then run jobs until the parent closes the connection or a job fails."""
-    # As the pool has it, where the fork server was there before.
+    # The pool blocks SIGINT while it starts workers, but a fork server that ran before that doesn't inherit the mask.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     quiet()
-    # What was imported never becomes garbage, so collecting takes milliseconds.
+    # Exclude what was imported from garbage collection, so that a collection takes milliseconds.
     gc.freeze()
     connection.send(Success(None))
     while True:
@@ -98,7 +98,7 @@ def serve(connection: Connection) -> None:
                 explanation = str(error) if isinstance(error, CuboidError) else None
                 connection.send(Failure(type(error).__name__, traceback.format_exc(), explanation))
                 return
-        # Engines and models refer to themselves, so that only the collector frees their process groups, each of which
+        # Engines and models are in reference cycles, so only the collector frees their process groups, each of which
         # has threads that wake up a hundred times a second.
         gc.collect()
 
@@ -117,7 +117,8 @@ def _work(job: Job) -> Any:
     if job.backend != "gloo" and torch.cuda.is_available():
         device = torch.device("cuda", job.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        # Ranks that share a device can't be bound to it: a group that is takes part in NCCL's way to make others.
+        # Only with NCCL: torch makes further groups of a bound group by splitting its communicator, which the staged
+        # backend can't do.
         bound = bound_device(device, job.world_size) if job.backend == "nccl" else None
     dist.init_process_group(
         job.backend,
@@ -131,7 +132,7 @@ def _work(job: Job) -> Any:
     dist.barrier()
     result = job.function(*job.arguments)
     if dist.is_initialized():
-        # The same for groups that the job has made.
+        # Likewise for groups that the job has made.
         dist.barrier()
         dist.destroy_process_group()
     return result
