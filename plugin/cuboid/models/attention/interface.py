@@ -1,7 +1,8 @@
-"""Attention behind Hugging Face's interfaces: heads are local, so the model's own kernel runs; masks see the whole
-sequence although the residual stream is split, and although only a segment of it may be running.
+"""Attention behind Hugging Face's interfaces, for sharded models and for segments of a sequence.
 
-Each known implementation ``name`` has a twin ``cuboid_name``. Registering them is :mod:`cuboid_patches`'s business.
+Heads are local to a rank, so the model's own kernel runs. Masks are made for the whole sequence, although the residual
+stream is sharded and only a segment of it may be running. Each supported implementation ``name`` has a twin
+``cuboid_name``, which :mod:`cuboid_patches` registers.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "f
 
 @dataclass(frozen=True)
 class Lengths:
-    """Positions of the unsplit sequence: as given, and as padded for the mesh.
+    """Lengths of the whole sequence, over all ranks: as given, and as padded for the mesh.
 
     Args:
-        real, padded: of the sequence.
-        source: of the other one, where this is a decoder's and each position sees an encoder's output too.
+        real: positions as given.
+        padded: positions after padding.
+        source: lengths of the encoder's sequence, if this is the sequence of a decoder that attends to an encoder.
     """
 
     real: int
@@ -52,16 +54,16 @@ class Lengths:
     source: Lengths | None = None
 
 
-#: In place of lengths, where masks are made from whole activations: of a model of images.
+#: Used in place of lengths in models of images, whose masks are made from whole activations.
 WHOLE_IMAGES = Lengths(0, 0)
-#: Of the forward that is running. Masks are made from an embedding that holds only this rank's part of the sequence,
-#: and get no other argument that knows.
+#: Lengths of the running forward. Mask functions get an embedding with only this rank's part of the sequence, and no
+#: other argument with the whole length.
 _lengths: ContextVar[Lengths] = ContextVar("cuboid_lengths")
 
 
 @contextmanager
 def whole_sequence(lengths: Lengths) -> Iterator[None]:
-    """Masks made inside are for the whole sequence."""
+    """Within this context, masks are made for a whole sequence of these lengths."""
     token = _lengths.set(lengths)
     try:
         yield
@@ -70,24 +72,24 @@ def whole_sequence(lengths: Lengths) -> Iterator[None]:
 
 
 def is_in_forward() -> bool:
-    """Whether this thread is inside :func:`whole_sequence`: in a forward that knows what its parts are parts of."""
+    """Whether this thread is inside :func:`whole_sequence`: in a forward that knows the whole sequence's lengths."""
     return _lengths.get(None) is not None
 
 
 def use_sharded_attention(
     config: PretrainedConfig, modules: list[nn.Module], mesh: Mesh | None, images: ImageSplit | None = None
 ) -> None:
-    """Point a model's config at the twin of its attention implementation, which :func:`check_attention` found.
+    """Point a model's config at the twin of its attention implementation, which :func:`check_attention` has accepted.
 
     Args:
-        config: of the model.
-        modules: that may call the attention function.
-        mesh: that their heads are split over; None if they are whole.
-        images: knows how positions were filled up, in a model of images.
+        config: the model's config.
+        modules: the modules that may call the attention function.
+        mesh: the mesh that shards their heads; None if heads aren't sharded.
+        images: describes how positions were padded, in a model of images.
     """
     for module in modules:
         hang_record(module, AttentionRecord(mesh, images=images))
-    # Those that bypass the interface look for their implementation's own name.
+    # Modules that bypass the interface look in the config for their implementation's original name.
     if any(uses_interface(module) for module in modules) and not config._attn_implementation.startswith(PREFIX):
         config._attn_implementation = PREFIX + config._attn_implementation
 
@@ -108,7 +110,7 @@ def check_attention(config: PretrainedConfig) -> None:
 
 
 def attention_twin(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """The attention function registered as ``cuboid_<name>``."""
+    """Return the attention function to be registered as ``cuboid_<name>``."""
 
     def attend(
         module: nn.Module,
@@ -127,7 +129,7 @@ def attention_twin(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor 
         unit = record.unit
         if record.slot is not None and unit is not None:
             check_call(call, unit, module)
-            # A module may attend more than once, as differential attention does to each half of its values.
+            # A module may call attention more than once, as differential attention does for each half of its values.
             layer = (module, record.slot.next_call(module))
             if is_plain(name, call, unit):
                 return attend_plain(call, unit, layer), None
@@ -140,7 +142,10 @@ def attention_twin(name: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor 
 
 
 def _without_filling(images: ImageSplit, module: nn.Module, *heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values ``[B, heads, S, D]`` of ``[B, heads, S', D]``: no position may see what isn't there."""
+    """Remove the padding from queries, keys and values: ``[B, heads, S', D]`` to ``[B, heads, S, D]``.
+
+    In a model of images every position sees all others, so padding must not take part.
+    """
     if len({x.shape[2] for x in heads}) > 1:
         raise UnsupportedModelError(
             f"{type(module).__name__} attends to another sequence than its own, for which there is no rule in a model "
@@ -156,20 +161,20 @@ def _random_numbers(record: AttentionRecord, call: Call) -> AbstractContextManag
 
 
 def mask_twin(name: str) -> Callable[..., Any]:
-    """The mask function registered as ``cuboid_<name>``."""
+    """Return the mask function to be registered as ``cuboid_<name>``."""
 
     def make_mask(**kwargs: Any) -> Any:
         if is_recording():
             return _mask_without_values(name, kwargs)
         unit, lengths = running_unit(), _lengths.get(None)
-        # Stages of models whose positions see later ones run whole sequences, as the models themselves do.
+        # Stages of models whose positions see later ones always run whole sequences, so they take the branches below.
         if unit is not None and lengths is None:
             return segment_mask(name, unit, kwargs)
         assert lengths is not None, "a mask that is made outside of a forward"
         if lengths is WHOLE_IMAGES:
             return ALL_MASK_ATTENTION_FUNCTIONS[name](**kwargs)
         if kwargs.get("allow_is_bidirectional_skip") and lengths.source is not None:
-            # A decoder's own positions see no later ones, so this is for its attention to the encoder's output.
+            # A decoder's self-attention is causal, so a bidirectional mask is for its attention to the encoder.
             sizes = {"q_length": lengths.padded, "kv_length": lengths.source.padded}
             return _bidirectional_mask(name, {**kwargs, **sizes}, lengths.padded, lengths.source)
         sizes = {"q_length": lengths.padded, "kv_length": lengths.padded}
@@ -177,8 +182,8 @@ def mask_twin(name: str) -> Callable[..., Any]:
             return _bidirectional_mask(name, {**kwargs, **sizes}, lengths.padded, lengths)
         mask = ALL_MASK_ATTENTION_FUNCTIONS[name](**{**kwargs, **sizes})
         if isinstance(mask, torch.Tensor) and mask.is_floating_point():
-            # A position that may see nothing, as in padding on the left, sees everything alike under an additive
-            # mask; but never what was added here.
+            # Under an additive mask, a position that may see nothing (padding on the left) attends to all positions
+            # equally. That must not include the positions that were added here.
             mask[..., lengths.real :] = -torch.inf
         return mask
 
@@ -186,13 +191,13 @@ def mask_twin(name: str) -> Callable[..., Any]:
 
 
 def _bidirectional_mask(name: str, arguments: dict[str, Any], queries: int, keys: Lengths) -> Any:
-    """Where positions see later ones, they must not see what a sequence was filled up with.
+    """Make a mask for positions that see later ones, which hides the padding at the end of the sequence.
 
     Args:
-        name: of the implementation.
-        arguments: of its mask function.
-        queries: how many positions see.
-        keys: how many are seen.
+        name: name of the attention implementation.
+        arguments: arguments of its mask function.
+        queries: number of query positions.
+        keys: lengths of the key positions.
     """
     if keys.padded == keys.real:
         return ALL_MASK_ATTENTION_FUNCTIONS[name](**arguments)
@@ -208,7 +213,7 @@ def _bidirectional_mask(name: str, arguments: dict[str, Any], queries: int, keys
 
 
 def _mask_without_values(name: str, arguments: dict[str, Any]) -> torch.Tensor | None:
-    """For code that asks whether there is a mask; segments get theirs one by one."""
+    """Return a fake mask, for model code that checks whether there is one; each segment gets its real mask later."""
     may_skip = arguments.get("allow_is_causal_skip", True) and arguments.get("attention_mask") is None
     if name != "eager" and (name != "sdpa" or may_skip):
         return None
@@ -218,5 +223,5 @@ def _mask_without_values(name: str, arguments: dict[str, Any]) -> torch.Tensor |
 
 
 def _eager_of(module: nn.Module) -> Callable[..., Any]:
-    """The eager attention function of the file that defines an attention module."""
+    """Return the eager attention function of the file that defines an attention module."""
     return sys.modules[type(module).__module__].eager_attention_forward

@@ -1,7 +1,7 @@
-"""Whether a micro-batch's rows are packed sequences: found out once, and not again for each mask and each segment.
+"""Determines once whether a micro-batch's rows are packed sequences, rather than for each mask and each segment.
 
-transformers looks at the values of ``position_ids`` for every mask that it makes without an ``attention_mask``, for
-which the host waits until the device is through with everything before it.
+Without an ``attention_mask``, transformers reads the values of ``position_ids`` for every mask that it makes. Each read
+is a device-to-host sync.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import torch
 
 @dataclass(frozen=True)
 class Packing:
-    """What is known of the positions that a forward gets.
+    """The positions that a forward gets, and the packed sequences in them.
 
     Args:
-        positions: ``[B, S]`` or ``[1, S]``; None if the model counts them by itself, so that none restart.
-        packed: ``[B, S]`` or ``[1, S]``, the number of the packed sequence that a position belongs to; None for one.
+        positions: ``[B, S]`` or ``[1, S]``; None if the model counts positions by itself, so that none restart.
+        packed: ``[B, S]`` or ``[1, S]``, the index of each position's packed sequence; None if rows aren't packed.
     """
 
     positions: torch.Tensor | None
     packed: torch.Tensor | None
 
 
-#: Of the forward that is running, for transformers' mask functions.
+#: Packing of the running forward, for transformers' mask functions.
 _known: ContextVar[Packing | None] = ContextVar("cuboid_packing", default=None)
 
 
 @contextmanager
 def known_packing(positions: torch.Tensor | None, packed: torch.Tensor | None) -> Iterator[None]:
-    """Masks made inside are for such positions; see :class:`Packing`."""
+    """Within this context, masks are made for these positions; see :class:`Packing`."""
     token = _known.set(Packing(positions, packed))
     try:
         yield
@@ -44,10 +44,10 @@ def known_packing(positions: torch.Tensor | None, packed: torch.Tensor | None) -
 def packed_indices(
     position_ids: torch.Tensor, search: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> torch.Tensor | None:
-    """In place of transformers' ``find_packed_sequence_indices``, which is ``search``.
+    """Replace transformers' ``find_packed_sequence_indices``, which is passed as ``search``.
 
     Returns:
-        What is known of some columns of the known positions; of other positions what ``search`` finds.
+        The known indices, if ``position_ids`` are columns of the known positions; otherwise the result of ``search``.
     """
     known = _known.get()
     if known is None:
@@ -55,6 +55,7 @@ def packed_indices(
     whole = known.positions
     if whole is None:
         return None
+    # A segment's positions are a view of the whole ones, so metadata is enough to recognize them, without a sync.
     first = int(position_ids.storage_offset() - whole.storage_offset())
     is_part = (
         position_ids.untyped_storage()._cdata == whole.untyped_storage()._cdata

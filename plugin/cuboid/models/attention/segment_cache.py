@@ -1,9 +1,9 @@
-"""What layers are given in place of a key/value cache, so that a segment continues where the one before it ended.
+"""Stands in for Hugging Face's key/value cache, so that a segment continues where the previous one ended.
 
-Hugging Face's layers continue a sequence whose beginning is in a ``Cache``: attention looks back at its keys and
-values, convolutions at their last inputs, linear attention and state spaces start from its state. That is generation's
-way, and writes in place what training would need again. :class:`SegmentCache` answers the same questions from the
-micro-batch's own store, with gradients.
+Hugging Face's layers continue a sequence whose beginning is in a ``Cache``: attention reads its keys and values,
+convolutions their last inputs, and linear attention and state space models start from its state. Those caches are made
+for generation and overwrite in place what training's backward needs. :class:`SegmentCache` has the same interface, but
+reads the micro-batch's own KV cache and states, with gradients.
 """
 
 from __future__ import annotations
@@ -23,36 +23,37 @@ _CONVOLUTION, _RECURRENT = "convolution", "recurrent"
 
 
 class SegmentCache:
-    """Of one layer: stands for the cache of all segments before the one that runs.
+    """The cache that one layer sees: everything before the running segment.
 
     Args:
-        layer: that is given it.
+        layer: the layer that is given this cache.
         slot: holds the current unit.
     """
 
     def __init__(self, layer: nn.Module, slot: UnitSlot) -> None:
         self._layer, self._slot = layer, slot
         self._adds_prefix = not uses_interface(layer)
-        #: States that the running forward made; None outside it, as in a checkpointed layer's recomputation.
+        #: States that the running forward has computed; None outside it and in a checkpointed layer's recomputation.
         self._made: dict[StateKey, torch.Tensor] | None = None
         self._without_grad = False
 
-    # --- what a layer's code asks -----------------------------------------------------------------------------------
+    # --- called by the layer's code ---------------------------------------------------------------------------------
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
-        """Positions before the running segment."""
+        """Number of positions before the running segment."""
         return self._unit.start
 
     def has_previous_state(self, *_: Any, **__: Any) -> bool:
-        """Whether there are any."""
+        """Whether there are positions before the running segment."""
         return self._unit.start > 0
 
     def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values that attention needs. Behind Hugging Face's interface, those of earlier segments are added
-        where attention is computed; elsewhere they are added here.
+        """Return the keys ``[B, Hkv, ·, D]`` and values (with Dv) that attention needs.
+
+        If the layer uses Hugging Face's attention interface, that adds those of earlier segments, so this doesn't.
 
         Raises:
-            UnsupportedModelError: a layer asks more than once.
+            UnsupportedModelError: a layer calls this more than once.
         """
         if not self._adds_prefix:
             return key, value
@@ -62,8 +63,10 @@ class SegmentCache:
         return prefix(key, value, unit.store, self, unit.start)
 
     def get_conv_state(self, *_: Any, **__: Any) -> None:
-        """Nothing, so that a single position isn't computed in a way that writes into the state; see
-        :meth:`update_conv_state`, which adds what was before."""
+        """Return None, so that the layer doesn't take its single-position path, which writes into the state in place.
+
+        :meth:`update_conv_state` adds the earlier inputs instead.
+        """
         return
 
     def update_conv_state(
@@ -74,10 +77,10 @@ class SegmentCache:
         conv_kernel_size: int | None = None,
         **__: Any,
     ) -> torch.Tensor:
-        """Inputs ``[B, C, L]`` of a convolution, after the last ones ``[B, C, K]`` of the segment before.
+        """Return a convolution's inputs ``[B, C, L]``, preceded by the previous segment's last ones ``[B, C, K]``.
 
         Raises:
-            UnsupportedModelError: it doesn't say how many it needs.
+            UnsupportedModelError: the layer doesn't pass ``conv_kernel_size``, K.
         """
         if conv_kernel_size is None:
             raise UnsupportedModelError(
@@ -95,10 +98,10 @@ class SegmentCache:
         return found
 
     def get_recurrent_state(self, _: int = 0, state_idx: int = 0, **__: Any) -> torch.Tensor | None:
-        """The state at the end of the segment before; None at the beginning.
+        """Return the state at the end of the previous segment; None for the first segment.
 
         Raises:
-            UnsupportedModelError: the segment is a single position, which layers compute by advancing the state itself.
+            UnsupportedModelError: the segment is a single position, for which layers update the state in place.
         """
         unit = self._unit
         if unit.start == 0:
@@ -115,7 +118,7 @@ class SegmentCache:
         self._keep(_RECURRENT, state_idx, state)
         return state
 
-    # MiniMax's names. Its lightning attention goes on from a state position by position, which is right and slow.
+    # MiniMax's names. Its lightning attention continues from a state position by position, which is correct but slow.
 
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
         """See :meth:`get_recurrent_state`."""
@@ -133,17 +136,17 @@ class SegmentCache:
     # --- around a layer's forward -----------------------------------------------------------------------------------
 
     def begin(self) -> bool:
-        """Before a forward: whether the layer needs a cache for it."""
+        """Prepare for a forward; return whether the layer needs a cache for it."""
         unit = self._slot.current
         self._made = None if unit is None or unit.is_whole else {}
         self._without_grad = False
         return self._made is not None
 
     def end(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Behind a forward: its output, whose backward goes through the states that it made, too.
+        """Finish a forward; return its output, whose backward also covers the states that the forward computed.
 
         Raises:
-            UnsupportedModelError: the states have no graph that a gradient could go through.
+            UnsupportedModelError: the states have no autograd graph for their gradients.
         """
         made, self._made = self._made, None
         if not made or not hidden.requires_grad:
@@ -173,7 +176,7 @@ class SegmentCache:
         if self._made is None:
             return
         unit = self._unit
-        if unit.stop == unit.length:  # nobody will read it
+        if unit.stop == unit.length:  # the last segment's state isn't read
             return
         key = self._key(kind, number, unit.stop)
         if key in self._made:
@@ -184,14 +187,14 @@ class SegmentCache:
 
 
 def give_cache(layer: nn.Module, slot: UnitSlot) -> None:
-    """Let a layer's segments have a :class:`SegmentCache`, if it has an argument for one."""
+    """Pass a :class:`SegmentCache` to a layer whenever it runs a segment, if it has an argument for a cache."""
     argument = cache_argument(layer)
     if argument is None:
         return
     cache = SegmentCache(layer, slot)
     place = list(inspect.signature(layer.forward).parameters).index(argument)
     keeps_cache = hasattr(layer, "_can_checkpoint_with_cache")
-    # By transformers' checkpointing, from the arguments of a layer that doesn't say that it can be given one.
+    # transformers' checkpointing removes the cache from a layer's arguments unless the layer has this attribute.
     is_stripped = argument in STRIPPED and not keeps_cache
 
     def give(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
@@ -202,7 +205,7 @@ def give_cache(layer: nn.Module, slot: UnitSlot) -> None:
                 f"{type(module).__name__} has no rule with segments and activation checkpointing in this version of "
                 "transformers, which takes from the layer what tells it where its segment begins"
             )
-        # Its place among the positional arguments is filled only as far as the caller does.
+        # If the caller passes the argument by position, replace it there: a keyword would clash.
         if place < len(args):
             return (*args[:place], cache, *args[place + 1 :]), kwargs
         return args, {**kwargs, argument: cache}
@@ -212,7 +215,8 @@ def give_cache(layer: nn.Module, slot: UnitSlot) -> None:
             return (cache.end(output[0]), *output[1:])
         return cache.end(output)
 
-    # Nothing is written twice by a recomputation, and it may read.
+    # In transformers, layers that write to their cache leave this False, because the recomputation would update it a
+    # second time. Here it may keep the cache: it reads it again, but updates no state twice.
     if keeps_cache:
         vars(layer)["_can_checkpoint_with_cache"] = True
     layer.register_forward_pre_hook(give, with_kwargs=True)

@@ -1,4 +1,4 @@
-"""One call of the attention interface for a segment: by fused kernels, or by the model's own on all keys so far."""
+"""One call of the attention interface for a segment: with fused kernels, or with the model's own on all keys so far."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from cuboid.models.attention.segment_mask import FLASH
 from cuboid.models.attention.segments import Unit
 from cuboid.seq1f1b.attention.chunked_attention import attend_segment, prefix
 
-#: Arguments without a say in plain causal attention. Any other goes to the model's own kernel, which knows it.
+#: Arguments that don't change plain causal attention. A call with any other goes to the model's own kernel.
 _HARMLESS = {
-    *("scaling", "is_causal", "sliding_window", "dropout"),  # looked at below
+    *("scaling", "is_causal", "sliding_window", "dropout"),  # handled below
     *("position_ids", "position_embeddings", "cache_position", "num_items_in_batch", "layer_idx"),
     *("use_cache", "past_key_values", "return_dict"),
     *("output_attentions", "output_hidden_states", "output_router_logits"),
 }
-#: Arguments that are as long as the keys that the module itself knows of.
+#: Arguments whose length is that of the segment's own keys, although they would have to cover all keys so far.
 _LOCAL = ("position_bias", "indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k")
 
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of an attention function.
+    """The arguments of an attention function.
 
     Args:
         query: ``[B, Hq, L, D]``.
-        key: ``[B, Hkv, L, D]``, or of all positions that the mask is for.
-        value: ``[B, Hkv, L, Dv]``, alike.
+        key: ``[B, Hkv, L, D]``; after :func:`with_prefix`, of all positions that the mask covers.
+        value: ``[B, Hkv, L, Dv]``, likewise.
         mask: what the mask function returned.
-        options: keyword arguments.
+        options: the keyword arguments.
     """
 
     query: torch.Tensor
@@ -47,7 +47,7 @@ class Call:
 
 
 def check_call(call: Call, unit: Unit, module: nn.Module) -> None:
-    """Make sure that a call is causal self-attention of just this unit.
+    """Check that a call is causal self-attention of exactly this unit.
 
     Raises:
         UnsupportedModelError: it isn't.
@@ -70,9 +70,10 @@ def check_call(call: Call, unit: Unit, module: nn.Module) -> None:
 
 
 def is_plain(name: str, call: Call, unit: Unit) -> bool:
-    """Whether a call is causal attention without anything else, for which no mask was made."""
+    """Whether a call is plain causal attention, for which no mask was made."""
     options = call.options
-    window = options.get("sliding_window") if name in FLASH else None  # others get a mask for a window that matters
+    # Only flash kernels apply a window themselves. The others get a mask if the window hides anything.
+    window = options.get("sliding_window") if name in FLASH else None
     return (
         call.mask is None
         and name in ("sdpa", *FLASH)
@@ -83,7 +84,7 @@ def is_plain(name: str, call: Call, unit: Unit) -> bool:
 
 
 def attend_plain(call: Call, unit: Unit, layer: Hashable) -> torch.Tensor:
-    """``[B, L, Hq, Dv]``, by the fused kernels; ``layer`` names the call in the store."""
+    """Compute the output ``[B, L, Hq, Dv]`` with the fused kernels; ``layer`` identifies the call in the KV cache."""
     scale = call.options.get("scaling")
     scale = call.query.shape[-1] ** -0.5 if scale is None else float(scale)
     out = attend_segment(call.query, call.key, call.value, unit.store, layer, unit.start, scale)
@@ -91,8 +92,10 @@ def attend_plain(call: Call, unit: Unit, layer: Hashable) -> torch.Tensor:
 
 
 def with_prefix(name: str, call: Call, unit: Unit, layer: Hashable) -> Call:
-    """The same call with the keys and values of all positions that its mask is for, or that a window reaches; ``layer``
-    names it in the store."""
+    """Return the call with the keys and values of all positions that its mask covers or that its window reaches.
+
+    ``layer`` identifies the call in the KV cache.
+    """
     mask, options = call.mask, call.options
     first = 0
     if mask is not None:
@@ -101,6 +104,7 @@ def with_prefix(name: str, call: Call, unit: Unit, layer: Hashable) -> Call:
         window = options.get("sliding_window")
         first = 0 if window is None else max(0, unit.start - window + 1)
     else:
+        # sdpa would align its own causal pattern with the first key, not with the segment's start.
         mask = ALL_MASK_ATTENTION_FUNCTIONS[name](
             batch_size=1,
             q_length=unit.stop - unit.start,
@@ -111,6 +115,7 @@ def with_prefix(name: str, call: Call, unit: Unit, layer: Hashable) -> Call:
             device=call.query.device,
         )
     if name in FLASH:
-        options = {**options, "position_ids": None}  # they may look as if a packed sequence began
+        # Flash attention might take a segment's positions for those of packed sequences.
+        options = {**options, "position_ids": None}
     key, value = prefix(call.key, call.value, unit.store, layer, unit.start, first)
     return dataclasses.replace(call, key=key, value=value, mask=mask, options=options)

@@ -1,4 +1,4 @@
-"""Masks of a segment: Hugging Face's own patterns, on positions of the whole sequence."""
+"""Masks for a segment: Hugging Face's own patterns, applied to positions of the whole sequence."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from cuboid.models.architectures.transformers_names import Pattern, parts_of, wi
 from cuboid.models.attention.segments import Unit
 
 FLASH = ("flash_attention_2", "flash_attention_3")
-#: Kernels that are causal by themselves where they get no mask.
+#: Kernels that are causal by themselves if they get no mask.
 _CAUSAL_BY_THEMSELVES = ("sdpa", *FLASH)
 
 
 def segment_mask(name: str, unit: Unit, arguments: dict[str, Any]) -> Any:
-    """The mask of a unit, in the form of one attention implementation.
+    """Return the mask of a unit, in the form that one attention implementation takes.
 
     Args:
-        name: of the implementation.
-        unit: that is running.
-        arguments: what a model asked for, with lengths of its own part of the sequence.
+        name: name of the attention implementation.
+        unit: the running unit.
+        arguments: arguments that the model passed to the mask function, with the lengths of its part of the sequence.
 
     Returns:
-        None for what :func:`cuboid.seq1f1b.attention.chunked_attention.attend_segment` does; else a mask over the last
-        keys of those up to the segment's end: all of them, or as many as a window reaches. A mask of no elements, which
-        nothing can use, where positions see later ones: decoders make one for an encoder that they may not have.
+        None for plain causal attention, which :func:`cuboid.seq1f1b.attention.chunked_attention.attend_segment` can do.
+        Otherwise a mask over the keys up to the segment's end: all of them, or the last ones that a window reaches. If
+        positions see later ones, a mask of no elements, which can't be used: decoders also make such a mask for an
+        encoder, even if they have none.
 
     Raises:
-        UnsupportedModelError: a pattern that can't be cut.
+        UnsupportedModelError: the pattern can't be cut into segments.
     """
     pattern = _causal_pattern(arguments, unit)
     if not unit.is_whole and not _only_looks_back(pattern):
@@ -43,7 +44,8 @@ def segment_mask(name: str, unit: Unit, arguments: dict[str, Any]) -> Any:
     padding = None if unit.attention_mask is None else unit.attention_mask[:, : unit.stop]
     if name in FLASH:
         return _flash_mask(unit, padding)
-    has_to_be = arguments.get("allow_is_causal_skip") is False  # by models that add to the mask, as ALiBi does
+    # Models that add to the mask, as ALiBi does, don't allow it to be skipped.
+    has_to_be = arguments.get("allow_is_causal_skip") is False
     if name in _CAUSAL_BY_THEMSELVES and not has_to_be and window is None and padding is None and unit.packed is None:
         return None
     first = 0 if window is None else max(0, unit.start - window + 1)
@@ -63,7 +65,7 @@ def segment_mask(name: str, unit: Unit, arguments: dict[str, Any]) -> Any:
 
 
 def _flash_mask(unit: Unit, padding: torch.Tensor | None) -> torch.Tensor | None:
-    # These kernels align the causal pattern with the last keys, and know windows and (whole) packed sequences.
+    # These kernels align the causal pattern with the last key, and handle windows and (whole) packed sequences.
     if unit.packed is not None and not unit.is_whole:
         raise UnsupportedModelError(
             'packed sequences (position_ids that restart) in segments have no rule with flash attention; use "sdpa"'
@@ -72,7 +74,7 @@ def _flash_mask(unit: Unit, padding: torch.Tensor | None) -> torch.Tensor | None
 
 
 def _causal_pattern(arguments: dict[str, Any], unit: Unit) -> Pattern:
-    """A pattern without what was added for packed sequences, which the model looked for in the segment alone."""
+    """Return the model's pattern without the part for packed sequences, which it detected in the segment alone."""
     pattern: Pattern = arguments.get("mask_function", causal_mask_function)
     of_one_sequence = without_packed(pattern)
     if of_one_sequence is not None:
@@ -104,10 +106,11 @@ def _within_packed(pattern: Pattern, unit: Unit, rows: int) -> Pattern:
 
 
 def _check_rows(mask: torch.Tensor, unit: Unit) -> None:
-    """Under an additive mask a position that may see nothing sees everything alike, even what comes after it.
+    """Reject positions that may see nothing: under an additive mask they attend equally to all, even to later ones.
 
     Raises:
-        UnsupportedModelError: there is such a position, and not all that it would see is there, or more than that.
+        UnsupportedModelError: there is such a position, and the unit's keys may not be exactly those of the user's
+            sequence: the unit is only a segment, or every row ends with padding, which may have been added here.
     """
     assert unit.attention_mask is not None
     blind = (mask == torch.finfo(mask.dtype).min).all(dim=-1).any()

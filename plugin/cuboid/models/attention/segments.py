@@ -1,4 +1,4 @@
-"""What Hugging Face's attention and mask interfaces need to know when a sequence runs in segments."""
+"""The state that Hugging Face's attention and mask interfaces need when a sequence runs in segments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cuboid.seq1f1b.attention.kv_cache import KVCache
 from cuboid.tensor3d.layers.whole_block import ImageSplit
 
 PREFIX = "cuboid_"
-#: Names of a cache that transformers' checkpointing takes from a layer's arguments. Some layers annotate none.
+#: Names of cache arguments that transformers' checkpointing removes. Some layers don't annotate them as a cache.
 STRIPPED = ("past_key_values", "layer_past")
 _RECORD = "cuboid_attention"
 
@@ -33,14 +33,14 @@ class Unit:
     """One segment of one micro-batch on one stage, as attention sees it.
 
     Args:
-        store: keys and values of the micro-batch on this stage.
+        store: the micro-batch's KV cache on this stage.
         start, stop: the segment's positions in the whole sequence.
-        length: S, positions of the whole sequence with its padding.
-        attention_mask: ``[B, S]``, true where a position may be seen; None where causal attention needs no help.
-        packed: ``[B, S]`` or ``[1, S]``, the number of the packed sequence that a position belongs to; None for one.
-        replay: what the base model's code made of the whole sequence, of which this unit takes its part; None where
-            that code sees the whole sequence itself.
-        visible: positions from the first on that ``attention_mask`` lets every row see.
+        length: S, positions of the whole sequence including padding.
+        attention_mask: ``[B, S]``, true where a position may be seen; None if the causal pattern is enough.
+        packed: ``[B, S]`` or ``[1, S]``, the index of each position's packed sequence; None if rows aren't packed.
+        replay: what the base model's code computed from the whole sequence, of which this unit takes its part; None if
+            that code gets the whole sequence itself.
+        visible: number of positions, counted from the first, that ``attention_mask`` lets every row see.
     """
 
     store: KVCache
@@ -54,28 +54,28 @@ class Unit:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the sequence isn't cut at all, so that nothing need be stored."""
+        """Whether the sequence isn't cut at all, so that nothing needs to be stored."""
         return self.start == 0 and self.stop == self.length
 
 
-#: Of the forward that is running, for mask functions, which get no module that could know.
+#: The unit whose forward is running, for mask functions, which don't get a module with an :class:`AttentionRecord`.
 _running: ContextVar[Unit | None] = ContextVar("cuboid_unit", default=None)
 
 
 def running_unit() -> Unit | None:
-    """The unit whose forward this thread is in."""
+    """Return the unit whose forward this thread is running."""
     return _running.get()
 
 
 class UnitSlot:
-    """Where the attention modules of one stage find the unit that is running.
+    """Holds the running unit, for the attention modules of one stage.
 
-    They can't ask a ``ContextVar``: autograd may repeat a checkpointed forward in a thread of its own.
+    They can't use a ``ContextVar``: autograd may recompute a checkpointed forward in a thread of its own.
 
     Attributes:
         current: the running unit.
-        recording: what is being found out about a whole sequence, while it is.
-        obstacle: why the stage's layers can't run in segments, if they can't; set with the layers.
+        recording: the record of a whole sequence, while it is being recorded.
+        obstacle: why the stage's layers can't run in segments; None if they can. Set by :func:`use_segment_attention`.
     """
 
     def __init__(self) -> None:
@@ -86,10 +86,10 @@ class UnitSlot:
 
     @contextmanager
     def running(self, unit: Unit) -> Iterator[None]:
-        """Forward or backward inside is of this unit.
+        """Within this context, this unit's forward or backward runs.
 
         Raises:
-            UnsupportedModelError: it is a part of a sequence, and this stage's layers need whole ones.
+            UnsupportedModelError: the unit is part of a sequence, but this stage's layers need whole sequences.
         """
         if self.obstacle is not None and not unit.is_whole:
             raise UnsupportedModelError(f'{self.obstacle}; write "segments": 1')
@@ -103,7 +103,7 @@ class UnitSlot:
             _running.reset(token)
 
     def next_call(self, module: Hashable) -> int:
-        """How often a module called its attention function before, in this forward or in its recomputation."""
+        """Count a module's calls of its attention function; return how many came before in this forward."""
         count = self._calls.get(module, 0)
         self._calls[module] = count + 1
         return count
@@ -111,12 +111,13 @@ class UnitSlot:
 
 @dataclass
 class AttentionRecord:
-    """What the attention functions need to know of the module that calls them, and how often it did.
+    """What the attention functions need to know about the module that calls them.
 
     Args:
-        mesh: that the heads are split over, if any.
-        slot: names the running unit, where sequences run in segments.
-        images: knows how positions were filled up, in a model of images.
+        mesh: the mesh that shards the heads, if any.
+        slot: holds the running unit, if sequences run in segments.
+        calls: how often the module has called its attention function.
+        images: describes how positions were padded, in a model of images.
     """
 
     mesh: Mesh | None = None
@@ -126,18 +127,18 @@ class AttentionRecord:
 
     @property
     def unit(self) -> Unit | None:
-        """The unit that is running, if it is only a part of its sequence."""
+        """The running unit, if it is only part of its sequence; otherwise None."""
         unit = None if self.slot is None else self.slot.current
         return None if unit is None or unit.is_whole else unit
 
 
 def hang_record(module: nn.Module, record: AttentionRecord) -> None:
-    """Let the attention functions find a record on a module that calls them."""
+    """Attach a record to a module that calls the attention functions, where these find it."""
     setattr(module, _RECORD, record)
 
 
 def record_of(module: nn.Module) -> AttentionRecord:
-    """The record that was hung on a module."""
+    """Return the record that was attached to a module."""
     record = getattr(module, _RECORD)
     assert isinstance(record, AttentionRecord)
     return record
@@ -151,15 +152,15 @@ def use_segment_attention(
     *,
     gives_cache: bool = False,
 ) -> None:
-    """Point a model's config at the twin of its attention implementation, for segments and perhaps a mesh.
+    """Point a model's config at the twin of its attention implementation, for segments and optionally a mesh.
 
     Args:
-        config: of the model; its attention implementation must have passed ``check_attention``.
-        modules: the layers (or attention modules) of this stage, by name. Each has one record, also for whichever
-            module inside calls the attention function.
-        slot: set for each forward and backward.
-        mesh: that the heads are split over.
-        gives_cache: whether layers that have an argument for a cache are to be given one; see
+        config: the model's config; its attention implementation must have passed ``check_attention``.
+        modules: the layers (or attention modules) of this stage, by name. Each shares one record with all modules
+            inside it, any of which may call the attention function.
+        slot: holds the unit of each forward and backward.
+        mesh: the mesh that shards the heads, if any.
+        gives_cache: whether layers that have an argument for a cache will get one; see
             :mod:`cuboid.models.attention.segment_cache`.
     """
     for name, module in modules.items():
@@ -168,17 +169,18 @@ def use_segment_attention(
         record = AttentionRecord(mesh, slot)
         for part in module.modules():
             hang_record(part, record)
-    # Those that bypass the interface may look for their implementation's own name, and only run on whole sequences.
+    # Modules that bypass the interface may look in the config for their implementation's original name. They only run
+    # on whole sequences.
     if any(uses_interface(module) for module in modules.values()):
         config._attn_implementation = PREFIX + config._attn_implementation
     elif gives_cache:
-        # What computes attention by itself needs a mask wherever there is one to make.
+        # Layers that compute attention by themselves need an explicit mask, which sdpa's mask function may skip.
         config._attn_implementation = f"{PREFIX}eager"
 
 
 def cache_argument(layer: nn.Module) -> str | None:
-    """The name of a layer's argument for a cache, if it has one."""
-    # Not that of a class mixed in, whose forward takes anything.
+    """Return the name of a layer's argument for a cache, if it has one."""
+    # Every class's own forward is inspected, because that of a mixed-in class may only have ``*args, **kwargs``.
     for cls in type(layer).__mro__:
         if "forward" in vars(cls):
             for name, parameter in inspect.signature(vars(cls)["forward"]).parameters.items():
@@ -191,19 +193,19 @@ def _obstacle(name: str, layer: nn.Module) -> str | None:
     for inner, part in layer.named_modules(prefix=name):
         if isinstance(part, (nn.Conv1d, nn.Conv2d)):
             return f"{inner} mixes neighbouring positions, which may lie in different segments"
-    if not uses_interface(layer):  # so that it would attend to its segment alone
+    if not uses_interface(layer):  # it would attend to its own segment only
         return f"{name} ({type(layer).__name__}) computes attention without Hugging Face's attention interface"
     return None
 
 
 def uses_interface(layer: nn.Module) -> bool:
-    """Whether a module, or one inside it, may compute attention by Hugging Face's attention interface."""
-    # Whoever uses Hugging Face's attention interface imports this name.
+    """Whether a module, or one inside it, may compute attention through Hugging Face's attention interface."""
+    # Every file that uses the interface imports this name.
     return any(hasattr(sys.modules[type(part).__module__], "ALL_ATTENTION_FUNCTIONS") for part in layer.modules())
 
 
 def check_segments(config: PretrainedConfig, segments: int | Literal["auto"]) -> None:
-    """Make sure, as far as a config tells, that a model can run in segments.
+    """Check, as far as the config shows, that a model can run in segments.
 
     Raises:
         UnsupportedModelError: it can't; whole sequences (``"segments": 1``) may still work.
@@ -233,19 +235,19 @@ def prepare_masks(
     *,
     is_causal: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Reduce what a user gave to what causal attention doesn't do by itself, once for each micro-batch.
+    """Reduce the user's mask and positions to what the causal pattern doesn't cover, once for each micro-batch.
 
-    Padding on the right is nothing: no real position sees what follows. What the padding itself sees matters only
+    Padding on the right needs no mask: no real position sees what follows. What the padding itself sees matters only
     where it has labels.
 
     Args:
-        attention_mask: ``[B, S]``, nonzero where a token is real; may be shorter than S.
-        position_ids: ``[B, T]`` or ``[1, T]``, where given by the user; what fills up to S belongs to the last
-            sequence. As in Hugging Face's models, sequences count as packed where positions don't go up by one and
+        attention_mask: ``[B, T]``, nonzero where a token is real; T may be less than S.
+        position_ids: ``[B, T]`` or ``[1, T]``, if given by the user; the padding from T to S belongs to the last packed
+            sequence. As in Hugging Face's models, sequences count as packed where positions don't increase by one and
             there is no attention mask.
         length: S.
         labels: ``[B, S]``, shifted.
-        is_causal: whether no position sees later ones; else padding on the right matters as well.
+        is_causal: whether no position sees later ones; otherwise padding on the right matters too.
 
     Returns:
         ``attention_mask`` and ``packed`` of :class:`Unit`.
@@ -263,5 +265,8 @@ def prepare_masks(
 
 
 def visible_to_all(attention_mask: torch.Tensor | None) -> int:
-    """Positions from the first on that a mask ``[B, S]`` lets every row see. The host waits for it."""
+    """Count the positions, from the first on, that a mask ``[B, S]`` lets every row see. A device-to-host sync.
+
+    0 without a mask.
+    """
     return 0 if attention_mask is None else int(attention_mask.all(0).cumprod(0).sum())

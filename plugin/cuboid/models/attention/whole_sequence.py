@@ -1,4 +1,4 @@
-"""What a base model made of a whole sequence, and a segment's part of it; see ``stages/whole_recorder.py``."""
+"""What a base model computed from a whole sequence, and a segment's part of it; see ``stages/whole_recorder.py``."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec
 
-#: Of the thread that looks at a whole sequence, for mask functions too, which get no module that could know. All
-#: tensors without values must be of one mode.
+#: Set in a thread that records a whole sequence; a ContextVar because mask functions get no module. All fake tensors of
+#: a recording must belong to the same mode.
 _recording: ContextVar[FakeTensorMode | None] = ContextVar("cuboid_recording", default=None)
 
 
 @dataclass
 class WholeSequence:
-    """What the base model of one stage made of one micro-batch.
+    """What the base model of one stage computed from one micro-batch.
 
     Args:
         length: S, positions of the sequence as the user gave it, without padding for segments or the mesh.
-        layers: by name, the arguments of each layer, as leaves and what these were in (torch's pytree).
+        layers: by name, the arguments of each layer, flattened to leaves and their tree spec (torch's pytree).
         outputs: by name, what modules without parameters returned, call by call.
-        lookups: by name, what tables of positions were looked up by, call by call.
+        lookups: by name, the indices with which position tables were looked up, call by call.
     """
 
     length: int
@@ -36,11 +36,12 @@ class WholeSequence:
 
 @dataclass
 class Replay:
-    """One segment's forward, which is given its part of what was computed for the whole.
+    """One segment's forward, which gets its part of what was computed for the whole sequence.
 
     Args:
-        whole: of the micro-batch.
-        start, stop: the segment; the last one may reach beyond S into padding, which is given the last position's.
+        whole: the record of the micro-batch.
+        start, stop: the segment's positions. The last segment may reach beyond S into padding, which gets the values of
+            the last position.
     """
 
     whole: WholeSequence
@@ -49,13 +50,13 @@ class Replay:
     _calls: dict[str, int] = field(default_factory=dict)
 
     def next_call(self, name: str) -> int:
-        """How often a module was called before in this forward."""
+        """Count a module's calls; return how many came before in this forward."""
         count = self._calls.get(name, 0)
         self._calls[name] = count + 1
         return count
 
     def cut(self, x: torch.Tensor, dim: int, start: int | None = None) -> torch.Tensor:
-        """The segment's part of a tensor along a dim of S positions, or all from another ``start`` on."""
+        """Return the segment's part of a tensor along a dim of S positions; with ``start``, from there to its end."""
         start = self.start if start is None else start
         last = self.whole.length - 1
         if self.stop - 1 <= last:
@@ -64,13 +65,13 @@ class Replay:
 
 
 def is_recording() -> bool:
-    """Whether the forward that this thread is in only looks at a whole sequence, so that masks need no values."""
+    """Whether this thread's forward only records a whole sequence, so that masks need no values."""
     return _recording.get() is not None
 
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """While this thread only looks at a whole sequence."""
+    """Within this context, this thread only records a whole sequence."""
     token = _recording.set(FakeTensorMode(allow_non_fake_inputs=True))
     try:
         yield
@@ -79,7 +80,7 @@ def recording() -> Iterator[None]:
 
 
 def without_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of which only shape, dtype and device are known."""
+    """Return a fake tensor: only its shape, dtype and device are known."""
     mode = _recording.get()
     assert mode is not None, "only while a whole sequence is looked at"
     with mode:
@@ -87,5 +88,5 @@ def without_values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.dev
 
 
 def fake_mask(rows: int, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A mask ``[B, 1, S, S]`` without values, for whole sequences that are only looked at."""
+    """Return a fake mask ``[B, 1, S, S]``, for whole sequences that are only recorded."""
     return without_values((rows, 1, length, length), dtype, device)

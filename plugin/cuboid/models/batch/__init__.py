@@ -1,1 +1,1 @@
-"""Micro-batches: checked, broadcast to the ranks of a replica, and cut to each rank's part."""
+"""Micro-batches: checks them, broadcasts them to the ranks of a replica, and cuts out each rank's part."""

@@ -1,4 +1,4 @@
-"""A micro-batch as users know it, to this rank's part of it, padded to what the mesh needs."""
+"""Turns a user's micro-batch into this rank's part of it, padded to what the mesh needs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from cuboid.models.architectures.certificate import Inputs
 from cuboid.models.batch.length_cases import rope_types, thresholds
 
 IGNORE_INDEX = -100
-#: What a micro-batch may hold, each ``[B, S]``; positions also ``[1, S]``.
+#: The tensors of a micro-batch, each ``[B, S]``; positions also ``[1, S]``.
 TENSORS = ("input_ids", "labels", "attention_mask", "position_ids", "shift_labels")
-#: Of models that were seen to take it, as those of sentence pairs.
+#: Another one, ``[B, S]``, for models that were seen to take it, such as those of sentence pairs.
 TOKEN_TYPES = "token_type_ids"
-#: Of an encoder-decoder, beside ``input_ids`` and ``attention_mask`` ``[B, S]``, each ``[B, T]``.
+#: Further tensors of an encoder-decoder, each ``[B, T]``; its ``input_ids`` and ``attention_mask`` are ``[B, S]``.
 TARGET_TENSORS = ("decoder_input_ids", "decoder_attention_mask", "labels")
-#: Of a model of images: ``[B, C, H, W]``, and which patches of it are masked, ``[B, P]``.
+#: Tensors of a model of images: the images ``[B, C, H, W]``, and which of their P patches are masked, ``[B, P]``.
 IMAGE_TENSORS = ("pixel_values", "bool_masked_pos")
 LABELS = ("labels", "shift_labels")
 _INDICES = (torch.int64, torch.int32)
-#: Arguments that mean "nothing special" with these values and have no rule with others.
+#: Arguments that are harmless with these values and not supported with others.
 _REJECTED: dict[str, tuple[Any, ...]] = {
     "use_cache": (None, False),
     "past_key_values": (None,),
@@ -49,11 +49,12 @@ class LocalBatch:
     """This rank's part of a micro-batch.
 
     Args:
-        tensors: ``[B'/b, S']`` ids, mask, positions and labels; B' and S' are B and S filled up to what the mesh needs.
+        tensors: ids, mask, positions and labels ``[B'/b, S']`` (positions also ``[1, S']``), where b is the size of the
+            batch axis, and B' and S' are B and S padded to what the mesh needs.
         rows: B.
-        length: S.
+        length: S; 0 for images.
         options: the forward's other arguments, unchanged.
-        source: where this is what a decoder is given, the encoder's.
+        source: the encoder's batch, if this one is for a decoder.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -64,12 +65,12 @@ class LocalBatch:
 
     @property
     def padded(self) -> int:
-        """S'; not of images."""
+        """S'. Not for images."""
         return self.tensors["input_ids"].shape[1]
 
 
 def granule(mesh: Mesh) -> int:
-    """What the length of a sequence, or of a segment of one, must be a multiple of."""
+    """Return the number that the length of a sequence, or of a segment, must be a multiple of."""
     return math.lcm(mesh.size("sequence"), mesh.size("hidden"))
 
 
@@ -82,22 +83,22 @@ def take_local_batch(
     inputs: Inputs = "embeddings",
     token_types: bool = False,
 ) -> LocalBatch:
-    """Check a forward's arguments, cut its batch dim over `batch`, and pad its sequence dim to ``at_least`` or more.
+    """Check a forward's arguments, shard the batch dim over `batch`, and pad the sequence dim to ``at_least`` or more.
 
-    A batch that `batch` doesn't divide, as the last one of a data loader, is filled up with copies of its last row
-    without labels: they add nothing to the loss nor to any gradient.
+    If `batch` doesn't divide the number of rows, as in the last batch of a data loader, copies of the last row without
+    labels are added: they contribute nothing to the loss nor to any gradient.
 
     Args:
-        arguments: by name.
-        config: of the model.
-        mesh: of the model.
-        at_least: positions.
-        inputs: what the model is given; one that counts positions by itself gets none that nobody gave.
-        token_types: whether there may be ``token_type_ids``.
+        arguments: the forward's arguments by name.
+        config: the model's config.
+        mesh: the model's mesh.
+        at_least: minimum number of positions after padding.
+        inputs: what the model takes. With ``"only ids"`` it counts positions by itself, and none are added.
+        token_types: whether ``token_type_ids`` are allowed.
 
     Raises:
-        UnsupportedModelError: an argument that a sharded model has no rule for.
-        CuboidError: shapes that contradict each other.
+        UnsupportedModelError: an argument isn't supported by sharded models.
+        CuboidError: the shapes contradict each other.
     """
     whole = given_tensors(arguments, token_types=token_types)
     _reject({name: value for name, value in arguments.items() if name not in whole or name == "input_ids"})
@@ -117,15 +118,15 @@ def take_local_batch(
 
 
 def take_local_pair(arguments: dict[str, Any], config: PretrainedConfig, mesh: Mesh) -> LocalBatch:
-    """:func:`take_local_batch` of an encoder's sequences and of a decoder's, which may differ in length.
+    """:func:`take_local_batch` for an encoder's and a decoder's sequences, which may differ in length.
 
     Args:
-        arguments: of an encoder-decoder, by name, with ``decoder_input_ids``.
-        config, mesh: of the model.
+        arguments: the forward's arguments by name, including ``decoder_input_ids``.
+        config, mesh: the model's.
 
     Returns:
-        What the decoder is given, and its source, which has the options. Neither has positions, which such a model
-        counts by itself.
+        The decoder's batch, with the encoder's as its ``source``, which has the options. Neither has positions, which
+        such a model counts by itself.
     """
     for name in ("position_ids", "shift_labels"):
         if arguments.get(name) is not None:
@@ -141,11 +142,11 @@ def take_local_pair(arguments: dict[str, Any], config: PretrainedConfig, mesh: M
 
 
 def take_local_images(arguments: dict[str, Any], config: PretrainedConfig, mesh: Mesh) -> LocalBatch:
-    """:func:`take_local_batch` of images, of which a rank is given whole ones: they are split after the embeddings.
+    """:func:`take_local_batch` for images. A rank gets whole images, because they are sharded after the embeddings.
 
     Raises:
-        UnsupportedModelError: an argument that has no rule.
-        CuboidError: ``pixel_values`` aren't images of the size in the config, or there are none.
+        UnsupportedModelError: an argument isn't supported, or the images don't have the size in the config.
+        CuboidError: ``pixel_values`` are missing or aren't images, or ``bool_masked_pos`` doesn't fit them.
     """
     for name, value in arguments.items():
         is_known = name in (*IMAGE_TENSORS, "num_items_in_batch")
@@ -179,7 +180,7 @@ def take_local_images(arguments: dict[str, Any], config: PretrainedConfig, mesh:
 
 
 def image_shape(config: PretrainedConfig) -> tuple[int, int] | None:
-    """Height and width of a model's images; None if its config doesn't say."""
+    """Return the height and width of a model's images; None if its config doesn't have them."""
     size = getattr(config, "image_size", None)
     if isinstance(size, int):
         return size, size
@@ -189,7 +190,7 @@ def image_shape(config: PretrainedConfig) -> tuple[int, int] | None:
 
 
 def given_tensors(arguments: dict[str, Any], *, token_types: bool = False) -> dict[str, torch.Tensor]:
-    """Those of a forward's arguments that are a micro-batch, by the names in :data:`TENSORS`."""
+    """Return those of a forward's arguments that are tensors of the micro-batch, by name."""
     names = (*TENSORS, TOKEN_TYPES) if token_types else TENSORS
     return {name: arguments[name] for name in names if arguments.get(name) is not None}
 
@@ -197,7 +198,7 @@ def given_tensors(arguments: dict[str, Any], *, token_types: bool = False) -> di
 def _reject(arguments: dict[str, Any]) -> None:
     for name, harmless in _REJECTED.items():
         value = arguments.get(name)
-        # A tensor, which compares element by element, is none of them.
+        # A tensor is never harmless, and ``in`` would compare it element by element.
         if value is not None and (isinstance(value, torch.Tensor) or value not in harmless):
             raise UnsupportedModelError(
                 f"{name} has no rule on a sharded model"
@@ -208,10 +209,10 @@ def _reject(arguments: dict[str, Any]) -> None:
 
 
 def check_tensors(whole: dict[str, torch.Tensor]) -> None:
-    """Make sure that a micro-batch's tensors have the shape of its ids, and hold integers.
+    """Check that a micro-batch's tensors have the shape of its ids, and hold integers (masks: any numbers).
 
     Raises:
-        CuboidError: they don't, or the ids aren't ``[B, S]``, or there are none.
+        CuboidError: they don't, or the ids aren't ``[B, S]`` or are empty.
     """
     ids = whole["input_ids"]
     if ids.dim() != 2 or 0 in ids.shape:
@@ -221,34 +222,35 @@ def check_tensors(whole: dict[str, torch.Tensor]) -> None:
         rows = (1, ids.shape[0]) if name == "position_ids" else (ids.shape[0],)
         if tensor.dim() != 2 or tensor.shape[0] not in rows or tensor.shape[1] != ids.shape[1]:
             raise CuboidError(f"{name} is {list(tensor.shape)}, but input_ids is {list(ids.shape)}")
-        # A mask may hold anything that is zero or isn't.
+        # In a mask, only zero or nonzero matters, so any dtype will do.
         if name != "attention_mask" and tensor.dtype not in _INDICES:
             raise CuboidError(f"{name} holds {tensor.dtype}; give torch.int64")
 
 
 def _with_rows(name: str, x: torch.Tensor, missing: int) -> torch.Tensor:
-    """Fill up with rows that have no loss. What else is in them is what a model surely can compute with."""
+    """Append ``missing`` rows without loss."""
     if missing == 0:
         return x
+    # Copies of a real row, because those are certainly valid inputs.
     last = x[-1:].expand(missing, *x.shape[1:])
     return torch.cat([x, torch.full_like(last, IGNORE_INDEX) if name in LABELS else last])
 
 
 def _pad(name: str, x: torch.Tensor, missing: int, config: PretrainedConfig, inputs: Inputs) -> torch.Tensor:
-    """Fill up at the end, where a causal model's real positions don't see it, and masks of others hide it."""
+    """Pad at the end, where a causal model's real positions don't see it and other models' masks hide it."""
     if missing == 0:
         return x
     if name == "position_ids":
         return torch.cat([x, _padding_positions(x, missing, config)], dim=1)
     value = IGNORE_INDEX if name in LABELS else 0
     if name == "input_ids" and inputs == "only ids":
-        # So that positions that the model counts from ids don't go on past the end of their table.
+        # Some models count positions from the ids and skip this token; other ids could count past the position table.
         value = getattr(config.get_text_config(), "pad_token_id", None) or 0
     return nn.functional.pad(x, (0, missing), value=value)
 
 
 def _padding_positions(positions: torch.Tensor, missing: int, config: PretrainedConfig) -> torch.Tensor:
-    """Count on, so that no packed sequence seems to begin, but not past a length at which the model changes.
+    """Count on, so that no packed sequence seems to start, but not past a length at which the model changes.
 
     Learned position tables end at ``max_position_embeddings``, and some rotary embeddings rescale beyond that or
     beyond the length that they were first trained at.
@@ -256,7 +258,7 @@ def _padding_positions(positions: torch.Tensor, missing: int, config: Pretrained
     last = positions[:, -1:]
     onward = last + torch.arange(1, missing + 1, device=positions.device)
     if "dynamic" in rope_types(config):
-        return last.expand(-1, missing)  # every length beyond the original one has frequencies of its own
+        return last.expand(-1, missing)  # every length beyond the original one has its own frequencies
     ends = [threshold.tokens for threshold in thresholds(config) if threshold.tokens >= positions.shape[1]]
     limit = min(ends, default=None)
     return onward if limit is None else torch.minimum(onward, last.clamp(min=limit - 1))

@@ -1,9 +1,8 @@
-"""What must be true of the numbers in a micro-batch: they are in the tables that they index, and all ranks have the
-same.
+"""Checks the numbers of a micro-batch: they are in the range of the tables that they index, and equal on all ranks.
 
-Neither costs a step its speed. Each rank sums its tensors up to a few numbers on the device, which the mesh gathers.
-The host looks at the verdict when it is there: on a CPU at once; on an accelerator after it has put more work into the
-queue, so that it waits for this forward to begin and never for one to end.
+The checks hardly slow down a step. Each rank computes checksums of its tensors on the device, which are all-gathered
+over the mesh. The host reads the result once it is available: on a CPU immediately; on an accelerator after it has
+queued more work, so that it waits at most for this forward to begin and never for one to end.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from cuboid.models.batch.batch import IGNORE_INDEX, IMAGE_TENSORS, LABELS, TARGE
 from cuboid.models.batch.targets import ANSWERS, Targets
 from cuboid.tensor3d.layers.vocab_cross_entropy import PADDING
 
-#: What ranks compare besides the tensors: how they were called, and what the loss is divided by.
+#: What ranks compare besides the tensors: the arguments of the call, and the number by which the loss is divided.
 _CALL, _ITEMS = "shapes or the other arguments", "num_items_in_batch"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a micro-batch's numbers may be.
+    """The ranges of a micro-batch's numbers. Upper limits are exclusive.
 
     Args:
-        tokens: rows of the embedding; ids are below.
-        labels: size of the vocabulary, or number of classes; labels are below. None if they may be any numbers.
-        positions: rows of a learned position table, if there is one; positions are below.
-        types: rows of a table of token types, if there may be such ids.
+        tokens: rows of the embedding: the limit of ids.
+        labels: size of the vocabulary, or number of classes: the limit of labels. None if labels may be any numbers.
+        positions: rows of the learned position table, if there is one: the limit of positions.
+        types: rows of the table of token types, if the model takes such ids.
         targets: what the loss compares with.
-        first_position: what a model that counts positions by itself begins with.
-        longest: tokens of the longest sequence that the model is for, if its config says so.
-        has_images: whether it is given images in place of ids.
+        first_position: the first position, if the model counts positions by itself.
+        longest: tokens of the longest sequence that the model is made for, if its config has it.
+        has_images: whether the model takes images in place of ids.
     """
 
     tokens: int
@@ -54,7 +53,7 @@ class Limits:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tensors that may be given."""
+        """Names of the tensors that a micro-batch may have."""
         if self.has_images:
             return (*IMAGE_TENSORS, "labels")
         types = () if self.types is None else (TOKEN_TYPES,)
@@ -62,11 +61,11 @@ class Limits:
         return (*TENSORS, *types, *more)
 
     def warn_of_length(self, given: Mapping[str, Any], mesh: Mesh) -> None:
-        """Say once, on the first rank, that rotary embeddings go on behind the positions that a model is for.
+        """Warn on the first rank if rotary embeddings are used beyond the positions that the model is made for.
 
         Args:
-            given: tensors of a micro-batch. Position ids that are among them may restart.
-            mesh: of this rank.
+            given: tensors of a micro-batch. If it has position ids, which may restart, there is no warning.
+            mesh: this rank's mesh.
         """
         length = 0 if given.get("input_ids") is None else given["input_ids"].shape[1]
         counts = self.positions is None and given.get("position_ids") is None
@@ -79,7 +78,7 @@ class Limits:
             )
 
     def of(self, name: str) -> int | None:
-        """The limit of one of :attr:`names`; None if it has none."""
+        """Return the limit of one of :attr:`names`; None if it has none."""
         if name in LABELS:
             return self.labels
         if name in ("input_ids", "decoder_input_ids"):
@@ -87,7 +86,10 @@ class Limits:
         return {"position_ids": self.positions, TOKEN_TYPES: self.types}.get(name)
 
     def out_of_range(self, name: str, x: torch.Tensor, ignore_index: int = IGNORE_INDEX) -> torch.Tensor | None:
-        """Where a tensor ``[B, S]`` or ``[B]`` holds what indexes nothing, of bool; None if it can't."""
+        """Return a bool tensor, in the shape ``[B, S]`` or ``[B]`` of ``x``, that is true where ``x`` is out of range.
+
+        None if the tensor has no limit.
+        """
         limit = self.of(name)
         if limit is None or x.is_floating_point():
             return None
@@ -95,12 +97,12 @@ class Limits:
         if name in LABELS:
             outside &= (x != ignore_index) & (x != PADDING)
         if name == "labels" and self.targets.task == "causal":
-            # They are shifted, so that nothing predicts the first.
+            # Labels are shifted by one, so the first one isn't used.
             outside[:, 0] = False
         return outside
 
     def error(self, name: str, x: torch.Tensor, ignore_index: int = IGNORE_INDEX, *, where: str = "") -> CuboidError:
-        """What to say of the first number out of range in a tensor that has some."""
+        """Return an error about the first number out of range in a tensor that has some."""
         outside = self.out_of_range(name, x, ignore_index)
         assert outside is not None
         place = tuple(outside.nonzero()[0].tolist())
@@ -117,15 +119,15 @@ class Limits:
 
 
 class BatchCheck:
-    """A check of one micro-batch, from its start on the device to what the host says of it.
+    """A check of one micro-batch: started on the device, read later by the host.
 
     Collective over the mesh. A rank sends 56 bytes to each other one, and 8 for each further kind of tensor.
 
     Args:
-        arguments: of the model's forward: whole tensors, alike on all ranks of the mesh.
-        limits: of the model.
-        mesh: the model's.
-        modes: settings of the host that all ranks must have alike, such as whether the model is training.
+        arguments: arguments of the model's forward: whole tensors, which should be equal on all ranks of the mesh.
+        limits: the model's limits.
+        mesh: the model's mesh.
+        modes: settings of the host that must be equal on all ranks, such as whether the model is training.
     """
 
     def __init__(self, arguments: dict[str, Any], limits: Limits, mesh: Mesh, modes: tuple[bool, ...]) -> None:
@@ -136,7 +138,7 @@ class BatchCheck:
         ids = self._tensors["pixel_values" if limits.has_images else "input_ids"]
         device = ids.device
         if limits.positions is not None and "position_ids" not in self._tensors:
-            # What the model counts by itself then; an encoder and a decoder have tables of the same size.
+            # The model will count positions by itself, so check those. Encoder and decoder have equal position tables.
             first, decoder_ids = limits.first_position, self._tensors.get("decoder_input_ids", ids)
             last = first + max(ids.shape[1], decoder_ids.shape[1])
             self._tensors["position_ids"] = torch.arange(first, last, device=device).unsqueeze(0)
@@ -146,19 +148,19 @@ class BatchCheck:
         if mesh.shape.size > 1:
             sums = all_gather(self._summary(arguments, modes, device), mesh.along(*AXES))
             found += (sums != sums[0]).any(0).unbind()
-        # On one rank nothing is compared, and images without classes index nothing.
+        # ``found`` is empty on one rank, which has nothing to compare, for images without classes.
         self._verdict = _OnHost(torch.stack(found) if found else torch.zeros(0, dtype=torch.bool, device=device))
 
     def read_if_there(self) -> None:
-        """:meth:`read` where nobody has to wait for it, which is on a CPU."""
+        """Call :meth:`read` if the host doesn't have to wait for the result, which is on a CPU."""
         if self._verdict.is_there:
             self.read()
 
     def read(self) -> None:
-        """Raise what the verdict says, if it is bad. Later calls do nothing.
+        """Wait for the result and raise an error if it is bad. Later calls do nothing.
 
         Raises:
-            CuboidError: on every rank of the mesh.
+            CuboidError: ranks have different micro-batches, or numbers are out of range; raised on all ranks.
         """
         if not self._tensors:
             return
@@ -185,7 +187,7 @@ class BatchCheck:
             divisor = torch.zeros((), dtype=torch.int64, device=device)
             call.append(None if items is None else float(items))
         digest = int.from_bytes(hashlib.blake2b(repr(call).encode(), digest_size=8).digest(), "big", signed=True)
-        # `full` takes the number along with the kernel's launch, where `tensor` would copy it and wait.
+        # `full` passes the number as a kernel argument, where `tensor` would copy it to the device and wait.
         numbers = [torch.full((), digest, dtype=torch.int64, device=device), divisor]
         places = _places(max(x.numel() for x in self._tensors.values()), device)
         for name in self._names:
@@ -196,9 +198,9 @@ class BatchCheck:
 
 
 def _places(count: int, device: torch.device) -> torch.Tensor:
-    """A number for each place, as good as random, so that other numbers or another order sum up differently.
+    """Return a pseudo-random weight for each place, so that different numbers or another order change the checksum.
 
-    The mixing of SplitMix64 (Steele, Lea and Flood 2014), in int64, which wraps around alike everywhere.
+    The mixing function of SplitMix64 (Steele, Lea and Flood 2014), in int64, which wraps around equally on all devices.
     """
     x = torch.arange(1, count + 1, device=device) * -0x61C8864680B583EB
     x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
@@ -207,13 +209,13 @@ def _places(count: int, device: torch.device) -> torch.Tensor:
 
 def _checksum(x: torch.Tensor, places: torch.Tensor, *, is_mask: bool) -> torch.Tensor:
     numbers = x != 0 if is_mask and x.is_floating_point() else x
-    # Numbers of regression by their bits.
+    # The labels of a regression are compared by their bits.
     whole = numbers.double().view(torch.int64) if numbers.is_floating_point() else numbers.to(torch.int64)
     return (whole.flatten() * places[: x.numel()]).sum()
 
 
 class _OnHost:
-    """A few numbers in flight from a device to the host, which goes on meanwhile."""
+    """A few numbers that are copied asynchronously from the device to the host."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.is_there = x.device.type == "cpu"
@@ -226,7 +228,7 @@ class _OnHost:
         self._event.record(torch.accelerator.current_stream(x.device))
 
     def read(self) -> list[Any]:
-        """The numbers, once they are there."""
+        """Wait for the numbers and return them."""
         if not self.is_there:
             self._event.synchronize()
         numbers: list[Any] = self._host.tolist()

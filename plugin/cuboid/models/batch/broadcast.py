@@ -1,8 +1,8 @@
-"""A step's micro-batches: read on one rank of a replica, known to all of them.
+"""Broadcasts a step's micro-batches from one rank of a replica to all its ranks.
 
 Every stage needs the shapes, the positions and the mask of what passes through it, and all ranks of a mesh must have
-the same. So the first rank of a replica reads, and one message tells the others. It is small (some bytes a token,
-where a hidden state has thousands), and after it no stage need ask another for a shape.
+the same ones. So the first rank of a replica reads the data and broadcasts it. That is little (some bytes per token,
+where a hidden state has thousands), and afterwards every stage can compute all message shapes by itself.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from cuboid.models.batch.batch import TENSORS, TOKEN_TYPES, check_tensors
 from cuboid.models.batch.batch_check import Limits
 from cuboid.models.batch.targets import ANSWERS, TARGETS
 
-#: By the names in ``Limits.names``. Integers, but for the labels of regression and of several classes at once.
+#: Tensors by the names in ``Limits.names``. All hold integers, except the labels of regression and multi-label tasks.
 MicroBatch = dict[str, torch.Tensor]
-#: Whatever a micro-batch may hold.
+#: All tensors that a micro-batch may have.
 _NAMES = (*TENSORS, TOKEN_TYPES, *ANSWERS)
-#: How numbers travel, which all take 64 bits then; the first for all that isn't listed but floats, which the second is
-#: for.
+#: Dtypes of the tensors after the broadcast, in which every number takes 64 bits: the first for all integers, the last
+#: for float64, and the second for all other floats.
 _DTYPES = (torch.int64, torch.float32, torch.float64)
 
 _FINE, _EXHAUSTED, _FAILED = 0, 1, 2
@@ -36,16 +36,16 @@ _READING = "reading the micro-batches"
 
 
 def read_micro_batch(batch: Any, limits: Limits) -> MicroBatch:
-    """A micro-batch in one of the forms in which data loaders give it.
+    """Convert a micro-batch from one of the forms in which data loaders return it.
 
     Args:
-        batch: a mapping with ``input_ids`` and perhaps ``labels``, ``attention_mask``, ``position_ids``,
-            ``shift_labels``, and what else the model's task has; or a pair (inputs, labels) of such a mapping or the
-            ids, and the labels.
-        limits: of the model.
+        batch: a mapping with ``input_ids`` and optionally ``labels``, ``attention_mask``, ``position_ids``,
+            ``shift_labels`` and the other tensors of the model's task; or a pair (inputs, labels), where inputs are
+            such a mapping or the ids.
+        limits: the model's limits.
 
     Raises:
-        CuboidError: another form, another key, or shapes that contradict each other.
+        CuboidError: the form or a key is unknown, or shapes contradict each other.
     """
     if isinstance(batch, list | tuple) and len(batch) == 2:
         inputs, labels = batch
@@ -71,15 +71,15 @@ def read_micro_batch(batch: Any, limits: Limits) -> MicroBatch:
     else:
         check_tensors(tensors)
     if "attention_mask" in tensors:
-        # A mask may hold anything that is zero or isn't, but travels with the integers.
+        # A mask may have any dtype, since only zero or nonzero matters, but is broadcast with the integers.
         tensors["attention_mask"] = (tensors["attention_mask"] != 0).to(torch.int64)
     return tensors
 
 
 def split_rows(batch: MicroBatch, rows: int) -> list[MicroBatch]:
-    """Cut a batch into micro-batches of so many rows; the last one may have fewer."""
+    """Cut a batch into micro-batches of ``rows`` rows; the last one may have fewer."""
     total = batch["input_ids"].shape[0]
-    # What all rows share is each micro-batch's.
+    # Tensors that all rows share, such as positions ``[1, S]``, go into every micro-batch.
     shared = {name: tensor for name, tensor in batch.items() if tensor.shape[0] != total}
     return [
         {name: shared.get(name, tensor[first : first + rows]) for name, tensor in batch.items()}
@@ -90,13 +90,13 @@ def split_rows(batch: MicroBatch, rows: int) -> list[MicroBatch]:
 def share_micro_batches(
     batches: Iterator[Any] | None, count: int | None, limits: Limits, mesh: Mesh, device: torch.device
 ) -> list[MicroBatch]:
-    """The next ``count`` micro-batches of this rank's replica, whole, on ``device``; all there are if it is None.
+    """Return this replica's next ``count`` micro-batches, whole, on ``device``; all that are left if it is None.
 
     Collective over the ranks that hold one copy of the model. Only the first of them reads; on the others
     ``batches`` may be None.
 
     Raises:
-        StopIteration: on every rank, if there are fewer, or none.
+        StopIteration: on every rank, if there are fewer than ``count``, or none.
         CuboidError: on every rank, if one is malformed or the reading rank has no iterator.
     """
     if count is None:
@@ -107,7 +107,7 @@ def share_micro_batches(
             raise CuboidError(f"rank {mesh.rank} reads the data of its replica, but was given no iterator")
         return [read_micro_batch(next(batches), limits) for _ in range(count)]
 
-    if mesh.copy_ranks[-1] == mesh.copy_ranks[0]:
+    if mesh.copy_ranks[-1] == mesh.copy_ranks[0]:  # the replica is a single rank
         return [{name: x.to(device) for name, x in batch.items()} for batch in read()]
     if mesh.rank == mesh.copy_ranks[0]:
         return _tell(read, count, mesh, device)
@@ -115,7 +115,10 @@ def share_micro_batches(
 
 
 def _all_of(batches: Iterator[Any] | None, mesh: Mesh, device: torch.device) -> tuple[Iterator[Any] | None, int]:
-    """What the reading rank has left, and how many they are; at least one, which then may fail to be read."""
+    """Read all that is left on the reading rank; return an iterator over it, and broadcast the number of micro-batches.
+
+    The number is at least 1, so that an empty iterator, or an error of the iterator, is reported when it is read.
+    """
     count = torch.ones((), dtype=torch.int64, device=device)
     if mesh.rank == mesh.copy_ranks[0] and batches is not None:
         try:
@@ -141,6 +144,7 @@ def _tell(read: Callable[[], list[MicroBatch]], count: int, mesh: Mesh, device: 
         _broadcast(_header(_EXHAUSTED, [], count, device), mesh)
         raise
     except BaseException as error:
+        # Even a KeyboardInterrupt is broadcast: the other ranks are waiting for the header.
         if isinstance(error, CuboidError):
             error.arising_on(mesh.rank).shared = True
         failure = dataclasses.replace(Failure.of(error, mesh.rank, _READING), everywhere=True)
@@ -180,25 +184,26 @@ def _listen(count: int, mesh: Mesh, device: torch.device) -> list[MicroBatch]:
 
 
 class ReplicasInStep:
-    """Entered around what each replica does by itself before a step; on leaving, all replicas know how it went.
+    """Context manager around what each replica prepares by itself before a step; on exit, replicas share the outcome.
 
-    What one of them failed with is raised on all. Where the data of all of them is at its end, ``StopIteration`` goes
-    on; where that of some only, an error says whose. It takes one all-reduce over the replicas, of the label tokens, by
-    which gradients are divided, and of what no table has.
+    A failure of one replica is raised on all. If the data of all replicas is exhausted, ``StopIteration`` propagates;
+    if only that of some is, an error names them. This takes one all-reduce over the replicas, which also sums the
+    number of label tokens, by which gradients are divided, and of numbers that are out of range.
 
     Args:
-        mesh: of this rank.
-        device: of its tensors.
+        mesh: this rank's mesh.
+        device: device of the all-reduced tensor.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         self._mesh, self._device = mesh, device
-        #: Label tokens of this replica, of no dims; to be set inside.
+        #: Number of this replica's label tokens, a tensor of no dims; to be set inside the context.
         self.items: torch.Tensor | None = None
-        #: Those of all replicas, on leaving.
+        #: Total over all replicas, set on exit.
         self.total_items = 0
-        #: Numbers of this replica that no table has, of no dims; to be set inside. Those of all replicas, on leaving.
+        #: How many of this replica's numbers are out of range, a tensor of no dims; to be set inside the context.
         self.out_of_range: torch.Tensor | None = None
+        #: Total over all replicas, set on exit.
         self.total_out_of_range = 0
 
     def __enter__(self) -> Self:
@@ -215,7 +220,7 @@ class ReplicasInStep:
             raise self._shorter(statuses) from error
 
     def _exchange(self, status: int) -> list[int]:
-        """The status of each replica; and the sum of their label tokens."""
+        """All-reduce over the replicas: set the totals and return each replica's status."""
         summary = torch.zeros(2 + self._mesh.topology.data, dtype=torch.int64, device=self._device)
         if self.items is not None:
             summary[0] = self.items
@@ -228,7 +233,7 @@ class ReplicasInStep:
         return statuses
 
     def _raise_first(self, error: BaseException | None) -> None:
-        """Raise the first replica's failure, or let ``error`` go on if that is it."""
+        """Raise the first failed replica's failure; return if ``error`` is that failure and should propagate itself."""
         reader = self._mesh.copy_ranks[0]
         own = None if error is None else Failure.of(error, reader, _READING)
         text = None if own is None else own.encode()
@@ -250,13 +255,13 @@ class ReplicasInStep:
             f"the data of replica {listed} of {len(statuses)} ended before that of the others: for this step it has "
             f"fewer micro-batches than they. {EQUAL_SHARES}"
         )
-        # All ranks of all replicas know it.
+        # All ranks of all replicas raise it.
         error.shared = True
         return error
 
 
-#: Numbers in the header for each micro-batch. Of each key: the rows, 0 for none; the columns, 0 where it has one dim;
-#: its dtype, as an index.
+#: Numbers in the header for each micro-batch. For each name: rows (0 if the tensor is missing), columns (0 if it has
+#: one dim), and its dtype as an index into ``_DTYPES``.
 _FIELDS = 3 * len(_NAMES)
 
 

@@ -1,7 +1,7 @@
-"""Which micro-batches show whether a model is computed right: lengths that cross its thresholds, padding, packing.
+"""Micro-batches that show whether a model is computed correctly: lengths that cross its thresholds, padding, packing.
 
-A model may change at a length: a window begins to cut, rotary embeddings rescale, a table of positions ends. A
-comparison whose sequences stay below all of that sees nothing of it. Everything here follows from a config alone.
+A model may change at some length: a window starts to hide keys, rotary embeddings rescale, a position table ends. A
+test whose sequences stay below all these lengths can't cover that. Everything here follows from a config alone.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from transformers import PretrainedConfig
 
 from cuboid.errors import ConfigError
 
-#: Odd, so that most meshes have to fill it up.
+#: Odd, so that most meshes have to pad it.
 LONGEST = 31
 _LEAST = 4
-#: Where a row is padded; ``"rows"`` and ``"right rows"`` go through several kinds, the second without the left.
+#: Where rows are padded; ``"rows"`` and ``"right rows"`` mix several kinds, the second without padding on the left.
 Padding = Literal["none", "right", "left", "rows", "right rows"]
 RowKind = Literal["whole", "right", "left", "without labels"]
-#: What rows of a micro-batch are, one after the other. The awkward ones come first, for there may be few.
+#: The kinds of a micro-batch's rows, in turn. The difficult ones come first, because there may be few rows.
 ROW_KINDS: dict[Padding, tuple[RowKind, ...]] = {
     "none": ("whole",),
     "right": ("right",),
@@ -32,7 +32,7 @@ ROW_KINDS: dict[Padding, tuple[RowKind, ...]] = {
     "right rows": ("right", "whole", "without labels"),
 }
 
-#: Tokens of a window, of a chunk, or of a step of a scale, as the configs of transformers call them.
+#: Names in transformers' configs for the number of tokens of a window, of a chunk, or of a step of a scale.
 _LENGTHS = (
     "sliding_window",
     "sliding_window_size",
@@ -60,9 +60,9 @@ class Threshold:
     """A length at which a model changes.
 
     Args:
-        key: where its config says so, such as ``"rope_parameters.full_attention.original_max_position_embeddings"``.
-        tokens: what that many tokens still are.
-        is_end: whether there are no more positions: tables that were learned, or made once.
+        key: its place in the config, such as ``"rope_parameters.full_attention.original_max_position_embeddings"``.
+        tokens: the greatest length before the change.
+        is_end: whether there are no positions beyond it, as with position tables that are learned or precomputed.
     """
 
     key: str
@@ -75,12 +75,12 @@ class Case:
     """One kind of micro-batch.
 
     Args:
-        name: what it is for, in words.
+        name: a description of what it tests.
         length: tokens of a row.
-        padding: where rows are padded, a quarter of them each.
-        packed: lengths of the sequences that share a row, which position ids that restart tell apart; their sum is
-            ``length``. Rows begin with different ones of them.
-        first_position: what position ids count from, where that isn't 0.
+        padding: where rows are padded; the padding is a quarter of the row.
+        packed: lengths of the sequences that are packed into a row, with position ids that restart; their sum is
+            ``length``. Each row starts with a different one of them, in turn.
+        first_position: the first position id.
     """
 
     name: str
@@ -90,12 +90,12 @@ class Case:
     first_position: int = 0
 
     def row_kinds(self, rows: int, first: int = 0) -> list[RowKind]:
-        """What each of so many rows is, of which the ``first`` ones went before."""
+        """Return the kinds of ``rows`` rows, the first of which is row number ``first``."""
         kinds = ROW_KINDS[self.padding]
         return [kinds[row % len(kinds)] for row in range(first, first + rows)]
 
     def attention_mask(self, rows: int, first: int = 0) -> torch.Tensor | None:
-        """``[rows, length]``, 1 where a token is real; None without padding."""
+        """Return a mask ``[rows, length]``, 1 where a token is real; None without padding."""
         if self.padding == "none":
             return None
         mask = torch.ones((rows, self.length), dtype=torch.long)
@@ -108,7 +108,7 @@ class Case:
         return mask
 
     def position_ids(self, rows: int, first: int = 0) -> torch.Tensor | None:
-        """``[rows, length]``; None where a model is to count by itself."""
+        """Return position ids ``[rows, length]``; None if the model should count positions by itself."""
         if not self.packed:
             counted = torch.arange(self.first_position, self.first_position + self.length)
             return counted.repeat(rows, 1) if self.first_position else None
@@ -121,22 +121,22 @@ class Case:
 
 
 def thresholds(config: PretrainedConfig) -> tuple[Threshold, ...]:
-    """Lengths at which the model of a config changes, shortest first."""
+    """Return the lengths at which a config's model changes, shortest first."""
     text = config.get_text_config(decoder=True)
     found = [Threshold(key, value) for key in _LENGTHS if (value := _tokens(text, key))]
     ropes = dict(_ropes(text))
     found += [Threshold(f"{name}.{_ORIGINAL}", value) for name, r in ropes.items() if (value := _tokens(r, _ORIGINAL))]
     scaled = any(_rope_type(rope) not in _UNSCALED_ROPE for rope in ropes.values())
     if scaled or not ropes:
-        # Without rotary embeddings, a number of positions is that of a table.
+        # Without rotary embeddings, the maximum number of positions is the size of a position table.
         found += [Threshold(key, value, not ropes) for key in _LONGEST if (value := _tokens(text, key))]
     return tuple(sorted(found, key=lambda threshold: threshold.tokens))
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:
-    """Tokens of the longest sequence that a model is for: more either have no positions, or none that it was made for.
+    """Return the length of the longest sequence that a model is made for.
 
-    None where its config doesn't say, or where its rotary embeddings are scaled for whatever length there is.
+    None if its config doesn't have it, or if its rotary embeddings are scaled dynamically with the length.
     """
     if "dynamic" in rope_types(config):
         return None
@@ -144,15 +144,15 @@ def longest_sequence(config: PretrainedConfig) -> int | None:
 
 
 def check_length(tokens: int, longest: int | None, what: str) -> None:
-    """Check that a model is for sequences of so many tokens.
+    """Check that a model is made for sequences of ``tokens`` tokens.
 
     Args:
-        tokens: of a sequence.
-        longest: of :func:`longest_sequence`.
-        what: names the tokens in the message.
+        tokens: length of the sequences.
+        longest: result of :func:`longest_sequence`.
+        what: name of the length in the error message.
 
     Raises:
-        ConfigError: it isn't.
+        ConfigError: it is made for shorter ones.
     """
     if longest is not None and tokens > longest:
         raise ConfigError(
@@ -162,9 +162,9 @@ def check_length(tokens: int, longest: int | None, what: str) -> None:
 
 
 def shrunk(config: PretrainedConfig, longest: int) -> PretrainedConfig:
-    """A copy of a config whose thresholds are all crossed by ``longest`` tokens; tables keep their ends.
+    """Return a copy of a config whose thresholds ``longest`` tokens cross; the ends of tables stay as they are.
 
-    Those that three quarters of ``longest`` cross already stay as they are, and all keep their order.
+    Thresholds below three quarters of ``longest`` stay as they are, and all keep their order.
     """
     small = copy.deepcopy(config)
     text = small.get_text_config(decoder=True)
@@ -173,7 +173,7 @@ def shrunk(config: PretrainedConfig, longest: int) -> PretrainedConfig:
     values = sorted({threshold.tokens for threshold in movable})
     large = [value for value in values if value >= longest * 3 // 4]
     base = max([longest // 4, *(value for value in values if value not in large)])
-    # Half of the longest, so that windows and chunks begin again twice.
+    # Half of the longest, so that windows and chunks restart twice.
     top = longest // 2 if base < longest // 2 else (base + longest) // 2
     smaller = {value: base + (top - base) * (i + 1) // len(large) for i, value in enumerate(large)}
     for threshold in movable:
@@ -184,11 +184,11 @@ def shrunk(config: PretrainedConfig, longest: int) -> PretrainedConfig:
 
 
 def cases(config: PretrainedConfig, longest: int = LONGEST) -> tuple[Case, ...]:
-    """Every kind of micro-batch of up to ``longest`` tokens that may matter to a model.
+    """Return every kind of micro-batch of up to ``longest`` tokens that may matter to a model.
 
-    Lengths at each threshold and just above it, the longest one, a short one, and one at the last positions of a
-    table, each whole and padded on either side; and rows of several sequences. What ``longest`` doesn't cross isn't
-    among them; see :func:`shrunk`.
+    These have lengths at each threshold and just above it, the longest length, a short one, and one that ends at the
+    last position of a table, each without padding and padded on either side; and there are packed rows. Thresholds
+    that ``longest`` doesn't cross aren't covered; see :func:`shrunk`.
     """
     whole = [Case("longest", _longest(config, longest)), Case("short", _short(config, longest))]
     for threshold in thresholds(config):
@@ -200,12 +200,12 @@ def cases(config: PretrainedConfig, longest: int = LONGEST) -> tuple[Case, ...]:
     found = [_padded(case, side) for case in whole for side in sides]
     packed = _packed(config, longest)
     found += [packed, replace(packed, name="packed, short ones first", packed=packed.packed[::-1])]
-    # Thresholds of one length give one case; the first name stays.
+    # Thresholds with the same length give one case. Reversed twice, so that the first one's name is kept.
     return tuple({(c.length, c.padding, c.packed, c.first_position): c for c in reversed(found)}.values())[::-1]
 
 
 def covering(config: PretrainedConfig, longest: int = LONGEST) -> tuple[Case, ...]:
-    """Four micro-batches with something of all of :func:`cases`, where each alone would be too many."""
+    """Return four micro-batches that cover something of all of :func:`cases`, for when those would be too many."""
     crossed = [threshold for threshold in thresholds(config) if threshold.tokens + 1 < longest]
     end = next((threshold for threshold in thresholds(config) if threshold.is_end), None)
     last = Case("whole", _longest(config, longest) - 2)
@@ -226,7 +226,7 @@ def _longest(config: PretrainedConfig, longest: int) -> int:
 
 
 def _short(config: PretrainedConfig, longest: int) -> int:
-    """Below all thresholds, where that leaves anything."""
+    """Return a length below all thresholds, if possible."""
     first = min((threshold.tokens for threshold in thresholds(config)), default=longest)
     return max(_LEAST, min(first - 1, longest // 3))
 
@@ -245,7 +245,7 @@ def _padded(case: Case, side: Padding) -> Case:
 
 
 def packed_case(length: int, first: int = 0) -> Case:
-    """Rows of one long sequence, of ``first`` tokens or more, and up to two short ones."""
+    """Return a case whose rows pack one long sequence, of at least ``first`` tokens, and up to two short ones."""
     first = max(length // 2, first)
     rest = length - first
     parts = (first, rest - rest // 3, rest // 3)
@@ -253,14 +253,14 @@ def packed_case(length: int, first: int = 0) -> Case:
 
 
 def _packed(config: PretrainedConfig, longest: int) -> Case:
-    """The long sequence crosses what can be crossed."""
+    """Return a packed case whose long sequence crosses as many thresholds as possible."""
     longest = _longest(config, longest)
     crossed = [threshold.tokens for threshold in thresholds(config) if threshold.tokens < longest - 2 * _LEAST]
     return packed_case(longest, max(crossed, default=0) + 1)
 
 
 def _ropes(text: PretrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Parameters of rotary embeddings, by their places in the config: one, or one for each type of layer."""
+    """Yield the parameters of rotary embeddings, with their place in the config: one, or one per type of layer."""
     rope = getattr(text, "rope_parameters", None)
     if not isinstance(rope, dict) or not rope:
         return
@@ -272,7 +272,7 @@ def _ropes(text: PretrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def rope_types(config: PretrainedConfig) -> set[str]:
-    """Kinds of rotary embeddings that a config asks for."""
+    """Return the types of rotary embeddings in a config."""
     text = config.get_text_config(decoder=True)
     return {str(_rope_type(rope) or "default") for _, rope in _ropes(text)}
 

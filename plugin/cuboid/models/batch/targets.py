@@ -1,4 +1,4 @@
-"""What the losses of tasks compare logits with, and which shapes and numbers it may have."""
+"""The targets that the losses of tasks compare logits with, and their shapes and ranges."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from cuboid.errors import CuboidError
 from cuboid.models.architectures.supported_tasks import WORDS, Task, task_of
 from cuboid.models.batch.batch import IGNORE_INDEX
 
-#: By task, the arguments of a forward that its loss compares with. Those of language models are split with the
-#: micro-batch; all others are whole on all ranks.
+#: For each task, the arguments of a forward with which its loss compares logits. Those of language models are sharded
+#: with the micro-batch; all others are whole on all ranks.
 _NAMES: dict[Task, tuple[str, ...]] = {
     "causal": ("labels", "shift_labels"),
     "masked": ("labels",),
@@ -27,18 +27,18 @@ _NAMES: dict[Task, tuple[str, ...]] = {
     "hidden": (),
 }
 TARGETS = ("labels", "shift_labels", "start_positions", "end_positions")
-#: Those that are whole on all ranks, and no part of a split micro-batch.
+#: Those that are whole on all ranks and never part of a sharded micro-batch.
 ANSWERS = ("start_positions", "end_positions")
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What a task's loss compares with.
+    """The targets of a task's loss.
 
     Args:
-        task: of the model.
-        outputs: numbers that the head has for each label; 0 for language models.
-        classes: labels are below, if they are integers; None where they aren't classes, as in regression.
+        task: the model's task.
+        outputs: number of outputs that the head has for each label; 0 for language models.
+        classes: exclusive upper limit of integer labels; None if labels aren't classes, as in regression.
     """
 
     task: Task
@@ -47,7 +47,7 @@ class Targets:
 
     @classmethod
     def of(cls, model: type, config: PretrainedConfig) -> Targets:
-        """Of a class and a config."""
+        """Determine the targets of a model class with a config."""
         task = task_of(model)
         if task in ("causal", "masked", "seq2seq"):
             return cls(task, 0, config.get_text_config().vocab_size)
@@ -60,28 +60,27 @@ class Targets:
         return cls(task, outputs, outputs if has_classes else None)
 
     def check_given(self, arguments: Mapping[str, Any]) -> None:
-        """Make sure that a forward's arguments have all that a loss other than a language model's compares with.
+        """Check that a forward's arguments have all targets of the task. Not for language models.
 
         Raises:
-            CuboidError: they don't.
+            CuboidError: one is missing.
         """
         missing = [name for name in _NAMES[self.task] if arguments.get(name) is None]
         if missing:
             raise CuboidError(f"a micro-batch for {WORDS[self.task]} needs {' and '.join(missing)}")
 
     def items(self, arguments: Mapping[str, Any]) -> torch.Tensor | int:
-        """Of how many the loss of a forward with these arguments is the mean: of tokens or rows; not of a language
-        model."""
+        """Return the number of tokens or rows over which the loss is averaged. Not for language models."""
         labels = arguments.get("labels")
         if labels is None or labels.is_floating_point() or self.classes is None:
             return len(arguments["input_ids"])
         return (labels != IGNORE_INDEX).sum()
 
     def check(self, arguments: dict[str, Any]) -> None:
-        """Make sure that a forward's arguments have the targets of the task, in its shapes, or none.
+        """Check that the targets among a forward's arguments, if any, belong to the task and have its shapes.
 
         Raises:
-            CuboidError: one has another shape, or is another task's.
+            CuboidError: a target has another shape, or belongs to another task.
         """
         main = "pixel_values" if arguments.get("input_ids") is None else "input_ids"
         rows, length = arguments[main].shape[:2]
@@ -108,12 +107,12 @@ class Targets:
         shapes: list[tuple[int, ...]] = [(rows,), (rows, 1)]
         if self.task == "answers" or (is_integer and self.classes is not None):
             return shapes
-        # Several numbers, or classes that exclude nothing of one another, for each row.
+        # Several numbers per row, or multi-label classes, which don't exclude one another.
         return shapes if self.outputs == 1 else [(rows, self.outputs)]
 
 
 def _check_target_shape(arguments: dict[str, Any], labels: torch.Tensor) -> None:
-    """Labels of an encoder-decoder are those of its decoder's positions, of which there may be any number."""
+    """Check an encoder-decoder's labels, which are for the decoder's positions; there may be any number of these."""
     source, ids = arguments["input_ids"], arguments.get("decoder_input_ids")
     if labels.dim() != 2 or labels.shape[0] != source.shape[0] or (ids is not None and labels.shape != ids.shape):
         beside = "" if ids is None else f" and decoder_input_ids is {list(ids.shape)}"

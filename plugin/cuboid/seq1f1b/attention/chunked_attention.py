@@ -1,8 +1,8 @@
 """Causal attention of one segment to itself and to all segments before it.
 
-There are two ways, which use the KV cache alike. :func:`attend_segment` calls a fused kernel twice, for the past and
-for the segment itself, and merges the results by their log-sum-exps, without a mask. :func:`prefix` returns the keys
-and values of the past together with the segment's own, for whatever attention kernel a model has.
+There are two entry points, which use the KV cache in the same way. :func:`attend_segment` calls a fused kernel twice,
+for the past and for the segment itself, and merges the results by their log-sum-exps, without a mask. :func:`prefix`
+returns the keys and values of the past followed by the segment's own, for the model's own attention kernel.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def attend_segment(
         query: ``[B, Hq, L, D]``; Hq is a multiple of Hkv.
         key: ``[B, Hkv, L, D]``.
         value: ``[B, Hkv, L, Dv]``.
-        store: the KV cache, which has the positions before ``start``; the segment's own are added.
+        store: the KV cache, which holds the positions before ``start``; the segment's own are added.
         layer: identifies the layer in the KV cache.
         start: the segment's first position.
-        scale: factor of the scores.
+        scale: factor by which the scores are multiplied.
 
     Returns:
         ``[B, Hq, L, Dv]``.
     """
     kind = query.device.type
-    if torch.is_autocast_enabled(kind):  # as for torch's own attention
+    if torch.is_autocast_enabled(kind):  # autocast casts the inputs of torch's own attention in the same way
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
     out: torch.Tensor = _AttendSegment.apply(query, key, value, store, layer, start, scale)
     return out
@@ -50,12 +50,12 @@ def attend_segment(
 def prefix(
     key: torch.Tensor, value: torch.Tensor, store: KVCache, layer: Hashable, start: int, first: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values from position ``first`` to the end of a segment, without a copy.
+    """Keys and values from position ``first`` to the end of a segment, as views of the KV cache.
 
     Args:
         key, value: the segment's own, ``[B, Hkv, L, D]`` and ``[B, Hkv, L, Dv]``.
         store, layer, start: as for :func:`attend_segment`.
-        first: at most ``start``.
+        first: the first position to return; at most ``start``.
 
     Returns:
         ``[B, Hkv, start + L - first, D]`` and the same with Dv.
@@ -85,11 +85,12 @@ class _AttendSegment(torch.autograd.Function):
         # The diagonal: the segment's queries and its own keys, causal.
         out, lse = kernel.forward(query, *own, causal=True, scale=scale)
         if start > 0:
-            # The past, which every query of the segment sees whole.
+            # The past: every query of the segment sees all of it, so no mask is needed.
             past = kernel.forward(_fold(query, group), *store.read(layer, 0, start), causal=False, scale=scale)
             _merge(_by_group(out, group), _by_group(lse, group), *(_unfold(x, group) for x in past))
         if ctx.needs_input_grad[0] and query.untyped_storage().nbytes() > query.nbytes:
-            # If q is a view of a fused projection's output, saving it would keep k and v a second time.
+            # If q is a view of a fused projection's output, saving it would keep that output's k and v alive, which are
+            # in the KV cache already.
             query = query.clone()
         ctx.save_for_backward(query, out, lse)
         ctx.place = (store, layer, start)
@@ -140,10 +141,10 @@ class _Prefix(torch.autograd.Function):
         return dk, dv, None, None, None, None
 
 
-# GQA: a group is the query heads that share one key head. Kernels that handle groups get the tensors as they are (group
-# 1 here). Other kernels need as many key heads as query heads: for the segment itself the keys, which are few, are
-# repeated; for the past, which may be long, the heads of a group become additional queries of one head, which is right
-# because there is no mask that depends on the query's position.
+# GQA: a group is the query heads that share one key head. Kernels that handle groups get the tensors unchanged
+# (``group`` is 1 then). Other kernels need as many key heads as query heads. For the segment itself, whose keys are
+# few, the keys are repeated. For the past, which may be long, the heads of a group become additional queries of one
+# head instead. That is correct because there is no mask that depends on the query's position.
 
 
 def _expand(x: torch.Tensor, group: int) -> torch.Tensor:
@@ -179,6 +180,6 @@ def _merge(out: torch.Tensor, lse: torch.Tensor, past_out: torch.Tensor, past_ls
     """Merge attention to two sets of keys into ``out`` ``[…, L, Dv]`` and ``lse`` ``[…, L]``, in place."""
     # exp(past_lse) / (exp(past_lse) + exp(lse)), without overflow.
     past_share = torch.sigmoid(past_lse - lse).unsqueeze(-1)
-    # In the dtype of the log-sum-exp, which is float32 if the output has 16 bits.
+    # Computed in the dtype of the log-sum-exp, which is float32 if the output has 16 bits.
     out.copy_(torch.lerp(out.to(lse.dtype), past_out.to(lse.dtype), past_share))
     torch.logaddexp(lse, past_lse, out=lse)

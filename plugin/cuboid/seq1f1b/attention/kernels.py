@@ -1,8 +1,8 @@
 """Fused attention kernels that return the log-sum-exp of each query's scores, and their backward.
 
-The only mask they have is the causal one. Some handle GQA, where query heads share a key head; the others need as many
-key heads as query heads. If ``out`` and ``lse`` are merged from several calls, each call's backward gives its share of
-the gradients: a kernel recomputes the probabilities from ``lse``, and everything else depends on ``out`` only.
+The only mask they support is the causal one. Some handle GQA, where query heads share a key head; the others need as
+many key heads as query heads. If ``out`` and ``lse`` are merged from several calls, each call's backward returns its
+share of the gradients: a kernel recomputes the probabilities from ``lse``, and everything else depends on ``out`` only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Kernel(Protocol):
     """Attention of ``[B, H, L, D]`` queries to ``[B, H, S, D]`` keys and ``[B, H, S, Dv]`` values.
 
     Attributes:
-        knows_groups: whether keys and values may have fewer heads, of which H is a multiple (GQA).
+        knows_groups: whether keys and values may have fewer heads than H, by a whole factor (GQA).
     """
 
     knows_groups: ClassVar[bool]
@@ -29,7 +29,7 @@ class Kernel(Protocol):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output ``[B, H, L, Dv]`` and the natural log-sum-exp ``[B, H, L]`` in at least float32."""
+        """Return the output ``[B, H, L, Dv]`` and the natural log-sum-exp ``[B, H, L]`` in at least float32."""
 
     def backward(
         self,
@@ -43,23 +43,23 @@ class Kernel(Protocol):
         causal: bool,
         scale: float,
     ) -> Gradients:
-        """Gradients of query, key and value, for the gradient ``[B, H, L, Dv]`` of the output."""
+        """Return the gradients of query, key and value, given the output's gradient ``[B, H, L, Dv]``."""
 
 
 def choose_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Kernel:
-    """The fastest kernel for such tensors on their device; keys and values may have fewer heads than queries."""
+    """Return the fastest kernel for these tensors and their device; keys and values may have fewer heads (GQA)."""
     one_dtype = query.dtype == key.dtype == value.dtype
     one_head_dim = query.shape[-1] == value.shape[-1]
     if query.device.type == "cpu" and one_dtype and one_head_dim:
         return CpuFlash()
-    # On other GPUs than NVIDIA's these operators define the log-sum-exp differently.
+    # On AMD GPUs these operators define the log-sum-exp differently.
     if query.device.type == "cuda" and one_dtype and torch.version.hip is None:
         cuda = torch.backends.cuda
         is_grouped = query.shape[1] != key.shape[1]
         parameters = cuda.SDPAParams(query, key, value, None, 0.0, False, is_grouped)
         if one_head_dim and query.shape[-1] % 8 == 0 and cuda.can_use_flash_attention(parameters):
             return CudaFlash()
-        # The kernel will get keys repeated to as many heads as queries have; ask with equal heads of the same sizes.
+        # The keys will be repeated to as many heads as the queries have, so query torch with equal head counts.
         alike = cuda.SDPAParams(query[:, : key.shape[1]], key, value, None, 0.0, False, False)
         if cuda.can_use_efficient_attention(alike):
             return CudaEfficient()
@@ -69,7 +69,7 @@ def choose_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
 
 
 def _warn_of_no_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    # Python shows a warning with the same text and place only once.
+    # Not guarded against repetition: Python shows a warning with the same text and place only once.
     kinds = "/".join(dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in (query, key, value)))
     sizes = "/".join(dict.fromkeys(str(x.shape[-1]) for x in (query, key, value)))
     warnings.warn(
@@ -137,7 +137,7 @@ class CudaFlash:
         scale: float,
     ) -> Gradients:
         """See :class:`Kernel`."""
-        # No cumulative sequence lengths, and no random state, because there is no dropout.
+        # There are no cumulative sequence lengths; and no random state, because there is no dropout.
         no_bounds, no_random = None, torch.empty(0, dtype=torch.uint64, device=query.device)
         sizes = (no_bounds, no_bounds, query.shape[2], key.shape[2])
         flash_backward = _aten._scaled_dot_product_flash_attention_backward
@@ -152,7 +152,7 @@ class CudaEfficient:
 
     knows_groups: ClassVar[bool] = False
 
-    #: The kernel pads the log-sum-exp's queries to a multiple of this number, with infinity.
+    #: The kernel pads the query dim of the log-sum-exp to a multiple of this number, with infinity.
     _ALIGNMENT = 32
 
     def forward(
@@ -189,11 +189,11 @@ class CudaEfficient:
 
 
 class ChunkedMath:
-    """Plain tensor operations on any device, for a few queries at a time."""
+    """Plain tensor operations on any device, in chunks of queries to bound the memory of the scores."""
 
     knows_groups: ClassVar[bool] = False
 
-    #: Largest number of scores at a time.
+    #: Largest number of scores in one chunk.
     _SCORES = 1 << 24
 
     def forward(
@@ -228,7 +228,7 @@ class ChunkedMath:
             scores = _scores(query, key, rows, causal=causal, scale=scale)
             probabilities = scores.sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
             dv += probabilities.mT @ grad_rows
-            # d(scores) = P · (dP − Σ dO·O), the sum over the head dim.
+            # d(scores) = P · (dP − Σ dO·O), where the sum is over the head dim.
             delta = (grad_rows * out[:, :, rows].to(dtype)).sum(-1, keepdim=True)
             ds = (grad_rows @ value.to(dtype).mT).sub_(delta).mul_(probabilities).mul_(scale)
             dq.append((ds @ key.to(dtype)).to(query.dtype))

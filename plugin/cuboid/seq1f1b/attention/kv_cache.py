@@ -1,8 +1,8 @@
-"""The KV cache: keys and values of one micro-batch on one stage, for later segments, and the gradients they send back.
+"""The KV cache: keys and values of one micro-batch on one stage, and the gradients that later segments add to them.
 
 A buffer holds the whole sequence, and each segment writes its own positions in place. Between a segment's forward and
 its backward, autograd keeps views of the buffer while later segments write to other positions of it. Writes therefore
-go through ``.data``, which doesn't increment the version that autograd checks.
+go through ``.data``, which doesn't increment the version counter that autograd checks.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import torch
 from cuboid.errors import UnsupportedModelError
 from cuboid.seq1f1b.attention.recurrent_states import RecurrentStates
 
-#: Dtype in which gradients of keys and values are summed: at least float32, or that of the keys and values.
+#: Dtype in which gradients of keys and values are summed: at least float32, or the dtype of the keys and values.
 GradientDtype = Literal["fp32", "parameter"]
 _Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
 
 
 class KVCachePool:
-    """Buffers for reuse.
+    """A pool of reusable buffers.
 
-    Of each kind (heads, head dim, dtype, device) there are never more than were in use at the same time: a free buffer
-    of another length is released before a new one is allocated.
+    For each kind (heads, head dim, dtype, device) it never holds more buffers than were in use at the same time: when
+    no free buffer has the shape that is needed, one of another length is released before a new one is allocated.
     """
 
     def __init__(self) -> None:
         self._free: dict[_Kind, list[torch.Tensor]] = {}
 
     def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer ``[B, H, S, D]``, not initialized."""
+        """Return an uninitialized buffer ``[B, H, S, D]``."""
         free = self._free.setdefault(_kind(shape, dtype, device), [])
         for index, buffer in enumerate(free):
             if buffer.shape == shape:
@@ -47,7 +47,7 @@ class KVCachePool:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of all free buffers."""
+        """Total size of all free buffers."""
         return sum(buffer.nbytes for buffers in self._free.values() for buffer in buffers)
 
 
@@ -57,7 +57,7 @@ def _kind(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> _Kind:
 
 @dataclass
 class _Layer:
-    """Keys and values of all positions up to ``stop``, and their gradients from later segments, once there are any."""
+    """Keys and values of all positions before ``stop``, and their gradients from later segments, once there are any."""
 
     buffers: tuple[torch.Tensor, torch.Tensor]
     stop: int = 0
@@ -73,7 +73,7 @@ class KVCache:
         gradients: dtype in which gradients are summed.
 
     Attributes:
-        states: the states that recurrent layers pass from segment to segment.
+        states: the recurrent layers' states, which are passed from segment to segment.
     """
 
     def __init__(self, length: int, pool: KVCachePool, gradients: GradientDtype = "fp32") -> None:
@@ -108,17 +108,17 @@ class KVCache:
             buffer.data[:, :, start : start + part.shape[2]].copy_(part.detach())
 
     def read(self, layer: Hashable, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values ``[B, Hkv, stop - start, D]`` of some positions, without a copy."""
+        """Return keys ``[B, Hkv, stop - start, D]`` and values (with Dv) of some positions, without a copy."""
         key, value = self._layers[layer].buffers
-        # The second ``.data`` makes the slice independent of the buffer's version, which later writes change.
+        # The second ``.data`` gives the slice a version counter of its own, which later writes don't change.
         return key.data[:, :, start:stop].data, value.data[:, :, start:stop].data
 
     def add_gradients(self, layer: Hashable, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Add a segment's gradients of the keys and values before it.
+        """Add the gradients that a segment's queries give to the keys and values before it.
 
         Args:
             layer: as for :meth:`write`.
-            start: the first position.
+            start: the first position that the gradients are for.
             key: ``[B, Hkv, past, D]``, may be empty.
             value: ``[B, Hkv, past, Dv]``.
         """
@@ -134,14 +134,14 @@ class KVCache:
     def with_gradients(
         self, layer: Hashable, start: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The complete gradients of a segment's own keys and values.
+        """Return the complete gradients of a segment's own keys and values, in their shapes.
 
-        Segments run backward in reverse order, so all later segments have added theirs.
+        Segments run backward in reverse order, so all later segments have already added their part.
 
         Args:
             layer, start: as for :meth:`write`.
             key: ``[B, Hkv, L, D]``, the gradient from the segment's own queries.
-            value: ``[B, Hkv, L, Dv]``.
+            value: ``[B, Hkv, L, Dv]``, likewise.
         """
         gradients = self._layers[layer].gradients
         if gradients is None:
@@ -153,21 +153,21 @@ class KVCache:
         return whole[0], whole[1]
 
     def free_layer(self, layer: Hashable) -> None:
-        """Return a layer's buffers to the pool, if it has any, after its first segment's backward."""
+        """Return a layer's buffers, if any, to the pool; called after its first segment's backward, the last to run."""
         entry = self._layers.pop(layer, None)
         if entry is not None:
             for buffer in (*entry.buffers, *(entry.gradients or ())):
                 self._pool.give(buffer)
 
     def free(self) -> None:
-        """Return all buffers to the pool, after the micro-batch."""
+        """Return all buffers to the pool; called when the micro-batch is done."""
         for layer in list(self._layers):
             self.free_layer(layer)
         self.states.free()
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all buffers in use."""
+        """Total size of all buffers and states in use."""
         entries = self._layers.values()
         own = sum(buffer.nbytes for e in entries for buffer in (*e.buffers, *(e.gradients or ())))
         return own + self.states.held_bytes

@@ -1,8 +1,9 @@
-"""States that recurrent layers hand from one segment of a micro-batch to the next, and the gradients that come back.
+"""States that recurrent layers pass from one segment of a micro-batch to the next, and the gradients of those states.
 
-A state (the last inputs of a causal convolution, the matrix of a linear attention, of a state space) is made by one
-segment's forward and read by the next one's. Each segment has a graph of its own, which a state leaves by
-:func:`read_state` and into which its gradient comes back by :func:`carry_states`.
+A state (the last inputs of a causal convolution, the matrix of a linear attention or a state space model) is computed
+by one segment's forward and read by the next segment's. Each segment has an autograd graph of its own. The next
+segment's graph reads the state by :func:`read_state`, whose backward collects the gradient; :func:`carry_states` feeds
+that gradient into the graph of the segment that computed the state.
 """
 
 from __future__ import annotations
@@ -13,54 +14,57 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-#: Names a state of a layer, and the position where the segment that made it ends.
+#: Identifies a state of a layer, and the position at which the segment that computed it ends.
 StateKey = tuple[Hashable, int]
 
 
 class RecurrentStates:
-    """Of every layer of one stage, for one micro-batch."""
+    """The states of every recurrent layer of one stage, for one micro-batch, and their gradients."""
 
     def __init__(self) -> None:
         self._states: dict[StateKey, torch.Tensor] = {}
         self._gradients: dict[StateKey, torch.Tensor] = {}
 
     def write(self, key: StateKey, state: torch.Tensor) -> None:
-        """Keep a state for the next segment. A recomputation writes the same once more, which changes nothing."""
+        """Keep a state for the next segment. A recomputation may write the same state again, which is harmless."""
         self._states[key] = state.detach()
 
     def read(self, key: StateKey) -> torch.Tensor:
-        """What a segment wrote.
+        """Return a state that a segment wrote.
 
         Raises:
-            KeyError: none did.
+            KeyError: it wasn't written.
         """
         return self._states[key]
 
     def add_gradient(self, key: StateKey, gradient: torch.Tensor) -> None:
-        """Add what the next segment sends back to a state."""
+        """Add the gradient of a state that the next segment's backward computed."""
         before = self._gradients.get(key)
         self._gradients[key] = gradient if before is None else before + gradient
 
     def take_gradient(self, key: StateKey) -> torch.Tensor | None:
-        """All that came back. Segments run backward in reverse order, so the state isn't needed any more."""
+        """Remove and return a state's gradient; None if there is none.
+
+        Segments run backward in reverse order, so the state itself is no longer needed either and is freed.
+        """
         self._states.pop(key, None)
         return self._gradients.pop(key, None)
 
     def free(self) -> None:
-        """Forget everything: the micro-batch is done, or was only evaluated."""
+        """Free all states and gradients: the micro-batch is done, or was only evaluated."""
         self._states.clear()
         self._gradients.clear()
 
     @property
     def held_bytes(self) -> int:
-        """Of all states and gradients."""
+        """Total size of all states and gradients."""
         return sum(x.nbytes for x in (*self._states.values(), *self._gradients.values()))
 
 
 def read_state(states: RecurrentStates, key: StateKey) -> torch.Tensor:
-    """A state that the segment before has written; what it is used for sends a gradient back."""
+    """Return a copy of a state that the previous segment wrote; its gradient is added to ``states`` in backward."""
     state = states.read(key)
-    # An output of autograd's needs an input that has a gradient.
+    # Autograd runs a function's backward only if one of its inputs requires a gradient; this scalar serves as that.
     found: torch.Tensor = _Read.apply(state.new_zeros((), requires_grad=state.is_floating_point()), states, key)
     return found
 
@@ -68,15 +72,15 @@ def read_state(states: RecurrentStates, key: StateKey) -> torch.Tensor:
 def carry_states(
     hidden: torch.Tensor, states: RecurrentStates, keys: Sequence[StateKey], made: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Let the backward of a layer's output begin that of the states that the layer made, too.
+    """Attach the states that a layer computed to its output, so that the output's backward includes theirs.
 
     Args:
         hidden: the layer's output, any shape.
-        states: where the gradients of the states will be by then.
-        keys, made: names of the states, and the states in the layer's graph.
+        states: holds the states' gradients by the time of that backward.
+        keys, made: keys of the states, and the states themselves as tensors of the layer's graph.
 
     Returns:
-        ``hidden``.
+        A view of ``hidden``.
     """
     carried: torch.Tensor = _Carry.apply(hidden, states, tuple(keys), *made)
     return carried
@@ -86,7 +90,7 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, states: RecurrentStates, key: StateKey) -> torch.Tensor:
         ctx.place = (states, key)
-        # A copy, for code that advances a state in place.
+        # A copy, in case the layer's code updates the state in place.
         return states.read(key).clone()
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""Running one rank's program of a schedule: computation, p2p messages, measured times and bytes."""
+"""Runs one rank's program of a schedule: computation and p2p messages; measures times and memory."""

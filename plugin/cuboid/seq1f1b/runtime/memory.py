@@ -1,4 +1,4 @@
-"""How many bytes this rank keeps for backward: what autograd saved, and the keys and values that segments share."""
+"""Measures the bytes that this rank keeps for backward: tensors saved by autograd, and buffers of KV caches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cuboid.seq1f1b.attention.kv_cache import KVCachePool
 
 
 class MeteredPool(KVCachePool):
-    """A pool of which it is known what is in use."""
+    """A pool that keeps track of the buffers in use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,51 +30,51 @@ class MeteredPool(KVCachePool):
         super().give(buffer)
 
     def holds(self, place: int) -> bool:
-        """Whether the storage of this id is a buffer in use."""
+        """Whether the storage with this id is a buffer in use."""
         return place in self._used_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Of all buffers in use."""
+        """Total size of all buffers in use."""
         return sum(self._used_bytes.values())
 
 
 class _Saved:
-    """What a graph holds in place of a tensor that it saved. The storage counts until the last of these is gone."""
+    """Held by the autograd graph in place of a saved tensor. A storage counts until its last holder is freed."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # Without its history: a graph that holds one of its own outputs would never be freed.
+        # Detached: a graph node that holds its own output with its history would be a reference cycle, never freed.
         self.tensor = tensor.detach()
 
 
 class LiveActivations:
-    """Counts, inside a ``with``, the bytes of activations that are alive because a backward is still to come.
+    """Context manager that counts the bytes of activations that are alive because their backward is still to come.
 
-    Whole storages are counted, each once, however many views of it are saved; from the first save until the last graph
-    that needs it is freed. Tensors that don't go through autograd (a chunk of logits while it is worked on, buffers of
-    messages) aren't seen. Use it on one rank at a time, around a step from its beginning to its end; measured steps are
-    a little slower.
+    Whole storages are counted, each one once no matter how many views of it are saved, from the first save until the
+    last graph that needs it is freed. Tensors that aren't saved by autograd (the current chunk of logits, buffers of
+    messages) aren't counted. Use it on one rank at a time, around a whole step; it slows the step down a little.
 
     Args:
-        parameters: not to be counted, though graphs save them.
-        pool: of the key/value stores, whose buffers count as long as they are in use.
+        parameters: tensors that aren't counted, although graphs save them.
+        pool: provides the KV caches' buffers, which count as long as they are in use.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], pool: MeteredPool | None = None) -> None:
         self._excluded = {storage_id(parameter) for parameter in parameters}
         self._pool = pool
-        #: By storage: bytes, and how many saved tensors share them.
+        #: By storage id: its bytes, and the number of saved tensors that share it.
         self._live: dict[int, list[int]] = {}
         self._saved_bytes = 0
-        #: The most bytes so far.
+        #: Maximum of :attr:`live_bytes` so far, updated whenever autograd saves a tensor.
         self.peak_bytes = 0
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     @property
     def live_bytes(self) -> int:
-        """Bytes at present."""
+        """Bytes that are alive now."""
         if self._pool is None:
             return self._saved_bytes
+        # Buffers of the pool that graphs save too would count twice.
         shared = sum(size for place, (size, _) in self._live.items() if self._pool.holds(place))
         return self._saved_bytes - shared + self._pool.used_bytes
 
@@ -115,5 +115,5 @@ class LiveActivations:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Tells storages apart that are alive at the same time, also those that have no memory."""
+    """Return an id that is unique among the living storages, even those without memory, unlike ``data_ptr``."""
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return, unused-ignore]

@@ -39,7 +39,7 @@ class Channel:
         group: process group of the two ranks, used for this direction only. With NCCL it has a stream of its own, so
             that neither computation nor the other direction waits for it.
         peer: world rank at the other end.
-        count: called with the number of bytes of each tensor that is sent.
+        count: called with the size in bytes of each tensor that is sent.
     """
 
     def __init__(self, group: dist.ProcessGroup, peer: int, count: Callable[[int], None]) -> None:
@@ -69,9 +69,9 @@ class Channel:
     def meet(self, device: torch.device, *, sends: bool) -> None:
         """Exchange a byte, so that the backend sets up the connection before the first message.
 
-        NCCL's set-up blocks the host until the peer joins. If it happened in a receive that is posted early, the peer
-        could be waiting for another message of this rank. Both ends must call, and all ranks must go through their
-        channels in the same order.
+        NCCL's set-up blocks the host until the peer joins. If that happened in a receive that is posted early, the peer
+        could be waiting for another message from this rank: a deadlock. Both ends must call this, and all ranks must go
+        through their channels in the same order.
         """
         byte = torch.zeros(1, dtype=torch.uint8, device=device)
         if sends:
@@ -80,7 +80,7 @@ class Channel:
             dist.recv(byte, self._peer, group=self._group)
 
     def drain(self) -> None:
-        """Wait until everything is sent.
+        """Wait until everything is sent; on CUDA, only the current stream waits.
 
         Raises:
             PeerLostError: the connection to the receiver is lost.

@@ -1,4 +1,4 @@
-"""When each action of a step really ran, on one clock for all stages."""
+"""Measures when each action of a step ran, on one clock for all stages."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _PINGS = 8
 
 
 class Profiler:
-    """Notes the start and the end of each computation of one step on this rank.
+    """Records the start and the end of each computation of one step on this rank.
 
-    On CUDA, where the host runs ahead, the stream's own events are the clock; they are read after the step.
+    On CUDA, where the host runs ahead, times come from events on the stream, which are read after the step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,11 +30,12 @@ class Profiler:
             self._origin = torch.cuda.Event(enable_timing=True)
             self._origin.record(torch.cuda.current_stream(device))
             torch.cuda.synchronize(device)
+        # The stream has just reached the origin event, so the host's time now is nearly the event's.
         self._origin_s = time.perf_counter()
 
     @contextmanager
     def observe(self, action: Action) -> Iterator[None]:
-        """Enter for the time of an action."""
+        """Context manager around an action's computation."""
         self._actions.append(action)
         if self._device.type != "cuda":
             start_s = time.perf_counter()
@@ -49,7 +50,7 @@ class Profiler:
         self._events.append((start, end))
 
     def times_s(self) -> tuple[list[Action], list[tuple[float, float]]]:
-        """The actions in order, and their starts and ends on this process's ``time.perf_counter``."""
+        """Return the actions in order, and the start and end of each on this process's ``time.perf_counter`` clock."""
         if self._device.type != "cuda":
             return self._actions, self._host_s
         torch.cuda.synchronize(self._device)
@@ -62,7 +63,10 @@ class Profiler:
 def gather_times_s(
     times_s: list[tuple[float, float]], group: dist.ProcessGroup, device: torch.device
 ) -> list[list[tuple[float, float]]]:
-    """Every rank's times on the clock of the group's first rank. Collective; all ranks give equally many."""
+    """Return every rank's times on the clock of the group's first rank.
+
+    Collective over the group; all ranks must pass equally many times.
+    """
     offset_s = _clock_offset_s(group, device)
     own = torch.tensor(times_s, dtype=torch.float64, device=device).view(-1, 2) - offset_s
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
@@ -71,10 +75,10 @@ def gather_times_s(
 
 
 def _clock_offset_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    """This process's clock less that of the group's first rank.
+    """Return this process's clock minus that of the group's first rank.
 
-    The first rank asks each other one for its time and takes the middle between question and answer for the moment of
-    the answer; the quickest of some exchanges is the truest (Cristian, 1989).
+    The first rank asks each other rank for its time, and assumes that the reply was made halfway between the request
+    and the arrival of the reply. Of several exchanges, the quickest is the most accurate (Cristian, 1989).
     """
     first, *others = dist.get_process_group_ranks(group)
     offset_s = torch.zeros(1, dtype=torch.float64, device=device)
@@ -105,6 +109,6 @@ def _answer(first: int, group: dist.ProcessGroup, device: torch.device) -> None:
     message = torch.zeros(1, dtype=torch.float64, device=device)
     for _ in range(_PINGS):
         dist.recv(message, first, group=group)
-        message.item()  # under CUDA: wait for the question itself
+        message.item()  # on CUDA, recv doesn't block the host: wait until the request has arrived
         message.fill_(time.perf_counter())
         dist.send(message, first, group=group)

@@ -1,4 +1,4 @@
-"""The interpreter of one rank's program: the only place where actions become computation and messages."""
+"""The interpreter of one rank's program: the only place where actions are turned into computation and messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Stage(Protocol):
     """The computation of one stage. Inputs and outputs are hidden states ``[B, L, H]`` and gradients of that shape."""
 
     def message_shape(self, micro_batch: int, segment: int) -> tuple[int, ...]:
-        """Shape of a unit's messages, as this rank holds them."""
+        """Shape of a unit's messages, as this rank sends and receives them."""
 
     @property
     def hidden_dtype(self) -> torch.dtype:
@@ -36,10 +36,10 @@ class Stage(Protocol):
         """Gradient for the previous stage. The last stage has no input, the first one returns None."""
 
     def input_gradient(self, micro_batch: int, segment: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """I of a split backward: as :meth:`backward`, without the part that :meth:`weight_gradients` computes."""
+        """I of a split backward: like :meth:`backward`, but without what :meth:`weight_gradients` computes."""
 
     def weight_gradients(self, micro_batch: int, segments: Sequence[int]) -> None:
-        """W of a split backward, for some segments of a micro-batch in order; they may be computed as one product."""
+        """W of a split backward, for some segments of a micro-batch, in order; may be computed as one product."""
 
 
 #: Called with each action that computes; the context manager it returns surrounds the computation.
@@ -47,10 +47,10 @@ Observer = Callable[[Action], AbstractContextManager[None]]
 
 
 class Interpreter:
-    """Runs programs of one rank.
+    """Runs one rank's programs.
 
     Args:
-        stages: this rank's stages by number.
+        stages: this rank's stages, by stage number.
         channels: by (source, target) stage, for every pair of neighbours of which exactly one is on this rank.
         observe: see :data:`Observer`.
     """
@@ -61,12 +61,13 @@ class Interpreter:
         self._stages = stages
         self._channels = channels
         self._observe = observe
-        #: The last action that was started; errors name it.
+        #: The last action that was started, for error messages.
         self.running: Action | None = None
-        #: Inputs of coming computations, by their receive action: from another rank, or from a stage on this rank, for
-        #: which no message is sent.
+        #: Inputs of later computations that come from other ranks, by their receive action.
         self._arrivals: dict[Action, Arrival] = {}
+        #: Inputs of later computations from another stage on this rank, likewise. No messages are sent for these.
         self._here: dict[Action, torch.Tensor] = {}
+        #: Results to be sent, by their send action.
         self._outgoing: dict[Action, torch.Tensor] = {}
 
     def run(self, program: Program, shape: PipelineShape) -> None:
@@ -110,13 +111,13 @@ class Interpreter:
         if send is None or result is None:
             return
         if channel(send)[1] in self._stages:
-            # The next stage is a chunk on this rank too.
+            # The stage that uses the result is another chunk of this rank.
             self._here[counterpart(send)] = result
         else:
             self._outgoing[send] = result
 
     def _weight_gradients(self, run: Sequence[Action]) -> None:
-        """One computation for all actions of the run. Observers see its whole time as the first action's."""
+        """Compute all Ws of a run at once. Observers see the whole time as the first action's."""
         first = run[0]
         with self._observe(first):
             self._stages[first.stage].weight_gradients(first.micro_batch, [action.segment for action in run])
@@ -132,11 +133,11 @@ class Interpreter:
 
 
 def _runs(program: Program) -> Iterator[tuple[Action, ...]]:
-    """Group a program's actions: neighbouring Ws of one micro-batch, which can be one product; all others are alone."""
+    """Group consecutive Ws of one micro-batch, which can be one product; every other action is a group of its own."""
 
     def key(numbered: tuple[int, Action]) -> tuple[int, ...]:
         index, action = numbered
-        # -1 is no stage, so the index makes every other action a group of its own.
+        # No stage is -1, so the index gives every other action a group of its own.
         return (action.stage, action.micro_batch) if action.op is Op.WEIGHT_GRADIENT else (-1, index)
 
     for _, run in groupby(enumerate(program), key):

@@ -1,1 +1,1 @@
-"""Schedules as data: built, validated, lowered to messages, simulated and drawn. Nothing here computes or sends."""
+"""Schedules as data: built, validated, lowered to messages, simulated and drawn. Nothing here runs a model."""

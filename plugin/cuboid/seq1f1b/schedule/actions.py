@@ -1,7 +1,7 @@
-"""The actions that schedules are made of.
+"""The actions that schedules consist of.
 
-A *unit* is one segment of one micro-batch on one stage. A schedule gives the order in which each rank computes its
-units. A program is one rank's part of a schedule with sends and receives inserted.
+A *unit* is one segment of one micro-batch on one stage. A schedule is the order in which each rank computes its units.
+A program is one rank's part of a schedule with sends and receives inserted.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ class Op(Enum):
     FORWARD = "F"
     #: A whole backward: gradients of the stage's input and of its weights.
     BACKWARD = "B"
-    #: The first half of a split backward, which the previous stage and earlier segments depend on.
+    #: The first half of a split backward, on which the previous stage and the earlier segments depend.
     INPUT_GRADIENT = "I"
-    #: The second half, which no other action depends on.
+    #: The second half, on which no other action depends.
     WEIGHT_GRADIENT = "W"
     SEND_ACTIVATION = "SA"
     RECEIVE_ACTIVATION = "RA"
     SEND_GRADIENT = "SG"
     RECEIVE_GRADIENT = "RG"
 
-    # Members are singletons. Enum's own hash, that of the name, would take most of the time of a large simulation.
+    # Members are singletons, so identity will do. Enum's own hash, that of the name, would take most of the time of a
+    # large simulation.
     __hash__ = object.__hash__
 
     @property
@@ -39,7 +40,7 @@ class Op(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One operation on one unit; numbers count from 0. The stage of a message is the one that sends or receives it.
+    """One operation on one unit; all numbers start at 0. A message's stage is the stage that sends or receives it.
 
     Written as ``F2.0.3``: operation, stage, micro-batch, segment.
     """
@@ -54,10 +55,10 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The inverse of ``str``.
+        """Parse the output of ``str``.
 
         Raises:
-            CuboidError: the text isn't of that form.
+            CuboidError: the text doesn't have that form.
         """
         match = re.fullmatch(r"(F|B|I|W|SA|RA|SG|RG)(\d+)\.(\d+)\.(\d+)", text)
         if match is None:
@@ -68,7 +69,7 @@ class Action:
         return cls(Op(match[1]), stage, micro_batch, segment)
 
 
-#: For each rank, by its pipe coordinate, its computations in order. The placement of stages on ranks follows from it.
+#: For each rank, in the order of pipe coordinates, its computations in order. This also defines each stage's rank.
 Schedule = tuple[tuple[Action, ...], ...]
 #: One rank's computations and messages, in order.
 Program = tuple[Action, ...]

@@ -1,4 +1,4 @@
-"""From the name of a schedule in a config to the order of actions, by the costs of the pipeline at hand."""
+"""Turns a schedule's name in the config into an order of actions, using the costs of the pipeline at hand."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from cuboid.seq1f1b.schedule.unit_costs import (
 )
 
 Placement = Callable[[int, int], tuple[int, ...]]
-#: The one schedule of several stages on each rank whose order doesn't depend on what units cost.
+#: The only schedule with several stages on each rank whose order doesn't depend on the units' costs.
 _INTERLEAVED = "seq1f1b-interleaved"
-#: The faster of those with several stages on each rank that place them round and round.
+#: The faster of the two schedules with several stages on each rank and interleaved placement.
 _AUTO_INTERLEAVED = "auto-interleaved"
-#: Schedules with several stages on each rank, by how they place them.
+#: Schedules with several stages on each rank, and how each places them.
 CHUNKED: Mapping[str, Placement] = MappingProxyType(
     {
         _INTERLEAVED: interleaved_placement,
@@ -41,22 +41,22 @@ CHUNKED: Mapping[str, Placement] = MappingProxyType(
     }
 )
 AUTO = "auto"
-#: What stands for several schedules that place the stages alike, so that each step may have another of them.
+#: Names that stand for several schedules with the same placement, so that each step may use another one of them.
 _ALIKE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {AUTO: ("seq1f1b", "zero_bubble"), _AUTO_INTERLEAVED: (_INTERLEAVED, "zero_bubble-interleaved")}
 )
-#: Numbers of chunks beside 1 that ``"chunks": "auto"`` compares.
+#: Numbers of chunks, besides 1, that ``"chunks": "auto"`` compares.
 COMPARED_CHUNKS = (2, 3, 4)
-#: By how much of a step further chunks must make it shorter where their number is chosen: shorter units and more
-#: messages cost what no count of operations shows.
+#: Fraction of a step that more chunks must save, where the number of chunks is chosen: shorter units and more messages
+#: have costs that aren't visible in operation counts.
 _CHUNKS_GAIN = 0.01
-#: All names that a config or the command line may have.
+#: All names that are valid in a config or on the command line.
 NAMES = (*SCHEDULES, "zero_bubble", *CHUNKED, AUTO)
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """The most that the units of a rank may keep at a time: in sequences of the rank's share, or in bytes."""
+    """The most that a rank's units in flight may keep: in sequences (see :class:`ActionCosts`), or in bytes."""
 
     sequences: float | None = None
     bytes: float | None = None
@@ -66,7 +66,7 @@ class MemoryLimit:
         """Read a number of sequences, or a text such as ``"12 GiB"``.
 
         Raises:
-            ConfigError: it is something else, or not positive.
+            ConfigError: the text is neither, or the amount isn't positive.
         """
         number, gib, rest = str(text).strip().partition("GiB")
         try:
@@ -85,11 +85,11 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class PlacedCosts:
-    """The costs of a pipeline whose stages are placed.
+    """The costs of a pipeline for a given placement of its stages.
 
     Args:
-        actions: for the schedule.
-        sequence_bytes: for each rank what the units of one sequence keep; None where it isn't known.
+        actions: the costs of single actions, from which schedules are made.
+        sequence_bytes: for each rank, the bytes that its units of one sequence keep; None if unknown.
     """
 
     actions: ActionCosts
@@ -105,16 +105,16 @@ def placed_costs(
     *,
     recomputes: bool = False,
 ) -> PlacedCosts:
-    """Costs of stages on ranks, by what each unit keeps.
+    """Compute the costs of stages on their ranks, with memory as fractions of what one sequence keeps on the rank.
 
     Args:
-        duration_s: of an action.
-        kept_bytes: of a unit, given its forward; the same for all micro-batches.
+        duration_s: duration of an action.
+        kept_bytes: bytes that a unit keeps, given its forward; the same for all micro-batches.
         rank_of: the rank of each stage.
-        segments: of each micro-batch.
-        transfer_s: of a message.
-        recomputes: whether activation checkpointing is on. Then I frees what the forward kept, and what it makes for W
-            is freed before the next one.
+        segments: number of segments of each micro-batch.
+        transfer_s: duration of a message.
+        recomputes: whether activation checkpointing is on. Then I frees everything that the forward kept, and what I
+            computes for W is freed before the next I.
     """
     sizes = [0.0] * (max(rank_of) + 1)
     for stage, rank in enumerate(rank_of):
@@ -131,17 +131,18 @@ def placed_costs(
 
 @dataclass(frozen=True)
 class Request:
-    """What a schedule is wanted for.
+    """The pipeline that a schedule is requested for.
 
     Args:
-        ranks: P, of the pipeline.
+        ranks: P, ranks of the pipeline.
         micro_batches: M.
         segments: k.
-        costs: of the stages, given the rank of each.
-        limit: of the memory. By default what ``seq1f1b`` takes without chunks, for those that need one.
-        chunks: v, stages on each rank; for ``"auto"``, those of the schedules that have several. With a tuple it
-            compares these numbers too, and more chunks must be worth it.
-        tried_actions: as of :func:`~cuboid.seq1f1b.schedule.list_scheduling.list_schedule`.
+        costs: returns the costs of the stages, given the rank of each.
+        limit: memory limit. Without one, schedules that need a limit get the memory that ``seq1f1b`` without chunks
+            takes.
+        chunks: v, stages on each rank; for ``"auto"``, those of the schedules that have several. Given a tuple,
+            ``"auto"`` compares these numbers too, and takes more chunks only if the gain is worth it.
+        tried_actions: see :func:`~cuboid.seq1f1b.schedule.list_scheduling.list_schedule`.
     """
 
     ranks: int
@@ -154,7 +155,7 @@ class Request:
 
     @property
     def chunk_counts(self) -> tuple[int, ...]:
-        """All of :attr:`chunks`."""
+        """:attr:`chunks` as a tuple."""
         return (self.chunks,) if isinstance(self.chunks, int) else self.chunks
 
 
@@ -163,11 +164,11 @@ class ChosenSchedule:
     """A schedule, and its simulation.
 
     Attributes:
-        name: in :data:`NAMES`, never ``"auto"`` or ``"auto-interleaved"``.
-        shape: with the stages of all ranks.
+        name: one of :data:`NAMES`, never ``"auto"`` or ``"auto-interleaved"``.
+        shape: the pipeline's shape; its ``stages`` are those of all ranks.
         rank_of: the rank of each stage.
-        schedule: itself.
-        timeline: its simulation, with memory in sequences of the rank's share.
+        schedule: the schedule itself.
+        timeline: its simulation, with memory in sequences (see :class:`ActionCosts`).
     """
 
     name: str
@@ -178,7 +179,7 @@ class ChosenSchedule:
 
     @property
     def peak_micro_batches(self) -> float:
-        """The most that any rank keeps, in sequences of its share."""
+        """The most that any rank keeps, in sequences (see :class:`ActionCosts`)."""
         return max(self.timeline.peak_bytes)
 
     @property
@@ -192,12 +193,12 @@ class ChosenSchedule:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Schedules that were compared.
+    """The result of comparing schedules.
 
     Attributes:
-        fitting: those that keep to the limit, the simplest first; never empty.
-        rejected: why each of the others doesn't, by its name and chunks.
-        least_gain: the part of its step by which a schedule must be shorter than those with fewer chunks.
+        fitting: the schedules that keep to the memory limit, the simplest first; never empty.
+        rejected: for each other schedule, by name and chunks, why it was rejected.
+        least_gain: the fraction of its step by which a schedule must beat those with fewer chunks.
     """
 
     fitting: tuple[ChosenSchedule, ...]
@@ -206,14 +207,14 @@ class Comparison:
 
     @property
     def best(self) -> ChosenSchedule:
-        """The one with the shortest step, or with fewer chunks one that takes little more."""
+        """The schedule with the shortest step; one with fewer chunks is preferred if it takes only little longer."""
         most_s = min(map(_makespan_s, self.fitting)) * (1 + self.least_gain)
         near = [each for each in self.fitting if _makespan_s(each) <= most_s]
         fewest = min(each.chunks for each in near)
         return min((each for each in near if not self.least_gain or each.chunks == fewest), key=_makespan_s)
 
     def __str__(self) -> str:
-        """The best, and what the others would take, in one line."""
+        """One line with the best schedule, and how much longer the others would take."""
         best = self.best
         text = f"{best}: {best.timeline.bubble:.1%} idle, {best.peak_micro_batches:.2f} sequences kept"
         rest = (each for each in self.fitting if each is not best)
@@ -223,21 +224,22 @@ class Comparison:
 
 
 def choose_schedule(name: str, request: Request) -> ChosenSchedule:
-    """Make the schedule of a name; for ``"auto"`` the best of :func:`compare_schedules`.
+    """Return the schedule with a name; for ``"auto"``, the best of :func:`compare_schedules`.
 
     Raises:
-        ConfigError: it has no chunks and some are wanted, or the other way round; it needs more memory than the limit.
+        ConfigError: the schedule has no chunks but several are requested, or the other way round; or it needs more
+            memory than the limit.
     """
     return compare_schedules(name, request).best
 
 
 def compare_schedules(name: str, request: Request) -> Comparison:
-    """Simulate all schedules that a name stands for: one, or several for ``"auto"`` and ``"auto-interleaved"``.
+    """Simulate all schedules that a name covers: one, or several for ``"auto"`` and ``"auto-interleaved"``.
 
-    Of these, without a memory limit, none may keep more than ``seq1f1b`` does without chunks.
+    If several are compared without a memory limit, none may keep more than ``seq1f1b`` without chunks does.
 
     Raises:
-        ConfigError: as of :func:`choose_schedule`; of several, none keeps to the limit.
+        ConfigError: see :func:`choose_schedule`; if several are compared, none of them keeps to the limit.
     """
     if name not in _ALIKE:
         (chunks,) = request.chunk_counts
@@ -253,7 +255,7 @@ def compare_schedules(name: str, request: Request) -> Comparison:
             fitting.append(_chosen(each, request, chunks, compared=True))
         except ConfigError as error:
             problem = error
-            # What comes behind is advice.
+            # The part after the semicolon is advice.
             rejected[_in_words(each, chunks)] = str(error).partition("; ")[0]
     if not fitting:
         assert problem is not None
@@ -263,10 +265,10 @@ def compare_schedules(name: str, request: Request) -> Comparison:
 
 
 def check_chunks(name: str, chunks: int) -> None:
-    """Check that a schedule has so many stages on each rank.
+    """Check that a schedule can have this number of stages on each rank.
 
     Raises:
-        ConfigError: it doesn't.
+        ConfigError: it can't.
     """
     if name in CHUNKED and chunks < 2:
         plain = name.partition("-")[0]
@@ -281,37 +283,37 @@ def check_chunks(name: str, chunks: int) -> None:
 
 
 def place_stages(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
-    """The rank of each of ``ranks × chunks`` stages, where the schedule of a name has it."""
+    """Return the rank of each of ``ranks × chunks`` stages under the named schedule's placement."""
     assert name != AUTO or chunks == 1, "auto with several chunks stands for several places"
     return CHUNKED.get(name, interleaved_placement)(ranks, chunks)
 
 
 def name_of_placement(name: str) -> str:
-    """The name that stands for all schedules with the stages where the schedule of a name has them."""
+    """Return the name that covers all schedules with the same placement as the named one."""
     return next((alike for alike, names in _ALIKE.items() if name in names), name)
 
 
 def is_generated(name: str) -> bool:
-    """Whether the schedule of a name is made for what units cost, and may split backwards."""
+    """Whether the named schedule is generated from the units' costs; such a schedule may split backwards."""
     return name not in SCHEDULES and name != _INTERLEAVED
 
 
 def fixed_schedule(name: str, shape: PipelineShape, ranks: int) -> Schedule:
-    """The schedule of a name whose order is the same whatever units cost; :func:`is_generated` tells which aren't."""
+    """Return the named schedule, whose order must not depend on the units' costs (see :func:`is_generated`)."""
     return seq1f1b_interleaved(shape, ranks) if name == _INTERLEAVED else SCHEDULES[name](shape)
 
 
 @dataclass(frozen=True)
 class ModelPipeline:
-    """What of a pipeline of a model's layers the order of its actions depends on.
+    """The properties of a model's pipeline that determine the order of its actions.
 
     Args:
         schedule: a name in :data:`NAMES`.
         ranks: P.
         chunks: v, stages on each rank.
-        counts: layers of each stage, of all ranks.
+        counts: number of layers of each stage, for the stages of all ranks.
         lengths: tokens of each segment.
-        limit: of the memory, in sequences of a rank's share; None for the default of :class:`Request`.
+        limit: memory limit in sequences (see :class:`ActionCosts`); None for the default of :class:`Request`.
         recomputes: whether activation checkpointing is on.
     """
 
@@ -324,10 +326,10 @@ class ModelPipeline:
     recomputes: bool = False
 
     def order(self, sizes: ModelSizes, micro_batches: int, *, tried_actions: int = TRIED_ACTIONS) -> Schedule:
-        """The order in which training runs so many micro-batches, by the count of operations of a model of these sizes.
+        """Return the order in which training runs a step, with costs from the operation counts of a model's sizes.
 
         Raises:
-            ConfigError: as of :func:`choose_schedule`.
+            ConfigError: see :func:`choose_schedule`.
         """
         limit = None if self.limit is None else MemoryLimit(sequences=self.limit)
         segments = len(self.lengths)
@@ -338,7 +340,7 @@ class ModelPipeline:
         return choose_schedule(self.schedule, request).schedule
 
     def costs(self, sizes: ModelSizes, rank_of: tuple[int, ...]) -> PlacedCosts:
-        """Of its stages on these ranks; in units of their own, as only their ratios matter."""
+        """Return the costs of the stages on these ranks, in arbitrary units: only their ratios matter."""
         flops = unit_flops(sizes, self.counts, self.lengths, backward_ratio=BACKWARD_RATIO + self.recomputes)
         kept = kept_bytes(sizes, self.counts, self.lengths)
         return placed_costs(flops, kept, rank_of, len(self.lengths), recomputes=self.recomputes)
@@ -373,9 +375,10 @@ def _chosen(name: str, request: Request, chunks: int, *, compared: bool = False)
 
 
 def _limits(request: Request, placed: PlacedCosts) -> list[float]:
-    """For each rank, in sequences of its share."""
+    """Return each rank's memory limit, in sequences."""
     limit = request.limit
     if limit is None:
+        # P − 1 + k units of 1/k sequence each: the peak of `seq1f1b`, on rank 0.
         usual = min((request.ranks - 1) / request.segments + 1, float(request.micro_batches))
         return [usual] * request.ranks
     if limit.sequences is not None:
@@ -387,7 +390,10 @@ def _limits(request: Request, placed: PlacedCosts) -> list[float]:
 
 
 def _seq1f1b_peak(chosen: ChosenSchedule, costs: ActionCosts) -> float:
-    """The most that ``seq1f1b`` would keep on any rank, in sequences of its share, of segments as long as these."""
+    """Return the most that ``seq1f1b`` would keep on any rank with these segments, in sequences.
+
+    That is on rank 0, which has the most units in flight.
+    """
     shape = chosen.shape
     first = [stage for stage, rank in enumerate(chosen.rank_of) if rank == 0]
     shares = [sum(costs.kept(Action(Op.FORWARD, s, 0, segment)) for s in first) for segment in range(shape.segments)]
@@ -396,7 +402,7 @@ def _seq1f1b_peak(chosen: ChosenSchedule, costs: ActionCosts) -> float:
 
 
 def _check_fits(chosen: ChosenSchedule, limits: Sequence[float], limit: str) -> None:
-    """A schedule that is made by a formula takes what it takes."""
+    """Raise a ConfigError if a schedule exceeds a limit. Only fixed ones can: generated ones are built to the limit."""
     for rank, (peak, most) in enumerate(zip(chosen.timeline.peak_bytes, limits, strict=True)):
         if peak > most * (1 + 1e-6):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""What each action depends on, and which messages pass between stages: the rules that everything else is built on."""
+"""What each action depends on, and which messages stages exchange: the rules that all other modules here build on."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ _GRADIENT_OPS = (Op.BACKWARD, Op.INPUT_GRADIENT)
 def dependencies(action: Action, shape: PipelineShape) -> tuple[Action, ...]:
     """The actions whose results this one uses directly.
 
-    A backward is always given as ``B``; in a schedule that splits it, ``I`` takes its place (see :func:`fulfils`). A
-    segment's forward needs the keys and values of the segment before; its backward needs the gradients from the segment
-    after. Attention's backward, which computes those gradients, is part of ``I``, so ``W`` only needs its unit's ``I``.
+    A dependency on a backward is always given as ``B``; in a schedule that splits it, ``I`` counts as that ``B`` (see
+    :func:`fulfils`). A segment's forward needs the keys and values of the previous segment; its backward needs the
+    gradients from the next segment. Attention's backward, which computes those gradients, is part of ``I``, so ``W``
+    needs only its own unit's ``I``.
     """
     op, stage, micro_batch, segment = action.op, action.stage, action.micro_batch, action.segment
     match op:
@@ -36,14 +37,17 @@ def dependencies(action: Action, shape: PipelineShape) -> tuple[Action, ...]:
 
 
 def fulfils(action: Action) -> Action:
-    """The action that others name when they depend on this one: ``B`` for ``I``, and every other action itself."""
+    """Return the action that this one stands for in :func:`dependencies`: ``B`` for ``I``, otherwise itself."""
     if action.op is Op.INPUT_GRADIENT:
         return Action(Op.BACKWARD, action.stage, action.micro_batch, action.segment)
     return action
 
 
 def incoming(action: Action, shape: PipelineShape) -> Action | None:
-    """The receive of a computation's input, if its neighbour were on another rank; None if it has no neighbour."""
+    """Return the receive of a computation's input; None if there is no neighbouring stage to receive from.
+
+    Whether the neighbour is on another rank, so that there really is a message, is for the caller to check.
+    """
     if action.op is Op.FORWARD and action.stage > 0:
         return Action(Op.RECEIVE_ACTIVATION, action.stage, action.micro_batch, action.segment)
     if action.op in _GRADIENT_OPS and action.stage + 1 < shape.stages:
@@ -52,7 +56,7 @@ def incoming(action: Action, shape: PipelineShape) -> Action | None:
 
 
 def outgoing(action: Action, shape: PipelineShape) -> Action | None:
-    """The send of a computation's result, if its neighbour were on another rank; None if it has no neighbour."""
+    """Return the send of a computation's result; None if there is no neighbouring stage. See :func:`incoming`."""
     if action.op is Op.FORWARD and action.stage + 1 < shape.stages:
         return Action(Op.SEND_ACTIVATION, action.stage, action.micro_batch, action.segment)
     if action.op in _GRADIENT_OPS and action.stage > 0:
@@ -61,7 +65,7 @@ def outgoing(action: Action, shape: PipelineShape) -> Action | None:
 
 
 def counterpart(message: Action) -> Action:
-    """The other end of a message: the receive of a send, the send of a receive."""
+    """Return the other end of a message: the receive of a send, or the send of a receive."""
     op, step = {
         Op.SEND_ACTIVATION: (Op.RECEIVE_ACTIVATION, 1),
         Op.RECEIVE_ACTIVATION: (Op.SEND_ACTIVATION, -1),
@@ -72,7 +76,7 @@ def counterpart(message: Action) -> Action:
 
 
 def channel(message: Action) -> tuple[int, int]:
-    """Source and target stage of a message. All messages of a channel arrive in the order in which they are sent."""
+    """Return a message's source and target stage. A channel's messages arrive in the order in which they are sent."""
     other = counterpart(message).stage
     if message.op in (Op.SEND_ACTIVATION, Op.SEND_GRADIENT):
         return message.stage, other

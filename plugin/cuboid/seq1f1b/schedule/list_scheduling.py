@@ -1,21 +1,21 @@
-"""Schedules by list scheduling: actions of any cost, split backwards, several stages a rank, a limit of memory.
+"""Schedules by list scheduling: actions of any cost, split backwards, several stages per rank, a memory limit.
 
-The step is gone through in time. A rank that is free begins at once one of the actions whose inputs have arrived; a
-rule says which. Three orders are fixed, so that gradients add up in the order of 1F1B: a stage's forwards go through
-the micro-batches and segments from first to last, its backwards through the micro-batches from first to last and
-through each one's segments from last to first, its weight gradients as its backwards.
+The step is simulated in the order of time. A free rank immediately starts one of the actions whose inputs have arrived;
+a rule selects which. Three orders are fixed, so that gradients are summed in the order of 1F1B: a stage's forwards go
+through the micro-batches and segments from first to last; its backwards go through the micro-batches from first to last
+and through each one's segments from last to first; its weight gradients follow the order of its backwards.
 
 **No deadlock.** A segment's backward needs the forward of all segments of its micro-batch on all stages, so a rank
 whose memory is full of forwards may wait forever. As in the banker's algorithm (Dijkstra, 1965), a forward of
-micro-batch m is therefore begun only if, for each unfinished micro-batch j < m on this rank,
+micro-batch m is therefore started only if, for each unfinished micro-batch j < m on this rank,
 
     what the micro-batches from j on keep + what j's missing forwards will keep <= limit
 
-stays true. Weight gradients that wait for their turn don't count there: they need nothing and free what they keep. The
-condition depends on one rank alone, and the order of micro-batches is the same on all. So there is always something to
-do. Take the first unfinished micro-batch: if a forward of it is missing, one whose input has arrived fits, at the
-latest after the waiting weight gradients of its rank; if none is missing, its next backward can run, in the headroom
-that is left where backwards take more memory than they free.
+stays true. Weight gradients that are ready don't count there: they need no memory and free what they keep. The
+condition depends on one rank alone, and the order of micro-batches is the same on all ranks. So some action can always
+run. Take the first unfinished micro-batch. If a forward of it is missing, one whose input has arrived fits, at the
+latest after its rank's pending weight gradients. If none is missing, its next backward can run: where backwards take
+more memory than they free, the headroom is reserved for that.
 """
 
 from __future__ import annotations
@@ -31,28 +31,31 @@ from cuboid.seq1f1b.schedule.actions import Action, Op, Schedule
 from cuboid.seq1f1b.schedule.schedules import PipelineShape
 from cuboid.seq1f1b.schedule.unit_costs import INPUT_GRADIENT_FREES
 
-#: Actions that may be scheduled for trying rules and modes, in all; a few seconds of Python. One is always tried.
+#: Total number of actions that may be scheduled while trying rules and modes: a few seconds of Python. One combination
+#: is always tried.
 TRIED_ACTIONS = 400_000
-#: What a step may take longer where the weight gradients of whole micro-batches are one product each.
+#: Fraction by which a step may be longer if the weight gradients of whole micro-batches are one product each.
 _MICRO_BATCH_GAIN = 0.005
-#: For sums of floats.
+#: For rounding errors in sums of floats.
 _TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
 class ActionCosts:
-    """What a schedule is made for.
+    """Time and memory costs of a pipeline's actions.
+
+    Memory is measured in *sequences*: 1 is what one sequence keeps on that rank, over all its stages.
 
     Args:
-        duration_s: seconds of an action, or any other unit of time.
-        kept: of a forward: what its unit keeps for backward, in sequences of the rank's share. The units of a
-            micro-batch on one rank add up to 1 where all sequences are equally long.
-        transfer_s: seconds from the end of an action until its result is there on another rank.
-        input_gradient_frees: the part of ``kept`` that I frees; W frees the rest. Negative where I makes more than it
+        duration_s: duration of an action, in seconds or any other unit of time.
+        kept: given a forward, what its unit keeps for backward, in sequences. The units of a micro-batch on one rank
+            add up to 1 if all sequences are equally long.
+        transfer_s: time from the end of an action until its result has arrived on another rank.
+        input_gradient_frees: fraction of ``kept`` that I frees; W frees the rest. Negative if I allocates more than it
             frees.
-        most_waiting: the most units of a rank that may be between I and W; None for any number. Under activation
-            checkpointing I makes what W needs, many times of what the forward kept: with 1, no more of it is there at
-            a time than in a whole backward.
+        most_waiting: maximum number of a rank's units between I and W; None for no limit. Under activation
+            checkpointing, I recomputes what W needs, which is many times what the forward kept: with 1, no more of it
+            is alive at a time than in a whole backward.
     """
 
     duration_s: Callable[[Action], float]
@@ -63,22 +66,22 @@ class ActionCosts:
 
 
 class BackwardMode(Enum):
-    """How units run backward."""
+    """How a unit's backward runs."""
 
     SPLIT = "the input gradient in I, the weight gradient in W when there is time"
     WHOLE = "in one action, B"
-    #: Each run of W can be computed as one product and be reduced once.
+    #: Consecutive Ws can be computed as one product, and their gradient reduced once.
     SPLIT_BY_MICRO_BATCH = "as SPLIT, with the W of a micro-batch's segments in a run where memory allows"
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """Which of several actions that can begin is begun.
+    """Selects one of several actions that can start.
 
     Args:
-        forward_first: a forward before a backward.
-        early_forward: of the forwards of one micro-batch, that of the earliest stage; else of the latest.
-        early_backward: of several backwards, that of the earliest stage; else of the latest.
+        forward_first: prefer a forward to a backward.
+        early_forward: of the forwards of one micro-batch, prefer the earliest stage's; otherwise the latest stage's.
+        early_backward: of several backwards, prefer the earliest stage's; otherwise the latest stage's.
     """
 
     forward_first: bool
@@ -86,7 +89,7 @@ class _Rule:
     early_backward: bool
 
 
-#: In the order in which they are tried where there is no time for all.
+#: In the order in which they are tried; large pipelines only try the first ones.
 _RULES = tuple(_Rule(*given) for given in product((False, True), (False, True), (True, False)))
 
 
@@ -98,26 +101,29 @@ def list_schedule(
     modes: Sequence[BackwardMode] = tuple(BackwardMode),
     tried_actions: int = TRIED_ACTIONS,
 ) -> Schedule:
-    """The shortest of the schedules that several rules lead to. The same input gives the same schedule everywhere.
+    """Return the shortest of the schedules that several rules produce. Deterministic: the same on every rank.
 
-    Of large pipelines not all rules and modes are tried: the first of ``modes`` is, for others as time allows. Among
-    schedules of about the same length one that has the weight gradients of a micro-batch together is taken.
+    For large pipelines not all combinations of rules and modes are tried: the first of ``modes`` always is, others if
+    ``tried_actions`` allows. Among schedules of about the same length, one is preferred that runs the weight gradients
+    of a micro-batch consecutively.
 
     Args:
-        shape: of the pipeline; its stages are those of all ranks.
+        shape: the pipeline's shape; its stages are those of all ranks.
         rank_of: the rank of each stage.
-        costs: of the actions.
-        limits: for each rank the most that its units may keep at a time, in sequences of its share.
-        modes: how units may run backward.
-        tried_actions: how many may be scheduled in all before no more rules are tried.
+        costs: the costs of the actions.
+        limits: for each rank, the most that its units may keep at a time, in sequences (see :class:`ActionCosts`).
+        modes: the ways in which a unit's backward may run.
+        tried_actions: total number of actions to schedule before no more rules are tried.
 
     Raises:
         ConfigError: a limit is less than what one micro-batch needs.
     """
-    # With one stage a rank there is never more than one forward and one backward to choose from.
+    # With one stage per rank there is never more than one forward and one backward to choose from, so only
+    # ``forward_first`` matters.
     rules = _RULES if shape.stages > len(limits) else (_RULES[0], _RULES[4])
     tables: dict[BackwardMode, _Tables] = {}
     best: tuple[float, Schedule] | None = None
+    # A unit has at most three actions: F, I and W.
     for rule, mode in islice(product(rules, modes), max(1, tried_actions // (3 * shape.stages * shape.units))):
         if mode not in tables:
             tables[mode] = _Tables(shape, rank_of, costs, limits, mode)
@@ -132,8 +138,8 @@ def list_schedule(
 class _Tables:
     """The constants of a search.
 
-    Tables go by stage and by unit; a stage's units are numbered in the order of its forwards. A whole backward is
-    entered as I.
+    Tables are indexed by stage and unit; a stage's units are numbered in the order of its forwards. A whole backward is
+    treated as an I.
     """
 
     def __init__(
@@ -166,9 +172,9 @@ class _Tables:
         self.kept = [list(map(costs.kept, own)) for own in self.actions[Op.FORWARD]]
         self.frees = 1.0 if whole else costs.input_gradient_frees
         self.most_waiting = None if whole else costs.most_waiting
-        #: For each rank and micro-batch, what all its units keep.
+        #: For each rank and micro-batch, what all units of the micro-batch keep.
         self.totals = [[self._total(rank, m) for m in range(shape.micro_batches)] for rank in range(len(limits))]
-        #: For each rank the most that an I needs beyond what its unit keeps already.
+        #: For each rank, the most memory that an I needs beyond what its unit keeps already.
         self.headroom = [max(0.0, -self.frees) * max(max(self.kept[stage]) for stage in own) for own in self.stages_of]
         for rank, (limit, headroom) in enumerate(zip(limits, self.headroom, strict=True)):
             least = max(self.totals[rank]) + headroom
@@ -184,34 +190,34 @@ class _Tables:
 
 
 class _Memory:
-    """What one rank keeps, and what it may still begin.
+    """Tracks what one rank keeps, and which actions its memory limit still allows.
 
     Args:
-        limit: of all units together.
-        headroom: what forwards must leave of it.
-        totals: for each micro-batch what all its units keep.
+        limit: for all units together.
+        headroom: the part of the limit that forwards must leave free.
+        totals: for each micro-batch, what all its units keep.
     """
 
     def __init__(self, limit: float, headroom: float, totals: Sequence[float]) -> None:
         self._limit = limit + _TOLERANCE
         self._safe = self._limit - headroom
         self._now = 0.0
-        #: For each micro-batch: units between F and I, and forwards that are missing.
+        #: For each micro-batch, what its units between F and I keep, and what its missing forwards will keep.
         self._open = [0.0] * len(totals)
         self._missing = list(totals)
         self._first = 0
 
     def fits(self, kept: float) -> bool:
-        """Whether there is room for so much more."""
+        """Whether there is room for this much more."""
         return self._now + kept <= self._limit
 
     def is_safe(self, micro_batch: int, kept: float, newest: int) -> bool:
-        """Whether a forward leaves enough for the missing forwards of all micro-batches before its own.
+        """Whether a forward leaves enough memory for the missing forwards of all micro-batches before its own.
 
         Args:
-            micro_batch: the forward's.
-            kept: by its unit.
-            newest: no micro-batch after this one has begun.
+            micro_batch: the forward's micro-batch.
+            kept: what its unit keeps.
+            newest: no micro-batch after this one has started.
         """
         held = kept
         for j in range(newest, self._first - 1, -1):
@@ -221,51 +227,51 @@ class _Memory:
         return True
 
     def forward(self, micro_batch: int, kept: float) -> None:
-        """A unit begins."""
+        """A unit's forward starts."""
         self._now += kept
         self._open[micro_batch] += kept
         self._missing[micro_batch] -= kept
 
     def input_gradient(self, micro_batch: int, kept: float, freed: float) -> None:
-        """A unit keeps no more than what its W needs."""
+        """A unit's I starts. Afterwards the unit keeps only what its W needs."""
         self._now -= freed
         self._open[micro_batch] -= kept
         while self._first < len(self._open) and self._missing[self._first] + self._open[self._first] < _TOLERANCE:
             self._first += 1
 
     def weight_gradient(self, freed: float) -> None:
-        """A unit is done."""
+        """A unit's W starts, which is its last action."""
         self._now -= freed
 
 
-#: An operation with its stage and the number of times it was done there before.
+#: An operation, its stage, and the number of times that the stage has started this operation before.
 _Choice = tuple[Op, int, int]
 
 
 class _Search:
-    """One way through the step, by one rule."""
+    """Builds one schedule by one rule."""
 
     def __init__(self, tables: _Tables, rule: _Rule) -> None:
         self._tables, self._rule = tables, rule
         stages, units = tables.shape.stages, tables.shape.units
         self._segments, self._units = tables.shape.segments, units
         never = [float("inf")] * units
-        #: By stage and unit, when the input of F and the gradient for I arrive from another stage.
+        #: By stage and unit, when the input of F and the gradient for I arrive from the neighbouring stage.
         self._hidden_s = [[0.0] * units, *(never[:] for _ in range(stages - 1))]
         self._gradient_s = [*(never[:] for _ in range(stages - 1)), [0.0] * units]
-        #: By stage, how many of each operation were begun.
+        #: For each operation, how many of them each stage has started.
         self._begun = {op: [0] * stages for op in (Op.FORWARD, Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT)}
         self._memory = list(map(_Memory, tables.limits, tables.headroom, tables.totals))
         self._found: list[list[Action]] = [[] for _ in tables.limits]
-        #: When something may have changed for a rank.
+        #: Heap of the times at which something may change for a rank.
         self._events = [(0.0, rank) for rank in range(len(tables.limits))]
 
     def run(self) -> tuple[float, Schedule]:
-        """The time at which all is done, and the schedule."""
+        """Return the time at which the last rank finishes, and the schedule."""
         free_s = [0.0] * len(self._found)
         while self._events:
             now_s, rank = heapq.heappop(self._events)
-            if free_s[rank] > now_s:
+            if free_s[rank] > now_s:  # busy; the end of its action is an event of its own
                 continue
             choice = self._choose(rank, now_s)
             if choice is not None:
@@ -275,7 +281,7 @@ class _Search:
         return max(free_s), tuple(map(tuple, self._found))
 
     def _choose(self, rank: int, now_s: float) -> _Choice | None:
-        """What a free rank does next, if anything."""
+        """Return what a free rank starts next; None if it must wait."""
         stages = self._tables.stages_of[rank]
         forward = self._next_forward(rank, stages, now_s)
         if forward is not None and self._rule.forward_first:
@@ -284,9 +290,12 @@ class _Search:
         return backward or forward or self._next_weight_gradient(rank, stages, now_s)
 
     def _next_forward(self, rank: int, stages: Sequence[int], now_s: float, *, drained: bool = False) -> _Choice | None:
-        """Of the earliest micro-batch that may begin or go on; with ``drained`` were all waiting W done."""
+        """Return a forward of the earliest micro-batch that has one which can start.
+
+        With ``drained``, the answer is for the case that all pending Ws were done and their memory free.
+        """
         begun, memory, best = self._begun[Op.FORWARD], self._memory[rank], None
-        # Stages begin in their order.
+        # The rank's first stage is never behind its others, so it has the newest micro-batch.
         newest = min(begun[stages[0]], self._units - 1) // self._segments
         for stage in stages if self._rule.early_forward else reversed(stages):
             unit = begun[stage]
@@ -313,7 +322,7 @@ class _Search:
             if number == self._units:
                 continue
             unit = self._backward_unit(number)
-            # All of this rank's actions that have begun are done.
+            # The rank is free, so every forward that it has started is done.
             if forwards[stage] > unit and self._gradient_s[stage][unit] <= now_s:
                 needed = -self._tables.frees * self._tables.kept[stage][unit]
                 if drained or needed <= 0 or self._memory[rank].fits(needed):
@@ -321,14 +330,14 @@ class _Search:
         return None
 
     def _next_weight_gradient(self, rank: int, stages: Sequence[int], now_s: float) -> _Choice | None:
-        """Of the earliest micro-batch that has one; of the latest stage, whose input gradients came first."""
+        """Return a W of the earliest micro-batch that has one; of its latest stage, whose Is ran first."""
         if Op.WEIGHT_GRADIENT not in self._tables.actions:
             return None
         begun, ready = self._begun[Op.WEIGHT_GRADIENT], self._begun[Op.INPUT_GRADIENT]
         waiting = [(begun[stage] // self._segments, -stage) for stage in stages if begun[stage] < ready[stage]]
         if self._tables.mode is BackwardMode.SPLIT_BY_MICRO_BATCH:
             whole = [(m, stage) for m, stage in waiting if ready[-stage] >= (m + 1) * self._segments]
-            # A part of a micro-batch's is begun only for the room that something else needs.
+            # Start only part of a micro-batch's Ws if another action needs the memory that they free.
             lacks_room = any(
                 find(rank, stages, now_s, drained=True) for find in (self._next_forward, self._next_backward)
             )
@@ -339,7 +348,7 @@ class _Search:
         return Op.WEIGHT_GRADIENT, stage, begun[stage]
 
     def _begin(self, rank: int, now_s: float, choice: _Choice) -> float:
-        """Enter an action, and a whole run of W; when that is done."""
+        """Add an action to the schedule, or a whole run of Ws; return the time at which it ends."""
         op, stage, number = choice
         self._begun[op][stage] += 1
         unit = number if op is Op.FORWARD else self._backward_unit(number)
@@ -363,13 +372,13 @@ class _Search:
         return end_s
 
     def _arrive(self, arrivals: list[list[float]], rank: int, stage: int, unit: int, end_s: float) -> None:
-        """Note when a result is there on the stage that waits for it."""
+        """Record when a result arrives at the stage that needs it."""
         target = self._tables.rank_of[stage]
         arrival_s = end_s + (self._tables.transfer_s if target != rank else 0)
         arrivals[stage][unit] = arrival_s
         heapq.heappush(self._events, (arrival_s, target))
 
     def _backward_unit(self, number: int) -> int:
-        """The unit of a stage's backward of this number: first micro-batch first, last segment first."""
+        """Return the unit of a stage's ``number``-th backward: micro-batches in order, segments from the last."""
         micro_batch, place = divmod(number, self._segments)
         return (micro_batch + 1) * self._segments - 1 - place

@@ -1,8 +1,8 @@
-"""Lowering: from a schedule to the ranks' programs, with sends and receives inserted.
+"""Lowering: turns a schedule into the ranks' programs by inserting sends and receives.
 
-On CUDA a posted receive is a kernel that spins until the message comes, and anything that synchronises the device (the
-first launch of a kernel that isn't loaded yet, a ``cudaFree`` of the allocator) waits for it too. So a receive must not
-be posted before any action that its own message depends on.
+On CUDA, a posted receive is a kernel that spins until the message arrives, and anything that synchronizes the device
+(the first launch of a kernel that isn't loaded yet, a ``cudaFree`` of the allocator) waits for it too. So a rank must
+not post a receive before an action of its own on which the received message depends.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def lower(schedule: Schedule, shape: PipelineShape) -> tuple[Program, ...]:
 
     That holds even if every action first waits for everything that is in flight on its device
     (:func:`~cuboid.seq1f1b.schedule.validation.validate_programs`). :func:`insert_messages` posts receives early, which
-    works for the schedules of :mod:`~cuboid.seq1f1b.schedule.schedules`. If a generated schedule deadlocks with it, it
-    gets its receives from :func:`insert_messages_once_sent`, which never deadlocks.
+    works for the schedules of :mod:`~cuboid.seq1f1b.schedule.schedules`. If a generated schedule would deadlock with
+    that, its receives are placed by :func:`insert_messages_once_sent`, which never deadlocks.
 
     Args:
         schedule: each rank's computations in order; forwards only, or backwards too.
-        shape: of the pipeline.
+        shape: the pipeline's shape.
 
     Raises:
         ScheduleError: the schedule itself isn't valid.
@@ -49,10 +49,10 @@ def insert_messages(schedule: Schedule, shape: PipelineShape) -> tuple[Program, 
     """Insert messages, with most receives posted one computation before their use.
 
     A result is sent right after it is computed. A channel's receives are posted in the order of its sends. A forward's
-    receive is posted before the preceding computation, which the message overlaps with. So is a backward's, if the
-    preceding computation is a backward. It isn't before a forward: later stages may need that forward's result to
+    receive is posted before the preceding computation, which overlaps the message. So is a backward's receive, if the
+    preceding computation is a backward. Before a forward it isn't: later stages may need that forward's result to
     compute the gradient; and in 1F1B, where they don't, the two directions would wait for each other if both receives
-    were this early. Stages on one rank exchange no messages.
+    were posted this early. Stages on the same rank exchange no messages.
 
     Raises:
         ScheduleError: a stage is on two ranks.
@@ -62,7 +62,7 @@ def insert_messages(schedule: Schedule, shape: PipelineShape) -> tuple[Program, 
 
 
 def insert_messages_once_sent(schedule: Schedule, shape: PipelineShape) -> tuple[Program, ...]:
-    """Insert messages, with every receive posted once the computation of its message has started.
+    """Insert messages, with every receive posted only after the computation that produces its message has started.
 
     The order comes from a simulation in which all computations take equally long. If all ranks' actions ran one by one
     in the order of their simulated starts, no action would wait for a message; so the programs can't deadlock.
@@ -85,7 +85,7 @@ def insert_messages_once_sent(schedule: Schedule, shape: PipelineShape) -> tuple
 
 
 def _arrivals(schedule: Schedule, shape: PipelineShape) -> dict[Channel, list[Action]]:
-    """The receives of each channel between two ranks, in the order of the sends."""
+    """Return the receives of each channel between two ranks, in the order of the sends."""
     rank_of = placement(schedule)
     arrivals: dict[Channel, list[Action]] = {}
     for rank, actions in enumerate(schedule):
@@ -97,14 +97,14 @@ def _arrivals(schedule: Schedule, shape: PipelineShape) -> dict[Channel, list[Ac
 
 
 def _program(actions: tuple[Action, ...], shape: PipelineShape, arrivals: Mapping[Channel, list[Action]]) -> Program:
-    """One rank's program, given the receives of all ranks."""
+    """Return one rank's program, given the receives of all ranks."""
     here = {channel(receive) for action in actions if (receive := incoming(action, shape))} & arrivals.keys()
     place = {receive: index for key in here for index, receive in enumerate(arrivals[key])}
     posted = dict.fromkeys(here, 0)
     program: list[Action] = []
 
     def post(receive: Action | None) -> None:
-        """Post a receive, if it comes from another rank, after all earlier ones of its channel."""
+        """Post a receive and all earlier ones of its channel, unless posted already; nothing if there is no message."""
         if receive in place:
             key, total = channel(receive), place[receive] + 1
             program.extend(arrivals[key][posted[key] : total])

@@ -1,4 +1,4 @@
-"""Where sequences are cut into segments, and the list of layers into stages."""
+"""Cuts sequences into segments, and the list of layers into stages."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from itertools import accumulate, combinations, pairwise
 from cuboid.errors import ConfigError
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes, seen_keys, segment_flops
 
-#: Cost of the consecutive things ``[start, stop)``. It must not shrink as they become more, on either side.
+#: Cost of consecutive items (tokens, layers) ``[start, stop)``. It must not shrink when the range grows at either end.
 Cost = Callable[[int, int], float]
 
 
 def segment_cost(sizes: ModelSizes) -> Cost:
-    """The cost that segments are balanced by: the forward of the whole model, head and all.
+    """Return the cost by which segments are balanced: the forward of the whole model, including the head.
 
-    No cut is perfect for every stage at once, since the last one, with the head, has more work that doesn't grow with
-    the position. This one is right for the stages' sum, and close for each where stages are balanced too.
+    No cut is perfect for every stage at once, because the last stage, with the head, has more work that doesn't grow
+    with the position. This cost is right for the sum over stages, and close for each stage if the stages are balanced.
     """
     return segment_flops(sizes)
 
 
 def even_cut(length: int, segments: int, multiple: int = 1) -> tuple[int, ...]:
-    """Lengths as equal as multiples of ``multiple`` can be. Longer ones come first, for they attend to less.
+    """Return lengths as equal as multiples of ``multiple`` can be. Longer ones come first, as they attend to less.
 
     Raises:
         ConfigError: the sequence is too short.
@@ -35,16 +35,16 @@ def even_cut(length: int, segments: int, multiple: int = 1) -> tuple[int, ...]:
 
 
 def check_lengths(lengths: Sequence[int], *, length: int | None = None, segments: int, multiple: int = 1) -> None:
-    """Check lengths that a user gave.
+    """Check the segment lengths that a user gave.
 
     Args:
-        lengths: of the segments.
-        length: S, tokens of the sequence, if it is known.
+        lengths: tokens of each segment.
+        length: S, tokens of the sequence, if known.
         segments: k.
         multiple: what each length must be a multiple of.
 
     Raises:
-        ConfigError: they aren't k lengths with the sum S, or the mesh can't divide one.
+        ConfigError: they aren't k lengths with the sum S, or one isn't a positive multiple of ``multiple``.
     """
     given = f"pipeline.partition {list(lengths)}"
     if len(lengths) != segments:
@@ -61,15 +61,15 @@ def check_lengths(lengths: Sequence[int], *, length: int | None = None, segments
 
 
 def cut_sequence(length: int, segments: int, *, multiple: int = 1, cost: Cost) -> tuple[int, ...]:
-    """Lengths of the segments such that the costliest one costs as little as possible, exactly.
+    """Return the segment lengths that minimize the cost of the costliest segment, exactly.
 
-    Of several such cuts it is the one whose boundaries are nearest to those of equal shares.
+    Of several such cuts, this is the one whose boundaries are nearest to those of equal shares.
 
     Args:
         length: S, tokens of the sequence, a multiple of ``multiple``.
         segments: k.
         multiple: what each length must be a multiple of.
-        cost: of a segment.
+        cost: returns the cost of a segment.
 
     Raises:
         ConfigError: the sequence is too short for so many segments.
@@ -80,13 +80,13 @@ def cut_sequence(length: int, segments: int, *, multiple: int = 1, cost: Cost) -
 
 
 def balance_stages(costs: Sequence[float], stages: int, *, first: float = 0, last: float = 0) -> tuple[int, ...]:
-    """Numbers of consecutive layers such that the costliest stage costs as little as possible, exactly.
+    """Return the number of layers of each stage that minimizes the cost of the costliest stage, exactly.
 
     Args:
-        costs: of each layer.
+        costs: cost of each layer.
         stages: P; each has at least one layer.
-        first: what the first stage does besides its layers.
-        last: what the last stage does besides, the head above all.
+        first: cost of the first stage besides its layers.
+        last: cost of the last stage besides its layers, mainly the head.
 
     Raises:
         ConfigError: there are more stages than layers.
@@ -94,6 +94,7 @@ def balance_stages(costs: Sequence[float], stages: int, *, first: float = 0, las
     count = len(costs)
     if stages > count:
         raise ConfigError(f"{count} layers can't fill pipeline.stages = {stages}; {count} stages or fewer would work")
+    # The initial zero has the type of the costs, so that integers (and fractions) stay exact.
     sums = list(accumulate(costs, initial=0 * costs[0]))
 
     def cost(start: int, stop: int) -> float:
@@ -103,7 +104,7 @@ def balance_stages(costs: Sequence[float], stages: int, *, first: float = 0, las
 
 
 def balance_by_flops(sizes: ModelSizes, stages: int, length: int) -> tuple[int, ...]:
-    """:func:`balance_stages` by the operations on sequences of ``length`` tokens, those of the head on the last stage.
+    """:func:`balance_stages` by the operations on sequences of ``length`` tokens; the head counts for the last stage.
 
     Raises:
         ConfigError: there are more stages than layers.
@@ -113,12 +114,12 @@ def balance_by_flops(sizes: ModelSizes, stages: int, length: int) -> tuple[int, 
 
 @dataclass(frozen=True)
 class HeadShare:
-    """What the head, or the loss with its logits, is beside the layers, by operations.
+    """The operations of the head (or of the loss and its logits), compared with those of the layers.
 
     Args:
-        layers: as many average layers as it is worth.
-        of_stage: its part of the stage that has it.
-        excess: by how much the costliest stage takes longer than the average of all stages: 0.5 is half as long again.
+        layers: the head's operations, as a number of average layers.
+        of_stage: the head's fraction of its stage's operations.
+        excess: by how much the costliest stage exceeds the average of all stages: 0.5 is half as long again.
     """
 
     layers: float
@@ -127,7 +128,7 @@ class HeadShare:
 
     @classmethod
     def of(cls, sizes: ModelSizes, counts: Sequence[int], length: int) -> HeadShare:
-        """Of a model whose stages have these numbers of layers, on sequences of ``length`` tokens."""
+        """Compute it for a model whose stages have these numbers of layers, on sequences of ``length`` tokens."""
         costs, head = sizes.layer_flops(length), sizes.head_flops(length)
         stages = [sum(costs[start:stop]) for start, stop in pairwise(accumulate(counts, initial=0))]
         stages[-1] += head
@@ -136,11 +137,11 @@ class HeadShare:
 
 
 class MeasuredCut:
-    """The cost of a segment as the first steps' times show it.
+    """The cost of a segment, fitted to the measured times of the first steps.
 
-    Times are explained by a·tokens + b·(keys that the tokens see) + c, none of them negative: projections, attention,
-    and what a unit takes whatever its length. The fit is by least squares in exact arithmetic, so that all ranks that
-    are given the same times come to the very same cut.
+    The model is a·tokens + b·(keys that the tokens see) + c, with no coefficient negative: projections, attention, and
+    a unit's constant overhead. The least-squares fit uses exact arithmetic, so that all ranks compute the same cut from
+    the same times.
     """
 
     def __init__(self) -> None:
@@ -148,18 +149,18 @@ class MeasuredCut:
         self._seconds: list[Fraction] = []
 
     def add(self, lengths: Sequence[int], seconds: Sequence[float]) -> None:
-        """Take note of the time of each segment of a sequence, forward and backward on all stages together."""
+        """Add the time of each segment of a sequence: its forward and backward, summed over all stages."""
         for (start, stop), time_s in zip(pairwise(accumulate(lengths, initial=0)), seconds, strict=True):
             self._rows.append((stop - start, seen_keys(start, stop), 1))
             self._seconds.append(Fraction(time_s))
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is any time to go by."""
+        """Whether there is any time to fit."""
         return any(time_s > 0 for time_s in self._seconds)
 
     def cost(self) -> Cost:
-        """Seconds of a segment, by all the times so far. :attr:`is_ready` must be true."""
+        """Return the cost in seconds, fitted to all times so far. :attr:`is_ready` must be true."""
         per_token, per_key, constant = (float(weight) for weight in self._fit())
 
         def seconds(start: int, stop: int) -> float:
@@ -175,12 +176,13 @@ class MeasuredCut:
             sum((row[i] * time_s for row, time_s in zip(self._rows, self._seconds, strict=True)), Fraction(0))
             for i in range(3)
         ]
-        # Without negative weights the best fit is the ordinary one for some of the terms; there are seven choices.
+        # The best fit without negative weights is the unconstrained fit of some subset of the three terms, so try all
+        # seven subsets.
         for chosen in (chosen for size in (1, 2, 3) for chosen in combinations(range(3), size)):
             weights = _solve([[gram[i][j] for j in chosen] for i in chosen], [right[i] for i in chosen])
             if weights is None or min(weights) < 0:
                 continue
-            # The squared error, but for a term that is the same for all choices.
+            # The squared error, minus a term that is the same for all subsets.
             error = -sum(weight * right[i] for weight, i in zip(weights, chosen, strict=True))
             if error < least:
                 best, least = [Fraction(0)] * 3, Fraction(error)
@@ -202,7 +204,7 @@ def _check_length(length: int, segments: int, multiple: int) -> None:
 
 
 def _solve(matrix: list[list[Fraction]], right: list[Fraction]) -> list[Fraction] | None:
-    """Solution of a system of linear equations, or None where there isn't just one."""
+    """Solve a system of linear equations; return None unless there is exactly one solution."""
     rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
     for column in range(len(rows)):
         pivot = next((row for row in rows[column:] if row[column] != 0), None)
@@ -217,21 +219,21 @@ def _solve(matrix: list[list[Fraction]], right: list[Fraction]) -> list[Fraction
     return [row[-1] / row[column] for column, row in enumerate(rows)]
 
 
-# --- the search behind every cut: consecutive parts such that the costliest one costs the least ---
+# --- the search used for every cut: consecutive parts that minimize the cost of the costliest one ---
 
 
 class Cut:
-    """A search for boundaries among ``count`` grains, of which each of ``parts`` parts has at least one."""
+    """Searches boundaries that cut ``count`` grains (the smallest pieces) into ``parts`` parts, none of them empty."""
 
     def __init__(self, count: int, parts: int, cost: Cost) -> None:
         self._count, self._parts, self._cost = count, parts, cost
 
     def bottleneck(self) -> float:
-        """The least cost that the costliest part can have.
+        """Return the least cost that the costliest part can have.
 
-        It lies between ``low`` and ``high``, of which the latter is always that of a cut at hand. A bound between the
-        two either leads to a cut, whose own costliest part is the new ``high``, or it falls short; the least cost that
-        was over it is then the new ``low``, for with any bound below that all would come out the same.
+        It lies between ``low`` and ``high``, where ``high`` is always reached by a known cut. A greedy search with a
+        bound between the two either finds a cut, whose costliest part becomes the new ``high``, or it fails. Then the
+        least cost that exceeded the bound becomes the new ``low``: any smaller bound would fail in the same way.
         """
         stops = (*range(1, self._parts), self._count)
         low, high = self._cost(0, 1), self._costliest(stops)
@@ -242,7 +244,7 @@ class Cut:
             if isinstance(found, tuple):
                 reached = self._costliest(found)
                 if reached == high:
-                    # Only for floats, between which nothing lies.
+                    # Only with floats: ``low`` and ``high`` are adjacent numbers.
                     break
                 high = reached
             else:
@@ -250,7 +252,7 @@ class Cut:
         return high
 
     def evened(self, bound: float) -> tuple[int, ...]:
-        """Ends of the parts, none over ``bound``, each end as near to that of an equal share as can be."""
+        """Return the ends of parts that cost at most ``bound``, each as near as possible to that of an equal share."""
         earliest = self._earliest(bound)
         total = self._cost(0, self._count)
         stops: list[int] = []
@@ -263,7 +265,7 @@ class Cut:
         return (*stops, self._count)
 
     def _share(self, cost: float) -> int:
-        """The end of a first part that costs as nearly as can be so much."""
+        """Return the end of the part starting at 0 whose cost is nearest to ``cost``."""
         stop = _bisect(lambda stop: self._cost(0, stop) <= cost, 1, self._count - 1)
         return min(stop, stop + 1, key=lambda stop: abs(self._cost(0, stop) - cost))
 
@@ -271,7 +273,7 @@ class Cut:
         return max(self._cost(start, stop) for start, stop in pairwise((0, *stops)))
 
     def _greedy(self, bound: float) -> tuple[int, ...] | float:
-        """A cut with no part over ``bound``, or the least cost over it that stood in the way."""
+        """Return a cut with no part over ``bound``; if there is none, the least cost over it that was met."""
         stops: list[int] = []
         start, over = 0, float("inf")
         for part in range(1, self._parts + 1):
@@ -289,7 +291,7 @@ class Cut:
         return _bisect(lambda stop: self._cost(start, stop) <= bound, start + 1, limit)
 
     def _earliest(self, bound: float) -> list[int]:
-        """For each end but the last, the least place from which the parts after it can do with ``bound``."""
+        """Return, for each end but the last, the earliest place from which the parts after it can keep to ``bound``."""
         starts = [self._count]
         for part in range(self._parts - 1, 0, -1):
             starts.append(starts[-1] - self._furthest_back(starts[-1], bound, starts[-1] - part))
@@ -300,7 +302,7 @@ class Cut:
 
 
 def _bisect(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The greatest number from ``low`` to ``high`` for which something holds, which holds for all smaller ones too."""
+    """Return the greatest number from ``low`` to ``high`` for which ``holds``, which must hold for all smaller ones."""
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if holds(middle) else (low, middle - 1)

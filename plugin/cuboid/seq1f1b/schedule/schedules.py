@@ -1,8 +1,8 @@
 """The schedules, each a pure function of the pipeline's shape.
 
-The schedules in :data:`SCHEDULES` have one stage on each rank. To add one, write the function and enter it there;
+The schedules in :data:`SCHEDULES` have one stage on each rank. To add one, write the function and register it there;
 nothing else changes, because dependencies, validation, messages and simulation all follow from the actions. In other
-schedules a rank has several stages, its *chunks*, whose actions are all in its tuple, or backwards are split into two
+schedules a rank has several stages, its *chunks*, with all their actions in its tuple, or backwards are split into two
 halves; :mod:`.choice` has the names of all schedules.
 """
 
@@ -19,7 +19,7 @@ from cuboid.seq1f1b.schedule.actions import Action, Op, Schedule
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """Numbers of stages, of micro-batches in a step, and of segments in each micro-batch.
+    """The number of stages, of micro-batches in a step, and of segments in each micro-batch.
 
     Raises:
         ConfigError: one of them is less than 1.
@@ -36,7 +36,7 @@ class PipelineShape:
 
     @property
     def units(self) -> int:
-        """Units of one stage."""
+        """Number of units of one stage."""
         return self.micro_batches * self.segments
 
 
@@ -50,7 +50,7 @@ def gpipe(shape: PipelineShape) -> Schedule:
 
 
 def one_f_one_b(shape: PipelineShape) -> Schedule:
-    """1F1B, the ordinary pipeline of whole sequences: one forward and one backward in turn.
+    """1F1B, the usual pipeline of whole sequences: one forward and one backward in turn.
 
     Raises:
         ConfigError: there is more than one segment.
@@ -67,20 +67,21 @@ def seq1f1b(shape: PipelineShape) -> Schedule:
     """Seq1F1B (arXiv 2406.03488): one forward and one backward in turn, on segments.
 
     Stage p of P warms up with min(P−p−2+k, M·k) forwards: P−p−1 so that the stages after it have work, as in 1F1B,
-    and k−1 more because the last segment is the first to run backward. At most P−p−1+k units are in flight.
+    and k−1 more because a micro-batch's last segment is the first to run backward. At most P−p−1+k units are in flight.
     """
     return tuple(_seq1f1b_rank(stage, shape) for stage in range(shape.stages))
 
 
 def interleaved_placement(ranks: int, chunks: int) -> tuple[int, ...]:
-    """The rank of each of ``ranks × chunks`` stages, interleaved: rank p has stages p, p + P, p + 2P, …"""
+    """Return the rank of each of ``ranks × chunks`` stages, interleaved: rank p has stages p, p + P, p + 2P, …"""
     return tuple(stage % ranks for stage in range(ranks * chunks))
 
 
 def v_placement(ranks: int, chunks: int) -> tuple[int, ...]:
-    """The rank of each of ``ranks × chunks`` stages: down the ranks and back up; both stages at a turn share a rank.
+    """Return the rank of each of ``ranks × chunks`` stages, which go down the ranks and back up, in turn.
 
-    With two chunks that is a V, and rank 0 has the first and the last stage.
+    Both stages at a turning point are on the same rank. With two chunks this is a V, and rank 0 has the first and the
+    last stage.
     """
     there = tuple(range(ranks))
     return tuple(rank for chunk in range(chunks) for rank in (there[::-1] if chunk % 2 else there))
@@ -90,14 +91,14 @@ def seq1f1b_interleaved(shape: PipelineShape, ranks: int) -> Schedule:
     """Seq1F1B-I (arXiv 2406.03488): one forward and one backward in turn, with interleaved stages.
 
     A rank goes through its chunks in groups of micro-batches: all forwards of a group on its first chunk, then on the
-    next; backwards likewise, from the last chunk. A group has g units, which are whole micro-batches and at least P if
-    there are that many, so that all ranks are busy until its first unit has passed the P stages of a chunk. Rank p of P
-    with v chunks warms up with (v−1)·g + 2(P−p−1) + k − 1 forwards. Groups are as small and as equal as possible, with
-    larger ones first, because the warm-up is sized for the first. Then the bubble of equal units is
-    (P−1)/(v·k·M + P−1) for any M ≥ ⌈P/k⌉.
+    next; backwards likewise, from the last chunk. A group has g units, which are whole micro-batches and at least P
+    units if there are that many, so that all ranks are busy until its first unit has passed the P stages of a chunk.
+    Rank p of P with v chunks warms up with (v−1)·g + 2(P−p−1) + k − 1 forwards. Groups are as small and as equal as
+    possible; larger ones come first, because the warm-up is sized for the first group. The bubble with equal units is
+    then (P−1)/(v·k·M + P−1) for any M ≥ ⌈P/k⌉.
 
     Args:
-        shape: of the pipeline; ``stages`` counts those of all ranks.
+        shape: the pipeline's shape; ``stages`` counts those of all ranks.
         ranks: P.
 
     Raises:
@@ -121,7 +122,7 @@ def forwards_only(shape: PipelineShape, rank_of: Sequence[int]) -> Schedule:
     took equally long.
 
     Args:
-        shape: of the pipeline; ``stages`` counts those of all ranks.
+        shape: the pipeline's shape; ``stages`` counts those of all ranks.
         rank_of: the rank of each stage.
     """
     ranks: list[list[Action]] = [[] for _ in range(max(rank_of) + 1)]
@@ -142,7 +143,7 @@ def _seq1f1b_rank(stage: int, shape: PipelineShape) -> tuple[Action, ...]:
 
 def _interleaved_rank(rank: int, shape: PipelineShape, ranks: int) -> tuple[Action, ...]:
     stages = range(rank, shape.stages, ranks)
-    # Number of groups: each of at least ⌈P/k⌉ micro-batches, which have P units.
+    # Number of groups. Each has at least ⌈P/k⌉ micro-batches, which are at least P units.
     count = max(1, shape.micro_batches // -(-ranks // shape.segments))
     each, rest = divmod(shape.micro_batches, count)
     by_stage = {stage: (_forwards(stage, shape), _backwards(stage, shape)) for stage in stages}
@@ -177,7 +178,7 @@ def _forwards(stage: int, shape: PipelineShape) -> list[Action]:
 
 
 def _backwards(stage: int, shape: PipelineShape) -> list[Action]:
-    """Micro-batches in the order of their forwards; the segments of each in reverse order."""
+    """Return a stage's backwards: micro-batches in the order of their forwards, segments in reverse order."""
     return [
         Action(Op.BACKWARD, stage, micro_batch, segment)
         for micro_batch in range(shape.micro_batches)

@@ -1,4 +1,4 @@
-"""What a schedule takes in time and memory, before anything is run."""
+"""Predicts the time and memory of a schedule without running it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cuboid.seq1f1b.schedule.validation import placement, walk
 
 @dataclass(frozen=True)
 class Span:
-    """When an action ran. All ranks are on one clock; its zero is arbitrary."""
+    """When an action ran. All ranks use one clock with an arbitrary zero."""
 
     action: Action
     start_s: float
     end_s: float
 
 
-#: Points of a step function: the time from which on so much was in use.
+#: Points (time, amount) of a step function: the amount was in use from that time on.
 MemoryCurve = tuple[tuple[float, float], ...]
 
 
@@ -30,9 +30,9 @@ class Timeline:
     """One step of the pipeline, simulated or measured.
 
     Args:
-        spans: for each rank what it did, in time order. Messages may be among it; they don't count as work.
-        peak_bytes: for each rank the most that its units in flight took; 0 where it isn't known.
-        memory: for each rank what its units took from when on; empty where it isn't known.
+        spans: for each rank, its actions in time order. Messages may be among them; they don't count as work.
+        peak_bytes: for each rank, the peak memory of its units in flight; 0 if unknown.
+        memory: for each rank, the memory of its units over time; empty if unknown.
     """
 
     spans: tuple[tuple[Span, ...], ...]
@@ -41,7 +41,7 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """From the first start on any rank to the last end."""
+        """Time from the first start on any rank to the last end."""
         spans = [span for rank in self.spans for span in rank]
         if not spans:
             return 0
@@ -49,27 +49,27 @@ class Timeline:
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """For each rank the time in which it computed."""
+        """For each rank, the time that it spent on computation."""
         return tuple(sum(s.end_s - s.start_s for s in rank if s.action.op.computes) for rank in self.spans)
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """For each rank the part of the step, from 0 to 1, in which it was idle."""
+        """For each rank, the fraction of the step, from 0 to 1, in which it was idle."""
         makespan_s = self.makespan_s
         return tuple(1 - busy_s / makespan_s if makespan_s else 0 for busy_s in self.busy_s)
 
     @property
     def bubble(self) -> float:
-        """The idle part of all ranks' time together, from 0 to 1."""
+        """The idle fraction of all ranks' time together, from 0 to 1."""
         return sum(self.bubbles) / len(self.spans) if self.spans else 0
 
 
 class ActionGraph:
-    """A schedule's actions and what each depends on: what of a simulation is the same whatever actions cost.
+    """A schedule's actions and their dependencies: the part of a simulation that doesn't depend on costs.
 
     Args:
-        schedule: what each rank computes, in order.
-        shape: of the pipeline.
+        schedule: each rank's computations, in order.
+        shape: the pipeline's shape.
     """
 
     def __init__(self, schedule: Schedule, shape: PipelineShape) -> None:
@@ -77,9 +77,9 @@ class ActionGraph:
 
     @cached_property
     def _steps(self) -> list[tuple[int, Action, list[tuple[int, Action | None]]]]:
-        """In an order in which they can run, with rank, action, and what it needs.
+        """All actions in an order in which they can run: the rank, the action, and the actions that it needs.
 
-        Of that the place in the list, and the action if its result comes from another rank.
+        Each of the latter is given by its index in this list, and as an action if its result comes from another rank.
         """
         rank_of, places = placement(self.schedule), dict[Action, int]()
         needs_of = cache(lambda action: dependencies(action, self.shape))
@@ -93,7 +93,7 @@ class ActionGraph:
     def times(
         self, duration_s: Callable[[Action], float], transfer_s: Callable[[Action], float] | None = None
     ) -> Iterator[tuple[int, Action, float, float]]:
-        """Rank, action, start and end of all actions, those of a rank in its order; arguments as of :func:`simulate`.
+        """Yield rank, action, start and end of all actions, each rank's in order; arguments as for :func:`simulate`.
 
         Raises:
             ScheduleError: the schedule can't be run to its end.
@@ -119,18 +119,18 @@ def simulate(
     kept_bytes: Callable[[Action], float] | None = None,
     input_gradient_frees: float = 0,
 ) -> Timeline:
-    """Let every rank start each of its actions as soon as the one before is done and what it depends on has come.
+    """Simulate a step in which each rank starts an action once the previous one is done and its inputs have arrived.
 
     Args:
-        schedule: what each rank computes, in order.
-        shape: of the pipeline.
-        duration_s: seconds that an action takes.
-        transfer_s: seconds from the end of an action until its result is there on another rank. Ranks compute
-            meanwhile, and messages don't hold up one another. None: no time.
-        kept_bytes: bytes that a unit holds from the start of its forward, which is what is passed, until its gradients
-            are done; or any other measure of memory. None: nothing is known.
-        input_gradient_frees: the part of it that is freed by the first half of a split backward; negative where that
-            half needs more than it frees.
+        schedule: each rank's computations, in order.
+        shape: the pipeline's shape.
+        duration_s: returns the seconds that an action takes.
+        transfer_s: returns the seconds from the end of an action until its result has arrived on another rank. Ranks
+            compute meanwhile, and messages don't delay one another. None: no time.
+        kept_bytes: given a unit's forward, returns the bytes (or any other measure of memory) that the unit keeps from
+            the start of its forward until its gradients are done. None: memory isn't simulated.
+        input_gradient_frees: the fraction of that memory that the first half of a split backward frees; negative if
+            that half needs more than it frees.
 
     Raises:
         ScheduleError: the schedule can't be run to its end.
@@ -146,9 +146,9 @@ def simulate(
 def memory_curve(
     spans: Iterable[Span], kept_bytes: Callable[[Action], float], input_gradient_frees: float = 0
 ) -> MemoryCurve:
-    """What the units of one rank take, over time; see :func:`simulate`.
+    """Return the memory of one rank's units over time; see :func:`simulate`.
 
-    Memory is taken when an action starts and freed when it ends.
+    Memory is allocated when an action starts and freed when it ends.
     """
     now: float = 0
     curve: list[tuple[float, float]] = []
@@ -164,7 +164,7 @@ def memory_curve(
 
 
 def _freed(op: Op, input_gradient_frees: float) -> float:
-    """The part of what a unit keeps that is free after an action of it."""
+    """Return the fraction of a unit's memory that an action frees; negative if the action allocates it."""
     match op:
         case Op.FORWARD:
             return -1
@@ -178,10 +178,10 @@ def _freed(op: Op, input_gradient_frees: float) -> float:
 def peak_bytes(
     actions: Iterable[Action], kept_bytes: Callable[[Action], float], input_gradient_frees: float = 0
 ) -> float:
-    """The most that the units of one rank take together; see :func:`simulate`.
+    """Return the peak memory of one rank's units; see :func:`simulate`.
 
-    With 1 for each unit this is the number of units in flight.
+    If every unit keeps 1, this is the maximum number of units in flight.
     """
-    # Actions of a rank follow one another, so their places do for times.
+    # A rank's actions run one after another, so their indices can serve as times.
     order = (Span(action, index, index) for index, action in enumerate(actions))
     return max((now for _, now in memory_curve(order, kept_bytes, input_gradient_frees)), default=0)

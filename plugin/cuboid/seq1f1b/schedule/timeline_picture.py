@@ -1,4 +1,4 @@
-"""Timelines as pictures: a lane for each rank, idle time left blank, with the memory of its units below if known."""
+"""Draws timelines: a lane for each rank, blank where it is idle, with the memory of its units below if known."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from cuboid.seq1f1b.schedule.actions import Op
 from cuboid.seq1f1b.schedule.simulator import Span, Timeline, peak_bytes
 from cuboid.seq1f1b.schedule.timeline_trace import rank_label
 
-#: Shades of each operation, in turn for the micro-batches. Blue and orange differ for any colour vision, and
-#: dark text is legible on each.
+#: Shades of each operation, in turn for the micro-batches. Blue and orange are distinguishable with any colour vision,
+#: and dark text is legible on each shade.
 _SHADES: dict[Op, tuple[str, ...]] = {
     Op.FORWARD: ("#5B9BD5", "#9CC5EA", "#7BB0E0", "#C3DEF5"),
     Op.BACKWARD: ("#E8893B", "#F7C08F", "#F0A565", "#FBDCC0"),
@@ -26,12 +26,12 @@ _NAMES = {
     Op.WEIGHT_GRADIENT: "weight gradient",
 }
 _MESSAGE, _TEXT, _MEMORY = "#444444", "#1A1A1A", "#B8B8B8"
-#: Of a lane's height: boxes alone, boxes with a curve of the memory below, messages, and the curve.
+#: Fractions of a lane's height: boxes alone, boxes with a memory curve below, messages, and the curve.
 _LANE, _SHARED_LANE, _MESSAGE_LANE, _CURVE = 0.84, 0.56, 0.1, 0.28
-#: Inches.
+#: In inches.
 _WIDTH, _LANE_HEIGHT, _PANEL_HEIGHT = 13.0, 0.4, 0.85
 _FONT_POINTS = 7.0
-#: Of a digit, as a part of the font's size.
+#: Width of a digit, as a fraction of the font size.
 _DIGIT_WIDTH = 0.64
 #: Share of the figure's width that the lanes take; the rest is for the numbers beside them.
 _LANES_SHARE = 0.8
@@ -50,25 +50,25 @@ def draw_timelines(
     time_label: str | None = None,
     memory_label: Callable[[float], str] | None = None,
 ) -> None:
-    """Draw timelines below one another on a common axis of time, each from its own beginning.
+    """Draw timelines below one another on a common time axis, each starting at 0.
 
-    Boxes are marked ``micro-batch.segment`` where there is room. To the right of each lane stand the stage's idle
-    share, the most units that were in flight, and the most memory that they took if that is known. Its curve over time
-    is drawn below the boxes, in a timeline's lanes to one scale.
+    Boxes are labelled ``micro-batch.segment`` where there is room. To the right of each lane are the rank's idle share,
+    the maximum number of units in flight, and their peak memory if known. The memory over time is drawn below the
+    boxes, with the same scale in all lanes of a timeline.
 
     Args:
-        timelines: titles and timelines.
-        path: of the picture; its suffix (.png, .svg or .pdf) says the format.
-        caption: below the picture.
-        time_label: for the axis, where times aren't seconds.
-        memory_label: writes an amount of memory, where they aren't bytes.
+        timelines: pairs of title and timeline.
+        path: path of the picture; its suffix (.png, .svg or .pdf) selects the format.
+        caption: text below the picture.
+        time_label: label of the time axis, if times aren't in seconds.
+        memory_label: formats an amount of memory, if amounts aren't in bytes.
 
     Raises:
-        CuboidError: no such format.
+        CuboidError: the format isn't supported.
     """
     path = Path(path)
     check_picture(path)
-    # It takes a second to import, which only those who draw should wait for.
+    # Imported here because the import takes a second, and only drawing needs it.
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -86,14 +86,14 @@ def draw_timelines(
         axes.set_title(title, loc="left", fontsize="medium")
     panels[-1].set_xlabel(unit)
     _add_legend(figure, timelines, caption)
-    # The same picture gives the same bytes.
+    # Without dates, and with a fixed salt for ids, the same picture is written as the same bytes.
     metadata = {".svg": {"Date": None}, ".png": {"Software": None}, ".pdf": {"CreationDate": None}}[path.suffix]
     with matplotlib.rc_context({"svg.hashsalt": "cuboid"}):
         figure.savefig(path, metadata=metadata)
 
 
 def check_picture(path: Path) -> None:
-    """Check that pictures have the format of a file's suffix.
+    """Check that a file's suffix is a supported picture format.
 
     Raises:
         CuboidError: it isn't .png, .svg or .pdf.
@@ -119,7 +119,7 @@ def _draw_panel(axes: Any, timeline: Timeline, width: float, factor: float) -> N
             times = [(time_s - begin_s) * factor for time_s, _ in timeline.memory[lane]]
             floor = lane + _LANE / 2
             amounts = [floor - _CURVE * amount / most for _, amount in timeline.memory[lane]]
-            # The axis points down. Each amount lasts until the next time.
+            # The y axis points down. Each amount lasts until the next time.
             axes.fill_between(times, floor, amounts, step="post", color=_MEMORY, linewidth=0)
     axes.set_xlim(0, width * 1.002)
     axes.set_ylim(len(timeline.spans) - 0.5, -0.5)
@@ -140,7 +140,7 @@ def _draw_lane(
 ) -> None:
     work = [(span, box) for span, box in zip(spans, boxes, strict=True) if span.action.op.computes]
     messages = [box for span, box in zip(spans, boxes, strict=True) if not span.action.op.computes]
-    # Lines between boxes that are a few points wide would be all there is to see.
+    # Between boxes that are only a few points wide, lines of the usual width would hide the boxes.
     narrow = min((points_per_unit * width for _, (_, width) in work), default=0) < 3
     axes.broken_barh(
         [box for _, box in work],
@@ -166,7 +166,7 @@ def _shade(span: Span) -> str:
 
 
 def _add_numbers(axes: Any, timeline: Timeline, memory_label: Callable[[float], str]) -> None:
-    """The columns on the right."""
+    """Add the columns of numbers to the right of the lanes."""
     columns = [
         ("idle", [f"{bubble:.1%}" for bubble in timeline.bubbles]),
         ("in flight", [str(peak_bytes([s.action for s in spans], lambda _: 1)) for spans in timeline.spans]),
@@ -198,7 +198,7 @@ def _add_legend(figure: Any, timelines: Sequence[tuple[str, Timeline]], caption:
 
 
 def format_bytes(number: float) -> str:
-    """Bytes as people read them, such as ``"1.5 GiB"``."""
+    """Format a number of bytes for people, such as ``"1.5 GiB"``."""
     for unit in ("B", "KiB", "MiB"):
         if number < 1000:
             return f"{number:.3g} {unit}"

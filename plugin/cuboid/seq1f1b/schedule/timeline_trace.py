@@ -1,4 +1,4 @@
-"""A timeline as a file for Perfetto (https://ui.perfetto.dev) or ``chrome://tracing``, and back.
+"""Writes timelines to files for Perfetto (https://ui.perfetto.dev) or ``chrome://tracing``, and reads them back.
 
 The format is Chrome's "Trace Event Format": complete events (``"ph": "X"``) in microseconds, one thread for each rank.
 """
@@ -20,13 +20,13 @@ _CATEGORIES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"
 def write_chrome_trace(
     timeline: Timeline, path: str | Path, *, name: str = "pipeline", details: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a timeline, messages included if it has any.
+    """Write a timeline, including its messages if it has any.
 
     Args:
-        timeline: simulated or measured.
-        path: of the JSON file.
-        name: of the pipeline, which stands for a process in the viewer.
-        details: whatever else is to be kept in the file, such as the numbers of the run.
+        timeline: a simulated or measured timeline.
+        path: path of the JSON file.
+        name: name of the pipeline, which the viewer shows as a process.
+        details: additional data to store in the file, such as metrics of the run.
     """
     events: list[dict[str, Any]] = [_label("process_name", 0, name)]
     for rank, spans in enumerate(timeline.spans):
@@ -40,7 +40,7 @@ def write_chrome_trace(
 
 
 def read_chrome_trace(path: str | Path) -> Timeline:
-    """Read what :func:`write_chrome_trace` wrote.
+    """Read a file written by :func:`write_chrome_trace`. The memory curves aren't in it.
 
     Raises:
         CuboidError: the file is something else.
@@ -60,7 +60,7 @@ def read_chrome_trace(path: str | Path) -> Timeline:
 
 
 def rank_label(spans: tuple[Span, ...], rank: int) -> str:
-    """The stages of a rank, as they are named to people; the rank itself where it did nothing."""
+    """Return a label with the stages of a rank; with the rank itself if it did nothing."""
     stages = sorted({span.action.stage for span in spans}) or [rank]
     return ", ".join(map(str, stages))
 

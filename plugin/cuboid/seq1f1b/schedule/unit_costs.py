@@ -1,8 +1,8 @@
-"""What the units of a step cost: floating-point operations, and bytes kept from forward for backward.
+"""Costs of the units of a step: floating-point operations, and bytes kept from forward for backward.
 
-A multiplication and the addition that follows it are two operations. Counted are the products of weights and
-activations and those inside attention; norms, activation functions and the like are left out, as usual (Kaplan et al.
-2020, Narayanan et al. 2021). All counts are for one row of a batch, and exact integers as long as ratios are.
+A multiplication and the addition that follows it count as two operations. Matrix products with weights and those inside
+attention are counted; norms, activation functions and the like are left out, as usual (Kaplan et al. 2020, Narayanan et
+al. 2021). All counts are for one row of a batch, and they are exact integers if the ratios are integers.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from itertools import accumulate, pairwise
 
 from cuboid.seq1f1b.schedule.actions import Action, Op
 
-#: Backward multiplies each gradient twice: by the weight, and by the input.
+#: Operations of backward per operation of forward: each output gradient is multiplied by the weight and by the input.
 BACKWARD_RATIO = 2.0
-#: Part of what a forward keeps that the input gradient of a split backward frees: what only attention, norms and
-#: activation functions need. The inputs of linear layers, which are kept for the weight gradient, are the rest. It was
-#: measured on Llama layers.
+#: Fraction of what a forward keeps that the input gradient of a split backward frees: what only attention, norms and
+#: activation functions need. The rest, the inputs of linear layers, is kept for the weight gradient. Measured on Llama
+#: layers.
 INPUT_GRADIENT_FREES = 0.23
 
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """What one layer multiplies.
+    """The sizes of one layer that determine its operations.
 
     Args:
-        weights: elements of the weights that one token is multiplied by. With experts: of the router, of the shared
-            ones, and of as many as a token is sent to.
+        weights: elements of the weights that one token is multiplied by. With experts: those of the router, of the
+            shared experts, and of as many experts as a token is sent to.
         query: features of a token that are multiplied by each key it sees, over all query heads.
         value: features of a token that are summed over the values it sees, over all query heads.
-        window: number of keys that a token sees at most, itself counted; None where it sees all before it.
+        window: maximum number of keys that a token sees, including its own; None if it sees all before it.
         kept: features of a token that are kept from forward for backward. An estimate; see :func:`kept_bytes`.
     """
 
@@ -52,14 +52,14 @@ class LayerSizes:
         gated: bool = True,
         window: int | None = None,
     ) -> LayerSizes:
-        """Sizes of a decoder layer like Llama's (or GPT-2's, with ``gated=False``).
+        """Return the sizes of a decoder layer like Llama's (or GPT-2's, with ``gated=False``).
 
         Args:
             hidden: features of the residual stream.
-            query: features of all query heads.
-            key_value: features of all key heads, and as many of all value heads.
-            intermediate: features inside the MLP; with experts, of all those together that a token is sent to.
-            gated: whether the MLP has two projections up, one a gate for the other.
+            query: features of all query heads together.
+            key_value: features of all key heads together, and likewise of all value heads.
+            intermediate: features inside the MLP; with experts, the total of those that a token is sent to.
+            gated: whether the MLP has a gate projection beside the up projection.
             window: see :class:`LayerSizes`.
         """
         ups = 2 if gated else 1
@@ -72,37 +72,37 @@ class LayerSizes:
         )
 
     def projection_flops(self, start: int, stop: int) -> int:
-        """Forward of everything but attention, on positions ``[start, stop)``."""
+        """Forward operations of everything but attention, on positions ``[start, stop)``."""
         return 2 * self.weights * (stop - start)
 
     def attention_flops(self, start: int, stop: int) -> int:
-        """Forward of attention from positions ``[start, stop)`` to themselves and all before them."""
+        """Forward operations of attention from positions ``[start, stop)`` to themselves and those before them."""
         return 2 * (self.query + self.value) * seen_keys(start, stop, self.window)
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What a causal language model multiplies.
+    """The sizes of a causal language model that determine its operations.
 
     Args:
-        layers: one for each layer.
-        head: elements of the weights after the layers that one token is multiplied by; hidden × vocabulary.
+        layers: the sizes of each layer.
+        head: elements of the weights after the layers that one token is multiplied by: hidden × vocabulary.
     """
 
     layers: tuple[LayerSizes, ...]
     head: int
 
     def layer_flops(self, length: int) -> tuple[int, ...]:
-        """Forward of each layer on a whole sequence."""
+        """Forward operations of each layer on a whole sequence of ``length`` tokens."""
         return tuple(_forward_flops([layer], 0, length) for layer in self.layers)
 
     def head_flops(self, tokens: int) -> int:
-        """Forward of the head."""
+        """Forward operations of the head."""
         return 2 * self.head * tokens
 
 
 def seen_keys(start: int, stop: int, window: int | None = None) -> int:
-    """Pairs of a position in ``[start, stop)`` and a key that it sees: itself and those before it, within a window."""
+    """Count pairs of a position in ``[start, stop)`` and a key it sees: its own and earlier ones, within a window."""
     if window is None:
         return _triangle(stop) - _triangle(start)
     growing = _triangle(min(stop, window)) - _triangle(min(start, window))
@@ -110,9 +110,9 @@ def seen_keys(start: int, stop: int, window: int | None = None) -> int:
 
 
 def segment_flops(sizes: ModelSizes) -> Callable[[int, int], int]:
-    """Forward of the whole model on positions ``[start, stop)``, as a function of them.
+    """Return a function of ``start, stop`` that gives the whole model's forward operations on these positions.
 
-    It only grows as a segment is made longer, on either side.
+    The result never shrinks when a segment is extended at either end.
     """
     kinds = Counter(sizes.layers)
 
@@ -126,16 +126,16 @@ def segment_flops(sizes: ModelSizes) -> Callable[[int, int], int]:
 def unit_flops(
     sizes: ModelSizes, layers: Sequence[int], lengths: Sequence[int], *, backward_ratio: float = BACKWARD_RATIO
 ) -> Callable[[Action], float]:
-    """Operations of each action that computes, as a function of it.
+    """Return a function that gives the operations of a compute action.
 
-    The last stage runs the head's backward right behind its forward, inside the action F, so that logits needn't be
-    kept; what is left for B are the layers. Of a backward in two parts, W is the gradient of the weights, I the rest.
+    The last stage runs the head's backward right after its forward, inside the action F, so that logits needn't be
+    kept; only the layers are left for B. In a split backward, W is the weight gradients and I is the rest.
 
     Args:
-        sizes: of the model.
+        sizes: sizes of the model.
         layers: number of layers of each stage.
         lengths: tokens of each segment.
-        backward_ratio: operations of backward for each one of forward; 3 if all is computed again in backward.
+        backward_ratio: operations of backward per operation of forward; 3 if backward recomputes everything.
     """
     assert sum(layers) == len(sizes.layers)
     forward: list[list[int]] = []
@@ -166,16 +166,16 @@ def unit_flops(
 def kept_bytes(
     sizes: ModelSizes, layers: Sequence[int], lengths: Sequence[int], *, element_bytes: int = 2, rows: int = 1
 ) -> Callable[[Action], int]:
-    """Bytes that a unit keeps from its forward until its backward, as a function of an action of it.
+    """Return a function that gives the bytes that an action's unit keeps from its forward until its backward.
 
-    An estimate: the features that go into and come out of each projection, at ``element_bytes`` each. Projections that
-    share their input count it each, which stands for the norms' copies. Activation checkpointing keeps less.
+    An estimate: the input and output features of each projection, at ``element_bytes`` each. An input that several
+    projections share is counted once for each, to account for the norms' copies. Activation checkpointing keeps less.
 
     Args:
-        sizes: of the model.
+        sizes: sizes of the model.
         layers: number of layers of each stage.
         lengths: tokens of each segment.
-        element_bytes: of a number of the activations; 2 for bf16.
+        element_bytes: bytes of one element of the activations; 2 for bf16.
         rows: rows of a micro-batch.
     """
     features = [sum(layer.kept for layer in own) for own in _stages(sizes.layers, layers)]
@@ -195,7 +195,7 @@ def _stages(layers: tuple[LayerSizes, ...], counts: Sequence[int]) -> list[tuple
 
 
 def _ends(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Start and stop of each of some pieces that follow one another."""
+    """Return the start and stop of each of some consecutive pieces."""
     return list(pairwise(accumulate(lengths, initial=0)))
 
 

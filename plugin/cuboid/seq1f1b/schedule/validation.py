@@ -1,4 +1,4 @@
-"""Proof that a schedule is complete, respects dependencies, and can't deadlock."""
+"""Proves that a schedule is complete, respects dependencies, and can't deadlock."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def validate(schedule: Schedule, shape: PipelineShape, *, backward: bool = True)
 
     Args:
         schedule: each rank's computations in order.
-        shape: of the pipeline.
+        shape: the pipeline's shape.
         backward: whether the units run backward too, whole or split.
 
     Raises:
-        ScheduleError: names the action that is wrong.
-        DeadlockError: names the actions at which each rank waits.
+        ScheduleError: an action is wrong; the message names it.
+        DeadlockError: ranks wait for each other; the message names the action at which each one waits.
     """
     _check_complete(schedule, shape, backward)
     placement(schedule)
@@ -40,18 +40,18 @@ def validate(schedule: Schedule, shape: PipelineShape, *, backward: bool = True)
 
 
 def validate_programs(programs: Sequence[Program], shape: PipelineShape) -> None:
-    """Check the messages of all ranks' programs, and that no way in which they may block leads to a deadlock.
+    """Check the messages of all ranks' programs, and that no blocking behaviour of messages leads to a deadlock.
 
     The transport must keep channels (:func:`cuboid.seq1f1b.schedule.dependencies.channel`) independent of one another
     and each of them in order; a computation waits for its input. The proof assumes the worst case, in which every
     action first waits for the other end of all messages that its rank has sent or posted before. Anything that
-    synchronises a CUDA device does that, because NCCL's sends and receives are kernels that spin until the peer comes:
+    synchronizes a CUDA device does that, because NCCL's sends and receives are kernels that spin until the peer joins:
     the first launch of a kernel that isn't loaded yet, an allocation that frees cached memory, the first collective of
     a group.
 
     Raises:
-        ScheduleError: names the action that is wrong.
-        DeadlockError: names the actions at which each rank waits.
+        ScheduleError: an action is wrong; the message names it.
+        DeadlockError: ranks wait for each other; the message names the action at which each one waits.
     """
     for action, ranks in _places(programs).items():
         if len(ranks) > 1:
@@ -62,7 +62,7 @@ def validate_programs(programs: Sequence[Program], shape: PipelineShape) -> None
     for program in programs:
         before: Action | None = None
         for action in program:
-            # Only the message right before: the action after an earlier message has waited for it.
+            # It is enough to look at the message right before: an earlier one was waited for by the action after it.
             under_way = () if before is None or before.op.computes else (counterpart(before),)
             needs[action] = _needs(action, shape, rank_of) + under_way
             before = action
@@ -71,10 +71,10 @@ def validate_programs(programs: Sequence[Program], shape: PipelineShape) -> None
 
 
 def placement(sequences: Sequence[Sequence[Action]]) -> dict[int, int]:
-    """The rank of each stage.
+    """Return the rank of each stage.
 
     Raises:
-        ScheduleError: a stage is on two ranks, but its weights and KV cache can only be on one.
+        ScheduleError: a stage is on two ranks, although its weights and KV cache can only be on one.
     """
     rank_of: dict[int, int] = {}
     for rank, actions in enumerate(sequences):
@@ -89,7 +89,7 @@ def placement(sequences: Sequence[Sequence[Action]]) -> dict[int, int]:
 def walk(
     sequences: Sequence[Sequence[Action]], needs: Callable[[Action], Iterable[Action]]
 ) -> Iterator[tuple[int, Action]]:
-    """Iterate over the actions of all ranks, each rank's in order, and each action after those that it needs.
+    """Iterate over the actions of all ranks, each rank's in order, each action after all those that it needs.
 
     Yields:
         Pairs of rank and action.
@@ -151,7 +151,7 @@ def _check_complete(schedule: Schedule, shape: PipelineShape, backward: bool) ->
 
 
 def _check_order(schedule: Schedule, needs: Callable[[Action], Iterable[Action]]) -> None:
-    """Check the order within each rank. :func:`walk` would find the same mistakes, but report them as deadlocks."""
+    """Check the order within each rank. :func:`walk` would find the same errors, but report them as deadlocks."""
     for rank, actions in enumerate(schedule):
         here = {fulfils(action) for action in actions}
         done: set[Action] = set()
@@ -189,7 +189,7 @@ def _check_messages(programs: Sequence[Program], shape: PipelineShape, rank_of: 
 
 
 def _needs(action: Action, shape: PipelineShape, rank_of: dict[int, int]) -> tuple[Action, ...]:
-    """What an action of a program waits for, apart from other messages in flight on its rank."""
+    """Return what an action of a program waits for, apart from other messages in flight on its rank."""
     match action.op:
         case Op.RECEIVE_ACTIVATION | Op.RECEIVE_GRADIENT:
             return ()
@@ -211,7 +211,7 @@ def _in_shape(action: Action, shape: PipelineShape) -> bool:
 
 
 def _places(sequences: Iterable[Iterable[Action]]) -> dict[Action, list[int]]:
-    """For each action, the ranks that run it, with repetitions."""
+    """Return, for each action, the ranks that run it, with repetitions."""
     places: dict[Action, list[int]] = {}
     for rank, actions in enumerate(sequences):
         for action in actions:
