@@ -86,6 +86,20 @@ def test_accumulation_in_float32_keeps_what_bfloat16_would_lose():
     assert float(gradient_of(weight)) == 259
 
 
+@pytest.mark.parametrize("initial", [0.0, 0.5])
+def test_adagrad_begins_with_the_sums_that_it_was_made_with(initial):
+    own, plain = parameters_of([(3, 2), (5,)]), parameters_of([(3, 2), (5,)])
+    for dtype, parameters in ((torch.bfloat16, own), (None, plain)):
+        optimizer = torch.optim.Adagrad(parameters, lr=1.0, initial_accumulator_value=initial)
+        replicated = replica_optimizer(optimizer, Mesh(MeshShape()), dtype, split=False)
+        (parameters[0].sum() * 3 + (parameters[1] * 2).sum()).backward()
+        replicated.reduce()
+        replicated.step()
+    for low, exact in zip(own, plain, strict=True):
+        # The masters are float32 as the plain weights are, and rounded once.
+        assert torch.equal(low, exact.to(torch.bfloat16))
+
+
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.sampled_from([1.0, 2.0, 3.0, math.inf]))
 def test_the_norm_is_that_of_all_gradients_as_one_vector(sizes, kind):
     generator = torch.Generator().manual_seed(len(sizes))

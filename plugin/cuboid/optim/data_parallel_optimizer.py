@@ -70,7 +70,9 @@ def fill_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.state.clear()
     groups = [{**group, "params": group["params"]} for group in optimizer.param_groups if group["params"]]
     if groups:
-        optimizer.state.update(torch.optim.Adagrad(groups).state)
+        # torch fills the sums with the constructor's argument, whatever a group says.
+        initial = optimizer.defaults["initial_accumulator_value"]
+        optimizer.state.update(torch.optim.Adagrad(groups, initial_accumulator_value=initial).state)
 
 
 def replicas_of(mesh: Mesh) -> dist.ProcessGroup | None:
