@@ -183,11 +183,16 @@ class SegmentedBatch:
         return Unit(store, start, stop, self.bounds[-1], self.attention_mask, self.packed, replay, visible=self.visible)
 
     def token_weights(self, segment: int, mesh: Mesh) -> torch.Tensor:
-        """``[B/b · L/s]`` weights of the rank's tokens in a segment: 0 for padded positions, else 1."""
+        """``[B/b · L/s]`` weights of the rank's tokens in a segment: 0 for padded positions and rows, else 1."""
+        assert self.local is not None
         start, stop = self.bounds[segment : segment + 2]
-        weights = torch.arange(start, stop, device=self.ids.device) < self.length
+        positions = torch.arange(start, stop, device=self.ids.device) < self.length
+        # Copies of the last row, which make the number of rows divisible, have no labels, but are routed all the same.
+        own, first = len(self.ids), mesh.along("batch").index * len(self.ids)
+        rows = torch.arange(first, first + own, device=self.ids.device) < self.local.rows
+        weights = rows[:, None] & positions
         mask = self.given.get("attention_mask")
-        weights = weights.expand(len(self.ids), -1) if mask is None else weights * self.cut(mask, segment)
+        weights = weights if mask is None else weights * self.cut(mask, segment)
         return own_slice(weights, 1, mesh.along("sequence")).flatten()
 
     def cut(self, tensor: torch.Tensor, segment: int) -> torch.Tensor:
