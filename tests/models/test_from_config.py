@@ -1,11 +1,14 @@
 """New weights: each rank makes its slices, and they are the same for a seed on every mesh and in every pipeline."""
 
+import functools
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import cuboid
 from cuboid.distributed.topology import MeshShape
+from cuboid.errors import MeshError
 from cuboid.tensor3d.sharding.sharding_spec import put_shard
 from cuboid.weights import from_scratch
 from cuboid.weights.state_dict_map import sharded_layouts
@@ -98,3 +101,26 @@ def test_in_a_scope_every_from_config_makes_slices(monkeypatch):
         model = AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.bfloat16)
     assert model.cuboid.mesh.shape.size == 2
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def connected(config, ds_config, seeds, extra):
+    """The error of connecting ranks that have made a model with these seeds."""
+    torch.manual_seed(seeds[torch.distributed.get_rank()])
+    torch.rand(extra[torch.distributed.get_rank()])
+    model = cuboid.from_config(config, ds_config)
+    try:
+        cuboid.mesh_of(model).connect()
+    except MeshError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("mesh", "stages"), [("1x1x1", 1), ("1x1x2", 1), ("1x1x1", 2)])
+def test_ranks_that_made_different_weights_are_told_when_they_connect(pool, mesh, stages):
+    run = functools.partial(pool.run, 2, connected, CONFIGS["tied"], ds_config(mesh, stages))
+    assert run((7, 7), (0, 0)) == ["", ""]
+    for message in run((7, 8), (0, 0)):
+        assert "different random numbers" in message
+        assert "rank 0's generator has the seed 7, rank 1's has 8. Call torch.manual_seed with the same" in message
+    for message in run((7, 7), (0, 1)):
+        assert "rank 0 and rank 1 have the seed 7, but one drew more before" in message

@@ -21,6 +21,19 @@ from cuboid.distributed.topology import AXES, Axis, MeshShape, Topology
 from cuboid.errors import MeshError
 
 
+@dataclasses.dataclass(frozen=True)
+class WeightSeed:
+    """What a rank made the model's new weights from.
+
+    Args:
+        drawn: the number that it drew from torch's CPU generator.
+        of_generator: that generator's seed, for messages.
+    """
+
+    drawn: int
+    of_generator: int = dataclasses.field(compare=False)
+
+
 class AxisGroup:
     """The ranks that differ from this one only along some axes, with everything constant about them.
 
@@ -94,6 +107,8 @@ class Mesh:
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._host_groups: dict[str, dist.ProcessGroup] = {}
         self._connected = False
+        #: For :meth:`connect`, which checks that all ranks have the same; None for weights that weren't made.
+        self.weight_seed: WeightSeed | None = None
         #: Whether the ranks are threads of this process instead of processes of torch.distributed.
         self.in_threads = False
         #: Whether gloo connects ranks on several machines or in several network namespaces: then collectives are direct
@@ -129,7 +144,7 @@ class Mesh:
 
         Raises:
             MeshError: the mesh has several ranks and ``torch.distributed`` isn't initialised, or its world is
-                not the one that the mesh was laid out for.
+                not the one that the mesh was laid out for; or the ranks' meshes or the seeds of their weights differ.
         """
         if self._connected:
             return
@@ -291,11 +306,11 @@ class Mesh:
             )
 
     def _find_nodes(self) -> None:
-        """Find out which ranks share a node, and check that all ranks have the same mesh."""
+        """Find out which ranks share a node, and check that all ranks have the same mesh and seed of the weights."""
         own = own_network() if dist.get_backend() == "gloo" else socket.gethostname()
-        gathered = [("", "", self.placement)] * self.topology.world_size
-        dist.all_gather_object(gathered, (own, str(self.shape), self.placement))
-        nodes, shapes, placements = zip(*gathered, strict=True)
+        gathered = [("", "", self.placement, self.weight_seed)] * self.topology.world_size
+        dist.all_gather_object(gathered, (own, str(self.shape), self.placement, self.weight_seed))
+        nodes, shapes, placements, seeds = zip(*gathered, strict=True)
         if len(set(shapes)) > 1:
             raise MeshError(
                 f"ranks have different meshes, {', '.join(sorted(set(shapes)))}; rank {self.rank} has {self.shape}: "
@@ -306,6 +321,7 @@ class Mesh:
                 f"ranks have the pipeline's stages in different places, {', '.join(map(str, sorted(set(placements))))};"
                 f" rank {self.rank} has {self.placement}: give all ranks the same config, and the same versions"
             )
+        _check_seeds(seeds)
         # Only for gloo: other backends choose routes themselves, and unbatched sends and receives would wait for one
         # another on NCCL's single stream.
         self.spans_networks = dist.get_backend() == "gloo" and len(set(nodes)) > 1
@@ -365,6 +381,26 @@ def group_timeout() -> timedelta | None:
     assert group is not None
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return getattr(options, "_timeout", None)
+
+
+def _check_seeds(seeds: Sequence[WeightSeed | None]) -> None:
+    """Check that all ranks made the model's weights from the same number.
+
+    Raises:
+        MeshError: they didn't.
+    """
+    other = next((rank for rank, seed in enumerate(seeds) if seed != seeds[0]), None)
+    if other is None:
+        return
+    here, there = (None if seed is None else seed.of_generator for seed in (seeds[0], seeds[other]))
+    how = f"rank 0's generator has the seed {here}, rank {other}'s has {there}"
+    if here == there:
+        how = f"rank 0 and rank {other} have the seed {here}, but one drew more before it made the model"
+    raise MeshError(
+        f"ranks made the model's new weights from different random numbers, so that these don't belong together: {how}."
+        " Call torch.manual_seed with the same number on all ranks right before the model is made; a seed for each rank"
+        " may follow after that"
+    )
 
 
 def _has_process_group() -> bool:

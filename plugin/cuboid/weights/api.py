@@ -115,6 +115,7 @@ def from_config(
 
     With the same seed of torch's generator on all ranks, the weights are the same on every mesh, with every number of
     stages, and on one rank. They differ from those of plain transformers; see :mod:`cuboid.weights.from_scratch`.
+    With different seeds, whatever connects the ranks first (``deepspeed.initialize``, ``boost``, a forward) raises.
 
     Args:
         model_config: of the model to be made.

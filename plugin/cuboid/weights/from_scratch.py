@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig
+from cuboid.distributed.mesh import WeightSeed
 from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.models.architectures.supported_tasks import check_class
 from cuboid.models.plain_construction import plain_construction
@@ -29,7 +30,8 @@ def make_sharded(
 ) -> PreTrainedModel:
     """``cls._from_config(*args, **kwargs)``, sharded and split into pipeline stages as ``config`` says.
 
-    All ranks must have the same state of torch's CPU generator, from which each draws one number.
+    All ranks must have the same state of torch's CPU generator, from which each draws one number. The mesh compares
+    these when it connects the ranks, before anything is trained or saved.
 
     Args:
         cls: the architecture's class.
@@ -54,6 +56,8 @@ def _make_sharded(
         # The config is copied here, too: ours will name our attention, and the user may make other models from theirs.
         model: Any = from_config(loading_class(cls, config, marks=False), *copy.deepcopy(args), **copy.deepcopy(kwargs))
     seed = int(torch.randint(2**62, (), device="cpu"))
+    # Compared once there is a process group; there may be none yet.
+    model._mesh.weight_seed = WeightSeed(seed, torch.initial_seed())
     # By the name of the parameter that others are tied to, since a stage may have only one of the others.
     ties = dict(model.all_tied_weights_keys) | dict(whole.all_tied_weights_keys)
     places: dict[str, list[str]] = {}
