@@ -128,6 +128,20 @@ def test_a_pipelines_mesh_and_segments(model):
     assert segment_choice(model, config_of({"size": 2}, pipeline={**pipeline, "segments": 2}), mesh) is None
 
 
+@pytest.mark.parametrize(
+    "keys", [{"chunks": "auto"}, {"chunks": 2, "stage_balance": "layers"}, {"chunks": 2, "stage_balance": [1, 2, 3, 2]}],
+    ids=str,
+)  # fmt: skip
+def test_a_mesh_is_chosen_before_the_schedule_is(keys):
+    deep, pipeline = llama(num_hidden_layers=8), {"engine": "seq1f1b", "stages": 2, "schedule": "auto", **keys}
+    numbers = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "cluster": "4xH100"}
+    config = config_of({"size": 2}, pipeline=pipeline, **numbers)
+    # As for the same layers without chunks.
+    whole = config.with_pipeline(config.pipeline.without_chunks)
+    assert choose_mesh(deep, config) == choose_mesh(deep, whole)
+    assert choose_mesh(deep, config).size == 2
+
+
 def test_the_number_of_segments_is_the_fastest_that_fits():
     described, cluster = describe(LLAMA_8B), Cluster.parse("8xH100-80GB")
     layout = Layout(MeshShape(), 8, 1, 8, checkpointing="full")

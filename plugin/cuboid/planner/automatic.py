@@ -157,8 +157,7 @@ def settle_stages(
     length = _length(model, config)
 
     def segments(padded: int, steps: int) -> int:
-        whole = config.with_pipeline(pipeline.without_chunks)
-        choice = segment_choice(model, whole, mesh)
+        choice = segment_choice(model, config, mesh)
         assert choice is not None
         layout = replace(choice.layout, micro_batch=rows or _ASSUMED_ROWS, micro_batches=steps)
         return best_segments(choice.model, layout, choice.cluster, padded)

@@ -279,7 +279,7 @@ def _with_segments(
     if pipeline.partition == "measured":
         raise ConfigError('pipeline.partition "measured" cuts by the times of real steps; estimate it as "flops"')
     multiple = math.lcm(layout.mesh.sequence, layout.mesh.hidden)
-    layout = with_pipeline(layout, pipeline if pipeline.is_placed else pipeline.without_chunks, model)
+    layout = with_pipeline(layout, pipeline, model)
     segments = pipeline.segments
     if segments == "auto":
         segments = best_segments(model, layout, cluster, length)
@@ -297,7 +297,12 @@ def _with_segments(
 
 
 def with_pipeline(layout: Layout, pipeline: PipelineConfig, model: ModelDescription) -> Layout:
-    """Apply a config's stage balance, schedule, memory limit and precision of key/value gradients to a layout."""
+    """Apply a config's stage balance, schedule, memory limit and precision of key/value gradients to a layout.
+
+    Until it is known where the chunks are, the layout has one stage on each rank.
+    """
+    if not pipeline.is_placed:
+        pipeline = pipeline.without_chunks
     assert pipeline.chunks != "auto"
     balance: tuple[int, ...] = ()
     if isinstance(pipeline.stage_balance, tuple):
