@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import cuboid
 from cuboid.errors import ConfigError
+from cuboid.models.pipeline.pipeline import Pipeline
 from cuboid.verify import SmallModel
 from training import _batches, ranks_of, settings, train
 
@@ -186,3 +187,31 @@ def test_nothing_to_train_and_half_frozen_ties_are_errors_on_all_ranks(pool, che
         assert nothing.startswith("every parameter is frozen")
         assert tied.startswith("model.embed_tokens.weight is tied to a parameter of the last stage, and is frozen")
         assert first is second is None
+
+
+def _head_frozen_late(path):
+    """The error of a step, and the loss of one in which all ranks have frozen both ends."""
+    model = cuboid.from_pretrained(path, {"pipeline": {"engine": "seq1f1b", "stages": 3, "segments": 2}})
+    pipeline = Pipeline(model)
+    # The tied weight, on the last stage; the other stages have a placeholder without parameters.
+    model.lm_head.requires_grad_(False)
+    message = None
+    try:
+        pipeline.train(_batches(0, 1), 2)
+    except ConfigError as error:
+        message = str(error)
+    model.get_input_embeddings().requires_grad_(False)
+    return message, float(pipeline.train(_batches(0, 1), 2)), "model.embed_tokens.weight" in _with_gradients(model)
+
+
+def _with_gradients(model):
+    return {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def test_a_tied_head_that_is_frozen_later_is_an_error_on_all_ranks_unless_the_embedding_is_too(pool, checkpoint):
+    results = pool.run(3, _head_frozen_late, checkpoint(TIED), timeout_s=TIMEOUT_S)
+    for message, loss, has_gradient in results:
+        assert message.startswith("model.embed_tokens.weight is tied to a parameter of the last stage, and is trained")
+        assert "model.get_input_embeddings().requires_grad_" in message
+        assert loss == pytest.approx(results[0][1])
+        assert not has_gradient

@@ -13,6 +13,7 @@ from cuboid.config.schema import CuboidConfig
 from cuboid.errors import ConfigError, OptimizerError
 from cuboid.models.sharded.sharded_model import ShardedModel, mesh_of, sharding_of
 from cuboid.models.stages.stage_model import StageModel
+from cuboid.models.stages.stages import half_frozen
 from cuboid.optim.data_parallel_optimizer import fill_state, is_fresh
 from cuboid.weights.api import shard
 
@@ -147,10 +148,7 @@ def check_trains(model: nn.Module) -> None:
     first, last = mesh.placement[0], mesh.placement[-1]
     for name, trained in stages[first][1].items():
         if stages[last][1][name] != trained:
-            raise ConfigError(
-                f"{name} is tied to a parameter of the last stage, and is {'trained' if trained else 'frozen'} on the "
-                "first stage only; let both have the same requires_grad"
-            )
+            raise half_frozen(name, trains_first=trained)
     if not any(trains for trains, _ in stages):
         raise ConfigError(
             "every parameter is frozen (requires_grad is False), so that there is nothing to train; leave out the "

@@ -27,6 +27,7 @@ from cuboid.models.pipeline.step_trace import StepTrace
 from cuboid.models.sharded.sharded_model import unwrap
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.models.stages.stage_runner import StageRunner, make_runner
+from cuboid.models.stages.stages import half_frozen, shared_names
 from cuboid.models.stages.units import SegmentedBatch, label_items, with_targets
 from cuboid.optim.grad_buffer import float32_sums, gradient_of
 from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
@@ -78,6 +79,7 @@ class Pipeline:
         #: Buffers of the KV caches; also read by memory reports.
         self.pool = KVCachePool()
         self._schedules = StepSchedules(stage.staging)
+        self._shared_names = shared_names(stage.staging.outline)
         self._channels = open_channels(self.mesh, self._device)
         self._sums = sums
         self._step = 0
@@ -120,7 +122,7 @@ class Pipeline:
     def _train(
         self, batches: Iterator[Any] | None, count: int | None, gradient_scale: float, *, complete: bool
     ) -> torch.Tensor:
-        step = self._prepare(batches, count)
+        step = self._prepare(batches, count, training=True)
         traces = self._config.trace is not False and self._step == self._config.trace_step
         measures = self._cutter.measures(self._step)
         profiler = Profiler(self._device) if traces or measures else None
@@ -144,12 +146,14 @@ class Pipeline:
     def evaluate(self, batches: Iterator[Any] | None, count: int | None) -> torch.Tensor:
         """The loss of ``count`` micro-batches of each replica, without gradients; otherwise as :meth:`train`."""
         with StepGuard(self.mesh, "an evaluation of the pipeline"):
-            step = self._prepare(batches, count)
+            step = self._prepare(batches, count, training=False)
             programs = _evaluation(step.shape, self.mesh.placement)
             return self._total(self._run(programs, step, 1.0, None, training=False))
 
-    def _prepare(self, batches: Iterator[Any] | None, count: int | None) -> _Step:
+    def _prepare(self, batches: Iterator[Any] | None, count: int | None, *, training: bool) -> _Step:
         with ReplicasInStep(self.mesh, self._device) as replicas:
+            if training:
+                self._check_ties()
             given = share_micro_batches(batches, count, self.limits, self.mesh, self._device)
             step, replicas.items = self._prepare_own(given)
             replicas.out_of_range = self._out_of_range(given)
@@ -176,6 +180,28 @@ class Pipeline:
         ]
         shape = PipelineShape(self._staging.layout.stages, count, len(lengths[0]))
         return _Step(shape, cut, lengths), torch.stack([label_items(batch, targets) for batch in micro_batches]).sum()
+
+    def _check_ties(self) -> None:
+        """Check that the first and the last stage both train a tied parameter, or both have it frozen.
+
+        A script may have frozen the head since the last step, of which the first stage has a placeholder. Collective
+        over the pipeline.
+
+        Raises:
+            ConfigError: on all its ranks, if one of the two has frozen a parameter.
+        """
+        placement = self.mesh.placement
+        if not self._shared_names or placement[0] == placement[-1]:
+            return
+        trained = torch.zeros((2, len(self._shared_names)), dtype=torch.int64, device=self._device)
+        for stage, rank in enumerate((placement[0], placement[-1])):
+            if rank == self.mesh.coordinate.pipe:
+                flags = [self._staging.shared[name].requires_grad for name in self._shared_names]
+                trained[stage] = torch.tensor(flags, device=self._device)
+        dist.all_reduce(trained, group=self.mesh.pipe_group)
+        for name, first, last in zip(self._shared_names, *trained.tolist(), strict=True):
+            if first != last:
+                raise half_frozen(name, trains_first=bool(first))
 
     def _choose_segments(self, length: int, micro_batches: int) -> int:
         """Choose the number of segments with ``"segments": "auto"``, given the first sequences' padded length."""
@@ -309,6 +335,7 @@ class Pipeline:
         group = self.mesh.channel(0, self._staging.layout.stages - 1)
         for parameter in self._staging.shared.values():
             gradient = gradient_of(parameter)
+            # Both ranks have one, or neither has: each step begins with ``_check_ties``.
             if gradient is not None:
                 dist.all_reduce(gradient, group=group)
 

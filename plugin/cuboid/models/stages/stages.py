@@ -360,9 +360,20 @@ def shared_parameters(model: PreTrainedModel, outline: Outline, cuts: Sequence[S
     """
     if any(cut.is_first for cut in cuts) == any(cut.is_last for cut in cuts):
         return {}
-    holders = _holders(outline)
-    return {
-        source: model.get_parameter(source)
-        for source in sorted(set(outline.tied.values()))
-        if _unit_of(source, outline.before + outline.after + outline.head) in holders
-    }
+    return {name: model.get_parameter(name) for name in shared_names(outline)}
+
+
+def shared_names(outline: Outline) -> tuple[str, ...]:
+    """The names of the parameters that the first and the last stage both have."""
+    units, holders = outline.before + outline.after + outline.head, _holders(outline)
+    return tuple(name for name in sorted(set(outline.tied.values())) if _unit_of(name, units) in holders)
+
+
+def half_frozen(name: str, *, trains_first: bool) -> ConfigError:
+    """The error about a parameter that the first and the last stage both have, and that one of them has frozen."""
+    return ConfigError(
+        f"{name} is tied to a parameter of the last stage, and is {'trained' if trains_first else 'frozen'} on the "
+        "first stage only; let both have the same requires_grad, as after "
+        f"model.get_input_embeddings().requires_grad_({not trains_first}) on all ranks (the head is on the last stage "
+        "only, and model.get_output_embeddings() a placeholder on the others)"
+    )
