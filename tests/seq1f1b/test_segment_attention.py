@@ -96,6 +96,17 @@ def test_segments_are_the_whole_sequence(attend, lengths, heads, dims, rows):
     assert pool.free_bytes > 0
 
 
+@pytest.mark.parametrize("transposed", range(3))
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_features_of_a_head_may_have_any_stride(kv_heads, transposed):
+    lengths = [5, 4]
+    inputs, grad = random_heads(sum(lengths), 4, kv_heads, 8, 8, 2)
+    inputs[transposed] = inputs[transposed].mT.contiguous().mT
+    assert inputs[transposed].stride(-1) != 1
+    found = in_segments(inputs, grad, lengths, KVCache(sum(lengths), KVCachePool()))
+    assert largest_error(found, whole(inputs, grad)) < 1e-12
+
+
 def test_a_segment_that_nobody_asks_of_passes_on_what_later_ones_send():
     lengths = [5, 4, 3]
     inputs, grad = random_heads(12, 4, 2, 8, 8, 2)

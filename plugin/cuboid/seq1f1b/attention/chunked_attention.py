@@ -78,6 +78,8 @@ class _AttendSegment(torch.autograd.Function):
         start: int,
         scale: float,
     ) -> torch.Tensor:
+        # The fused kernels read a head's features as if they were contiguous; that for CPUs doesn't check it.
+        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         store.write(layer, start, key, value)
         kernel = choose_kernel(query, key, value)
         group = 1 if kernel.knows_groups else query.shape[1] // key.shape[1]
