@@ -1,5 +1,6 @@
 """A Booster with Cuboid's plugin trains what DeepSpeed trains, and what one process of plain transformers does."""
 
+import copy
 import dataclasses
 import functools
 
@@ -178,6 +179,32 @@ def test_bf16_has_masters_that_keep_what_the_weights_cannot_show(pool, checkpoin
         assert followed
         assert any(difference.count_nonzero() > 0 for difference in moved.values())
         assert all(tensor.dtype == torch.bfloat16 for tensor in before.values())
+
+
+def norms_after_clearing(path, config):
+    """The norm of the same batch's gradient again and again, each time after another way to clear the last one."""
+    booster, model, optimizer, _ = boosted(path, config, torch.float32, lr=0.0)
+    ways = [model.zero_grad, model.unwrap().zero_grad, functools.partial(model.zero_grad, set_to_none=False)]
+    norms = []
+    for clear in (optimizer.zero_grad, *ways):
+        clear()
+        booster_backward(booster, model, optimizer, 0)
+        optimizer.step()
+        norms.append(optimizer.get_grad_norm())
+    copied = copy.deepcopy(model.unwrap())
+    copied.zero_grad()
+    return norms, float(optimizer.clip_grad_by_norm(1e9))
+
+
+@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(("mesh", "stages", "zero"), [("1x1x2", None, 0), ("1x1x1", None, 1), ("1x1x1", 2, 0)])
+def test_a_models_zero_grad_clears_what_its_optimizer_keeps(pool, checkpoint, mesh, stages, zero, bf16):
+    data = 2 if zero else 1
+    config = settings(mesh, stages, data=data, bf16={"enabled": bf16}, zero_optimization={"stage": zero})
+    for norms, kept in pool.run(2, norms_after_clearing, checkpoint(LLAMA), config):
+        assert norms == pytest.approx([norms[0]] * 4, rel=1e-6)
+        # A copy's gradients are its own, so that clearing them leaves the model's.
+        assert kept == pytest.approx(min(norms[0], config["gradient_clipping"]), rel=1e-2)
 
 
 def dtypes(path, config, dtype):

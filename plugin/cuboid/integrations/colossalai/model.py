@@ -52,6 +52,11 @@ class CuboidModel(ModelWrapper):
             self.count_rows(first.shape[0])
         return output
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, as the optimizer's ``zero_grad`` does."""
+        # Not of each parameter, as torch does: in bf16 the optimizer has the gradients.
+        self.module.zero_grad(set_to_none)
+
     def count_rows(self, rows: int) -> None:
         """Add to the progress that each replica trains on this number of rows."""
         self.progress.samples += rows * mesh_of(self.module).topology.data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,7 @@ class CuboidOptimizer(OptimizerWrapper):
         self._complete = False
         self._steps = 0
         self.replicated = replica_optimizer(optim, self._mesh, dtype, split=self._split)
+        inner.cuboid.optimizer = weakref.ref(self)
 
     def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
         """Accumulate the gradients of this replica's loss; the step takes the mean over the replicas.
@@ -118,6 +120,10 @@ class CuboidOptimizer(OptimizerWrapper):
         """
         self.replicated.clear()
         self._complete = False
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether this optimizer steps on the parameters of this sharded model."""
+        return model is self._model
 
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, *_: Any, **__: Any

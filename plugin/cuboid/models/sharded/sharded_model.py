@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -115,6 +115,16 @@ class FormerParameters:
         return names if reference is not None and reference() is parameter else []
 
 
+class GradientOwner(Protocol):
+    """An optimizer that keeps a model's gradients outside of ``.grad``."""
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether the gradients are this model's."""
+
+    def zero_grad(self) -> None:
+        """Clear the gradients."""
+
+
 @dataclass
 class Sharding:
     """Everything that a sharded model keeps about its sharding."""
@@ -132,6 +142,9 @@ class Sharding:
     former: FormerParameters = field(default_factory=FormerParameters)
     #: Writes the model as a Hugging Face checkpoint. The loader sets it, because the saver imports this module.
     save: Callable[..., None] | None = None
+    #: The optimizer that keeps this very model's gradients outside of ``.grad``, if one does. Weak, so that a copy of
+    #: the model doesn't copy the optimizer.
+    optimizer: weakref.ref[GradientOwner] | None = None
     #: Result of the architecture's probe on a mesh.
     verdict: MeshVerdict = field(default_factory=MeshVerdict)
     #: Whether routers see only the rank's own tokens, as those outside of blocks that are computed whole do.
@@ -158,6 +171,14 @@ class ShardedModel(WholeInterface):
         save = self.cuboid.save
         assert save is not None, "a model that neither a loader nor cuboid.shard made"
         save(self, directory, **kwargs)
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        """Clear the gradients, also those that an optimizer keeps outside of ``.grad``."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        optimizer = None if self.cuboid.optimizer is None else self.cuboid.optimizer()
+        # A copy's gradients are its own.
+        if optimizer is not None and optimizer.is_of(self):
+            optimizer.zero_grad()
 
     def counted_parameters(self: Any) -> list[nn.Parameter]:
         """This rank's parameters for sums over the ranks of one model copy: each element is counted on one rank."""
