@@ -134,6 +134,32 @@ def test_estimates_of_a_layout_add_up():
     assert 0.05 < found.mfu < 0.8
 
 
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_replicas_reduce_the_gradients_of_all_their_parameters(name, zero):
+    sizes = {"model_type": name, "num_hidden_layers": 4, "num_local_experts": 8, "num_experts_per_tok": 2}
+    model, cluster = describe({**LLAMA_8B, **sizes}), Cluster.parse("16xH100")
+    layout = Layout(MeshShape(1, 2, 1), replicas=8, zero_stage=zero)
+    cost = StepCost(model, layout, cluster, 4096)
+    gradients = 2 * model.parameters / layout.mesh.size
+    assert cost.step_time().reduce_s == pytest.approx(2 * cost.units.links.replicas.gather_s(gradients), rel=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_experts_are_reduced_over_the_ranks_that_have_the_same(ranks):
+    model, cluster = describe(small("mixtral")), Cluster.parse("2x8xH100")
+    cost = StepCost(model, Layout(MeshShape(1, 2, 1), replicas=8, expert_ranks=ranks), cluster, 64)
+    experts = cost.units.links.expert_replicas
+    assert experts.size == 8 // ranks
+    # Pairs of replicas with the same experts are on different nodes.
+    assert (experts.rate < cluster.gpu.link_bytes_per_s * cluster.gpu.link_efficiency) is (1 < experts.size)
+    own = sum(layer.experts.parameters for layer in model.layers) / (2 * ranks)
+    dense = cost.own_parameters()[0][0]
+    groups = [(cost.units.links.replicas, dense), (experts, own)] if ranks > 1 else [(experts, dense + own)]
+    expected = sum(2 * group.gather_s(2 * count) for group, count in groups)
+    assert cost.step_time().reduce_s == pytest.approx(expected)
+
+
 def test_more_segments_keep_less_and_wait_less():
     model, cluster = describe(LLAMA_8B), Cluster.parse("8xH100-80GB")
     found = [estimate(model, Layout(MeshShape(), 8, 1, 8, segments=k), cluster, 32768) for k in (1, 2, 4)]

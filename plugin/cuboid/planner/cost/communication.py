@@ -73,7 +73,10 @@ class Links:
         #: Ranks among which whole experts are divided: neighbours among those with different rows.
         self.experts = self._group(layout.expert_ranks, inner)
         #: Ranks with the same weights: replicas, and the ranks that share sequences.
-        self.replicas = self._group(layout.replicas * layout.context, replica if layout.context == 1 else mesh.sequence)
+        shared, stride = layout.replicas * layout.context, replica if layout.context == 1 else mesh.sequence
+        self.replicas = self._group(shared, stride)
+        #: Those of them that have the same experts too.
+        self.expert_replicas = self._group(max(1, shared // layout.expert_ranks), stride * layout.expert_ranks)
         self.stages = self._group(layout.stages, replica * layout.replicas)
 
     def _group(self, size: int, stride: int) -> Group:

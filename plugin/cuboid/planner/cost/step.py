@@ -346,13 +346,15 @@ class StepCost:
         return found
 
     def _reduce_s(self, times: StageTimes) -> float:
-        """Reduction of gradients between replicas, and with ZeRO the gather of new weights; without experts."""
-        layout, links, software = self.layout, self.units.links, self.software
-        dense = max(self.own_parameters(), key=sum)[0]
-        if links.replicas.size == 1:
-            return 0.0
-        reduced = links.replicas.gather_s(dense * software.reduce_bytes)
-        gathered = links.replicas.gather_s(dense * (_GATHERED if layout.zero_stage else software.reduce_bytes))
+        """Reduction of gradients between replicas, and with ZeRO the gather of new weights."""
+        links, software = self.units.links, self.software
+        dense, experts = max(self.own_parameters(), key=sum)
+        # In Cuboid every replica has all experts: then both groups are one, whose collectives are shared.
+        elements = {links.replicas: dense}
+        elements[links.expert_replicas] = elements.get(links.expert_replicas, 0.0) + experts
+        gathered_bytes = _GATHERED if self.layout.zero_stage else software.reduce_bytes
+        reduced = sum(group.gather_s(count * software.reduce_bytes) for group, count in elements.items())
+        gathered = sum(group.gather_s(count * gathered_bytes) for group, count in elements.items())
         if software.overlaps_reduction:
             hidden = 0.5 * times.busy(0).total
             return max(reduced * 0.1, reduced - hidden) + max(gathered * 0.1, gathered - hidden)
