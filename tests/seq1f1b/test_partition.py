@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
+    BartConfig,
+    BartForCausalLM,
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -28,6 +30,7 @@ from transformers import (
 from cuboid import ConfigError
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.stages.model_costs import model_sizes
+from cuboid.models.stages.stages import draw_outline
 from cuboid.seq1f1b.schedule.actions import Action, Op
 from cuboid.seq1f1b.schedule.partition import (
     HeadShare,
@@ -283,6 +286,9 @@ def test_layers_are_as_in_the_formula_and_windows_are_each_layers_own():
     assert [layer.window for layer in model_sizes(CONFIGS["gemma2"]()).layers] == [8, None, 8]
     assert [layer.window for layer in model_sizes(CONFIGS["mistral"]()).layers] == [8, 8, 8]
     assert model_sizes(CONFIGS["gpt2"]()).layers[0].weights == 12 * 64 * 64
+    # Where num_hidden_layers is the encoder's number, the layers are those that a pipeline cuts.
+    decoder = BartConfig(d_model=64, encoder_layers=2, decoder_layers=3, decoder_attention_heads=4, vocab_size=67)
+    assert len(model_sizes(decoder, BartForCausalLM).layers) == draw_outline(BartForCausalLM, decoder).count == 3
 
 
 def test_a_token_pays_for_its_own_experts_only():

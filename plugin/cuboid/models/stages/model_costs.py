@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.supported_tasks import auto_class_of
 from cuboid.models.plain_construction import plain_construction
+from cuboid.models.stages.layer_list import layer_list
 from cuboid.seq1f1b.schedule.unit_costs import LayerSizes, ModelSizes
 
 #: Config attributes for the number of experts, and for how many of them a token is sent to.
@@ -60,21 +61,15 @@ def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The layers of a whole model by their names, in order.
 
     Raises:
-        UnsupportedModelError: the model has no list of ``num_hidden_layers`` modules.
+        UnsupportedModelError: the model has no list of layers.
     """
-    config = model.config.get_text_config()
-    lists = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers
-    }
-    if not lists:
+    name = layer_list(model)
+    if name is None:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no list of config.num_hidden_layers = {config.num_hidden_layers} layers, so "
-            'their costs aren\'t known; write "partition": "even" and "stage_balance": "layers"'
+            f"{type(model).__name__} has no list of layers, so their costs aren't known; write "
+            '"partition": "even" and "stage_balance": "layers"'
         )
-    found = max(lists, key=lambda name: sum(parameter.numel() for parameter in lists[name].parameters()))
-    return {f"{found}.{index}": layer for index, layer in enumerate(lists[found])}
+    return {f"{name}.{index}": layer for index, layer in model.get_submodule(name).named_children()}
 
 
 def _layer(layer: nn.Module, index: int, config: PretrainedConfig) -> LayerSizes:
@@ -129,7 +124,8 @@ _WITHOUT_KEYS = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recur
 
 def _kind(config: PretrainedConfig, index: int) -> str | None:
     kinds = getattr(config, "layer_types", None)
-    return kinds[index] if kinds else None
+    # A list that isn't of num_hidden_layers modules may be longer.
+    return kinds[index] if kinds and index < len(kinds) else None
 
 
 def _window(config: PretrainedConfig, kind: str | None) -> int | None:

@@ -23,6 +23,7 @@ from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.supported_tasks import Task, runs_own_head, task_of
 from cuboid.models.plain_construction import plain_construction
 from cuboid.models.sharded.sharded_model import learned_positions
+from cuboid.models.stages.layer_list import layer_list
 from cuboid.models.stages.module_flow import ForwardLog
 from cuboid.models.stages.router_loss import RouterLoss
 
@@ -148,7 +149,9 @@ def trace_outline(model: PreTrainedModel) -> Outline:
         UnsupportedModelError: see :func:`outline_on_meta`.
     """
     cls = type(model)
-    name = _find_layers(model)
+    name = layer_list(model)
+    if name is None:
+        raise _unsupported(cls, "it has no list of layers")
     layers = model.get_submodule(name)
     assert isinstance(layers, nn.ModuleList)
     _check_layers(cls, layers)
@@ -171,20 +174,6 @@ def trace_outline(model: PreTrainedModel) -> Outline:
 
 def _unsupported(cls: type, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"a pipeline can't cut {cls.__name__}: {reason}")
-
-
-def _find_layers(model: PreTrainedModel) -> str:
-    """Name of the list with ``num_hidden_layers`` modules, or of any length if there is none.
-
-    Of several, it is the one with the most parameters.
-    """
-    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    # In an encoder-decoder's config, the number may be the encoder's. A list inside a layer is never the largest.
-    counted = {name: module for name, module in lists.items() if len(module) == count} or lists
-    if not counted:
-        raise _unsupported(type(model), "it has no list of layers")
-    return max(counted, key=lambda name: sum(p.numel() for p in counted[name].parameters()))
 
 
 def _check_layers(cls: type, layers: nn.ModuleList) -> None:
