@@ -129,9 +129,10 @@ def test_a_pipelines_mesh_and_segments(model):
 
 
 @pytest.mark.parametrize(
-    "keys", [{"chunks": "auto"}, {"chunks": 2, "stage_balance": "layers"}, {"chunks": 2, "stage_balance": [1, 2, 3, 2]}],
+    "keys",
+    [{"chunks": "auto"}, {"chunks": 2, "stage_balance": "layers"}, {"chunks": 2, "stage_balance": [1, 2, 3, 2]}],
     ids=str,
-)  # fmt: skip
+)
 def test_a_mesh_is_chosen_before_the_schedule_is(keys):
     deep, pipeline = llama(num_hidden_layers=8), {"engine": "seq1f1b", "stages": 2, "schedule": "auto", **keys}
     numbers = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "cluster": "4xH100"}
@@ -198,6 +199,20 @@ def test_a_gpu_without_a_profile_says_what_to_do(monkeypatch):
         seen_cluster(8)
     device.name = "NVIDIA H100 80GB HBM3"
     assert str(seen_cluster(32)) == "4x8xH100-80GB"
+
+
+@pytest.mark.parametrize(("world_size", "nodes"), [(12, (2, 6)), (8, (1, 8)), (6, (1, 6)), (20, (4, 5)), (7, (1, 7))])
+def test_a_cluster_that_is_seen_has_as_many_gpus_as_there_are_ranks(monkeypatch, world_size, nodes):
+    monkeypatch.setattr(seen.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(seen.torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(seen.torch.cuda, "current_device", lambda: 0)
+    device = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85 * 10**9)
+    monkeypatch.setattr(seen.torch.cuda, "get_device_properties", lambda _: device)
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    cluster = seen_cluster(world_size)
+    assert (cluster.nodes, cluster.gpus_per_node) == nodes
+    assert cluster.gpus == world_size
 
 
 def test_ranks_that_share_a_core_have_a_part_of_it(monkeypatch):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from cuboid.distributed.topology import divisors
 from cuboid.errors import ConfigError
 from cuboid.planner.description.cluster import CPU, GPUS, Cluster, Gpu
 
@@ -17,16 +18,19 @@ _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 
 
 def seen_cluster(world_size: int) -> Cluster:
-    """As many nodes like this one as ``world_size`` ranks need.
+    """Nodes like this one with ``world_size`` ranks in all.
+
+    A launcher tells how many ranks each node has. Without it, nodes have as many as this one's GPUs, or the largest
+    smaller number that divides the ranks.
 
     Raises:
         ConfigError: there is no profile of this node's GPU.
     """
     local = next((int(text) for name in _LOCAL_SIZES if (text := os.environ.get(name, "")).isdigit()), 0)
     if not torch.cuda.is_available():
-        per_node = min(local or world_size, world_size)
-        return Cluster(_share_of_cpu(per_node), -(-world_size // per_node), per_node)
-    per_node = min(local or torch.cuda.device_count(), world_size)
+        per_node = _ranks_of_node(local or world_size, world_size)
+        return Cluster(_share_of_cpu(per_node), world_size // per_node, per_node)
+    per_node = _ranks_of_node(local or torch.cuda.device_count(), world_size)
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = known_device(device)
     if gpu is None:
@@ -34,7 +38,12 @@ def seen_cluster(world_size: int) -> Cluster:
             f'there is no profile of the GPU "{torch.cuda.get_device_name(device)}" that "auto" could be decided by: '
             'measure one with cuboid profile, and name its file as "cluster" in the config'
         )
-    return Cluster(gpu, -(-world_size // per_node), per_node)
+    return Cluster(gpu, world_size // per_node, per_node)
+
+
+def _ranks_of_node(most: int, world_size: int) -> int:
+    """The largest number of ranks up to ``most`` that all nodes can have."""
+    return max(each for each in divisors(world_size) if each <= most)
 
 
 def known_device(device: torch.device) -> Gpu | None:
