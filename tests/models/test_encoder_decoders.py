@@ -230,6 +230,28 @@ def test_a_checkpoint_is_read_as_slices_trained_and_saved_for_plain_transformers
         assert share < 0.35
 
 
+@pytest.mark.parametrize("options", [{"subfolder": "x"}, {"variant": "x"}, {"subfolder": "x", "variant": "x"}], ids=str)
+@pytest.mark.parametrize("shards", [False, True], ids=["one file", "files"])
+def test_a_head_of_its_own_is_found_in_the_files_that_are_read(monkeypatch, tmp_path, options, shards):
+    # The folder has another checkpoint, in which head and embedding are stored alike.
+    plain, others = built("t5"), tmp_path / "model.safetensors"
+    plain.save_pretrained(tmp_path)
+    save_file({**load_file(others), "lm_head.weight": plain.shared.weight.detach().clone()}, others, {"format": "pt"})
+    tied = copy.deepcopy(plain.config)
+    plain.config.tie_word_embeddings = False
+    plain.lm_head.weight = torch.nn.Parameter(plain.shared.weight.detach().flip(0))
+    inner = tmp_path / options.get("subfolder", "")
+    plain.save_pretrained(inner, variant=options.get("variant"), max_shard_size="20KB" if shards else "1GB")
+    tied.save_pretrained(inner)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    section = {"tensor_parallel": {"mode": "3d_tensor", "mesh": {"hidden": 2}}}
+    model = cuboid.from_pretrained(tmp_path, section, dtype=torch.float64, **options)
+    layouts = sharded_layouts(model)
+    for name in ("lm_head.weight", "shared.weight"):
+        own = take_shard(plain.get_parameter(name).detach(), layouts[name], model.cuboid.mesh)
+        assert torch.equal(model.get_parameter(name), own), name
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 

@@ -94,8 +94,9 @@ def _load_sharded(
             )
     check_class(cls, stages=config.pipeline is not None)
     check_checkpoint(args, kwargs)
-    loading, kwargs = loading_class(cls, config, new_head=True), dict(kwargs)
-    folder, rank_folder = folder_of(args, kwargs), rank_folder_of(args, kwargs)
+    folder, rank_folder, kwargs = folder_of(args, kwargs), rank_folder_of(args, kwargs), dict(kwargs)
+    stored = None if folder is None else Stored(folder, kwargs.get("variant"))
+    loading = loading_class(cls, config, stored=stored, new_head=True)
     if rank_folder is not None:
         loading, args, kwargs = from_rank_file(loading, config, rank_folder, args, kwargs)
     elif folder is not None:
@@ -137,7 +138,7 @@ def read_weights(model: Any, folder: str | Path) -> dict[str, torch.Tensor]:
     if config.model_type != model.config.model_type:
         raise CheckpointError(f"{folder}: holds a {config.model_type}, but the model is a {model.config.model_type}")
     settings = CuboidConfig() if staging is None else staging.config
-    cls = loading_class(model.cuboid.base, settings, _Plan(model.cuboid.mesh, staging))
+    cls = loading_class(model.cuboid.base, settings, _Plan(model.cuboid.mesh, staging), stored=Stored(Path(folder)))
     with as_damage_of(folder), progress_bars_of(shown=current_rank() == 0):
         asked = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         loaded, info = cls.from_pretrained(folder, config=config, dtype=model.dtype, **asked)
@@ -154,11 +155,25 @@ class _Plan:
     staging: Staging | None
 
 
+@dataclass(frozen=True)
+class Stored:
+    """The weights that are loaded.
+
+    Args:
+        folder: of the checkpoint, with the call's ``subfolder``.
+        variant: of its weights, as in ``from_pretrained``.
+    """
+
+    folder: Path
+    variant: str | None = None
+
+
 def loading_class(
     cls: type[PreTrainedModel],
     config: CuboidConfig,
     plan: _Plan | None = None,
     *,
+    stored: Stored | None = None,
     marks: bool = True,
     new_head: bool = False,
 ) -> type[PreTrainedModel]:
@@ -168,12 +183,14 @@ def loading_class(
         cls: the architecture's class.
         config: Cuboid's config.
         plan: of an existing model; by default one is made.
+        stored: what is loaded; None for a name on the hub, and if nothing is.
         marks: whether parameters become DTensors, of which transformers reads slices.
         new_head: whether a task's head may be missing from the checkpoint; see :func:`is_of_new_head`.
     """
     # transformers finds the conversions of old checkpoints by the class's module and name.
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_cuboid_base": cls}
-    members.update(_cuboid_config=config, _cuboid_plan=plan, _cuboid_marks=marks, _cuboid_new_head=new_head)
+    members.update(_cuboid_config=config, _cuboid_plan=plan, _cuboid_stored=stored)
+    members.update(_cuboid_marks=marks, _cuboid_new_head=new_head)
     return type(cls.__name__, (_Loading, cls), members)
 
 
@@ -188,6 +205,7 @@ class _Loading:
     _cuboid_base: type[PreTrainedModel]
     _cuboid_config: CuboidConfig
     _cuboid_plan: _Plan | None
+    _cuboid_stored: Stored | None
     _cuboid_marks: bool
     _cuboid_new_head: bool
     # From the architecture's class.
@@ -207,7 +225,7 @@ class _Loading:
             else plan.mesh.shape
         )
         if plan is None:
-            config = settle_stages(self, config, shape, world_size=current_world_size())
+            config = settle_stages(self, config, shape, self._cuboid_base, world_size=current_world_size())
         # Stages of one rank each don't shard parameters, so need no parallel plan for the architecture.
         self._parallel_plan = None
         if config.pipeline is None or shape.size > 1:
@@ -217,7 +235,11 @@ class _Loading:
         if config.pipeline is not None:
             self._staging = (
                 plan_staging(
-                    self._cuboid_base, self.config, config, self._mesh, segment_choice(self, config, self._mesh)
+                    self._cuboid_base,
+                    self.config,
+                    config,
+                    self._mesh,
+                    segment_choice(self, config, self._mesh, self._cuboid_base),
                 )
                 if plan is None or plan.staging is None
                 else dataclasses.replace(plan.staging, chunks=(), shared={}, slot=UnitSlot(), recorder=None)
@@ -309,11 +331,11 @@ def _untie_as_stored(model: Any, missing_keys: Any) -> None:
     """Untie parameters that the config ties, but the checkpoint has with different values, as T5's heads since 1.1."""
     # transformers compares only the rank's slices, so that one rank could untie them while others don't. So each rank
     # compares the whole tensors in the files.
-    folder = folder_of((model.config._name_or_path,), {})
+    stored: Stored | None = model._cuboid_stored
     for target, source in list(model.all_tied_weights_keys.items()):
         if target in missing_keys or source in missing_keys:
             continue
-        alike = None if folder is None else stored_alike(folder, target, source)
+        alike = None if stored is None else stored_alike(stored.folder, target, source, variant=stored.variant)
         # Stages were planned with the two as one parameter, so there they can't be untied any more.
         if alike is False and model._staging is None:
             del model.all_tied_weights_keys[target]

@@ -213,11 +213,17 @@ def _check_beside(path: Path) -> None:
             raise CheckpointError(f"{path}: can't be read: {error.strerror}") from None
 
 
+def _weight_files(folder: Path, variant: str | None) -> tuple[Path, Path]:
+    """Where a folder's weights are: in one file or, if there is none, in the files that an index lists."""
+    marked = "" if variant is None else f".{variant}"
+    index = f"{SINGLE}.index{marked}.json"
+    assert marked or index == SINGLE + INDEX_SUFFIX
+    return folder / SINGLE.replace(".", f"{marked}.", 1), folder / index
+
+
 def _tensors_in(folder: Path, variant: str | None = None) -> Iterator[Mapping[str, TensorSpec]]:
     """The tensors of each safetensors file, after checking its header; nothing if the folder has none."""
-    marked = "" if variant is None else f".{variant}"
-    single, index = folder / SINGLE.replace(".", f"{marked}.", 1), folder / f"{SINGLE}.index{marked}.json"
-    assert marked or index.name == SINGLE + INDEX_SUFFIX
+    single, index = _weight_files(folder, variant)
     if os.path.lexists(single):
         with TensorFile(single) as file:
             yield file.specs
@@ -232,14 +238,19 @@ def _tensors_in(folder: Path, variant: str | None = None) -> Iterator[Mapping[st
         yield own
 
 
-def stored_alike(folder: Path, first: str, second: str) -> bool | None:
+def stored_alike(folder: Path, first: str, second: str, *, variant: str | None = None) -> bool | None:
     """Whether two tensors of a folder's safetensors files are equal; None if it doesn't have both under these names.
 
     Reading stops at the first difference.
+
+    Args:
+        folder: of a Hugging Face checkpoint.
+        first, second: names of tensors.
+        variant: of its weights, as in ``from_pretrained``.
     """
-    index = folder / (SINGLE + INDEX_SUFFIX)
-    weight_map = read_index(index) if os.path.lexists(index) else {}
-    paths = [folder / weight_map.get(name, SINGLE) for name in (first, second)]
+    single, index = _weight_files(folder, variant)
+    weight_map = read_index(index) if os.path.lexists(index) and not os.path.lexists(single) else {}
+    paths = [folder / weight_map.get(name, single.name) for name in (first, second)]
     if not all(map(os.path.lexists, paths)):
         return None
     with TensorFile(paths[0]) as one, TensorFile(paths[1]) as other:
