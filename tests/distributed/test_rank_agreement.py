@@ -1,6 +1,8 @@
 """Ranks that fail together: every exception, in whatever order the ranks come, and calls that don't match."""
 
 import os
+import signal
+import threading
 import time
 from datetime import timedelta
 
@@ -8,11 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from cuboid.distributed import rank_agreement, rendezvous
 from cuboid.distributed.mesh import Mesh
-from cuboid.distributed.rank_agreement import agreement_lane, gather_objects, raise_on_all_ranks, run_on_all_ranks
+from cuboid.distributed.rank_agreement import (
+    StepGuard,
+    agreement_lane,
+    gather_objects,
+    raise_on_all_ranks,
+    run_on_all_ranks,
+)
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CheckpointError, ConfigError, CuboidError, PeerLostError, RankError
 from cuboid.verify.workers.pool import WorkerError
+from fresh_ranks import endings_of
 
 TIMEOUT_S = 60.0
 
@@ -183,6 +193,82 @@ def test_a_rank_that_does_not_come_is_named_when_the_groups_timeout_is_over(pool
     for outcome in pool.run(2, _with_a_timeout, timeout_s=TIMEOUT_S):
         assert outcome[0] is PeerLostError
         assert outcome[1].startswith("rank 1 of 2 didn't come to a save within 1 s")
+
+
+# --- a rank that ends before it has decided on the outcome ---------------------------------------------------------
+
+
+def _kill_self():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _mesh_on_two_machines(ranks, timeout_s):
+    """A mesh in a process that ends by itself, after a first meeting; rank 1's is on another machine."""
+    if os.environ["RANK"] == "1":
+        rendezvous.host_identity = lambda: "another machine"
+    return _mesh_on_one_machine(ranks, timeout_s)
+
+
+def _mesh_on_one_machine(ranks, timeout_s):
+    rendezvous._LEAVE_S = 0.1
+    dist.init_process_group("gloo")
+    mesh = Mesh(MeshShape(1, ranks, 1))
+    run_on_all_ranks(lambda: None, mesh)
+    # Only now, so that a slow start isn't taken for a rank that is lost.
+    rank_agreement._world(mesh)._timeout_s = timeout_s
+    return mesh
+
+
+def _meet_one_that_ends(make_mesh, arrives, timeout_s):
+    """Rank 1 ends without a decision: as the first to fail, or as the last to arrive."""
+    mesh = make_mesh(2, timeout_s)
+    if mesh.rank == 0:
+        time.sleep(1 if arrives == "first" else 0)
+        run_on_all_ranks(lambda: None, mesh, what="a save")
+        return run_on_all_ranks(lambda: None, mesh, what="a load")
+    if arrives == "first":
+        threading.Timer(0.5, _kill_self).start()
+        return run_on_all_ranks(lambda: _raises(ValueError("boom")), mesh, what="a save")
+    time.sleep(0.5)
+    rendezvous.Rendezvous._decide = lambda *_: _kill_self()
+    return run_on_all_ranks(lambda: None, mesh, what="a save")
+
+
+@pytest.mark.parametrize(
+    ("make_mesh", "arrives", "timeout_s", "kind", "text"),
+    [
+        (_mesh_on_one_machine, "first", 60, RankError, "a save: ValueError: boom"),
+        (_mesh_on_one_machine, "last", 60, PeerLostError, "rank 1 ended while the others waited for it in a save"),
+        # It isn't seen that it ended. All had come to the save, and it is missing at the load.
+        (_mesh_on_two_machines, "last", 1.5, PeerLostError, "rank 1 of 2 didn't come to a load within 1.5 s"),
+    ],
+    ids=["the first to fail", "the last to arrive", "the last to arrive, on another machine"],
+)
+def test_a_rank_that_ends_before_it_decides_is_named_by_those_that_wait(make_mesh, arrives, timeout_s, kind, text):
+    survivor, killed = endings_of(2, _meet_one_that_ends, make_mesh, arrives, timeout_s, timeout_s=30.0)
+    assert killed is None
+    assert (survivor.kind, survivor.rank) == (kind.__name__, 1)
+    assert survivor.text.startswith(text)
+
+
+def _fail_with_one_that_ends():
+    """Of three ranks, rank 1 fails first in a step and ends, on another machine; rank 2 is at work."""
+    mesh = _mesh_on_two_machines(3, 1.5)
+    if mesh.rank == 2:
+        return time.sleep(5)
+    if mesh.rank == 1:
+        threading.Timer(0.5, _kill_self).start()
+    else:
+        time.sleep(1)
+    with StepGuard(mesh, "forward"):
+        raise ValueError("boom" if mesh.rank == 1 else "a consequence")
+
+
+def test_a_late_decision_about_a_step_blames_no_rank_that_is_at_work():
+    later, killed, _ = endings_of(3, _fail_with_one_that_ends, timeout_s=30.0)
+    assert killed is None
+    assert (later.kind, later.text, later.rank) == ("RankError", "forward: ValueError: boom", 1)
+    assert later.cause == "ValueError", "its own"
 
 
 def test_without_other_ranks_an_error_goes_on_as_it_is():

@@ -342,11 +342,10 @@ class Rendezvous:
         try:
             if failure is not None:
                 if self._enter_failed(failure):
-                    self._decide_failure(failure)
+                    self._decide_failure()
             else:
-                self._store.set(f"{self._key}/at/{rank}", self._what)
-                arrived = self._store.add(f"{self._key}/arrived", 1)
-                if arrived == self._world.size and not self._store.check([f"{self._key}/first"]):
+                is_last = self._arrive() == self._world.size
+                if is_last and not self._store.check([f"{self._key}/first"]):
                     self._decide("ok")
             return self._await_outcome()
         except BaseException as interruption:
@@ -359,7 +358,7 @@ class Rendezvous:
         """Report a failure to the ranks that join; the outcome also says whether all ranks fail alike."""
         failure = Failure.of(error, self._world.rank, self._what)
         if self._enter_failed(failure):
-            self._decide_failure(failure)
+            self._decide_failure()
         return self._await_outcome() or failure
 
     def hold_after_loss(self, failure: Failure) -> Failure:
@@ -376,9 +375,15 @@ class Rendezvous:
         self._store.set(f"{self._key}/failed/{rank}", failure.encode())
         # Before `arrived`: the last rank to arrive checks `first`, and must not decide that all went well.
         first = self._store.compare_set(f"{self._key}/first", "", str(rank)) == str(rank).encode()
-        self._store.set(f"{self._key}/at/{rank}", self._what)
-        self._store.add(f"{self._key}/arrived", 1)
+        self._arrive()
         return first
+
+    def _arrive(self) -> int:
+        """Record that this rank has come; returns how many have."""
+        # In this order: the last of those that others see here has been counted, so that one of them can decide.
+        arrived = self._store.add(f"{self._key}/arrived", 1)
+        self._store.set(f"{self._key}/at/{self._world.rank}", self._what)
+        return arrived
 
     def _check_call(self) -> Failure | None:
         theirs = self._store.compare_set(f"{self._key}/what", "", self._what).decode()
@@ -395,21 +400,31 @@ class Rendezvous:
         """Set the outcome, unless there is one."""
         self._store.compare_set(f"{self._key}/outcome", "", outcome)
 
-    def _decide_failure(self, own: Failure) -> None:
-        """Wait a moment for the others, then set the outcome: all fail alike, or who failed first."""
+    def _decide_failure(self) -> None:
+        """Wait a moment for the others, then set the outcome from what was reported."""
         deadline, pause = time.monotonic() + _GRACE_S, _SHORTEST_POLL_S
         while time.monotonic() < deadline and self._store.add(f"{self._key}/arrived", 0) < self._world.size:
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_POLL_S)
-        keys = [f"{self._key}/failed/{rank}" for rank in range(self._world.size)]
-        found = [Failure.decode(self._store.get(key)) for key in keys if self._store.check([key])]
-        failures = [failure for failure in found if failure is not None]
+        self._decide_from(self._failures())
+
+    def _failures(self) -> dict[int, Failure]:
+        """What has been reported so far, by the rank that did."""
+        keys = {rank: f"{self._key}/failed/{rank}" for rank in range(self._world.size)}
+        found = {rank: Failure.decode(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        return {rank: failure for rank, failure in found.items() if failure is not None}
+
+    def _decide_from(self, failures: dict[int, Failure]) -> None:
+        """Set the outcome: all fail alike, or who failed first."""
+        key = f"{self._key}/first"
+        first = int(self._store.get(key)) if self._store.check([key]) else None
         # A lost rank is named only if nothing else went wrong.
-        first = min(failures, key=lambda failure: failure.kind == PeerLostError.__name__, default=own)
+        named = min(failures, key=lambda rank: (failures[rank].kind == PeerLostError.__name__, rank != first))
         everywhere = len(failures) == self._world.size
-        by_themselves = everywhere and all(failure.rank == rank for rank, failure in enumerate(failures))
-        alike = by_themselves and len({failure.text for failure in failures}) == 1
-        self._decide(Failure(first.rank, first.kind, first.text, alike, everywhere).encode())
+        by_themselves = everywhere and all(failure.rank == rank for rank, failure in failures.items())
+        alike = by_themselves and len({failure.text for failure in failures.values()}) == 1
+        failure = failures[named]
+        self._decide(Failure(failure.rank, failure.kind, failure.text, alike, everywhere).encode())
 
     def _await_outcome(self) -> Failure | None:
         started, waited_s, pause, look_s = time.monotonic(), 0.0, _SHORTEST_POLL_S, _LOOK_AROUND_S
@@ -436,10 +451,18 @@ class Rendezvous:
                 return
 
     def _look_around(self, *, is_late: bool) -> None:
-        """Set an outcome if some ranks will never come."""
+        """Set an outcome if some ranks will never come, or if the one that should decide doesn't.
+
+        The latter is the first to fail, or the last to arrive, and may be killed before it decides.
+        """
+        # Read before the failures: a rank reports its own before it arrives.
+        have_all_come = self._store.add(f"{self._key}/arrived", 0) == self._world.size
         missing = [r for r in range(self._world.size) if not self._store.check([f"{self._key}/at/{r}"])]
-        ended = self._world.ended(missing)
-        if ended:
+        ended = self._world.ended([rank for rank in range(self._world.size) if rank != self._world.rank])
+        failures = self._failures() if ended or is_late else {}
+        if failures:
+            self._decide_from(failures)
+        elif ended:
             text = f"rank {_listed(ended)} ended while the others waited for it in {self._what}; see its own messages"
             self._decide(Failure(ended[0], PeerLostError.__name__, text).encode())
         elif ahead := self._world.replica_ahead(self._what) if missing and self._is_main else None:
@@ -447,6 +470,9 @@ class Rendezvous:
             self._decide(failure.encode())
             # The other replica isn't in this meeting; it reads that when it loses the connection to this one.
             self._world.break_step(failure)
+        elif is_late and have_all_come:
+            # All succeeded. If the last to arrive was killed, on another machine, the next meeting misses it.
+            self._decide("ok")
         elif is_late and missing:
             text = (
                 f"rank {_listed(missing)} of {self._world.size} didn't come to {self._what} within "
