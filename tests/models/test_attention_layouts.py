@@ -1,5 +1,6 @@
 """Attention of other kinds than Llama's on a mesh: the same loss and gradients as on one process."""
 
+import gc
 from contextlib import nullcontext
 
 import pytest
@@ -8,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cuboid.models.architectures.roles import blocks_computed_whole
 from cuboid.models.certification.float64 import KeepFloat64
-from threaded import assert_as_alone, step_of
+from threaded import Threaded, assert_as_alone, step_of
 
 COMMON = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": None}
 LATENT = {
@@ -90,6 +91,19 @@ def test_latents(architecture, options, mesh):
     model, batch = small(architecture, **options), batch_of()
     assert not blocks_computed_whole(model)
     assert_as_alone(model, mesh, step_of(**batch))
+
+
+@pytest.mark.parametrize("mesh", ["1x1x2", "1x2x1"])
+@pytest.mark.parametrize("lora_rank", [14, None], ids=["latent queries", "whole queries"])
+def test_a_forward_without_backward_leaves_no_tensors(lora_rank, mesh):
+    options = {**LATENT, **EXPERTS, "first_k_dense_replace": 2, "q_lora_rank": lora_rank}
+    threaded, batch = Threaded(small("deepseek_v2", **options), mesh), batch_of()
+    counts = []
+    for _ in range(3):
+        threaded.run(lambda model: model(**batch, use_cache=False).loss.item())
+        gc.collect()
+        counts.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
+    assert counts[1] == counts[2]
 
 
 @pytest.mark.slow

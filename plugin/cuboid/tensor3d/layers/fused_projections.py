@@ -20,7 +20,7 @@ from cuboid.distributed.mesh import AxisGroup
 from cuboid.distributed.no_compile import uncompiled
 from cuboid.errors import UnsupportedModelError
 from cuboid.tensor3d.layers.input_gather import GatherSequence, InputGather, NoGather
-from cuboid.tensor3d.layers.linear import ShardedLinear, attach_results, autocast_dtype
+from cuboid.tensor3d.layers.linear import ShardedLinear, attach_results, autocast_dtype, take_results
 from cuboid.tensor3d.layers.linear_op import LinearOp
 
 
@@ -107,7 +107,8 @@ class LatentProjections:
             raise UnsupportedModelError(f"{type(module).__name__} was called without hidden_states; no rule for that")
         shard: torch.Tensor = args[0] if args else kwargs["hidden_states"]
         ((own,), _) = self._latents(module, (shard,), {})
-        results = {key: _GatherPositions.apply(x, self._along) for key, x in own.cuboid_results.items()}
+        # Taken, because the graphs of these refer to the input in turn: a cycle that isn't collected.
+        results = {key: _GatherPositions.apply(x, self._along) for key, x in take_results(own).items()}
         if self._fused is not None:
             args, kwargs = self._fused(module, args, kwargs)
             full = args[0] if args else kwargs["hidden_states"]

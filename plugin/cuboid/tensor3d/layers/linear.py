@@ -124,6 +124,12 @@ def attach_results(x: torch.Tensor, layers: Sequence[ShardedLinear], results: Se
     x.cuboid_results = dict(zip(map(id, layers), results, strict=True))  # type: ignore[attr-defined]
 
 
+def take_results(x: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Remove the results that are attached to ``x``, and return them by their layers' ids."""
+    results: dict[int, torch.Tensor] = x.__dict__.pop("cuboid_results")
+    return results
+
+
 def up_product(weight: ShardedParam, *, in_first: bool = False, parts: int = 1) -> Product:
     """Multiplication of an "up" projection: partial sums over `hidden`, reduce-scattered along the features."""
     return Product(weight, ScatterFeatures(weight.mesh.along("hidden"), (parts,)), in_first)
