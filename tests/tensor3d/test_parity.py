@@ -20,6 +20,8 @@ from comparing import describe, mesh_section
 from conftest import TIMEOUT_S
 from cuboid import CuboidError, MeshShape
 from cuboid.cli import commands
+from cuboid.distributed.mesh import Mesh
+from cuboid.distributed.thread_ranks import ThreadRanks
 from cuboid.distributed.topology import Topology
 from cuboid.tensor3d.layers import norm
 from cuboid.verify import Architecture, PassReport, Plan, SmallModel, WorkerPool, verify
@@ -237,6 +239,28 @@ def test_norms_of_whole_rows_by_torch_are_those_of_the_model(monkeypatch: pytest
     assert_as_alone(model, "2x2x1", step_of(input_ids=ids, labels=ids))
     # On four ranks two layers with two norms each, and one behind them.
     assert len(used) == 4 * 5
+
+
+@pytest.mark.parametrize("hidden", [1, 2])
+def test_gradients_of_a_layer_norms_float32_parameters_are_not_rounded_as_its_bfloat16_input(hidden: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, dy = torch.randn(2, 64, 32, generator=generator).bfloat16().unbind()
+    weight, bias = torch.randn(2, 32, generator=generator).unbind()
+    whole = [each.double().requires_grad_() for each in (x, weight, bias)]
+    torch.nn.functional.layer_norm(whole[0], (32,), whole[1], whole[2]).backward(dy.double())
+
+    def gradients(mesh: Mesh) -> list[torch.Tensor | None]:
+        along = mesh.along("hidden")
+        own = [each.chunk(hidden, -1)[along.index].clone().requires_grad_() for each in (x, weight, bias)]
+        norm._LayerNorm.apply(*own, 1e-5, along).backward(dy.chunk(hidden, -1)[along.index])
+        return [each.grad for each in own]
+
+    by_rank = zip(*ThreadRanks(MeshShape(1, 1, hidden)).run(gradients), strict=True)
+    for parts, wanted, dtype in zip(by_rank, whole, (torch.bfloat16, torch.float32, torch.float32), strict=True):
+        found = torch.cat(parts, -1)
+        assert found.dtype == dtype
+        bound = 1e-2 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(found.double(), wanted.grad, rtol=bound, atol=bound)
 
 
 def test_a_users_error_is_raised_unchanged(pool: WorkerPool, checkpoint: Callable[[SmallModel], str]) -> None:

@@ -86,7 +86,7 @@ class _LayerNorm(torch.autograd.Function):
         mean, variance = _moments(wide, along)
         rstd = torch.rsqrt(variance + eps)
         ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.along, ctx.has_bias = along, bias is not None
+        ctx.along, ctx.bias_dtype = along, None if bias is None else bias.dtype
         y = (wide - mean) * rstd
         if weight is not None:
             y = y * weight
@@ -102,8 +102,8 @@ class _LayerNorm(torch.autograd.Function):
         hidden = x.shape[-1] * ctx.along.size
         mean_scaled, mean_normed = (all_reduce(sums, ctx.along) / hidden).split(1, -1)
         dx = (rstd * (scaled - mean_scaled - normed * mean_normed)).to(x.dtype)
-        dweight = None if weight is None else (dy * normed).flatten(0, -2).sum(0).to(x.dtype)
-        dbias = dy.flatten(0, -2).sum(0).to(x.dtype) if ctx.has_bias else None
+        dweight = None if weight is None else (dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        dbias = None if ctx.bias_dtype is None else dy.flatten(0, -2).sum(0).to(ctx.bias_dtype)
         return dx, dweight, dbias, None, None
 
 
