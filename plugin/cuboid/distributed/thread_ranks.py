@@ -123,21 +123,22 @@ class ThreadRanks:
             What each rank's call returned, by rank.
 
         Raises:
-            Exception: the error of a rank that failed by itself; ranks that wait for it are released.
+            Exception: the error of the first rank that failed by itself; ranks that wait for it are released.
         """
         for meeting in self._meetings:
             meeting.barrier.reset()
         results: list[Any] = [None] * len(self._places)
         failures: list[BaseException] = []
+        let_go: list[BaseException] = []
 
         def run(mesh: Mesh, context: contextvars.Context) -> None:
             try:
                 results[mesh.rank] = context.run(action, mesh)
             except BaseException as error:
                 if _was_let_go(error):
-                    failures.append(error)
+                    let_go.append(error)
                     return
-                failures.insert(0, error)
+                failures.append(error)
                 for meeting in self._meetings:
                     meeting.barrier.abort()
 
@@ -151,8 +152,10 @@ class ThreadRanks:
             thread.start()
         for thread in threads:
             thread.join()
-        if failures:
-            raise failures[0]
+        # Without any of the former, a barrier's timeout broke it: a rank never joined a collective.
+        errors = failures or let_go
+        if errors:
+            raise errors[0]
         return results
 
 

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -67,6 +68,21 @@ def test_what_fails_on_one_thread_lets_the_others_go():
         ranks.run(fail_on_one)
     assert threading.active_count() == before
     assert ranks.run(lambda mesh: all_reduce(torch.ones(1), mesh.along(*AXES)).item()) == [4.0] * 4
+
+
+def test_the_error_of_the_first_thread_to_fail_is_raised():
+    ranks = ThreadRanks(MeshShape(1, 2, 2))
+
+    def fail_on_two(mesh):
+        if mesh.rank == 2:
+            raise CuboidError("the cause")
+        with suppress(Exception):
+            all_reduce(torch.ones(1), mesh.along(*AXES))
+        if mesh.rank == 1:
+            raise KeyError("a consequence")
+
+    with pytest.raises(CuboidError, match="the cause"):
+        ranks.run(fail_on_two)
 
 
 # --- the probe -------------------------------------------------------------------------------------------------------
