@@ -78,6 +78,22 @@ def test_stores_count_while_in_use(heads):
     assert pool.free_bytes > 0
 
 
+def test_gradients_of_keys_and_values_that_backward_adds_up_count_for_the_peak(heads):
+    query, key, value = (x.bfloat16() for x in heads)
+    pool = MeteredPool()
+    store = KVCache(6, pool, "fp32")
+    with LiveActivations((), pool) as live:
+        outs = [attend_segment(query, key, value, store, "layer", start, 1.0) for start in (0, 3)]
+        after_forward = live.live_bytes
+        assert live.peak_bytes == after_forward
+        outs[1].backward(torch.ones_like(outs[1]), retain_graph=True)
+        # For each key and value a gradient in twice as many bytes.
+        assert live.peak_bytes == live.live_bytes == after_forward + 2 * store.held_bytes // 3
+    taken = pool.take(torch.Size((1, 2, 9, 4)), torch.float32, torch.device("cpu"))
+    assert live.peak_bytes == after_forward + 2 * store.held_bytes // 3, "only inside the context"
+    pool.give(taken)
+
+
 def test_buffers_of_stores_that_graphs_save_count_once(heads):
     query, key, value = heads
     pool = MeteredPool()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 
 import torch
@@ -12,16 +12,22 @@ from cuboid.seq1f1b.attention.kv_cache import KVCachePool
 
 
 class MeteredPool(KVCachePool):
-    """A pool that keeps track of the buffers in use."""
+    """A pool that keeps track of the buffers in use.
+
+    Attributes:
+        on_take: called after each :meth:`take`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.on_take: Callable[[], None] = _do_nothing
         self._used_bytes: dict[int, int] = {}
 
     def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See :class:`~cuboid.seq1f1b.attention.kv_cache.KVCachePool`."""
         buffer = super().take(shape, dtype, device)
         self._used_bytes[storage_id(buffer)] = buffer.untyped_storage().nbytes()
+        self.on_take()
         return buffer
 
     def give(self, buffer: torch.Tensor) -> None:
@@ -65,7 +71,8 @@ class LiveActivations:
         #: By storage id: its bytes, and the number of saved tensors that share it.
         self._live: dict[int, list[int]] = {}
         self._saved_bytes = 0
-        #: Maximum of :attr:`live_bytes` so far, updated whenever autograd saves a tensor.
+        #: Maximum of :attr:`live_bytes` so far, updated whenever autograd saves a tensor or a buffer is taken from the
+        #: pool: the gradients of keys and values take theirs in backward.
         self.peak_bytes = 0
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
@@ -80,11 +87,16 @@ class LiveActivations:
 
     def __enter__(self) -> LiveActivations:
         self._hooks.__enter__()
+        if self._pool is not None:
+            self._pool.on_take = self._note_peak
+            self._note_peak()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._pool is not None:
+            self._pool.on_take = _do_nothing
         self._hooks.__exit__(kind, error, trace)
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
@@ -104,7 +116,7 @@ class LiveActivations:
         entry[1] += 1
         if entry[1] == 1:
             self._saved_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._note_peak()
 
     def _remove(self, place: int) -> None:
         entry = self._live[place]
@@ -112,6 +124,13 @@ class LiveActivations:
         if entry[1] == 0:
             self._saved_bytes -= entry[0]
             del self._live[place]
+
+    def _note_peak(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def storage_id(tensor: torch.Tensor) -> int:
