@@ -16,13 +16,15 @@ from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import ConfigError, CuboidError, PeerLostError
 from cuboid.models.batch.batch_check import Limits
-from cuboid.models.batch.broadcast import read_micro_batch, share_micro_batches
+from cuboid.models.batch.broadcast import ReplicasInStep, read_micro_batch, share_micro_batches
 from cuboid.models.batch.targets import Targets
 from cuboid.models.pipeline.sequence_cut import MEASURED_STEPS, Cutter
+from cuboid.models.pipeline.step_trace import StepTrace
 from cuboid.models.stages.stages import draw_outline
 from cuboid.models.stages.units import with_targets
 from cuboid.seq1f1b.runtime.p2p import Arrival, Channel
-from cuboid.seq1f1b.runtime.profiler import gather_times_s
+from cuboid.seq1f1b.runtime.profiler import Profiler, gather_times_s
+from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
 from cuboid.seq1f1b.schedule.unit_costs import LayerSizes, ModelSizes
 from cuboid.verify import SmallModel
 
@@ -78,6 +80,7 @@ def test_a_micro_batch_has_many_forms(batch):
         ({"input_ids": IDS, "position_ids": IDS[:, :5]}, "position_ids is"),
         ({"input_ids": IDS, "labels": IDS.float()}, "labels holds torch.float32; give torch.int64"),
         ({"input_ids": IDS, "token_type_ids": IDS}, "token_type_ids has no rule"),
+        ({"input_ids": IDS, "labels": [[0, 1], [2]]}, "labels can't be made a tensor: .*rows are equally long"),
     ],
 )
 def test_a_malformed_micro_batch_is_named(batch, message):
@@ -188,6 +191,34 @@ def test_all_times_are_brought_onto_one_clock(pool):
     assert max(starts_s) - min(starts_s) < 1
 
 
+def _traced():
+    """Seconds of each action of this rank's step, by its replica; replicas have as many micro-batches as their number.
+
+    Each rank's actions take other times.
+    """
+    mesh = Mesh(MeshShape(2, 1, 1))
+    mesh.connect()
+    replica, device = mesh.coordinate.data, torch.device("cpu")
+    shape = PipelineShape(1, 1 + replica, 2)
+    schedule, profiler = SCHEDULES["seq1f1b"](shape), Profiler(device)
+    for action in schedule[0]:
+        with profiler.observe(action):
+            time.sleep(0.01 * mesh.rank)
+    trace = StepTrace.gather(profiler, shape, schedule, mesh, device)
+    assert [span.action for span in trace.timeline.spans[0]] == list(schedule[0])
+    return replica, mesh.copy_ranks[0], [span.end_s - span.start_s for span in trace.timeline.spans[0]]
+
+
+def test_the_times_of_a_step_are_those_of_the_own_replica(pool):
+    results = pool.run(4, _traced, timeout_s=TIMEOUT_S)
+    for replica, first, seconds in results:
+        assert len(seconds) == 4 * (1 + replica)
+        # The ranks of a mesh use the times of its first one, each of which slept longer than those before it.
+        assert all(s >= 0.01 * first for s in seconds)
+        assert seconds == next(theirs for other, _, theirs in results if other == replica)
+    assert {first for _, first, _ in results} == {0, 2}
+
+
 def _share(kind):
     mesh = Mesh(MeshShape(1, 2, 1), pipe=2)
     mesh.connect()
@@ -195,14 +226,27 @@ def _share(kind):
         {"input_ids": IDS, "labels": IDS},
         {"input_ids": IDS[:1, :3], "shift_labels": IDS[:1, :3], "position_ids": IDS[:1, :3] + 4},
     ]
-    source = {"fine": batches, "short": batches[:1], "wrong": [batches[0], {"input_ids": IDS.double()}]}[kind]
-    return _shared(source, LIMITS, mesh)
+    source = {
+        "fine": batches,
+        "short": batches[:1],
+        "wrong": [batches[0], {"input_ids": IDS.double()}],
+        # Without values, so that copying it fails.
+        "not copied": [batches[0], {"input_ids": IDS.to("meta")}],
+        "interrupted": _interrupted(batches),
+        "none": batches,
+    }[kind]
+    return _shared(source, LIMITS, mesh, {"interrupted": None, "none": 0}.get(kind, 2))
 
 
-def _shared(source, limits, mesh):
+def _interrupted(batches):
+    yield from batches
+    raise KeyboardInterrupt
+
+
+def _shared(source, limits, mesh, count=2):
     try:
-        shared = share_micro_batches(iter(source) if mesh.rank == 0 else None, 2, limits, mesh, torch.device("cpu"))
-    except (StopIteration, CuboidError) as error:
+        shared = share_micro_batches(iter(source) if mesh.rank == 0 else None, count, limits, mesh, torch.device("cpu"))
+    except (StopIteration, KeyboardInterrupt, CuboidError) as error:
         return type(error).__name__, str(error), getattr(error, "rank", None)
     return [{name: tensor.tolist() for name, tensor in batch.items()} for batch in shared]
 
@@ -216,6 +260,32 @@ def test_one_rank_reads_and_all_know(pool):
     assert pool.run(4, _share, "short", timeout_s=TIMEOUT_S) == [("StopIteration", "", None)] * 4
     failed = ("CuboidError", "input_ids holds torch.float64; give torch.int64", 0)
     assert pool.run(4, _share, "wrong", timeout_s=TIMEOUT_S) == [failed] * 4
+
+
+def test_whatever_fails_on_the_reading_rank_is_known_to_all(pool):
+    for kind, words, rank in pool.run(4, _share, "not copied", timeout_s=TIMEOUT_S):
+        assert (kind, rank) == ("RankError", 0)
+        assert words.startswith("reading the micro-batches: NotImplementedError: Cannot copy out of meta tensor")
+    own, *others = pool.run(4, _share, "interrupted", timeout_s=TIMEOUT_S)
+    assert own == ("KeyboardInterrupt", "", None)
+    assert others == [("RankError", "reading the micro-batches: was stopped by KeyboardInterrupt", 0)] * 3
+    none = ("CuboidError", "a step of a pipeline needs at least 1 micro-batch of each replica, not 0", None)
+    assert pool.run(4, _share, "none", timeout_s=TIMEOUT_S) == [none] * 4
+
+
+def _one_ended_and_one_failed(failing):
+    mesh = Mesh(MeshShape())
+    mesh.connect()
+    try:
+        with ReplicasInStep(mesh, torch.device("cpu")):
+            raise CuboidError("labels is wrong").arising_on(mesh.rank) if mesh.rank == failing else StopIteration
+    except CuboidError as error:
+        return str(error), error.rank
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_replica_that_failed_is_named_and_not_the_one_whose_data_ended(pool, failing):
+    assert pool.run(2, _one_ended_and_one_failed, failing, timeout_s=TIMEOUT_S) == [("labels is wrong", failing)] * 2
 
 
 def _share_targets():

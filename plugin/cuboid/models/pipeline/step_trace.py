@@ -30,15 +30,15 @@ class StepTrace:
     def gather(
         cls, profiler: Profiler, shape: PipelineShape, order: Schedule, mesh: Mesh, device: torch.device
     ) -> StepTrace:
-        """Gather the times of all stages; every rank gets the same. Collective over the world."""
+        """Gather the times of all stages; every rank of a replica gets the same. Collective over the replica."""
         actions, own_s = profiler.times_s()
         assert tuple(actions) == order[mesh.coordinate.pipe], "a step did something else than its schedule"
         times_s = [own_s] if len(order) == 1 else gather_times_s(own_s, mesh.pipe_group, device)
-        if mesh.topology.world_size > 1:
-            # The other ranks of each mesh and other replicas measured their own times. Use those of the first rank's
-            # pipeline everywhere, because all ranks must derive the same cut from them.
+        if mesh.shape.size > 1:
+            # The other ranks of each mesh measured their own times. Use those of the first ones' pipeline in the whole
+            # replica, whose ranks must derive the same cut from them. Other replicas may have run other actions.
             shared = torch.tensor(times_s, dtype=torch.float64, device=device)
-            dist.broadcast(shared, 0)
+            dist.broadcast(shared, mesh.copy_ranks[0], group=mesh.model_parallel_group)
             times_s = shared.tolist()
         begin_s = min(start_s for rank in times_s for start_s, _ in rank)
         spans = tuple(
