@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BartConfig, BartForCausalLM
 
 from conftest import TIMEOUT_S
 from cuboid import Pipeline, from_pretrained
@@ -363,6 +363,26 @@ def test_sequences_beyond_the_learned_positions_are_refused_on_all_ranks(pool, c
     message = "a micro-batch has sequences of 17 tokens, but the model has learned 16 positions"
     assert all(answer.startswith(message) for answer in pool.run(2, _train_beyond, path, 17, timeout_s=TIMEOUT_S))
     assert all(answer > 0 for answer in pool.run(2, _train_beyond, path, 16, timeout_s=TIMEOUT_S))
+
+
+def _evaluated(path, labels):
+    pipeline = Pipeline(from_pretrained(path, {"pipeline": {"engine": "seq1f1b", "stages": 1, "segments": 1}}))
+    try:
+        return pipeline.evaluate(iter([{"input_ids": labels % 67, "labels": labels}]), 1).item()
+    except CuboidError as error:
+        return str(error)
+
+
+def test_the_first_label_counts_where_labels_are_not_shifted(pool, tmp_path):
+    config = BartConfig(
+        vocab_size=67, d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48, dropout=0.0,
+        max_position_embeddings=40,
+    )  # fmt: skip
+    BartForCausalLM(config).save_pretrained(tmp_path)
+    labels = torch.arange(24).view(2, 12)
+    labels[0, 0] = 67 + 5
+    (answer,) = pool.run(1, _evaluated, str(tmp_path), labels, timeout_s=TIMEOUT_S)
+    assert answer.startswith("labels[0, 0] of micro-batch 0 is 72, but the model's vocabulary has 67 entries")
 
 
 def _warnings_beyond(path, length):

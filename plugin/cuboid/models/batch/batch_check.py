@@ -40,6 +40,8 @@ class Limits:
         first_position: the first position, if the model counts positions by itself.
         longest: tokens of the longest sequence that the model is made for, if its config has it.
         has_images: whether the model takes images in place of ids.
+        shifts_labels: whether a causal model's loss compares each position with the next one's label, so that the first
+            label isn't used.
     """
 
     tokens: int
@@ -50,6 +52,7 @@ class Limits:
     first_position: int = 0
     longest: int | None = None
     has_images: bool = False
+    shifts_labels: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -96,8 +99,7 @@ class Limits:
         outside = (x < 0) | (x >= limit)
         if name in LABELS:
             outside &= (x != ignore_index) & (x != PADDING)
-        if name == "labels" and self.targets.task == "causal":
-            # Labels are shifted by one, so the first one isn't used.
+        if name == "labels" and self.targets.task == "causal" and self.shifts_labels:
             outside[:, 0] = False
         return outside
 

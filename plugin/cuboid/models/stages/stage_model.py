@@ -147,19 +147,27 @@ def _present(end: Callable[[], nn.Module | None], absent: PlaceholderEnd) -> nn.
 
 def cut_model(model: PreTrainedModel, staging: Staging) -> None:
     """Remove from a model, in place and on any device, everything that this rank's stages don't need."""
-    staging.whole = _whole_of(model, staging.outline)
+    staging.whole = _whole_of(model, staging)
     ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
     staging.ends = {what: PlaceholderEnd(module, what) for what, module in ends.items() if module is not None}
     staging.chunks = cut_stages(model, staging.outline, staging.cuts)
 
 
-def _whole_of(model: PreTrainedModel, outline: Outline) -> WholeModel:
+def _whole_of(model: PreTrainedModel, staging: Staging) -> WholeModel:
+    outline = staging.outline
     whole = WholeModel.of(model, outline.longest)
     targets = Targets.of(type(model), model.config)
     # Causal models' micro-batches are cut into segments: ids, mask and positions, but no token types.
     types = model.config.type_vocab_size if takes_token_types(model) and not outline.is_causal else None
     first = 0 if outline.is_causal else first_position(model)
-    limits = replace(whole.limits, labels=targets.classes, types=types, targets=targets, first_position=first)
+    limits = replace(
+        whole.limits,
+        labels=targets.classes,
+        types=types,
+        targets=targets,
+        first_position=first,
+        shifts_labels=staging.shifts_labels,
+    )
     return replace(whole, limits=limits)
 
 
