@@ -28,7 +28,6 @@ from cuboid.models.attention.segments import UnitSlot
 from cuboid.models.attention.whole_sequence import Replay, WholeSequence, recording, without_values
 from cuboid.models.stages.outline import Outline
 from cuboid.models.stages.placeholders import PlaceholderLayer, PlaceholderModule
-from cuboid.tensor3d.layers.vocab_embedding import ShardedEmbedding
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule
 
 
@@ -196,9 +195,14 @@ def _copied(module: nn.Module) -> nn.Module:
 
 
 def _position_tables(model: PreTrainedModel, outline: Outline) -> Iterator[tuple[str, nn.Module]]:
+    """The position tables that a rank has whole.
+
+    Sharded ones are looked up with the positions that the model is given for a segment. Models that are given none are
+    certified on a mesh with whole sequences only.
+    """
     for name in outline.before:
         module = model.get_submodule(name)
-        if isinstance(module, nn.Embedding) and name != outline.embedding:
+        if isinstance(module, nn.Embedding) and not isinstance(module, ShardedModule) and name != outline.embedding:
             yield name, module
 
 
@@ -328,18 +332,13 @@ class _PositionTable(_Aware):
         """The table's own result, looked up with the segment's part of the recorded indices if there are any."""
         recording, replay = self.cuboid_slot.recording, self.running_replay()
         if recording is not None:
-            # The recorded result has all H features, as everything in a recording, even if the table is sharded.
             with _Lookups(self.weight, self.embedding_dim, recording.lookups.setdefault(self.cuboid_name, [])):
-                if isinstance(self, ShardedEmbedding):  # whose own forward would run collectives on real ids
-                    return nn.functional.embedding(args[0], self.weight)
                 return super().forward(*args, **kwargs)
         kept = [] if replay is None else replay.whole.lookups.get(self.cuboid_name, [])
         number = 0 if replay is None else replay.next_call(self.cuboid_name)
         if replay is None or number >= len(kept):
             return super().forward(*args, **kwargs)
         index = replay.cut(kept[number], kept[number].dim() - 1)
-        if isinstance(self, ShardedEmbedding):
-            return super().forward(index)
         # Bypass a subclass's own computation of the positions, which the recorded indices already contain.
         return nn.Embedding.forward(self, index)  # type: ignore[arg-type]
 
