@@ -1,6 +1,7 @@
 """Architectures are accepted because they were seen to be right: what depends on lengths and masks, and the probe."""
 
 import copy
+import functools
 import json
 import subprocess
 import sys
@@ -420,6 +421,44 @@ def test_kinds_of_micro_batches_that_are_wrong_are_rejected_by_name():
     with pytest.raises(CuboidError, match="packed sequences"):
         certificate.check_batch({"position_ids": restarting}, ("segments",), "Model")
     certificate.check_batch({"attention_mask": left}, ("whole",), "Model")
+
+
+@pytest.mark.parametrize(
+    ("mask", "sides"),
+    [
+        ([[1, 1, 1], [1, 1, 1]], ()),
+        ([[0, 1, 1], [1, 1, 1]], ("left",)),
+        ([[1, 1, 0], [1, 1, 1]], ("right",)),
+        ([[0, 0, 0], [1, 1, 1]], ("right",)),
+        ([[0, 1, 1], [1, 1, 0]], ("left", "right")),
+        ([[0, 1, 0], [1, 1, 1]], ("left", "right")),
+        ([[1, 0, 1], [1, 1, 1]], ("left", "right")),
+    ],
+)
+def test_padding_on_both_sides_is_of_both_kinds(mask, sides):
+    mask = torch.tensor(mask)
+    for side in ("left", "right"):
+        for kind in (f"padding on the {side}", f"labels in padding on the {side}"):
+            batch = {"attention_mask": mask, "labels": torch.zeros_like(mask)}
+            mesh, pipeline = MeshVerdict({kind: "as seen"}), Certificate(Verdict({"whole": {kind: "as seen"}}))
+            checks = (
+                functools.partial(mesh.check_batch, batch, "Model"),
+                functools.partial(pipeline.check_batch, batch, ("whole",), "Model"),
+            )
+            for check_batch in checks:
+                if side in sides:
+                    with pytest.raises(CuboidError, match=f"the micro-batch has {kind}, with which"):
+                        check_batch()
+                else:
+                    check_batch()
+
+
+def test_labels_are_looked_for_in_the_padding_of_each_side():
+    mask, labels = torch.tensor([[0, 1, 1, 0]]), torch.tensor([[-100, 5, 5, 5]])
+    batch = {"attention_mask": mask, "labels": labels}
+    MeshVerdict({"labels in padding on the left": "as seen"}).check_batch(batch, "Model")
+    with pytest.raises(CuboidError, match="labels in padding on the right"):
+        MeshVerdict({"labels in padding on the right": "as seen"}).check_batch(batch, "Model")
 
 
 def test_labels_in_padding_are_told_from_labels_of_tokens():

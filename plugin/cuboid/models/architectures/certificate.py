@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -218,18 +219,35 @@ def _kinds_of(batch: Mapping[str, torch.Tensor], among: Collection[Kind]) -> lis
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     target_mask = batch.get("decoder_attention_mask")
     for each in (mask, target_mask) if any("padding" in kind for kind in among) else ():
-        if each is not None and not bool(each.all()):
-            seen = each.bool()
-            is_left = bool((seen[:, 1:] > seen[:, :-1]).any())
-            kind: Kind = "padding on the left" if is_left else "padding on the right"
+        if each is None:
+            continue
+        paddings = _paddings_of(each.bool())
+        # Both at once, so that the host waits once.
+        there = torch.stack([padding.any() for padding in paddings.values()]).tolist()
+        # An encoder's padding has no labels.
+        has_labels = each is target_mask or target_mask is None
+        for kind, padding in itertools.compress(paddings.items(), there):
             kinds.append(kind)
-            # An encoder's padding has no labels.
-            has_labels = each is target_mask or target_mask is None
-            if LABELLED[kind] in among and has_labels and _has_label(batch, ~seen):
+            if LABELLED[kind] in among and has_labels and _has_label(batch, padding):
                 kinds.append(LABELLED[kind])
     if "packed sequences" in among and mask is None and positions is not None:
         kinds += ["packed sequences"] if bool((positions.diff(dim=1) != 1).any()) else []
     return [kind for kind in kinds if kind in among]
+
+
+def _paddings_of(seen: torch.Tensor) -> dict[Kind, torch.Tensor]:
+    """Masks ``[B, S]`` of the positions that are padding on a side; one between two tokens is on both.
+
+    Args:
+        seen: whether each position is a token.
+    """
+    after_a_token = seen.cumsum(1) > 0
+    before_a_token = seen.flip(1).cumsum(1).flip(1) > 0
+    # A row without tokens is all padding on the right.
+    return {
+        "padding on the left": ~seen & before_a_token,
+        "padding on the right": ~seen & (after_a_token | ~before_a_token),
+    }
 
 
 def _has_label(batch: Mapping[str, torch.Tensor], positions: torch.Tensor) -> bool:
