@@ -14,6 +14,8 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    BartConfig,
+    BartForCausalLM,
 )
 
 import cuboid
@@ -321,6 +323,21 @@ def test_a_sequence_longer_than_positions_that_a_model_counts_by_itself_is_an_er
     ids = torch.full((2, 38), 5)
     ranks, models = on_threads(built("roberta", "hidden", hidden_size=36, num_attention_heads=3), "1x3x1")
     assert {tuple(x.shape) for x in ranks.run(lambda mesh: models[mesh.rank](ids).last_hidden_state)} == {(2, 38, 36)}
+
+
+def test_no_micro_batch_is_kept_after_a_forward():
+    decoder = BartForCausalLM(BartConfig(d_model=32, decoder_layers=2, decoder_attention_heads=4, vocab_size=67))
+    hidden, classifier = built("bert", "hidden"), built("bert", "sequence", num_labels=3)
+    ids = torch.arange(24).view(2, 12)
+    for plain, batch in ((hidden, {}), (classifier, {"labels": torch.tensor([0, 2])}), (decoder, {"labels": ids})):
+        ranks, models = on_threads(plain, "1x2x1")
+        ranks.run(lambda mesh: models[mesh.rank](input_ids=ids, **batch))  # noqa: B023
+        assert [model.cuboid.batch for model in models] == [None, None]
+    assert models[0].cuboid.verdict.gathers_logits
+    # Nor after that of a base model which a script calls itself, where no head follows.
+    ranks, models = on_threads(classifier, "1x2x1")
+    ranks.run(lambda mesh: models[mesh.rank].base_model(input_ids=ids))
+    assert [model.cuboid.batch for model in models] == [None, None]
 
 
 @given(

@@ -155,10 +155,10 @@ class Sharding:
     late: LateSplit | ImageSplit | None = None
     #: The check of the current forward's micro-batch.
     check: BatchCheck | None = None
-    #: The current forward's micro-batch, if logits are gathered.
+    #: The current forward's micro-batch, for a head whose logits every rank has whole.
     batch: LocalBatch | None = None
-    #: During a forward whose loss every rank computes whole: the targets.
-    targets: dict[str, Any] = field(default_factory=dict)
+    #: During a forward whose loss every rank computes whole: the targets, which may be none. Else None.
+    targets: dict[str, Any] | None = None
 
 
 class ShardedModel(WholeInterface):
@@ -415,7 +415,7 @@ def _task_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> A
     try:
         return base_forward(**arguments)
     finally:
-        sharding.targets, sharding.batch = {}, None
+        sharding.targets = sharding.batch = None
 
 
 def _has_input(arguments: dict[str, Any]) -> bool:
@@ -589,13 +589,15 @@ def _base_forward(model: Any, base_forward: Any, arguments: dict[str, Any]) -> A
     if isinstance(sharding.late, LateSplit):
         # The base model's hook does the same, but runs only after this function.
         output = sharding.late.end(model, None, output)
+    if sharding.targets is not None:
+        # The head around this base model runs next.
+        sharding.batch = batch
     whole_for_head(model, sharding, output, batch)
     return output.to_tuple() if as_tuple else output
 
 
 def whole_for_head(base: nn.Module, sharding: Sharding, output: ModelOutput, batch: LocalBatch) -> None:
     """Gather those entries of a base model's output that the following head needs whole, in place."""
-    sharding.batch = batch
     for name, x in output.items():
         if name == "pooler_output" or (name == "last_hidden_state" and isinstance(sharding.late, ImageSplit)):
             output[name] = gather_rows(x, sharding.mesh, rows=batch.rows)
@@ -629,7 +631,7 @@ def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
         )
     sharding.whole.limits.warn_of_length(arguments, sharding.mesh)
     modes = (model.training, torch.is_grad_enabled())
-    check = BatchCheck({**arguments, **sharding.targets}, sharding.whole.limits, sharding.mesh, modes)
+    check = BatchCheck({**arguments, **(sharding.targets or {})}, sharding.whole.limits, sharding.mesh, modes)
     check.read_if_there()
     sharding.check = check
     try:
@@ -640,7 +642,7 @@ def _taken(model: Any, arguments: dict[str, Any]) -> Iterator[LocalBatch]:
             yield batch
         check.read()
     finally:
-        sharding.check = None
+        sharding.check = sharding.batch = None
     sharding.checked = True
 
 

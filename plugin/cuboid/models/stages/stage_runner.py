@@ -282,10 +282,11 @@ class OwnHeadRunner(StageRunner):
 
     def _own_loss(self, output: Any, batch: SegmentedBatch) -> torch.Tensor:
         sharding = self._model.cuboid
-        if self._mesh.shape.size > 1:
-            assert batch.local is not None
-            whole_for_head(self._model, sharding, output, batch.local)
         try:
+            if self._mesh.shape.size > 1:
+                assert batch.local is not None
+                sharding.batch = batch.local
+                whole_for_head(self._model, sharding, output, batch.local)
             loss: torch.Tensor = self._head.run(output, **batch.arguments, return_dict=True).loss
         finally:
             sharding.batch = None
