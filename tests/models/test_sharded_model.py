@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.distributed import sharding_utils
@@ -18,6 +19,7 @@ from cuboid.planner.model_formulas import block_sizes
 from cuboid.tensor3d.layers.dropout import ShardedDropout
 from cuboid.tensor3d.sharding.sharded_param import ShardedModule, ShardedState
 from cuboid.verify import SmallModel
+from fresh_ranks import endings_of
 
 BATCH, LENGTH = 8, 24
 WIDE = SmallModel("llama", heads=24, kv_heads=24, head_dim=4)
@@ -254,6 +256,24 @@ def test_ranks_of_a_mesh_with_different_data_are_refused_on_all_of_them(pool):
     for message in pool.run(2, different_batches, "1x2x1"):
         assert "must be given the same micro-batch" in message
         assert "coordinate.data" in message
+
+
+def base_that_fails_on_one_rank(mesh, failing):
+    dist.init_process_group("gloo")
+    model = sharded(WIDE, mesh)
+
+    def fail(*_):
+        raise ValueError("boom")
+
+    if cuboid.mesh_of(model).rank == failing:
+        model.model.layers[0].register_forward_pre_hook(fail)
+    model.base_model(input_ids=tokens(WIDE))
+
+
+def test_a_failure_in_the_forward_of_a_base_model_is_raised_on_all_ranks():
+    told, own = endings_of(2, base_that_fails_on_one_rank, "1x2x1", 1)
+    assert (own.kind, own.text) == ("ValueError", "boom")
+    assert (told.kind, told.text, told.rank) == ("RankError", "forward: ValueError: boom", 1)
 
 
 def autocast_loss(mesh):

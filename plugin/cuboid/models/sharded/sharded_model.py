@@ -369,7 +369,10 @@ def _sharded_base_class(base: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_in_forward():
             return base.forward(self, *args, **kwargs)
-        return _base_forward(self, functools.partial(base.forward, self), _arguments(signature, self, args, kwargs))
+        # The forward of a classifier around it has a guard, too; the outer one leaves alone what this one has reported.
+        with StepGuard(self.cuboid.mesh, "forward"):
+            run, arguments = functools.partial(base.forward, self), _arguments(signature, self, args, kwargs)
+            return _base_forward(self, run, arguments)
 
     members = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (ShardedBase, base), members)
