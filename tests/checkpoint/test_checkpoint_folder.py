@@ -1,12 +1,14 @@
 """The folder of a checkpoint: crashes at every point of its life, recovery, and what is rejected."""
 
 import contextlib
+import errno
 import itertools
 import json
 import multiprocessing
 import os
 import random
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -87,9 +89,9 @@ def check_swept(root):
 
 def save_forever(root, saved):
     for step in itertools.count(saved.value + 1):
-        save(root, step)
+        newest = save(root, step)
         saved.value = step
-        prune(root, KEPT)
+        prune(root, KEPT, newest.name)
 
 
 def crash_at(root, step, change):
@@ -101,8 +103,8 @@ def crash_at(root, step, change):
             os._exit(CRASHED)
 
     sys.addaudithook(hook)
-    save(root, step)
-    prune(root, KEPT)
+    newest = save(root, step)
+    prune(root, KEPT, newest.name)
     os._exit(0)
 
 
@@ -124,8 +126,7 @@ def forked():
 
 def test_a_crash_before_any_change_of_the_folder_keeps_the_last_checkpoint(forked, tmp_path):
     for step in range(1, TAGS + 1):
-        save(tmp_path, step)
-        prune(tmp_path, KEPT)
+        prune(tmp_path, KEPT, save(tmp_path, step).name)
     step, found, crashes = TAGS + 1, [], 0
     for change in itertools.count(1):
         child = forked(crash_at, tmp_path, step, change)
@@ -169,7 +170,7 @@ def test_between_two_renames_the_replaced_checkpoint_is_found(tmp_path, caplog):
     assert resolve(tmp_path) == resolve(tmp_path, "a") == tmp_path / f"a{REPLACED}"
     assert "resuming from the one before" in caplog.text
     sweep(tmp_path)
-    prune(tmp_path, 1)
+    prune(tmp_path, 1, "a")
     assert [path.name for path in complete(tmp_path)] == [f"a{REPLACED}"]
     save(tmp_path, 3, "a")
     assert [path.name for path in complete(tmp_path)] == ["a"]
@@ -193,8 +194,38 @@ def test_pruning_keeps_the_newest_and_the_latest(tmp_path):
     for step in (1, 2, 3, 4, 5):
         save(tmp_path, step, f"step{step}")
     point_latest(tmp_path, "step2")
-    prune(tmp_path, 2)
+    prune(tmp_path, 2, "step5")
     assert [path.name for path in complete(tmp_path)] == ["step2", "step4", "step5"]
+
+
+def test_pruning_after_a_rollback_keeps_what_was_written_last(tmp_path):
+    for step, tag in ((90, "old"), (100, "older_branch"), (50, "again"), (60, "again_later")):
+        save(tmp_path, step, tag)
+    prune(tmp_path, 2, "again_later")
+    assert {path.name for path in complete(tmp_path)} == {"again", "again_later"}
+    # Even if no `latest` protects it, and the file system's times say otherwise.
+    (tmp_path / LATEST).unlink()
+    os.utime(tmp_path / "again_later" / MANIFEST, ns=(0, 0))
+    prune(tmp_path, 1, "again_later")
+    assert [path.name for path in complete(tmp_path)] == ["again_later"]
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, caplog):
+    for step in (1, 2):
+        save(tmp_path, step, f"step{step}")
+    remove = shutil.rmtree
+
+    def busy(path, *args, ignore_errors=False, **kwargs):
+        if not ignore_errors:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        remove(path, *args, ignore_errors=ignore_errors, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    prune(tmp_path, 1, "step2")
+    assert "step1: can't be removed (checkpoint.keep_last): Device or resource busy" in caplog.text
+    monkeypatch.undo()
+    sweep(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"step2", LATEST}
 
 
 def test_a_folder_that_is_not_a_checkpoint_is_never_replaced_or_removed(tmp_path):
@@ -338,6 +369,17 @@ def contents(step, rows):
     tensor = SplitTensor("x", TensorSpec(values.dtype, tuple(values.shape)), None, Run.whole(values))
     families = (Family("", (Bundle.plain(tensor),)),)
     return Contents(step, families, None, {}, {"client": {"step": step}}, lambda folder: None)
+
+
+def test_a_saver_removes_nothing_of_other_runs_in_a_folder_that_they_share(tmp_path):
+    save(tmp_path, 100, "of another run")
+    begin(tmp_path, "being written by another run")
+    (tmp_path / "model.converting").mkdir()
+    others = {"of another run", f"being written by another run{INCOMPLETE}", "model.converting", LATEST}
+    saver = Saver(Mesh(MeshShape(1, 1, 1), rank=0, world_size=1), CheckpointConfig(keep_last=1))
+    for step in (1, 2):
+        assert saver.save(tmp_path, f"own{step}", contents(step, rows=1), latest=False)
+        assert {path.name for path in tmp_path.iterdir()} == {*others, f"own{step}"}
 
 
 @pytest.mark.parametrize(

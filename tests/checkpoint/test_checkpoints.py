@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import threading
 from pathlib import Path
 
@@ -13,8 +14,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import cuboid
 from comparing import stored
+from cuboid.checkpoint.exchange import Exchange
+from cuboid.checkpoint.format.folder import resolve
 from cuboid.checkpoint.format.manifest import Manifest
 from cuboid.checkpoint.format.state_file import read_state
+from cuboid.checkpoint.host_copies import HostCopies
 from cuboid.checkpoint.saver import Saver
 from cuboid.verify import SmallModel
 from training import NO_DROPOUT, make_engine, ranks_of, settings, train
@@ -271,6 +275,81 @@ def test_keep_last_keeps_the_newest(pool, checkpoint, tmp_path, asynchronous):
     assert {file.name for file in files} == set(index["weight_map"].values())
 
 
+def save_while_saving(path, config, out):
+    """Save a model while an older checkpoint of it is written in the background, more slowly on one of the ranks.
+
+    Returns:
+        The weights of both.
+    """
+    engine = make_engine(path, config)
+    train(engine, 1)
+    send_and_receive, main_has_begun = Exchange._round, threading.Event()
+
+    def delayed(*args):
+        if threading.current_thread() is threading.main_thread():
+            main_has_begun.set()
+        elif engine.global_rank == 1:
+            # Once: a save that waits for the background's end never begins beside it.
+            main_has_begun.wait(2)
+            main_has_begun.set()
+        return send_and_receive(*args)
+
+    Exchange._round = delayed
+    try:
+        first = {name: x.clone() for name, x in cuboid.full_state_dict(engine).items()}
+        engine.save_checkpoint(f"{out}/checkpoints")
+        train(engine, 3)
+        cuboid.save_pretrained(engine, f"{out}/model")
+        assert engine.wait_for_checkpoint()
+    finally:
+        Exchange._round = send_and_receive
+    return first, cuboid.full_state_dict(engine)
+
+
+def test_a_model_can_be_saved_while_a_checkpoint_is_being_written(pool, checkpoint, tmp_path):
+    config = settings("1x1x2", asynchronous=True)
+    found = pool.run(2, save_while_saving, checkpoint(LLAMA), config, str(tmp_path), timeout_s=60)[0]
+    assert not torch.equal(*(weights["model.norm.weight"] for weights in found))
+    for weights, folder in zip(found, ("checkpoints/global_step1", "model"), strict=True):
+        read = stored(tmp_path / folder)
+        assert all(torch.equal(weights[name], read[name]) for name in read)
+
+
+def fail_to_copy(path, config, out):
+    """The error of a background save whose copy to host memory fails on one rank; training goes on after it."""
+    engine = make_engine(path, config)
+    train(engine, 1)
+    copy = HostCopies.copy
+
+    def without_memory(*args, **kwargs):
+        raise MemoryError("no host memory is left")
+
+    if engine.global_rank == 1:
+        HostCopies.copy = without_memory
+    try:
+        engine.save_checkpoint(out)
+    except cuboid.CheckpointError as error:
+        message = str(error)
+    finally:
+        HostCopies.copy = copy
+    assert all(map(math.isfinite, train(engine, 1)))
+    assert engine.save_checkpoint(out)
+    assert engine.wait_for_checkpoint()
+    return message
+
+
+def test_a_copy_for_the_background_that_fails_on_one_rank_is_an_error_on_all(pool, checkpoint, tmp_path):
+    config = settings("1x1x2", asynchronous=True)
+    messages = pool.run(2, fail_to_copy, checkpoint(LLAMA), config, str(tmp_path), timeout_s=60)
+    assert all("no host memory is left" in message for message in messages)
+    assert resume_step(tmp_path) == 2
+
+
+def resume_step(root):
+    """The step of the checkpoint that would be resumed from."""
+    return Manifest.read(resolve(root)).step
+
+
 def change_what_is_being_saved(path, config, out):
     """Save twice at the same step: at once, and in the background, which begins only after more steps and changes."""
     engine = make_engine(path, config)
@@ -280,13 +359,13 @@ def change_what_is_being_saved(path, config, out):
     engine.checkpointing._saver._settings = settings_.model_copy(update={"asynchronous": False})
     engine.save_checkpoint(f"{out}/at_once", client_state=client)
     engine.checkpointing._saver._settings = settings_
-    attempt, may_write = Saver._attempt, threading.Event()
+    write, may_write = Saver._write, threading.Event()
 
-    def attempt_later(*args):
+    def write_later(*args):
         may_write.wait(60)
-        return attempt(*args)
+        return write(*args)
 
-    Saver._attempt = attempt_later
+    Saver._write = write_later
     try:
         engine.save_checkpoint(f"{out}/later", client_state=client)
         client["seen"].append(2)
@@ -297,7 +376,7 @@ def change_what_is_being_saved(path, config, out):
         may_write.set()
         assert engine.wait_for_checkpoint()
     finally:
-        Saver._attempt = attempt
+        Saver._write = write
 
 
 @pytest.mark.parametrize("zero", [0, 1])

@@ -424,7 +424,7 @@ def test_two_gigabytes_are_converted_to_per_rank_files_and_back_in_600_mib(large
 
 def test_a_killed_conversion_leaves_no_target(large, checkpoint, tmp_path):
     target = tmp_path / "target"
-    begun = target.with_name("target.incomplete")
+    begun = target.with_name("target.converting")
     process = launching.start(launching.BIN / "cuboid", "convert", large, target, "--quiet")
     deadline = time.monotonic() + 120
     while process.poll() is None and not any(begun.glob("*.safetensors")):

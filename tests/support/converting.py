@@ -40,4 +40,4 @@ def same(one, other):
 
 def nothing_left(target):
     """Whether neither a folder nor an incomplete one exists."""
-    return not target.exists() and not target.with_name(f"{target.name}.incomplete").exists()
+    return not target.exists() and not target.with_name(f"{target.name}.converting").exists()

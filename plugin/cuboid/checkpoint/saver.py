@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from tqdm import tqdm
 
@@ -25,6 +26,8 @@ from cuboid.distributed.rank_agreement import agreement_lane, gather_objects, ra
 from cuboid.errors import CheckpointError, CuboidError
 
 logger = logging.getLogger(__name__)
+#: By mesh, its last save in the background, which has the mesh's host groups to itself until it ends.
+_in_background: WeakKeyDictionary[Mesh, threading.Thread] = WeakKeyDictionary()
 #: Keys of ``state.json`` that only one of several partial saves (model, optimizer, scheduler) has a value for.
 _CARRIED_KEYS = ("optimizer", "scheduler", "scheduler_class")
 
@@ -42,6 +45,8 @@ class Saver:
         self._settings = settings
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
+        #: What was saved outside of a run's own folder of checkpoints, where other runs may save too.
+        self._own: set[Path] = set()
 
     def save(self, root: Path, tag: str, contents: Contents, *, latest: bool = True) -> bool:
         """Write ``root/tag``. Collective over the world.
@@ -56,7 +61,8 @@ class Saver:
             root: folder of checkpoints, the same on all ranks.
             tag: name of the checkpoint.
             contents: this rank's part.
-            latest: whether to point ``root/latest`` to it.
+            latest: whether to point ``root/latest`` to it. If not, ``root`` is no folder of this run alone, and of
+                other checkpoints in it only those that this saver wrote may be removed.
 
         Returns:
             Whether it was written, or is being written.
@@ -65,20 +71,30 @@ class Saver:
             CheckpointError: on every rank if any of them failed, unless ``on_failure`` is ``warn``.
         """
         self.wait()
+        join_background_save(self._mesh)
         self._mesh.connect_host()
         if not self._settings.asynchronous:
-            return self._report(self._attempt(root, tag, contents, latest))
-        snapshot = contents.snapshot()
+            return self._report(self._attempt(lambda: self._write(root, tag, contents, latest), root, tag))
+        snapshot = contents
+
+        def copy() -> None:
+            nonlocal snapshot
+            snapshot = contents.snapshot()
+
+        failure = self._attempt(copy, root, tag)
+        if failure is not None:
+            return self._report(failure)
 
         def work() -> None:
             # A separate lane, so that this thread's rank agreements aren't matched with those of training.
             with agreement_lane("checkpoint"):
-                self._failure = self._attempt(root, tag, snapshot, latest)
+                self._failure = self._attempt(lambda: self._write(root, tag, snapshot, latest), root, tag)
             if self._failure is not None:
                 # Log it at once: the next save, which raises it, may be hours away or never come.
                 logger.error("%s", self._failure)
 
         self._thread = threading.Thread(target=work, name=f"checkpoint {tag}")
+        _in_background[self._mesh] = self._thread
         self._thread.start()
         return True
 
@@ -107,9 +123,10 @@ class Saver:
             logger.warning("no checkpoint was written, and training continues: %s", failure)
         return False
 
-    def _attempt(self, root: Path, tag: str, contents: Contents, latest: bool) -> CheckpointError | None:
+    def _attempt(self, action: Callable[[], None], root: Path, tag: str) -> CheckpointError | None:
+        """Run a part of a save on all ranks; what failed on any of them is returned on all."""
         try:
-            run_on_all_ranks(lambda: self._write(root, tag, contents, latest), self._mesh, what=f"save of {tag}")
+            run_on_all_ranks(action, self._mesh, what=f"save of {tag}")
         except CheckpointError as error:
             return error
         except Exception as error:
@@ -124,7 +141,7 @@ class Saver:
         return None
 
     def _write(self, root: Path, tag: str, contents: Contents, latest: bool) -> None:
-        folder, carried = self._begin(root, tag, contents)
+        folder, carried = self._begin(root, tag, contents, is_own_folder=latest)
         longest = self._settings.max_file_bytes
         # Rank 0 shows the progress of its own stage; the other stages write at the same time.
         bar_format = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
@@ -146,7 +163,7 @@ class Saver:
                 abandon(root, tag)
             raise
 
-    def _begin(self, root: Path, tag: str, contents: Contents) -> tuple[Path, CarriedOver]:
+    def _begin(self, root: Path, tag: str, contents: Contents, *, is_own_folder: bool) -> tuple[Path, CarriedOver]:
         # Ranks that write into different folders would each publish a part of a checkpoint.
         asked = gather_objects((str(root), tag), self._mesh)
         if len(set(asked)) > 1:
@@ -157,7 +174,8 @@ class Saver:
 
         def prepare() -> None:
             nonlocal carried
-            sweep(root)
+            if is_own_folder:
+                sweep(root)
             carried = carry_over(root / tag, begin(root, tag), contents)
 
         self._on_first(prepare)
@@ -236,12 +254,26 @@ class Saver:
         commit(root, tag, Manifest(step=contents.step, files=dict(sorted(records.items()))))
         if latest:
             point_latest(root, tag)
+        else:
+            self._own.add(root / tag)
         if self._settings.keep_last is not None:
-            prune(root, self._settings.keep_last)
+            among = None if latest else {path.name for path in self._own if path.parent == root}
+            prune(root, self._settings.keep_last, tag, among)
 
     def _on_first(self, action: Callable[[], object]) -> None:
         """Run something on rank 0; if it fails, raise on all ranks."""
         run_on_all_ranks(lambda: action() if self._mesh.rank == 0 else None, self._mesh, what="work of the first rank")
+
+
+def join_background_save(mesh: Mesh) -> None:
+    """Wait until no save runs in the background. For whoever communicates over the mesh's host groups.
+
+    Its outcome is still reported by :meth:`Saver.wait`. All ranks started the save at the same place of their programs,
+    so all of them wait here for the same one.
+    """
+    thread = _in_background.get(mesh)
+    if thread is not None:
+        thread.join()
 
 
 # --- checkpoints that several calls write, such as ColossalAI's save_model and save_optimizer ---

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cuboid.checkpoint.format.folder import INCOMPLETE, resolve
+from cuboid.checkpoint.format.folder import CONVERTING, INCOMPLETE, resolve
 from cuboid.checkpoint.format.manifest import MANIFEST, Manifest, check_contents, check_sizes
 from cuboid.checkpoint.format.state_file import reject_lost_manifest
 from cuboid.convert.deepspeed.checkpoint import open_deepspeed, tag_folder
@@ -69,7 +69,7 @@ def find_checkpoint(path: Path) -> Found:
     if (path / MANIFEST).is_file():
         return Found(Kind.CUBOID, path)
     reject_lost_manifest(path)
-    if path.name.endswith(INCOMPLETE):
+    if path.name.endswith((INCOMPLETE, CONVERTING)):
         raise CheckpointError(f"{path}: is what is left of a checkpoint that was never finished")
     if weights_in(path) is not None:
         return Found(Kind.HUGGING_FACE, path)

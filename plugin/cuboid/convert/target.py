@@ -16,7 +16,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from tqdm import tqdm
 
 from cuboid.checkpoint.format.bounded_files import check_output, read_object
-from cuboid.checkpoint.format.folder import INCOMPLETE, sync
+from cuboid.checkpoint.format.folder import CONVERTING, sync
 from cuboid.checkpoint.format.state_file import STATE
 from cuboid.checkpoint.format.tensor_file import TensorFileWriter
 from cuboid.checkpoint.format.weight_index import write_index
@@ -70,7 +70,7 @@ def new_folder(target: Path, expected_bytes: int) -> Iterator[Path]:
         CheckpointError: the target has files, or the disk has too little free space.
     """
     check_free(target)
-    incomplete = target.with_name(f"{target.name}{INCOMPLETE}")
+    incomplete = target.with_name(f"{target.name}{CONVERTING}")
     # Left by a conversion that was killed.
     shutil.rmtree(incomplete, ignore_errors=True)
     try:

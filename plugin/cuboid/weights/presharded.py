@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from cuboid.checkpoint.format.manifest import content_fault, record_of, size_fault
+from cuboid.checkpoint.format.manifest import content_fault, size_fault
 from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import CheckpointError
@@ -59,12 +59,9 @@ def from_rank_file(
     check_model_folder(folder, weights=False)
     if config.checkpoint.verify:
         for own, record in {name: document.files[name], **document.beside}.items():
-            try:
-                same = record_of(folder / own) == record
-            except OSError as error:
-                raise CheckpointError(f"{folder / own}: can't be read: {error.strerror}") from None
-            if not same:
-                raise CheckpointError(content_fault(folder / own, SHARDS))
+            fault = content_fault(folder / own, record, SHARDS)
+            if fault is not None:
+                raise CheckpointError(fault)
     kwargs = dict(kwargs)
     settings = _take_settings(loading, folder, kwargs)
     # transformers then reads this file instead of model.safetensors; ``finish_loading`` removes the key.

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import convert_file_size_to_int
 
 from cuboid.checkpoint.format.publish import SCRATCH, abandon_export, begin_export, publish
+from cuboid.checkpoint.saver import join_background_save
 from cuboid.checkpoint.writer import write_families, write_indices
 from cuboid.config.schema import MAX_FILE_BYTES
 from cuboid.distributed.mesh import Mesh
@@ -135,6 +136,8 @@ def export_model(model: nn.Module, folder: Path, max_file_bytes: int) -> None:
 def _export_model(model: nn.Module, folder: Path, max_file_bytes: int) -> None:
     inner: Any = unwrap(model)
     mesh = mesh_of(inner)
+    # Both would exchange shards over the same groups, with the same tags.
+    join_background_save(mesh)
     mesh.connect_host()
 
     def begin() -> None:

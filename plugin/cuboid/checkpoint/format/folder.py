@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from cuboid.checkpoint.format.bounded_files import is_plain_name, read_bytes
@@ -21,9 +21,12 @@ logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 INCOMPLETE = ".incomplete"
+#: Suffix of a folder that `cuboid convert` is writing. Not that of a save, because a run that saves beside it removes
+#: the incomplete folders of its own crashes.
+CONVERTING = ".converting"
 #: Suffix of the previous checkpoint of a tag, between the two renames that replace it.
 REPLACED = ".replaced"
-_SUFFIXES = (INCOMPLETE, REPLACED)
+_SUFFIXES = (INCOMPLETE, CONVERTING, REPLACED)
 _LONGEST_NAME = 4096
 
 
@@ -39,7 +42,7 @@ def begin(root: Path, tag: str) -> Path:
     if not plain or tag.endswith(_SUFFIXES):
         raise ConfigError(
             f"tag {tag!r} can't be the name of a checkpoint: it has to be a plain file name, other than {LATEST!r}, "
-            f"and not end in {' or '.join(_SUFFIXES)}"
+            f"and not end in {', '.join(_SUFFIXES)}"
         )
     final = root / tag
     # Some scripts create the folder themselves before they save into it.
@@ -107,7 +110,7 @@ def abandon(root: Path, tag: str) -> None:
 def sweep(root: Path) -> None:
     """Remove what earlier crashes left: incomplete folders, and replaced ones whose successor exists.
 
-    Errors are ignored.
+    Only for a folder that belongs to one run: incomplete folders of others may be being written. Errors are ignored.
     """
     with contextlib.suppress(OSError):
         (root / f"{LATEST}{INCOMPLETE}").unlink()
@@ -121,13 +124,18 @@ def sweep(root: Path) -> None:
 
 def complete(root: Path) -> list[Path]:
     """The complete checkpoints in a folder, by step and then by time; a replaced one only if its successor isn't."""
+    return [path for _, _, path in sorted(_complete(root))]
+
+
+def _complete(root: Path) -> list[tuple[int, int, Path]]:
+    """Step, time in ns and path of each complete checkpoint in a folder."""
     found = []
     for path in root.iterdir() if root.is_dir() else ():
         superseded = path.name.endswith(REPLACED) and _is_complete(root / path.name.removesuffix(REPLACED))
         if _is_complete(path) and not superseded:
             with contextlib.suppress(CheckpointError):
                 found.append((Manifest.read(path).step, (path / MANIFEST).stat().st_mtime_ns, path))
-    return [path for _, _, path in sorted(found)]
+    return found
 
 
 def others_beside(path: Path) -> list[Path]:
@@ -175,24 +183,37 @@ def resolve(root: Path, tag: str | None = None) -> Path:
     raise CheckpointError(_explain_missing(root, wanted, found))
 
 
-def prune(root: Path, keep_last: int) -> None:
-    """Remove all but the newest ``keep_last`` (at least 1) checkpoints, and never the one that ``latest`` names.
+def prune(root: Path, keep_last: int, newest: str, among: Collection[str] | None = None) -> None:
+    """Remove checkpoints until ``keep_last`` (at least 1) are left: those that were written last.
 
-    Raises:
-        OSError: from the file system.
+    Neither ``newest`` nor the one that ``latest`` names is ever removed. A checkpoint that can't be removed now stays
+    as an incomplete folder, with a warning: the new checkpoint is complete all the same.
+
+    Args:
+        root: the folder of checkpoints.
+        keep_last: number to keep.
+        newest: tag of the checkpoint that was just published. Its step may be lower than that of others, after a
+            rollback, and file systems' times may be equal.
+        among: tags that may be removed; None for all, in a folder that belongs to one run.
     """
     assert keep_last >= 1, "the newest checkpoint is never pruned"
-    latest = _latest_tag(root)
-    for path in complete(root)[:-keep_last]:
-        if path.name.removesuffix(REPLACED) != latest:
-            # Renamed first, so that a crash during the removal doesn't leave a damaged checkpoint.
-            doomed = root / f"{path.name}{INCOMPLETE}"
+    kept = {newest, _latest_tag(root)}
+    tags = [(path.name.removesuffix(REPLACED), path) for _, _, path in sorted(_complete(root), key=lambda one: one[1])]
+    candidates = [(tag, path) for tag, path in tags if tag != newest and (among is None or tag in among)]
+    for tag, path in candidates[: max(0, len(candidates) - (keep_last - 1))]:
+        if tag in kept:
+            continue
+        doomed = root / f"{path.name}{INCOMPLETE}"
+        try:
             shutil.rmtree(doomed, ignore_errors=True)
+            # Renamed first, so that a crash during the removal doesn't leave a damaged checkpoint.
             shutil.rmtree(path.rename(doomed))
+        except OSError as error:
+            logger.warning("%s: can't be removed (checkpoint.keep_last): %s", path, error.strerror or error)
 
 
 def _is_complete(path: Path) -> bool:
-    return (path / MANIFEST).is_file() and not path.name.endswith(INCOMPLETE)
+    return (path / MANIFEST).is_file() and not path.name.endswith((INCOMPLETE, CONVERTING))
 
 
 def _latest_tag(root: Path) -> str | None:

@@ -168,16 +168,8 @@ def check_contents(folder: Path, manifest: Manifest, names: Iterable[str]) -> No
     Raises:
         CheckpointError: names those that differ or can't be read.
     """
-    faults = []
-    for name in names:
-        try:
-            if record_of(folder / name) != manifest.files[name]:
-                faults.append(content_fault(folder / name, MANIFEST))
-        except CheckpointError as error:
-            faults.append(str(error))
-        except OSError as error:
-            faults.append(f"{folder / name}: can't be read: {error.strerror}")
-    _raise_faults(faults)
+    faults = [content_fault(folder / name, manifest.files[name], MANIFEST) for name in names]
+    _raise_faults([fault for fault in faults if fault is not None])
 
 
 def size_fault(path: Path, record: FileRecord) -> str | None:
@@ -190,9 +182,15 @@ def size_fault(path: Path, record: FileRecord) -> str | None:
     return None
 
 
-def content_fault(path: Path, where: str) -> str:
-    """The message for a file whose checksum isn't the one recorded in ``where``."""
-    return f"{path}: its sha256 isn't the one in {where}: the file was damaged or edited"
+def content_fault(path: Path, record: FileRecord, where: str) -> str | None:
+    """A message if a file can't be read or differs from the record in the document ``where``; None if it is intact."""
+    try:
+        is_intact = record_of(path) == record
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return f"{path}: can't be read: {error.strerror}"
+    return None if is_intact else f"{path}: its sha256 isn't the one in {where}: the file was damaged or edited"
 
 
 def _raise_faults(faults: list[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cuboid.checkpoint.format.manifest import content_fault, record_of, size_fault
+from cuboid.checkpoint.format.manifest import content_fault, size_fault
 from cuboid.checkpoint.format.tensor_file import TensorFile
 from cuboid.convert.formats.block_tensors import Tensors, row_ranges
 from cuboid.distributed.topology import Coordinate
@@ -63,8 +63,9 @@ def rank_file_faults(folder: Path, document: RankFolder, advance: Callable[[int]
         if fault is not None:
             yield fault
         elif advance is not None:
-            if record_of(path) != record:
-                yield content_fault(path, SHARDS)
+            fault = content_fault(path, record, SHARDS)
+            if fault is not None:
+                yield fault
             advance(record.bytes)
 
 
