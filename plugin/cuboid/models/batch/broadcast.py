@@ -64,7 +64,7 @@ def read_micro_batch(batch: Any, limits: Limits) -> MicroBatch:
         )
     if "input_ids" not in given:
         raise CuboidError("a pipeline's micro-batch needs input_ids [batch, sequence]")
-    tensors = {name: torch.as_tensor(value) for name, value in given.items()}
+    tensors = {name: _as_tensor(name, value) for name, value in given.items()}
     if runs_own_head(limits.targets.task):
         check_tensors({name: x for name, x in tensors.items() if name not in TARGETS})
         limits.targets.check(tensors)
@@ -74,6 +74,15 @@ def read_micro_batch(batch: Any, limits: Limits) -> MicroBatch:
         # A mask may have any dtype, since only zero or nonzero matters, but is broadcast with the integers.
         tensors["attention_mask"] = (tensors["attention_mask"] != 0).to(torch.int64)
     return tensors
+
+
+def _as_tensor(name: str, value: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CuboidError(
+            f"{name} can't be made a tensor: {error}; give a tensor, or lists of numbers whose rows are equally long"
+        ) from error
 
 
 def split_rows(batch: MicroBatch, rows: int) -> list[MicroBatch]:
@@ -97,8 +106,13 @@ def share_micro_batches(
 
     Raises:
         StopIteration: on every rank, if there are fewer than ``count``, or none.
-        CuboidError: on every rank, if one is malformed or the reading rank has no iterator.
+        CuboidError: on every rank, if one is malformed, the reading rank has no iterator, or ``count`` is less than 1.
     """
+    if count is not None and count < 1:
+        error = CuboidError(f"a step of a pipeline needs at least 1 micro-batch of each replica, not {count}")
+        # All ranks raise it.
+        error.shared = True
+        raise error
     if count is None:
         batches, count = _all_of(batches, mesh, device)
 
@@ -125,14 +139,15 @@ def _all_of(batches: Iterator[Any] | None, mesh: Mesh, device: torch.device) -> 
             found = list(batches)
             batches = iter(found)
             count.fill_(max(len(found), 1))
-        except Exception as error:
+        except BaseException as error:
+            # Even a KeyboardInterrupt is kept until the micro-batches are read: the other ranks wait for the number.
             batches = _failing(error)
     if mesh.copy_ranks[-1] != mesh.copy_ranks[0]:
         _broadcast(count, mesh)
     return batches, int(count)
 
 
-def _failing(error: Exception) -> Iterator[Any]:
+def _failing(error: BaseException) -> Iterator[Any]:
     yield from ()
     raise error
 
@@ -140,6 +155,11 @@ def _failing(error: Exception) -> Iterator[Any]:
 def _tell(read: Callable[[], list[MicroBatch]], count: int, mesh: Mesh, device: torch.device) -> list[MicroBatch]:
     try:
         batches = read()
+        sizes = [size for batch in batches for size in _sizes(batch)]
+        # Everything that may fail, as the copies to the device, comes before the header: after it, the others wait for
+        # a second broadcast.
+        payload = _payload(batches, device)
+        header = _header(_FINE, sizes, count, device)
     except StopIteration:
         _broadcast(_header(_EXHAUSTED, [], count, device), mesh)
         raise
@@ -154,12 +174,15 @@ def _tell(read: Callable[[], list[MicroBatch]], count: int, mesh: Mesh, device: 
         if isinstance(error, CuboidError) or not isinstance(error, Exception):
             raise
         raise failure.error() from error
-    sizes = [size for batch in batches for size in _sizes(batch)]
-    _broadcast(_header(_FINE, sizes, count, device), mesh)
-    tensors = [batch[name].flatten() for batch in batches for name in _NAMES if name in batch]
-    payload = torch.cat([x.to(device, _DTYPES[0]) if _kind(x) == 0 else _bits(x.to(device)) for x in tensors])
+    _broadcast(header, mesh)
     _broadcast(payload, mesh)
     return list(_split(payload, sizes))
+
+
+def _payload(batches: Sequence[MicroBatch], device: torch.device) -> torch.Tensor:
+    """Return all numbers of the micro-batches, in 64 bits each."""
+    tensors = [batch[name].flatten() for batch in batches for name in _NAMES if name in batch]
+    return torch.cat([x.to(device, _DTYPES[0]) if _kind(x) == 0 else _bits(x.to(device)) for x in tensors])
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
@@ -235,7 +258,8 @@ class ReplicasInStep:
     def _raise_first(self, error: BaseException | None) -> None:
         """Raise the first failed replica's failure; return if ``error`` is that failure and should propagate itself."""
         reader = self._mesh.copy_ranks[0]
-        own = None if error is None else Failure.of(error, reader, _READING)
+        # Data that ended is no failure: what failed on another replica is what users must know.
+        own = None if error is None or isinstance(error, StopIteration) else Failure.of(error, reader, _READING)
         text = None if own is None else own.encode()
         texts = [text] * self._mesh.topology.data
         if len(texts) > 1:
