@@ -192,10 +192,7 @@ def test_all_times_are_brought_onto_one_clock(pool):
 
 
 def _traced():
-    """Seconds of each action of this rank's step, by its replica; replicas have as many micro-batches as their number.
-
-    Each rank's actions take other times.
-    """
+    """Seconds of each action of a step; replica n has n + 1 micro-batches, and each rank's actions take other times."""
     mesh = Mesh(MeshShape(2, 1, 1))
     mesh.connect()
     replica, device = mesh.coordinate.data, torch.device("cpu")
