@@ -337,6 +337,14 @@ def test_both_ways_to_count_a_batch_are_accepted(total):
     check_framework_config(config, rest, world_size=16)
 
 
+def test_steps_of_accumulation_that_deepspeed_derives_are_accepted():
+    config, rest = split_config(deepspeed_config(train_batch_size=32))
+    check_framework_config(config, rest, world_size=16)
+    config, rest = split_config(deepspeed_config(train_batch_size=32, gradient_accumulation_steps=2))
+    with pytest.raises(ConfigError, match="4 × 2 × 2 = 16; leave train_batch_size out"):
+        check_framework_config(config, rest, world_size=16)
+
+
 def test_disabled_sections_and_auto_values_are_accepted():
     config, rest = split_config(
         deepspeed_config(

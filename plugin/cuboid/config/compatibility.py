@@ -164,6 +164,9 @@ def _check_batch(config: CuboidConfig, rest: dict[str, Any], world_size: int) ->
         )
     if not (isinstance(micro, int) and isinstance(steps, int) and isinstance(total, int)):
         return
+    if rest.get("gradient_accumulation_steps") is None and total % (micro * replicas) == 0:
+        # DeepSpeed derives the steps from the two numbers.
+        return
     # The product with the world size is accepted too: accelerate computes that, since it doesn't know the mesh.
     if total not in (micro * steps * replicas, micro * steps * world_size):
         raise ConfigError(
