@@ -278,6 +278,12 @@ def test_what_a_micro_batch_may_not_hold_is_named():
     assert "needs labels or decoder_input_ids" in message_of(model, {"input_ids": batch["input_ids"]})
     rows = {"input_ids": batch["input_ids"], "decoder_input_ids": batch["input_ids"][:2]}
     assert "input_ids has 3 rows, but decoder_input_ids has 2" in message_of(model, rows)
+    mask = {**given, "labels": given["decoder_input_ids"], "decoder_attention_mask": torch.ones(3, 7)}
+    assert message_of(model, mask) == "decoder_attention_mask is [3, 7], but decoder_input_ids is [3, 5]"
+    flat = {**batch, "input_ids": torch.arange(8)}
+    assert message_of(model, flat) == "input_ids must be [batch, sequence], not [8]"
+    flat = {"input_ids": batch["input_ids"], "decoder_input_ids": torch.arange(8)}
+    assert message_of(model, flat) == "decoder_input_ids must be [batch, sequence], not [8]"
     positions = torch.arange(13).unsqueeze(0)
     assert message_of(model, {**batch, "position_ids": positions}).startswith("position_ids has no rule")
     beyond = {**batch, "decoder_input_ids": torch.full((3, 8), 67)}

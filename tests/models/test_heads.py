@@ -355,6 +355,17 @@ def test_targets_have_the_shapes_that_losses_can_take(task, shape):
             targets.check(arguments)
 
 
+@pytest.mark.parametrize("task", ["masked", "tokens", "sequence", "answers"])
+def test_ids_that_are_no_rows_are_named_before_what_they_are_compared_with(task):
+    ranks, models = on_threads(built("bert", task), "1x2x1")
+
+    def refused(mesh):
+        with pytest.raises(CuboidError, match=r"input_ids must be \[batch, sequence\], not \[8\]"):
+            models[mesh.rank](input_ids=torch.arange(8))
+
+    ranks.run(refused)
+
+
 # --- the rest --------------------------------------------------------------------------------------------------------
 
 

@@ -131,6 +131,10 @@ def take_local_pair(arguments: dict[str, Any], config: PretrainedConfig, mesh: M
     for name in ("position_ids", "shift_labels"):
         if arguments.get(name) is not None:
             raise UnsupportedModelError(f"{name} has no rule for an encoder-decoder, which counts positions by itself")
+    # Below, the decoder's tensors have the encoder's names, which an error mustn't show.
+    check_tensors(
+        {name: arguments[name] for name in TARGET_TENSORS if arguments.get(name) is not None}, "decoder_input_ids"
+    )
     inputs = {name: x for name, x in arguments.items() if name not in TARGET_TENSORS}
     names = {"input_ids": "decoder_input_ids", "attention_mask": "decoder_attention_mask", "labels": "labels"}
     target = {own: arguments[name] for own, name in names.items() if arguments.get(name) is not None}
@@ -208,22 +212,35 @@ def _reject(arguments: dict[str, Any]) -> None:
         raise CuboidError("a sharded model needs input_ids [batch, sequence]")
 
 
-def check_tensors(whole: dict[str, torch.Tensor]) -> None:
+def check_ids(ids: torch.Tensor, name: str = "input_ids") -> None:
+    """Check that ids, given as ``name``, are ``[B, S]``.
+
+    Raises:
+        CuboidError: they aren't, or are empty.
+    """
+    if ids.dim() != 2 or 0 in ids.shape:
+        raise CuboidError(f"{name} must be [batch, sequence], not {list(ids.shape)}")
+
+
+def check_tensors(whole: dict[str, torch.Tensor], ids_name: str = "input_ids") -> None:
     """Check that a micro-batch's tensors have the shape of its ids, and hold integers (masks: any numbers).
+
+    Args:
+        whole: the tensors by name.
+        ids_name: the name of the ids among them.
 
     Raises:
         CuboidError: they don't, or the ids aren't ``[B, S]`` or are empty.
     """
-    ids = whole["input_ids"]
-    if ids.dim() != 2 or 0 in ids.shape:
-        raise CuboidError(f"input_ids must be [batch, sequence], not {list(ids.shape)}")
+    ids = whole[ids_name]
+    check_ids(ids, ids_name)
     for name, tensor in whole.items():
         # Positions are often given once for all rows.
         rows = (1, ids.shape[0]) if name == "position_ids" else (ids.shape[0],)
         if tensor.dim() != 2 or tensor.shape[0] not in rows or tensor.shape[1] != ids.shape[1]:
-            raise CuboidError(f"{name} is {list(tensor.shape)}, but input_ids is {list(ids.shape)}")
+            raise CuboidError(f"{name} is {list(tensor.shape)}, but {ids_name} is {list(ids.shape)}")
         # In a mask, only zero or nonzero matters, so any dtype will do.
-        if name != "attention_mask" and tensor.dtype not in _INDICES:
+        if not name.endswith("attention_mask") and tensor.dtype not in _INDICES:
             raise CuboidError(f"{name} holds {tensor.dtype}; give torch.int64")
 
 

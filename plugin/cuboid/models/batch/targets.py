@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from cuboid.errors import CuboidError
 from cuboid.models.architectures.supported_tasks import WORDS, Task, task_of
-from cuboid.models.batch.batch import IGNORE_INDEX
+from cuboid.models.batch.batch import IGNORE_INDEX, check_ids
 
 #: For each task, the arguments of a forward with which its loss compares logits. Those of language models are sharded
 #: with the micro-batch; all others are whole on all ranks.
@@ -80,10 +80,12 @@ class Targets:
         """Check that the targets among a forward's arguments, if any, belong to the task and have its shapes.
 
         Raises:
-            CuboidError: a target has another shape, or belongs to another task.
+            CuboidError: a target has another shape, or belongs to another task; or the ids aren't ``[B, S]``.
         """
         main = "pixel_values" if arguments.get("input_ids") is None else "input_ids"
-        rows, length = arguments[main].shape[:2]
+        shape = arguments[main].shape
+        if main == "input_ids":
+            check_ids(arguments[main])
         for name in TARGETS:
             x = arguments.get(name)
             if x is None:
@@ -94,21 +96,24 @@ class Targets:
             if self.task == "seq2seq":
                 _check_target_shape(arguments, x)
                 continue
-            shapes = self._shapes(rows, length, is_integer=not x.is_floating_point())
+            shapes = self._shapes(shape, is_integer=not x.is_floating_point())
             if tuple(x.shape) not in shapes:
                 raise CuboidError(
-                    f"{name} is {list(x.shape)}, but {main} is {list(arguments[main].shape)}: {WORDS[self.task]} needs "
-                    + " or ".join(str(list(shape)) for shape in shapes)
+                    f"{name} is {list(x.shape)}, but {main} is {list(shape)}: {WORDS[self.task]} needs "
+                    + " or ".join(str(list(each)) for each in shapes)
                 )
 
-    def _shapes(self, rows: int, length: int, *, is_integer: bool) -> list[tuple[int, ...]]:
+    def _shapes(self, given: torch.Size, *, is_integer: bool) -> list[tuple[int, ...]]:
+        """Return the shapes that targets may have for an input of this shape."""
         if self.task in ("causal", "masked", "tokens"):
-            return [(rows, length)]
-        shapes: list[tuple[int, ...]] = [(rows,), (rows, 1)]
+            return [tuple(given[:2])]
+        # An input of images is checked later, so it may have any number of dims here.
+        rows = tuple(given[:1])
+        shapes: list[tuple[int, ...]] = [rows, (*rows, 1)]
         if self.task == "answers" or (is_integer and self.classes is not None):
             return shapes
         # Several numbers per row, or multi-label classes, which don't exclude one another.
-        return shapes if self.outputs == 1 else [(rows, self.outputs)]
+        return shapes if self.outputs == 1 else [(*rows, self.outputs)]
 
 
 def _check_target_shape(arguments: dict[str, Any], labels: torch.Tensor) -> None:
