@@ -120,6 +120,15 @@ def test_nodes_are_found_by_host_name_and_only_gloo_sends_directly(nodes, spans)
         assert mesh.spans_nodes == (nodes in ("abababab", "aabbccdd")), "ranks 0 to 3 are a mesh"
 
 
+def test_a_group_that_the_mesh_has_made_makes_no_other_one():
+    with fake_world(5, 16) as world:
+        mesh = connected((1, 2, 2), 2, 5, 16)
+        before = list(world.own)
+        groups = (mesh.data_parallel_group, mesh.mesh_group, mesh.pipe_group, mesh.model_parallel_group)
+        assert [dist.get_world_size(group) for group in groups] == [2, 4, 2, 8]
+        assert world.own == before
+
+
 def test_a_framework_that_asks_for_the_replicas_of_a_single_one_gets_a_group_of_this_rank_alone():
     with fake_world(3, 4, nccl=True) as world:
         mesh = connected((1, 2, 2), 1, 3, 4)

@@ -283,7 +283,8 @@ class Mesh:
         return self.placement[-1] == self.coordinate.pipe
 
     def _group(self, name: str) -> dist.ProcessGroup:
-        return self._groups.get(frozenset({name}), self._lone_group)
+        found = self._groups.get(frozenset({name}))
+        return self._lone_group if found is None else found
 
     @cached_property
     def _lone_group(self) -> dist.ProcessGroup:
