@@ -285,6 +285,19 @@ def test_a_fresh_optimizer_restores_the_state_of_another(kind, options):
     assert all(torch.equal(parameters[name], others[name]) for name in parameters)
 
 
+@pytest.mark.parametrize("capturable", [False, True])
+def test_steps_are_restored_where_the_optimizer_reads_them(capturable):
+    """Fused and capturable optimizers read them in a kernel on the parameter's device, others on the host."""
+    parameter = torch.nn.Parameter(torch.empty(3, device="meta"))
+    optimizer = torch.optim.AdamW([parameter], capturable=capturable)
+    adapter = OptimizerAdapter.direct(optimizer, {id(parameter): "x"})
+    adapter.allocate(["exp_avg", "exp_avg_sq"])
+    groups = [{"lr": 0.5, "capturable": capturable, "parameters": ["x"]}]
+    adapter.restore({"x": {"step": torch.tensor(7.0)}}, groups)
+    assert optimizer.state[parameter]["step"].device.type == ("meta" if capturable else "cpu")
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 def test_state_that_no_other_layout_could_load_is_rejected():
     parameters, optimizer = stepped(torch.optim.Adafactor)
     adapter = OptimizerAdapter.direct(optimizer, {id(p): name for name, p in parameters.items()})

@@ -160,21 +160,24 @@ class OptimizerAdapter:
         Raises:
             CheckpointError: parameters that share one number here had different ones in the checkpoint.
         """
-        for holding in self._all_holdings():
-            own = [numbers[name] for name in holding.names if name in numbers]
-            if any(other != own[0] for other in own):
-                raise CheckpointError(
-                    f"the optimizer keeps one state for {holding.names[0]} and {len(holding.names) - 1} more, which "
-                    f"had different ones ({own[0]} and others) when the checkpoint was written; load "
-                    "without the optimizer's state"
-                )
-            if own:
-                self._optimizer.state[holding.tensor].update(_clone(own[0]))
-            else:
-                # Not stepped before the save. Undo ``allocate``: optimizers take an empty state for "first step".
-                self._optimizer.state.pop(holding.tensor, None)
         for group, holdings in zip(self._optimizer.param_groups, self._groups, strict=True):
             _restore_group(group, [name for holding in holdings for name in holding.names], groups)
+            # torch's fused and capturable optimizers read `step` in a kernel, others on the host.
+            on_device = group.get("fused") or group.get("capturable")
+            for holding in holdings:
+                own = [numbers[name] for name in holding.names if name in numbers]
+                if any(other != own[0] for other in own):
+                    raise CheckpointError(
+                        f"the optimizer keeps one state for {holding.names[0]} and {len(holding.names) - 1} more, "
+                        f"which had different ones ({own[0]} and others) when the checkpoint was written; load "
+                        "without the optimizer's state"
+                    )
+                if own:
+                    device = holding.tensor.device if on_device else None
+                    self._optimizer.state[holding.tensor].update(_clone(own[0], device))
+                else:
+                    # Not stepped before the save. Undo ``allocate``: optimizers take an empty state for "first step".
+                    self._optimizer.state.pop(holding.tensor, None)
 
     def _all_holdings(self) -> Iterable[Holding]:
         return chain.from_iterable(self._groups)
@@ -240,8 +243,8 @@ def merge_stages(states: Sequence[OptimizerState]) -> tuple[dict[str, dict[str, 
     return numbers, groups
 
 
-def _clone(value: Any) -> Any:
-    """A copy of a number, a tensor or a dict of them that shares no memory."""
+def _clone(value: Any, device: torch.device | None = None) -> Any:
+    """A copy of a number, a tensor or a dict of them that shares no memory; tensors on ``device`` if given."""
     if isinstance(value, dict):
-        return {key: _clone(part) for key, part in value.items()}
-    return value.clone() if isinstance(value, torch.Tensor) else value
+        return {key: _clone(part, device) for key, part in value.items()}
+    return value.to(device or value.device, copy=True) if isinstance(value, torch.Tensor) else value
