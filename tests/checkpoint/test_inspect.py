@@ -1,5 +1,6 @@
 """``cuboid inspect``: it shows what a checkpoint contains, and names what is wrong with it."""
 
+import errno
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from comparing import stored
 from converting import layout, run
+from cuboid.checkpoint.format.bounded_files import open_regular
 from cuboid.cli import commands
 from cuboid.verify import SmallModel
 from training import make_engine, settings, train
@@ -163,6 +165,20 @@ def test_per_rank_files_show_their_layout_and_are_verified(checkpoint, tmp_path)
     assert "rank-00002-of-00004.safetensors: its sha256" in text
     (tmp_path / "ranks" / "rank-00001-of-00004.safetensors").unlink()
     assert "rank-00001-of-00004.safetensors: is missing" in inspect(tmp_path / "ranks")[1]
+
+
+def test_a_per_rank_file_that_cannot_be_read_is_a_fault(checkpoint, tmp_path, monkeypatch):
+    run(checkpoint(LLAMA), tmp_path / "ranks", config=layout("1x2x1", 2))
+    name = "rank-00001-of-00004.safetensors"
+
+    def bad_sector(path):
+        if path.name == name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return open_regular(path)
+
+    monkeypatch.setattr("cuboid.checkpoint.format.manifest.open_regular", bad_sector)
+    status, text = inspect(tmp_path / "ranks", "--verify")
+    assert (status, f"{name}: can't be read: Input/output error" in text) == (1, True)
 
 
 class Harm:
