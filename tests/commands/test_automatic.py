@@ -15,6 +15,7 @@ from cuboid.config.schema import parse_config, require_config
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.topology import MeshShape
 from cuboid.errors import ConfigError, MeshError
+from cuboid.models.certification.mesh_certificates import mesh_verdict
 from cuboid.models.pipeline.sequence_cut import Cutter
 from cuboid.models.sharded.parallel_plan import fitting_meshes
 from cuboid.planner import automatic, profile
@@ -141,6 +142,18 @@ def test_a_mesh_is_chosen_before_the_schedule_is(keys):
     whole = config.with_pipeline(config.pipeline.without_chunks)
     assert choose_mesh(deep, config) == choose_mesh(deep, whole)
     assert choose_mesh(deep, config).size == 2
+
+
+def test_segments_are_chosen_for_blocks_as_a_mesh_computes_them(model, monkeypatch):
+    verdict = replace(mesh_verdict(type(model), model.config), whole=("mlp",))
+    monkeypatch.setattr(automatic, "mesh_verdict", lambda *_: verdict)
+    config = config_of({"size": 2}, pipeline={"engine": "seq1f1b", "stages": 2}, cluster="4xH100")
+    choice = segment_choice(model, config, Mesh(MeshShape(1, 2, 1), pipe=2, rank=0, world_size=4))
+    assert choice.model.layers == describe_modules(model, verdict.whole).layers
+    assert choice.model.layers != describe_modules(model).layers
+    # On one rank for each stage nothing is split.
+    alone = segment_choice(model, config, Mesh(MeshShape(), pipe=2, rank=0, world_size=4))
+    assert alone.model.layers == describe_modules(model).layers
 
 
 def test_the_number_of_segments_is_the_fastest_that_fits():

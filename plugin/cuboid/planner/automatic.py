@@ -112,18 +112,23 @@ class SegmentChoice:
         return count
 
 
-def segment_choice(model: PreTrainedModel, config: CuboidConfig, mesh: Mesh) -> SegmentChoice | None:
+def segment_choice(
+    model: PreTrainedModel, config: CuboidConfig, mesh: Mesh, cls: type[PreTrainedModel] | None = None
+) -> SegmentChoice | None:
     """The rule that decides ``"segments": "auto"``; None if the config gives a number.
 
     Args:
         model: the full model, before it is cut.
         config: Cuboid's config.
         mesh: the mesh of this rank.
+        cls: the architecture's class, if the model's own class was derived from it.
     """
     pipeline, topology = config.pipeline, mesh.topology
     if pipeline is None or pipeline.segments != "auto":
         return None
-    described = describe_modules(model)
+    # Ranks without others on their mesh have the model's own modules, and need no verdict.
+    whole = mesh_verdict(cls or type(model), model.config).whole if mesh.shape.size > 1 else ()
+    described = describe_modules(model, whole)
     zero = config.framework.zero_stage or 0
     layout = Layout(
         mesh.shape, topology.pipe, replicas=topology.data, zero_stage=zero,
@@ -133,7 +138,12 @@ def segment_choice(model: PreTrainedModel, config: CuboidConfig, mesh: Mesh) -> 
 
 
 def settle_stages(
-    model: PreTrainedModel, config: CuboidConfig, shape: MeshShape, *, world_size: int | None = None
+    model: PreTrainedModel,
+    config: CuboidConfig,
+    shape: MeshShape,
+    cls: type[PreTrainedModel] | None = None,
+    *,
+    world_size: int | None = None,
 ) -> CuboidConfig:
     """Resolve the schedule, and with it the placement of the stages, if the config leaves it open; rank 0 logs why.
 
@@ -144,6 +154,7 @@ def settle_stages(
         model: the full model, on any device, meta included.
         config: Cuboid's config.
         shape: shape of the mesh.
+        cls: the architecture's class, if the model's own class was derived from it.
         world_size: total number of ranks; by default those of one replica.
 
     Raises:
@@ -157,7 +168,7 @@ def settle_stages(
     length = _length(model, config)
 
     def segments(padded: int, steps: int) -> int:
-        choice = segment_choice(model, config, mesh)
+        choice = segment_choice(model, config, mesh, cls)
         assert choice is not None
         layout = replace(choice.layout, micro_batch=rows or _ASSUMED_ROWS, micro_batches=steps)
         return best_segments(choice.model, layout, choice.cluster, padded)
