@@ -208,6 +208,7 @@ def test_lengths_may_be_given_with_and_without_a_model(cli, model):
         (("--model", "MODEL"), "needs --seq-len"),
         (("--model", "MODEL", "--seq-len", "63", "--multiple", "8"), "63 is not a multiple"),
         (("--model", "MODEL", "--seq-len", "64", "--partition", "32,16"), "adds up to 48"),
+        (("--schedule", "auto-interleaved", "--chunks", "1"), "several chunks on each rank"),
         (("--model", "MODEL", "--seq-len", "64", "--stages", "7"), "6 layers"),
         (("--model", "MODEL", "--seq-len", "64", "--segments", "9", "--multiple", "8"), "8 or fewer would work"),
         (("--schedule", "1f1b", "--segments", "2"), 'take "seq1f1b"'),

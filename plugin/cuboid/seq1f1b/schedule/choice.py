@@ -241,6 +241,8 @@ def compare_schedules(name: str, request: Request) -> Comparison:
     Raises:
         ConfigError: see :func:`choose_schedule`; if several are compared, none of them keeps to the limit.
     """
+    for chunks in request.chunk_counts:
+        check_chunks(name, chunks)
     if name not in _ALIKE:
         (chunks,) = request.chunk_counts
         return Comparison((_chosen(name, request, chunks),), MappingProxyType({}))
@@ -347,7 +349,6 @@ class ModelPipeline:
 
 
 def _chosen(name: str, request: Request, chunks: int, *, compared: bool = False) -> ChosenSchedule:
-    check_chunks(name, chunks)
     rank_of = place_stages(name, request.ranks, chunks)
     shape = PipelineShape(len(rank_of), request.micro_batches, request.segments)
     placed = request.costs(rank_of)
