@@ -148,9 +148,9 @@ def test_auto_settles_on_one_number_of_segments():
 def test_explicit_lengths_are_for_sequences_of_their_sum():
     explicit = cutter(segments=2, partition=[10, 6])
     assert explicit.lengths(16, 1) == (10, 6)
-    with pytest.raises(ConfigError, match="lengths with the sum 16, but a sequence has 20 tokens"):
+    with pytest.raises(ConfigError, match="adds up to 16, but sequences have 20 tokens; give sequences of 16"):
         explicit.lengths(20, 1)
-    with pytest.raises(ConfigError, match=r"a segment of 9 tokens.*use multiples of 2"):
+    with pytest.raises(ConfigError, match=r"a segment of 9 tokens; use multiples of 2.* hidden axes"):
         cutter(MeshShape(1, 2, 1), segments=2, partition=[10, 9])
 
 

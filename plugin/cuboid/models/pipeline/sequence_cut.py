@@ -8,11 +8,11 @@ from collections.abc import Callable
 from cuboid.config.schema import PipelineConfig
 from cuboid.distributed.axis_collectives import padded_length
 from cuboid.distributed.mesh import Mesh
-from cuboid.errors import ConfigError
 from cuboid.models.batch.batch import granule
 from cuboid.models.pipeline.step_trace import StepTrace
 from cuboid.seq1f1b.schedule.partition import (
     MeasuredCut,
+    check_lengths,
     cut_sequence,
     even_cut,
     segment_cost,
@@ -57,7 +57,7 @@ class Cutter:
         self._measured = MeasuredCut() if config.partition == "measured" else None
         self._known: dict[int, tuple[int, ...]] = {}
         if isinstance(config.partition, tuple):
-            self._check_explicit(config.partition)
+            check_lengths(config.partition, segments=len(config.partition), multiple=self._granule)
 
     def measures(self, step: int) -> bool:
         """Whether to measure a step; steps count from 1."""
@@ -89,11 +89,7 @@ class Cutter:
     def _cut(self, length: int, segments: int) -> tuple[int, ...]:
         partition = self._config.partition
         if isinstance(partition, tuple):
-            if sum(partition) != length:
-                raise ConfigError(
-                    f"pipeline.partition has lengths with the sum {sum(partition)}, but a sequence has {length} "
-                    f'tokens; give sequences of {sum(partition)} tokens, or take "flops"'
-                )
+            check_lengths(partition, length=length, segments=segments, multiple=self._granule)
             return partition
         if partition == "even":
             return even_cut(length, segments, self._multiple(length, segments))
@@ -104,14 +100,6 @@ class Cutter:
         """What the segments' lengths must be multiples of: a tile if that leaves room for balance, else the granule."""
         tile = math.lcm(self._granule, _TILE_TOKENS)
         return tile if self._tiles and length % tile == 0 and length >= 4 * segments * tile else self._granule
-
-    def _check_explicit(self, lengths: tuple[int, ...]) -> None:
-        for length in lengths:
-            if length % self._granule:
-                raise ConfigError(
-                    f"pipeline.partition has a segment of {length} tokens, which the mesh's sequence and hidden axes "
-                    f"can't share; use multiples of {self._granule}"
-                )
 
 
 def _equal_cost(start: int, stop: int) -> int:

@@ -8,7 +8,7 @@ from fractions import Fraction
 from itertools import accumulate, combinations, pairwise
 
 from cuboid.errors import ConfigError
-from cuboid.seq1f1b.schedule.unit_costs import ModelSizes, seen_keys, segment_flops
+from cuboid.seq1f1b.schedule.unit_costs import ModelSizes, ends_of, seen_keys, segment_flops
 
 #: Cost of consecutive items (tokens, layers) ``[start, stop)``. It must not shrink when the range grows at either end.
 Cost = Callable[[int, int], float]
@@ -51,12 +51,12 @@ def check_lengths(lengths: Sequence[int], *, length: int | None = None, segments
         raise ConfigError(f"{given} has {len(lengths)} lengths, but pipeline.segments is {segments}")
     wrong = next((each for each in lengths if each < 1 or each % multiple), None)
     if wrong is not None:
-        raise ConfigError(
-            f"{given} has a segment of {wrong} tokens; each needs a multiple of {multiple}, and at least that"
-        )
+        why = ", which the mesh's sequence and hidden axes can share" if multiple > 1 else ""
+        raise ConfigError(f"{given} has a segment of {wrong} tokens; use multiples of {multiple}, at least that{why}")
     if length is not None and sum(lengths) != length:
         raise ConfigError(
-            f'{given} adds up to {sum(lengths)}, but sequences have {length} tokens; "flops" takes any length'
+            f"{given} adds up to {sum(lengths)}, but sequences have {length} tokens; give sequences of {sum(lengths)} "
+            'tokens, or take "flops", which cuts any length'
         )
 
 
@@ -130,7 +130,7 @@ class HeadShare:
     def of(cls, sizes: ModelSizes, counts: Sequence[int], length: int) -> HeadShare:
         """Compute it for a model whose stages have these numbers of layers, on sequences of ``length`` tokens."""
         costs, head = sizes.layer_flops(length), sizes.head_flops(length)
-        stages = [sum(costs[start:stop]) for start, stop in pairwise(accumulate(counts, initial=0))]
+        stages = [sum(costs[start:stop]) for start, stop in ends_of(counts)]
         stages[-1] += head
         whole = sum(costs) + head
         return cls(head * len(costs) / sum(costs), head / stages[-1], max(stages) * len(stages) / whole - 1)
@@ -150,7 +150,7 @@ class MeasuredCut:
 
     def add(self, lengths: Sequence[int], seconds: Sequence[float]) -> None:
         """Add the time of each segment of a sequence: its forward and backward, summed over all stages."""
-        for (start, stop), time_s in zip(pairwise(accumulate(lengths, initial=0)), seconds, strict=True):
+        for (start, stop), time_s in zip(ends_of(lengths), seconds, strict=True):
             self._rows.append((stop - start, seen_keys(start, stop), 1))
             self._seconds.append(Fraction(time_s))
 

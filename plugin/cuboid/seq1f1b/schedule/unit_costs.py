@@ -101,6 +101,11 @@ class ModelSizes:
         return 2 * self.head * tokens
 
 
+def ends_of(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the start and stop of each of some consecutive pieces."""
+    return list(pairwise(accumulate(lengths, initial=0)))
+
+
 def seen_keys(start: int, stop: int, window: int | None = None) -> int:
     """Count pairs of a position in ``[start, stop)`` and a key it sees: its own and earlier ones, within a window."""
     if window is None:
@@ -142,8 +147,8 @@ def unit_flops(
     projections: list[list[int]] = []
     for own in _stages(sizes.layers, layers):
         kinds = Counter(own)
-        forward.append([_forward_flops(kinds.elements(), *ends) for ends in _ends(lengths)])
-        projections.append([sum(layer.projection_flops(*ends) for layer in own) for ends in _ends(lengths)])
+        forward.append([_forward_flops(kinds.elements(), *ends) for ends in ends_of(lengths)])
+        projections.append([sum(layer.projection_flops(*ends) for layer in own) for ends in ends_of(lengths)])
     last = len(layers) - 1
 
     def flops(action: Action) -> float:
@@ -191,12 +196,7 @@ def _forward_flops(layers: Iterable[LayerSizes], start: int, stop: int) -> int:
 
 
 def _stages(layers: tuple[LayerSizes, ...], counts: Sequence[int]) -> list[tuple[LayerSizes, ...]]:
-    return [layers[first:stop] for first, stop in _ends(counts)]
-
-
-def _ends(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the start and stop of each of some consecutive pieces."""
-    return list(pairwise(accumulate(lengths, initial=0)))
+    return [layers[first:stop] for first, stop in ends_of(counts)]
 
 
 def _triangle(number: int) -> int:
