@@ -85,7 +85,8 @@ def _prepare_deepspeed(original: Any) -> Any:
         for schedule in (one for one in args if isinstance(one, LRScheduler) and optimizers):
             check_schedule(schedule, optimizers[0])
         _fill_rows(self, plugin, config, args)
-        return original(self, *(_for_ranks(one, config) for one in args))
+        # With split_batches, accelerate leaves a schedule's length as it is.
+        return original(self, *(args if self.split_batches else (_for_ranks(one, config) for one in args)))
 
     return prepare_deepspeed
 
@@ -166,7 +167,10 @@ def _reduce(original: Any) -> Any:
 
         def total(own: torch.Tensor) -> torch.Tensor:
             if own.is_floating_point() or own.is_complex():
-                return original(self, own, "sum") / config.ranks
+                # The ranks of a copy have the same value, or their mean is meant. In half precision the sum over all of
+                # them could overflow.
+                wide = torch.promote_types(own.dtype, torch.float32)
+                return (original(self, own.to(wide), "sum") / config.ranks).to(own.dtype)
             return _counted_once(self.gather(own.unsqueeze(0)), config)
 
         return recursively_apply(total, tensor, error_on_other_type=True)

@@ -103,6 +103,8 @@ def script(config, split, folder, **options):
         seen["sum"] = int(accelerator.reduce(torch.tensor(mesh.coordinate.data + 1)))
         seen["mean"] = float(accelerator.reduce(torch.tensor(mesh.coordinate.data + 1.0), "mean"))
         seen["float sum"] = float(accelerator.reduce(torch.tensor(mesh.coordinate.data + 1.0)))
+        # The sum of both replicas fits into float16; that of all four ranks wouldn't.
+        seen["half sum"] = float(accelerator.reduce(torch.tensor(20000.0, dtype=torch.float16)))
         seen["counts"] = said_by(lambda: accelerator.reduce(torch.tensor(accelerator.process_index)))
         if accelerator.process_index == 1:
             accelerator.set_trigger()
@@ -150,6 +152,7 @@ def test_a_script_of_accelerates_counts_replicas(pool, tmp_path, split):
         assert sorted(seen["objects"]) == sorted(f"row {at}" for at in range(ROWS))
         assert seen["micro"] == (BATCH // replicas if split else BATCH)
         assert (seen["sum"], seen["float sum"], seen["mean"]) == (3, 3.0, 1.5)
+        assert seen["half sum"] == 40000.0
         assert "different whole numbers" in seen["counts"]
         assert seen["triggered"] == [True, False]
         assert seen["norm"] > 0
@@ -157,11 +160,12 @@ def test_a_script_of_accelerates_counts_replicas(pool, tmp_path, split):
         assert seen["off"] < 2e-5
 
 
-def schedule_of_the_config(config):
+def schedule_of_the_config(config, split):
     """The rates of a schedule in the config, whose length is of a loader in one process; without a GPU or with none."""
     found = []
+    loading = DataLoaderConfiguration(split_batches=split)
     for options in ({}, {"cpu": True}):
-        with accelerator_of(config, **options) as accelerator:
+        with accelerator_of(config, dataloader_config=loading, **options) as accelerator:
             model = fresh_model()
             optimizer = DummyOptim(model.parameters(), lr=1e-2)
             schedule = DummyScheduler(optimizer, total_num_steps=ROWS // BATCH, warmup_num_steps=1)
@@ -178,7 +182,8 @@ def schedule_of_the_config(config):
     return found
 
 
-def test_a_schedule_in_the_config_ends_with_the_loader_also_on_the_cpu(pool):
+@pytest.mark.parametrize("split", [False, True], ids=["batches", "split batches"])
+def test_a_schedule_in_the_config_ends_with_the_loader_also_on_the_cpu(pool, split):
     sections = {
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
         "scheduler": {
@@ -187,7 +192,7 @@ def test_a_schedule_in_the_config_ends_with_the_loader_also_on_the_cpu(pool):
         },
     }
     sections["scheduler"]["params"]["warmup_min_lr"] = "auto"
-    for found in pool.run(2, schedule_of_the_config, config_of({"hidden": 2}, **sections)):
+    for found in pool.run(2, schedule_of_the_config, config_of({"hidden": 2}, **sections), split):
         for size, rates in found:
             assert size == 2
             assert len(rates) == ROWS // BATCH + 1
