@@ -23,6 +23,7 @@ from boosting import (
 )
 from cuboid.config.schema import parse_config
 from cuboid.errors import CuboidError
+from cuboid.integrations.colossalai.criterion import scale_of
 from cuboid.integrations.colossalai.parallel_sizes import StageManager
 from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.verify import SmallModel, WorkerPool
@@ -300,6 +301,26 @@ def refusals(path, config):
     return said
 
 
+@pytest.mark.parametrize(
+    ("bend", "loss"),
+    [
+        (lambda loss: loss.clamp(max=10), "16"),
+        (lambda loss: 2 * loss.clamp(min=1e-6), "2.32831e-10"),
+        (lambda loss: loss + 1e-15, "2"),
+        (lambda loss: torch.where(loss > 1e6, loss / 2, loss), "4.29497e\\+09"),
+        (torch.sqrt, "2"),
+    ],
+)
+def test_a_criterion_that_is_a_multiple_of_most_losses_only_is_refused(bend, loss):
+    with pytest.raises(CuboidError, match=rf"of a loss of 1 but \S+ of a loss of {loss}, but a pipeline"):
+        scale_of(lambda outputs, inputs: bend(outputs.loss))
+
+
+@pytest.mark.parametrize("factor", [0.1, 1 / 3, -2.5e-7, 0.0])
+def test_a_criterions_factor_is_exact(factor):
+    assert scale_of(lambda outputs, inputs: outputs.loss * factor) == factor
+
+
 EXPECTED = {
     "boost again": "has boosted a model already",
     "a closure": "call step without it",
@@ -316,7 +337,7 @@ EXPECTED = {
     "no optimizer": "needs the optimizer that boost gave",
     "logits": "asks for outputs.logits",
     "labels": "asks for inputs['labels']",
-    "square": "of losses 1, 2 and 4",
+    "square": "makes 1 of a loss of 1 but 4 of a loss of 2",
     "another key": "pixel_values has no rule",
     "too many rows": "a batch of 16 rows, more than",
 }

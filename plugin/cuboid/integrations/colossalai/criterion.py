@@ -14,6 +14,10 @@ _TOLD = (
     "outputs.loss, perhaps times a number; leave it None for the loss itself"
 )
 
+#: Losses at which a criterion is tried. Powers of two, so that a factor's products have the same rounding; most of them
+#: where losses are in training, and some far outside, where a criterion may be clamped or have a term added.
+_LOSSES = [2.0**power for power in (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64, -1, -2, -3, -4, -6, -8, -12, -16, -32, -64)]
+
 
 class _LossOnly:
     """Stand-in for a model's outputs that has only the loss."""
@@ -51,11 +55,14 @@ def scale_of(criterion: Callable[..., Any] | None) -> float:
     """
     if criterion is None:
         return 1.0
-    # Losses that are powers of two, so that a factor's products have the same rounding.
-    values = [_apply(criterion, loss) for loss in (1.0, 2.0, 4.0)]
-    if not (values[1] == 2 * values[0] and values[2] == 4 * values[0]):
-        raise CuboidError(f"of losses 1, 2 and 4 the criterion makes {values}, but {_TOLD}")
-    return values[0]
+    factor = _apply(criterion, 1.0)
+    for loss in _LOSSES:
+        value = _apply(criterion, loss)
+        if not value == factor * loss:
+            raise CuboidError(
+                f"the criterion makes {factor:g} of a loss of 1 but {value:g} of a loss of {loss:g}, but {_TOLD}"
+            )
+    return factor
 
 
 def _apply(criterion: Callable[..., Any], loss: float) -> float:
