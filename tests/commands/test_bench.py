@@ -1,10 +1,13 @@
 """`cuboid bench` under a launcher: what it measures is what the formulas and the schedules say."""
 
 import json
+import sys
 
 import pytest
+import torch
 
 from cuboid.train.bench.report import BenchReport
+from cuboid.train.reporting import memory
 from cuboid.verify import SmallModel
 from launching import BIN, world
 
@@ -49,6 +52,19 @@ def test_a_pipeline_sends_each_hidden_state_and_its_gradient_once(model, tmp_pat
     hidden = 2 * 32 * 64 * 4
     assert report["sent_bytes"] == {"pipe": 2 * hidden}
     assert report["formula_bytes"] is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can reset a process's peak")
+def test_the_peak_counts_from_the_warm_up_also_on_the_cpu():
+    block = torch.ones(100 << 20, dtype=torch.uint8)
+    before = memory.peak_bytes()
+    del block
+    if not memory.reset_peak():
+        pytest.skip("no /proc/self/clear_refs here")
+    assert memory.peak_bytes() < before - (80 << 20)
+    block = torch.ones(100 << 20, dtype=torch.uint8)
+    assert memory.peak_bytes() > before - (20 << 20)
+    del block
 
 
 def test_the_median_step_counts():

@@ -102,7 +102,7 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
     step = _step_of(engine, batches, accumulation, has_pipeline=ours.pipeline is not None)
     for _ in range(options.warmup):
         step()
-    get_accelerator().reset_peak_memory_stats()
+    counted = "" if memory.reset_peak() else ", since its start"
     mesh.comm_counter.reset()
     times = [_timed(step) for _ in range(options.steps)]
     figures = gather((times, mesh.comm_counter.snapshot(), memory.peak_bytes()), world)
@@ -120,7 +120,7 @@ def _run(options: BenchOptions, world: World) -> BenchReport:
         ranks=world.size,
         sent_bytes=_most_sent([sent for _, sent, _ in figures], options.steps),
         formula_bytes=formula,
-        memory=memory.kind(),
+        memory=memory.kind() + counted,
         peak_bytes=max(peak for _, _, peak in figures),
         formula_kept_bytes=kept,
     )
