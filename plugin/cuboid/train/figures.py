@@ -39,7 +39,7 @@ def make_report(keeper: Keeper, loop: Loop, history: History, world: World, devi
         mesh=MeshSizes(
             batch=shape.batch, sequence=shape.sequence, hidden=shape.hidden, data_parallel=loop.share.replicas
         ),
-        pipeline=pipeline_figures(job, loop.engine) if job.has_pipeline else None,
+        pipeline=pipeline_figures(job, loop.engine, len(history.step_s)) if job.has_pipeline else None,
         steps=job.steps,
         resumed_after=keeper.resumed_after,
         seed=options.seed,
@@ -85,9 +85,17 @@ def rank_figures(engine: Any, sent_bytes: dict[str, int]) -> RankFigures:
     )
 
 
-def pipeline_figures(job: Job, engine: Any) -> PipelineFigures:
-    """How the layers and sequences of full length were divided, and the trace, if one was taken."""
+def pipeline_figures(job: Job, engine: Any, steps: int) -> PipelineFigures:
+    """How the layers and sequences of full length were divided, and the trace, if one was taken.
+
+    Args:
+        job: the run.
+        engine: what ``deepspeed.initialize`` returned.
+        steps: optimizer steps of this process. A trace of a later one is of an earlier process, before the run was
+            resumed.
+    """
     asked = engine.module.staging.config.pipeline
+    traced = asked.trace and asked.trace_step <= steps
     lengths = engine.pipeline.segment_lengths(job.options.sequence_length, job.accumulation)
     return PipelineFigures(
         stages=asked.stages,
@@ -95,7 +103,7 @@ def pipeline_figures(job: Job, engine: Any) -> PipelineFigures:
         layers=list(engine.pipeline.layers),
         segment_lengths=list(lengths),
         schedule=asked.schedule,
-        trace=_trace_figures(Path(str(asked.trace)), asked.trace_step) if asked.trace else None,
+        trace=_trace_figures(Path(str(asked.trace)), asked.trace_step) if traced else None,
     )
 
 
