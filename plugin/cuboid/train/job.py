@@ -248,8 +248,9 @@ def check_tokens(meta: TokensMeta, tokenizer: Any, vocabulary: int) -> None:
     """
     if meta.tokenizer_sha256 != fingerprint(tokenizer):
         raise CuboidError(
-            "the data was tokenized with another tokenizer than the model's; run `cuboid prepare` again with "
-            "this --model, or give the text itself as --data"
+            "the data was tokenized with another tokenizer than the model's (its vocabulary, merges, normalizer or "
+            "pre-tokenizer differs), or by an older version of Cuboid, which recorded the vocabulary only; run `cuboid "
+            "prepare` again with this --model, or give the text itself as --data"
         )
     if meta.largest_id >= vocabulary:
         raise CuboidError(

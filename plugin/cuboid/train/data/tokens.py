@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ Split = Literal["train", "heldout"]
 Stream = npt.NDArray[np.int32]
 
 _META = "tokens.json"
+#: Parts of a Rust tokenizer's description that decide the ids of a text.
+_RULES = ("added_tokens", "normalizer", "pre_tokenizer", "model")
 #: Longer documents (in characters) are tokenized in pieces of full lines, to bound memory.
 _PIECE = 1 << 20
 
@@ -141,9 +144,16 @@ def _describe(source: str, tokenizer: Any, streams: dict[Split, Stream]) -> Toke
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """A hash of the tokenizer's vocabulary."""
+    """A hash of everything in a tokenizer that decides the ids of a text, as far as it can be read.
+
+    Of a tokenizer without the Rust library behind it, that is the vocabulary only.
+    """
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    return hashlib.sha256(repr(vocabulary).encode()).hexdigest()
+    rust = getattr(tokenizer, "backend_tokenizer", None)
+    # Truncation and padding are set by calls, and the others act on ids that are there already.
+    rules = {} if rust is None else {key: part for key, part in json.loads(rust.to_str()).items() if key in _RULES}
+    described = repr([vocabulary, tokenizer.eos_token_id, json.dumps(rules, sort_keys=True)])
+    return hashlib.sha256(described.encode()).hexdigest()
 
 
 def _encode(documents: Sequence[str], tokenizer: Any) -> Stream:
