@@ -66,8 +66,8 @@ class TensorParallelConfig(Section):
         None,
         ge=1,
         le=_MOST_RANKS,
-        description='Ranks of the mesh, only with `"mesh": "auto"`. Without it the planner chooses them too, and '
-        "leaves the others to data parallelism, for the rows that `train_batch_size` says.",
+        description='Number of ranks in the mesh, only with `"mesh": "auto"`. Without it the planner chooses the '
+        "number too, from `train_batch_size`; the other ranks are replicas.",
     )
     gather_logits: Literal["auto"] | bool = Field(
         "auto",
@@ -76,24 +76,24 @@ class TensorParallelConfig(Section):
     )
     weight_gather: Literal["layer", "step"] = Field(
         "layer",
-        description="How long a rank has gathered weights. "
+        description="How long weights stay gathered (unsharded). "
         '"layer": while the layer runs, and again in its backward; "step": from the first forward of an optimizer step '
         "to the last backward that needs them, which sends a third less over `batch` and takes the memory of all of "
         "the mesh's layers, divided by sequence × hidden.",
     )
     gradient_reduce: Literal["auto", "fp32", "backend"] = Field(
         "auto",
-        description="How gradients of weights in bf16 or fp16 are added up over the ranks that share them. "
-        '"fp32": ranks exchange slices, and each adds up its own in fp32, for as many bytes as a reduce-scatter '
-        'and the memory of one more gradient of a weight; "backend": by the reduce-scatter of the backend, which '
-        'under NCCL rounds to bf16 once for each rank but the first; "auto": "fp32" on a mesh of one node, "backend" '
-        "on several, between which the rings of NCCL pass fewer bytes than an exchange.",
+        description="How gradients of weights in bf16 or fp16 are reduced over the ranks that share them. "
+        '"fp32": ranks exchange slices and each sums its own in fp32, which sends as many bytes as a reduce-scatter '
+        'and takes the memory of one more gradient of a weight; "backend": the backend\'s reduce-scatter, which under '
+        'NCCL rounds to bf16 once for each rank but the first; "auto": "fp32" on a mesh within one node, "backend" '
+        "on several nodes, between which NCCL's rings send fewer bytes than an exchange.",
     )
     gradient_sync: Literal["unit", "step"] = Field(
         "unit",
         description="When the ranks that share a weight reduce its gradient; with a pipeline only. "
-        '"unit": after the backward of each segment of a micro-batch; "step": once for an optimizer step. Until then '
-        "each rank adds up in fp32 what its blocks' gradients are, which takes four bytes for each parameter of the "
+        '"unit": after the backward of each segment of a micro-batch; "step": once per optimizer step. Until then '
+        "each rank accumulates the gradients of whole blocks in fp32, which takes four bytes for each parameter of the "
         "stage, divided by sequence × hidden.",
     )
     autotp_size: int | None = Field(
@@ -144,8 +144,8 @@ class PipelineConfig(Section):
     )
     chunks: Annotated[int, Field(ge=1, le=_MOST_PARTS)] | Literal["auto"] = Field(
         1,
-        description="Stages on each pipeline rank, for the schedules `…-interleaved` and `zero_bubble-v`: the layers "
-        "are cut into stages × chunks parts. With the schedule `auto` a rank may have one stage instead, and "
+        description="Chunks of layers on each pipeline rank, for the schedules `…-interleaved` and `zero_bubble-v`: "
+        "the layers are cut into stages × chunks parts. With the schedule `auto`, a rank may get one part instead; "
         '"auto" compares 1 to 4.',
     )
     segments: Annotated[int, Field(ge=1, le=_MOST_PARTS)] | Literal["auto"] = Field(
@@ -162,37 +162,37 @@ class PipelineConfig(Section):
     stage_balance: Literal["flops", "layers"] | tuple[Annotated[int, Field(ge=1)], ...] = Field(
         "flops",
         description="How many layers each stage has. "
-        '"flops": so that the costliest stage, the head counted, costs the least; "layers": as equal as can be; or a '
-        "list of numbers, one for each stage; with `chunks`, stages × chunks numbers in the order of the layers. With "
-        "the schedule `auto`, a list leaves those schedules that have as many parts.",
+        '"flops": such that the most expensive stage, head included, is as cheap as possible; "layers": as equal as '
+        "possible; or a list of numbers, one for each stage; with `chunks`, stages × chunks numbers in the order of "
+        "the layers. With the schedule `auto`, a list limits the choice to schedules with as many parts.",
     )
     schedule: str = Field(
         "seq1f1b",
         description="Order of the units: `seq1f1b`, `gpipe`, or, with one segment, `1f1b`, which is then the same as "
         "`seq1f1b`; `zero_bubble`, which computes weight gradients when a stage would be idle, under a memory limit; "
-        "or `auto`, of `seq1f1b` and `zero_bubble` the one with the shorter simulated step. With `chunks`: "
-        "`seq1f1b-interleaved` or `zero_bubble-interleaved`, which place stages on the ranks round and round, "
-        "`auto-interleaved`, of these two the one with the shorter simulated step, or `zero_bubble-v`, to and fro; "
-        "`auto` compares all of these, for the batch that the config tells.",
+        "or `auto`: `seq1f1b` or `zero_bubble`, whichever has the shorter simulated step. With `chunks`: "
+        "`seq1f1b-interleaved` or `zero_bubble-interleaved`, which place stages on the ranks round-robin; "
+        "`auto-interleaved`, whichever of these two has the shorter simulated step; or `zero_bubble-v`, which places "
+        "them in a V; `auto` compares all of these, for the batch size in the config.",
     )
     memory_limit: float | None = Field(
         None,
         ge=1,
         allow_inf_nan=False,
-        description="With `zero_bubble`, `zero_bubble-…` and `auto`: the most that a pipeline rank may keep for "
-        "backward at a time, in sequences, at least 1. By default what `seq1f1b` keeps, (stages - 1) / segments + 1.",
+        description="With `zero_bubble`, `zero_bubble-…` and `auto`: the most activations that a pipeline rank may "
+        "hold for backward, in sequences, at least 1. By default those of `seq1f1b`, (stages - 1) / segments + 1.",
     )
     kv_gradients: Literal["fp32", "parameter"] = Field(
         "fp32",
-        description="What the gradients of keys and values are added up in over the segments: at least fp32, or the "
-        "parameters' own precision, which takes half the memory under bf16.",
+        description="The precision in which gradients of keys and values are accumulated over the segments: at least "
+        "fp32, or that of the parameters, which takes half the memory under bf16.",
     )
     certification: Literal["probed", "verified"] = Field(
         "probed",
-        description="How the architecture is known to be right when it is cut. "
-        '"probed": a small model of the same class and config, cut, is compared with itself before weights are read, '
-        'unless the result is known; "verified": `cuboid verify` passed on the real weights, for the few models of '
-        "which no small one can be made.",
+        description="How the architecture is certified for a pipeline. "
+        '"probed": a small model of the same class and config is run in stages and compared with itself in one piece, '
+        'before weights are read, unless the result is known; "verified": you have passed `cuboid verify` on the real '
+        "weights, for the few models of which no small one can be made.",
     )
     trace: bool | Annotated[str, Field(pattern=r"^[^\x00]+$")] = Field(
         False,
@@ -317,22 +317,25 @@ class CheckpointConfig(Section):
     keep_last: int | None = Field(
         None,
         ge=1,
-        description="Checkpoints to keep in a folder; older ones go when a new one is complete. By default all.",
+        description="Checkpoints to keep in a folder: those written last. Older ones are removed when a new one is "
+        "complete. By default all are kept.",
     )
     asynchronous: bool = Field(
         False,
         description="Return from `save_checkpoint` as soon as this rank's part is copied, and write while training "
-        "goes on. Takes as much host memory as the checkpoint, divided by the ranks.",
+        "continues. Takes the host memory of the checkpoint, divided by the number of ranks.",
     )
     on_failure: Literal["raise", "warn"] = Field(
         "raise",
-        description='What a checkpoint that can\'t be written does: `"raise"` an error, or `"warn"` and train on.',
+        description='What happens if a checkpoint can\'t be written: `"raise"` an error, or `"warn"` and continue.',
     )
     verify: bool = Field(
         True,
-        description="Read files back from the disk after writing, and before loading, to compare their checksums.",
+        description="Compare checksums of files: read back from the disk after writing, and before loading.",
     )
-    max_file_bytes: int = Field(MAX_FILE_BYTES, ge=1, description="Longest file, unless one tensor alone is longer.")
+    max_file_bytes: int = Field(
+        MAX_FILE_BYTES, ge=1, description="Size limit of a weights file, unless a single tensor is larger."
+    )
 
 
 class FrameworkNumbers(Section):
