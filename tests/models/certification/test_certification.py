@@ -303,6 +303,19 @@ def test_router_logits_without_a_gradient_are_an_error():
         cuboid.Pipeline(staged).train(iter([rows(12, None)]), 1)
 
 
+class WithoutFloat64(transformers.LlamaForCausalLM):
+    def __init__(self, config):
+        if torch.get_default_dtype() == torch.float64:
+            raise TypeError("no float64")
+        super().__init__(config)
+
+
+def test_a_class_that_cannot_be_made_in_float64_is_probed_in_float32():
+    certificate = certificates.find_out(WithoutFloat64, transformers.LlamaConfig())
+    assert not certificate.obstacle
+    assert not any(certificate.verdict.refused.values())
+
+
 def test_the_shipped_table_is_what_the_probe_finds():
     table = json.loads(certificates.TABLE.read_text(encoding="utf-8"))
     for architecture in ("llama", "gptj"):

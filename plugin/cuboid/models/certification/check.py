@@ -116,9 +116,9 @@ def first_verdict(
         small = small_for_probe(config)
         outline = draw_outline(cls, small)
         for attempt in ATTEMPTS:
-            model = random_model(cls, small, config._attn_implementation, attempt.dtype)
             try:
                 with default_dtype(attempt.default):
+                    model = random_model(cls, small, config._attn_implementation, attempt.dtype)
                     return compare(model, outline, attempt)
             except CannotProbe as error:
                 obstacle = error

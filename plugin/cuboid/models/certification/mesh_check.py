@@ -78,10 +78,10 @@ def check_meshes(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVe
         if takes_images(cls):
             small = _with_odd_positions(cls, small)
         for attempt in _EXACT:
-            model = random_model(cls, small, config._attn_implementation, attempt.dtype)
-            name_padding(model)
             with default_dtype(attempt.default):
                 try:
+                    model = random_model(cls, small, config._attn_implementation, attempt.dtype)
+                    name_padding(model)
                     probe = _Probe(model, attempt)
                 except CannotProbe as error:
                     obstacle = error
