@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 
 import cuboid
 from cuboid.distributed import collectives, mesh
+from cuboid.distributed.host_identity import host_identity
 from cuboid.verify import SmallModel, WorkerPool
 
 
@@ -49,7 +50,7 @@ def test_direct_messages_bring_the_same(pool, ranks, dtype):
 
 def run_model(path, axes, networks):
     """Loss and gradients of a mesh whose ranks believe to be on so many networks, and what it found out."""
-    mesh.own_network = lambda: str(dist.get_rank() % networks)
+    mesh.host_identity = lambda _: str(dist.get_rank() % networks)
     collectives._DIRECT_BYTES = 0
     section = {"mode": "3d_tensor", "mesh": dict(zip(("batch", "sequence", "hidden"), axes, strict=True))}
     model = cuboid.shard(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64), {"tensor_parallel": section})
@@ -75,4 +76,4 @@ def test_a_mesh_over_networks_computes_what_one_on_a_machine_does(checkpoint, ax
 
 
 def test_processes_of_one_machine_have_one_network(pool):
-    assert len(set(pool.run(3, collectives.own_network))) == 1
+    assert len(set(pool.run(3, host_identity, "net"))) == 1

@@ -205,7 +205,7 @@ def _kill_self():
 def _mesh_on_two_machines(ranks, timeout_s):
     """A mesh in a process that ends by itself, after a first meeting; rank 1's is on another machine."""
     if os.environ["RANK"] == "1":
-        rendezvous.host_identity = lambda: "another machine"
+        rendezvous.host_identity = lambda _: "another machine"
     return _mesh_on_one_machine(ranks, timeout_s)
 
 

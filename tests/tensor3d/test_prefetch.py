@@ -247,7 +247,7 @@ def test_recomputed_layers_give_the_same(pool, path, alone, reentrant, mode):
 
 def train_in_parts(path, axes, bucket_bytes):
     """As :func:`train`, of ranks that believe to be on different networks, with parts and buckets of any size."""
-    mesh_module.own_network = lambda: str(torch.distributed.get_rank())
+    mesh_module.host_identity = lambda _: str(torch.distributed.get_rank())
     linear_op._PART_BYTES, bucketing._BUCKET_BYTES = 1, bucket_bytes
     return train(path, axes, {})
 

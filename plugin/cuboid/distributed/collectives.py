@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,12 +20,6 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _DIRECT_BYTES = 64 << 10
 #: Maximum number of ranks for which direct messages between all of them are faster than gloo's ring.
 _DIRECT_GATHER_RANKS = 4
-
-
-def own_network() -> str:
-    """Host and network namespace of this process: two with the same ones communicate without a network."""
-    namespace = Path("/proc/self/ns/net")
-    return f"{socket.gethostname()} {namespace.stat().st_ino if namespace.exists() else 0}"
 
 
 def start_gather_into(

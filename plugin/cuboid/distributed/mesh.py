@@ -14,8 +14,8 @@ from itertools import chain, combinations, pairwise
 import torch
 import torch.distributed as dist
 
-from cuboid.distributed.collectives import own_network
 from cuboid.distributed.comm_counter import CommCounter, axes_label
+from cuboid.distributed.host_identity import host_identity
 from cuboid.distributed.process_groups import Purpose, make_groups, make_host_groups, make_lone_group
 from cuboid.distributed.topology import AXES, Axis, MeshShape, Topology
 from cuboid.errors import MeshError
@@ -308,7 +308,7 @@ class Mesh:
 
     def _find_nodes(self) -> None:
         """Find out which ranks share a node, and check that all ranks have the same mesh and seed of the weights."""
-        own = own_network() if dist.get_backend() == "gloo" else socket.gethostname()
+        own = host_identity("net") if dist.get_backend() == "gloo" else socket.gethostname()
         gathered = [("", "", self.placement, self.weight_seed)] * self.topology.world_size
         dist.all_gather_object(gathered, (own, str(self.shape), self.placement, self.weight_seed))
         nodes, shapes, placements, seeds = zip(*gathered, strict=True)

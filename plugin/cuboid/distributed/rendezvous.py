@@ -14,18 +14,17 @@ import json
 import math
 import os
 import re
-import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import psutil
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from cuboid.distributed.host_identity import host_identity
 from cuboid.distributed.mesh import Mesh, group_timeout
 from cuboid.distributed.process_groups import abort_groups, waits_for_lost_ranks
 from cuboid.errors import CheckpointError, CuboidError, PeerLostError, RankError
@@ -133,7 +132,7 @@ class World:
         self._broken_steps = 0
         #: This replica's number, the number of replicas, and the last optimizer step that this one has begun.
         self._updates = (0, 1, 0)
-        self._host, self._members = host_identity(), {rank: os.getpid()}
+        self._host, self._members = host_identity("pid"), {rank: os.getpid()}
         self._store.set(f"member/{rank}", json.dumps([self._host, os.getpid()]))
         #: The last failed step's failure that the listener has read, with the number of broken steps at that time.
         self._heard: tuple[int, Failure] | None = None
@@ -487,12 +486,6 @@ def _ends_with_rank_0(store: Store) -> bool:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return isinstance(store, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-
-def host_identity() -> str:
-    """Host and pid namespace of this process: two with the same ones see the same processes and pids."""
-    namespace = Path("/proc/self/ns/pid")
-    return f"{socket.gethostname()} {namespace.stat().st_ino if namespace.exists() else 0}"
 
 
 def is_lost(error: BaseException) -> bool:
