@@ -22,16 +22,16 @@ from cuboid.errors import ConfigError, MeshError, UnsupportedModelError
 from cuboid.models.sharded.parallel_plan import fitting_meshes
 from cuboid.models.stages.model_costs import sizes_of
 from cuboid.planner.cost.layout import Layout
-from cuboid.planner.cost.memory import USABLE, _Stage, fullest
+from cuboid.planner.cost.memory import USABLE, _Stage, ends_memory, fullest
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import GPUS, Cluster
 from cuboid.planner.description.model import ARCHITECTURES, describe
 from cuboid.planner.divisibility import mesh_misfit
-from cuboid.planner.estimate import estimate, layout_of_config
+from cuboid.planner.estimate import estimate, layout_of_config, remedies
 from cuboid.planner.layer_memory import KeptSizes, layer_kept_bytes
 from cuboid.planner.model_formulas import block_sizes
 from cuboid.planner.report import print_plan
-from cuboid.planner.search import CHECKPOINTING_LINE, Plan, config_of, layouts, parse_layout, search
+from cuboid.planner.search import CHECKPOINTING_LINE, Plan, best_of, config_of, layouts, parse_layout, search
 from cuboid.seq1f1b.schedule.actions import Op
 from planning import COMMON, LLAMA_8B, on_meta, small
 
@@ -152,7 +152,7 @@ def test_experts_are_reduced_over_the_ranks_that_have_the_same(ranks):
     experts = cost.units.links.expert_replicas
     assert experts.size == 8 // ranks
     # Pairs of replicas with the same experts are on different nodes.
-    assert (experts.rate < cluster.gpu.link_bytes_per_s * cluster.gpu.link_efficiency) is (1 < experts.size)
+    assert (experts.rate < cluster.gpu.link_bytes_per_s * cluster.gpu.link_efficiency) is (experts.size > 1)
     own = sum(layer.experts.parameters for layer in model.layers) / (2 * ranks)
     dense = cost.own_parameters()[0][0]
     groups = [(cost.units.links.replicas, dense), (experts, own)] if ranks > 1 else [(experts, dense + own)]
@@ -239,6 +239,27 @@ def test_search_says_why_nothing_fits():
         )
 
 
+@pytest.mark.parametrize(("cluster", "length"), [("2xV100-16GB", 4096), ("2xA100-40GB", 2**16)])
+def test_the_smallest_layout_is_named_with_all_that_it_needs(cluster, length):
+    model, cluster = describe({**LLAMA_8B, "num_hidden_layers": 24}), Cluster.parse(cluster)
+    every = [estimate(model, each, cluster, length) for each in layouts(model, cluster, length, 2)]
+    least = min(each.memory_bytes for each in every)
+    assert least > every[0].limit_bytes
+    with pytest.raises(ConfigError, match=f"smallest found, .* needs {least / 2**30:.1f} GiB a GPU"):
+        search(model, cluster, length, 2)
+
+
+def test_what_the_smallest_layout_needs_is_more_than_can_be_used():
+    model, layout = describe(LLAMA_8B), Layout(MeshShape(), 4, stage_layers=(1, 20, 10, 1))
+    cost = StepCost(model, layout, Cluster.parse("4xH100"), 4096)
+    most = fullest(cost).total
+    # Room for the first stage and the last one, but not for the second.
+    cost.cluster = replace(cost.cluster, gpu=replace(cost.cluster.gpu, memory_bytes=int((most - 2**30) / USABLE)))
+    assert ends_memory(cost) < USABLE * cost.cluster.gpu.memory_bytes
+    with pytest.raises(ConfigError, match=f"needs {most / 2**30:.1f} GiB a GPU, and {most / 2**30 - 1:.1f} can"):
+        best_of([cost], "this")
+
+
 @given(st.data())
 def test_configs_of_layouts_are_what_the_parser_accepts(data):
     model, cluster = describe(LLAMA_8B), Cluster.parse("8xH100")
@@ -259,7 +280,13 @@ def test_explained_layouts_are_read():
     assert (layout.schedule, layout.chunks) == ("zero_bubble-v", 2)
     for text, message in (("2x1x2,what=3", "'what'"), ("2x1x2,rows=two", "'two'"), ("3x1x1", "don't divide"),
                           ("2x1x2,sync=step", "give it stages"), ("2x1x2,schedule=zero_bubble", "several stages"),
-                          ("2x1x1,stages=4,schedule=zero_bubble-v,chunks=1", "several chunks")):  # fmt: skip
+                          ("2x1x1,stages=4,schedule=zero_bubble-v,chunks=1", "several chunks"),
+                          ("1x8x1,segments=4", "segments are a pipeline's units; give it stages"),
+                          ("1x2x1,stages=4,schedule=1f1b,segments=4", '"1f1b" has whole sequences'),
+                          ("1x2x1,stages=4,zero=2", "stage 2 would give away gradients"),
+                          ("1x8x1,zero=3", "stage 3"), ("1x8x1,rows=0", "rows='0' is not a number of at least 1"),
+                          ("1x2x1,stages=4,segments=0", "segments='0'"), ("1x8x1,stages=0", "stages='0'"),
+                          ("1x8x1,rows=²", "rows='²' is not a number")):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             parse_layout(text, cluster, 8)
 
@@ -319,6 +346,18 @@ def test_estimate_says_what_would_make_it_fit(tmp_path, model_path):
     assert "does not fit" in (output := run("estimate", *arguments, "--json", out))
     assert "with gradient checkpointing it does" in output
     assert json.loads(out.read_text())["fits"] is False
+
+
+def test_remedies_are_layouts_that_a_config_accepts():
+    model, cluster = describe(LLAMA_8B), Cluster.parse("4xA100-80GB")
+    found = estimate(model, Layout(MeshShape(), 4, 8, 4, schedule="1f1b"), cluster, 4096)
+    assert not found.fits
+    offered = remedies(found)
+    assert offered
+    for _, each in offered:
+        check_framework_config(*require_config(config_of(each.layout)), 4, is_complete=True)
+    with pytest.raises(ConfigError, match='"1f1b" has whole sequences, and the layout 4 segments'):
+        estimate(model, replace(found.layout, segments=4), cluster, 4096)
 
 
 def test_fp16_is_estimated_as_bf16():

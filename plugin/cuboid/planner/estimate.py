@@ -169,6 +169,10 @@ def _check(model: ModelDescription, layout: Layout, cluster: Cluster, length: in
             f"pipeline.stages is {layout.stages}{chunks}, but {model.name} has {len(model.layers)} layers, and each "
             f"{'chunk' if chunks else 'stage'} needs at least one"
         )
+    if layout.schedule == "1f1b" and layout.segments > 1:
+        raise ConfigError(
+            f'the schedule "1f1b" has whole sequences, and the layout {layout.segments} segments; use "seq1f1b"'
+        )
     if layout.micro_batch % layout.mesh.batch:
         raise ConfigError(
             f"train_micro_batch_size_per_gpu is {layout.micro_batch}, which mesh.batch = {layout.mesh.batch} doesn't "

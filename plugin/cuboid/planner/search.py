@@ -7,11 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from cuboid.config.compatibility import check_framework_config
+from cuboid.config.schema import require_config
 from cuboid.distributed.topology import MeshShape, divisors
 from cuboid.errors import ConfigError
 from cuboid.models.batch.length_cases import check_length
 from cuboid.planner.cost.layout import Layout
-from cuboid.planner.cost.memory import ends_memory, states_bytes, usable_bytes
+from cuboid.planner.cost.memory import ends_memory, fullest, states_bytes, usable_bytes
 from cuboid.planner.cost.step import StepCost, StepTime
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.model import ModelDescription
@@ -25,6 +27,8 @@ _ROWS = (1, 2, 4, 8)
 _SCHEDULES = (("zero_bubble", 1), ("seq1f1b-interleaved", 2), ("zero_bubble-interleaved", 2), ("zero_bubble-v", 2))
 #: How many pipelines they are tried on, and roughly the fraction of the bubble that they leave.
 _PIPELINES, _BUBBLE_LEFT = 6, 0.3
+#: How many layouts are compared to name the smallest one when nothing fits.
+_COMPARED = 32
 #: A mesh whose sequence × hidden axes span more nodes than these is never fast.
 _MOST_NODES_OF_MESH = 2
 
@@ -154,21 +158,17 @@ def best_of(costs: Iterable[StepCost], what: str, *, goal: Goal = "fastest", cou
         candidates.append((least if goal == "smallest" else cost.least_s(), number, least, cost))
     candidates.sort(key=lambda candidate: candidate[:2])
     found: list[Estimate] = []
-    smallest: tuple[float, StepCost] | None = None
     for bound, _, least, cost in candidates:
         limit = usable_bytes(cost.cluster)
         # Candidates are sorted by their bounds: no later one can be among the best.
         if len(found) >= count and bound > _value(found[count - 1], goal):
             break
-        memory = least if least > limit else ends_memory(cost)
-        if smallest is None or memory < smallest[0]:
-            smallest = memory, cost
-        if memory <= limit:
+        if least <= limit and ends_memory(cost) <= limit:
             one = Estimate.of(cost)
             if one.fits:
                 found = _with(found, one, goal)
     if not found:
-        raise ConfigError(_nothing_fits(what, smallest))
+        raise ConfigError(_nothing_fits(what, [cost for *_, cost in candidates]))
     return Plan(tuple(found[:count]), len(candidates))
 
 
@@ -185,16 +185,33 @@ def _value(found: Estimate, goal: Goal) -> float:
     return found.memory_bytes if goal == "smallest" else found.time.total_s
 
 
-def _nothing_fits(what: str, least: tuple[float, StepCost] | None) -> str:
-    if least is None:
+def _nothing_fits(what: str, costs: Sequence[StepCost]) -> str:
+    if not costs:
         return (
             f"no layout divides {what}: the batch must be a multiple of the replicas times their rows, and heads and "
             "features of the mesh; try a global batch with more divisors, or another number of GPUs"
         )
+    memory, cost = _smallest(costs)
     return (
-        f"no layout fits {what}: the smallest, {least[1].layout}, needs {least[0] / 2**30:.1f} GiB a GPU, and "
-        f"{usable_bytes(least[1].cluster) / 2**30:.1f} can be used; take more GPUs, or shorter sequences"
+        f"no layout fits {what}: the smallest found, {cost.layout}, needs {memory / 2**30:.1f} GiB a GPU, and "
+        f"{usable_bytes(cost.cluster) / 2**30:.1f} can be used; take more GPUs, or shorter sequences"
     )
+
+
+def _smallest(costs: Sequence[StepCost]) -> tuple[float, StepCost]:
+    """The layout that needs the least memory, with this memory, of those that are likely to.
+
+    They are those with the smallest states, and of equal ones those that keep the fewest activations.
+    """
+
+    def likely_size(cost: StepCost) -> tuple[float, bool, float, bool, bool]:
+        layout = cost.layout
+        tokens = layout.micro_batch / layout.mesh.size / layout.segments
+        waits = layout.gradient_sync == "step", layout.weight_gather == "step"
+        return states_bytes(cost), layout.checkpointing == "none", tokens, *waits
+
+    likely = sorted(costs, key=likely_size)[:_COMPARED]
+    return min(((fullest(cost).total, cost) for cost in likely), key=lambda pair: pair[0])
 
 
 def layouts(model: ModelDescription, cluster: Cluster, length: int, global_batch: int) -> Iterator[Layout]:
@@ -314,7 +331,7 @@ def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
         cluster, global_batch: determine the numbers of replicas and micro-batches.
 
     Raises:
-        ConfigError: it isn't of that form, or doesn't divide the cluster or the batch.
+        ConfigError: it isn't of that form, doesn't divide the cluster or the batch, or no config accepts it.
     """
     head, *rest = (part.strip() for part in text.split(","))
     mesh = MeshShape.parse(head)
@@ -327,7 +344,7 @@ def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
         "gather": "layer",
         "sync": "unit",
         "schedule": "seq1f1b",
-        "chunks": "0",
+        "chunks": "0",  # as the schedule needs
     }
     for part in rest:
         key, _, value = part.partition("=")
@@ -336,8 +353,9 @@ def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
         given[key] = value
     numbers = {}
     for key in ("stages", "segments", "rows", "zero", "chunks"):
-        if not given[key].isdigit():
-            raise ConfigError(f"layout {text!r}: {key}={given[key]!r} is not a number")
+        least = 1 if key in ("stages", "segments", "rows") else 0
+        if not given[key].isdecimal() or int(given[key]) < least:
+            raise ConfigError(f"layout {text!r}: {key}={given[key]!r} is not a number of at least {least}")
         numbers[key] = int(given[key])
     checkpointing, gather, sync = given["checkpointing"], given["gather"], given["sync"]
     if checkpointing not in ("none", "full") or gather not in ("layer", "step") or sync not in ("unit", "step"):
@@ -346,23 +364,31 @@ def parse_layout(text: str, cluster: Cluster, global_batch: int) -> Layout:
         )
     if sync == "step" and numbers["stages"] == 1:
         raise ConfigError(f"layout {text!r}: sync=step is for a pipeline's units; give it stages, or leave it out")
+    if numbers["segments"] > 1 and numbers["stages"] == 1:
+        raise ConfigError(f"layout {text!r}: segments are a pipeline's units; give it stages, or leave them out")
     schedule = given["schedule"]
     if schedule not in NAMES or (schedule != "seq1f1b" and numbers["stages"] == 1):
         raise ConfigError(f"layout {text!r}: schedule is one of {', '.join(NAMES)}, of several stages")
     chunks = numbers["chunks"] or (2 if schedule in CHUNKED else 1)
     check_chunks(schedule, chunks)
-    ranks = mesh.size * max(1, numbers["stages"])
+    ranks = mesh.size * numbers["stages"]
     replicas = cluster.gpus // ranks
-    per_step = max(1, numbers["rows"]) * max(1, replicas)
+    per_step = numbers["rows"] * max(1, replicas)
     if cluster.gpus % ranks or global_batch % per_step:
         raise ConfigError(
             f"layout {text!r}: {ranks} ranks and {numbers['rows']} rows of each replica don't divide {cluster.gpus} "
             f"GPUs and a global batch of {global_batch}"
         )
-    return Layout(
+    layout = Layout(
         mesh, numbers["stages"], numbers["rows"], global_batch // per_step, replicas, numbers["segments"],
         zero_stage=numbers["zero"], checkpointing="full" if checkpointing == "full" else "none",
         weight_gather="step" if gather == "step" else "layer",
         gradient_sync="step" if sync == "step" else "unit",
         schedule=schedule, chunks=chunks,
     )  # fmt: skip
+    # What no config accepts can't be trained, so its time would mislead.
+    try:
+        check_framework_config(*require_config(config_of(layout)), cluster.gpus, is_complete=True)
+    except ConfigError as error:
+        raise ConfigError(f"layout {text!r}: {error}") from None
+    return layout
