@@ -182,6 +182,14 @@ def test_layouts_that_cannot_run_are_rejected(layout, error, message):
         estimate(describe(LLAMA_8B), layout, Cluster.parse("8x8xH100"), 4096)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_latent_attention_is_said_to_have_no_estimate_on_a_mesh(name):
+    model, cluster = describe(small(name)), Cluster.parse("2xH100")
+    with pytest.raises(MeshError, match=rf"1×2×1 has no estimate for {name}: .* on which it can be trained"):
+        estimate(model, Layout(MeshShape(1, 2, 1)), cluster, 64)
+    assert estimate(model, Layout(MeshShape(), replicas=2), cluster, 64).fits
+
+
 def test_search_finds_what_going_through_all_layouts_finds():
     model, cluster = describe({**LLAMA_8B, "num_hidden_layers": 4}), Cluster.parse("4xA100-40GB")
     every = [estimate(model, layout, cluster, 4096) for layout in layouts(model, cluster, 4096, 8)]
