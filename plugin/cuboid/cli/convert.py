@@ -86,7 +86,7 @@ def _bytes(size: str) -> int:
     number, unit = size.strip()[:-2], size.strip()[-2:].upper()
     try:
         count = int(float(number) * units[unit])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):  # no unit, no number, or an infinite one
         count = 0
     if count < 1:
         raise typer.BadParameter(f"--max-shard-size {size!r} is no size such as 500MB or 5GB (KB, MB, GB, TB)")

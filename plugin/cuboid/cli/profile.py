@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
+from cuboid.cli.limits import finite
 from cuboid.cli.outputs import check_outputs
 
 
 def profile(
     out: Annotated[Path, typer.Option(help="Write the profile there; a name that ends in .json.")],
-    seconds: Annotated[float, typer.Option(help="Roughly how long it may take.", min=0.5)] = 60,
+    seconds: Annotated[float, typer.Option(help="Roughly how long it may take.", min=0.5, callback=finite)] = 60,
     local_rank: Annotated[int, typer.Option("--local_rank", "--local-rank", hidden=True)] = 0,
 ) -> None:
     """Measure matrix products, attention, memory and links, and write a profile that --cluster takes.
