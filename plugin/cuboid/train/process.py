@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -13,10 +14,13 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from cuboid import CuboidError
+from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.distributed.startup import Launch, await_all_ranks, bound_device, timeout_of_environment
 
 T = TypeVar("T")
 
+#: How long a meeting waits for an action that may take longer than the timeout of the process group.
+_MEETING_S = 5.0
 #: Default values of environment variables for CUDA.
 _CUDA_DEFAULTS = {
     # Load all kernels at the start. Lazy loading synchronises the device at each kernel's first launch.
@@ -110,6 +114,47 @@ class World:
     def disconnect(self) -> None:
         """Destroy the process group; call it when all ranks have finished."""
         dist.destroy_process_group()
+
+
+def run_at_length(action: Callable[[], None] | None, world: World, *, what: str) -> None:
+    """Run an action on some ranks, however long it takes; if it fails on any, raise on all. Collective.
+
+    With :func:`run_on_all_ranks`, the others would give up after the timeout of the process group. Here the ranks meet
+    again and again, in a thread beside the action, so that only a rank that ended or hangs is missed.
+
+    Args:
+        action: what to do; None on ranks that only wait. It stays on this thread, so that Ctrl-C interrupts it.
+        world: the ranks.
+        what: name of the action in messages, the same on all ranks.
+
+    Raises:
+        CuboidError: as :func:`run_on_all_ranks`.
+    """
+    action_ended: Future[None] = Future()
+
+    def has_ended() -> bool:
+        if not wait([action_ended], _MEETING_S).done:
+            return False
+        action_ended.result()
+        return True
+
+    def meet() -> None:
+        while not all(gather(run_on_all_ranks(has_ended, what=what), world)):
+            pass
+
+    if action is None:
+        action_ended.set_result(None)
+        meet()
+        return
+    with ThreadPoolExecutor(1, "cuboid meetings") as threads:
+        met = threads.submit(meet)
+        try:
+            action()
+        except BaseException as error:
+            action_ended.set_exception(error)
+        else:
+            action_ended.set_result(None)
+        met.result()
 
 
 def gather(item: T, world: World) -> list[T]:

@@ -25,7 +25,7 @@ from cuboid.train.figures import make_report
 from cuboid.train.interrupt import Interrupts
 from cuboid.train.job import Job, TrainOptions, check_size, check_tokens, plan
 from cuboid.train.loop import Goal, History, Loop
-from cuboid.train.process import World
+from cuboid.train.process import World, run_at_length
 from cuboid.train.reporting.progress import TrainProgress
 from cuboid.train.reporting.report import BLOCKS, CURVE, MODEL, REPORT, Report
 
@@ -136,14 +136,13 @@ def _tokenize(job: Job, share: Share, world: World) -> Tokens:
     folder = job.options.out / "tokens"
 
     def write() -> None:
-        # One rank per machine, since the machines may not share a file system.
-        if world.local_rank == 0:
-            try:
-                tokenize(read_corpus(job.options.data), job.tokenizer, folder, check)
-            except OSError as error:
-                raise CuboidError(f"--out {str(job.options.out)!r} can't be written: {error}") from error
+        try:
+            tokenize(read_corpus(job.options.data), job.tokenizer, folder, check)
+        except OSError as error:
+            raise CuboidError(f"--out {str(job.options.out)!r} can't be written: {error}") from error
 
-    run_on_all_ranks(write, what="tokenizing the data")
+    # One rank per machine, since the machines may not share a file system.
+    run_at_length(write if world.local_rank == 0 else None, world, what="tokenizing the data")
     return Tokens.open(folder)
 
 
