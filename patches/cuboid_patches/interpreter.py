@@ -10,6 +10,7 @@ from traceback import walk_tb
 from types import TracebackType
 from typing import Any
 
+from cuboid.distributed.rank_agreement import report_before_group
 from cuboid.endings import tell_launcher
 from cuboid.errors import CuboidError, RankError
 from cuboid_patches.base import Patch
@@ -36,6 +37,9 @@ def _excepthook(original: Any) -> Any:
         if not issubclass(kind, CuboidError) or "RANK" not in os.environ:
             original(kind, error, traceback)
             return
+        if isinstance(error, CuboidError) and error.rank is None and not error.shared:
+            # It may have been raised outside of what the ranks do together, on this rank only.
+            report_before_group(error, "the script")
         place = _place(traceback)
         tell_launcher(f"{kind.__name__}: {error}{place}")
         rank, origin = os.environ["RANK"], getattr(error, "rank", None)

@@ -1,9 +1,12 @@
 """`cuboid prepare`, and `cuboid train` in one process: text, tokens, batches, checks of arguments, report."""
 
+import copy
 import json
 import socket
+import time
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,10 +15,13 @@ import torch.distributed as dist
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import BartConfig, LlamaConfig, LlamaForCausalLM, ViTConfig
 
 from cuboid import CheckpointError, ConfigError, CuboidError
 from cuboid.cli import app
+from cuboid.config.schema import PipelineConfig
+from cuboid.distributed import rank_agreement, startup
 from cuboid.distributed.startup import bound_device
 from cuboid.train import process
 from cuboid.train.data import tokens as tokens_module
@@ -23,11 +29,13 @@ from cuboid.train.data.batches import IGNORED, Blocks, Share, Shuffle, heldout_b
 from cuboid.train.data.corpus import Corpus, python_sources, read_corpus, split_files
 from cuboid.train.data.initial_model import train_tokenizer
 from cuboid.train.data.tokens import Tokens, TokensMeta, fingerprint, tokenize
+from cuboid.train.figures import pipeline_figures
 from cuboid.train.job import TrainOptions, check_size, plan
 from cuboid.train.loop import History
-from cuboid.train.process import World
+from cuboid.train.process import World, run_at_length
 from cuboid.train.reporting.curve import draw, smooth
 from cuboid.train.reporting.report import HeldoutPoint, Losses, MeshSizes, RankFigures, Report, Speed
+from launching import free_port
 
 TEXTS = [f"def function_{n}(x):\n    return x * {n}\n" * 20 for n in range(30)]
 OURS = {
@@ -371,6 +379,20 @@ def test_tokens_of_another_tokenizer_are_rejected(options, tokenizer, tmp_path):
         plan(options(data=tokenize(corpus, other, tmp_path / "other").folder))
 
 
+def test_tokens_of_the_same_vocabulary_but_other_rules_are_rejected(options, tokenizer, tmp_path):
+    corpus = Corpus("test", tuple(TEXTS[:20]), tuple(TEXTS[20:]))
+    other = copy.deepcopy(tokenizer)
+    # What calls set doesn't count.
+    other(TEXTS[:2], truncation=True, max_length=4, padding=False)
+    other.backend_tokenizer.enable_padding()
+    assert fingerprint(other) == fingerprint(tokenizer)
+    other.backend_tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=True)
+    assert other.get_vocab() == tokenizer.get_vocab()
+    assert other(TEXTS[0])["input_ids"] != tokenizer(TEXTS[0])["input_ids"]
+    with pytest.raises(CuboidError, match=r"pre-tokenizer differs\), or by an older version of Cuboid"):
+        plan(options(data=tokenize(corpus, other, tmp_path / "other").folder))
+
+
 def test_too_little_data_is_rejected_with_the_number_of_tokens_needed():
     meta = TokensMeta(source="test", tokenizer_sha256="", data_sha256="", largest_id=0, train=100, heldout=9)
     with pytest.raises(CuboidError, match="12 blocks of 10 tokens need 120"):
@@ -379,10 +401,16 @@ def test_too_little_data_is_rejected_with_the_number_of_tokens_needed():
         check_size(meta, 10, global_batch=1)
 
 
-def test_the_command_prints_an_error_once(options, monkeypatch, capsys):
+@pytest.mark.parametrize("address", [None, "127.0.0.1"], ids=["nowhere", "rank 0 absent"])
+def test_the_command_prints_an_error_on_a_rank_whose_others_cannot_know_it(options, monkeypatch, capsys, address):
     asked = options()
     arguments = [f"--{name}={getattr(asked, name)}" for name in ("model", "data", "config", "out")]
     monkeypatch.setattr("cuboid.library_warnings.quiet", lambda **_: None)  # it is for a process of its own
+    monkeypatch.setattr(startup, "_LINGER_S", 0.2)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    if address is not None:
+        monkeypatch.setenv("MASTER_ADDR", address)
+        monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_RANK", "0")
     for rank in (0, 1, 7):
@@ -392,7 +420,45 @@ def test_the_command_prints_an_error_once(options, monkeypatch, capsys):
             app()
         assert exit_.value.code == 1
         message = capsys.readouterr().err
-        assert message == ("cuboid: --steps is 0; it must be at least 1\n" if rank == 0 else "")
+        assert message == "cuboid: --steps is 0; it must be at least 1\n"
+
+
+def _write_at_length(failing):
+    process._MEETING_S = 0.1
+    rank, world_of_all = dist.get_rank(), rank_agreement._world(None)
+    world_of_all._timeout_s, kept = 1.0, world_of_all._timeout_s
+    written = []
+
+    def write():
+        time.sleep(2.5)
+        if failing:
+            raise CuboidError("nothing to write")
+        written.append(rank)
+
+    dist.barrier()
+    try:
+        run_at_length(write if rank == 0 else None, World(rank, 2, rank), what="writing")
+    except CuboidError as error:
+        return str(error), error.rank
+    finally:
+        world_of_all._timeout_s = kept
+    return written
+
+
+def test_ranks_wait_longer_than_their_timeout_for_one_that_still_works(pool):
+    assert pool.run(2, _write_at_length, False) == [[0], []]
+    assert pool.run(2, _write_at_length, True) == [("nothing to write", 0)] * 2
+
+
+def test_a_trace_of_an_earlier_process_is_not_reported(options, tmp_path):
+    (tmp_path / "step_1.json").write_text(json.dumps({"otherData": {"bubble": 0.5, "simulated_bubble": 0.4}}))
+    asked = PipelineConfig(engine="seq1f1b", stages=1, trace=str(tmp_path), trace_step=1)
+    pipeline = SimpleNamespace(layers=[1], segment_lengths=lambda length, accumulation: (length,))
+    staging = SimpleNamespace(config=SimpleNamespace(pipeline=asked))
+    engine = SimpleNamespace(module=SimpleNamespace(staging=staging), pipeline=pipeline)
+    job = plan(options())
+    assert pipeline_figures(job, engine, 1).trace.measured_bubble == 0.5
+    assert pipeline_figures(job, engine, 0).trace is None
 
 
 def test_without_a_launcher_the_world_is_one(monkeypatch):

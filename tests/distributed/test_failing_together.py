@@ -15,7 +15,7 @@ import torch.distributed as dist
 import transformers
 
 import cuboid
-from cuboid.distributed import rank_agreement, rendezvous
+from cuboid.distributed import rank_agreement, rendezvous, startup
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.rank_agreement import StepGuard, run_on_all_ranks
 from cuboid.distributed.startup import Launch, await_all_ranks, report_early_failure
@@ -23,7 +23,7 @@ from cuboid.distributed.topology import MeshShape
 from cuboid.errors import CuboidError, PeerLostError
 from cuboid.verify import SmallModel
 from fresh_ranks import endings_of
-from launching import free_port, torchrun
+from launching import as_ranks, free_port, torchrun
 from proofs import stuck_group
 from training import make_engine, settings, train
 
@@ -82,8 +82,58 @@ def test_a_failure_that_nobody_can_be_told_of_is_not_kept_back(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     started = time.monotonic()
-    report_early_failure("anything")
+    assert report_early_failure("anything")
     assert time.monotonic() - started < 1
+
+
+def _report(texts):
+    return report_early_failure(texts[int(os.environ["RANK"])])
+
+
+@pytest.mark.parametrize(("texts", "everywhere"), [("aa", True), ("ab", False)])
+def test_an_early_failure_is_everywhere_only_if_every_rank_has_the_same(texts, everywhere):
+    assert [ending.text for ending in endings_of(2, _report, texts)] == [everywhere, everywhere]
+
+
+def test_a_rank_that_fails_twice_counts_once(monkeypatch):
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(startup, "_LINGER_S", 0.2)
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port)}
+    for name, value in {**variables, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    assert [report_early_failure("a") for _ in range(3)] == [False] * 3
+    # Rank 0 then comes to make the process group.
+    with pytest.raises(CuboidError, match=r"^a$") as caught:
+        await_all_ranks(Launch(0, 2, "127.0.0.1", agent.port), timeout_s=5)
+    assert (caught.value.rank, caught.value.shared) == (1, True)
+    assert report_early_failure("a")
+    assert not report_early_failure("another one")
+
+
+_UNHEARD = """
+    import os, sys, time
+    import cuboid
+    from cuboid.distributed import startup
+    from cuboid.distributed.rank_agreement import run_on_all_ranks
+
+    startup._LINGER_S = 0.5
+    if os.environ["RANK"] == "0":
+        time.sleep(4)  # still loading
+    elif sys.argv[1] == "together":
+        run_on_all_ranks(lambda: run_on_all_ranks(lambda: cuboid.load_config("/no/such/file.json")))
+    else:
+        cuboid.load_config("/no/such/file.json")
+"""
+
+
+@pytest.mark.parametrize("way", ["together", "alone"])
+def test_a_rank_that_fails_before_rank_0_can_know_prints_the_error_itself(tmp_path, way):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(_UNHEARD))
+    (status, output), (failed, said) = as_ranks(2, script, way)
+    assert (status, output) == (0, "")
+    assert failed == 1
+    assert said.startswith("cuboid: rank 1: ConfigError: config '/no/such/file.json' does not exist"), said
 
 
 # --- loading and initialising in a world --------------------------------------------------------------------------

@@ -53,12 +53,14 @@ def _root(
 def app() -> None:
     """Run the command line, and exit.
 
-    Under a launcher every rank runs it; a user's error is printed by rank 0 only, and all ranks exit with its status.
+    Under a launcher every rank runs it. A user's error is printed by rank 0 only, unless it arose on another rank and
+    may not be known to rank 0; all ranks exit with its status.
     """
     try:
         status = commands(standalone_mode=False)
     except CuboidError as error:
-        _fail(f"cuboid: {error}", 1)
+        # Others than rank 0 print what it may not know of.
+        _fail(f"cuboid: {error}", 1, prints=error.rank is not None and not error.shared)
     except typer.TyperException as error:
         _fail(_usage(error), 2)
     if status == INTERRUPTED:
@@ -75,8 +77,8 @@ def _usage(error: typer.TyperException) -> str:
     return message and f"cuboid: {message} (see {name} --help)"
 
 
-def _fail(message: str, status: int) -> None:
+def _fail(message: str, status: int, *, prints: bool = False) -> None:
     tell_launcher(message)
-    if message and os.environ.get("RANK", "0") == "0":
+    if message and (prints or os.environ.get("RANK", "0") == "0"):
         print(message, file=sys.stderr, flush=True)
     sys.exit(status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.rendezvous import MAIN_LANE, World, described
 from cuboid.distributed.startup import report_early_failure
+from cuboid.errors import CuboidError
 
 T = TypeVar("T")
 
@@ -126,6 +128,25 @@ class StepGuard:
             raise raised from error
 
 
+def report_before_group(error: Exception, what: str) -> None:
+    """Report a failure to the other ranks if there is no process group yet; once for each exception.
+
+    A :class:`CuboidError` that not all ranks are known to raise gets this rank as its ``rank``, so that this rank
+    prints it: the others may never learn of it.
+
+    Args:
+        error: as caught.
+        what: name of the action that failed.
+    """
+    if dist.is_initialized() or hasattr(error, "cuboid_told"):
+        return
+    error.cuboid_told = True  # type: ignore[attr-defined]
+    is_everywhere = report_early_failure(f"{what}: {described(error)}")
+    rank = os.environ.get("RANK", "")
+    if isinstance(error, CuboidError) and not is_everywhere and rank.isdigit():
+        error.arising_on(int(rank))
+
+
 def begin_update(mesh: Mesh, number: int) -> None:
     """Record that the replicas' gradients are about to be reduced for the ``number``-th optimizer step, from 1.
 
@@ -150,11 +171,13 @@ def agreement_lane(name: str) -> Iterator[None]:
 def _report(error: BaseException, mesh: Mesh | None, what: str) -> None:
     """Report to the other ranks, and raise the error that all of them raise; return if that is ``error``."""
     world = _world(mesh)
-    if world is None:
-        if mesh is None and not dist.is_initialized() and isinstance(error, Exception):
-            report_early_failure(f"{what}: {described(error)}")
-        return
-    world.meet(what, error, _lane.get())
+    if world is not None:
+        world.meet(what, error, _lane.get())
+        if isinstance(error, CuboidError) and not error.shared:
+            # The store is gone, and the others can't have learned of it.
+            error.arising_on(world.rank)
+    elif mesh is None and isinstance(error, Exception):
+        report_before_group(error, what)
 
 
 #: By default process group; an entry lives as long as its group.

@@ -22,6 +22,8 @@ from cuboid.errors import CuboidError, PeerLostError, RankError
 _POLL_S = 0.02
 #: How long a rank that failed early waits for the others, which may still be loading, to read its report.
 _LINGER_S = 10.0
+#: How long rank 0, if it failed early and hosts the store, waits for others that failed to leave the store.
+_LEAVE_S = 5.0
 _DEFAULT_TIMEOUT_MINUTES = 10
 
 
@@ -151,26 +153,51 @@ def await_all_ranks(launch: Launch | None = None, timeout_s: float | None = None
 def _raise_reported(store: Store) -> None:
     if store.check(["failure"]):
         rank, text = json.loads(store.get("failure"))
+        store.add("raising", 1)
         store.add("told", 1)
-        raise RankError(text).arising_on(rank)
+        error = RankError(text).arising_on(rank)
+        # So does every rank that comes here.
+        error.shared = True
+        raise error
 
 
-def report_early_failure(text: str) -> None:
+def report_early_failure(text: str) -> bool:
     """Report to the other ranks why this one won't make a process group, if they come to it soon; never raises.
 
     Returns as soon as all of them have read the report, or have failed themselves.
+
+    Returns:
+        Whether every other rank raises this failure too: it has read the report, or has failed with the same text.
+        False if that can't be known, as when rank 0 hasn't opened the store yet.
     """
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return True
     launch = Launch.from_environment()
     if launch is None:
-        return
+        return False
     deadline = time.monotonic() + _LINGER_S
     try:
         store = launch.open_store(_LINGER_S)
-        store.compare_set("failure", "", json.dumps([launch.rank, text]))
-        told = store.add("told", 1)
-        while told < launch.size and time.monotonic() < deadline:
+        _, first = json.loads(store.compare_set("failure", "", json.dumps([launch.rank, text])))
+        store.add("failing", 1)
+        # A script may try again and fail again; each rank is counted once.
+        if store.add(f"failed/{launch.rank}", 1) == 1:
+            store.add("raising", int(first == text))
+            store.add("told", 1)
+        while store.add("told", 0) < launch.size and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-            told = store.add("told", 0)
+        is_everywhere = first == text and store.add("raising", 0) == launch.size
+        _leave(store, launch)
     except (dist.DistError, CuboidError, ValueError):
         # No port, or no other rank there: each rank then reports only its own error.
-        return
+        return False
+    return is_everywhere
+
+
+def _leave(store: Store, launch: Launch) -> None:
+    """End the use of the store after a failure: it may end with rank 0, which lets the others leave first."""
+    left = store.add("left", 1)
+    deadline = time.monotonic() + _LEAVE_S
+    while launch.hosts_store and left < store.add("failing", 0) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        left = store.add("left", 0)
