@@ -114,6 +114,15 @@ def test_what_all_fail_with_has_no_rank_and_interrupts_go_on_where_they_arose(po
         assert gathered == [0, 1]
 
 
+def _gather_before_there_are_groups():
+    mesh = Mesh(MeshShape(1, 2, 1))
+    return gather_objects(mesh.rank, mesh), gather_objects("again", mesh)
+
+
+def test_objects_are_gathered_from_all_ranks_whose_groups_are_not_made_yet(pool):
+    assert pool.run(2, _gather_before_there_are_groups, timeout_s=TIMEOUT_S) == [([0, 1], ["again", "again"])] * 2
+
+
 # --- nested calls --------------------------------------------------------------------------------------------------
 
 

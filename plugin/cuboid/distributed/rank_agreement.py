@@ -82,8 +82,10 @@ def gather_objects(item: T, mesh: Mesh, *, what: str = "exchange of objects") ->
     world = _world(mesh)
     if world is not None:
         world.meet(what, None, _lane.get())
-    if mesh.host_group is None:
+    if mesh.topology.world_size == 1:
         return [item]
+    # Makes the group if nothing has yet.
+    mesh.connect_host()
     items: list[Any] = [None] * mesh.topology.world_size
     dist.all_gather_object(items, item, group=mesh.host_group)
     return items
