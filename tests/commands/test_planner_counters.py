@@ -171,6 +171,21 @@ def test_what_a_split_backward_sends_is_what_counters_see(pool, checkpoint, arch
         assert more == {axes: pytest.approx(count, abs=200) for axes, count in expected.items()}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["1x2x1", "1x1x2", "2x1x1"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
+def test_what_recomputation_sends_again_is_what_counters_see(pool, checkpoint, architecture, mesh):
+    (plain, before), (again, after) = (
+        measure(pool, checkpoint(model(architecture)), "seq1f1b", mesh, recompute) for recompute in (False, True)
+    )
+    again_bytes, plain_bytes = (Estimate.of(cost).bytes_by_axis for cost in (after, before))
+    expected = {axes: count - plain_bytes[axes] for axes, count in again_bytes.items()}
+    assert any(expected.values())
+    for (_, _, own), (_, _, other) in zip(again, plain, strict=True):
+        more = {axes: own[axes] - other[axes] for axes in expected}
+        assert more == {axes: pytest.approx(count, rel=0.02) for axes, count in expected.items()}
+
+
 @pytest.mark.parametrize(
     "name",
     ["mixtral", pytest.param("gemma2", marks=pytest.mark.slow), pytest.param("deepseek_v3", marks=pytest.mark.slow)],

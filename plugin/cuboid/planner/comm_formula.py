@@ -129,6 +129,36 @@ def layer_bytes(
     return dict(sorted(count.bytes.items()))
 
 
+def recomputed_bytes(
+    sizes: BlockSizes,
+    mesh: MeshShape,
+    batch: int,
+    length: int,
+    *,
+    element_bytes: int = 2,
+    statistic_bytes: int = 4,
+) -> dict[str, int]:
+    """Bytes that one rank sends again when activation checkpointing recomputes one layer's forward, by axes.
+
+    Blocks of weights aren't among them: backward uses those that recomputation has gathered.
+
+    Args:
+        sizes, mesh, batch, length, element_bytes, statistic_bytes: as in :func:`layer_bytes`.
+    """
+    count = _Count(mesh)
+    tokens = batch / mesh.batch * length
+    blocks = 1 + (sizes.intermediate > 0) + (sizes.experts is not None)
+    count.add("all_gather", ("sequence",), tokens * sizes.hidden / mesh.hidden * element_bytes, blocks * 2)
+    per_feature = tokens * element_bytes / mesh.sequence
+    _add_projections(count, sizes, mesh, per_feature, backward=False)
+    if sizes.experts is not None:
+        _add_experts(count, sizes.experts, per_feature, backward=False)
+        _add_routing(count, sizes.experts, mesh, tokens, statistic_bytes, backward=False)
+    _add_statistics(count, sizes, mesh, tokens / mesh.sequence * statistic_bytes, backward=False)
+    _add_vectors(count, sizes, mesh, element_bytes, times=1)
+    return dict(sorted(count.bytes.items()))
+
+
 def stage_layer_bytes(
     sizes: BlockSizes,
     mesh: MeshShape,
@@ -172,17 +202,25 @@ def stage_layer_bytes(
     return dict(sorted(total.items()))
 
 
-def _add_projections(count: _Count, sizes: BlockSizes, mesh: MeshShape, per_feature: float) -> None:
-    """Communication of activations over `hidden`; ``per_feature``: bytes of one feature in a `sequence` block."""
+def _add_projections(
+    count: _Count, sizes: BlockSizes, mesh: MeshShape, per_feature: float, *, backward: bool = True
+) -> None:
+    """Communication of activations over `hidden`.
+
+    Args:
+        count, sizes, mesh: the sum, the layer and the mesh.
+        per_feature: bytes of one feature in a `sequence` block.
+        backward: whether to count backward besides forward.
+    """
     scattered = sizes.query + (2 if sizes.gated else 1) * sizes.intermediate
     if sizes.summed is None:
         scattered += 2 * sizes.key_value
     else:
         # For key and value, in forward and backward.
-        count.add("all_reduce", ("hidden",), per_feature * mesh.sequence * sizes.summed, 4)
-    count.add("reduce_scatter", ("hidden",), per_feature * scattered, 2)
+        count.add("all_reduce", ("hidden",), per_feature * mesh.sequence * sizes.summed, 4 if backward else 2)
+    count.add("reduce_scatter", ("hidden",), per_feature * scattered, 2 if backward else 1)
     # Input of "down": gather in forward and again in backward, and reduce-scatter of its gradient.
-    count.add("all_gather", ("hidden",), per_feature * (sizes.query + sizes.intermediate), 3)
+    count.add("all_gather", ("hidden",), per_feature * (sizes.query + sizes.intermediate), 3 if backward else 1)
 
 
 def _add_again(count: _Count, sizes: BlockSizes, mesh: MeshShape, per_feature: float) -> None:
@@ -214,32 +252,36 @@ def _add_weights(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_byte
         count.add("all_gather", ("batch",), features * sizes.hidden * element_bytes / mesh.hidden, times)
 
 
-def _add_experts(count: _Count, experts: ExpertSizes, per_feature: float) -> None:
+def _add_experts(count: _Count, experts: ExpertSizes, per_feature: float, *, backward: bool = True) -> None:
     """As :func:`_add_projections`, for the experts, which have k rows for each token."""
     rows = per_feature * experts.per_token
-    count.add("reduce_scatter", ("hidden",), rows * experts.up, 2)
-    count.add("all_gather", ("hidden",), rows * experts.intermediate, 3)
+    count.add("reduce_scatter", ("hidden",), rows * experts.up, 2 if backward else 1)
+    count.add("all_gather", ("hidden",), rows * experts.intermediate, 3 if backward else 1)
 
 
-def _add_routing(count: _Count, experts: ExpertSizes, mesh: MeshShape, tokens: float, statistic_bytes: int) -> None:
+def _add_routing(
+    count: _Count, experts: ExpertSizes, mesh: MeshShape, tokens: float, statistic_bytes: int, *, backward: bool = True
+) -> None:
     """Routing: choices and their weights, gathered over `sequence`; partial logits, gathered over `hidden`."""
     choices = tokens * experts.per_token
     count.add("all_gather", ("sequence",), choices * _INDEX_BYTES)
     # Weights of the choices, and in backward their gradients. Most routers give them in float32.
-    count.add("all_gather", ("sequence",), choices * statistic_bytes, 2)
+    count.add("all_gather", ("sequence",), choices * statistic_bytes, 2 if backward else 1)
     for outputs in experts.gates:
         logits = tokens / mesh.sequence * outputs * statistic_bytes
         count.add("all_gather", ("hidden",), mesh.hidden * logits)
-        count.add("all_reduce", ("hidden",), logits)
+        count.add("all_reduce", ("hidden",), logits, int(backward))
 
 
-def _add_statistics(count: _Count, sizes: BlockSizes, mesh: MeshShape, statistics: float) -> None:
+def _add_statistics(
+    count: _Count, sizes: BlockSizes, mesh: MeshShape, statistics: float, *, backward: bool = True
+) -> None:
     """Statistics of the two norms, in forward and backward."""
     if sizes.norm == "rms":
-        count.add("all_reduce", ("hidden",), statistics, 2 * 2)
+        count.add("all_reduce", ("hidden",), statistics, 2 * (1 + backward))
     else:
         count.add("all_gather", ("hidden",), 2 * statistics * mesh.hidden, 2)
-        count.add("all_reduce", ("hidden",), 2 * statistics, 2)
+        count.add("all_reduce", ("hidden",), 2 * statistics, 2 * backward)
 
 
 def _add_vectors(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_bytes: int, times: int) -> None:

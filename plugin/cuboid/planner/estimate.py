@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -12,7 +13,7 @@ from cuboid.config.schema import CuboidConfig, PipelineConfig
 from cuboid.errors import ConfigError
 from cuboid.models.batch.length_cases import check_length
 from cuboid.models.pipeline.schedule_choice import settle_schedule
-from cuboid.planner.comm_formula import layer_bytes, stage_layer_bytes
+from cuboid.planner.comm_formula import layer_bytes, recomputed_bytes, stage_layer_bytes
 from cuboid.planner.cost.layout import CUBOID, Layout, Software
 from cuboid.planner.cost.memory import Memory, stage_memory, uncounted, usable_bytes
 from cuboid.planner.cost.step import StepCost, StepTime
@@ -86,24 +87,28 @@ class Estimate:
 
     @cached_property
     def bytes_by_axis(self) -> dict[str, int]:
-        """Bytes that a rank of the stage with the most layers sends in a step inside its layers, by mesh axis.
-
-        What activation checkpointing sends again in recomputation isn't counted.
-        """
+        """Bytes that a rank of the stage with the most layers sends in a step inside its layers, by mesh axis."""
         cost, layout = self.cost, self.layout
         layers = max(
             sum(count for count, owner in zip(cost.stage_layers, layout.rank_of, strict=True) if owner == rank)
             for rank in range(layout.stages)
         )
         sizes, mesh, rows = block_sizes(cost.model, layout.mesh), layout.mesh, layout.micro_batch
-        if layout.stages == 1:
-            one = layer_bytes(sizes, mesh, rows, cost.length, weight_gather=layout.weight_gather)
-            return {axis: count * layers * layout.micro_batches for axis, count in one.items()}
-        one = stage_layer_bytes(
-            sizes, mesh, rows, cost.lengths * layout.micro_batches, weight_gather=layout.weight_gather,
-            gradient_sync=layout.gradient_sync, splits=cost.splits,
-        )  # fmt: skip
-        return {axis: count * layers for axis, count in one.items()}
+        gather, units = layout.weight_gather, cost.lengths * layout.micro_batches
+        sent = Counter[str]()
+        if layout.stages > 1:
+            sent.update(
+                stage_layer_bytes(
+                    sizes, mesh, rows, units, weight_gather=gather, gradient_sync=layout.gradient_sync,
+                    splits=cost.splits,
+                )
+            )  # fmt: skip
+        for length in units:
+            if layout.stages == 1:
+                sent.update(layer_bytes(sizes, mesh, rows, length, weight_gather=gather))
+            if layout.checkpointing == "full":
+                sent.update(recomputed_bytes(sizes, mesh, rows, length))
+        return {axis: count * layers for axis, count in sorted(sent.items())}
 
     def as_dict(self) -> dict[str, Any]:
         """The estimate as values that JSON can represent."""
