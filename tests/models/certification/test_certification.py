@@ -349,7 +349,7 @@ def test_a_model_without_a_probe_needs_a_verified_checkpoint(tmp_path, monkeypat
 
     monkeypatch.setattr(certificates, "check", fail)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(certificates, "_table", dict)
+    monkeypatch.setattr(certificates, "entries_of", lambda _: {})
     with pytest.raises(UnsupportedModelError, match=r'too odd.*cuboid verify.*"certification": "verified"'):
         staged("llama", tmp_path / "model", {"segments": 2}, **SIZES)
     with pytest.raises(CheckpointError, match=r"no .*tensor for"):  # which is to say, it went on to the weights
@@ -379,7 +379,7 @@ def test_the_cache_is_never_trusted(tmp_path, monkeypatch):
         return Verdict({"whole": {}, "segments": {"packed sequences": "no"}, "filled": {}}, 1e-15)
 
     monkeypatch.setattr(certificates, "check", probe)
-    monkeypatch.setattr(certificates, "_table", dict)
+    monkeypatch.setattr(certificates, "entries_of", lambda _: {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def known():
@@ -510,7 +510,7 @@ def test_what_is_probed_in_a_load_is_tied_as_the_model_is(tmp_path, monkeypatch)
         raise CannotProbe("that was all")
 
     monkeypatch.setattr(mesh_check, "_Probe", look)
-    monkeypatch.setattr(mesh_certificates, "_table", dict)
+    monkeypatch.setattr(mesh_certificates, "entries_of", lambda _: {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = transformers.LlamaConfig(**{**SIZES, "tie_word_embeddings": True})
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")

@@ -19,7 +19,7 @@ from cuboid.errors import CuboidError, UnsupportedModelError
 from cuboid.models.architectures import roles
 from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.certification import mesh_certificates
-from cuboid.models.certification.certificates import digest_of, features_of
+from cuboid.models.certification.certificates import digest_of, entries_of, features_of
 from cuboid.models.certification.mesh_certificates import mesh_verdict, read_verdict, written_verdict
 from cuboid.models.certification.mesh_check import check_meshes
 
@@ -101,7 +101,7 @@ def test_what_is_not_right_when_it_is_split_is_computed_whole(monkeypatch):
 @pytest.mark.parametrize("architecture", ["llama", "gpt_neox", "opt", "bloom", "mamba", "mixtral", "bert", "gptj"])
 def test_the_shipped_table_is_what_the_probe_finds(architecture):
     cls, config = cls_and_config(architecture)
-    known = mesh_certificates._table()[digest_of(features_of(cls, config))]
+    known = entries_of(mesh_certificates.MESH_TABLE)[digest_of(features_of(cls, config))]
     found = written_verdict(check_meshes(cls, config))
     assert {**known, "error": 0} == {**found, "error": 0}
 
@@ -111,7 +111,10 @@ def test_the_table_is_read_as_it_was_written():
     for entries in table["architectures"].values():
         for entry in entries.values():
             assert written_verdict(read_verdict(entry)) == entry
-    for damage in ({}, {"refused": {"x": "y"}, "whole": []}, [], None):
+    entry = written_verdict(MeshVerdict(with_stages={"segments": "not"}))
+    assert read_verdict(entry).with_stages == {"segments": "not"}
+    unknown = [{**entry, "refused": {"x": "y"}}, {**entry, "with_stages": {"pieces": "not"}}, {**entry, "inputs": "x"}]
+    for damage in (*unknown, {}, {"refused": {"x": "y"}, "whole": []}, [], None):
         with pytest.raises((KeyError, ValueError, TypeError)):
             read_verdict(damage)
 
@@ -124,7 +127,7 @@ def test_what_was_found_out_is_remembered(tmp_path, monkeypatch):
         return MeshVerdict({"packed sequences": "no"}, ("mlp",), splits_late=True, with_stages={"segments": "not"})
 
     monkeypatch.setattr(mesh_certificates, "check_meshes", probe)
-    monkeypatch.setattr(mesh_certificates, "_table", dict)
+    monkeypatch.setattr(mesh_certificates, "entries_of", lambda _: {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = mesh_verdict(*cls_and_config("llama"))
     assert mesh_verdict(*cls_and_config("llama")) == first

@@ -50,7 +50,7 @@ def certificate_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> Cert
         features = features_of(cls, config)
     except CannotProbe as error:
         return Certificate(None, str(error))
-    known = _table().get(digest_of(features))
+    known = entries_of(TABLE).get(digest_of(features))
     if known is not None:
         return _read(known)
     return found_once(cache_file(features), lambda: find_out(cls, config), _read, _written)
@@ -101,8 +101,9 @@ def digest_of(features: Mapping[str, Any]) -> str:
 
 
 @cache
-def _table() -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
+def entries_of(file: Path) -> Mapping[str, Any]:
+    """The entries of a table that ships with Cuboid, by their keys."""
+    table: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return {key: entry for group in table["architectures"].values() for key, entry in group.items()}
 
 

@@ -8,19 +8,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from cuboid.models.architectures.certificate import LABELLED, Kind, Verdict
 from cuboid.models.architectures.supported_tasks import WORDS, takes_token_types, task_of
-from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.certification.check import (
     Attempt,
     CannotProbe,
-    Outcome,
     first_verdict,
-    gradients_of,
     largest_error,
     name_padding,
     probe_cases,
     run_cut,
 )
-from cuboid.models.certification.task_batches import loss_of, task_batch
+from cuboid.models.certification.task_batches import run_whole, task_batch
 from cuboid.models.stages.outline import Outline
 
 
@@ -42,6 +39,8 @@ def _compare(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verd
     name_padding(model)
     refused: dict[Kind, str] = {}
     largest, runs = 0.0, False
+    # With a cache, plain transformers doesn't tell packed sequences apart. Not all models have that option.
+    options = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
     for number, (kind, case) in enumerate(probe_cases(model.config)):
         has_labels = kind in LABELLED.values()
         if kind in refused or "whole rows" in refused or (has_labels and outline.task != "tokens"):
@@ -50,7 +49,7 @@ def _compare(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verd
         batch = task_batch(case, model, has_types=has_types, has_labels=has_labels)
         try:
             with attempt.precision():
-                expected = _run_plain(model, batch)
+                expected = run_whole(copy.deepcopy(model), batch, **options)
         except Exception as error:
             if not runs:
                 raise CannotProbe(f"a small one doesn't run: {type(error).__name__}: {error}") from error
@@ -76,13 +75,3 @@ def _compare(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verd
         },
         largest,
     )
-
-
-def _run_plain(model: PreTrainedModel, batch: MicroBatch) -> Outcome:
-    own = copy.deepcopy(model)
-    # With a cache, plain transformers doesn't tell packed sequences apart. Not all models have that option.
-    loss = loss_of(own(**batch, **({"use_cache": False} if hasattr(own.config, "use_cache") else {})), batch)
-    loss.backward()  # type: ignore[no-untyped-call]
-    if not bool(loss.isfinite()):
-        raise ValueError("its loss isn't finite")
-    return Outcome(loss.detach(), gradients_of([own]))

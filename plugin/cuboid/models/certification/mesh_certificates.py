@@ -7,11 +7,8 @@ from a probe, which takes seconds.
 from __future__ import annotations
 
 import copy
-import json
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,6 +26,7 @@ from cuboid.models.certification.certificates import (
     KINDS,
     cache_file,
     digest_of,
+    entries_of,
     features_of,
     found_once,
 )
@@ -96,7 +94,7 @@ def mesh_verdict(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVe
     """
     try:
         features = features_of(cls, config)
-        known = _table().get(digest_of(features))
+        known = entries_of(MESH_TABLE).get(digest_of(features))
         if known is not None:
             return read_verdict(known)
         file = cache_file(features, _FOLDER)
@@ -126,22 +124,17 @@ def read_verdict(entry: Any) -> MeshVerdict:
         ValueError, KeyError, TypeError: the entry isn't what that writes.
     """
     refused = {kind: str(entry["refused"][kind]) for kind in KINDS if kind in entry["refused"]}
-    if len(refused) != len(entry["refused"]):
-        raise ValueError(f"unknown: {entry['refused']}")
+    stages = {mode: str(entry["with_stages"][mode]) for mode in MODES if mode in entry["with_stages"]}
+    if len(refused) != len(entry["refused"]) or len(stages) != len(entry["with_stages"]):
+        # What isn't known must not be taken for what isn't refused.
+        raise ValueError(f"unknown: {entry['refused']}, {entry['with_stages']}")
     whole = tuple(str(name) for name in entry["whole"])
     flags = entry["splits_late"] is True, entry["gathers_logits"] is True
-    stages = {mode: str(entry["with_stages"][mode]) for mode in MODES if mode in entry["with_stages"]}
     verdict = MeshVerdict(refused, whole, *flags, stages, float(entry["error"]), tuple(entry["blocks"]))
     newer = {name: entry[name] for name in _NEWER if name in entry}
     if any(value not in values for value, values in ((value, _NEWER[name]) for name, value in newer.items())):
         raise ValueError(f"unknown: {newer}")
     return replace(verdict, **newer)
-
-
-@cache
-def _table() -> Mapping[str, Any]:
-    table: dict[str, Any] = json.loads(MESH_TABLE.read_text(encoding="utf-8"))
-    return {key: entry for group in table["architectures"].values() for key, entry in group.items()}
 
 
 def _check_modules(model: PreTrainedModel, cls: type[PreTrainedModel]) -> None:

@@ -30,7 +30,6 @@ from cuboid.models.certification.check import (
     CannotProbe,
     Outcome,
     default_dtype,
-    gradients_of,
     largest_error,
     make_stage,
     name_padding,
@@ -44,7 +43,7 @@ from cuboid.models.certification.check import (
     unit_lengths,
 )
 from cuboid.models.certification.float64 import KeepFloat64
-from cuboid.models.certification.task_batches import loss_of, task_batch
+from cuboid.models.certification.task_batches import loss_of, run_whole, task_batch
 from cuboid.models.sharded.parallel_plan import ParallelPlan, make_parallel_plan
 from cuboid.models.sharded.sharded_model import shard_modules
 from cuboid.models.stages.outline import Outline
@@ -178,12 +177,9 @@ class _Probe:
                 return loss_function(*args, **kwargs)
 
             own.loss_function = note
-        loss = loss_of(own(**batch, **self.call), batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        if not bool(loss.isfinite()):
-            raise ValueError("its loss isn't finite")
+        outcome = run_whole(own, batch, **self.call)
         self.has_own_loss = not called
-        return Outcome(loss.detach(), gradients_of([own]))
+        return outcome
 
 
 def _best(probe: _Probe, *, gives_cache: bool) -> MeshVerdict:

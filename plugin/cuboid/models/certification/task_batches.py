@@ -14,7 +14,7 @@ from cuboid.models.batch.batch import IGNORE_INDEX, image_shape
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import Case
 from cuboid.models.batch.targets import Targets
-from cuboid.models.certification.check import ROWS, CannotProbe, probe_batch
+from cuboid.models.certification.check import ROWS, CannotProbe, Outcome, gradients_of, probe_batch
 
 #: Sources with more tokens have shorter targets.
 _LEAST_LENGTH = 12
@@ -125,3 +125,18 @@ def loss_of(output: Any, batch: MicroBatch) -> torch.Tensor:
 def _weights(x: torch.Tensor) -> torch.Tensor:
     """Weights in the shape of ``x`` that differ from one element to the next."""
     return torch.arange(x.numel(), dtype=x.dtype, device=x.device).cos().view_as(x)
+
+
+def run_whole(model: PreTrainedModel, batch: MicroBatch, **options: Any) -> Outcome:
+    """Forward and backward of an uncut model with the loss of its task; gradients are left with its parameters.
+
+    Args:
+        model: without gradients.
+        batch: from :func:`task_batch`.
+        options: further arguments of its forward.
+    """
+    loss = loss_of(model(**batch, **options), batch)
+    loss.backward()  # type: ignore[no-untyped-call]
+    if not bool(loss.isfinite()):
+        raise ValueError("its loss isn't finite")
+    return Outcome(loss.detach(), gradients_of([model]))
