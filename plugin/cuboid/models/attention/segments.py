@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.errors import UnsupportedModelError
-from cuboid.models.attention.whole_sequence import Replay, WholeSequence
+from cuboid.models.attention.whole_sequence import CallCounter, Replay, WholeSequence
 from cuboid.models.batch.batch import IGNORE_INDEX
 from cuboid.seq1f1b.attention.kv_cache import KVCache
 from cuboid.tensor3d.layers.whole_block import ImageSplit
@@ -67,8 +67,8 @@ def running_unit() -> Unit | None:
     return _running.get()
 
 
-class UnitSlot:
-    """Holds the running unit, for the attention modules of one stage.
+class UnitSlot(CallCounter):
+    """Holds the running unit, for the attention modules of one stage, and counts their calls of attention functions.
 
     They can't use a ``ContextVar``: autograd may recompute a checkpointed forward in a thread of its own.
 
@@ -79,10 +79,10 @@ class UnitSlot:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.current: Unit | None = None
         self.recording: WholeSequence | None = None
         self.obstacle: str | None = None
-        self._calls: dict[Hashable, int] = {}
 
     @contextmanager
     def running(self, unit: Unit) -> Iterator[None]:
@@ -101,12 +101,6 @@ class UnitSlot:
         finally:
             self.current = before
             _running.reset(token)
-
-    def next_call(self, module: Hashable) -> int:
-        """Count a module's calls of its attention function; return how many came before in this forward."""
-        count = self._calls.get(module, 0)
-        self._calls[module] = count + 1
-        return count
 
 
 @dataclass

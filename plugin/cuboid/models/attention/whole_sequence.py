@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -34,8 +34,21 @@ class WholeSequence:
     lookups: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
+class CallCounter:
+    """Counts the calls of each module in one forward."""
+
+    _calls: dict[Hashable, int] = field(default_factory=dict, init=False)
+
+    def next_call(self, module: Hashable) -> int:
+        """Count a call of a module; return how many came before in this forward."""
+        count = self._calls.get(module, 0)
+        self._calls[module] = count + 1
+        return count
+
+
 @dataclass
-class Replay:
+class Replay(CallCounter):
     """One segment's forward, which gets its part of what was computed for the whole sequence.
 
     Args:
@@ -47,13 +60,6 @@ class Replay:
     whole: WholeSequence
     start: int
     stop: int
-    _calls: dict[str, int] = field(default_factory=dict)
-
-    def next_call(self, name: str) -> int:
-        """Count a module's calls; return how many came before in this forward."""
-        count = self._calls.get(name, 0)
-        self._calls[name] = count + 1
-        return count
 
     def cut(self, x: torch.Tensor, dim: int, start: int | None = None) -> torch.Tensor:
         """Return the segment's part of a tensor along a dim of S positions; with ``start``, from there to its end."""
