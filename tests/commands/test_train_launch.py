@@ -12,11 +12,11 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cuboid.errors import CuboidError
-from cuboid.seq1f1b.schedule.timeline_trace import read_chrome_trace
 from cuboid.train.data.initial_model import train_tokenizer
 from cuboid.train.job import TrainOptions, plan
 from cuboid.train.reporting.report import Report
 from launching import BIN, ROOT, as_ranks, end, finish, free_port, run, start
+from traces import read_chrome_trace
 
 STEPS, RANKS = 20, 4
 MESH = {"batch": 1, "sequence": 2, "hidden": 1}

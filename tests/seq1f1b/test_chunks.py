@@ -19,11 +19,11 @@ from cuboid.config.schema import parse_config
 from cuboid.seq1f1b.schedule.lowering import lower
 from cuboid.seq1f1b.schedule.schedules import PipelineShape, forwards_only, interleaved_placement, v_placement
 from cuboid.seq1f1b.schedule.simulator import simulate
-from cuboid.seq1f1b.schedule.timeline_trace import read_chrome_trace
 from cuboid.verify import Architecture, PassReport, SmallModel, WorkerPool
 from launching import ROOT
 from test_pipeline_parity import ALONE, Compare, compare, name_of
 from test_split_backward import trained_gradients
+from traces import read_chrome_trace
 from training import make_engine
 from training import settings as training_settings
 

@@ -25,6 +25,7 @@ from cuboid.seq1f1b.schedule.simulator import Span, Timeline
 from cuboid.tensor3d.sharding.weight_gradients import WeightGradientStore
 from cuboid.verify import Architecture, PassReport, SmallModel, WorkerPool
 from test_pipeline_parity import ALONE, Compare, compare
+from traces import parse_action
 
 SPLIT = {"stages": 2, "segments": 3, "schedule": "zero_bubble", "memory_limit": 2}
 
@@ -206,7 +207,7 @@ def test_weight_gradients_of_a_micro_batch_that_follow_one_another_are_one_call(
         def __exit__(self, *_: object) -> None: ...
 
     text = "F0.0.0 F0.0.1 I0.0.1 I0.0.0 W0.0.1 W0.0.0 F0.1.0 F0.1.1 I0.1.1 W0.1.1 B0.1.0"
-    program = tuple(map(Action.parse, text.split()))
+    program = tuple(map(parse_action, text.split()))
     Interpreter({0: Stage()}, {}, Observed).run(program, PipelineShape(1, 2, 2))  # type: ignore[dict-item]
     assert " ".join(calls) == "F0.0 F0.1 I0.1 I0.0 W0.[1, 0] F1.0 F1.1 I1.1 W1.[1] B1.0"
     assert tuple(noted) == program
@@ -215,7 +216,7 @@ def test_weight_gradients_of_a_micro_batch_that_follow_one_another_are_one_call(
 def test_the_time_of_one_product_is_shared_by_its_segments() -> None:
     ends = {"F0.0.0": 3, "F0.0.1": 5, "I0.0.1": 6, "I0.0.0": 7, "W0.0.1": 11, "W0.0.0": 11}
     spans = [
-        Span(Action.parse(text), start_s, end_s)
+        Span(parse_action(text), start_s, end_s)
         for (text, end_s), start_s in zip(ends.items(), [0, *ends.values()], strict=False)
     ]
     trace = StepTrace(PipelineShape(1, 1, 2), (), Timeline((tuple(spans),), (0,)), writes=False)

@@ -17,7 +17,8 @@ from cuboid.seq1f1b.schedule.actions import Action, Op
 from cuboid.seq1f1b.schedule.schedules import SCHEDULES, PipelineShape
 from cuboid.seq1f1b.schedule.simulator import Span, Timeline, simulate
 from cuboid.seq1f1b.schedule.timeline_picture import draw_timeline, draw_timelines, format_bytes
-from cuboid.seq1f1b.schedule.timeline_trace import read_chrome_trace, write_chrome_trace
+from cuboid.seq1f1b.schedule.timeline_trace import write_chrome_trace
+from traces import read_chrome_trace
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -124,13 +125,6 @@ def test_a_trace_is_what_perfetto_reads(tmp_path):
     first = min(complete, key=lambda event: (event["tid"], event["ts"]))
     assert (first["name"], first["ts"], first["dur"]) == ("F0.0.0", 0, 1e6)
     assert first["args"] == {"action": "F0.0.0", "stage": 0, "micro_batch": 0, "segment": 0}
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"otherData": {"peak_bytes": []}, "traceEvents": [{"ph": "X"}]}'])
-def test_other_files_are_no_traces(tmp_path, text):
-    (tmp_path / "a.json").write_text(text, encoding="utf-8")
-    with pytest.raises(CuboidError, match="not a trace of a pipeline"):
-        read_chrome_trace(tmp_path / "a.json")
 
 
 @pytest.fixture

@@ -45,11 +45,6 @@ class KVCachePool:
         """Return a buffer to the pool. It must not be used afterwards."""
         self._free.setdefault(_kind(buffer.shape, buffer.dtype, buffer.device), []).append(buffer)
 
-    @property
-    def free_bytes(self) -> int:
-        """Total size of all free buffers."""
-        return sum(buffer.nbytes for buffers in self._free.values() for buffer in buffers)
-
 
 def _kind(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> _Kind:
     return (shape[1], *shape[3:]), dtype, device

@@ -6,11 +6,8 @@ A program is one rank's part of a schedule with sends and receives inserted.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from enum import Enum
-
-from cuboid.errors import CuboidError
 
 
 class Op(Enum):
@@ -52,21 +49,6 @@ class Action:
 
     def __str__(self) -> str:
         return f"{self.op.value}{self.stage}.{self.micro_batch}.{self.segment}"
-
-    @classmethod
-    def parse(cls, text: str) -> Action:
-        """Parse the output of ``str``.
-
-        Raises:
-            CuboidError: the text doesn't have that form.
-        """
-        match = re.fullmatch(r"(F|B|I|W|SA|RA|SG|RG)(\d+)\.(\d+)\.(\d+)", text)
-        if match is None:
-            raise CuboidError(
-                f"{text!r} is not an action; write, for example, F2.0.3: stage 2, micro-batch 0, segment 3"
-            )
-        stage, micro_batch, segment = (int(number) for number in match.groups()[1:])
-        return cls(Op(match[1]), stage, micro_batch, segment)
 
 
 #: For each rank, in the order of pipe coordinates, its computations in order. This also defines each stage's rank.

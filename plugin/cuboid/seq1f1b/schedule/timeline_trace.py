@@ -1,4 +1,4 @@
-"""Writes timelines to files for Perfetto (https://ui.perfetto.dev) or ``chrome://tracing``, and reads them back.
+"""Writes timelines to files for Perfetto (https://ui.perfetto.dev) or ``chrome://tracing``.
 
 The format is Chrome's "Trace Event Format": complete events (``"ph": "X"``) in microseconds, one thread for each rank.
 """
@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cuboid.errors import CuboidError
-from cuboid.seq1f1b.schedule.actions import Action
 from cuboid.seq1f1b.schedule.simulator import Span, Timeline
 
 _CATEGORIES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
@@ -37,26 +35,6 @@ def write_chrome_trace(
     other = {**summary, **(details or {})}
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
     Path(path).write_text(json.dumps(trace, indent=1) + "\n", encoding="utf-8")
-
-
-def read_chrome_trace(path: str | Path) -> Timeline:
-    """Read a file written by :func:`write_chrome_trace`. The memory curves aren't in it.
-
-    Raises:
-        CuboidError: the file is something else.
-    """
-    try:
-        trace = json.loads(Path(path).read_text(encoding="utf-8"))
-        peaks = tuple(trace["otherData"]["peak_bytes"])
-        spans: list[list[Span]] = [[] for _ in peaks]
-        for event in trace["traceEvents"]:
-            if event["ph"] == "X":
-                start_s = event["ts"] / 1e6
-                span = Span(Action.parse(event["args"]["action"]), start_s, start_s + event["dur"] / 1e6)
-                spans[event["tid"]].append(span)
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise CuboidError(f"{str(path)!r} is not a trace of a pipeline that Cuboid wrote: {error!r}") from error
-    return Timeline(tuple(tuple(rank) for rank in spans), peaks)
 
 
 def rank_label(spans: tuple[Span, ...], rank: int) -> str:
