@@ -383,6 +383,8 @@ def test_the_cache_is_never_trusted(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def known():
+        # As another process does.
+        certificates._found.cache_clear()
         return certificates.certificate_of(transformers.LlamaForCausalLM, transformers.LlamaConfig())
 
     first = known()
@@ -394,6 +396,33 @@ def test_the_cache_is_never_trusted(tmp_path, monkeypatch):
         file.write_bytes(damage)
         assert known() == first
     assert len(runs) == 8
+
+
+def test_a_process_probes_once_where_the_cache_cannot_be_written(tmp_path, monkeypatch):
+    runs = []
+
+    def probe(*_):
+        runs.append(1)
+        raise CannotProbe("it is too odd")
+
+    (tmp_path / "cuboid").write_text("a file where the folder would be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for module, name in ((certificates, "check"), (mesh_certificates, "check_meshes")):
+        monkeypatch.setattr(module, name, probe)
+        monkeypatch.setattr(module, "entries_of", lambda _: {})
+    for _ in range(2):
+        config = transformers.LlamaConfig()
+        assert certificates.certificate_of(transformers.LlamaForCausalLM, config).obstacle == "it is too odd"
+        with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM can't be probed.*: it is too odd"):
+            mesh_certificates.mesh_verdict(transformers.LlamaForCausalLM, config)
+    assert len(runs) == 2
+
+
+def test_a_file_of_the_cache_that_cannot_be_written_leaves_nothing(tmp_path):
+    file = tmp_path / "x.json"
+    file.mkdir()
+    certificates.remember(file, Certificate(None, "it is too odd"))
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_ranks_that_start_together_find_out_once(tmp_path, monkeypatch):

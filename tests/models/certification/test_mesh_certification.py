@@ -20,6 +20,7 @@ from cuboid.models.architectures import roles
 from cuboid.models.architectures.certificate import MeshVerdict
 from cuboid.models.certification import mesh_certificates
 from cuboid.models.certification.certificates import digest_of, entries_of, features_of
+from cuboid.models.certification.check import CannotProbe
 from cuboid.models.certification.mesh_certificates import mesh_verdict, read_verdict, written_verdict
 from cuboid.models.certification.mesh_check import check_meshes
 
@@ -119,19 +120,33 @@ def test_the_table_is_read_as_it_was_written():
             read_verdict(damage)
 
 
-def test_what_was_found_out_is_remembered(tmp_path, monkeypatch):
+@pytest.mark.parametrize("obstacle", [None, "it is too odd"])
+def test_what_was_found_out_is_remembered(tmp_path, monkeypatch, obstacle):
     runs = []
 
     def probe(*_):
         runs.append(1)
+        if obstacle is not None:
+            raise CannotProbe(obstacle)
         return MeshVerdict({"packed sequences": "no"}, ("mlp",), splits_late=True, with_stages={"segments": "not"})
+
+    def known():
+        # As another process does.
+        mesh_certificates._found.cache_clear()
+        try:
+            return mesh_verdict(*cls_and_config("llama"))
+        except UnsupportedModelError as error:
+            return str(error)
 
     monkeypatch.setattr(mesh_certificates, "check_meshes", probe)
     monkeypatch.setattr(mesh_certificates, "entries_of", lambda _: {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = mesh_verdict(*cls_and_config("llama"))
-    assert mesh_verdict(*cls_and_config("llama")) == first
-    assert first.with_stages == {"segments": "not"}
+    first = known()
+    assert known() == first
+    if obstacle is None:
+        assert first.with_stages == {"segments": "not"}
+    else:
+        assert first == f"LlamaForCausalLM can't be probed before its weights are read: {obstacle}"
     assert len(runs) == 1
 
 

@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -53,7 +53,28 @@ def certificate_of(cls: type[PreTrainedModel], config: PretrainedConfig) -> Cert
     known = entries_of(TABLE).get(digest_of(features))
     if known is not None:
         return _read(known)
-    return found_once(cache_file(features), lambda: find_out(cls, config), _read, _written)
+    return _found(Question(cache_file(features), cls, config))
+
+
+@dataclass(frozen=True)
+class Question:
+    """A class and a config for the probe. Those with the same file have the same answer, and are equal.
+
+    Args:
+        file: of the cache, whose name is a digest of all that the answer depends on.
+        cls: the architecture's class.
+        config: of the model to be loaded.
+    """
+
+    file: Path
+    cls: type[PreTrainedModel] = field(compare=False)
+    config: PretrainedConfig = field(compare=False)
+
+
+# In this process, too, because files can't be written everywhere, and a load asks several times.
+@cache
+def _found(question: Question) -> Certificate:
+    return found_once(question.file, lambda: find_out(question.cls, question.config), _read, _written)
 
 
 def find_out(cls: type[PreTrainedModel], config: PretrainedConfig) -> Certificate:
@@ -200,6 +221,11 @@ def _to_cache(file: Path, entry: dict[str, Any]) -> None:
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
-        with os.fdopen(handle, "w", encoding="utf-8") as part:
-            json.dump(entry, part, ensure_ascii=False)
-        Path(name).replace(file)
+        part = Path(name)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as opened:
+                json.dump(entry, opened, ensure_ascii=False)
+            part.replace(file)
+        finally:
+            # It is still there if the disk is full.
+            part.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,6 +25,7 @@ from cuboid.models.architectures.certificate import MODES, HeadPlan, Inputs, Mes
 from cuboid.models.attention.interface import check_attention
 from cuboid.models.certification.certificates import (
     KINDS,
+    Question,
     cache_file,
     digest_of,
     entries_of,
@@ -94,13 +96,41 @@ def mesh_verdict(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVe
     """
     try:
         features = features_of(cls, config)
-        known = entries_of(MESH_TABLE).get(digest_of(features))
-        if known is not None:
-            return read_verdict(known)
-        file = cache_file(features, _FOLDER)
-        return found_once(file, lambda: check_meshes(cls, config), read_verdict, written_verdict)
     except CannotProbe as error:
-        raise UnsupportedModelError(f"{cls.__name__} can't be probed before its weights are read: {error}") from error
+        raise _cannot_probe(cls, str(error)) from error
+    known = entries_of(MESH_TABLE).get(digest_of(features))
+    if known is not None:
+        return read_verdict(known)
+    found = _found(Question(cache_file(features, _FOLDER), cls, config))
+    if isinstance(found, MeshVerdict):
+        return found
+    raise _cannot_probe(cls, found)
+
+
+def _cannot_probe(cls: type[PreTrainedModel], obstacle: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{cls.__name__} can't be probed before its weights are read: {obstacle}")
+
+
+# As for pipelines, in this process, too.
+@cache
+def _found(question: Question) -> MeshVerdict | str:
+    """The verdict, or why there is none."""
+    return found_once(question.file, lambda: _find_out(question.cls, question.config), _read, _written)
+
+
+def _find_out(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVerdict | str:
+    try:
+        return check_meshes(cls, config)
+    except CannotProbe as error:
+        return str(error)
+
+
+def _written(found: MeshVerdict | str) -> dict[str, Any]:
+    return {"obstacle": found} if isinstance(found, str) else written_verdict(found)
+
+
+def _read(entry: Any) -> MeshVerdict | str:
+    return str(entry["obstacle"]) if "obstacle" in entry else read_verdict(entry)
 
 
 def written_verdict(verdict: MeshVerdict) -> dict[str, Any]:
