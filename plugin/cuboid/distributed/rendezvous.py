@@ -31,6 +31,8 @@ from cuboid.errors import CheckpointError, CuboidError, PeerLostError, RankError
 
 #: The lane of the main threads' meetings; meetings of background threads are numbered separately.
 MAIN_LANE = "main"
+#: Prefix of the meetings of ranks whose step fails.
+_STEP = "step"
 #: How long the first rank that fails waits for the others, to learn whether they all fail alike.
 _GRACE_S = 2.0
 #: A waiting rank polls at intervals that grow from the first to the second of these times.
@@ -238,7 +240,7 @@ class World:
             return error
         if self.aborted_for is not None:
             return self.aborted_for.error()
-        meeting = Rendezvous(self, self._store, f"step/{self._broken_steps}", what)
+        meeting = Rendezvous(self, self._store, f"{_STEP}/{self._broken_steps}", what)
         try:
             outcome = meeting.hold_after_loss(self._loss(what, error)) if is_lost(error) else meeting.report(error)
         except dist.DistError:
@@ -333,6 +335,7 @@ class Rendezvous:
         self._world, self._store, self._key, self._what = world, store, key, what
         # A background thread's ranks may be late for reasons other than training.
         self._is_main = key.startswith(f"{MAIN_LANE}/")
+        self._in_step = key.startswith(f"{_STEP}/")
 
     def hold(self, error: BaseException | None) -> Failure | None:
         """Report this rank's success or failure, and wait for the outcome."""
@@ -414,11 +417,15 @@ class Rendezvous:
         return {rank: failure for rank, failure in found.items() if failure is not None}
 
     def _decide_from(self, failures: dict[int, Failure]) -> None:
-        """Set the outcome: all fail alike, or who failed first."""
+        """Set the outcome: all fail alike, or the failure to raise on all ranks.
+
+        In a step that is the first one in time, because others may be its consequences. Where all ranks meet, it is
+        that of the lowest rank, so that the same mistake gives the same error each time.
+        """
         key = f"{self._key}/first"
-        first = int(self._store.get(key)) if self._store.check([key]) else None
+        first = int(self._store.get(key)) if self._in_step and self._store.check([key]) else None
         # A lost rank is named only if nothing else went wrong.
-        named = min(failures, key=lambda rank: (failures[rank].kind == PeerLostError.__name__, rank != first))
+        named = min(failures, key=lambda rank: (failures[rank].kind == PeerLostError.__name__, rank != first, rank))
         everywhere = len(failures) == self._world.size
         by_themselves = everywhere and all(failure.rank == rank for rank, failure in failures.items())
         alike = by_themselves and len({failure.text for failure in failures.values()}) == 1

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cuboid.distributed.mesh import Mesh
-from cuboid.distributed.rank_agreement import StepGuard
+from cuboid.distributed.rank_agreement import StepGuard, raise_on_all_ranks
 from cuboid.errors import ConfigError, CuboidError
 from cuboid.models.architectures.transformers_names import recomputes
 from cuboid.models.batch.batch_check import Limits
@@ -158,7 +158,8 @@ class Pipeline:
             step, replicas.items = self._prepare_own(given)
             replicas.out_of_range = self._out_of_range(given)
         if replicas.total_out_of_range:
-            raise self._range_error(given)
+            # Only the ranks of the replica that has such numbers can say where they are.
+            raise_on_all_ranks(self._range_error(given), self.mesh, what="a check of the micro-batches")
         # Without any label tokens, divide by 1 so that the loss is 0.
         return dataclasses.replace(step, items=max(replicas.total_items, 1))
 
@@ -269,14 +270,14 @@ class Pipeline:
         out_of_range = [limits.out_of_range(name, x) for batch in given for name, x in batch.items()]
         return torch.stack([outside.sum() for outside in out_of_range if outside is not None]).sum()
 
-    def _range_error(self, given: list[MicroBatch]) -> CuboidError:
+    def _range_error(self, given: list[MicroBatch]) -> CuboidError | None:
         limits = self.limits
         for number, batch in enumerate(given):
             for name, x in batch.items():
                 outside = limits.out_of_range(name, x)
                 if outside is not None and bool(outside.any()):
                     return limits.error(name, x, where=f" of micro-batch {number}")
-        return CuboidError("another replica's micro-batches hold numbers that no table has; its own ranks say which")
+        return None
 
     def _run(
         self,
