@@ -161,12 +161,14 @@ def test_all_ranks_train_alike(reports):
     assert found[0]["losses"][3] < found[0]["losses"][1]
 
 
-def test_the_measured_cut_takes_effect_and_all_ranks_agree(reports):
+def test_the_measured_cut_takes_effect_and_the_stages_of_a_replica_agree(reports):
     _, found = reports
-    cuts = found[0]["cuts"]
-    assert all(report["cuts"] == cuts for report in found)
-    assert all(sum(cut) == 24 and len(cut) == 3 for cut in cuts)
-    assert cuts[0] == cuts[1], "the first step only warms up"
+    first, last = ({report["data"]: report["cuts"] for report in found if report["stage"] == stage} for stage in (0, 1))
+    # Each replica measures its own times, so two of them may cut differently.
+    assert first == last
+    for cuts in first.values():
+        assert all(sum(cut) == 24 and len(cut) == 3 for cut in cuts)
+        assert cuts[0] == cuts[1], "the first step only warms up"
 
 
 def test_evaluation_is_the_mean_over_tokens(reports):
