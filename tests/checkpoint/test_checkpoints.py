@@ -83,7 +83,7 @@ def saved(pool, checkpoint, tmp_path_factory):
     return of
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("small", NAMES, ids=NAMES.values())
 def test_plain_transformers_loads_a_checkpoint_bit_for_bit(saved, small, tmp_path):
     out, _, _, _, weights = saved(small)
@@ -141,7 +141,7 @@ def goes_on_alike(pool, checkpoint, saved, small, layout, after=AFTER):
     assert others == pytest.approx(losses, rel=1e-6)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("small", "layout"),
     list(zip([LLAMA, TIED, FUSED, LLAMA], OTHERS, strict=True)),
@@ -158,7 +158,7 @@ def test_every_model_resumes_with_the_same_losses_on_every_layout(pool, checkpoi
     goes_on_alike(pool, checkpoint, saved, small, layout, LONG_AFTER)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("small", NAMES, ids=NAMES.values())
 def test_one_process_resumes_with_the_same_losses(alone, checkpoint, saved, small):
     out, _, _, losses, _ = saved(small)
@@ -210,6 +210,7 @@ def masters_after_loading(path, config, out, _):
 # --- random numbers ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_dropout_resumes_bit_for_bit(pool, checkpoint, tmp_path):
     path, config = checkpoint(FUSED), settings("1x1x2", data=2)
     losses, _ = pool.run(4, train_and_save, path, config, str(tmp_path), {}, 4)[0]

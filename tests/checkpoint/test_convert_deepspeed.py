@@ -203,6 +203,7 @@ def assert_trained(root, case, folder):
     assert any(not torch.equal(x, values[name]) for name, x in start.named_parameters())
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", CASES)
 def test_converted_weights_equal_the_engines(written, tmp_path, case):
     run(written / case, tmp_path / "new", model=written / CASES[case], trust_pickle=True)

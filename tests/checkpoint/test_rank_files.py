@@ -208,7 +208,7 @@ def load(monkeypatch, folder, config, rank, ranks, **kwargs):
     return cuboid.from_pretrained(folder, config, **kwargs)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("small", "mesh", "stages"),
     [

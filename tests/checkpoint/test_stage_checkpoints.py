@@ -176,7 +176,7 @@ def reloaded(path, config, out):
     return {name: tuple(x.shape) for name, x in state.items()}, {name: tuple(x.shape) for name, x in gradients.items()}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("small", [TIED, UNTIED], ids=["tied", "untied"])
 @pytest.mark.parametrize(
     ("stages", "mesh", "ranks"), [(2, "1x1x1", 2), (4, "1x1x1", 4), (2, "1x2x2", 8), (3, "1x1x1", 6)]
@@ -240,7 +240,7 @@ def _class_and_config(path):
     return AutoModelForCausalLM._model_mapping[type(config)], config
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("mesh", ["1x2x1", "1x1x2", "2x1x1", "1x2x4", "1x4x2", "2x2x2"])
 @pytest.mark.parametrize("chunk_bytes", [1, 20_000, 10**9])
 def test_the_chunked_loss_on_a_mesh(pool, checkpoint, mesh, chunk_bytes):

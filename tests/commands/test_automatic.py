@@ -129,6 +129,7 @@ def test_a_pipelines_mesh_and_segments(model):
     assert segment_choice(model, config_of({"size": 2}, pipeline={**pipeline, "segments": 2}), mesh) is None
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "keys",
     [{"chunks": "auto"}, {"chunks": 2, "stage_balance": "layers"}, {"chunks": 2, "stage_balance": [1, 2, 3, 2]}],
@@ -283,6 +284,7 @@ def settled(model, sections):
     return settle_stages(model, parse_config(sections), MeshShape()).pipeline
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("limit", [None, 1.25, 3.0])
 @pytest.mark.parametrize(("chunks", "layers"), [(2, 8), (2, 13), ("auto", 4), ("auto", 16)])
 def test_the_stages_are_where_the_shortest_step_has_them(caplog, chunks, layers, limit):
@@ -428,6 +430,7 @@ AUTOMATIC = """
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sections", ['{"pipeline": {"engine": "seq1f1b", "stages": 2}}', "{}"], ids=["stages", "mesh"])
 def test_an_engine_trains_on_what_was_chosen(tmp_path, sections):
     reports = reports_of(4, AUTOMATIC.replace("SECTIONS", sections), tmp_path)

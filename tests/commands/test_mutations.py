@@ -52,6 +52,7 @@ def check(report: PassReport, mutation: Mutation) -> None:
     assert set(mutation.found_by) & set(kinds)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_mistakes_that_were_missed_are_found(run: Run, name: str) -> None:
     check(run(BY_NAME[name]), BY_NAME[name])

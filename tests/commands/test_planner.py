@@ -182,6 +182,7 @@ def test_layouts_that_cannot_run_are_rejected(layout, error, message):
         estimate(describe(LLAMA_8B), layout, Cluster.parse("8x8xH100"), 4096)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
 def test_latent_attention_is_said_to_have_no_estimate_on_a_mesh(name):
     model, cluster = describe(small(name)), Cluster.parse("2xH100")
@@ -247,6 +248,7 @@ def test_search_says_why_nothing_fits():
         )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("cluster", "length"), [("2xV100-16GB", 4096), ("2xA100-40GB", 2**16)])
 def test_the_smallest_layout_is_named_with_all_that_it_needs(cluster, length):
     model, cluster = describe({**LLAMA_8B, "num_hidden_layers": 24}), Cluster.parse(cluster)
@@ -522,6 +524,7 @@ def test_every_recipe_answers_a_question():
     assert len(RECIPES) > 20
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_recipes_are_accepted_and_fit(path):
     config, rest = require_config(path)

@@ -125,13 +125,14 @@ def check(measured, most=0.02):
         assert stage.memory().parameters == pytest.approx(parameters, rel=0.001)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_what_a_rank_keeps_is_what_counters_see(pool, checkpoint, architecture, schedule):
     check(measure(pool, checkpoint(model(architecture)), schedule))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rows", [1, ROWS])
 @pytest.mark.parametrize("architecture", ["falcon", "bloom"])
 def test_layers_that_attend_by_themselves_keep_what_counters_see(pool, tmp_path, architecture, rows):
@@ -203,6 +204,7 @@ def test_counts_hold_for_units_of_other_sizes(name):
     assert own.kept.of(3, 320, keys) == pytest.approx(kept[last], rel=1e-3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 def test_the_first_count_of_a_process_is_as_any_other(name):
     described, counts = describe(small(name)), []
@@ -217,6 +219,7 @@ def test_the_first_count_of_a_process_is_as_any_other(name):
     assert counts[0] == counts[1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("segmented", [False, True])
 def test_the_count_is_the_same_while_a_model_is_being_loaded(segmented):
     described, counts = describe(small("llama")), []

@@ -271,6 +271,7 @@ def test_an_interrupted_run_resumes_on_one_rank(job, finished, interrupted):
     assert report.losses.heldout_last == pytest.approx(whole.losses.heldout_last, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_a_run_at_once(job, tmp_path):
     process = start(*LAUNCHERS["none"], *train_arguments(job, tmp_path, "long", "--steps=1000"))
     status, output = interrupt(process, "after 0 steps", signal.SIGINT, signal.SIGINT)

@@ -61,6 +61,7 @@ def run_model(path, axes, networks):
     return float(loss.detach()), gradients, cuboid.mesh_of(model).spans_networks
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("axes", [(1, 2, 3), (3, 1, 2), (1, 6, 1)], ids=str)
 def test_a_mesh_over_networks_computes_what_one_on_a_machine_does(checkpoint, axes):
     path = checkpoint(SmallModel("llama", heads=12, kv_heads=6, layers=1))

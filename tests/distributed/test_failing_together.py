@@ -68,6 +68,7 @@ def _load_early(path, failing):
     deepspeed.initialize(model=model, config=config)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_rank_that_fails_to_load_before_there_is_a_process_group_ends_the_others(checkpoint, failing):
     endings = endings_of(2, _load_early, checkpoint(SMALL), failing)
@@ -126,6 +127,7 @@ _UNHEARD = """
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["together", "alone"])
 def test_a_rank_that_fails_before_rank_0_can_know_prints_the_error_itself(tmp_path, way):
     script = tmp_path / "script.py"
@@ -265,6 +267,7 @@ def _die_in_a_step(path, way):
     train(engine, 1)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["raise", "die"])
 def test_a_rank_of_a_mesh_that_is_gone_in_a_step_is_named_by_the_others(checkpoint, way):
     endings = endings_of(4, _die_in_a_step, checkpoint(SMALL), way)

@@ -70,7 +70,7 @@ def recorded(step, *arguments):
     return recorder.issued
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_all_ranks_of_a_mesh_issue_the_same_in_one_order(pool, checkpoint, axes):
     ranks = axes[0] * axes[1] * axes[2]
@@ -82,7 +82,7 @@ def ranks_of(stages, axes):
     return (stages if isinstance(stages, int) else stages["stages"]) * axes[0] * axes[1] * axes[2]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("stages", "axes"),
     [(4, (1, 1, 1)), (2, (1, 2, 1)), (2, (2, 2, 1)), (4, (1, 2, 1)), (ROUND, (1, 1, 1)), (V, (1, 2, 1))],

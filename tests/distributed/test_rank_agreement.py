@@ -243,6 +243,7 @@ def _meet_one_that_ends(make_mesh, arrives, timeout_s):
     return run_on_all_ranks(lambda: None, mesh, what="a save")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("make_mesh", "arrives", "timeout_s", "kind", "text"),
     [

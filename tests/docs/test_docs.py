@@ -96,7 +96,17 @@ def test_settings_that_the_page_calls_refused_are_refused():
             check_framework_config(mode, {name: {"enabled": True}}, 2)
 
 
-@pytest.mark.parametrize("case", [*generate.WRITTEN, *generate.MEASURED])
+#: Generated parts whose searches and schedules take longest.
+SLOW = ("choosing", "timeline")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case
+        for case in (*generate.WRITTEN, *generate.MEASURED)
+    ],
+)
 def test_generated_parts_are_up_to_date(case):
     assert generate.main([case, "--check"]) == 0
 

@@ -64,7 +64,7 @@ def test_five_steps_equal_those_of_deepspeed_and_of_one_process(pool, checkpoint
     assert_alike(found, pool.run(4, under_deepspeed, path, config, torch.float32)[0], CLOSE)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(
     ("mesh", "stages", "data"),
@@ -114,6 +114,7 @@ def accumulate(path, config, passes):
     return norm, largest, changed, cuboid.full_state_dict(model)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(("small", "stages"), [(LLAMA, None), (TIED, 2)], ids=["replicas", "a tied pipeline"])
 def test_gradients_go_on_adding_up_after_a_look_at_their_norm(pool, checkpoint, small, stages, zero):
@@ -171,6 +172,7 @@ def step_in_bf16(path, config, steps):
     return {parameter.dtype for parameter in model.parameters()}, masters, followed, before, moved
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("mesh", "stages", "zero"), [("1x2x1", None, 0), ("1x2x1", None, 1), ("1x1x1", 2, 1)])
 def test_bf16_has_masters_that_keep_what_the_weights_cannot_show(pool, checkpoint, mesh, stages, zero):
     config = settings(mesh, stages, data=2, bf16={"enabled": True}, zero_optimization={"stage": zero})
@@ -197,6 +199,7 @@ def norms_after_clearing(path, config):
     return norms, float(optimizer.clip_grad_by_norm(1e9))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "fp32"])
 @pytest.mark.parametrize(("mesh", "stages", "zero"), [("1x1x2", None, 0), ("1x1x1", None, 1), ("1x1x1", 2, 0)])
 def test_a_models_zero_grad_clears_what_its_optimizer_keeps(pool, checkpoint, mesh, stages, zero, bf16):

@@ -104,7 +104,7 @@ def test_one_framework_resumes_from_the_others_checkpoint(pool, checkpoint, tmp_
     assert fresh != pytest.approx(wanted, rel=tolerance)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["2 x 1x2x1", "2 x 2 stages"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_same_layout_resumes_bit_for_bit_and_plain_transformers_loads_it(

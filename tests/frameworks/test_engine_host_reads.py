@@ -73,6 +73,7 @@ def reads_of_third_step(config):
     return reads.found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("sections", "wanted"),
     [

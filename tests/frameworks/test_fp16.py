@@ -110,6 +110,7 @@ def check(pool, path, expected, root, mesh, stages, zero, data):
         assert [loss for loss, *_ in found] == pytest.approx([loss for loss, *_ in expected(data)], rel=2e-3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("mesh", "stages", "zero", "data"), LAYOUTS)
 def test_the_scale_takes_the_path_of_plain_deepspeed(pool, checkpoint, expected, tmp_path, mesh, stages, zero, data):
     check(pool, checkpoint(SMALL), expected, str(tmp_path), mesh, stages, zero, data)

@@ -34,7 +34,7 @@ def zero(stage: int, clipping: float = 0.25) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage}, "gradient_clipping": clipping}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("mesh", "architecture", "stage", "data_parallel"),
     [

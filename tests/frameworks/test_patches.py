@@ -257,7 +257,7 @@ MISTAKES = """
 """
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [

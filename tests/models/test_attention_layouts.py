@@ -93,6 +93,7 @@ def test_latents(architecture, options, mesh):
     assert_as_alone(model, mesh, step_of(**batch))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mesh", ["1x1x2", "1x2x1"])
 @pytest.mark.parametrize("lora_rank", [14, None], ids=["latent queries", "whole queries"])
 def test_a_forward_without_backward_leaves_no_tensors(lora_rank, mesh):

@@ -130,7 +130,7 @@ def assert_as_plain(plain, mesh, batch, prepare=lambda model: None):
 # --- parity with plain transformers ----------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("architecture", "mesh", "options"),
     [
@@ -153,6 +153,7 @@ def test_loss_logits_and_every_gradient_are_those_of_the_plain_model(architectur
     assert_as_plain(built(architecture), mesh, micro_batch(**options))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("architecture", ["t5", "bart"])
 def test_activation_checkpointing_changes_nothing(architecture, reentrant):
@@ -197,6 +198,7 @@ def trained(path, axes, batch):
     return losses, type(model).__name__, sum(x.numel() for x in model.parameters()) / model.num_parameters()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("architecture", "axes"), [("t5", {"batch": 2, "hidden": 2}), ("bart", {"sequence": 2, "hidden": 2})]
 )

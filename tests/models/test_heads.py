@@ -120,7 +120,7 @@ def score(output, batch):
 # --- parity with plain transformers ----------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("architecture", "task", "mesh", "more"),
     [

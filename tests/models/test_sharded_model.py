@@ -64,7 +64,7 @@ def bytes_of_one_layer(small, mesh):
     return {axes: three[axes] - two.get(axes, 0) for axes in three if three[axes] != two.get(axes, 0)}
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("mesh", FIVE_MESHES)
 @pytest.mark.parametrize("small", [WIDE, SmallModel("gpt2", heads=24, kv_heads=24, head_dim=4)], ids=["llama", "gpt2"])
 def test_counted_bytes_are_the_formula(pool, mesh, small):
@@ -77,7 +77,7 @@ def test_counted_bytes_are_the_formula(pool, mesh, small):
             assert count == pytest.approx(expected[axes], abs=40), axes
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kv_heads", "mesh"), [(2, "1x2x4"), (1, "2x2x2"), (4, "1x8x1")])
 @pytest.mark.parametrize("bias", [False, True])
 def test_counted_bytes_are_the_formula_with_few_key_value_heads(pool, kv_heads, mesh, bias):
@@ -202,6 +202,7 @@ def logits_by_mode(small, mesh, gather_logits):
     return shapes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("setting", ["auto", True, False])
 def test_whole_unpadded_logits_where_they_are_wanted(pool, setting):
     whole = (BATCH, 13, WIDE.vocabulary)
@@ -309,6 +310,7 @@ def loss_with(mesh, implementation, sliding_window):
     return loss.item()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("sliding_window", [None, 5])
 def test_masks_are_right_for_each_attention_implementation(pool, implementation, sliding_window):
@@ -379,6 +381,7 @@ def bytes_read(path, mesh):
     return sum(taken), sum(p.nbytes for p in model.parameters())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3"])
 def test_a_rank_reads_its_slices_only(pool, checkpoint, architecture):
     path = checkpoint(SmallModel(architecture, heads=8, kv_heads=8))
@@ -395,7 +398,7 @@ def reloaded(path, mesh, out):
     cuboid.from_pretrained(path, mode(mesh)).save_pretrained(out)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3"])
 @pytest.mark.parametrize("mesh", ["1x2x3", "2x2x2"])
 def test_load_and_save_give_the_same_checkpoint(pool, checkpoint, tmp_path, architecture, mesh):
@@ -422,6 +425,7 @@ def head_reloaded(path, mesh):
     return cuboid.full_state_dict(model)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", ["1x1x2", "1x2x3", "2x1x3", "2x2x2"])
 def test_a_heads_bias_is_cut_as_its_weight(pool, tmp_path, mesh):
     small = SmallModel("llama", heads=12, kv_heads=12, vocabulary=133)

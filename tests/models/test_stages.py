@@ -162,6 +162,7 @@ def assert_equal(cut, whole, tolerance):
 # --- stages together are the model -------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_stages_in_a_chain_compute_what_the_whole_model_computes(architecture):
     model, outline = built(architecture)
@@ -187,6 +188,7 @@ def test_activation_checkpointing(architecture, reentrant):
     assert_equal(run_stages(cut_copies(model, outline, (2, 1, 1)), outline), whole, 1e-6)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_parameter_is_on_one_stage_but_for_tied_ones(architecture):
     model, outline = built(architecture)

@@ -82,7 +82,7 @@ def test_the_stages_may_be_where_the_shortest_step_has_them(
 ONCE = {"weight_gather": "step", "gradient_sync": "step"}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("schedule", "mesh", "small", "options"),
     [
@@ -200,6 +200,7 @@ def micro_batches() -> Iterator[dict[str, torch.Tensor]]:
 ABSENT, HEAD = "PlaceholderEnd", "Linear"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
@@ -243,6 +244,7 @@ def test_the_ends_of_the_model_are_where_the_placement_has_them(
     assert (tmp_path / "step_3.png").is_file()
 
 
+@pytest.mark.slow
 def test_the_example_config_trains(pool: WorkerPool, checkpoint: Callable[[SmallModel], str], tmp_path: Path) -> None:
     config = load_config(ROOT / "configs" / "llama_2_stages_2_chunks.json")
     assert config["pipeline"]["trace"] is True

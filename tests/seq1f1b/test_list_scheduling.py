@@ -146,6 +146,7 @@ def test_a_limit_below_one_micro_batch_is_rejected_with_what_would_work():
         list_schedule(PipelineShape(2, 2, 4), (0, 1), more, [1.5, 1.4])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "segments", "chunks", "limit", "times", "most"),
     [

@@ -86,7 +86,7 @@ def section(stages: int = 2, segments: Any = 3, **keys: Any) -> dict[str, Any]:
     return {"engine": "seq1f1b", "stages": stages, "segments": segments, **keys}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("stages", "segments", "micro_batches", "mesh", "replicas", "small"),
     [
@@ -130,6 +130,7 @@ SLOW = pytest.mark.slow
 ZERO_1 = {"zero_optimization": {"stage": 1}}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("small", "mesh", "name", "keys", "options"),
     [
@@ -154,6 +155,7 @@ def test_the_routers_loss_is_that_of_all_stages_and_segments(
     parity({"stages": 2, "segments": 3, "stage_balance": "layers", **keys}, small, mesh=mesh, name=name, **options)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["core", "engine"])
 @pytest.mark.parametrize("mesh", ["2x1x1", pytest.param("2x2x1", marks=pytest.mark.slow)])
 def test_weights_that_are_kept_for_the_step(parity: Compare, mesh: str, name: Literal["core", "engine"]) -> None:
@@ -172,7 +174,7 @@ REDUCED = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("mesh", "small", "name", "options"), REDUCED, ids=name_of)
 def test_gradients_that_are_reduced_once_a_step(
     parity: Compare, mesh: str, small: SmallModel, name: Literal["core", "engine"], options: dict[str, Any]
@@ -258,6 +260,7 @@ def test_segments_of_given_lengths(parity: Compare) -> None:
     parity({"partition": [4, 10, 18]}, mesh="1x2x1")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "keys", [{"partition": "even"}, {"segments": "auto"}, {"stages": 1, "segments": 32}], ids=name_of
 )
@@ -269,6 +272,7 @@ def test_segments_that_are_cut_anew_by_measured_times(parity: Compare) -> None:
     parity({"partition": "measured"}, steps=6, accumulate=3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [ALONE, "1x1x2"])
 def test_a_sequence_that_does_not_divide(parity: Compare, mesh: str) -> None:
     parity({}, mesh=mesh, sequence_length=29)
@@ -302,6 +306,7 @@ def test_packed_sequences(parity: Compare, small: SmallModel, mesh: str) -> None
     parity({}, small, mesh=mesh, packed=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{"masking": False}, {"positions": True}, {"left_padding": False}], ids=name_of)
 def test_without_a_mask_and_with_positions(parity: Compare, options: dict[str, bool]) -> None:
     parity({}, "gpt2", **options)
@@ -318,7 +323,7 @@ def test_schedules(parity: Compare, schedule: str, segments: int) -> None:
     parity({"stages": 3, "schedule": schedule, "segments": segments}, accumulate=3)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("small", "mesh"),
     [
@@ -338,6 +343,7 @@ def test_clipping(parity: Compare) -> None:
     assert min(report.norms[0]) > 0.25
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("architecture", "mesh"), [("gemma3", ALONE), ("gpt2", "1x2x1")])
 def test_cutting_in_memory(parity: Compare, architecture: Architecture, mesh: str) -> None:
     parity({}, architecture, mesh=mesh, shard_in_memory=True)
@@ -364,7 +370,7 @@ def zero(stage: int) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage}, "gradient_clipping": 0.25}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("stages", "mesh", "small", "zero_stage", "replicas"),
     [

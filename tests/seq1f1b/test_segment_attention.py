@@ -482,6 +482,7 @@ def checkpoint_in_float64(layer):
     layer._gradient_checkpointing_func = checkpointed
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize(("name", "implementation"), IMPLEMENTATIONS)
 def test_models_with_activation_checkpointing(name, implementation, use_reentrant):
@@ -497,6 +498,7 @@ def test_models_with_activation_checkpointing(name, implementation, use_reentran
     assert all(record_of(layer).calls == 2 * len(LENGTHS) for layer in segmented.layers.values())
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(("name", "implementation"), IMPLEMENTATIONS)
 def test_models_with_padding(name, implementation, side):

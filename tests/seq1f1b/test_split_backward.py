@@ -226,7 +226,7 @@ def test_the_time_of_one_product_is_shared_by_its_segments() -> None:
 # Whole pipelines beside one process, in float64
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("mesh", "small", "name"),
     [

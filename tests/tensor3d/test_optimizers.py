@@ -135,6 +135,7 @@ def matrices():
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 @pytest.mark.parametrize("pieces", [CUT, FLAT, SPREAD], ids=["cut", "flat", "spread"])
 def test_a_trial_agrees_with_what_is_known_of_torchs_optimizers(monkeypatch, name, pieces):
@@ -158,6 +159,7 @@ def adagrad_step(self):
             parameter.addcdiv_(parameter.grad, total.sqrt() + 1e-10, value=-group["lr"])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("make", "accepted"),
     [
@@ -381,7 +383,7 @@ REFUSED = [("Lamb", Lamb, {}), ("a clipping subclass", Clipping, {}), ("Adafacto
 REMADE = {"Adagrad"}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("framework", "config", "early", "every"),
     [

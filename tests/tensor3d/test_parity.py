@@ -78,7 +78,7 @@ def rows(mesh: str | dict[str, Any]) -> int | None:
     return MeshShape.parse(mesh).batch if isinstance(mesh, str) else None
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("mesh", "architecture"), COVERING)
 def test_every_mesh_and_architecture(parity: Compare, mesh: str, architecture: Architecture) -> None:
     report = parity(mesh, architecture, accumulate=2)
@@ -99,7 +99,7 @@ def test_the_whole_product(parity: Compare, mesh: str, architecture: Architectur
     parity(mesh, architecture, accumulate=2, sequence_length=29, shard_in_memory=in_memory)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kv_heads", [2, 1])
 @pytest.mark.parametrize("mesh", ["2x2x2", "1x8x1", "1x1x8", "8x1x1", "1x2x4"])
 def test_grouped_query_attention(parity: Compare, mesh: str, kv_heads: int) -> None:
@@ -111,7 +111,7 @@ def test_grouped_query_attention_where_groups_straddle_ranks(parity: Compare) ->
     parity("3x1x2", SmallModel("llama", heads=12, kv_heads=3))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", ["2x2x2", "1x8x1", "8x1x1"])
 @pytest.mark.parametrize(
     "small",
@@ -136,7 +136,7 @@ def test_a_sliding_window(parity: Compare) -> None:
     parity("1x2x2", SmallModel("mistral", sliding_window=8))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 @pytest.mark.parametrize("mesh", ["2x2x2", "1x8x1", "1x2x3"])
 def test_sequences_that_do_not_divide(parity: Compare, mesh: str, architecture: Architecture) -> None:
@@ -167,14 +167,14 @@ def test_the_mean_over_micro_batches(parity: Compare, architecture: Architecture
     parity("2x1x2", architecture, mean_over="micro_batches", accumulate=2)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 @pytest.mark.parametrize("mesh", ["2x2x1", "1x2x3"])
 def test_activation_checkpointing(parity: Compare, mesh: str, architecture: Architecture) -> None:
     parity(mesh, architecture, checkpointing=True, accumulate=2)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", ["1x2x2", "2x1x2", "2x2x1", "1x1x1"])
 def test_data_parallel_and_accumulation(parity: Compare, mesh: str) -> None:
     parity(mesh, "llama", data_parallel=2, accumulate=2)

@@ -87,7 +87,7 @@ def alone(pool, path):
 # --- weights that are kept ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("axes", [(6, 1, 1), (2, 3, 1), (3, 1, 2), (1, 2, 3)], ids=str)
 def test_kept_weights_give_the_same_and_are_freed(pool, path, alone, axes):
     ranks = pool.run(6, train, path, axes, {"weight_gather": "step"})
@@ -183,6 +183,7 @@ def test_a_pipeline_gathers_each_weight_once_a_step_if_it_is_to_keep_them(pool, 
         assert sent - once[2] == pytest.approx((2 * 4 - 1) * weights + (4 - 1) * end, abs=200)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", ["layer", "step"])
 def test_a_pipeline_reduces_each_gradient_once_a_step_if_it_is_to_wait(pool, path, mode):
     settings = {"weight_gather": mode}
@@ -237,7 +238,7 @@ def test_updates_count_until_nobody_wants_to_know():
 # --- with activation checkpointing, and parts ---------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", ["layer", "step"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_layers_give_the_same(pool, path, alone, reentrant, mode):
@@ -449,6 +450,7 @@ def inputs_alive_in_backward(path, axes, keep_graph):
     return alive
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("axes", [(1, 2, 3), (2, 1, 3)], ids=str)
 def test_backward_frees_an_input_once_the_whole_is_on_its_way(pool, path, axes):
     for kept in (False, True):

@@ -185,7 +185,7 @@ def verdict_of(architecture, **options):
     return check.check(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("architecture", "options", "kind"),
     [
@@ -255,6 +255,7 @@ def test_a_model_with_another_loss_is_no_pipelines(monkeypatch):
     assert "its own loss isn't what a pipeline computes" in verdict.reason_against("whole")
 
 
+@pytest.mark.slow
 def test_the_probe_sees_to_the_routers_loss(monkeypatch):
     assert not any(verdict_of("mixtral", output_router_logits=True).refused.values())
 
