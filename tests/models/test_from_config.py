@@ -124,3 +124,35 @@ def test_ranks_that_made_different_weights_are_told_when_they_connect(pool, mesh
         assert "rank 0's generator has the seed 7, rank 1's has 8. Call torch.manual_seed with the same" in message
     for message in run((7, 7), (0, 1)):
         assert "rank 0 and rank 1 have the seed 7, but one drew more before" in message
+
+
+def connected_in_memory(config, ds_config, changed):
+    """The error of connecting ranks that have sharded a model in memory, which is another one on the last rank."""
+    is_last = torch.distributed.get_rank() == 1
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config)
+    if is_last and changed == "seed":
+        model = AutoModelForCausalLM.from_config(config)
+    if is_last and changed == "one":
+        torch.nn.init.ones_(model.model.layers[1].mlp.up_proj.weight)
+    if is_last and changed == "bias":
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **LLAMA, attention_bias=True))
+    try:
+        cuboid.mesh_of(cuboid.shard(model, ds_config)).connect()
+    except MeshError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("mesh", "stages"), [("1x1x2", 1), ("1x1x1", 2)])
+def test_ranks_that_shard_different_models_are_told_when_they_connect(pool, mesh, stages):
+    run = functools.partial(pool.run, 2, connected_in_memory, CONFIGS["llama"], ds_config(mesh, stages))
+    assert run(None) == ["", ""]
+    for message in run("seed"):
+        assert "model.embed_tokens.weight is another on rank 1 than on rank 0" in message
+        assert "call torch.manual_seed with the same number on all ranks" in message
+    for message in run("one"):
+        assert "model.layers.1.mlp.up_proj.weight is another on rank 1 than on rank 0, as are 0 more of" in message
+    for message in run("bias"):
+        assert "rank 0's has no model.layers.0.self_attn.q_proj.bias" in message

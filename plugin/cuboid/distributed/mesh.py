@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import socket
 import warnings
@@ -109,6 +110,8 @@ class Mesh:
         self._connected = False
         #: For :meth:`connect`, which checks that all ranks have the same; None for weights that weren't made.
         self.weight_seed: WeightSeed | None = None
+        #: Likewise: a checksum of each tensor, by name, of a model that every rank had in memory; of others empty.
+        self.weight_checksums: Mapping[str, int] = {}
         #: Whether the ranks are threads of this process instead of processes of torch.distributed.
         self.in_threads = False
         #: Whether gloo connects ranks on several machines or in several network namespaces: then collectives are direct
@@ -144,7 +147,8 @@ class Mesh:
 
         Raises:
             MeshError: the mesh has several ranks and ``torch.distributed`` isn't initialised, or its world is
-                not the one that the mesh was laid out for; or the ranks' meshes or the seeds of their weights differ.
+                not the one that the mesh was laid out for; or the ranks' meshes, or the seeds or values of their
+                weights, differ.
         """
         if self._connected:
             return
@@ -307,11 +311,13 @@ class Mesh:
             )
 
     def _find_nodes(self) -> None:
-        """Find out which ranks share a node, and check that all ranks have the same mesh and seed of the weights."""
+        """Find out which ranks share a node, and check that all ranks have the same mesh and weights."""
         own = host_identity("net") if dist.get_backend() == "gloo" else socket.gethostname()
-        gathered = [("", "", self.placement, self.weight_seed)] * self.topology.world_size
-        dist.all_gather_object(gathered, (own, str(self.shape), self.placement, self.weight_seed))
-        nodes, shapes, placements, seeds = zip(*gathered, strict=True)
+        # One for all tensors, because those of each are many: they are gathered only for the error.
+        weights = hashlib.sha256(repr(sorted(self.weight_checksums.items())).encode()).hexdigest()
+        gathered = [("", "", self.placement, self.weight_seed, weights)] * self.topology.world_size
+        dist.all_gather_object(gathered, (own, str(self.shape), self.placement, self.weight_seed, weights))
+        nodes, shapes, placements, seeds, all_weights = zip(*gathered, strict=True)
         if len(set(shapes)) > 1:
             raise MeshError(
                 f"ranks have different meshes, {', '.join(sorted(set(shapes)))}; rank {self.rank} has {self.shape}: "
@@ -322,7 +328,12 @@ class Mesh:
                 f"ranks have the pipeline's stages in different places, {', '.join(map(str, sorted(set(placements))))};"
                 f" rank {self.rank} has {self.placement}: give all ranks the same config, and the same versions"
             )
-        _check_seeds(seeds)
+        if len(set(all_weights)) == 1:
+            _check_seeds(seeds)
+        else:
+            checksums: list[Mapping[str, int]] = [{}] * self.topology.world_size
+            dist.all_gather_object(checksums, self.weight_checksums)
+            raise MeshError(_other_weights(checksums))
         # Only for gloo: other backends choose routes themselves, and unbatched sends and receives would wait for one
         # another on NCCL's single stream.
         self.spans_networks = dist.get_backend() == "gloo" and len(set(nodes)) > 1
@@ -401,6 +412,24 @@ def _check_seeds(seeds: Sequence[WeightSeed | None]) -> None:
         f"ranks made the model's new weights from different random numbers, so that these don't belong together: {how}."
         " Call torch.manual_seed with the same number on all ranks right before the model is made; a seed for each rank"
         " may follow after that"
+    )
+
+
+def _other_weights(checksums: Sequence[Mapping[str, int]]) -> str:
+    """Says which tensor of a model in memory differs between ranks."""
+    first = checksums[0]
+    other = next(rank for rank, found in enumerate(checksums) if found != first)
+    theirs = checksums[other]
+    for rank, own, others in ((0, first, theirs), (other, theirs, first)):
+        lacking = next((name for name in others if name not in own), None)
+        if lacking is not None:
+            return f"ranks sharded different models: rank {rank}'s has no {lacking}. Give all ranks the same one"
+    differing = [name for name in first if first[name] != theirs[name]]
+    return (
+        f"ranks sharded a model with different weights in memory: {differing[0]} is another on rank {other} than on "
+        f"rank 0, as are {len(differing) - 1} more of {len(first)} tensors. Every rank must have the same weights: "
+        "load them on all ranks, or call torch.manual_seed with the same number on all ranks right before the model is "
+        "made. cuboid.from_pretrained and cuboid.from_config make them alike"
     )
 
 

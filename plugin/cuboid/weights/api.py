@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
@@ -30,6 +32,8 @@ from cuboid.weights.save import save_sharded
 
 #: Arguments of ``from_pretrained`` that locate a config.
 _OF_THE_HUB = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "trust_remote_code", "code_revision")
+#: Elements of each tensor of a model in memory that ranks compare.
+_SAMPLE = 256
 _active: ContextVar[CuboidConfig | None] = ContextVar("cuboid_active_config", default=None)
 
 
@@ -136,7 +140,8 @@ def from_config(
 def shard(model: PreTrainedModel, config: ConfigSource | CuboidConfig) -> PreTrainedModel:
     """Shard a model in memory, in place, and reduce it to this rank's pipeline stage, as the config says.
 
-    Every rank must have the same weights.
+    Every rank must have the same weights. Where samples of them differ, whatever connects the ranks first
+    (``deepspeed.initialize``, ``boost``, a forward) raises.
 
     Raises:
         ConfigError, MeshError, UnsupportedModelError: before the model is changed.
@@ -157,6 +162,8 @@ def _shard(model: PreTrainedModel, parsed: CuboidConfig) -> PreTrainedModel:
     shape = choose_mesh(model, parsed, world_size=current_world_size())
     parsed = settle_stages(model, parsed, shape, world_size=current_world_size())
     mesh = Mesh(shape, pipe=parsed.stages, placement=parsed.placement)
+    # Compared once there is a process group; there may be none yet.
+    mesh.weight_checksums = _sample_checksums(model)
     shard_of = functools.partial(take_shard, mesh=mesh)
     if parsed.pipeline is None:
         return shard_modules(model, certified_plan(model, shape), mesh, parsed.tensor_parallel, shard_of)
@@ -166,6 +173,21 @@ def _shard(model: PreTrainedModel, parsed: CuboidConfig) -> PreTrainedModel:
     cut_model(model, staging)
     parallel_plan = None if verdict is None else make_parallel_plan(model, shape, verdict)
     return finish_stage(model, staging, mesh, parallel_plan, shard_of)
+
+
+def _sample_checksums(model: nn.Module) -> dict[str, int]:
+    """A checksum of up to ``_SAMPLE`` elements of each parameter and buffer, evenly spread, by name.
+
+    Tensors on the meta device have no values, and none here.
+    """
+    checksums = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta or not tensor.numel():
+            continue
+        elements = tensor.detach().flatten()
+        sample = elements[:: -(-len(elements) // _SAMPLE)].contiguous()
+        checksums[name] = zlib.crc32(sample.view(torch.uint8).cpu().numpy().tobytes())
+    return checksums
 
 
 def save_pretrained(model: nn.Module, directory: str | Path, **kwargs: Any) -> None:
