@@ -314,10 +314,10 @@ class Mesh:
         """Find out which ranks share a node, and check that all ranks have the same mesh and weights."""
         own = host_identity("net") if dist.get_backend() == "gloo" else socket.gethostname()
         # One for all tensors, because those of each are many: they are gathered only for the error.
-        weights = hashlib.sha256(repr(sorted(self.weight_checksums.items())).encode()).hexdigest()
-        gathered = [("", "", self.placement, self.weight_seed, weights)] * self.topology.world_size
-        dist.all_gather_object(gathered, (own, str(self.shape), self.placement, self.weight_seed, weights))
-        nodes, shapes, placements, seeds, all_weights = zip(*gathered, strict=True)
+        digest = hashlib.sha256(repr(sorted(self.weight_checksums.items())).encode()).hexdigest()
+        gathered = [("", "", self.placement, self.weight_seed, digest)] * self.topology.world_size
+        dist.all_gather_object(gathered, (own, str(self.shape), self.placement, self.weight_seed, digest))
+        nodes, shapes, placements, seeds, digests = zip(*gathered, strict=True)
         if len(set(shapes)) > 1:
             raise MeshError(
                 f"ranks have different meshes, {', '.join(sorted(set(shapes)))}; rank {self.rank} has {self.shape}: "
@@ -328,12 +328,12 @@ class Mesh:
                 f"ranks have the pipeline's stages in different places, {', '.join(map(str, sorted(set(placements))))};"
                 f" rank {self.rank} has {self.placement}: give all ranks the same config, and the same versions"
             )
-        if len(set(all_weights)) == 1:
-            _check_seeds(seeds)
-        else:
+        if len(set(digests)) > 1:
             checksums: list[Mapping[str, int]] = [{}] * self.topology.world_size
             dist.all_gather_object(checksums, self.weight_checksums)
-            raise MeshError(_other_weights(checksums))
+            raise MeshError(_weight_difference(checksums))
+        # Last: beside a rank that made its slices, one with a model in memory has no seed, but that is not the cause.
+        _check_seeds(seeds)
         # Only for gloo: other backends choose routes themselves, and unbatched sends and receives would wait for one
         # another on NCCL's single stream.
         self.spans_networks = dist.get_backend() == "gloo" and len(set(nodes)) > 1
@@ -415,8 +415,8 @@ def _check_seeds(seeds: Sequence[WeightSeed | None]) -> None:
     )
 
 
-def _other_weights(checksums: Sequence[Mapping[str, int]]) -> str:
-    """Says which tensor of a model in memory differs between ranks."""
+def _weight_difference(checksums: Sequence[Mapping[str, int]]) -> str:
+    """Which tensor of a model in memory differs between ranks, for an error."""
     first = checksums[0]
     other = next(rank for rank, found in enumerate(checksums) if found != first)
     theirs = checksums[other]

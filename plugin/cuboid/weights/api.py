@@ -32,7 +32,7 @@ from cuboid.weights.save import save_sharded
 
 #: Arguments of ``from_pretrained`` that locate a config.
 _OF_THE_HUB = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "trust_remote_code", "code_revision")
-#: Elements of each tensor of a model in memory that ranks compare.
+#: Elements that ranks compare of each tensor of a model in memory, at most.
 _SAMPLE = 256
 _active: ContextVar[CuboidConfig | None] = ContextVar("cuboid_active_config", default=None)
 
@@ -162,8 +162,9 @@ def _shard(model: PreTrainedModel, parsed: CuboidConfig) -> PreTrainedModel:
     shape = choose_mesh(model, parsed, world_size=current_world_size())
     parsed = settle_stages(model, parsed, shape, world_size=current_world_size())
     mesh = Mesh(shape, pipe=parsed.stages, placement=parsed.placement)
-    # Compared once there is a process group; there may be none yet.
-    mesh.weight_checksums = _sample_checksums(model)
+    if mesh.topology.world_size > 1:
+        # Compared once there is a process group; there may be none yet.
+        mesh.weight_checksums = _sample_checksums(model)
     shard_of = functools.partial(take_shard, mesh=mesh)
     if parsed.pipeline is None:
         return shard_modules(model, certified_plan(model, shape), mesh, parsed.tensor_parallel, shard_of)

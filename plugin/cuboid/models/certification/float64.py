@@ -30,14 +30,12 @@ class KeepFloat64(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = {} if kwargs is None else kwargs
+        kwargs = kwargs or {}
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
             if func is torch.Tensor.float:
                 return args[0]
-            if any(argument is torch.float32 for argument in args):
-                args = tuple(_widened(argument) for argument in args)
-            if kwargs:
-                kwargs = {name: _widened(value) for name, value in kwargs.items()}
+            args = tuple(_widened(argument) for argument in args)
+            kwargs = {name: _widened(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
