@@ -150,9 +150,9 @@ def test_ranks_that_shard_different_models_are_told_when_they_connect(pool, mesh
     run = functools.partial(pool.run, 2, connected_in_memory, CONFIGS["llama"], ds_config(mesh, stages))
     assert run(None) == ["", ""]
     for message in run("seed"):
-        assert "model.embed_tokens.weight is another on rank 1 than on rank 0" in message
+        assert "model.embed_tokens.weight differs between rank 0 and rank 1" in message
         assert "call torch.manual_seed with the same number on all ranks" in message
     for message in run("one"):
-        assert "model.layers.1.mlp.up_proj.weight is another on rank 1 than on rank 0, as are 0 more of" in message
+        assert "model.layers.1.mlp.up_proj.weight differs between rank 0 and rank 1, and so do 0 more of" in message
     for message in run("bias"):
         assert "rank 0's has no model.layers.0.self_attn.q_proj.bias" in message

@@ -426,8 +426,8 @@ def _weight_difference(checksums: Sequence[Mapping[str, int]]) -> str:
             return f"ranks sharded different models: rank {rank}'s has no {lacking}. Give all ranks the same one"
     differing = [name for name in first if first[name] != theirs[name]]
     return (
-        f"ranks sharded a model with different weights in memory: {differing[0]} is another on rank {other} than on "
-        f"rank 0, as are {len(differing) - 1} more of {len(first)} tensors. Every rank must have the same weights: "
+        f"ranks sharded a model with different weights in memory: {differing[0]} differs between rank 0 and rank "
+        f"{other}, and so do {len(differing) - 1} more of {len(first)} tensors. Every rank must have the same weights: "
         "load them on all ranks, or call torch.manual_seed with the same number on all ranks right before the model is "
         "made. cuboid.from_pretrained and cuboid.from_config make them alike"
     )

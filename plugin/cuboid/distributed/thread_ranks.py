@@ -2,6 +2,9 @@
 
 They run the same code as ranks of a cluster; only the transport differs. This is for examining models of a few thousand
 parameters in a second, not for training.
+
+One rank computes at a time, until it waits for others in a collective: threads of Python code can't run at once, and
+are several times slower where they take the interpreter from each other at every call.
 """
 
 from __future__ import annotations
@@ -25,11 +28,37 @@ _TIMEOUT_S = 120.0
 
 
 class _Meeting:
-    """A slot for each rank's tensor, and a barrier: where the ranks of a group exchange tensors."""
+    """Slots for each rank's tensor, and a barrier: where the ranks of a group exchange tensors.
 
-    def __init__(self, count: int) -> None:
+    Args:
+        count: number of ranks.
+        turn: held by the one rank that computes; a rank gives it up while it waits here.
+    """
+
+    def __init__(self, count: int, turn: threading.Lock) -> None:
         self.barrier = threading.Barrier(count, timeout=_TIMEOUT_S)
-        self.given: list[torch.Tensor] = [torch.empty(0)] * count
+        self._turn = turn
+        # Two sets of slots, used alternately: whoever passes the barrier of one exchange knows that all ranks have
+        # read the slots of the one before it, which the next exchange overwrites.
+        self._slots: tuple[list[Any], list[Any]] = ([None] * count, [None] * count)
+        self._exchanges = [0] * count
+
+    def reset(self) -> None:
+        """Forget a run that may have failed."""
+        self.barrier.reset()
+        self._exchanges = [0] * len(self._exchanges)
+
+    def exchange(self, own: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """Copies of all ranks' tensors, by rank."""
+        slots = self._slots[self._exchanges[rank] % 2]
+        self._exchanges[rank] += 1
+        slots[rank] = own.detach().clone()
+        self._turn.release()
+        try:
+            self.barrier.wait()
+        finally:
+            self._turn.acquire()
+        return list(slots)
 
 
 class _Done:
@@ -60,40 +89,27 @@ class ThreadGroup(dist.ProcessGroup):
         """``dist.all_reduce``, of sums and maxima. It adds in rank order, so that all ranks get bitwise the same."""
         (own,) = tensors if isinstance(tensors, list | tuple) else (tensors,)
         is_max = opts is not None and opts.reduceOp == dist.ReduceOp.MAX
-
-        def reduce(given: list[torch.Tensor]) -> torch.Tensor:
-            stacked = torch.stack(given)
-            return stacked.amax(0) if is_max else stacked.sum(0)
-
-        own.copy_(self._meet(own, reduce))
+        stacked = torch.stack(self._exchange(own))
+        own.copy_(stacked.amax(0) if is_max else stacked.sum(0))
         return _Done()
 
     def all_gather_single(self, output: torch.Tensor, own: torch.Tensor, _: Any = None) -> Any:
         """``dist.all_gather_into_tensor``."""
-        output.view(-1).copy_(self._meet(own, lambda given: torch.cat([each.reshape(-1) for each in given])))
+        torch.cat([each.reshape(-1) for each in self._exchange(own)], out=output.view(-1))
         return _Done()
 
     def reduce_scatter_single(self, output: torch.Tensor, own: torch.Tensor, _: Any = None) -> Any:
         """``dist.reduce_scatter_tensor``, of sums."""
-
-        def reduce(given: list[torch.Tensor]) -> torch.Tensor:
-            return torch.stack([each.view(self._size, -1)[self._rank] for each in given]).sum(0)
-
-        output.view(-1).copy_(self._meet(own, reduce))
+        shards = [each.view(self._size, -1)[self._rank] for each in self._exchange(own)]
+        output.view(-1).copy_(torch.stack(shards).sum(0))
         return _Done()
 
     # Names of these methods in earlier versions of torch.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
-    def _meet(self, own: torch.Tensor, read: Callable[[list[torch.Tensor]], torch.Tensor]) -> torch.Tensor:
-        meeting = self._meeting
-        meeting.given[self._rank] = own.detach()
-        meeting.barrier.wait()
-        found = read(list(meeting.given))
-        # Until all ranks have read, none may return: its caller may change the tensor.
-        meeting.barrier.wait()
-        return found
+    def _exchange(self, own: torch.Tensor) -> list[torch.Tensor]:
+        return self._meeting.exchange(own, self._rank)
 
 
 class ThreadRanks:
@@ -111,7 +127,8 @@ class ThreadRanks:
         world_size = shape.size * pipe
         self.meshes = [Mesh(shape, pipe=pipe, rank=rank, world_size=world_size) for rank in range(world_size)]
         self._places = self.meshes[: shape.size]
-        self._meetings = _connect(self.meshes)
+        self._turn = threading.Lock()
+        self._meetings = _connect(self.meshes, self._turn)
 
     def run(self, action: Callable[[Mesh], T]) -> list[T]:
         """Run an action on every rank of a mesh.
@@ -126,14 +143,15 @@ class ThreadRanks:
             Exception: the error of the first rank that failed by itself; ranks that wait for it are released.
         """
         for meeting in self._meetings:
-            meeting.barrier.reset()
+            meeting.reset()
         results: list[Any] = [None] * len(self._places)
         failures: list[BaseException] = []
         let_go: list[BaseException] = []
 
         def run(mesh: Mesh, context: contextvars.Context) -> None:
             try:
-                results[mesh.rank] = context.run(action, mesh)
+                with self._turn:
+                    results[mesh.rank] = context.run(action, mesh)
             except BaseException as error:
                 if _was_let_go(error):
                     let_go.append(error)
@@ -169,14 +187,14 @@ def _was_let_go(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _connect(meshes: list[Mesh]) -> list[_Meeting]:
+def _connect(meshes: list[Mesh], turn: threading.Lock) -> list[_Meeting]:
     split = meshes[0].split_axes(AXES)
     subsets = chain.from_iterable(combinations(split, count) for count in range(1, len(split) + 1))
     groups: list[dict[frozenset[str], dist.ProcessGroup]] = [{} for _ in meshes]
     meetings = []
     for axes in subsets:
         for ranks in meshes[0].topology.groups(axes):
-            meeting = _Meeting(len(ranks))
+            meeting = _Meeting(len(ranks), turn)
             meetings.append(meeting)
             for index, rank in enumerate(ranks):
                 groups[rank][frozenset(axes)] = ThreadGroup(meeting, index, len(ranks))
