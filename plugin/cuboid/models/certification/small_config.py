@@ -16,9 +16,11 @@ _MOST_LAYERS, _LABELS = 8, 3
 #: The small sizes, by the keys that configs of transformers use.
 _SIZES: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCABULARY),
-    **dict.fromkeys(("decoder_vocab_size",), VOCABULARY),
+    **dict.fromkeys(("decoder_vocab_size", "encoder_hash_byte_group_vocab"), VOCABULARY),
+    **dict.fromkeys(("pronunciation_vocab_size", "shape_vocab_size"), VOCABULARY),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim_model", "emb_dim", "embedding_dim", "dim"), HIDDEN),
-    **dict.fromkeys(("attention_hidden_size", "lru_width", "embedding_size"), HIDDEN),
+    **dict.fromkeys(("attention_hidden_size", "lru_width", "embedding_size", "hidden_size_global"), HIDDEN),
+    **dict.fromkeys(("pronunciation_embed_dim", "shape_embed_dim"), HIDDEN // 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), HEADS),
     **dict.fromkeys(("decoder_attention_heads", "swa_num_attention_heads", "index_n_heads"), HEADS),
     **dict.fromkeys(("encoder_attention_heads",), HEADS),
@@ -165,7 +167,9 @@ def _kept_layers(fields: Mapping[str, Any], count: int) -> list[int]:
 
 
 def _smaller(name: str, value: Any, fields: Mapping[str, Any], kept: list[int] | None) -> Any:
-    if name in _LAYERS and kept is not None:
+    # xLSTM has its number of layers twice; encoders of audio have another number of blocks of their own.
+    is_count = name in _LAYERS or (name == "num_blocks" and value == fields.get("num_hidden_layers"))
+    if is_count and kept is not None:
         return len(kept)
     if name == _FIRST_OF_TARGET:
         return _TOKENS["bos_token_id"]
