@@ -23,7 +23,7 @@ from cuboid.distributed.topology import AXES, MeshShape
 
 T = TypeVar("T")
 
-#: Timeout of a collective that some rank never joins. Long, because all ranks may compute on one processor meanwhile.
+#: Timeout of a collective that some rank never joins. Long, because the others may compute meanwhile, one by one.
 _TIMEOUT_S = 120.0
 
 
@@ -52,6 +52,7 @@ class _Meeting:
         """Copies of all ranks' tensors, by rank."""
         slots = self._slots[self._exchanges[rank] % 2]
         self._exchanges[rank] += 1
+        # A copy: the caller may change its tensor while other ranks still read.
         slots[rank] = own.detach().clone()
         self._turn.release()
         try:

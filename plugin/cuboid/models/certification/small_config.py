@@ -167,9 +167,9 @@ def _kept_layers(fields: Mapping[str, Any], count: int) -> list[int]:
 
 
 def _smaller(name: str, value: Any, fields: Mapping[str, Any], kept: list[int] | None) -> Any:
-    # xLSTM has its number of layers twice; encoders of audio have another number of blocks of their own.
-    is_count = name in _LAYERS or (name == "num_blocks" and value == fields.get("num_hidden_layers"))
-    if is_count and kept is not None:
+    # xLSTM's config has the number of layers under this key, too. Audio encoders have blocks that aren't layers.
+    is_layer_count = name in _LAYERS or (name == "num_blocks" and value == fields.get("num_hidden_layers"))
+    if is_layer_count and kept is not None:
         return len(kept)
     if name == _FIRST_OF_TARGET:
         return _TOKENS["bos_token_id"]
