@@ -125,7 +125,13 @@ _REPAIRS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "dots1": {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "deepseek_v2": {"num_experts_per_tok": 6},
-    "qwen4_exp_text": {},
+    "xmod": {"default_language": "en_XX"},
+    "qwen4_exp_text": {
+        **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256},
+        **{"indexer_budget": 2048, "indexer_compress_ratio": 4},
+    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", **_ROPE}}},
+    "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 8, "rope_theta": 500000.0}},
 }
 #: For what other tasks these are probed on meshes; the page shows them as examples, and the table saves their users the
 #: probe's seconds.

@@ -79,6 +79,13 @@ def test_other_files_do_not_count(root):
     assert remark(root, change=lambda: (root / "other.py").write_text("x = 1\n")) is None
 
 
+def test_files_that_no_benchmark_runs_do_not_count(root):
+    path = root / freshness.NOT_MEASURED[0]
+    path.parent.mkdir(parents=True)
+    assert remark(root, ("plugin/**/*.py", "code/*.py"), change=lambda: path.write_text("x = 1\n")) is None
+    assert all((ROOT / path).is_file() for path in freshness.NOT_MEASURED)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_each_case_names_code_that_there_is(name):
     sources = importlib.import_module(name).CASE.sources

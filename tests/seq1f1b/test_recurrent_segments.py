@@ -37,7 +37,7 @@ def difference(architecture, lengths, padding="none", **checkpointing):
     cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     # A recomputation runs where what keeps float64 doesn't reach, so that norms are computed in float32 then.
     with check.quiet_cpu(), precision(keep_float64=not checkpointing):
-        model = check.random_model(cls, config, None, torch.float64)
+        model = check.random_model(cls, config, None, check.ATTEMPTS[0])
         outline = draw_outline(cls, config)
         counts = check.stage_counts(outline)
         stages = []

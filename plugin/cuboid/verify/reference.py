@@ -74,7 +74,15 @@ def load_plain(plan: Plan) -> Any:
     if plan.rounded:
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16().to(parameter.dtype)
-    return model.to(device())
+    return widened(model, plan).to(device())
+
+
+def widened(model: Any, plan: Plan) -> Any:
+    """A model, in place; if casts to float32 are skipped, without the weights that it keeps in float32 for them."""
+    if plan.keep_float64 and plan.torch_dtype == torch.float64:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.float64)
+    return model
 
 
 def device() -> torch.device:

@@ -22,7 +22,7 @@ from cuboid.models.pipeline.pipeline import Pipeline
 from cuboid.models.stages.stage_model import StageModel
 from cuboid.verify.plan import Plan, vocabulary_of
 from cuboid.verify.probe import Masks, mask_correlation, probe, probe_dropout, probe_stage, residual_part
-from cuboid.verify.reference import device, load_plain
+from cuboid.verify.reference import device, load_plain, widened
 from cuboid.verify.storage import SAVED, write, write_part
 from cuboid.verify.task_inputs import micro_batches, options_of, run_forward
 from cuboid.verify.training import MOMENT, Outcome, Tensors, parameter_groups, prepare, run_replicas, train
@@ -170,13 +170,15 @@ def _moments(engine: Any, mesh: Mesh) -> Tensors:
     runs = adapt_optimizer(engine.optimizer, names).state().quantities[MOMENT]
     found: dict[int, torch.Tensor] = {}
     for name, parameter in parameters.items():
+        if not parameter.requires_grad:
+            continue
         run = runs[name]
         # Row 0: each element's value. Row 1: how many replicas have it, which is all of them, or one under ZeRO.
         held = torch.zeros(2, parameter.numel(), dtype=run.values.dtype, device=parameter.device)
         held[0, run.start : run.stop], held[1, run.start : run.stop] = run.values, 1
         OnMesh(mesh).sum_over_replicas(held)
         found[id(parameter)] = (held[0] / held[1]).view_as(parameter)
-    return full_values(engine.module, lambda parameter: found[id(parameter)])
+    return full_values(engine.module, lambda parameter: found.get(id(parameter)))
 
 
 def _engine_step(engine: Any, batches: list[Tensors], mesh: Mesh) -> float:
@@ -197,4 +199,4 @@ def _load(plan: Plan, config: dict[str, Any]) -> Any:
         return cuboid.shard(load_plain(plan), config)
     with cuboid.scope(config):
         model = plan.auto_class.from_pretrained(plan.checkpoint, **plan.loading_options())
-    return model.to(device())
+    return widened(model, plan).to(device())

@@ -254,6 +254,11 @@ class _Loading:
 
     def initialize_weights(self: Any) -> None:
         # Leaves loaded weights alone, and makes buffers that the checkpoint lacks.
+        for module in self.modules():
+            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            if own and all(getattr(x, "_is_hf_initialized", False) for x in own):
+                # Some formulas for new values fail on a rank's slices, even where nothing is kept of them.
+                module._is_hf_initialized = True
         with taken_for_initialized(self):
             super().initialize_weights()  # type: ignore[misc]
 

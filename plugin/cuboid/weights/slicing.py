@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
 from cuboid.distributed.mesh import Mesh
 from cuboid.models.sharded.parallel_plan import ParallelPlan
@@ -21,14 +24,49 @@ _EXPERT_DIMS = 3
 
 
 def mark_parameters(model: Any, parallel_plan: ParallelPlan, mesh: Mesh) -> None:
-    """Replace each parameter by a DTensor on the meta device that has the placement of this rank's shard."""
+    """Replace each parameter by a DTensor on the meta device that has the placement of this rank's shard.
+
+    What can't be read in slices stays as it is: it is read in full and sliced later.
+    """
+    made_by = _makers(model)
+    prefixes = {module: prefix for prefix, module in model.named_modules()}
     for module, name, layout in parallel_plan.parameters_of(model):
         if layout.ragged and "hidden" in layout.fsdp_axes:
-            # No DTensor placement describes how the bias of a head is sharded, so it is read in full and sliced later.
+            # No DTensor placement describes how the bias of a head is sharded.
+            continue
+        if not all(_is_made_of_slices(maker, layout, mesh) for maker in made_by(f"{prefixes[module]}.{name}")):
             continue
         whole = getattr(module, name)
         marked = nn.Parameter(_placed(whole, layout, mesh), requires_grad=whole.requires_grad)
         module.register_parameter(name, marked)
+
+
+def _makers(model: Any) -> Callable[[str], list[WeightConverter]]:
+    """The converters of transformers that may make a parameter out of a checkpoint's tensors, by its name."""
+    converters = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightConverter)]
+    # Reversed, a converter reads what it makes.
+    pairs = [(each, each.reverse_transform()) for each in converters]
+    return lambda name: [each for each, back in pairs if back.rename_source_key(name)[1] is not None]
+
+
+def _is_made_of_slices(converter: WeightConverter, layout: ShardingSpec, mesh: Mesh) -> bool:
+    """Whether a converter makes a rank's slice of a parameter out of the same slices of what it reads.
+
+    transformers slices tensors before it converts them. That is right if it only stacks experts, and joins along dims
+    that aren't split, or that are split in as many parts as are joined.
+    """
+    sources = len(converter.source_patterns)
+    for operation in converter.operations:
+        if isinstance(operation, MergeModulelist):
+            continue
+        if not isinstance(operation, Concatenate):
+            return False
+        dim = operation.dim
+        if dim == 0 and mesh.size(*layout.fsdp_axes) > 1:
+            return False
+        if mesh.size(*layout.tp_axes[dim]) > 1 and (sources == 1 or layout.parts[dim] != sources):
+            return False
+    return True
 
 
 def unmark_parameters(model: Any, parallel_plan: ParallelPlan, mesh: Mesh) -> None:

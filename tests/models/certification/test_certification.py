@@ -210,6 +210,45 @@ def dataclass_without_replay(unit):
     return type(unit)(unit.store, unit.start, unit.stop, unit.length, unit.attention_mask, unit.packed)
 
 
+def test_a_small_config_has_layers_of_all_kinds():
+    jamba = transformers.JambaConfig()
+    small = small_config(jamba)
+    assert (small.num_hidden_layers, small.attn_layer_period, small.expert_layer_period) == (4, 4, 2)
+    kinds = [
+        set(zip(config.layers_block_type, config.layers_num_experts, strict=True))
+        for config in (transformers.JambaConfig(num_experts=small.num_experts), small)
+    ]
+    assert kinds[0] == kinds[1]
+    # Layers that use the keys and values of earlier ones are another kind.
+    small = small_config(transformers.Gemma3nTextConfig())
+    assert 2 <= small.num_kv_shared_layers < small.num_hidden_layers == 8
+    small = small_config(transformers.Zamba2Config())
+    assert [index for index, kind in enumerate(small.layers_block_type) if kind == "hybrid"] == small.hybrid_layer_ids
+
+
+def test_rotary_embeddings_that_remember_the_longest_sequence_are_right_in_any_order():
+    assert not any(verdict_of("llama", rope_parameters=DYNAMIC).refused.values())
+
+
+def test_one_wrong_kind_of_two_in_a_micro_batch_is_told_apart():
+    labelled = check.LABELLED["padding on the right"]
+    both = (("padding on the right", check.Case("a", 5)), (labelled, check.Case("b", 5)))
+    asked = []
+
+    def trial(*cases):
+        return check.Trial(cases, {"names": "".join(case.name for _, case in cases)}, check.Outcome(None, {}))
+
+    def compare(batch, expected):
+        asked.append(batch["names"])
+        return (1.0 if "b" in batch["names"] else 1e-12), "the loss"
+
+    trials = [trial(("whole rows", check.Case("w", 5))), trial(*both)]
+    refused, largest = check.compare_trials(trials, 1e-9, compare, trial)
+    assert asked == ["w", "ab", "a", "b"]
+    assert refused == {labelled: "the loss differs by 1.0e+00 (b, 5 tokens)"}
+    assert largest == 1e-12
+
+
 def test_a_small_config_keeps_what_decides_and_crosses_every_length():
     config = transformers.Gemma3TextConfig(num_hidden_layers=26, sliding_window=4096, vocab_size=262144)
     small = small_config(config)
@@ -241,7 +280,7 @@ def test_a_models_own_loss_says_whether_labels_are_shifted(architecture, shifts)
     cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     assert certificates.certificate_of(cls, config).shifts_labels is shifts, "in the table"
     with check.quiet_cpu(), precision(keep_float64=True):
-        model = check.random_model(cls, small_config(config), None, torch.float64)
+        model = check.random_model(cls, small_config(config), None, check.ATTEMPTS[0])
         batch = check.probe_batch(check.Case("", 12), model.config.vocab_size)
         assert check.run_plain(model, batch).shifts_labels is shifts
 
@@ -280,7 +319,7 @@ def test_the_probe_sees_to_the_routers_loss(monkeypatch):
 def test_a_routers_loss_by_another_name_is_left_in_the_models_own():
     config = AutoConfig.for_model("jetmoe", output_router_logits=True)
     with check.quiet_cpu(), precision(keep_float64=True):
-        model = check.random_model(transformers.JetMoeForCausalLM, small_config(config), None, torch.float64)
+        model = check.random_model(transformers.JetMoeForCausalLM, small_config(config), None, check.ATTEMPTS[0])
         batch = check.probe_batch(check.Case("", 12), model.config.vocab_size)
         assert exact_router_loss(model, model(**batch), None) is None
         assert check.run_plain(model, batch).shifts_labels is None

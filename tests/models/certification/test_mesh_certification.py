@@ -23,6 +23,7 @@ from cuboid.models.certification.certificates import digest_of, entries_of, feat
 from cuboid.models.certification.check import CannotProbe
 from cuboid.models.certification.mesh_certificates import mesh_verdict, read_verdict, written_verdict
 from cuboid.models.certification.mesh_check import check_meshes
+from cuboid.tensor3d.layers.whole_block import LateSplit
 
 SIZES = {"vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -95,6 +96,26 @@ def test_what_is_not_right_when_it_is_split_is_computed_whole(monkeypatch):
     verdict = check_meshes(*cls_and_config("llama", num_key_value_heads=8))
     assert verdict.whole == ("self_attn",)
     assert not verdict.splits_late
+    assert verdict.error < 1e-12
+
+
+def test_a_recurrent_model_is_split_late_because_its_masks_are_cut_to_its_embeddings():
+    verdict = check_meshes(*cls_and_config("mamba2"))
+    assert verdict.splits_late
+    assert not verdict.refused
+    assert "whole" not in verdict.with_stages
+    assert verdict.error < 1e-9
+
+
+def test_stages_behind_the_first_make_masks_of_the_whole_length(monkeypatch):
+    monkeypatch.setattr(LateSplit, "whole_shape", lambda self, part: part.shape)
+    verdict = check_meshes(*cls_and_config("mamba2"))
+    assert "a tensor [6, 16] with a segment of 32 positions" in verdict.with_stages["whole"]
+
+
+def test_weights_that_stay_in_float32_are_compared_in_float64():
+    verdict = check_meshes(*cls_and_config("ernie4_5_moe"))
+    assert not verdict.refused
     assert verdict.error < 1e-12
 
 
@@ -181,9 +202,10 @@ def trained(path, architecture, axes, batch):
 
 
 @pytest.mark.sample(1)
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("architecture", ["bloom", "mamba2", "bert"])
 @pytest.mark.parametrize("axes", [{"sequence": 2, "hidden": 2}, {"batch": 2, "hidden": 2}])
-def test_whole_blocks_train_as_on_one_process_from_slices(pool, tmp_path, architecture, axes):
+def test_whole_blocks_train_as_on_one_process_from_slices(pool, tmp_path, architecture, axes, padded):
     options = {"mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2}}.get(architecture, {})
     torch.manual_seed(0)
     config = AutoConfig.for_model(architecture, **{**SIZES, **options, "hidden_dropout_prob": 0.0})
@@ -192,6 +214,11 @@ def test_whole_blocks_train_as_on_one_process_from_slices(pool, tmp_path, archit
     plain.save_pretrained(tmp_path / "model")
     ids = torch.randint(0, 67, (4, 15))
     batch = {"input_ids": ids, "labels": ids.clone()}
+    if padded:
+        mask = torch.ones_like(ids)
+        mask[1, 9:] = 0
+        mask[2, 14:] = 0
+        batch = {**batch, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
     results = pool.run(4, trained, str(tmp_path / "model"), architecture, axes, batch, timeout_s=TIMEOUT_S)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(2):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -118,7 +119,7 @@ def first_verdict(
         for attempt in ATTEMPTS:
             try:
                 with default_dtype(attempt.default):
-                    model = random_model(cls, small, config._attn_implementation, attempt.dtype)
+                    model = random_model(cls, small, config._attn_implementation, attempt)
                     return compare(model, outline, attempt)
             except CannotProbe as error:
                 obstacle = error
@@ -151,7 +152,7 @@ def shifts_labels(cls: type[PreTrainedModel], config: PretrainedConfig) -> bool 
         small = small_config(config)
         for attempt in ATTEMPTS:
             with suppress(Exception), default_dtype(attempt.default), attempt.precision():
-                model = random_model(cls, small, config._attn_implementation, attempt.dtype)
+                model = random_model(cls, small, config._attn_implementation, attempt)
                 batch = probe_batch(Case("short", _SHORT), small.get_text_config().vocab_size)
                 return run_plain(model, batch, attempt.tolerance).shifts_labels
     return None
@@ -161,7 +162,9 @@ def shifts_labels(cls: type[PreTrainedModel], config: PretrainedConfig) -> bool 
 def quiet_cpu() -> Iterator[None]:
     """Context of a probe: CPU, float32 default, random numbers of its own, no warnings about tiny models."""
     own_numbers = torch.random.fork_rng(devices=[])
-    with default_dtype(torch.float32), own_numbers, torch.device("cpu"), torch.enable_grad(), warnings.catch_warnings():
+    # As a context, a device slows down every function of torch.
+    on_cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    with default_dtype(torch.float32), own_numbers, on_cpu, torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         yield
@@ -179,14 +182,14 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def random_model(
-    cls: type[PreTrainedModel], config: PretrainedConfig, attention: str | None, dtype: torch.dtype
+    cls: type[PreTrainedModel], config: PretrainedConfig, attention: str | None, attempt: Attempt
 ) -> PreTrainedModel:
     try:
         own = copy.deepcopy(config)
         # The default, "sdpa", is probed in place of flash attention, which has no float64.
         wanted = "eager" if attention == "eager" else None
         with plain_construction():
-            model: PreTrainedModel = cls._from_config(own, dtype=dtype, attn_implementation=wanted)
+            model: PreTrainedModel = cls._from_config(own, dtype=attempt.dtype, attn_implementation=wanted)
     except Exception as error:
         raise CannotProbe(f"a small one can't be made: {type(error).__name__}: {error}") from error
     for module in model.modules():
@@ -196,6 +199,9 @@ def random_model(
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if attempt.precision is KeepFloat64:
+                # Some models keep weights in float32 on purpose, for inputs that they cast to it.
+                parameter.data = parameter.data.to(attempt.dtype)
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             if parameter.dim() == 1:
                 is_bias = name.endswith("bias")
@@ -213,69 +219,6 @@ def name_padding(model: PreTrainedModel) -> None:
         model.config.pad_token_id = 0
 
 
-def _best(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verdict:
-    """The verdict for layers without a cache if segments are right, as with the attention interface; else with one."""
-    verdict = _compare(model, outline, attempt, MODES, gives_cache=False)
-    if verdict.reason_against("segments") is None:
-        return verdict
-    given = _compare(model, outline, attempt, MODES, gives_cache=True)
-    if any(given.reason_against(mode) for mode in ("whole", "segments")):
-        return verdict
-    # A model that is set up for segments gets a cache also for a short sequence that is a single segment.
-    segments = {**given.refused["whole"], **given.refused["segments"]}
-    filled = {**given.refused["filled"], **verdict.refused["filled"]}
-    refused: dict[Mode, dict[Kind, str]] = {"whole": verdict.refused["whole"], "segments": segments, "filled": filled}
-    return Verdict(refused, max(verdict.error, given.error), gives_cache=True, shifts_labels=verdict.shifts_labels)
-
-
-def _compare(
-    model: PreTrainedModel, outline: Outline, attempt: Attempt, modes: Sequence[Mode], *, gives_cache: bool
-) -> Verdict:
-    verdict: dict[Mode, dict[Kind, str]] = {mode: {} for mode in modes}
-    largest = 0.0
-    vocabulary = model.config.get_text_config().vocab_size
-    shifts_labels: bool | None = None
-    first = True
-    has_types = takes_token_types(model) and not outline.is_causal
-    for number, (kind, case) in enumerate(probe_cases(model.config)):
-        batch = probe_batch(case, vocabulary, has_labels=kind in LABELLED.values())
-        if has_types and number % 2 == 1:
-            batch[TOKEN_TYPES] = batch["input_ids"] % model.config.type_vocab_size
-        try:
-            with attempt.precision():
-                expected = run_plain(model, batch, attempt.tolerance)
-        except Exception as error:
-            if first:
-                raise CannotProbe(f"a small one doesn't run: {type(error).__name__}: {error}") from error
-            for mode in modes:
-                verdict[mode].setdefault(kind, f"the model itself fails there: {type(error).__name__}: {error}")
-            continue
-        if first:
-            shifts_labels, first = expected.shifts_labels, False
-        if expected.shifts_labels is None:
-            for mode in modes:
-                verdict[mode].setdefault(kind, f"{OTHER_LOSS} ({case.name})")
-            continue
-        for mode in modes:
-            if kind in verdict[mode] or "whole rows" in verdict[mode]:
-                continue
-            try:
-                with attempt.precision():
-                    found = run_cut(model, outline, batch, mode, gives_cache=gives_cache)
-                error_of, name = largest_error(found, expected)
-            except CuboidError as error:
-                verdict[mode][kind] = f"{error} ({case.name})"
-                continue
-            except Exception as error:
-                verdict[mode][kind] = f"{type(error).__name__}: {error} ({case.name})"
-                continue
-            if error_of > attempt.tolerance:
-                verdict[mode][kind] = f"{name} differs by {error_of:.1e} ({case.name}, {case.length} tokens)"
-            else:
-                largest = max(largest, error_of)
-    return Verdict(verdict, largest, gives_cache, shifts_labels is not False)
-
-
 def probe_cases(config: PretrainedConfig) -> Iterator[tuple[Kind, Case]]:
     """Whole rows of all lengths that matter, the longest first; then the longest with padding, and packed rows."""
     found = cases(config, LONGEST)
@@ -290,6 +233,14 @@ def probe_cases(config: PretrainedConfig) -> Iterator[tuple[Kind, Case]]:
             kind: Kind = "padding on the left" if case.padding == "left" else "padding on the right"
             yield kind, case
             yield LABELLED[kind], case
+
+
+def probe_groups(config: PretrainedConfig) -> list[tuple[tuple[Kind, Case], ...]]:
+    """:func:`probe_cases`, grouped by what can be one micro-batch: rows with the same padding, and packed rows."""
+    groups: dict[object, list[tuple[Kind, Case]]] = {}
+    for kind, case in probe_cases(config):
+        groups.setdefault(case if kind == "whole rows" else case.padding, []).append((kind, case))
+    return [tuple(group) for group in groups.values()]
 
 
 def probe_batch(case: Case, vocabulary: int, *, has_labels: bool = False) -> MicroBatch:
@@ -323,14 +274,150 @@ class Outcome:
     shifts_labels: bool | None = None
 
 
+def _best(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verdict:
+    """The verdict for layers without a cache if segments are right, as with the attention interface; else with one."""
+    reference = _Reference(model, outline, attempt)
+    verdict = _compare(model, outline, attempt, reference, gives_cache=False)
+    if verdict.reason_against("segments") is None:
+        return verdict
+    given = _compare(model, outline, attempt, reference, gives_cache=True)
+    if any(given.reason_against(mode) for mode in ("whole", "segments")):
+        return verdict
+    # A model that is set up for segments gets a cache also for a short sequence that is a single segment.
+    segments = {**given.refused["whole"], **given.refused["segments"]}
+    filled = {**given.refused["filled"], **verdict.refused["filled"]}
+    refused: dict[Mode, dict[Kind, str]] = {"whole": verdict.refused["whole"], "segments": segments, "filled": filled}
+    return Verdict(refused, max(verdict.error, given.error), gives_cache=True, shifts_labels=verdict.shifts_labels)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A micro-batch of the probe.
+
+    Args:
+        cases: what its rows are.
+        batch: the rows of all cases, one after the other.
+        expected: what the model itself computes; the reason if it fails, or has a loss that there is no rule for.
+    """
+
+    cases: tuple[tuple[Kind, Case], ...]
+    batch: MicroBatch
+    expected: Outcome | str
+
+
+def compare_trials(
+    trials: Iterable[Trial],
+    tolerance: float,
+    compare: Callable[[MicroBatch, Outcome], tuple[float, str]],
+    one_case: Callable[[tuple[Kind, Case]], Trial],
+) -> tuple[dict[Kind, str], float]:
+    """Compare all micro-batches, up to the first of whole rows that is wrong.
+
+    Args:
+        trials: the micro-batches.
+        tolerance: the largest relative error that passes.
+        compare: of a micro-batch and what is expected, the largest error and where it is; it may raise.
+        one_case: makes a micro-batch of a single case, to tell which case of a wrong micro-batch is to blame.
+
+    Returns:
+        The wrong kinds with their reasons, and the largest error of the others.
+    """
+    refused: dict[Kind, str] = {}
+    largest = 0.0
+    pending = collections.deque(trials)
+    while pending and "whole rows" not in refused:
+        trial = pending.popleft()
+        if all(kind in refused for kind, _ in trial.cases):
+            continue
+        kind, case = trial.cases[0]
+        if isinstance(trial.expected, str):
+            reason: str | None = trial.expected
+        else:
+            try:
+                error, name = compare(trial.batch, trial.expected)
+            except Exception as failure:
+                reason = words_of(failure)
+            else:
+                reason = None if error <= tolerance else f"{name} differs by {error:.1e}"
+        if reason is None:
+            largest = max(largest, error)
+        elif len(trial.cases) > 1:
+            pending.extendleft(map(one_case, reversed(trial.cases)))
+        else:
+            refused.setdefault(kind, f"{reason} ({case.name}, {case.length} tokens)")
+    return refused, largest
+
+
+class _Reference:
+    """The uncut model, which tells what is right.
+
+    As in real runs, the same copy gets all micro-batches: dynamic rotary embeddings remember the longest one.
+    """
+
+    def __init__(self, model: PreTrainedModel, outline: Outline, attempt: Attempt) -> None:
+        self._model, self._attempt = copy.deepcopy(model), attempt
+        self._has_types = takes_token_types(model) and not outline.is_causal
+        self.one_case = functools.cache(lambda case: self._trial((case,)))
+        self.trials = [self._trial(group, number) for number, group in enumerate(probe_groups(model.config))]
+
+    def _trial(self, group: tuple[tuple[Kind, Case], ...], number: int = 1) -> Trial:
+        """A micro-batch of some cases; the model must not fail on the first one.
+
+        Raises:
+            CannotProbe: it does.
+        """
+        config = self._model.config
+        vocabulary = config.get_text_config().vocab_size
+        batch = joined(probe_batch(case, vocabulary, has_labels=kind in LABELLED.values()) for kind, case in group)
+        if self._has_types and number % 2 == 1:
+            batch[TOKEN_TYPES] = batch["input_ids"] % config.type_vocab_size
+        try:
+            with self._attempt.precision():
+                outcome = run_plain(self._model, batch, self._attempt.tolerance)
+        except Exception as error:
+            if number == 0:
+                raise CannotProbe(f"a small one doesn't run: {type(error).__name__}: {error}") from error
+            return Trial(group, batch, f"the model itself fails there: {type(error).__name__}: {error}")
+        return Trial(group, batch, OTHER_LOSS if outcome.shifts_labels is None else outcome)
+
+
+def joined(batches: Iterable[MicroBatch]) -> MicroBatch:
+    """Micro-batches of the same tensors, as one."""
+    each = list(batches)
+    return {name: torch.cat([batch[name] for batch in each]) for name in each[0]}
+
+
+def _compare(
+    model: PreTrainedModel, outline: Outline, attempt: Attempt, reference: _Reference, *, gives_cache: bool
+) -> Verdict:
+    cut = CutModel(model, outline, gives_cache=gives_cache)
+    refused: dict[Mode, dict[Kind, str]] = {}
+    largest = 0.0
+    for mode in MODES:
+
+        def compare(batch: MicroBatch, expected: Outcome, mode: Mode = mode) -> tuple[float, str]:
+            with attempt.precision():
+                return largest_error(cut.run(batch, mode), expected)
+
+        refused[mode], error = compare_trials(reference.trials, attempt.tolerance, compare, reference.one_case)
+        largest = max(largest, error)
+    first = reference.trials[0].expected
+    return Verdict(refused, largest, gives_cache, isinstance(first, str) or first.shifts_labels is not False)
+
+
+def words_of(failure: Exception) -> str:
+    """What a verdict says of a failure."""
+    return str(failure) if isinstance(failure, CuboidError) else f"{type(failure).__name__}: {failure}"
+
+
 def run_plain(model: PreTrainedModel, batch: MicroBatch, tolerance: float = ATTEMPTS[0].tolerance) -> Outcome:
-    """Forward and backward of an uncut model, and how its own loss uses labels."""
-    own = copy.deepcopy(model)
-    output = own(**batch, use_cache=False)
+    """Forward and backward of an uncut model, whose gradients are replaced, and how its own loss uses labels."""
+    model.zero_grad()
+    output = model(**batch, use_cache=False)
     if output.loss is None:
         raise ValueError("it computes no loss of labels")
     loss, own_loss = mean_loss(output.logits, probe_labels(batch)["shift_labels"]), output.loss
-    routers = exact_router_loss(own, output, batch.get("attention_mask"))
+    routers = exact_router_loss(model, output, batch.get("attention_mask"))
     if routers is not None:
         loss, own_loss = loss + routers, own_loss - routers
         tolerance = max(tolerance, _FLOAT32_TOLERANCE)
@@ -338,7 +425,7 @@ def run_plain(model: PreTrainedModel, batch: MicroBatch, tolerance: float = ATTE
     if not bool(loss.isfinite() & output.loss.isfinite()):
         raise ValueError("its loss isn't finite")
     shifts = _shift_of(model, batch, output.logits.detach(), float(own_loss), tolerance)
-    return Outcome(loss.detach(), gradients_of([own]), shifts)
+    return Outcome(loss.detach(), gradients_of([model]), shifts)
 
 
 def probe_labels(batch: MicroBatch) -> MicroBatch:
@@ -376,12 +463,27 @@ def gradients_of(models: Sequence[PreTrainedModel]) -> dict[str, torch.Tensor]:
     return total
 
 
-def run_cut(model: PreTrainedModel, outline: Outline, batch: MicroBatch, mode: Mode, *, gives_cache: bool) -> Outcome:
-    """One step of all stages in one process, unit by unit."""
-    counts = stage_counts(outline)
-    meshes = [Mesh(MeshShape(), pipe=len(counts), rank=stage, world_size=len(counts)) for stage in range(len(counts))]
-    stages = [make_stage(model, outline, counts, mesh, gives_cache=gives_cache) for mesh in meshes]
-    return Outcome(run_stages(stages, batch, unit_lengths(batch["input_ids"].shape[1], mode)), gradients_of(stages))
+class CutModel:
+    """A copy of a small model in stages, all in one process."""
+
+    def __init__(self, model: PreTrainedModel, outline: Outline, *, gives_cache: bool) -> None:
+        self._model, self._outline, self._gives_cache = model, outline, gives_cache
+        self._stages: list[Any] | None = None
+
+    def run(self, batch: MicroBatch, mode: Mode) -> Outcome:
+        """One step of all stages, unit by unit."""
+        stages, self._stages = self._stages or self._made(), None  # made again after a step that raised
+        for stage in stages:
+            stage.zero_grad()
+        loss = run_stages(stages, batch, unit_lengths(batch["input_ids"].shape[1], mode))
+        self._stages = stages
+        return Outcome(loss, gradients_of(stages))
+
+    def _made(self) -> list[Any]:
+        counts = stage_counts(self._outline)
+        total = len(counts)
+        meshes = [Mesh(MeshShape(), pipe=total, rank=stage, world_size=total) for stage in range(total)]
+        return [make_stage(self._model, self._outline, counts, mesh, gives_cache=self._gives_cache) for mesh in meshes]
 
 
 def stage_counts(outline: Outline) -> tuple[int, ...]:

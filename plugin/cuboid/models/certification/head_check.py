@@ -11,11 +11,12 @@ from cuboid.models.architectures.supported_tasks import WORDS, takes_token_types
 from cuboid.models.certification.check import (
     Attempt,
     CannotProbe,
+    CutModel,
     first_verdict,
     largest_error,
     name_padding,
     probe_cases,
-    run_cut,
+    words_of,
 )
 from cuboid.models.certification.task_batches import run_whole, task_batch
 from cuboid.models.stages.outline import Outline
@@ -39,6 +40,7 @@ def _compare(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verd
     name_padding(model)
     refused: dict[Kind, str] = {}
     largest, runs = 0.0, False
+    cut = CutModel(model, outline, gives_cache=False)
     # With a cache, plain transformers doesn't tell packed sequences apart. Not all models have that option.
     options = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
     for number, (kind, case) in enumerate(probe_cases(model.config)):
@@ -58,10 +60,9 @@ def _compare(model: PreTrainedModel, outline: Outline, attempt: Attempt) -> Verd
         runs = True
         try:
             with attempt.precision():
-                found = run_cut(model, outline, batch, "whole", gives_cache=False)
-            error_of, name = largest_error(found, expected)
+                error_of, name = largest_error(cut.run(batch, "whole"), expected)
         except Exception as error:
-            refused[kind] = f"{type(error).__name__}: {error} ({case.name})"
+            refused[kind] = f"{words_of(error)} ({case.name})"
             continue
         if error_of > attempt.tolerance:
             refused[kind] = f"{name} differs by {error_of:.1e} ({case.name}, {case.length} tokens)"

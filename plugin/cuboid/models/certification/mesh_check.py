@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -15,7 +15,7 @@ from cuboid.config.schema import CuboidConfig
 from cuboid.distributed.mesh import Mesh
 from cuboid.distributed.thread_ranks import ThreadRanks
 from cuboid.distributed.topology import MeshShape
-from cuboid.errors import CuboidError, UnsupportedModelError
+from cuboid.errors import UnsupportedModelError
 from cuboid.models.architectures.certificate import LABELLED, HeadPlan, Inputs, Kind, MeshVerdict, Mode
 from cuboid.models.architectures.roles import blocks_computed_whole, layer_names, split_blocks
 from cuboid.models.architectures.supported_tasks import WORDS, runs_own_head, takes_images, takes_token_types, task_of
@@ -29,11 +29,14 @@ from cuboid.models.certification.check import (
     Attempt,
     CannotProbe,
     Outcome,
+    Trial,
+    compare_trials,
     default_dtype,
+    joined,
     largest_error,
     make_stage,
     name_padding,
-    probe_cases,
+    probe_groups,
     quiet_cpu,
     random_model,
     run_plain,
@@ -41,6 +44,7 @@ from cuboid.models.certification.check import (
     small_for_probe,
     stage_counts,
     unit_lengths,
+    words_of,
 )
 from cuboid.models.certification.float64 import KeepFloat64
 from cuboid.models.certification.task_batches import loss_of, run_whole, task_batch
@@ -79,7 +83,7 @@ def check_meshes(cls: type[PreTrainedModel], config: PretrainedConfig) -> MeshVe
         for attempt in _EXACT:
             with default_dtype(attempt.default):
                 try:
-                    model = random_model(cls, small, config._attn_implementation, attempt.dtype)
+                    model = random_model(cls, small, config._attn_implementation, attempt)
                     name_padding(model)
                     probe = _Probe(model, attempt)
                 except CannotProbe as error:
@@ -114,7 +118,7 @@ def _with_odd_positions(cls: type[PreTrainedModel], small: PretrainedConfig) -> 
     for size in _IMAGE_SIZES:
         own = copy.deepcopy(small)
         own.image_size = [size, size] if isinstance(small.image_size, list | tuple) else size
-        model = random_model(cls, own, None, torch.float32)
+        model = random_model(cls, own, None, ATTEMPTS[-1])
         seen: list[int] = []
 
         def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seen: list[int] = seen) -> None:
@@ -144,41 +148,58 @@ class _Probe:
         self.has_own_loss = False
         if self.task != "causal" and getattr(model.config, "attention_type", None) == "block_sparse":
             raise CannotProbe("its attention is another one beyond a length that small models don't reach")
-        self.refused: dict[Kind, str] = {}
-        self.cases: list[tuple[Kind, Case, MicroBatch, Outcome]] = []
         self.has_images = takes_images(type(model))
-        images: list[tuple[Kind, Case]] = [("whole rows", Case("images", 0))]
         self.call = {} if self.has_images else {"use_cache": False}
-        for number, (kind, case) in enumerate(images if self.has_images else probe_cases(model.config)):
-            if self.task == "seq2seq" and kind == "packed sequences":
-                # An encoder-decoder gets no positions, which would tell packed sequences apart.
-                continue
-            has_labels = kind in LABELLED.values()
-            if has_labels and self.task not in ("causal", "masked", "seq2seq", "tokens"):
-                continue
-            has_types = self.takes_types and number % 2 == 1
-            batch = task_batch(case, model, has_types=has_types, has_labels=has_labels)
-            try:
-                with attempt.precision():
-                    self.cases.append((kind, case, batch, self._run_plain(batch)))
-            except Exception as error:
-                if not self.cases:
-                    raise CannotProbe(f"a small one doesn't run: {type(error).__name__}: {error}") from error
-                self.refused.setdefault(kind, f"the model itself fails there: {type(error).__name__}: {error}")
-
-    def _run_plain(self, batch: MicroBatch) -> Outcome:
-        own = copy.deepcopy(self.model)
-        called: list[bool] = []
+        # As in real runs, one copy gets all micro-batches: dynamic rotary embeddings remember the longest one.
+        self._own = copy.deepcopy(model)
+        self._called: list[bool] = []
         if self.task in ("causal", "masked", "seq2seq"):
-            loss_function = own.loss_function
+            loss_function = self._own.loss_function
 
             def note(*args: Any, **kwargs: Any) -> Any:
-                called.append(True)
+                self._called.append(True)
                 return loss_function(*args, **kwargs)
 
-            own.loss_function = note
-        outcome = run_whole(own, batch, **self.call)
-        self.has_own_loss = not called
+            self._own.loss_function = note
+        images: list[tuple[tuple[Kind, Case], ...]] = [(("whole rows", Case("images", 0)),)]
+        groups = images if self.has_images else [self._comparable(group) for group in probe_groups(model.config)]
+        self.one_case = functools.cache(lambda case: self._trial((case,)))
+        self.trials = [self._trial(group, number) for number, group in enumerate(groups) if group]
+
+    def _comparable(self, group: tuple[tuple[Kind, Case], ...]) -> tuple[tuple[Kind, Case], ...]:
+        """Those of some cases that make sense for the task."""
+        left_out: set[Kind] = set()
+        if self.task == "seq2seq":
+            # An encoder-decoder gets no positions, which would tell packed sequences apart.
+            left_out.add("packed sequences")
+        if self.task not in ("causal", "masked", "seq2seq", "tokens"):
+            left_out.update(LABELLED.values())
+        return tuple(each for each in group if each[0] not in left_out)
+
+    def _trial(self, group: tuple[tuple[Kind, Case], ...], number: int = 1) -> Trial:
+        """A micro-batch of some cases; the model must not fail on the first one.
+
+        Raises:
+            CannotProbe: it does.
+        """
+        has_types = self.takes_types and number % 2 == 1
+        batch = joined(
+            task_batch(case, self.model, has_types=has_types, has_labels=kind in LABELLED.values())
+            for kind, case in group
+        )
+        try:
+            with self.attempt.precision():
+                return Trial(group, batch, self._run_plain(batch))
+        except Exception as error:
+            if number == 0:
+                raise CannotProbe(f"a small one doesn't run: {type(error).__name__}: {error}") from error
+            return Trial(group, batch, f"the model itself fails there: {type(error).__name__}: {error}")
+
+    def _run_plain(self, batch: MicroBatch) -> Outcome:
+        self._own.zero_grad()
+        self._called.clear()
+        outcome = run_whole(self._own, batch, **self.call)
+        self.has_own_loss = not self._called
         return outcome
 
 
@@ -187,15 +208,16 @@ def _best(probe: _Probe, *, gives_cache: bool) -> MeshVerdict:
     blocks = split_blocks(probe.model)
     some = [*((block,) for block in blocks), *([tuple(blocks)] if len(blocks) > 1 else [])]
     reason: str | None = None
-    for choice in _choices(probe):
+    for found in _choices(probe):
+        choice = _for_padding(probe, found)
         reason = _reason_against(probe, choice)
         if reason is None:
             return _verdict(probe, choice, gives_cache=gives_cache)
         # A choice that is wrong even with whole layers can't be right with fewer whole blocks.
-        layers = replace(choice, whole=("",))
+        layers = _for_padding(probe, replace(found, whole=("",)))
         reason = _reason_against(probe, layers)
         if reason is None:
-            fewer = (replace(choice, whole=whole) for whole in some)
+            fewer = (replace(layers, whole=whole) for whole in some)
             least = next((each for each in fewer if _reason_against(probe, each) is None), layers)
             return _verdict(probe, least, gives_cache=gives_cache)
     # The last choice assumes the least about the model, so its reason is the most informative.
@@ -231,34 +253,49 @@ def _choices(probe: _Probe) -> Iterator[MeshVerdict]:
 
 def _reason_against(probe: _Probe, choice: MeshVerdict) -> str | None:
     """What is wrong with the longest micro-batch on one of the meshes; None if nothing is."""
-    kind, case, batch, expected = probe.cases[0]
+    trial = probe.trials[0]
     for shape in MESHES:
-        try:
-            error, name = _Split(probe, shape, choice).largest_error(batch, expected)
-        except Exception as failure:
-            return f"{_words(failure)} (mesh {shape}, {kind}, {case.name})"
-        if error > probe.attempt.tolerance:
-            return f"{name} differs by {error:.1e} (mesh {shape}, {kind}, {case.name})"
+        reason = _reason_against_trial(probe, shape, choice, trial)
+        if reason is not None:
+            kind, case = trial.cases[0]
+            return f"{reason} (mesh {shape}, {kind}, {case.name})"
     return None
+
+
+def _reason_against_trial(probe: _Probe, shape: MeshShape, choice: MeshVerdict, trial: Trial) -> str | None:
+    assert isinstance(trial.expected, Outcome)
+    try:
+        error, name = _Split(probe, shape, choice).largest_error(trial.batch, trial.expected)
+    except Exception as failure:
+        return words_of(failure)
+    return None if error <= probe.attempt.tolerance else f"{name} differs by {error:.1e}"
+
+
+def _for_padding(probe: _Probe, choice: MeshVerdict) -> MeshVerdict:
+    """A choice, or the same with activations split late if only that is right with padding.
+
+    Recurrent layers multiply their input by the mask, which the model's own code cuts to the length of the embeddings.
+    """
+    if choice.splits_late or choice.inputs != "embeddings":
+        return choice
+    whole = probe.trials[0]
+    padded = next(iter(_padded(probe, choice)), whole)
+
+    def is_right(choice: MeshVerdict, trial: Trial) -> bool:
+        return isinstance(trial.expected, Outcome) and _reason_against_trial(probe, MESHES[0], choice, trial) is None
+
+    if not is_right(choice, whole) or is_right(choice, padded):
+        return choice
+    late = replace(choice, splits_late=True)
+    return late if is_right(late, padded) and is_right(late, whole) else choice
 
 
 def _verdict(probe: _Probe, choice: MeshVerdict, *, gives_cache: bool) -> MeshVerdict:
     """The verdict over all micro-batches, for a choice that is right on the longest one."""
-    refused, largest = dict(probe.refused), 0.0
     split = _Split(probe, _OTHER_KINDS, choice)
-    for kind, case, batch, expected in probe.cases:
-        place = f"({case.name}, {case.length} tokens)"
-        try:
-            error, name = split.largest_error(batch, expected)
-        except Exception as failure:
-            refused.setdefault(kind, f"{_words(failure)} {place}")
-        else:
-            if error > probe.attempt.tolerance:
-                refused.setdefault(kind, f"{name} differs by {error:.1e} {place}")
-            else:
-                largest = max(largest, error)
+    refused, error = compare_trials(probe.trials, probe.attempt.tolerance, split.largest_error, probe.one_case)
     blocks = blocks_computed_whole(probe.model, choice.whole)
-    found = replace(choice, refused=refused, error=largest, blocks=blocks)
+    found = replace(choice, refused=refused, error=error, blocks=blocks)
     if "whole rows" in refused:
         return found
     return replace(found, with_stages=_reasons_against_stages(probe, found, gives_cache=gives_cache))
@@ -273,55 +310,83 @@ def _reasons_against_stages(probe: _Probe, choice: MeshVerdict, *, gives_cache: 
         reason = _reason_against_whole_stages(probe, choice)
         found: dict[Mode, str] = {"segments": f"it is for {WORDS[probe.task]}, and needs whole sequences"}
         return found if reason is None else {"whole": reason, **found}
+    trials = [probe.trials[0], *(_padded(probe, choice) if choice.splits_late else ())]
     try:
-        outline = draw_outline(type(probe.model), probe.model.config)
+        outline, own = draw_outline(type(probe.model), probe.model.config), copy.deepcopy(probe.model)
         with probe.attempt.precision():
-            expected = run_plain(probe.model, probe.cases[0][2], probe.attempt.tolerance)
+            expected = [run_plain(own, trial.batch, probe.attempt.tolerance) for trial in trials]
     except Exception as error:
-        return dict.fromkeys(modes, _words(error))
-    if expected.shifts_labels is None:
+        return dict.fromkeys(modes, words_of(error))
+    if expected[0].shifts_labels is None:
         return dict.fromkeys(modes, OTHER_LOSS)
-    gives = {"whole": False, "segments": gives_cache}
+    pairs = list(zip(trials, expected, strict=True))
     reasons = {
-        mode: _reason_against_stages(probe, choice, outline, expected, mode, gives_cache=gives[mode]) for mode in modes
+        "whole": _reason_against_stages(probe, choice, outline, "whole", pairs, gives_cache=False),
+        # Segments get the same masks, in more time.
+        "segments": _reason_against_stages(probe, choice, outline, "segments", pairs[:1], gives_cache=gives_cache),
     }
-    return {mode: reason for mode, reason in reasons.items() if reason}
+    return {mode: reason for mode in modes if (reason := reasons[mode])}
+
+
+def _padded(probe: _Probe, choice: MeshVerdict) -> list[Trial]:
+    """A padded micro-batch that is right on a mesh without stages, if there is one."""
+    found = (trial for trial in probe.trials if trial.cases[0][0] == "padding on the right")
+    return [trial for trial in found if all(kind not in choice.refused for kind, _ in trial.cases)]
 
 
 def _reason_against_stages(
-    probe: _Probe, choice: MeshVerdict, outline: Outline, expected: Outcome, mode: Mode, *, gives_cache: bool
+    probe: _Probe,
+    choice: MeshVerdict,
+    outline: Outline,
+    mode: Mode,
+    pairs: Sequence[tuple[Trial, Outcome]],
+    *,
+    gives_cache: bool,
 ) -> str | None:
-    _, case, batch, _ = probe.cases[0]
     try:
         split = _SplitStages(probe, choice, outline, gives_cache=gives_cache)
-        error, name = split.largest_error(batch, expected, mode)
     except Exception as failure:
-        return f"{_words(failure)} ({case.name})"
-    return None if error <= probe.attempt.tolerance else f"{name} differs by {error:.1e} ({case.name})"
+        return words_of(failure)
+    for trial, expected in pairs:
+        _, case = trial.cases[0]
+        try:
+            error, name = split.largest_error(trial.batch, expected, mode)
+        except Exception as failure:
+            return f"{words_of(failure)} ({case.name})"
+        if error > probe.attempt.tolerance:
+            return f"{name} differs by {error:.1e} ({case.name})"
+    return None
 
 
 def _reason_against_whole_stages(probe: _Probe, choice: MeshVerdict) -> str | None:
     """What is wrong with a micro-batch on a mesh with stages, for a model that needs whole sequences."""
-    # Reversed, so that the first case of each kind wins.
-    first_of = {each[0]: each for each in reversed(probe.cases) if each[0] not in choice.refused}
     try:
         outline = draw_outline(type(probe.model), probe.model.config)
-        split = _SplitStages(probe, choice, outline, gives_cache=False)
-        for _, case, batch, own in first_of.values():
+        split, own = _SplitStages(probe, choice, outline, gives_cache=False), copy.deepcopy(probe.model)
+        for trial in _accepted(probe, choice):
+            assert isinstance(trial.expected, Outcome)
             with probe.attempt.precision():
-                expected = own if runs_own_head(probe.task) else run_plain(probe.model, batch)
+                expected = trial.expected if runs_own_head(probe.task) else run_plain(own, trial.batch)
             if expected.shifts_labels is None and not runs_own_head(probe.task):
                 return OTHER_LOSS
-            error, name = split.largest_error(batch, expected, "whole")
+            error, name = split.largest_error(trial.batch, expected, "whole")
             if error > probe.attempt.tolerance:
-                return f"{name} differs by {error:.1e} ({case.name})"
+                return f"{name} differs by {error:.1e} ({trial.cases[0][1].name})"
     except Exception as failure:
-        return _words(failure)
+        return words_of(failure)
     return None
 
 
-def _words(failure: Exception) -> str:
-    return str(failure) if isinstance(failure, CuboidError) else f"{type(failure).__name__}: {failure}"
+def _accepted(probe: _Probe, choice: MeshVerdict) -> Iterator[Trial]:
+    """The first micro-batch of each kind that is right on a mesh without stages."""
+    seen: set[Kind] = set()
+    for trial in probe.trials:
+        kinds = {kind for kind, _ in trial.cases}
+        if kinds.isdisjoint(choice.refused):
+            yield from () if kinds <= seen else (trial,)
+        else:
+            yield from (probe.one_case(case) for case in trial.cases if case[0] not in {*choice.refused, *seen})
+        seen |= kinds
 
 
 class _Split:

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from cuboid.models.batch.length_cases import LONGEST, shrunk
 
 VOCABULARY, HIDDEN, HEADS, HEAD_DIM, FEATURES, EXPERTS, POSITIONS = 61, 64, 4, 16, 48, 8, 64
-_MOST_LAYERS, _LABELS = 8, 3
+_MOST_LAYERS, _AUDIO_BLOCKS, _LABELS = 8, 2, 3
 
 #: The small sizes, by the keys that configs of transformers use.
 _SIZES: dict[str, int] = {
@@ -19,14 +19,16 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(("decoder_vocab_size", "encoder_hash_byte_group_vocab"), VOCABULARY),
     **dict.fromkeys(("pronunciation_vocab_size", "shape_vocab_size"), VOCABULARY),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim_model", "emb_dim", "embedding_dim", "dim"), HIDDEN),
-    **dict.fromkeys(("attention_hidden_size", "lru_width", "embedding_size", "hidden_size_global"), HIDDEN),
+    **dict.fromkeys(("lru_width", "embedding_size", "hidden_size_global"), HIDDEN),
     **dict.fromkeys(("pronunciation_embed_dim", "shape_embed_dim"), HIDDEN // 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), HEADS),
     **dict.fromkeys(("decoder_attention_heads", "swa_num_attention_heads", "index_n_heads"), HEADS),
+    **dict.fromkeys(("indexer_n_heads",), HEADS),
     **dict.fromkeys(("encoder_attention_heads",), HEADS),
     **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), HEADS),
-    **dict.fromkeys(("linear_num_key_heads",), HEADS // 2),
+    **dict.fromkeys(("linear_num_key_heads", "kv_n_heads"), HEADS // 2),
     **dict.fromkeys(("head_dim", "swa_head_dim", "kv_channels", "dim_head", "d_head", "index_head_dim"), HEAD_DIM),
+    **dict.fromkeys(("indexer_head_dim",), HEAD_DIM),
     **dict.fromkeys(("d_kv",), HEAD_DIM),
     **dict.fromkeys(("attention_head_size", "attention_head_dim", "query_pre_attn_scalar"), HEAD_DIM),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rotary_dim"), HEAD_DIM // 2),
@@ -46,9 +48,10 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k"), 2),
     **dict.fromkeys(("top_k_experts", "n_group", "num_expert_group", "zero_expert_num", "o_groups"), 2),
     **dict.fromkeys(("topk_group",), 1),
-    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 2 * HEADS),
-    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), HEAD_DIM),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 2 * HEADS),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), HEAD_DIM),
     **dict.fromkeys(("mamba_d_ssm",), 2 * HIDDEN),
+    **dict.fromkeys(("indexer_budget",), POSITIONS // 8),
     **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 8),
     **dict.fromkeys(("mamba_n_groups", "n_groups", "index_topk"), 2),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length"), POSITIONS),
@@ -64,12 +67,17 @@ _LAYERS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"),
     "encoder_layers",
 )
+#: So many layers at the end use keys and values of earlier ones.
+_SHARED_LAYERS = "num_kv_shared_layers"
 #: Periods: one layer in so many differs, without a list in the config that says which.
 _PERIODS = (
     *("full_attention_interval", "no_rope_layer_interval", "sliding_window_pattern", "_sliding_window_pattern"),
     *("interleave_moe_layer_step", "decoder_sparse_step", "expert_layer_period", "attn_layer_period"),
     *("global_attn_every_n_layers", "layer_group_size", "moe_layer_interval"),
 )
+#: Which layer of a period differs.
+_OFFSETS = {"attn_layer_offset": "attn_layer_period", "expert_layer_offset": "expert_layer_period"}
+_LONGEST_PERIOD = 4
 _WINDOWS = ("sliding_window", "sliding_window_size", "window_size", "attention_window_size", "local_attention")
 _TOKENS = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3, "sep_token_id": 3, "cls_token_id": 2}
 _FIRST_OF_TARGET = "decoder_start_token_id"
@@ -79,6 +87,8 @@ _NUMBERS: dict[str, float] = {
     **dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq"), 10000.0),
 }
 _ROUTER_LOSS = 0.5
+#: Of attention that may be wider than the hidden states.
+_WIDTHS = {"attention_hidden_size": HIDDEN, "attention_head_dim": HEAD_DIM}
 #: Keys that don't decide which code runs.
 _MEANINGLESS = frozenset(
     {
@@ -128,6 +138,8 @@ def _shrunk_fields(config: PretrainedConfig) -> dict[str, Any]:
         if isinstance(inner, PretrainedConfig):
             fields[name] = _shrunk_fields(inner)
     count = next((fields[name] for name in _LAYERS if isinstance(fields.get(name), int)), None)
+    if count is not None and not _lists_by_layer(fields, count):
+        fields.update(_shorter_periods(fields))
     kept = None if count is None else _kept_layers(fields, count)
     original = dict(fields)
     for name, value in original.items():
@@ -136,8 +148,12 @@ def _shrunk_fields(config: PretrainedConfig) -> dict[str, Any]:
         elif isinstance(value, dict) and value and kept is not None and all(str(key).isdigit() for key in value):
             by_layer = {int(key): inner for key, inner in value.items()}
             fields[name] = {place: by_layer[index] for place, index in enumerate(kept) if index in by_layer}
+        elif isinstance(value, list) and kept is not None and name.endswith("_layer_ids"):
+            fields[name] = [place for place, index in enumerate(kept) if index in value]
         else:
             fields[name] = _smaller(name, value, original, kept)
+    if kept is not None and isinstance(fields.get(_SHARED_LAYERS), int):
+        fields[_SHARED_LAYERS] = sum(index >= count - original[_SHARED_LAYERS] for index in kept)
     if {"image_size", "patch_size"} <= fields.keys() and not config.sub_configs:
         fields = {name: value for name, value in fields.items() if name not in _OF_BACKBONES}
         fields.update({name: size for name, size in _IMAGE_SIZES.items() if isinstance(fields.get(name), int)})
@@ -148,19 +164,40 @@ def _shrunk_fields(config: PretrainedConfig) -> dict[str, Any]:
     return fields
 
 
+def _lists_by_layer(fields: Mapping[str, Any], count: int) -> list[list[Any]]:
+    return [value for value in fields.values() if isinstance(value, list) and len(value) == count]
+
+
+def _shorter_periods(fields: Mapping[str, Any]) -> dict[str, int]:
+    """Periods of few layers, and their offsets.
+
+    A period divides the one that it stands for, so that each layer's kind is still one that the real model has.
+    """
+    periods = {name: fields[name] for name in _PERIODS if isinstance(fields.get(name), int) and fields[name] > 1}
+    short: dict[str, int] = {}
+    for name, value in periods.items():
+        # A prime number of layers has no shorter period.
+        short[name] = max((n for n in range(2, _LONGEST_PERIOD + 1) if value % n == 0), default=value)
+    offsets = {name: of for name, of in _OFFSETS.items() if of in short and isinstance(fields.get(name), int)}
+    return {**short, **{name: fields[name] % short[of] for name, of in offsets.items()}}
+
+
 def _kept_layers(fields: Mapping[str, Any], count: int) -> list[int]:
     """Indices of the layers to keep: up to two of each kind, or a period if kinds follow from a layer's number.
 
     Models whose layers are all alike get three, even if they have fewer: the number of layers decides nothing.
     """
-    lists = [value for value in fields.values() if isinstance(value, list) and len(value) == count]
+    lists = _lists_by_layer(fields, count)
+    unshared = count - (fields.get(_SHARED_LAYERS) or 0)
     kinds: dict[tuple[str, ...], list[int]] = {}
     for index in range(count):
-        kinds.setdefault(tuple(str(value[index]) for value in lists), []).append(index)
+        kind = (*(str(value[index]) for value in lists), "unshared" if index < unshared else "shared")
+        kinds.setdefault(kind, []).append(index)
     period = max((fields[name] for name in _PERIODS if isinstance(fields.get(name), int)), default=1)
     if not lists and period > 1:
         return list(range(min(count, max(4, period), _MOST_LAYERS)))
-    found = [index for places in kinds.values() for index in places[:2]][:_MOST_LAYERS]
+    first, second = ([index for places in kinds.values() for index in places[n : n + 1]] for n in (0, 1))
+    found = [*first, *second][:_MOST_LAYERS]
     more = [index for index in range(count) if index not in found]
     again = [0] * 3 if len(kinds) == 1 else []
     return sorted([*found, *[*more, *again][: max(0, 3 - len(found))]])
@@ -171,6 +208,8 @@ def _smaller(name: str, value: Any, fields: Mapping[str, Any], kept: list[int] |
     is_layer_count = name in _LAYERS or (name == "num_blocks" and value == fields.get("num_hidden_layers"))
     if is_layer_count and kept is not None:
         return len(kept)
+    if name == "num_blocks" and kept is None:
+        return min(value, _AUDIO_BLOCKS)
     if name == _FIRST_OF_TARGET:
         return _TOKENS["bos_token_id"]
     if name in _TOKENS:
@@ -186,6 +225,9 @@ def _smaller(name: str, value: Any, fields: Mapping[str, Any], kept: list[int] |
         return HEAD_DIM // 2 if value == fields["qk_rope_head_dim"] else HEAD_DIM
     if name == "num_heads" and "expand" in fields:
         return HEADS * fields["expand"]
+    if name in _WIDTHS and "attention_hidden_size" in fields:
+        # Zamba's attention is twice as wide as its hidden states.
+        return _WIDTHS[name] * (fields["attention_hidden_size"] // fields["hidden_size"])
     if name in _WINDOWS:
         return POSITIONS // 4
     if name.startswith("first_k_dense") or name == "num_dense_layers":

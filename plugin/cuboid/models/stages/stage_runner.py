@@ -180,7 +180,7 @@ class StageRunner:
     def _run_layers(self, micro_batch: int, segment: int, hidden: torch.Tensor | None) -> torch.Tensor:
         batch = self._batches[micro_batch]
         sees_later = self._mesh.shape.size > 1 and not self._staging.outline.is_causal
-        options = batch.whole_inputs() if sees_later else self._positions_and_mask(batch, segment)
+        options: dict[str, Any] = batch.whole_inputs() if sees_later else self._positions_and_mask(batch, segment)
         if self._cut.is_first:
             ids = batch.cut(batch.ids, segment)
             if self._mesh.shape.size > 1 and self._model.cuboid.verdict.inputs == "embeddings":
@@ -189,6 +189,9 @@ class StageRunner:
                 options["inputs_embeds"] = self._model.get_input_embeddings()(ids)
             else:
                 options["ids"] = ids
+        elif self._model.cuboid.late is not None:
+            assert hidden is not None
+            options["shape"] = self._model.cuboid.late.whole_shape(hidden)
         deferring = self._weight_gradients.open() if self._splits else nullcontext()
         known = known_packing(batch.positions, batch.packed)
         around = whole_sequence(Lengths(batch.length, batch.bounds[-1])) if sees_later else nullcontext()

@@ -158,6 +158,7 @@ class Chunk:
         *,
         ids: torch.Tensor | None = None,
         hidden: torch.Tensor | None = None,
+        shape: Sequence[int] | None = None,
         **options: Any,
     ) -> torch.Tensor:
         """Call the base model on this stage.
@@ -167,13 +168,15 @@ class Chunk:
             ids: ``[B, L]`` token ids, on the first stage. If the model takes embeddings instead, pass
                 ``inputs_embeds`` among the options.
             hidden: ``[B, L, H]`` from the previous stage (on a mesh ``[B/b, L/s, H/h]``), on all other stages.
+            shape: of the embeddings from which the model's own code reads lengths, behind the first stage; by default
+                that of ``hidden``.
             options: arguments of the base model's forward. None is dropped, and so are ``position_ids``,
                 ``attention_mask`` and ``token_type_ids`` if the forward has no such argument.
 
         Returns:
             The input of the next stage's first layer or, on the last stage, of the head; shaped as ``hidden``.
         """
-        return self._leaving(self.call(model, ids=ids, hidden=hidden, **options))
+        return self._leaving(self.call(model, ids=ids, hidden=hidden, shape=shape, **options))
 
     def call(
         self,
@@ -181,6 +184,7 @@ class Chunk:
         *,
         ids: torch.Tensor | None = None,
         hidden: torch.Tensor | None = None,
+        shape: Sequence[int] | None = None,
         **options: Any,
     ) -> Any:
         """As :meth:`run`, but returns the base model's whole output, which is only meaningful on the last stage."""
@@ -192,7 +196,8 @@ class Chunk:
         if self._input is not None:
             assert hidden is not None, "a stage behind the first needs the hidden state"
             # These embeddings only carry shape, dtype and device. One expanded element takes no memory.
-            arguments["inputs_embeds"] = torch.zeros((), dtype=hidden.dtype, device=hidden.device).expand(hidden.shape)
+            one = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
+            arguments["inputs_embeds"] = one.expand(hidden.shape if shape is None else shape)
             self._input.hidden = hidden
         elif ids is not None:
             arguments["input_ids"] = ids

@@ -91,6 +91,11 @@ class LateSplit:
             return _Whole.apply(output[0], self._mesh), *output[1:]
         return _Whole.apply(output, self._mesh)
 
+    def whole_shape(self, part: torch.Tensor) -> tuple[int, int, int]:
+        """The shape of the activations of which a rank has a part."""
+        batch, length, width = part.shape
+        return batch, length * self._mesh.size("sequence"), width * self._mesh.size("hidden")
+
     @uncompiled
     def end(self, _: nn.Module, __: Any, output: Any) -> Any:
         """A forward hook of the base model: replaces its last hidden state by the rank's part."""

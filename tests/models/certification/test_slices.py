@@ -1,0 +1,69 @@
+"""All architectures that are right on a mesh are read in slices as plain transformers reads them whole."""
+
+import sys
+
+import pytest
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import cuboid
+from conftest import TIMEOUT_S
+from cuboid.models.certification.mesh_certificates import mesh_verdict
+from cuboid.models.certification.small_config import small_config
+from cuboid.tensor3d.sharding.sharding_spec import take_shard
+from cuboid.weights.state_dict_map import sharded_layouts
+from launching import ROOT
+
+sys.path.insert(0, str(ROOT / "docs"))
+
+from generators.architectures import config_of
+
+#: Tensors are joined when they are read: experts, convolutions. RWKV's code makes new values even for what was read.
+CONVERTED = ["olmo_hybrid", "kimi_linear", "mixtral", "ernie4_5_moe", "rwkv"]
+
+
+def accepted(model_type):
+    """Its class and a small config; None if it isn't right on a mesh."""
+    try:
+        cls, config = config_of(model_type, "")
+        is_right = "whole rows" not in mesh_verdict(cls, config).refused
+    except Exception:  # rejected, or transformers' own defaults make no model
+        return None
+    return (cls, small_config(config)) if is_right else None
+
+
+def wrong_slices(folders, axes):
+    """The parameters of each checkpoint whose slices aren't those of what plain transformers reads."""
+    section = {"tensor_parallel": {"mode": "3d_tensor", "mesh": axes}}
+    found = {}
+    for name, (folder, cls) in folders.items():
+        whole = dict(cls.from_pretrained(folder, dtype=torch.float32).named_parameters())
+        try:
+            with cuboid.scope(section):
+                model = cls.from_pretrained(folder, dtype=torch.float32)
+        except Exception as error:  # all ranks raise it, and go on with the next one
+            found[name] = [f"{type(error).__name__}: {error}"]
+            continue
+        layouts, mesh = sharded_layouts(model), cuboid.mesh_of(model)
+        own = dict(model.named_parameters())
+        assert own.keys() == whole.keys()
+        found[name] = [n for n, x in own.items() if not torch.equal(x, take_shard(whole[n], layouts[n], mesh))]
+    return found
+
+
+@pytest.mark.parametrize("axes", [{"sequence": 2, "hidden": 2}, {"batch": 2, "sequence": 2}], ids=str)
+@pytest.mark.parametrize("types", [CONVERTED, pytest.param(None, marks=pytest.mark.slow)], ids=["converted", "all"])
+def test_slices_are_those_of_the_whole(pool, tmp_path, types, axes):
+    folders = {}
+    for model_type in types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        known = accepted(model_type)
+        assert known or types is None, model_type
+        if known:
+            cls, config = known
+            torch.manual_seed(0)
+            cls._from_config(config, dtype=torch.float32).save_pretrained(tmp_path / model_type)
+            folders[model_type] = str(tmp_path / model_type), cls
+    assert types or len(folders) >= 120
+    for found in pool.run(4, wrong_slices, folders, axes, timeout_s=TIMEOUT_S if types else 6 * TIMEOUT_S):
+        wrong = {name: each for name, each in found.items() if each}
+        assert not wrong, "\n".join(f"{name}: {each}" for name, each in wrong.items())
