@@ -1,9 +1,9 @@
 """Models with new weights, of which each rank makes its own slices: the same ones for a seed on every mesh.
 
-A model is initialized in units: each decoder layer is one, and each module outside layers. For each unit that it has a
-part of, a rank initializes the whole unit with the architecture's own ``_init_weights``, and keeps its slices. So it
-never holds more than its slices and one unit. The seed of a unit is derived from one draw of the common generator and
-the unit's name, so it doesn't depend on the mesh, the stages, or the units that other ranks make.
+A model is initialized in units: each decoder layer is one, and so is whatever is beside the layers. For each unit that
+it has a part of, a rank initializes the whole unit with the architecture's own ``_init_weights``, and keeps its slices.
+So it never holds more than its slices and one unit. The seed of a unit is derived from one draw of the common generator
+and the unit's name, so it doesn't depend on the mesh, the stages, or the units that other ranks make.
 
 The weights therefore differ from those of plain transformers with the same seed, which draws all of them in sequence.
 """
@@ -11,9 +11,11 @@ The weights therefore differ from those of plain transformers with the same seed
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig
@@ -22,7 +24,7 @@ from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.models.architectures.supported_tasks import check_class
 from cuboid.models.plain_construction import plain_construction
 from cuboid.weights.load import loading_class
-from cuboid.weights.new_weights import initialized, put_value, tensors_of, units_of
+from cuboid.weights.new_weights import initialized, only_on_cpu, put_value, tensors_of, units_of
 
 
 def make_sharded(
@@ -55,6 +57,13 @@ def _make_sharded(
         whole: PreTrainedModel = from_config(cls, *copy.deepcopy(args), **copy.deepcopy(kwargs))
         # The config is copied here, too: ours will name our attention, and the user may make other models from theirs.
         model: Any = from_config(loading_class(cls, config, marks=False), *copy.deepcopy(args), **copy.deepcopy(kwargs))
+
+    @functools.cache
+    def construct(kept: frozenset[tuple[type[nn.Module], str]]) -> nn.Module:
+        with only_on_cpu(kept), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return from_config(cls, *copy.deepcopy(args), **copy.deepcopy(kwargs))
+
     seed = int(torch.randint(2**62, (), device="cpu"))
     # Compared once there is a process group; there may be none yet.
     model._mesh.weight_seed = WeightSeed(seed, torch.initial_seed())
@@ -63,11 +72,10 @@ def _make_sharded(
     places: dict[str, list[str]] = {}
     for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         places.setdefault(ties.get(name, name), []).append(name)
-    for name, unit, is_layer in units_of(whole):
-        owned = dict(tensors_of(unit, name, is_layer=is_layer))
-        if places.keys() & owned.keys():
-            made = dict(tensors_of(initialized(whole, name, unit, seed, is_layer=is_layer), name, is_layer=is_layer))
-            for source in places.keys() & owned.keys():
+    for name, unit, recurse in units_of(whole):
+        if places.keys() & {key for key, _ in tensors_of(unit, name, recurse=recurse)}:
+            made = initialized(whole, name, unit, seed, recurse=recurse, construct=construct)
+            for source in places.keys() & made.keys():
                 put_value(model, places[source], made[source])
     model.tie_weights()
     model.finish_loading()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,41 +40,126 @@ def make_new_weights(model: Any, cls: type[PreTrainedModel], names: Collection[s
     """
     with plain_construction(), torch.device("meta"):
         whole = cls(copy.deepcopy(model.config))
-    for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
-        made = initialized(whole, path, whole.get_submodule(path), _HEAD_SEED, is_layer=False)
-        for name, value in tensors_of(made, path, is_layer=False):
-            if name in names:
-                put_value(model, [name], value)
+
+    def construct(kept: frozenset[tuple[type[nn.Module], str]]) -> nn.Module:
+        with only_on_cpu(kept):
+            return cls(copy.deepcopy(model.config))
+
+    for path, unit, recurse in units_of(whole):
+        missing = [name for name, _ in tensors_of(unit, path, recurse=recurse) if name in names]
+        if missing:
+            values = initialized(whole, path, unit, _HEAD_SEED, recurse=recurse, construct=construct)
+            for name in missing:
+                put_value(model, [name], values[name])
 
 
 def units_of(whole: PreTrainedModel) -> Iterator[tuple[str, nn.Module, bool]]:
-    """The units that are initialized, as ``(name, module, is_layer)``: layers, and modules outside them."""
-    layers = layer_names(whole)
+    """The units that are initialized, as ``(name, module, recurse)``: all that is in a module, or only its own tensors.
+
+    The latter are modules around layers. All others are initialized as a whole, since some architectures' code for a
+    module writes into the modules inside it.
+    """
+    around = {name[:end] for name in layer_names(whole) for end in range(len(name)) if name[end] == "."} | {""}
     for name, module in whole.named_modules():
-        if name in layers:
-            yield name, module, True
-        elif not any(name.startswith(f"{layer}.") for layer in layers):
+        if name in around:
             yield name, module, False
+        elif name.rpartition(".")[0] in around:
+            yield name, module, True
 
 
-def tensors_of(unit: nn.Module, name: str, *, is_layer: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(unit: nn.Module, name: str, *, recurse: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """A unit's parameters and buffers, by their names in the model."""
     prefix = f"{name}." if name else ""
-    yield from ((prefix + key, x) for key, x in unit.named_parameters(recurse=is_layer))
-    yield from ((prefix + key, x) for key, x in unit.named_buffers(recurse=is_layer))
+    yield from ((prefix + key, x) for key, x in unit.named_parameters(recurse=recurse))
+    yield from ((prefix + key, x) for key, x in unit.named_buffers(recurse=recurse))
 
 
-def initialized(whole: PreTrainedModel, name: str, unit: nn.Module, seed: int, *, is_layer: bool) -> nn.Module:
-    """A copy of a unit on the CPU, initialized with random numbers that only depend on the seed and its name."""
-    own = copy.deepcopy(unit)
-    own.to_empty(device="cpu", recurse=is_layer)
+#: Makes a model whose parameters are on the meta device but for those of some classes of modules, by class and name.
+Construct = Callable[[frozenset[tuple[type[nn.Module], str]]], nn.Module]
+
+
+def initialized(
+    whole: PreTrainedModel, name: str, unit: nn.Module, seed: int, *, recurse: bool, construct: Construct
+) -> dict[str, torch.Tensor]:
+    """The tensors of a unit by their names, initialized with random numbers that only depend on the seed and its name.
+
+    Values that ``_init_weights`` leaves alone are those that the constructor gives.
+
+    Args:
+        whole: the model on the meta device. The unit is one of its modules, since some code looks for its name there.
+        name, unit, recurse: of :func:`units_of`.
+        seed: of the whole model.
+        construct: makes another one with the constructor's values.
+    """
+    unit.to_empty(device="cpu", recurse=recurse)
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]), init.guard_torch_init_functions():
-        torch.manual_seed(int.from_bytes(digest[:8], "little") >> 2)
-        # In the order of PreTrainedModel.initialize_weights: children first, each by the innermost model around it.
-        for inner, module in reversed(list(own.named_modules())) if is_layer else [("", own)]:
-            _model_around(whole, f"{name}.{inner}" if inner else name)._init_weights(module)
-    return own
+    unit_seed = int.from_bytes(digest[:8], "little") >> 2
+
+    def initialize() -> dict[str, torch.Tensor]:
+        with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]), init.guard_torch_init_functions():
+            torch.manual_seed(unit_seed)
+            # In the order of PreTrainedModel.initialize_weights: children first, each by the innermost model around it.
+            for inner, module in reversed(list(unit.named_modules())) if recurse else [("", unit)]:
+                _model_around(whole, ".".join(part for part in (name, inner) if part))._init_weights(module)
+        return dict(tensors_of(unit, name, recurse=recurse))
+
+    _mark(unit, recurse=recurse)
+    values = initialize()
+    left = [key for key, x in values.items() if _is_marked(x)]
+    if left:
+        paths = [key.rpartition(".") for key in left]
+        kept = construct(frozenset((type(whole.get_submodule(path)), leaf) for path, _, leaf in paths))
+        made = dict(tensors_of(kept.get_submodule(name), name, recurse=recurse))
+        _mark(unit, recurse=recurse)
+        with torch.no_grad():
+            for key in left:
+                values[key].copy_(made[key])
+        values = initialize()
+    unit.to_empty(device="meta", recurse=recurse)
+    return values
+
+
+def _mark(unit: nn.Module, *, recurse: bool) -> None:
+    """Fill a unit's tensors with values by which :func:`_is_marked` tells what is never written."""
+    with torch.no_grad():
+        for _, x in tensors_of(unit, "", recurse=recurse):
+            if x.is_floating_point() or x.is_complex():
+                x.fill_(torch.nan)
+            elif x.dtype != torch.bool:
+                x.fill_(torch.iinfo(x.dtype).min)
+
+
+def _is_marked(x: torch.Tensor) -> bool:
+    if x.is_floating_point() or x.is_complex():
+        return bool(x.isnan().any())
+    return x.dtype != torch.bool and bool((x == torch.iinfo(x.dtype).min).any())
+
+
+@contextmanager
+def only_on_cpu(kept: Collection[tuple[type[nn.Module], str]]) -> Iterator[None]:
+    """Inside, models that are constructed hold few parameters: all others go to the meta device as they are made.
+
+    Args:
+        kept: classes of modules, and names of parameters in them.
+    """
+    register, initialize = nn.Module.register_parameter, PreTrainedModel.initialize_weights
+
+    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and (type(self), name) not in kept:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    def leave_alone(_: PreTrainedModel) -> None:
+        pass
+
+    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+    PreTrainedModel.initialize_weights = leave_alone  # type: ignore[method-assign]
+    try:
+        with torch.device("cpu"), plain_construction():
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        PreTrainedModel.initialize_weights = initialize  # type: ignore[method-assign]
 
 
 def _model_around(whole: PreTrainedModel, name: str) -> Any:

@@ -1,5 +1,6 @@
 """All architectures that are right on a mesh are read in slices as plain transformers reads them whole."""
 
+import copy
 import sys
 
 import pytest
@@ -49,6 +50,62 @@ def wrong_slices(folders, axes):
         assert own.keys() == whole.keys()
         found[name] = [n for n, x in own.items() if not torch.equal(x, take_shard(whole[n], layouts[n], mesh))]
     return found
+
+
+def other_new_weights(configs, axes):
+    """The tensors of each new model that aren't slices of what a single rank makes with the same seed.
+
+    On a single rank, those that don't depend on the seed must be what plain transformers makes, the others as large.
+    """
+    found = {}
+    for name, (cls, config) in configs.items():
+        models = []
+        for mesh in ({"batch": 1, "sequence": 1, "hidden": 1}, axes):
+            torch.manual_seed(0)
+            try:
+                with cuboid.scope({"tensor_parallel": {"mode": "3d_tensor", "mesh": mesh}}):
+                    models.append(cls._from_config(copy.deepcopy(config), dtype=torch.float32))
+            except Exception as error:
+                found[name] = [f"{type(error).__name__}: {error}"]
+                break
+        else:
+            whole, layouts = dict(models[0].named_parameters()), sharded_layouts(models[1])
+            mesh = cuboid.mesh_of(models[1])
+            pairs = [(n, x, take_shard(whole[n], layouts[n], mesh)) for n, x in models[1].named_parameters()]
+            found[name] = [n for n, own, expected in pairs if not torch.equal(own, expected)]
+            found[name] += unlike(models[0], [plain_model(cls, config, seed) for seed in (0, 1)])
+    return found
+
+
+def plain_model(cls, config, seed):
+    torch.manual_seed(seed)
+    return cls._from_config(copy.deepcopy(config), dtype=torch.float32)
+
+
+def unlike(model, plain):
+    """The tensors of a model that differ from those of two plain ones by more than the seed explains."""
+    own = dict([*model.named_parameters(), *model.named_buffers()])
+    others = [dict([*each.named_parameters(), *each.named_buffers()]) for each in plain]
+    assert own.keys() == others[0].keys()
+    found = []
+    for name, x in own.items():
+        first, second = others[0][name], others[1][name]
+        if torch.equal(first, second):
+            is_alike = torch.equal(x, first)
+        else:
+            is_alike = x.numel() < 1000 or abs(float(x.std() / first.std()) - 1) < 0.15
+        if not is_alike:
+            found.append(f"{name} in value")
+    return found
+
+
+@pytest.mark.slow
+def test_new_weights_of_all_are_the_same_on_a_mesh(pool):
+    configs = {name: known for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if (known := accepted(name))}
+    assert len(configs) >= 120
+    for found in pool.run(4, other_new_weights, configs, {"sequence": 2, "hidden": 2}, timeout_s=6 * TIMEOUT_S):
+        wrong = {name: each for name, each in found.items() if each}
+        assert not wrong, "\n".join(f"{name}: {each}" for name, each in wrong.items())
 
 
 @pytest.mark.parametrize("axes", [{"sequence": 2, "hidden": 2}, {"batch": 2, "sequence": 2}], ids=str)
