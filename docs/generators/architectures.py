@@ -175,7 +175,7 @@ def probe(model_types: list[str]) -> None:
     Each takes 10 to 15 s of a processor. What was found is written down as soon as it is known.
     """
     cases = causal_cases(model_types)
-    heads = list(_head_cases(model_types or [*_DECODERS, *_ENCODERS, *_ENCODER_DECODERS, *_IMAGES]))
+    heads = list(head_cases(model_types))
     with ProcessPoolExecutor(2) as pool:
         for path, find in ((TABLE, probe_pipeline), (MESH_TABLE, _probe_meshes)):
             for case, (key, entry) in zip(cases, pool.map(find, cases), strict=True):
@@ -186,8 +186,9 @@ def probe(model_types: list[str]) -> None:
                 write_entry(TABLE, case, key, staged, part="heads")
 
 
-def _head_cases(model_types: Iterable[str]) -> Iterator[tuple[str, str]]:
-    for model_type in model_types:
+def head_cases(model_types: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
+    """Model types and other tasks that are probed; of all types that are probed for others, if none is named."""
+    for model_type in model_types or (*_DECODERS, *_ENCODERS, *_ENCODER_DECODERS, *_IMAGES):
         if model_type in _ENCODER_DECODERS:
             yield model_type, _SEQ2SEQ
         if model_type in (*_DECODERS, *_ENCODERS, *_IMAGES):
@@ -195,9 +196,8 @@ def _head_cases(model_types: Iterable[str]) -> Iterator[tuple[str, str]]:
             yield from ((model_type, head) for head, (classes, _) in _HEADS.items() if type(config) in classes)
 
 
-def _probe_head(case: tuple[str, str]) -> tuple[str, Any, Any]:
-    """Key and entries of an architecture for another task, on a mesh and in stages; None if it can't be cut."""
-    torch.set_num_threads(1)
+def head_of(case: tuple[str, str]) -> tuple[Any, PretrainedConfig]:
+    """The class and a config of an architecture for another task."""
     model_type, head = case
     classes, changes = _HEADS[head]
     config = AutoConfig.for_model(model_type, **changes)
@@ -208,7 +208,13 @@ def _probe_head(case: tuple[str, str]) -> tuple[str, Any, Any]:
         config.pad_token_id = 0
     cls = classes[type(config)]
     # Some have a second class for the task, with a head for what is distilled.
-    cls = cls[0] if isinstance(cls, tuple) else cls
+    return (cls[0] if isinstance(cls, tuple) else cls), config
+
+
+def _probe_head(case: tuple[str, str]) -> tuple[str, Any, Any]:
+    """Key and entries of an architecture for another task, on a mesh and in stages; None if it can't be cut."""
+    torch.set_num_threads(1)
+    cls, config = head_of(case)
     try:
         verdict = check_meshes(cls, config)
     except CannotProbe as error:

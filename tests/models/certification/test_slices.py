@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import cuboid
 from conftest import TIMEOUT_S
@@ -17,20 +16,28 @@ from launching import ROOT
 
 sys.path.insert(0, str(ROOT / "docs"))
 
-from generators.architectures import config_of
+from generators.architectures import causal_cases, config_of, head_cases, head_of
 
 #: Tensors are joined when they are read: experts, convolutions. RWKV's code makes new values even for what was read.
-CONVERTED = ["olmo_hybrid", "kimi_linear", "mixtral", "ernie4_5_moe", "rwkv"]
+CONVERTED = [(name, "") for name in ("olmo_hybrid", "kimi_linear", "mixtral", "ernie4_5_moe", "rwkv")]
 
 
-def accepted(model_type):
-    """Its class and a small config; None if it isn't right on a mesh."""
+def accepted(case):
+    """Class and small config of an architecture, for causal language models or another task; None if it isn't right."""
     try:
-        cls, config = config_of(model_type, "")
+        cls, config = config_of(*case) if case[1] == "" else head_of(case)
         is_right = "whole rows" not in mesh_verdict(cls, config).refused
     except Exception:  # rejected, or transformers' own defaults make no model
         return None
     return (cls, small_config(config)) if is_right else None
+
+
+def all_accepted():
+    """Of all model types, and of some for other tasks, by a name that can be a folder's."""
+    cases = [*(case for case in causal_cases() if case[1] == ""), *head_cases()]
+    found = {"-".join(case).replace(" ", "_"): known for case in cases if (known := accepted(case))}
+    assert len(found) >= 200
+    return found
 
 
 def wrong_slices(folders, axes):
@@ -101,26 +108,20 @@ def unlike(model, plain):
 
 @pytest.mark.slow
 def test_new_weights_of_all_are_the_same_on_a_mesh(pool):
-    configs = {name: known for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if (known := accepted(name))}
-    assert len(configs) >= 120
-    for found in pool.run(4, other_new_weights, configs, {"sequence": 2, "hidden": 2}, timeout_s=6 * TIMEOUT_S):
+    for found in pool.run(4, other_new_weights, all_accepted(), {"sequence": 2, "hidden": 2}, timeout_s=6 * TIMEOUT_S):
         wrong = {name: each for name, each in found.items() if each}
         assert not wrong, "\n".join(f"{name}: {each}" for name, each in wrong.items())
 
 
 @pytest.mark.parametrize("axes", [{"sequence": 2, "hidden": 2}, {"batch": 2, "sequence": 2}], ids=str)
-@pytest.mark.parametrize("types", [CONVERTED, pytest.param(None, marks=pytest.mark.slow)], ids=["converted", "all"])
-def test_slices_are_those_of_the_whole(pool, tmp_path, types, axes):
+@pytest.mark.parametrize("cases", [CONVERTED, pytest.param(None, marks=pytest.mark.slow)], ids=["converted", "all"])
+def test_slices_are_those_of_the_whole(pool, tmp_path, cases, axes):
+    configs = {case[0]: accepted(case) for case in cases} if cases else all_accepted()
     folders = {}
-    for model_type in types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        known = accepted(model_type)
-        assert known or types is None, model_type
-        if known:
-            cls, config = known
-            torch.manual_seed(0)
-            cls._from_config(config, dtype=torch.float32).save_pretrained(tmp_path / model_type)
-            folders[model_type] = str(tmp_path / model_type), cls
-    assert types or len(folders) >= 120
-    for found in pool.run(4, wrong_slices, folders, axes, timeout_s=TIMEOUT_S if types else 6 * TIMEOUT_S):
+    for name, (cls, config) in configs.items():
+        torch.manual_seed(0)
+        cls._from_config(config, dtype=torch.float32).save_pretrained(tmp_path / name)
+        folders[name] = str(tmp_path / name), cls
+    for found in pool.run(4, wrong_slices, folders, axes, timeout_s=TIMEOUT_S if cases else 6 * TIMEOUT_S):
         wrong = {name: each for name, each in found.items() if each}
         assert not wrong, "\n".join(f"{name}: {each}" for name, each in wrong.items())
