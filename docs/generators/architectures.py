@@ -7,7 +7,7 @@ Without ``--probe``, which takes minutes for all of them, only the page is writt
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
