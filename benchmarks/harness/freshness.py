@@ -33,8 +33,13 @@ STAGES = tuple(
 #: A training step under DeepSpeed.
 ENGINE = (f"{_CUBOID}/integrations/deepspeed/**/*.py", f"{_CUBOID}/optim/**/*.py")
 LOADING = (f"{_CUBOID}/weights/**/*.py",)
-#: Has no part in any benchmark, whose models have a rule for all of their blocks and whose ranks are processes.
-NOT_MEASURED = (f"{_CUBOID}/tensor3d/layers/whole_block.py", f"{_CUBOID}/distributed/thread_ranks.py")
+#: Has no part in any benchmark: their models have rules for all blocks and complete weights, their ranks are processes.
+NOT_MEASURED = (
+    f"{_CUBOID}/tensor3d/layers/whole_block.py",
+    f"{_CUBOID}/distributed/thread_ranks.py",
+    f"{_CUBOID}/weights/from_scratch.py",
+    f"{_CUBOID}/weights/new_weights.py",
+)
 
 
 def stamp(sources: Sequence[str], root: Path = ROOT) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def parts() -> dict[str, dict[str, str]]:
 def probe(model_types: list[str]) -> None:
     """Probe these architectures again, or all; what the tables have of others stays.
 
-    Each takes 10 to 15 s of a processor. What was found is written down as soon as it is known.
+    Each takes a few seconds of a processor. What was found is written down as soon as it is known.
     """
     cases = causal_cases(model_types)
     heads = list(head_cases(model_types))

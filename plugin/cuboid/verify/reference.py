@@ -13,7 +13,7 @@ from torch import nn
 
 import cuboid
 from cuboid.errors import CuboidError
-from cuboid.models.certification.float64 import precision
+from cuboid.models.certification.float64 import precision, widen
 from cuboid.verify.plan import Plan
 from cuboid.verify.probe import probe
 from cuboid.verify.storage import SAVED, write
@@ -78,10 +78,9 @@ def load_plain(plan: Plan) -> Any:
 
 
 def widened(model: Any, plan: Plan) -> Any:
-    """A model, in place; if casts to float32 are skipped, without the weights that it keeps in float32 for them."""
+    """The model; in place, if casts to float32 are skipped, without the weights that it keeps in float32 for them."""
     if plan.keep_float64 and plan.torch_dtype == torch.float64:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(torch.float64)
+        widen(model)
     return model
 
 

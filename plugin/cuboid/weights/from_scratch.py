@@ -11,11 +11,9 @@ The weights therefore differ from those of plain transformers with the same seed
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from cuboid.config.schema import CuboidConfig
@@ -24,7 +22,7 @@ from cuboid.distributed.rank_agreement import run_on_all_ranks
 from cuboid.models.architectures.supported_tasks import check_class
 from cuboid.models.plain_construction import plain_construction
 from cuboid.weights.load import loading_class
-from cuboid.weights.new_weights import initialized, only_on_cpu, put_value, tensors_of, units_of
+from cuboid.weights.new_weights import constructing, initialized, put_value, tensors_of, units_of
 
 
 def make_sharded(
@@ -57,14 +55,8 @@ def _make_sharded(
         whole: PreTrainedModel = from_config(cls, *copy.deepcopy(args), **copy.deepcopy(kwargs))
         # The config is copied here, too: ours will name our attention, and the user may make other models from theirs.
         model: Any = from_config(loading_class(cls, config, marks=False), *copy.deepcopy(args), **copy.deepcopy(kwargs))
-
-    @functools.cache
-    def construct(kept: frozenset[tuple[type[nn.Module], str]]) -> nn.Module:
-        with only_on_cpu(kept), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return from_config(cls, *copy.deepcopy(args), **copy.deepcopy(kwargs))
-
     seed = int(torch.randint(2**62, (), device="cpu"))
+    construct = constructing(lambda: from_config(cls, *copy.deepcopy(args), **copy.deepcopy(kwargs)), seed)
     # Compared once there is a process group; there may be none yet.
     model._mesh.weight_seed = WeightSeed(seed, torch.initial_seed())
     # By the name of the parameter that others are tied to, since a stage may have only one of the others.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -40,11 +41,7 @@ def make_new_weights(model: Any, cls: type[PreTrainedModel], names: Collection[s
     """
     with plain_construction(), torch.device("meta"):
         whole = cls(copy.deepcopy(model.config))
-
-    def construct(kept: frozenset[tuple[type[nn.Module], str]]) -> nn.Module:
-        with only_on_cpu(kept):
-            return cls(copy.deepcopy(model.config))
-
+    construct = constructing(lambda: cls(copy.deepcopy(model.config)), _HEAD_SEED)
     for path, unit, recurse in units_of(whole):
         missing = [name for name, _ in tensors_of(unit, path, recurse=recurse) if name in names]
         if missing:
@@ -135,8 +132,20 @@ def _is_marked(x: torch.Tensor) -> bool:
     return x.dtype != torch.bool and bool((x == torch.iinfo(x.dtype).min).any())
 
 
+def constructing(make: Callable[[], nn.Module], seed: int) -> Construct:
+    """What makes models by calling ``make``; the same one again for the same parameters, and for the same seed."""
+
+    @functools.cache
+    def construct(kept: frozenset[tuple[type[nn.Module], str]]) -> nn.Module:
+        with _only_on_cpu(kept), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return make()
+
+    return construct
+
+
 @contextmanager
-def only_on_cpu(kept: Collection[tuple[type[nn.Module], str]]) -> Iterator[None]:
+def _only_on_cpu(kept: Collection[tuple[type[nn.Module], str]]) -> Iterator[None]:
     """Inside, models that are constructed hold few parameters: all others go to the meta device as they are made.
 
     Args:

@@ -24,7 +24,7 @@ from cuboid.models.architectures.supported_tasks import runs_own_head, takes_tok
 from cuboid.models.batch.batch import IGNORE_INDEX, TOKEN_TYPES
 from cuboid.models.batch.broadcast import MicroBatch
 from cuboid.models.batch.length_cases import LONGEST, Case, cases
-from cuboid.models.certification.float64 import KeepFloat64
+from cuboid.models.certification.float64 import KeepFloat64, widen
 from cuboid.models.certification.small_config import small_config
 from cuboid.models.plain_construction import plain_construction
 from cuboid.models.sharded.parallel_plan import make_parallel_plan
@@ -196,12 +196,11 @@ def random_model(
         # Some classifiers have a dropout of their own that no config turns off.
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+    if attempt.precision is KeepFloat64:
+        widen(model)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if attempt.precision is KeepFloat64:
-                # Some models keep weights in float32 on purpose, for inputs that they cast to it.
-                parameter.data = parameter.data.to(attempt.dtype)
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             if parameter.dim() == 1:
                 is_bias = name.endswith("bias")
@@ -348,6 +347,26 @@ def compare_trials(
     return refused, largest
 
 
+def make_trial(
+    cases: tuple[tuple[Kind, Case], ...],
+    batch: MicroBatch,
+    run: Callable[[MicroBatch], Outcome | str],
+    *,
+    is_first: bool,
+) -> Trial:
+    """Run the model itself on a micro-batch.
+
+    Raises:
+        CannotProbe: it fails on the first one.
+    """
+    try:
+        return Trial(cases, batch, run(batch))
+    except Exception as error:
+        if is_first:
+            raise CannotProbe(f"a small one doesn't run: {type(error).__name__}: {error}") from error
+        return Trial(cases, batch, f"the model itself fails there: {type(error).__name__}: {error}")
+
+
 class _Reference:
     """The uncut model, which tells what is right.
 
@@ -361,24 +380,17 @@ class _Reference:
         self.trials = [self._trial(group, number) for number, group in enumerate(probe_groups(model.config))]
 
     def _trial(self, group: tuple[tuple[Kind, Case], ...], number: int = 1) -> Trial:
-        """A micro-batch of some cases; the model must not fail on the first one.
-
-        Raises:
-            CannotProbe: it does.
-        """
         config = self._model.config
         vocabulary = config.get_text_config().vocab_size
         batch = joined(probe_batch(case, vocabulary, has_labels=kind in LABELLED.values()) for kind, case in group)
         if self._has_types and number % 2 == 1:
             batch[TOKEN_TYPES] = batch["input_ids"] % config.type_vocab_size
-        try:
-            with self._attempt.precision():
-                outcome = run_plain(self._model, batch, self._attempt.tolerance)
-        except Exception as error:
-            if number == 0:
-                raise CannotProbe(f"a small one doesn't run: {type(error).__name__}: {error}") from error
-            return Trial(group, batch, f"the model itself fails there: {type(error).__name__}: {error}")
-        return Trial(group, batch, OTHER_LOSS if outcome.shifts_labels is None else outcome)
+        return make_trial(group, batch, self._run, is_first=number == 0)
+
+    def _run(self, batch: MicroBatch) -> Outcome | str:
+        with self._attempt.precision():
+            outcome = run_plain(self._model, batch, self._attempt.tolerance)
+        return OTHER_LOSS if outcome.shifts_labels is None else outcome
 
 
 def joined(batches: Iterable[MicroBatch]) -> MicroBatch:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 Precision = contextlib.AbstractContextManager[Any]
@@ -37,6 +38,12 @@ class KeepFloat64(TorchFunctionMode):
             args = tuple(_widened(argument) for argument in args)
             kwargs = {name: _widened(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
+
+
+def widen(model: nn.Module) -> None:
+    """Make all weights float64, in place: some models keep some in float32 on purpose, for inputs that they cast."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float64)
 
 
 def precision(*, keep_float64: bool) -> Precision:

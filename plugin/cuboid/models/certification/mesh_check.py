@@ -35,6 +35,7 @@ from cuboid.models.certification.check import (
     joined,
     largest_error,
     make_stage,
+    make_trial,
     name_padding,
     probe_groups,
     quiet_cpu,
@@ -177,28 +178,18 @@ class _Probe:
         return tuple(each for each in group if each[0] not in left_out)
 
     def _trial(self, group: tuple[tuple[Kind, Case], ...], number: int = 1) -> Trial:
-        """A micro-batch of some cases; the model must not fail on the first one.
-
-        Raises:
-            CannotProbe: it does.
-        """
         has_types = self.takes_types and number % 2 == 1
         batch = joined(
             task_batch(case, self.model, has_types=has_types, has_labels=kind in LABELLED.values())
             for kind, case in group
         )
-        try:
-            with self.attempt.precision():
-                return Trial(group, batch, self._run_plain(batch))
-        except Exception as error:
-            if number == 0:
-                raise CannotProbe(f"a small one doesn't run: {type(error).__name__}: {error}") from error
-            return Trial(group, batch, f"the model itself fails there: {type(error).__name__}: {error}")
+        return make_trial(group, batch, self._run_plain, is_first=number == 0)
 
     def _run_plain(self, batch: MicroBatch) -> Outcome:
         self._own.zero_grad()
         self._called.clear()
-        outcome = run_whole(self._own, batch, **self.call)
+        with self.attempt.precision():
+            outcome = run_whole(self._own, batch, **self.call)
         self.has_own_loss = not self._called
         return outcome
 

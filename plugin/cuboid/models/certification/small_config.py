@@ -176,7 +176,7 @@ def _shorter_periods(fields: Mapping[str, Any]) -> dict[str, int]:
     periods = {name: fields[name] for name in _PERIODS if isinstance(fields.get(name), int) and fields[name] > 1}
     short: dict[str, int] = {}
     for name, value in periods.items():
-        # A prime number of layers has no shorter period.
+        # Periods of 5 and 7 layers, for example, stay.
         short[name] = max((n for n in range(2, _LONGEST_PERIOD + 1) if value % n == 0), default=value)
     offsets = {name: of for name, of in _OFFSETS.items() if of in short and isinstance(fields.get(name), int)}
     return {**short, **{name: fields[name] % short[of] for name, of in offsets.items()}}
