@@ -16,7 +16,7 @@ from cuboid.distributed.topology import Topology
 from cuboid.models.batch.length_cases import Case
 from cuboid.models.certification.float64 import KeepFloat64, precision
 from cuboid.verify import PassReport, Plan, Report, SmallModel
-from cuboid.verify.compare import ALL, Check, compare, first_difference, relative_error
+from cuboid.verify.compare import ALL, Check, allow_rounding, compare, first_difference, relative_error
 from cuboid.verify.noise import compare_noisy
 from cuboid.verify.plan import tokens_of
 from cuboid.verify.probe import assemble, residual_part
@@ -53,6 +53,21 @@ def test_zeros_stand_for_moments_that_there_are_not() -> None:
     for moment, passed in ((torch.zeros(3), True), (torch.full((3,), 1e-30), False)):
         checks = compare(outcome(), dataclasses.replace(outcome(), moments={"bias": moment}), 1e-9)
         assert [check.passed for check in checks if check.kind == "moment"] == [passed]
+
+
+def test_float32_passes_as_far_as_plain_float32_is_off() -> None:
+    ones = torch.ones(3)
+    reference = outcome(first_gradient=ones + 3e-5, second_gradient=ones + 0.1, loss=math.nan)
+    other = outcome(
+        first_gradient=ones + 1.1e-4,
+        second_gradient=ones + 0.102,
+        second_weight=ones + 2e-5,
+        loss=2.0,
+    )
+    checks = allow_rounding(compare(reference, other, 1e-5), compare(outcome(), reference, 1e-5))
+    wrong = {(check.kind, check.name): check.tolerance for check in checks if not check.passed}
+    # At three times 3e-5, the first passes. No rounding explains the second's, plain float32 is right in the weight.
+    assert wrong == {("loss", "step 1"): 1e-5, ("gradient", "second"): 1e-3, ("weight", "second"): 1e-5}
 
 
 def test_relative_error_is_relative_to_the_largest_value() -> None:

@@ -19,11 +19,9 @@ from dataclasses import dataclass
 
 import torch
 
-from cuboid.verify.compare import ALL, Check, Kind, kinds_in_order, numbers_of, tensors_of
+from cuboid.verify.compare import ALL, FACTOR, Check, Kind, kinds_in_order, numbers_of, tensors_of
 from cuboid.verify.training import Outcome, Tensors
 
-#: A tensor's distance from float32 may be this many times plain half precision's.
-FACTOR = 3.0
 #: A slope may deviate by this many standard deviations.
 _DEVIATIONS = 6.0
 #: Allowance on the slope of all parameters together, whose rounding errors aren't independent of one another.

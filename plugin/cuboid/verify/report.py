@@ -15,8 +15,7 @@ from rich.table import Table
 
 from cuboid.config.schema import PipelineConfig
 from cuboid.distributed.topology import MeshShape
-from cuboid.verify.compare import Check, Kind, first_difference
-from cuboid.verify.noise import FACTOR
+from cuboid.verify.compare import FACTOR, Check, Kind, first_difference
 from cuboid.verify.plan import Plan
 
 #: One comparison of a whole run: Cuboid's core under torch's optimizer, or the whole DeepSpeed engine.
@@ -35,7 +34,8 @@ class PassReport:
         name: which pass.
         plan: the run that both sides made.
         mesh: of one replica, or of each of its stages.
-        tolerance: the largest error that passes; None if each check has its own, see :mod:`cuboid.verify.noise`.
+        tolerance: the largest error that passes, unless a check has a larger one of its own; None if each check has its
+            own, see :mod:`cuboid.verify.noise`.
         losses, norms: of each step; plain transformers' first, then Cuboid's.
         checks: see :func:`cuboid.verify.compare.compare`.
         pipeline: its config, if there is one.
@@ -132,6 +132,11 @@ def _print_pass(report: PassReport, console: Console) -> None:
     console.print("micro-batches: " + escape("; ".join(f"{c.name} ({c.length})" for c in plan.cases_run())))
     for kind, reason in plan.left_out:
         console.print(escape(f"left out: {kind}, with which the architecture isn't right: {reason}"))
+    if report.tolerance is not None and (own := [c for c in report.checks if c.tolerance > report.tolerance]):
+        console.print(
+            f"{len(own)} checks pass up to {FACTOR:.0f} times plain {plan.dtype}'s own distance from float64: "
+            "this model amplifies rounding"
+        )
     for table in (_steps(report), _outputs(report), _parameters(report)):
         if table.row_count:
             console.print(table)

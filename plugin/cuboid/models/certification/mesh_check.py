@@ -200,13 +200,11 @@ def _best(probe: _Probe, *, gives_cache: bool) -> MeshVerdict:
     some = [*((block,) for block in blocks), *([tuple(blocks)] if len(blocks) > 1 else [])]
     reason: str | None = None
     for found in _choices(probe):
-        choice = _for_padding(probe, found)
-        reason = _reason_against(probe, choice)
+        choice, reason = _checked(probe, found)
         if reason is None:
             return _verdict(probe, choice, gives_cache=gives_cache)
         # A choice that is wrong even with whole layers can't be right with fewer whole blocks.
-        layers = _for_padding(probe, replace(found, whole=("",)))
-        reason = _reason_against(probe, layers)
+        layers, reason = _checked(probe, replace(found, whole=("",)))
         if reason is None:
             fewer = (replace(layers, whole=whole) for whole in some)
             least = next((each for each in fewer if _reason_against(probe, each) is None), layers)
@@ -242,43 +240,39 @@ def _choices(probe: _Probe) -> Iterator[MeshVerdict]:
             yield MeshVerdict(**way, **head, token_types=probe.takes_types)
 
 
-def _reason_against(probe: _Probe, choice: MeshVerdict) -> str | None:
-    """What is wrong with the longest micro-batch on one of the meshes; None if nothing is."""
-    trial = probe.trials[0]
-    for shape in MESHES:
-        reason = _reason_against_trial(probe, shape, choice, trial)
+def _checked(probe: _Probe, choice: MeshVerdict) -> tuple[MeshVerdict, str | None]:
+    """A choice, or the same with activations split late if only that is right with padding; and what is wrong with it.
+
+    Recurrent layers multiply their input by the mask, which the model's own code cuts to the length of the embeddings.
+    """
+    first, others = MESHES[:1], MESHES[1:]
+    reason = _reason_against(probe, choice, first)
+    if reason is None and choice.inputs == "embeddings" and not choice.splits_late:
+        padded = next(iter(_padded(probe, choice)), None)
+        if padded is not None and _reason_against(probe, choice, first, padded) is not None:
+            late = replace(choice, splits_late=True)
+            if all(_reason_against(probe, late, first, trial) is None for trial in (padded, probe.trials[0])):
+                choice = late
+    return choice, reason or _reason_against(probe, choice, others)
+
+
+def _reason_against(
+    probe: _Probe, choice: MeshVerdict, meshes: Iterable[MeshShape] = MESHES, trial: Trial | None = None
+) -> str | None:
+    """What is wrong with a micro-batch, by default the longest, on one of some meshes; None if nothing is."""
+    trial = trial or probe.trials[0]
+    assert isinstance(trial.expected, Outcome)
+    for shape in meshes:
+        try:
+            error, name = _Split(probe, shape, choice).largest_error(trial.batch, trial.expected)
+        except Exception as failure:
+            reason: str | None = words_of(failure)
+        else:
+            reason = None if error <= probe.attempt.tolerance else f"{name} differs by {error:.1e}"
         if reason is not None:
             kind, case = trial.cases[0]
             return f"{reason} (mesh {shape}, {kind}, {case.name})"
     return None
-
-
-def _reason_against_trial(probe: _Probe, shape: MeshShape, choice: MeshVerdict, trial: Trial) -> str | None:
-    assert isinstance(trial.expected, Outcome)
-    try:
-        error, name = _Split(probe, shape, choice).largest_error(trial.batch, trial.expected)
-    except Exception as failure:
-        return words_of(failure)
-    return None if error <= probe.attempt.tolerance else f"{name} differs by {error:.1e}"
-
-
-def _for_padding(probe: _Probe, choice: MeshVerdict) -> MeshVerdict:
-    """A choice, or the same with activations split late if only that is right with padding.
-
-    Recurrent layers multiply their input by the mask, which the model's own code cuts to the length of the embeddings.
-    """
-    if choice.splits_late or choice.inputs != "embeddings":
-        return choice
-    whole = probe.trials[0]
-    padded = next(iter(_padded(probe, choice)), whole)
-
-    def is_right(choice: MeshVerdict, trial: Trial) -> bool:
-        return isinstance(trial.expected, Outcome) and _reason_against_trial(probe, MESHES[0], choice, trial) is None
-
-    if not is_right(choice, whole) or is_right(choice, padded):
-        return choice
-    late = replace(choice, splits_late=True)
-    return late if is_right(late, padded) and is_right(late, whole) else choice
 
 
 def _verdict(probe: _Probe, choice: MeshVerdict, *, gives_cache: bool) -> MeshVerdict:
@@ -322,7 +316,8 @@ def _reasons_against_stages(probe: _Probe, choice: MeshVerdict, *, gives_cache: 
 def _padded(probe: _Probe, choice: MeshVerdict) -> list[Trial]:
     """A padded micro-batch that is right on a mesh without stages, if there is one."""
     found = (trial for trial in probe.trials if trial.cases[0][0] == "padding on the right")
-    return [trial for trial in found if all(kind not in choice.refused for kind, _ in trial.cases)]
+    right = (trial for trial in found if isinstance(trial.expected, Outcome))
+    return [trial for trial in right if all(kind not in choice.refused for kind, _ in trial.cases)]
 
 
 def _reason_against_stages(
