@@ -89,8 +89,7 @@ def judged(rows: Sequence[Row]) -> list[str]:
 
 
 def _measured_s(row: Row) -> float:
-    median: float = row["step_s"]["median"]
-    return median
+    return float(row["step_s"]["median"])
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:

@@ -47,7 +47,7 @@ from cuboid.seq1f1b.runtime.profiler import Profiler
 from cuboid.seq1f1b.schedule import choice
 from cuboid.seq1f1b.schedule.actions import Action
 from cuboid.seq1f1b.schedule.partition import cut_sequence, even_cut, segment_cost
-from cuboid.seq1f1b.schedule.simulator import Span, Timeline
+from cuboid.seq1f1b.schedule.simulator import Span
 from cuboid.seq1f1b.schedule.unit_costs import ModelSizes, unit_flops
 from cuboid_patches.deepspeed import SHARED_MEMORY_BUILD
 
@@ -187,10 +187,6 @@ class Entry:
         request = choice.Request(task.stages, task.micro_batches, self.segments, costs, limit, self.chunks)
         return choice.choose_schedule(self.schedule, request)
 
-    def simulated(self, task: Task) -> Timeline:
-        """Of :meth:`chosen`."""
-        return self.chosen(task).timeline
-
 
 #: The peers' schedules of two stages on each rank.
 PEERS_CHUNKED = [Entry("torch", name, chunks=2) for name in TORCH] + [Entry("deepspeed", "DualPipeV", chunks=2)]
@@ -212,9 +208,8 @@ def cuts(segments: Sequence[int]) -> list[Entry]:
 
 def together(first: Sequence[Row]) -> Row:
     """Loss, gradient norm and each rank's peak, of all ranks; the last stage has the loss."""
-    norm = math.sqrt(sum(each["squares"] for each in first))
-    peaks = [each["peak_bytes"] for each in first]
-    return {"loss": sum(each["loss"] for each in first), "gradient_norm": norm, "peak_bytes": peaks}
+    loss, squares = (sum(each[key] for each in first) for key in ("loss", "squares"))
+    return {"loss": loss, "gradient_norm": math.sqrt(squares), "peak_bytes": [each["peak_bytes"] for each in first]}
 
 
 class Pipeline(Contestant):
@@ -474,7 +469,7 @@ def _memory_row(record: Record) -> Row:
     return {
         **dataclasses.asdict(entry),
         "peak_bytes": record.facts["peak_bytes"],
-        "sequences_in_flight": list(entry.simulated(task).peak_bytes) if entry.is_known else None,
+        "sequences_in_flight": list(entry.chosen(task).timeline.peak_bytes) if entry.is_known else None,
     }
 
 
@@ -487,8 +482,7 @@ def pipeline_row(record: Record, records: Sequence[Record], yardsticks: Mapping[
     by_entry = {other.entry: other for other in records}
     others = {key: by_entry[other, task] for key, other in yardsticks.items() if (other, task) in by_entry}
     # Schedules that only peers have aren't simulated.
-    own = entry.simulated(task) if entry.is_known else None
-    base = whole.simulated(task)
+    own = entry.chosen(task).timeline if entry.is_known else None
     return {
         "name": entry.name,
         **dataclasses.asdict(entry),
@@ -499,7 +493,7 @@ def pipeline_row(record: Record, records: Sequence[Record], yardsticks: Mapping[
         "bubble_theory": own and entry.theory(task),
         "bubble_simulated": own and own.bubble,
         "ratio_theory": own and (1 - entry.theory(task)) / (1 - whole.theory(task)),
-        "ratio_simulated": own and base.makespan_s / own.makespan_s,
+        "ratio_simulated": own and whole.chosen(task).timeline.makespan_s / own.makespan_s,
         **record.numbers(others.items()),
     }
 

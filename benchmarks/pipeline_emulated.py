@@ -483,7 +483,7 @@ def _row(record: Record, records: Sequence[Record]) -> Row:
         "error": record.error,
         "bubble": spread([sample.figures["bubble"] for sample in quiet]),
         "sequences_in_flight": [peak_bytes(own, kept, INPUT_GRADIENT_FREES) for own in ran],
-        "sequences_in_flight_simulated": list(entry.simulated(work).peak_bytes) if entry.is_known else None,
+        "sequences_in_flight_simulated": list(entry.chosen(work).timeline.peak_bytes) if entry.is_known else None,
     }
 
 

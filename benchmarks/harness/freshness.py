@@ -94,9 +94,8 @@ def _shape(node: Any) -> Any:
 
 def _commit(root: Path) -> str | None:
     """Of the working tree, with a mark where the code isn't quite that; None outside of a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
     try:
-        command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
-        ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=True)
+        return subprocess.check_output(command, cwd=root, stderr=subprocess.DEVNULL, text=True, timeout=10).strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return ended.stdout.strip()

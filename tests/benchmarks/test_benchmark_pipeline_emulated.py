@@ -92,7 +92,7 @@ def test_theory_and_simulation_are_those_of_the_schedules(result):
         for row in (row for row in rows.values() if entry_of(row).is_known):
             others = 0 if row["limit"] else 3
             assert row["bubble_theory"] == pytest.approx(others / (row["segments"] * count + others))
-            timeline = entry_of(row).simulated(work_of(row, result))
+            timeline = entry_of(row).chosen(work_of(row, result)).timeline
             assert row["simulated_s"] == pytest.approx(timeline.makespan_s)
             if row["segments"] == 1:
                 assert row["bubble_simulated"] == pytest.approx(row["bubble_theory"])
@@ -192,7 +192,7 @@ def test_however_a_sequence_is_cut_its_units_take_as_long_together(lengths):
 @given(st.sampled_from([8, 16]), st.sampled_from([8, 16]), st.sampled_from([2, 4, 8]))
 def test_cuts_by_operations_are_simulated_as_theory_says(stages, micro_batches, segments):
     work, entry = Work(stages, micro_batches, 0.1, 1), Entry("cuboid", "seq1f1b", segments)
-    assert entry.simulated(work).bubble == pytest.approx(entry.theory(work), abs=0.01)
+    assert entry.chosen(work).timeline.bubble == pytest.approx(entry.theory(work), abs=0.01)
 
 
 def test_who_computes_something_else_is_named():
