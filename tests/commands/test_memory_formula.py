@@ -21,6 +21,7 @@ from cuboid.planner.model_formulas import block_sizes, end_sizes, kept_sizes, mo
 from cuboid.tensor3d.layers.linear import ShardedLinear
 from cuboid.tensor3d.layers.norm import ShardedLayerNorm, ShardedRMSNorm
 from cuboid.verify import SmallModel
+from planning import on_meta, small
 
 BATCH, LENGTH = 6, 24
 MESHES = ["1x1x1", "1x2x1", "2x1x1", "1x1x2", "1x2x2", "1x2x3", "3x1x2"]
@@ -258,6 +259,10 @@ def test_models_without_a_formula_are_rejected():
     with pytest.raises(UnsupportedModelError, match="attn_pdrop is"):
         check_countable(dropping)
     check_countable(dropping.eval())
+    for name, what in (("mixtral", "experts"), ("deepseek_v3", "latents"), ("minicpm3", "latents")):
+        config = small(name, **({"first_k_dense_replace": 3} if name == "deepseek_v3" else {}))
+        with pytest.raises(UnsupportedModelError, match=f"has {what}"):
+            check_countable(on_meta(config))
     assert describe_modules(dropping).nonlinearity == 4
 
 

@@ -182,13 +182,20 @@ def test_layouts_that_cannot_run_are_rejected(layout, error, message):
         estimate(describe(LLAMA_8B), layout, Cluster.parse("8x8xH100"), 4096)
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
-def test_latent_attention_is_said_to_have_no_estimate_on_a_mesh(name):
-    model, cluster = describe(small(name)), Cluster.parse("2xH100")
-    with pytest.raises(MeshError, match=rf"1×2×1 has no estimate for {name}: .* on which it can be trained"):
-        estimate(model, Layout(MeshShape(1, 2, 1)), cluster, 64)
-    assert estimate(model, Layout(MeshShape(), replicas=2), cluster, 64).fits
+def test_latents_are_sent_and_kept_whole_on_a_mesh(name):
+    config, cluster, layout = small(name), Cluster.parse("4xH100"), Layout(MeshShape(1, 2, 2))
+    wider = small(name, kv_lora_rank=config.kv_lora_rank + 32)
+    few, many = (estimate(describe(each), layout, cluster, 64) for each in (config, wider))
+    # In each of three layers 32 features of 64 tokens are gathered by two ranks, and scattered; their weights, half of
+    # which multiply this rank's features of the input, are gathered twice, and scattered.
+    more = 3 * (2 * 32 * 64 * 2 + 3 * 32 * 24 * 2) // 2
+    assert many.bytes_by_axis["sequence"] - few.bytes_by_axis["sequence"] == more
+    # As they are computed and as they are normalized, which no axis divides.
+    kept = [max(stage.activations for stage in each.stages) for each in (few, many)]
+    assert kept[1] - kept[0] == pytest.approx(3 * 32 * 64 * 2 * 2, rel=1e-3)
+    with pytest.raises(MeshError, match="12 attention heads don't divide by sequence × hidden = 8"):
+        estimate(describe(config), Layout(MeshShape(1, 8, 1)), Cluster.parse("8xH100"), 64)
 
 
 def test_search_finds_what_going_through_all_layouts_finds():

@@ -151,6 +151,32 @@ def test_what_a_rank_of_a_mesh_keeps_is_what_counters_see(pool, checkpoint, arch
     check(measure(pool, checkpoint(model(architecture)), schedule, mesh))
 
 
+LATENT = {
+    "deepseek_v3": {"first_k_dense_replace": 8},
+    "deepseek_v2": {"first_k_dense_replace": 8, "q_lora_rank": None},
+    "mixture": {"first_k_dense_replace": 2},
+}
+
+
+def latent_model(folder, kind):
+    """With latents as large as they are beside real models' hidden states."""
+    sizes = {"hidden_size": 192, "intermediate_size": 384, "kv_lora_rank": 48, "num_hidden_layers": 8, "head_dim": 8}
+    sizes |= {"q_lora_rank": 96, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    config = small("deepseek_v3" if kind == "mixture" else kind, **{**sizes, "num_key_value_heads": 12, **LATENT[kind]})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("schedule", ["seq1f1b", "zero_bubble"])
+@pytest.mark.parametrize("mesh", ["1x2x1", "2x1x1", "1x1x2", "2x2x1", "1x2x2"])
+@pytest.mark.parametrize("kind", LATENT)
+def test_what_latent_attention_keeps_on_a_mesh_is_what_counters_see(pool, tmp_path, kind, mesh, schedule):
+    measured = measure(pool, latent_model(tmp_path, kind), schedule, mesh)
+    assert not _Stage(measured[1], 0).count.obstacle
+    check(measured)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["seq1f1b", "zero_bubble"])
 def test_what_is_kept_under_activation_checkpointing_is_what_counters_see(pool, checkpoint, schedule):

@@ -7,8 +7,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from cuboid.distributed.topology import MeshShape
 from cuboid.models.architectures.roles import blocks_computed_whole
 from cuboid.models.certification.float64 import KeepFloat64
+from cuboid.planner.comm_formula import layer_bytes
+from cuboid.planner.description.model import ARCHITECTURES, describe
+from cuboid.planner.description.modules import describe_modules
+from cuboid.planner.model_formulas import block_sizes
 from threaded import Threaded, assert_as_alone, step_of
 
 COMMON = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": None}
@@ -91,6 +96,37 @@ def test_latents(architecture, options, mesh):
     model, batch = small(architecture, **options), batch_of()
     assert not blocks_computed_whole(model)
     assert_as_alone(model, mesh, step_of(**batch))
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("mesh", ["1x2x1", "1x1x2", "2x1x1", "2x2x2", "3x1x2"])
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("deepseek_v3", {"first_k_dense_replace": 3, "attention_bias": True}),
+        ("deepseek_v3", {"first_k_dense_replace": 0}),
+        ("deepseek_v2", {"first_k_dense_replace": 3, "q_lora_rank": None}),
+        ("minicpm3", {}),
+    ],
+    ids=["biases", "experts", "whole queries", "minicpm3"],
+)
+def test_counted_bytes_of_latents_are_the_formula(architecture, options, mesh):
+    shape, rows, length, counts = MeshShape.parse(mesh), 6, 8, []
+    # What three ranks divide, but for latents and experts.
+    sizes = LATENT | {"num_attention_heads": 12, "num_key_value_heads": 12}
+    sizes |= EXPERTS if architecture != "minicpm3" else {}
+    for layers in (2, 3):
+        model = small(architecture, **{**sizes, **options, "num_hidden_layers": layers}).float()
+        threaded = Threaded(model, mesh)
+        threaded.run(step_of(**batch_of(rows, length)))
+        counts.append([each.comm_counter.snapshot() for each in threaded.ranks.meshes])
+    descriptions = [describe_modules(model)] + ([describe(model.config)] if architecture in ARCHITECTURES else [])
+    for described in descriptions:
+        expected = layer_bytes(block_sizes(described, shape), shape, rows, length, element_bytes=4)
+        for two, three in zip(*counts, strict=True):
+            of_layer = {axes: total - two.get(axes, 0) for axes, total in three.items() if total != two.get(axes, 0)}
+            # Each collective's share is rounded to a whole byte.
+            assert of_layer == {axes: pytest.approx(count, abs=40) for axes, count in expected.items()}
 
 
 @pytest.mark.sample(2)

@@ -43,13 +43,32 @@ class ExpertSizes:
 
 
 @dataclass(frozen=True)
+class LatentSizes:
+    """Counts of a full layer's multi-latent attention (MLA), which computes heads from a few features.
+
+    Args:
+        features: of each projection to latents.
+        biases: of each of them that has a bias.
+        normed: features of each norm of latents.
+        weights: elements of all weights from latents to heads.
+        output: features of attention's result.
+    """
+
+    features: tuple[int, ...]
+    biases: tuple[int, ...]
+    normed: tuple[int, ...]
+    weights: int
+    output: int
+
+
+@dataclass(frozen=True)
 class BlockSizes:
     """Feature counts of a full (unsharded) layer.
 
     Args:
         hidden: H, the residual stream.
-        query: query heads × head dim.
-        key_value: key (or value) heads × head dim.
+        query: query heads × head dim; 0 if queries are computed from latents.
+        key_value: key (or value) heads × head dim; 0 if these are computed from latents.
         intermediate: F, the MLP's inner size; with experts that of the shared ones, 0 if there are none.
         gated: whether the MLP has two "up" projections.
         summed: key (or value) features that each rank computes, if there are too few heads to reduce-scatter their
@@ -58,6 +77,7 @@ class BlockSizes:
         norm: kind of norm, which determines the statistics that are communicated.
         qkv_bias, out_bias, mlp_bias: whether these projections have biases.
         experts: of the layer, if it has any.
+        latents: of its attention, if that is multi-latent.
     """
 
     hidden: int
@@ -72,6 +92,22 @@ class BlockSizes:
     out_bias: bool = False
     mlp_bias: bool = False
     experts: ExpertSizes | None = None
+    latents: LatentSizes | None = None
+
+    @property
+    def output(self) -> int:
+        """Features of attention's result."""
+        return self.query if self.latents is None else self.latents.output
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks that return hidden states: attention, MLP or shared experts, and experts."""
+        return 1 + (self.intermediate > 0) + (self.experts is not None)
+
+    @property
+    def gathered_blocks(self) -> int:
+        """Number of those whose input is gathered over `sequence`: all but an attention that needs only latents."""
+        return self.blocks - (self.latents is not None and not self.query)
 
 
 class _Count:
@@ -112,11 +148,9 @@ def layer_bytes(
     count = _Count(mesh)
     tokens = batch / mesh.batch * length
     residual = tokens * sizes.hidden / mesh.hidden * element_bytes
-    # For each block (attention, MLP or shared experts, experts): input gather in forward and again in backward, and
-    # reduce-scatter of its gradient; output reduce-scatter, and gather of its gradient. A reduce-scatter sends as much
-    # as an all-gather.
-    blocks = 1 + (sizes.intermediate > 0) + (sizes.experts is not None)
-    count.add("all_gather", ("sequence",), residual, blocks * 5)
+    # For each block: input gather in forward and again in backward, and reduce-scatter of its gradient; output
+    # reduce-scatter, and gather of its gradient. A reduce-scatter sends as much as an all-gather.
+    count.add("all_gather", ("sequence",), residual, 3 * sizes.gathered_blocks + 2 * sizes.blocks)
     per_feature = tokens * element_bytes / mesh.sequence
     _add_projections(count, sizes, mesh, per_feature)
     if sizes.experts is not None:
@@ -147,8 +181,8 @@ def recomputed_bytes(
     """
     count = _Count(mesh)
     tokens = batch / mesh.batch * length
-    blocks = 1 + (sizes.intermediate > 0) + (sizes.experts is not None)
-    count.add("all_gather", ("sequence",), tokens * sizes.hidden / mesh.hidden * element_bytes, blocks * 2)
+    residual = tokens * sizes.hidden / mesh.hidden * element_bytes
+    count.add("all_gather", ("sequence",), residual, sizes.gathered_blocks + sizes.blocks)
     per_feature = tokens * element_bytes / mesh.sequence
     _add_projections(count, sizes, mesh, per_feature, backward=False)
     if sizes.experts is not None:
@@ -220,7 +254,12 @@ def _add_projections(
         count.add("all_reduce", ("hidden",), per_feature * mesh.sequence * sizes.summed, 4 if backward else 2)
     count.add("reduce_scatter", ("hidden",), per_feature * scattered, 2 if backward else 1)
     # Input of "down": gather in forward and again in backward, and reduce-scatter of its gradient.
-    count.add("all_gather", ("hidden",), per_feature * (sizes.query + sizes.intermediate), 3 if backward else 1)
+    count.add("all_gather", ("hidden",), per_feature * (sizes.output + sizes.intermediate), 3 if backward else 1)
+    if sizes.latents is not None:
+        latent = per_feature * sum(sizes.latents.features)
+        # Of the rank's own positions; then all positions are gathered. Backward does the reverse with the gradients.
+        count.add("all_reduce", ("hidden",), latent, 2 if backward else 1)
+        count.add("all_gather", ("sequence",), latent * mesh.sequence, 2 if backward else 1)
 
 
 def _add_again(count: _Count, sizes: BlockSizes, mesh: MeshShape, per_feature: float) -> None:
@@ -233,11 +272,13 @@ def _add_again(count: _Count, sizes: BlockSizes, mesh: MeshShape, per_feature: f
     else:
         count.add("all_reduce", ("hidden",), per_feature * sizes.summed, 2)
     count.add("all_gather", ("hidden",), per_feature / mesh.sequence * outputs)
+    if sizes.latents is not None:
+        count.add("all_reduce", ("hidden",), per_feature / mesh.sequence * sum(sizes.latents.features))
 
 
 def _add_weights(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_bytes: int, times: int) -> None:
     """Gathers of each weight's block in forward and, unless kept, in backward; reduce-scatter of its gradient."""
-    projections = 2 * sizes.query + (3 if sizes.gated else 2) * sizes.intermediate
+    projections = sizes.query + sizes.output + (3 if sizes.gated else 2) * sizes.intermediate
     key_value = 2 * sizes.key_value * sizes.hidden * element_bytes / mesh.hidden
     if sizes.whole_key_value:
         count.add("all_gather", ("batch", "sequence"), key_value, times)
@@ -245,6 +286,11 @@ def _add_weights(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_byte
         count.add("all_gather", ("batch",), key_value / mesh.sequence, times)
     block = projections * sizes.hidden * element_bytes / (mesh.sequence * mesh.hidden)
     count.add("all_gather", ("batch",), block, times)
+    if sizes.latents is not None:
+        rows = sum(padded_length(each, mesh.of("batch", "sequence")) for each in sizes.latents.features)
+        count.add("all_gather", ("batch", "sequence"), rows * sizes.hidden / mesh.hidden * element_bytes, times)
+        heads = sizes.latents.weights / (mesh.sequence * mesh.hidden) * element_bytes
+        count.add("all_gather", ("batch",), heads, times)
     if sizes.experts is not None:
         own = sizes.experts
         # Padded to the same number of experts on each rank of `batch`.
@@ -301,6 +347,9 @@ def _add_vectors(count: _Count, sizes: BlockSizes, mesh: MeshShape, element_byte
         count.add("all_gather", axes, block, times)
     if sizes.mlp_bias:
         count.add("all_gather", ("batch",), (2 if sizes.gated else 1) * sizes.intermediate * split, times)
+    for features in () if sizes.latents is None else (*sizes.latents.normed, *sizes.latents.biases):
+        block = padded_length(features, mesh.size) * element_bytes
+        count.add("all_gather", ("batch", "sequence", "hidden"), block, times)
     for outputs in () if sizes.experts is None else sizes.experts.gates:
         rows = padded_length(outputs, mesh.of("batch", "sequence"))
         count.add("all_gather", ("batch", "sequence"), rows * vector, times)

@@ -10,20 +10,15 @@ from cuboid.planner.description.model import ModelDescription
 
 
 def mesh_misfit(model: ModelDescription, mesh: MeshShape) -> str | None:
-    """Why a mesh can't cut a model, or has no estimate for it, in words; None if it can."""
+    """Why a mesh can't cut a model, in words; None if it can."""
     if mesh.size == 1:
         return None
-    if _has_latents(model):
-        return (
-            "the planner has no formulas for latent attention (MLA) on a mesh, on which it can be trained; estimate "
-            "the model on 1×1×1"
-        )
     ranks = mesh.of("sequence", "hidden")
     for layer in model.kinds:
         if layer.attention.heads % ranks:
             return f"{layer.attention.heads} attention heads don't divide by sequence × hidden = {ranks}"
-        features = (model.hidden, layer.attention.query, layer.intermediate)
-        for size in features:
+        queries = [layer.attention.query] if layer.gathers_attention_input else []
+        for size in (model.hidden, *queries, layer.attention.output, layer.intermediate):
             for pieces in (ranks, mesh.of("sequence", "batch"), mesh.of("hidden", "batch")):
                 if size % pieces:
                     return f"{size} features don't divide by {pieces}"
@@ -35,25 +30,18 @@ def mesh_misfit(model: ModelDescription, mesh: MeshShape) -> str | None:
 
 
 def check_mesh(model: ModelDescription, mesh: MeshShape) -> None:
-    """Raise if a mesh can't cut a model, or if the planner has no formulas for it.
+    """Raise if a mesh can't cut a model.
 
     Raises:
         MeshError: it can't; the message gives the reason, and meshes of the same size that can.
     """
     reason = mesh_misfit(model, mesh)
-    if reason is not None and _has_latents(model):
-        raise MeshError(f"tensor_parallel.mesh {mesh} has no estimate for {model.name}: {reason}")
     if reason is not None:
         near = [str(other) for other in fitting(model, mesh.size)] or ["none"]
         raise MeshError(
             f"tensor_parallel.mesh {mesh} can't cut {model.name}: {reason}; meshes of {mesh.size} ranks that can: "
             f"{', '.join(near[:6])}"
         )
-
-
-def _has_latents(model: ModelDescription) -> bool:
-    """Whether keys and values, and maybe queries, come from a few features, for which the planner has no formulas."""
-    return any(each.kind == "whole" for layer in model.kinds for each in layer.projections)
 
 
 def fitting(model: ModelDescription, size: int) -> Iterator[MeshShape]:

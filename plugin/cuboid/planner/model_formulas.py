@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cuboid.distributed.topology import Coordinate, MeshShape
 from cuboid.models.architectures.attention_heads import HeadCounts, KeyValuePlan, plan_key_value_heads
-from cuboid.planner.comm_formula import BlockSizes, ExpertSizes
+from cuboid.planner.comm_formula import BlockSizes, ExpertSizes, LatentSizes
 from cuboid.planner.description.model import Experts, Layer, ModelDescription
 from cuboid.planner.end_memory import EndSizes, end_kept_bytes
 from cuboid.planner.layer_memory import KeptSizes, layer_kept_bytes
@@ -21,8 +21,8 @@ def block_sizes(model: ModelDescription, mesh: MeshShape) -> BlockSizes:
     qkv, up = by_name.get("qkv"), by_name.get("gate_up") or by_name.get("up")
     return BlockSizes(
         hidden=model.hidden,
-        query=own.query,
-        key_value=own.key,
+        query=own.query if layer.gathers_attention_input else 0,
+        key_value=0 if layer.latents else own.key,
         intermediate=layer.intermediate,
         gated=layer.gated,
         summed=None if plan.scattered else plan.heads * own.query_dim,
@@ -32,6 +32,7 @@ def block_sizes(model: ModelDescription, mesh: MeshShape) -> BlockSizes:
         out_bias="o" in by_name and by_name["o"].bias,
         mlp_bias=up is not None and up.bias,
         experts=None if layer.experts is None else _expert_sizes(layer, layer.experts),
+        latents=_latent_sizes(layer) if layer.latents else None,
     )
 
 
@@ -39,6 +40,16 @@ def _expert_sizes(layer: Layer, experts: Experts) -> ExpertSizes:
     down = experts.projections[-1]
     gates = tuple(each.outputs for each in layer.projections if each.name == "router")
     return ExpertSizes(experts.count, experts.per_token, down.inputs, layer.gated, gates)
+
+
+def _latent_sizes(layer: Layer) -> LatentSizes:
+    return LatentSizes(
+        features=tuple(each.outputs for each in layer.latents),
+        biases=tuple(each.outputs for each in layer.latents if each.bias),
+        normed=tuple(each.inputs for each in layer.from_latents),
+        weights=sum(each.weights for each in layer.from_latents),
+        output=layer.attention.output,
+    )
 
 
 def kept_sizes(model: ModelDescription, mesh: MeshShape, at: Coordinate) -> KeptSizes:

@@ -199,7 +199,8 @@ class _Stage:
         kept = own.kept.of(*sizes)
         if not self._shares_keys:
             kept -= tokens * (layer.attention.key + layer.attention.value) * _ELEMENT
-        return key_value, kept / self._ranks
+        whole = tokens * _whole_latents(layer)
+        return key_value, (kept - whole) / self._ranks + whole
 
     def _kept_by_formula(self, layer: Layer) -> float:
         """Bytes that a layer saves of one token, without keys and values."""
@@ -210,8 +211,6 @@ class _Stage:
             residual += 2 * hidden
         norms = 2 * self._norm()
         attention = (own.query + own.output) * _ELEMENT + own.heads * _STATISTIC
-        latent = sum(each.outputs for each in layer.projections if each.kind == "whole")
-        attention += 2 * latent * _ELEMENT
         if own.head_norms:
             attention += (own.query + own.key) * (_STATISTIC + _ELEMENT)
         between = self.model.nonlinearity if not software.fused_nonlinearity else (2 if layer.gated else 1)
@@ -233,7 +232,8 @@ class _Stage:
         if layout.checkpointing == "mlp_up":
             mlp -= between * layer.intermediate * _ELEMENT
             residual -= hidden * _ELEMENT
-        return (residual + norms) / self._residual_ranks + (attention + mlp) / self._ranks + routing
+        split = (residual + norms) / self._residual_ranks + (attention + mlp) / self._ranks
+        return split + routing + _whole_latents(layer)
 
     def _norm(self) -> float:
         """Bytes that a norm saves of one token, by formula: its input and statistics."""
@@ -292,7 +292,15 @@ class _Stage:
             else:
                 own = [each for each in self.model.kinds[kind].projections if each.kind != "router"]
                 found += count * tokens * sum(each.inputs + each.outputs for each in own) * _ELEMENT
+            found += count * tokens * self._more_waits(self.model.kinds[kind])
         return found / self._ranks
+
+    def _more_waits(self, layer: Layer) -> float:
+        """Bytes of latents and their gradients for one token that wait on every rank, times the ranks less one."""
+        mesh = self.layout.mesh
+        inputs = sum(each.inputs for each in layer.from_latents) * (self._ranks - 1)
+        gradients = sum(each.outputs for each in layer.latents) * (mesh.hidden - 1)
+        return (inputs + gradients) * _ELEMENT
 
     @property
     def _shares_keys(self) -> bool:
@@ -400,7 +408,7 @@ class _Stage:
         shapes = {(each.inputs, each.outputs, each.kind) for layer in self.layers for each in layer.projections}
         if self.is_last:
             shapes.add((self.model.hidden, self.model.vocabulary, "up"))
-        return _ELEMENT * sum(i * o / (1 if kind == "whole" else self._ranks) for i, o, kind in shapes)
+        return _ELEMENT * sum(i * o / (1 if kind in ("whole", "latent") else self._ranks) for i, o, kind in shapes)
 
     def _messages(self) -> float:
         if self.layout.stages == 1:
@@ -408,6 +416,12 @@ class _Stage:
         tokens = max(self._units.tokens(each) for each in self.cost.lengths)
         # One received and one sent, of hidden states and of their gradients.
         return 4 * tokens * self.model.hidden / self._ranks * _ELEMENT
+
+
+def _whole_latents(layer: Layer) -> int:
+    """Bytes that every rank saves of one token's latents: as they are computed, and as they are normalized."""
+    latents = sum(each.outputs for each in layer.latents) * _ELEMENT
+    return latents + sum(each.inputs * _ELEMENT + _STATISTIC for each in layer.from_latents)
 
 
 #: Number of chunks that are about to run or have just run, and so stay on the device.

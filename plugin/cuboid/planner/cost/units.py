@@ -23,6 +23,8 @@ Pass = Literal["forward", "backward", "input", "weight"]
 #: Collectives of each pass: over `sequence`, of a block's input and output (without the second gather of its input, for
 #: weight gradients); and over `hidden`, of the inputs of "down" projections.
 _EXCHANGES: dict[Pass, tuple[float, int]] = {"forward": (2, 1), "backward": (2, 2), "input": (2, 1), "weight": (1, 1)}
+#: Those of them that are of a block's input.
+_INPUTS: dict[Pass, int] = {"forward": 1, "backward": 1, "input": 1, "weight": 0}
 
 
 @dataclass(frozen=True)
@@ -170,8 +172,10 @@ class UnitTimes:
         if each.kind == "down":
             outputs, inputs = each.outputs / mesh.hidden, each.inputs / mesh.sequence
             return kernels.matmul_s(tokens, outputs, inputs, count, grouped=grouped)
-        if each.kind == "router":
+        if each.kind in ("router", "latent"):
             return kernels.matmul_s(tokens / mesh.sequence, each.outputs, each.inputs / mesh.hidden)
+        if each.kind == "from latent":
+            return kernels.matmul_s(tokens, each.outputs / self._ranks, each.inputs)
         return kernels.matmul_s(tokens, each.outputs, each.inputs)
 
     @staticmethod
@@ -220,7 +224,9 @@ class UnitTimes:
                 inner += routed * (12 if backward else 8) * hidden * self._layout.mesh.sequence
             else:
                 inner += routed * 8 * hidden
-        moved = tokens * (residual / self._residual_ranks + inner / self._ranks)
+        # Norms of latents, which all ranks of the mesh compute.
+        whole = (10 if backward else 8) * sum(each.inputs for each in layer.from_latents)
+        moved = tokens * (residual / self._residual_ranks + inner / self._ranks + whole)
         return self.kernels.elementwise_s(moved * software.passes, 14 if backward else 8)
 
     @staticmethod
@@ -232,7 +238,8 @@ class UnitTimes:
     def block_weights(self, layer: Layer, *, experts: bool = True) -> float:
         """Elements of a layer's unsharded blocks on a rank; ``experts``: whether to include experts and routers."""
         mesh = self._layout.mesh
-        pieces = {"up": self._ranks, "down": self._ranks, "router": mesh.hidden, "whole": 1}
+        pieces = dict.fromkeys(("up", "down", "from latent"), self._ranks)
+        pieces |= {"router": mesh.hidden, "latent": mesh.hidden, "whole": 1}
         own = sum(each.weights / pieces[each.kind] for each in layer.projections if experts or each.kind != "router")
         if layer.experts is not None and experts:
             own += layer.experts.padded(mesh.batch) / (self._layout.expert_ranks * self._ranks)
@@ -263,7 +270,13 @@ class UnitTimes:
         exchanged = blocks * each_block
         if which == "input" and splits_experts:
             exchanged += software.regathers
+        if not layer.gathers_attention_input:
+            exchanged -= _INPUTS[which]
+            if which in ("backward", "weight") and software.sequence_parallel:
+                exchanged -= software.regathers
         total = links.sequence.gather_s(hidden_bytes, exchanged) * (1 - software.hides_exchange)
+        if layer.latents:
+            total += self._latent_exchange(layer, tokens, which)
         if mesh.hidden > 1:
             ups: float = sum(each.outputs for each in layer.projections if each.kind == "up")
             downs: float = sum(each.inputs for each in layer.projections if each.kind == "down")
@@ -276,6 +289,18 @@ class UnitTimes:
         if routed is not None and splits_experts:
             total += self._routing_exchange(routed, tokens, backward=which != "forward")
         return total if which == "weight" else total + self._context_exchange(layer, backward=which != "forward")
+
+    def _latent_exchange(self, layer: Layer, tokens: float, which: Pass) -> float:
+        """Latents, summed over `hidden` and gathered over `sequence`, and the weights that they are computed with."""
+        layout, sequence, hidden = self._layout, self.links.sequence, self.links.hidden
+        features = sum(each.outputs for each in layer.latents)
+        weights = sum(each.weights for each in layer.latents) / layout.mesh.hidden
+        gathers, reduces = layout.weight_gather == "layer", layout.gradient_sync == "unit"
+        moves = {"forward": not layout.gathers_once, "backward": gathers + reduces, "input": gathers, "weight": reduces}
+        # Over `batch` they are gathered with the layer's other weights.
+        total = sequence.gather_s(weights * _ELEMENT, int(moves[which]))
+        total += hidden.reduce_s(tokens / sequence.size * features * _ELEMENT)
+        return total if which == "weight" else total + sequence.gather_s(tokens * features * _ELEMENT)
 
     def _routing_exchange(self, experts: Experts, tokens: float, *, backward: bool) -> float:
         """Router logits summed over `hidden`, and choices gathered over `sequence`; in float32."""

@@ -26,8 +26,8 @@ class Projection:
         name: "qkv", "o", "gate_up", "down", …, by which formulas look it up.
         inputs, outputs: features of the full weight.
         kind: "up" is cut by outputs over `sequence` and by inputs over `hidden`, "down" the other way round; "router"
-            has each rank's own tokens, and is cut by inputs over `hidden`; "whole" is the same on all ranks of the mesh
-            (the low-rank projections of MLA).
+            and "latent" (to the latents of MLA) have each rank's own tokens, and are cut by inputs over `hidden`; "from
+            latent" is cut by outputs over `sequence` × `hidden`; "whole" is the same on all ranks of the mesh.
         bias: whether it has one.
         parts: number of weights that it is in a checkpoint.
     """
@@ -35,7 +35,7 @@ class Projection:
     name: str
     inputs: int
     outputs: int
-    kind: Literal["up", "down", "router", "whole"]
+    kind: Literal["up", "down", "router", "latent", "from latent", "whole"]
     bias: bool = False
     parts: int = 1
 
@@ -159,6 +159,21 @@ class Layer:
         if self.experts is None:
             return own
         return own + self.experts.per_token * sum(each.weights for each in self.experts.projections)
+
+    @cached_property
+    def latents(self) -> tuple[Projection, ...]:
+        """The projections to latents of MLA."""
+        return tuple(each for each in self.projections if each.kind == "latent")
+
+    @cached_property
+    def from_latents(self) -> tuple[Projection, ...]:
+        """The projections of heads from latents. Each has a norm before it."""
+        return tuple(each for each in self.projections if each.kind == "from latent")
+
+    @cached_property
+    def gathers_attention_input(self) -> bool:
+        """Whether any of attention's projections needs the hidden states of the whole sequence, not only latents."""
+        return not self.latents or any(each.name == "qkv" for each in self.projections)
 
     @property
     def kept_features(self) -> int:
@@ -500,17 +515,18 @@ def _mla_model(config: _Config, rules: Rules) -> ModelDescription:
     nope, rope, value = (config.number(n) for n in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     attention = Attention(heads, heads, nope + rope, value, rotary=rope)
     rank, query_rank = config.number("kv_lora_rank"), config.get("q_lora_rank")
-    query: tuple[Projection, ...] = (Projection("q", hidden, attention.query, "up"),)
+    bias = config.says("attention_bias")
+    query: tuple[Projection, ...] = (Projection("qkv", hidden, attention.query, "up"),)
     if query_rank:
         query = (
-            Projection("q_a", hidden, query_rank, "whole"),
-            Projection("q_b", query_rank, attention.query, "up"),
+            Projection("q_a", hidden, query_rank, "latent", bias),
+            Projection("q_b", query_rank, attention.query, "from latent"),
         )
     own = (
         *query,
-        Projection("kv_a", hidden, rank + rope, "whole"),
-        Projection("kv_b", rank, heads * (nope + value), "up"),
-        Projection("o", attention.output, hidden, "down"),
+        Projection("kv_a", hidden, rank + rope, "latent", bias),
+        Projection("kv_b", rank, heads * (nope + value), "from latent"),
+        Projection("o", attention.output, hidden, "down", bias),
     )
     norms = 2 * hidden + rank + (query_rank or 0)
     inner = config.number("moe_intermediate_size")

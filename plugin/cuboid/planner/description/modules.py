@@ -81,8 +81,6 @@ def _uncounted(config: PretrainedConfig, layers: Sequence[LayerSizes], roles: Co
     found = [SOFT_CAPPED] if getattr(config, "attn_logit_softcapping", None) else []
     if any(layer.query == 0 for layer in layers):
         found.append("the time of recurrent states and convolutions of layers without attention")
-    if any(role.kind == "latent" for role in roles):
-        found.append("that latents are sent in place of hidden states, queries, keys and values, which are more")
     if any(role.kind == "norm" and role.heads is not None for role in roles):
         found.append("the sums that norms over all heads exchange")
     return "; ".join(found)
@@ -92,12 +90,16 @@ def check_countable(model: PreTrainedModel) -> None:
     """Check that there are formulas for what a model saves for backward.
 
     Raises:
-        UnsupportedModelError: it has experts, or saves attention scores or dropout masks, which have no formula.
+        UnsupportedModelError: it has experts or latents, or saves attention scores or dropout masks, of which there is
+            no formula.
     """
-    if any(role.experts is not None for role in _roles(model, ()).values()):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has experts, which the count of kept activations has no rule for"
-        )
+    roles = _roles(model, ()).values()
+    uncountable = {"experts": [role.experts for role in roles], "latents": [role.kind == "latent" for role in roles]}
+    for what, found in uncountable.items():
+        if any(found):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has {what}, which the count of kept activations has no rule for"
+            )
     if model.config._attn_implementation == "eager":
         raise UnsupportedModelError(
             'attn_implementation "eager" keeps scores of every pair of positions, which the count of kept activations '
@@ -140,9 +142,12 @@ def _layer(
     ups = [(module, role) for module, role in modules if role.kind == "up" and role.heads is None]
     downs = [module for module, role in modules if role.kind == "down"]
     gated = sum(role.parts for _, role in ups) == 2
-    latents = [module for module, role in modules if role.kind in ("latent", "from latent")]
     cut = [_joined("qkv", heads)] if heads and downs else []
-    cut += [Projection("latent", _in_features(x), out_features(x), "up", _has_bias(x)) for x in latents]
+    cut += [
+        Projection(role.kind, _in_features(module), out_features(module), role.kind, _has_bias(module))
+        for module, role in modules
+        if role.kind in ("latent", "from latent")
+    ]
     cut += [_projection("o", downs.pop(0))] if cut and downs else []
     cut += [_joined("gate_up" if gated else "up", ups)] if ups else []
     cut += [_projection("down", module) for module in downs]
