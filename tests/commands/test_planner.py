@@ -26,6 +26,7 @@ from cuboid.planner.cost.memory import USABLE, _Stage, ends_memory, fullest
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import GPUS, Cluster
 from cuboid.planner.description.model import ARCHITECTURES, describe
+from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.divisibility import mesh_misfit
 from cuboid.planner.estimate import estimate, layout_of_config, remedies
 from cuboid.planner.layer_memory import KeptSizes, layer_kept_bytes
@@ -194,6 +195,10 @@ def test_latents_are_sent_and_kept_whole_on_a_mesh(name):
     # As they are computed and as they are normalized, which no axis divides.
     kept = [max(stage.activations for stage in each.stages) for each in (few, many)]
     assert kept[1] - kept[0] == pytest.approx(3 * 32 * 64 * 2 * 2, rel=1e-3)
+    # The router multiplies a copy in float32.
+    sparse = [each.kinds[-1].experts for each in (describe(config), describe_modules(on_meta(config)))]
+    assert [each.router_kept for each in sparse] == [48 * 4, 48 * 4]
+    assert describe_modules(on_meta(small("mixtral"))).kinds[0].experts.router_kept == 0
     with pytest.raises(MeshError, match="12 attention heads don't divide by sequence × hidden = 8"):
         estimate(describe(config), Layout(MeshShape(1, 8, 1)), Cluster.parse("8xH100"), 64)
 

@@ -211,6 +211,9 @@ class _Stage:
             residual += 2 * hidden
         norms = 2 * self._norm()
         attention = (own.query + own.output) * _ELEMENT + own.heads * _STATISTIC
+        if own.query_dim != own.value_dim and self._is_cut:
+            # Kernels for two head dims return heads by heads, which the output projection has a copy of.
+            attention += own.output * _ELEMENT
         if own.head_norms:
             attention += (own.query + own.key) * (_STATISTIC + _ELEMENT)
         between = self.model.nonlinearity if not software.fused_nonlinearity else (2 if layer.gated else 1)
@@ -223,6 +226,7 @@ class _Stage:
                 mlp += routed * (between + 2) * width * _ELEMENT
                 # The shared experts' output, if it is multiplied with a gate.
                 residual += (sum(each.kind == "router" for each in layer.projections) - 1) * hidden * _ELEMENT
+                residual += layer.experts.router_kept
                 routing = routed * _ROUTED + layer.experts.count * _STATISTIC / layout.mesh.sequence
             else:
                 mlp += routed * (hidden + (between + 1) * width) * _ELEMENT

@@ -58,11 +58,13 @@ class Experts:
         count: number of experts to which tokens are routed.
         per_token: number of these for each token.
         projections: the projections of one expert.
+        router_kept: bytes of a token's copy in another precision that the router saves.
     """
 
     count: int
     per_token: int
     projections: tuple[Projection, ...]
+    router_kept: int = 0
 
     @property
     def parameters(self) -> int:
@@ -533,7 +535,8 @@ def _mla_model(config: _Config, rules: Rules) -> ModelDescription:
     number = config.number("num_experts")
     shared = inner * config.number("n_shared_experts")
     # The router's correction is a buffer in transformers, not a parameter.
-    experts = Experts(number, config.number("num_experts_per_tok"), _mlp(hidden, inner, gated=True))
+    # The router multiplies in float32.
+    experts = Experts(number, config.number("num_experts_per_tok"), _mlp(hidden, inner, gated=True), hidden * 4)
     dense_inner = config.number("intermediate_size")
     dense = Layer(attention, (*own, *_mlp(hidden, dense_inner, gated=True)), norms, dense_inner, gated=True)
     router = Projection("router", hidden, number, "router")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -54,7 +55,9 @@ def describe_modules(model: PreTrainedModel, whole: Collection[str] = ()) -> Mod
     counts = HeadCounts.of(config)
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         counts = replace(counts, key_value=1)  # Falcon's config has the number of query heads here.
-    head_norms = any(role.kind == "gathered" for role in roles.values())
+    # Whole norms in attention are of each head, or of latents.
+    kinds = {role.kind for role in roles.values()}
+    head_norms = "gathered" in kinds and "latent" not in kinds
     layers = tuple(
         _layer(layer, own, _inside(modules, name), counts, config, learned=learned, head_norms=head_norms)
         for (name, layer), own in zip(decoder_layers(model).items(), sizes.layers, strict=True)
@@ -93,12 +96,11 @@ def check_countable(model: PreTrainedModel) -> None:
         UnsupportedModelError: it has experts or latents, or saves attention scores or dropout masks, of which there is
             no formula.
     """
-    roles = _roles(model, ()).values()
-    uncountable = {"experts": [role.experts for role in roles], "latents": [role.kind == "latent" for role in roles]}
-    for what, found in uncountable.items():
-        if any(found):
+    for role in _roles(model, ()).values():
+        if role.experts is not None or role.kind == "latent":
             raise UnsupportedModelError(
-                f"{type(model).__name__} has {what}, which the count of kept activations has no rule for"
+                f"{type(model).__name__} has {'experts' if role.experts else 'latents'}, which the count of kept "
+                "activations has no rule for"
             )
     if model.config._attn_implementation == "eager":
         raise UnsupportedModelError(
@@ -151,8 +153,11 @@ def _layer(
     cut += [_projection("o", downs.pop(0))] if cut and downs else []
     cut += [_joined("gate_up" if gated else "up", ups)] if ups else []
     cut += [_projection("down", module) for module in downs]
-    experts = next((_experts(module, role.experts, config) for module, role in modules if role.experts), None)
     routers = [module for module, role in modules if role.kind == "router"]
+    experts = next((_experts(module, role.experts, config) for module, role in modules if role.experts), None)
+    if experts is not None:
+        kept = (_router_kept(module, config.hidden_size) for module in routers if not isinstance(module, nn.Linear))
+        experts = replace(experts, router_kept=max(kept, default=0))
     rows = [parameter.shape[0] for each in routers for parameter in each.parameters() if parameter.dim() == 2]
     hidden: int = config.hidden_size
     cut += [Projection("router", hidden, outputs, "router") for outputs in rows]
@@ -193,6 +198,26 @@ def _experts(module: nn.Module, form: ExpertForm, config: PretrainedConfig) -> E
     down = Projection("down", inputs, outputs, "down", form.down_bias is not None)
     per_token, _ = expert_counts(config, form.down)
     return Experts(count, per_token, (up, down))
+
+
+def _router_kept(router: nn.Module, hidden: int) -> int:
+    """Bytes of a token's copy in another precision that a router saves, found by running it without values; else 0."""
+    own = copy.deepcopy(router).to(device="meta", dtype=torch.bfloat16)
+    tokens = torch.empty((2, hidden), device="meta", dtype=torch.bfloat16, requires_grad=True)
+    found: dict[torch.dtype, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        if x.numel() == tokens.numel() and x.dtype != tokens.dtype:
+            found[x.dtype] = hidden * x.element_size()
+        return x
+
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            own(tokens)
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+        # It takes something else, or needs values.
+        return 0
+    return sum(found.values())
 
 
 def _joined(name: str, modules: list[tuple[nn.Module, Role]]) -> Projection:
