@@ -183,6 +183,7 @@ def test_layouts_that_cannot_run_are_rejected(layout, error, message):
         estimate(describe(LLAMA_8B), layout, Cluster.parse("8x8xH100"), 4096)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
 def test_latents_are_sent_and_kept_whole_on_a_mesh(name):
     config, cluster, layout = small(name), Cluster.parse("4xH100"), Layout(MeshShape(1, 2, 2))

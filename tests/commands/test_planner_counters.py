@@ -122,7 +122,7 @@ def check(measured, most=0.02):
         stage = _Stage(cost, rank // cost.layout.mesh.size)
         assert sum(stage._activations()) == pytest.approx(activations, rel=most)
         # Vectors that a mesh doesn't divide are padded.
-        assert stage.memory().parameters == pytest.approx(parameters, rel=0.001)
+        assert stage.memory().parameters == pytest.approx(parameters, rel=0.002)
 
 
 @pytest.mark.sample(1)
@@ -167,7 +167,7 @@ def latent_model(folder, kind):
     return folder
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["seq1f1b", "zero_bubble"])
 @pytest.mark.parametrize("mesh", ["1x2x1", "2x1x1", "1x1x2", "2x2x1"])
 @pytest.mark.parametrize("kind", LATENT)
