@@ -35,7 +35,7 @@ class Layouts(TrainingStep):
     mixed precision."""
 
     name = "layouts"
-    sources = TrainingStep.sources + freshness.SEQ1F1B + freshness.PLANNER
+    sources = (*TrainingStep.sources, *freshness.SEQ1F1B, "plugin/cuboid/planner/**/*.py")
     workload = Llama(length=256, hidden=256, intermediate=688, vocabulary=2048)
     contestants = [*(f"cuboid-{layout}" for layout in LAYOUTS), "autotp-2", "autotp-2-head"]
     repeats, limit_s, rate_mbit, dtype = 5, 60.0, 50.0, "bfloat16"

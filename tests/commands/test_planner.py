@@ -189,6 +189,7 @@ def test_latents_are_sent_and_kept_whole_on_a_mesh(name):
     config, cluster, layout = small(name), Cluster.parse("4xH100"), Layout(MeshShape(1, 2, 2))
     wider = small(name, kv_lora_rank=config.kv_lora_rank + 32)
     few, many = (estimate(describe(each), layout, cluster, 64) for each in (config, wider))
+    assert estimate(describe(config), Layout(MeshShape(), replicas=2), Cluster.parse("2xH100"), 64).fits
     # In each of three layers 32 features of 64 tokens are gathered by two ranks, and scattered; their weights, half of
     # which multiply this rank's features of the input, are gathered twice, and scattered.
     more = 3 * (2 * 32 * 64 * 2 + 3 * 32 * 24 * 2) // 2

@@ -122,7 +122,7 @@ def check(measured, most=0.02):
         stage = _Stage(cost, rank // cost.layout.mesh.size)
         assert sum(stage._activations()) == pytest.approx(activations, rel=most)
         # Vectors that a mesh doesn't divide are padded.
-        assert stage.memory().parameters == pytest.approx(parameters, rel=0.002)
+        assert stage.memory().parameters == pytest.approx(parameters, rel=0.001)
 
 
 @pytest.mark.sample(1)
@@ -154,7 +154,8 @@ def test_what_a_rank_of_a_mesh_keeps_is_what_counters_see(pool, checkpoint, arch
 LATENT = {
     "deepseek_v3": {"first_k_dense_replace": 8},
     "deepseek_v2": {"first_k_dense_replace": 8, "q_lora_rank": None},
-    "mixture": {"first_k_dense_replace": 2},
+    # As many experts as the ranks of a mesh divide, for their routers' rows are padded.
+    "mixture": {"first_k_dense_replace": 2, "n_routed_experts": 8, "num_local_experts": 8},
 }
 
 

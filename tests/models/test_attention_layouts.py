@@ -14,7 +14,7 @@ from cuboid.planner.comm_formula import layer_bytes
 from cuboid.planner.description.model import ARCHITECTURES, describe
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.model_formulas import block_sizes
-from threaded import Threaded, assert_as_alone, step_of
+from threaded import Threaded, assert_as_alone, sent_by_last_layer, step_of
 
 COMMON = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 2, "pad_token_id": None}
 LATENT = {
@@ -111,20 +111,19 @@ def test_latents(architecture, options, mesh):
     ids=["biases", "experts", "whole queries", "minicpm3"],
 )
 def test_counted_bytes_of_latents_are_the_formula(architecture, options, mesh):
-    shape, rows, length, counts = MeshShape.parse(mesh), 6, 8, []
+    shape, rows, length = MeshShape.parse(mesh), 6, 8
     # What three ranks divide, but for latents and experts.
     sizes = LATENT | {"num_attention_heads": 12, "num_key_value_heads": 12}
     sizes |= EXPERTS if architecture != "minicpm3" else {}
-    for layers in (2, 3):
-        model = small(architecture, **{**sizes, **options, "num_hidden_layers": layers}).float()
-        threaded = Threaded(model, mesh)
-        threaded.run(step_of(**batch_of(rows, length)))
-        counts.append([each.comm_counter.snapshot() for each in threaded.ranks.meshes])
+
+    def model_of(layers):
+        return small(architecture, **{**sizes, **options, "num_hidden_layers": layers}).float()
+
+    model, sent = model_of(3), sent_by_last_layer(model_of, mesh, step_of(**batch_of(rows, length)))
     descriptions = [describe_modules(model)] + ([describe(model.config)] if architecture in ARCHITECTURES else [])
     for described in descriptions:
         expected = layer_bytes(block_sizes(described, shape), shape, rows, length, element_bytes=4)
-        for two, three in zip(*counts, strict=True):
-            of_layer = {axes: total - two.get(axes, 0) for axes, total in three.items() if total != two.get(axes, 0)}
+        for of_layer in sent:
             # Each collective's share is rounded to a whole byte.
             assert of_layer == {axes: pytest.approx(count, abs=40) for axes, count in expected.items()}
 

@@ -19,7 +19,7 @@ from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.modules import describe_modules
 from cuboid.planner.model_formulas import block_sizes
-from threaded import Threaded, assert_as_alone, step_of
+from threaded import Threaded, assert_as_alone, sent_by_last_layer, step_of
 
 ONE_AXIS = ("1x2x1", "1x1x2", "2x1x1")
 COMMON = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": None}
@@ -280,15 +280,12 @@ def test_counted_bytes_of_experts_are_the_formula(architecture, mesh):
     shape, rows, length = MeshShape.parse(mesh), 6, 8
     # What three ranks divide, but for the four experts.
     sizes = {"hidden_size": 48, **({"shared_expert_intermediate_size": 48} if architecture == "qwen2_moe" else {})}
-    counts = []
-    for layers in (2, 3):
-        model = small(architecture, num_hidden_layers=layers, **sizes).float()
-        threaded = Threaded(model, mesh)
-        threaded.run(step_of(**batch_of(rows, length)))
-        counts.append([each.comm_counter.snapshot() for each in threaded.ranks.meshes])
-    expected = layer_bytes(block_sizes(describe_modules(model), shape), shape, rows, length, element_bytes=4)
-    for two, three in zip(*counts, strict=True):
-        of_layer = {axes: total - two.get(axes, 0) for axes, total in three.items() if total != two.get(axes, 0)}
+
+    def model_of(layers):
+        return small(architecture, num_hidden_layers=layers, **sizes).float()
+
+    expected = layer_bytes(block_sizes(describe_modules(model_of(3)), shape), shape, rows, length, element_bytes=4)
+    for of_layer in sent_by_last_layer(model_of, mesh, step_of(**batch_of(rows, length))):
         # Each collective's share is rounded to a whole byte.
         assert of_layer == {axes: pytest.approx(count, abs=40) for axes, count in expected.items()}
 

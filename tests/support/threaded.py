@@ -57,6 +57,23 @@ def step_of(**batch):
     return step
 
 
+def sent_by_last_layer(model_of, mesh, step):
+    """Bytes that a step sends for the last of three layers, by axes, on each rank.
+
+    Args:
+        model_of: gives a model of so many layers.
+    """
+    counts = []
+    for layers in (2, 3):
+        threaded = Threaded(model_of(layers), mesh)
+        threaded.run(step)
+        counts.append([each.comm_counter.snapshot() for each in threaded.ranks.meshes])
+    return [
+        {axes: total - two.get(axes, 0) for axes, total in three.items() if total != two.get(axes, 0)}
+        for two, three in zip(*counts, strict=True)
+    ]
+
+
 def assert_as_alone(model, mesh, step):
     """A step on a mesh gives the loss and every gradient that it gives on one process.
 

@@ -290,21 +290,19 @@ class _Stage:
         tokens, found = self._units.tokens(self.cost.lengths[segment]), 0.0
         counted = self._counted(sharded=False)
         for kind, count in kinds.items():
+            layer = self.model.kinds[kind]
             if counted.layers:
-                layer, sizes = self._layer_count(counted, kind, segment)
-                found += count * layer.waiting.of(*sizes)
+                own, sizes = self._layer_count(counted, kind, segment)
+                waiting = own.waiting.of(*sizes)
             else:
-                own = [each for each in self.model.kinds[kind].projections if each.kind != "router"]
-                found += count * tokens * sum(each.inputs + each.outputs for each in own) * _ELEMENT
-            found += count * tokens * self._more_waits(self.model.kinds[kind])
-        return found / self._ranks
-
-    def _more_waits(self, layer: Layer) -> float:
-        """Bytes of latents and their gradients for one token that wait on every rank, times the ranks less one."""
-        mesh = self.layout.mesh
-        inputs = sum(each.inputs for each in layer.from_latents) * (self._ranks - 1)
-        gradients = sum(each.outputs for each in layer.latents) * (mesh.hidden - 1)
-        return (inputs + gradients) * _ELEMENT
+                products = [each for each in layer.projections if each.kind != "router"]
+                waiting = tokens * sum(each.inputs + each.outputs for each in products) * _ELEMENT
+            # Every rank keeps whole latents, and the gradients of those of its own positions.
+            latents = tokens * sum(each.inputs for each in layer.from_latents) * _ELEMENT
+            gradients = tokens * sum(each.outputs for each in layer.latents) * _ELEMENT
+            waiting = (waiting - latents - gradients) / self._ranks + latents + gradients / self.layout.mesh.sequence
+            found += count * waiting
+        return found
 
     @property
     def _shares_keys(self) -> bool:

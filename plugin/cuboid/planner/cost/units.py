@@ -20,11 +20,14 @@ _ELEMENT = 2
 _STATISTIC = 4
 #: Passes of a unit; "input" and "weight" are the halves of a split backward.
 Pass = Literal["forward", "backward", "input", "weight"]
-#: Collectives of each pass: over `sequence`, of a block's input and output (without the second gather of its input, for
-#: weight gradients); and over `hidden`, of the inputs of "down" projections.
-_EXCHANGES: dict[Pass, tuple[float, int]] = {"forward": (2, 1), "backward": (2, 2), "input": (2, 1), "weight": (1, 1)}
-#: Those of them that are of a block's input.
-_INPUTS: dict[Pass, int] = {"forward": 1, "backward": 1, "input": 1, "weight": 0}
+#: Collectives of each pass: over `sequence`, of a block's input (without its second gather, for weight gradients) and
+#: of its output; and over `hidden`, of the inputs of "down" projections.
+_EXCHANGES: dict[Pass, tuple[float, int, int]] = {
+    "forward": (1, 1, 1),
+    "backward": (1, 1, 2),
+    "input": (1, 1, 1),
+    "weight": (0, 1, 1),
+}
 
 
 @dataclass(frozen=True)
@@ -257,9 +260,9 @@ class UnitTimes:
 
     def _mesh_exchange(self, layer: Layer, tokens: float, which: Pass) -> float:
         mesh, links, software = self._layout.mesh, self.links, self._software
-        each_block, of_downs = _EXCHANGES[which]
+        of_inputs, of_outputs, of_downs = _EXCHANGES[which]
         if which in ("backward", "weight") and software.sequence_parallel:
-            each_block += software.regathers
+            of_inputs += software.regathers
         hidden_bytes = tokens * self._model.hidden / mesh.hidden * _ELEMENT
         routed = layer.experts if which != "weight" else None
         splits_experts = routed is not None and self._layout.splits_experts
@@ -267,13 +270,10 @@ class UnitTimes:
         blocks = 3 if splits_experts and layer.intermediate else 2
         if which == "weight" and not layer.intermediate:
             blocks = 1
-        exchanged = blocks * each_block
+        gathered_blocks = blocks - (not layer.gathers_attention_input)
+        exchanged = gathered_blocks * of_inputs + blocks * of_outputs
         if which == "input" and splits_experts:
             exchanged += software.regathers
-        if not layer.gathers_attention_input:
-            exchanged -= _INPUTS[which]
-            if which in ("backward", "weight") and software.sequence_parallel:
-                exchanged -= software.regathers
         total = links.sequence.gather_s(hidden_bytes, exchanged) * (1 - software.hides_exchange)
         if layer.latents:
             total += self._latent_exchange(layer, tokens, which)

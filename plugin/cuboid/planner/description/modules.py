@@ -58,10 +58,16 @@ def describe_modules(model: PreTrainedModel, whole: Collection[str] = ()) -> Mod
     # Whole norms in attention are of each head, or of latents.
     kinds = {role.kind for role in roles.values()}
     head_norms = "gathered" in kinds and "latent" not in kinds
+    # One of each class stands for those of all layers.
+    routers = {type(module): module for module, role in modules.values() if role.kind == "router"}.values()
+    router_kept = max((_router_kept(router, config.hidden_size) for router in routers), default=0)
     layers = tuple(
-        _layer(layer, own, _inside(modules, name), counts, config, learned=learned, head_norms=head_norms)
+        _layer(
+            layer, own, _inside(modules, name), counts, config, learned=learned, head_norms=head_norms,
+            router_kept=router_kept,
+        )
         for (name, layer), own in zip(decoder_layers(model).items(), sizes.layers, strict=True)
-    )
+    )  # fmt: skip
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     found = ModelDescription(
         name=config.model_type,
@@ -139,6 +145,7 @@ def _layer(
     *,
     learned: bool,
     head_norms: bool,
+    router_kept: int,
 ) -> Layer:
     heads = [(module, role) for module, role in modules if role.kind == "up" and role.heads is not None]
     ups = [(module, role) for module, role in modules if role.kind == "up" and role.heads is None]
@@ -153,11 +160,9 @@ def _layer(
     cut += [_projection("o", downs.pop(0))] if cut and downs else []
     cut += [_joined("gate_up" if gated else "up", ups)] if ups else []
     cut += [_projection("down", module) for module in downs]
+    mixtures = (_experts(module, role.experts, config, router_kept) for module, role in modules if role.experts)
+    experts = next(mixtures, None)
     routers = [module for module, role in modules if role.kind == "router"]
-    experts = next((_experts(module, role.experts, config) for module, role in modules if role.experts), None)
-    if experts is not None:
-        kept = (_router_kept(module, config.hidden_size) for module in routers if not isinstance(module, nn.Linear))
-        experts = replace(experts, router_kept=max(kept, default=0))
     rows = [parameter.shape[0] for each in routers for parameter in each.parameters() if parameter.dim() == 2]
     hidden: int = config.hidden_size
     cut += [Projection("router", hidden, outputs, "router") for outputs in rows]
@@ -191,13 +196,13 @@ def _intermediate(ups: list[tuple[nn.Module, Role]], otherwise: int) -> int:
     return out_features(ups[0][0]) // ups[0][1].parts if ups else otherwise
 
 
-def _experts(module: nn.Module, form: ExpertForm, config: PretrainedConfig) -> Experts:
+def _experts(module: nn.Module, form: ExpertForm, config: PretrainedConfig, router_kept: int) -> Experts:
     count, *shape = module.get_parameter(form.down).shape
     outputs, inputs = (shape[1], shape[0]) if form.in_first else (shape[0], shape[1])
     up = Projection("gate_up", outputs, (2 if form.gated else 1) * inputs, "up", form.up_bias is not None, form.parts)
     down = Projection("down", inputs, outputs, "down", form.down_bias is not None)
     per_token, _ = expert_counts(config, form.down)
-    return Experts(count, per_token, (up, down))
+    return Experts(count, per_token, (up, down), router_kept)
 
 
 def _router_kept(router: nn.Module, hidden: int) -> int:
@@ -214,7 +219,7 @@ def _router_kept(router: nn.Module, hidden: int) -> int:
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             own(tokens)
-    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+    except (RuntimeError, TypeError, ValueError, IndexError):
         # It takes something else, or needs values.
         return 0
     return sum(found.values())
