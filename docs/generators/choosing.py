@@ -37,6 +37,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "Llama 3 405B": CONFIGS["llama3-405b"],
     "Qwen3 8B": _QWEN3,
     "Qwen3 30B-A3B": _QWEN3_MOE,
+    # The rows of measurements have one dense layer.
+    "DeepSeek V3": {**CONFIGS["deepseekv3"], "first_k_dense_replace": 3},
 }
 LENGTHS = {"8k": 2**13, "32k": 2**15, "128k": 2**17, "1M": 2**20}
 #: Clusters, and tokens of a step on them.

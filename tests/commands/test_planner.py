@@ -155,7 +155,7 @@ def test_experts_are_reduced_over_the_ranks_that_have_the_same(ranks):
     # Pairs of replicas with the same experts are on different nodes.
     assert (experts.rate < cluster.gpu.link_bytes_per_s * cluster.gpu.link_efficiency) is (experts.size > 1)
     own = sum(layer.experts.parameters for layer in model.layers) / (2 * ranks)
-    dense = cost.own_parameters()[0][0]
+    dense = cost.own_parameters[0][0]
     groups = [(cost.units.links.replicas, dense), (experts, own)] if ranks > 1 else [(experts, dense + own)]
     expected = sum(2 * group.gather_s(2 * count) for group, count in groups)
     assert cost.step_time().reduce_s == pytest.approx(expected)

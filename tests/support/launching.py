@@ -71,7 +71,7 @@ def _end_tree(pid):
         os.killpg(pid, signal.SIGKILL)
 
 
-def run(*arguments, timeout_s=240, **variables):
+def run(*arguments, timeout_s=480, **variables):
     """Start, wait, and give (status, output)."""
     return finish(start(*arguments, **variables), timeout_s)
 

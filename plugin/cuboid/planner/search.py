@@ -101,14 +101,12 @@ def _with_less_bubble(costs: Sequence[StepCost], limit: StepTime) -> Iterator[La
     """Other schedules for the fastest pipelines, of those that would beat ``limit`` with most of their bubble gone."""
     pipelines: dict[Any, tuple[float, StepCost]] = {}
     for cost in costs:
-        layout, bubble = cost.layout, cost.least_bubble_s
-        about_s = cost.least_s() - (1 - _BUBBLE_LEFT) * bubble
+        layout = cost.layout
+        if layout.stages == 1 or states_bytes(cost) >= usable_bytes(cost.cluster):
+            continue
+        about_s = cost.least_s() - (1 - _BUBBLE_LEFT) * cost.least_bubble_s
         kind = layout.mesh, layout.stages, layout.replicas
-        if (
-            bubble
-            and about_s < pipelines.get(kind, (limit.total_s,))[0]
-            and states_bytes(cost) < usable_bytes(cost.cluster)
-        ):
+        if about_s < pipelines.get(kind, (limit.total_s,))[0]:
             pipelines[kind] = about_s, cost
     for _, cost in sorted(pipelines.values(), key=lambda pair: pair[0])[:_PIPELINES]:
         for schedule, chunks in _SCHEDULES:
@@ -152,24 +150,24 @@ def best_of(costs: Iterable[StepCost], what: str, *, goal: Goal = "fastest", cou
     Raises:
         ConfigError: there are no layouts, or none fits.
     """
-    candidates = []
-    for number, cost in enumerate(costs):
+    every, candidates = list(costs), []
+    for number, cost in enumerate(every):
         least = states_bytes(cost)
-        candidates.append((least if goal == "smallest" else cost.least_s(), number, least, cost))
+        if least <= usable_bytes(cost.cluster):
+            candidates.append((least if goal == "smallest" else cost.least_s(), number, cost))
     candidates.sort(key=lambda candidate: candidate[:2])
     found: list[Estimate] = []
-    for bound, _, least, cost in candidates:
-        limit = usable_bytes(cost.cluster)
+    for bound, _, cost in candidates:
         # Candidates are sorted by their bounds: no later one can be among the best.
         if len(found) >= count and bound > _value(found[count - 1], goal):
             break
-        if least <= limit and ends_memory(cost) <= limit:
+        if ends_memory(cost) <= usable_bytes(cost.cluster):
             one = Estimate.of(cost)
             if one.fits:
                 found = _with(found, one, goal)
     if not found:
-        raise ConfigError(_nothing_fits(what, [cost for *_, cost in candidates]))
-    return Plan(tuple(found[:count]), len(candidates))
+        raise ConfigError(_nothing_fits(what, every))
+    return Plan(tuple(found[:count]), len(every))
 
 
 def _with(found: list[Estimate], one: Estimate, goal: Goal) -> list[Estimate]:
@@ -199,7 +197,7 @@ def _nothing_fits(what: str, costs: Sequence[StepCost]) -> str:
 
 
 def _smallest(costs: Sequence[StepCost]) -> tuple[float, StepCost]:
-    """The layout that needs the least memory, with this memory, of those that are likely to.
+    """The layout that needs the least memory, with this memory, of those that are likely to; the faster one of equals.
 
     They are those with the smallest states, and of equal ones those that keep the fewest activations.
     """
@@ -211,7 +209,8 @@ def _smallest(costs: Sequence[StepCost]) -> tuple[float, StepCost]:
         return states_bytes(cost), layout.checkpointing == "none", tokens, *waits
 
     likely = sorted(costs, key=likely_size)[:_COMPARED]
-    return min(((fullest(cost).total, cost) for cost in likely), key=lambda pair: pair[0])
+    memory, _, cost = min(((fullest(cost).total, cost.least_s(), cost) for cost in likely), key=lambda one: one[:2])
+    return memory, cost
 
 
 def layouts(model: ModelDescription, cluster: Cluster, length: int, global_batch: int) -> Iterator[Layout]:

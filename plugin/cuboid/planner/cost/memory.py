@@ -125,7 +125,7 @@ class _Stage:
 
     def memory(self) -> Memory:
         layout, software = self.layout, self.software
-        dense, experts = self.cost.own_parameters()[self.stage]
+        dense, experts = self.cost.own_parameters[self.stage]
         shared = layout.replicas * layout.context
         optimizer = dense / (shared if layout.zero_stage else 1)
         optimizer += experts / (max(1, shared // layout.expert_ranks) if layout.zero_stage else 1)

@@ -91,6 +91,10 @@ class StageTimes:
         return max(range(len(self.once_s)), key=lambda rank: self.busy(rank).total)
 
 
+#: Times of a layer by operation, and seconds that it waits once a step.
+LayerTimes = tuple[dict[Op, Seconds], float]
+
+
 class StepCost:
     """The time of one step.
 
@@ -111,12 +115,16 @@ class StepCost:
         length: int,
         software: Software = CUBOID,
         *,
-        known: dict[Any, tuple[dict[Op, Seconds], float]] | None = None,
+        known: dict[Any, dict[tuple[int, int, int], LayerTimes]] | None = None,
     ) -> None:
         self.model, self.layout, self.cluster, self.length = model, layout, cluster, length
         self.software = software
         self._known = {} if known is None else known
-        self.units = UnitTimes(model, layout, cluster, length, software)
+
+    @cached_property
+    def units(self) -> UnitTimes:
+        """Times of units."""
+        return UnitTimes(self.model, self.layout, self.cluster, self.length, self.software)
 
     @cached_property
     def stage_layers(self) -> tuple[int, ...]:
@@ -133,28 +141,35 @@ class StepCost:
             return (self.length,)
         return _cut(self.model, self.length, segments, math.lcm(mesh.sequence, mesh.hidden))
 
-    def _layer(self, kind: int, start: int, stop: int) -> tuple[dict[Op, Seconds], float]:
-        """Times of a layer of one of the model's kinds, by operation, and seconds that it waits once a step.
+    @cached_property
+    def _known_layers(self) -> dict[tuple[int, int, int], LayerTimes]:
+        """Times of layers by kind, start and stop. They don't depend on where stages and replicas are.
 
-        They don't depend on where stages and replicas are, so layouts share them in ``known``.
+        So layouts that agree in all else share them in ``known``.
         """
         layout = self.layout
         adds = layout.micro_batches * layout.segments > 1
         rest = layout.micro_batch, layout.checkpointing, layout.context, layout.expert_ranks
         weights = layout.weight_gather, layout.gathers_once, layout.gradient_sync, layout.may_split
-        key = kind, start, stop, layout.mesh, rest, weights, adds, self.software.gradient_bytes
-        if key not in self._known:
+        return self._known.setdefault((layout.mesh, rest, weights, adds, self.software.gradient_bytes), {})
+
+    def _layer(self, kind: int, start: int, stop: int) -> LayerTimes:
+        """Times of a layer of one of the model's kinds, by operation, and seconds that it waits once a step."""
+        known = self._known_layers.get((kind, start, stop))
+        if known is None:
             layer, units = self.model.kinds[kind], self.units
             found = {
                 Op.FORWARD: units.layer_forward(layer, start, stop),
                 Op.BACKWARD: units.layer_backward(layer, start, stop),
             }
-            if layout.may_split:
+            if self.layout.may_split:
                 halves = units.layer_split_backward(layer, start, stop)
                 found |= zip((Op.INPUT_GRADIENT, Op.WEIGHT_GRADIENT), halves, strict=True)
             # What occurs once a step is counted with the first segment.
-            self._known[key] = found, units.once_s(layer, stop) if start == 0 else 0.0
-        return self._known[key]
+            once_s = units.once_s(layer, found[Op.FORWARD], found[Op.BACKWARD]) if start == 0 else 0.0
+            known = found, once_s
+            self._known_layers[kind, start, stop] = known
+        return known
 
     def stage_times(self) -> StageTimes:
         """Times of each part and segment."""
@@ -237,13 +252,16 @@ class StepCost:
         ends = list(pairwise(accumulate(self.lengths, initial=0)))
         messages = [self.units.message_s(*each) for each in ends]
         blocking = not self.software.overlaps_messages
-
-        def duration(action: Action) -> float:
-            own_s = times.units[action.op][action.stage][action.segment].total
-            # A blocking send keeps the stage busy until it is received.
-            return own_s + (messages[action.segment] if blocking else 0.0)
-
-        return duration, lambda action: 0.0 if blocking else messages[action.segment]
+        # A blocking send keeps the stage busy until it is received.
+        busy = messages if blocking else [0.0] * len(ends)
+        seconds = {
+            op: [[each.total + own for each, own in zip(part, busy, strict=True)] for part in parts]
+            for op, parts in times.units.items()
+        }
+        return (
+            lambda action: seconds[action.op][action.stage][action.segment],
+            lambda action: 0.0 if blocking else messages[action.segment],
+        )
 
     def pipeline_s(self, times: StageTimes) -> float:
         """Time from the first forward to the last backward."""
@@ -326,6 +344,7 @@ class StepCost:
             constant_s=self.cluster.gpu.step_s,
         )
 
+    @cached_property
     def own_parameters(self) -> list[tuple[float, float]]:
         """Elements that a rank of each stage owns: those of everything but experts, and those of experts."""
         model, layout = self.model, self.layout
@@ -348,7 +367,7 @@ class StepCost:
     def _reduce_s(self, times: StageTimes) -> float:
         """Reduction of gradients between replicas, and with ZeRO the gather of new weights."""
         links, software = self.units.links, self.software
-        dense, experts = max(self.own_parameters(), key=sum)
+        dense, experts = max(self.own_parameters, key=sum)
         # In Cuboid every replica has all experts: then both groups are one, whose collectives are shared.
         elements = {links.replicas: dense}
         elements[links.expert_replicas] = elements.get(links.expert_replicas, 0.0) + experts
@@ -361,7 +380,7 @@ class StepCost:
         return reduced + gathered
 
     def _optimizer_s(self) -> float:
-        dense, experts = max(self.own_parameters(), key=sum)
+        dense, experts = max(self.own_parameters, key=sum)
         ranks = self.units.links.replicas.size if self.layout.zero_stage else 1
         expert_ranks = max(1, ranks // self.layout.expert_ranks)
         owned = dense / ranks + experts / expert_ranks

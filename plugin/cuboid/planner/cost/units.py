@@ -137,19 +137,19 @@ class UnitTimes:
             again = Seconds(norm + self._product(self._mlp_up(layer), tokens))
         return Seconds(compute, exposed) + again
 
-    def once_s(self, layer: Layer, stop: int) -> float:
+    def once_s(self, layer: Layer, forward: Seconds, backward: Seconds) -> float:
         """Waiting once a step: for weights gathered by its first forward, and gradients reduced by its last backward.
 
         Args:
             layer: one of the model's kinds.
-            stop: end of the first segment, to which both units belong.
+            forward, backward: times of the first segment, to which both units belong.
         """
         layout, waiting_s = self._layout, 0.0
         if layout.gathers_once:
-            waiting_s += self._waiting_s(layer, self.layer_forward(layer, 0, stop), gathers=1)
+            waiting_s += self._waiting_s(layer, forward, gathers=1)
         if layout.gradient_sync == "step":
-            own, before = self.layer_backward(layer, 0, stop), int(layout.weight_gather == "layer")
-            waiting_s += self._waiting_s(layer, own, before + 1) - self._waiting_s(layer, own, before)
+            before = int(layout.weight_gather == "layer")
+            waiting_s += self._waiting_s(layer, backward, before + 1) - self._waiting_s(layer, backward, before)
         return waiting_s
 
     def _at_host_speed(self, own: Seconds, launches: int) -> Seconds:

@@ -192,7 +192,11 @@ class _Key:
 
 @lru_cache(maxsize=64)
 def _count(key: _Key, windows: tuple[bool, ...], sharded: bool, segmented: bool, alone: bool) -> ModelCount:
-    plain, end = _fitted(_Sample(key, _LONG, sharded=sharded, segmented=segmented), windows, alone)
+    sample = _Sample(key, _LONG, sharded=sharded, segmented=segmented)
+    if alone and not sample.attends_itself:
+        # The number of rows only matters to layers that attend by themselves.
+        return _count(key, windows, sharded, segmented, False)
+    plain, end = _fitted(sample, windows, alone)
     if not any(windows):
         return ModelCount(plain, plain, end)
     reached = _Sample(key, _SHORT, sharded=sharded, segmented=segmented)
@@ -405,9 +409,8 @@ class _Attend(torch.autograd.Function):
 
 def _fitted(sample: _Sample, windows: tuple[bool, ...], alone: bool) -> tuple[tuple[LayerCount, ...], KeptBytes]:
     """Coefficients of each kind of layer, and of what is saved after the last layer."""
-    one = alone and sample.attends_itself
     points = [
-        (1 if one else rows, length, start) for rows, length, start in (_SEGMENTS if sample.segmented else _WHOLE)
+        (1 if alone else rows, length, start) for rows, length, start in (_SEGMENTS if sample.segmented else _WHOLE)
     ]
     counts = [sample.run(*point) for point in points]
     layers = []
