@@ -60,7 +60,8 @@ def describe_modules(model: PreTrainedModel, whole: Collection[str] = ()) -> Mod
     head_norms = "gathered" in kinds and "latent" not in kinds
     # One of each class stands for those of all layers.
     routers = {type(module): module for module, role in modules.values() if role.kind == "router"}.values()
-    router_kept = max((_router_kept(router, config.hidden_size) for router in routers), default=0)
+    kept_by = {type(router).__name__: _router_kept(router, config.hidden_size) for router in routers}
+    router_kept = max((kept for kept in kept_by.values() if kept is not None), default=0)
     layers = tuple(
         _layer(
             layer, own, _inside(modules, name), counts, config, learned=learned, head_norms=head_norms,
@@ -79,19 +80,25 @@ def describe_modules(model: PreTrainedModel, whole: Collection[str] = ()) -> Mod
         nonlinearity=_kept_by_nonlinearity(config, gated=layers[0].gated),
         positions=config.max_position_embeddings if learned else 0,
         most_positions=longest_sequence(model.config),
-        uncounted=_uncounted(config, sizes.layers, roles.values()),
+        uncounted=_uncounted(
+            config, sizes.layers, roles.values(), [name for name, kept in kept_by.items() if kept is None]
+        ),
         config=model.config,
     )
     more = sum(parameter.numel() for parameter in model.parameters()) - found.parameters
     return replace(found, extra_parameters=max(0, more))
 
 
-def _uncounted(config: PretrainedConfig, layers: Sequence[LayerSizes], roles: Collection[Role]) -> str:
+def _uncounted(
+    config: PretrainedConfig, layers: Sequence[LayerSizes], roles: Collection[Role], routers: Collection[str]
+) -> str:
     found = [SOFT_CAPPED] if getattr(config, "attn_logit_softcapping", None) else []
     if any(layer.query == 0 for layer in layers):
         found.append("the time of recurrent states and convolutions of layers without attention")
     if any(role.kind == "norm" and role.heads is not None for role in roles):
         found.append("the sums that norms over all heads exchange")
+    if routers:
+        found.append(f"what {', '.join(routers)} saves in another precision, which can't be run without values")
     return "; ".join(found)
 
 
@@ -205,8 +212,8 @@ def _experts(module: nn.Module, form: ExpertForm, config: PretrainedConfig, rout
     return Experts(count, per_token, (up, down), router_kept)
 
 
-def _router_kept(router: nn.Module, hidden: int) -> int:
-    """Bytes of a token's copy in another precision that a router saves, found by running it without values; else 0."""
+def _router_kept(router: nn.Module, hidden: int) -> int | None:
+    """Bytes of a token's copy in another precision that a router saves; None if it can't be run without values."""
     own = copy.deepcopy(router).to(device="meta", dtype=torch.bfloat16)
     tokens = torch.empty((2, hidden), device="meta", dtype=torch.bfloat16, requires_grad=True)
     found: dict[torch.dtype, int] = {}
@@ -221,7 +228,7 @@ def _router_kept(router: nn.Module, hidden: int) -> int:
             own(tokens)
     except (RuntimeError, TypeError, ValueError, IndexError):
         # It takes something else, or needs values.
-        return 0
+        return None
     return sum(found.values())
 
 
