@@ -367,7 +367,7 @@ AGREEMENT = 1e-5
 #: For the peaks of memory, where more stages than cores do no harm.
 _MANY_STAGES = 4
 #: Split backwards: schedules, segments, and stages on each rank.
-_SPLIT = [("zero_bubble", 2, 1), ("zero_bubble", 4, 1), ("zero_bubble", 8, 1), ("zero_bubble-v", 4, 2)]
+_SPLIT = [*(("zero_bubble", k, 1) for k in (2, 4, 8)), *(("zero_bubble-v", k, 2) for k in (2, 4))]
 #: Whom every contestant is compared with.
 YARDSTICKS = {"torch": Entry("torch"), "deepspeed": Entry("deepspeed"), "own_1f1b": Entry("cuboid", "seq1f1b")}
 

@@ -156,28 +156,21 @@ def test_math_is_what_flash_is(causal, monkeypatch):
         assert (ours - theirs).abs().max() < 1e-12
 
 
-class Grouped(CpuFlash):
-    """Takes fewer heads of keys than of queries, as CUDA's flash kernel does."""
-
-    knows_groups = True
+@pytest.mark.parametrize("knows_groups", [True, False])
+def test_only_kernels_that_know_groups_are_given_them(knows_groups, monkeypatch):
+    seen = set()
 
     def forward(self, query, key, value, **options):
-        group = query.shape[1] // key.shape[1]
-        assert group > 1, "keys were expanded"
-        return super().forward(query, *(x.repeat_interleave(group, dim=1) for x in (key, value)), **options)
+        seen.add(query.shape[1] // key.shape[1])
+        return original(self, query, key, value, **options)
 
-    def backward(self, grad, query, key, value, out, lse, **options):
-        group = query.shape[1] // key.shape[1]
-        expanded = (x.repeat_interleave(group, dim=1) for x in (key, value))
-        dq, *gradients = super().backward(grad, query, *expanded, out, lse, **options)
-        return dq, *(x.unflatten(1, (-1, group)).sum(2) for x in gradients)
-
-
-def test_kernels_that_know_groups_are_given_them(monkeypatch):
+    original = CpuFlash.forward
+    monkeypatch.setattr(CpuFlash, "forward", forward)
+    monkeypatch.setattr(CpuFlash, "knows_groups", knows_groups)
     inputs, grad = random_heads(12, 8, 2, 8, 8, 2)
-    monkeypatch.setattr("cuboid.seq1f1b.attention.chunked_attention.choose_kernel", lambda *_: Grouped())
     result = in_segments(inputs, grad, [5, 4, 3], KVCache(12, KVCachePool()))
     assert largest_error(result, whole(inputs, grad)) < 1e-12
+    assert seen == {4 if knows_groups else 1}
 
 
 def test_a_device_without_a_fused_kernel_is_warned_of():

@@ -107,6 +107,7 @@ class _AttendSegment(torch.autograd.Function):
         # With the merged out and lse, each call gives its own share of the gradients (see `kernels`).
         own = (_expand(x, group) for x in store.read(layer, start, start + query.shape[2]))
         dq, dk, dv = kernel.backward(grad, query, *own, out, lse, causal=True, scale=scale)
+        dk, dv = store.with_gradients(layer, start, _group_sum(dk, group), _group_sum(dv, group))
         if start > 0:
             grad, folded, out, lse = (_fold(x, group) for x in (grad, query, out, lse))
             past = store.read(layer, 0, start)
@@ -114,8 +115,7 @@ class _AttendSegment(torch.autograd.Function):
             _by_group(dq, group).add_(_unfold(dq_past, group))
             if any(ctx.needs_input_grad[1:3]):
                 store.add_gradients(layer, 0, dk_past, dv_past)
-        dk, dv = store.with_gradients(layer, start, _group_sum(dk, group), _group_sum(dv, group))
-        if start == 0:
+        else:
             # The first segment is the last to run backward.
             store.free_layer(layer)
         return dq, dk, dv, None, None, None, None
@@ -135,12 +135,12 @@ class _Prefix(torch.autograd.Function):
     def backward(ctx: Any, dk: torch.Tensor, dv: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         store, layer, start, first = ctx.place
         past = start - first
+        own = store.with_gradients(layer, start, dk[:, :, past:], dv[:, :, past:])
         if any(ctx.needs_input_grad[:2]):
             store.add_gradients(layer, first, dk[:, :, :past], dv[:, :, :past])
-        dk, dv = store.with_gradients(layer, start, dk[:, :, past:], dv[:, :, past:])
         if start == 0:
             store.free_layer(layer)
-        return dk, dv, None, None, None, None
+        return *own, None, None, None, None
 
 
 # GQA: a group is the query heads that share one key head. Kernels that handle groups get the tensors unchanged

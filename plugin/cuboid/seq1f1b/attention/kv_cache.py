@@ -121,8 +121,9 @@ class KVCache:
             return
         entry = self._layers[layer]
         if entry.gradients is None:
-            buffers = entry.buffers
-            entry.gradients = (self._allocate_gradient(buffers[0]), self._allocate_gradient(buffers[1]))
+            of_key, of_value = entry.buffers
+            entry.gradients = self._first_gradient(of_key, start, key), self._first_gradient(of_value, start, value)
+            return
         for total, part in zip(entry.gradients, (key, value), strict=True):
             total[:, :, start : start + part.shape[2]].add_(part)
 
@@ -171,7 +172,12 @@ class KVCache:
         shape = torch.Size((*part.shape[:2], self.length, part.shape[3]))
         return self._pool.take(shape, part.dtype, part.device)
 
-    def _allocate_gradient(self, buffer: torch.Tensor) -> torch.Tensor:
+    def _first_gradient(self, buffer: torch.Tensor, start: int, part: torch.Tensor) -> torch.Tensor:
+        """Allocate the gradient of a buffer: ``part`` from position ``start`` on, and 0 elsewhere."""
         widen = self._gradients == "fp32" and buffer.dtype.itemsize < torch.float32.itemsize
         dtype = torch.float32 if widen else buffer.dtype
-        return self._pool.take(buffer.shape, dtype, buffer.device).zero_()
+        total, stop = self._pool.take(buffer.shape, dtype, buffer.device), start + part.shape[2]
+        total[:, :, start:stop] = part
+        for rest in (total[:, :, :start], total[:, :, stop:]):
+            rest.zero_()
+        return total

@@ -39,7 +39,7 @@ class Stage(Protocol):
         """I of a split backward: like :meth:`backward`, but without what :meth:`weight_gradients` computes."""
 
     def weight_gradients(self, micro_batch: int, segments: Sequence[int]) -> None:
-        """W of a split backward, for some segments of a micro-batch, in order; may be computed as one product."""
+        """W of a split backward, for some segments of a micro-batch, in order; may be summed before they are accumulated."""
 
 
 #: Called with each action that computes; the context manager it returns surrounds the computation.
@@ -133,7 +133,7 @@ class Interpreter:
 
 
 def _runs(program: Program) -> Iterator[tuple[Action, ...]]:
-    """Group consecutive Ws of one micro-batch, which can be one product; every other action is a group of its own."""
+    """Group consecutive Ws of one micro-batch, which can be summed first; every other action is a group of its own."""
 
     def key(numbered: tuple[int, Action]) -> tuple[int, ...]:
         index, action = numbered
