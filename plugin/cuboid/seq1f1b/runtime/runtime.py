@@ -39,7 +39,7 @@ class Stage(Protocol):
         """I of a split backward: like :meth:`backward`, but without what :meth:`weight_gradients` computes."""
 
     def weight_gradients(self, micro_batch: int, segments: Sequence[int]) -> None:
-        """W of a split backward, for some segments of a micro-batch, in order; may be summed before they are accumulated."""
+        """W of a split backward, for some segments of a micro-batch, in order; may accumulate their sum."""
 
 
 #: Called with each action that computes; the context manager it returns surrounds the computation.
