@@ -354,7 +354,7 @@ class EmulatedPipeline(Case):
     """Each step must have the loss and the gradient norm that plain autograd in float64 gives."""
 
     name = "pipeline_emulated"
-    sources = freshness.SEQ1F1B
+    sources = freshness.SCHEDULES
     repeats, limit_s = 5, 600.0
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,7 @@
 """Which code a record is about, and whether that code is still the present one.
 
-A record keeps globs of the source files whose behaviour it measures and a fingerprint of what they were. That goes by
-syntax trees without docstrings, so that comments, formatting and moved files change nothing, and it is the same for all
-versions of Python.
+A record keeps globs of the source files whose behaviour it measures, and a fingerprint of their syntax trees without
+docstrings: comments, formatting, moved files and the version of Python change nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ _CUBOID = "plugin/cuboid"
 MESHES = tuple(f"{_CUBOID}/{name}/**/*.py" for name in ("distributed", "tensor3d", "models/sharded"))
 LOSS = (f"{_CUBOID}/models/cross_entropy/**/*.py",)
 #: The schedules and what runs them.
-SEQ1F1B = (f"{_CUBOID}/seq1f1b/**/*.py", f"{_CUBOID}/distributed/**/*.py")
+SCHEDULES = tuple(f"{_CUBOID}/{name}/**/*.py" for name in ("seq1f1b/schedule", "seq1f1b/runtime", "distributed"))
+SEQ1F1B = (*SCHEDULES, f"{_CUBOID}/seq1f1b/attention/**/*.py")
 #: Stages and segments of Hugging Face's models.
 STAGES = tuple(
     f"{_CUBOID}/models/{name}/**/*.py" for name in ("attention", "batch", "cross_entropy", "pipeline", "stages")
