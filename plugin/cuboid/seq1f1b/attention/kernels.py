@@ -83,8 +83,8 @@ def _warn_of_no_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
 class CpuFlash:
     """torch's flash kernel for CPUs, in any floating dtype."""
 
-    # Not tried with earlier versions.
-    knows_groups: ClassVar[bool] = torch.__version__ >= (2, 13)
+    # Not tried with earlier versions. torch compares its version with tuples too, which its stubs leave out.
+    knows_groups: ClassVar[bool] = torch.__version__ >= (2, 13)  # type: ignore[operator]
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
