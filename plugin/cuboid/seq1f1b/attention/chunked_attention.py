@@ -107,6 +107,7 @@ class _AttendSegment(torch.autograd.Function):
         # With the merged out and lse, each call gives its own share of the gradients (see `kernels`).
         own = (_expand(x, group) for x in store.read(layer, start, start + query.shape[2]))
         dq, dk, dv = kernel.backward(grad, query, *own, out, lse, causal=True, scale=scale)
+        # Before `add_gradients`, so that the last segment, which no later one adds to, has nothing to sum.
         dk, dv = store.with_gradients(layer, start, _group_sum(dk, group), _group_sum(dv, group))
         if start > 0:
             grad, folded, out, lse = (_fold(x, group) for x in (grad, query, out, lse))

@@ -133,7 +133,7 @@ class Interpreter:
 
 
 def _runs(program: Program) -> Iterator[tuple[Action, ...]]:
-    """Group consecutive Ws of one micro-batch, which can be summed first; every other action is a group of its own."""
+    """Group consecutive Ws of one micro-batch, accumulated as one sum; every other action is a group of its own."""
 
     def key(numbered: tuple[int, Action]) -> tuple[int, ...]:
         index, action = numbered
