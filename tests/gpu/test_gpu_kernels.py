@@ -5,8 +5,11 @@ import math
 import pytest
 import torch
 
-from cuboid.seq1f1b.attention.kernels import ChunkedMath, CpuFlash, CudaEfficient, CudaFlash, choose_kernel
+from cuboid.seq1f1b.attention.chunked_attention import attend_segment
+from cuboid.seq1f1b.attention.kernels import ChunkedMath, CpuFlash, CudaCudnn, CudaEfficient, CudaFlash, choose_kernel
+from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
 from cuboid.tensor3d.layers.norm import has_fused_kernel
+from gpu.conftest import DEVICE
 
 #: Largest error of a gradient in relation to its largest element.
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-4}
@@ -39,6 +42,17 @@ def exact(query, key, value, grad, *, causal):
     return result.detach(), torch.autograd.grad(result, leaves, grad.double())
 
 
+def wanted_kernels(dtype, head_dim, length):
+    """The kernels that are used for such tensors on this device, the first choice first."""
+    if DEVICE.type == "cpu":
+        return [CpuFlash]
+    if dtype == torch.float32:
+        return [CudaEfficient]
+    generation = torch.cuda.get_device_capability()[0]
+    has_cudnn = generation in (9, 10) and head_dim <= (256 if generation == 9 else 128) and length > 1
+    return [*[CudaCudnn] * has_cudnn, CudaFlash]
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("length", [1, 31, 127, 2048])
 @pytest.mark.parametrize("group", [1, 4, 8])
@@ -47,22 +61,61 @@ def exact(query, key, value, grad, *, causal):
 def test_kernels_are_right(device, dtype, head_dim, group, length, causal, figure):
     length = min(length, 127) if device.type == "cpu" else length
     query, key, value, grad = tensors(device, dtype, head_dim, group, length)
-    kernel = choose_kernel(query, key, value)
-    wanted = CpuFlash if device.type == "cpu" else CudaEfficient if dtype == torch.float32 else CudaFlash
-    assert isinstance(kernel, wanted)
-    expand = 1 if kernel.knows_groups else group
-    keys = [x.repeat_interleave(expand, dim=1) for x in (key, value)]
+    kernels = wanted_kernels(dtype, head_dim, length)
+    assert isinstance(choose_kernel(query, key, value), kernels[0])
     options = {"causal": causal, "scale": head_dim**-0.5}
-    out, lse = kernel.forward(query, *keys, **options)
-    dq, dk, dv = kernel.backward(grad, query, *keys, out, lse, **options)
-    found = [out, dq, *(x.unflatten(1, (-1, expand)).sum(2) for x in (dk, dv))]
     out_exact, exact_gradients = exact(query, key, value, grad, causal=causal)
-    for mine, theirs in zip(found, (out_exact, *exact_gradients), strict=True):
-        error = (mine.double() - theirs).abs().max() / theirs.abs().max().clamp(min=1e-2)
-        assert error < TOLERANCES[dtype]
-    if length > 1000 and causal and group == 4:
-        figure("Attention kernels", f"{str(dtype)[6:]}, head dim {head_dim}", "kernel", type(kernel).__name__)
-        figure("Attention kernels", f"{str(dtype)[6:]}, head dim {head_dim}", "largest error", f"{error.item():.1e}")
+    # With a single key, the gradients of query and key are differences, of terms larger than 1, that should be zero.
+    floor = 1.0 if length == 1 else 1e-2
+    for kernel in (kind() for kind in kernels):
+        expand = 1 if kernel.knows_groups else group
+        keys = [x.repeat_interleave(expand, dim=1) for x in (key, value)]
+        out, lse = kernel.forward(query, *keys, **options)
+        dq, dk, dv = kernel.backward(grad, query, *keys, out, lse, **options)
+        found = [out, dq, *(x.unflatten(1, (-1, expand)).sum(2) for x in (dk, dv))]
+        for mine, theirs in zip(found, (out_exact, *exact_gradients), strict=True):
+            error = (mine.double() - theirs).abs().max() / theirs.abs().max().clamp(min=floor)
+            assert error < TOLERANCES[dtype], type(kernel)
+        if length > 1000 and causal and group == 4:
+            row = f"{str(dtype)[6:]}, head dim {head_dim}, {type(kernel).__name__}"
+            figure("Attention kernels", row, "largest error", f"{error.item():.1e}")
+
+
+#: Of a model's layers: query heads, key heads, head dim of queries and keys, of values.
+LAYERS = {"grouped": (8, 2, 64, 64), "alike": (4, 4, 128, 128), "latent": (4, 4, 192, 128)}
+
+
+@pytest.mark.parametrize("lengths", [(77, 64, 58), (100, 1, 99), (1, 64), (2048, 1024, 1024)], ids=str)
+@pytest.mark.parametrize("layer", list(LAYERS))
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+def test_attention_of_segments_is_that_of_the_whole(device, dtype, layer, lengths):
+    heads, kv_heads, head_dim, value_dim = LAYERS[layer]
+    lengths = tuple(min(length, 100) for length in lengths) if device.type == "cpu" else lengths
+    generator = torch.Generator(device).manual_seed(0)
+
+    def made(count, dim):
+        shape = (2, sum(lengths), count, dim)
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float64).transpose(1, 2).to(dtype)
+
+    inputs = [made(heads, head_dim), made(kv_heads, head_dim), made(kv_heads, value_dim)]
+    grad = made(heads, value_dim)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    store, outs, start = KVCache(sum(lengths), KVCachePool()), [], 0
+    for length in lengths:
+        parts = [x[:, :, start : start + length] for x in leaves]
+        outs.append(attend_segment(*parts, store, 0, start, head_dim**-0.5))
+        start += length
+    # The last segment's backward is the first, as in a schedule.
+    for out, part in zip(reversed(outs), reversed(grad.split(lengths, 2)), strict=True):
+        out.backward(part, retain_graph=True)
+    wide = [x.double().requires_grad_() for x in inputs]
+    scores = wide[0] @ wide[1].repeat_interleave(heads // kv_heads, 1).mT * head_dim**-0.5
+    seen = torch.ones_like(scores, dtype=torch.bool).tril()
+    whole = scores.masked_fill(~seen, -math.inf).softmax(-1) @ wide[2].repeat_interleave(heads // kv_heads, 1)
+    whole.backward(grad.double())
+    pairs = [(torch.cat(outs, 2), whole), *((x.grad, y.grad) for x, y in zip(leaves, wide, strict=True))]
+    for mine, theirs in pairs:
+        assert (mine.double() - theirs).abs().max() / theirs.abs().max() < TOLERANCES[dtype]
 
 
 #: Of sums over many rows too, such as the gradient of a norm's weight.

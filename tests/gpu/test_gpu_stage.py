@@ -32,8 +32,10 @@ LARGE = {
 
 def model_of(sizes, device, dtype):
     torch.manual_seed(0)
+    config = transformers.LlamaConfig(**sizes)
     with torch.device(device):
-        return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes), dtype=dtype).train()
+        # Rounded from float32, because some versions of torch draw other numbers for each type.
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype).train()
 
 
 def pipeline_of(model, segments):

@@ -21,7 +21,7 @@ from cuboid.models.attention.segments import (
 )
 from cuboid.models.certification.float64 import precision
 from cuboid.seq1f1b.attention.chunked_attention import attend_segment, prefix
-from cuboid.seq1f1b.attention.kernels import ChunkedMath, CpuFlash, CudaEfficient, CudaFlash, choose_kernel
+from cuboid.seq1f1b.attention.kernels import ChunkedMath, CpuFlash, choose_kernel, dense_as
 from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
 
 SCALE = 0.4
@@ -179,18 +179,15 @@ def test_a_device_without_a_fused_kernel_is_warned_of():
         assert isinstance(choose_kernel(query, query[:, :2], query[:, :2]), ChunkedMath)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize(("dtype", "kernel"), [(torch.bfloat16, CudaFlash), (torch.float32, CudaEfficient)])
-@pytest.mark.parametrize("heads", [(8, 2), (4, 4)], ids=str)
-def test_segments_on_a_gpu(dtype, kernel, heads):
-    inputs, grad = random_heads(200, *heads, 64, 64, 2, dtype=dtype)
-    on_gpu = [x.cuda() for x in (*inputs, grad)]
-    assert isinstance(choose_kernel(on_gpu[0], on_gpu[0], on_gpu[0]), kernel)
-    result = in_segments(on_gpu[:3], on_gpu[3], [77, 1, 64, 58], KVCache(200, KVCachePool()))
-    out, grads = whole([x.double() for x in inputs], grad.double())
-    scale = max(x.abs().max().item() for x in (out, *grads))
-    result = result[0].cpu(), [x.cpu() for x in result[1]]
-    assert largest_error(result, (out, grads)) < scale * (2e-2 if dtype == torch.bfloat16 else 1e-4)
+def test_tensors_are_laid_out_as_the_query():
+    query = torch.empty(2, 5, 4, 8).transpose(1, 2)
+    x = torch.randn(2, 4, 5, 6)
+    alike = dense_as(x, query)
+    assert torch.equal(alike, x)
+    assert alike.stride() == torch.empty(2, 5, 4, 6).transpose(1, 2).stride()
+    assert dense_as(alike, query) is alike
+    # A slice of the heads of a fused projection, as a query can be.
+    assert dense_as(x[:, :2], query[:, :2]).stride() == torch.empty(2, 5, 2, 6).transpose(1, 2).stride()
 
 
 def error_in_bfloat16(gradients):

@@ -46,8 +46,13 @@ class Kernel(Protocol):
         """Return the gradients of query, key and value, given the output's gradient ``[B, H, L, Dv]``."""
 
 
-def choose_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Kernel:
-    """Return the fastest kernel for these tensors and their device; keys and values may have fewer heads (GQA)."""
+def choose_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, past: int = 0) -> Kernel:
+    """Return the fastest kernel for these tensors and their device; keys and values may have fewer heads (GQA).
+
+    Args:
+        query, key, value: of a segment.
+        past: number of keys before the segment, for which the kernel is called too.
+    """
     one_dtype = query.dtype == key.dtype == value.dtype
     one_head_dim = query.shape[-1] == value.shape[-1]
     if query.device.type == "cpu" and one_dtype and one_head_dim:
@@ -57,6 +62,9 @@ def choose_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
         cuda = torch.backends.cuda
         is_grouped = query.shape[1] != key.shape[1]
         parameters = cuda.SDPAParams(query, key, value, None, 0.0, False, is_grouped)
+        # It doesn't take a single key. `can_use_cudnn_attention` is asked first: it is False where there is no GPU.
+        if past != 1 and cuda.can_use_cudnn_attention(parameters) and CudaCudnn.is_fastest(query.device):
+            return CudaCudnn()
         if one_head_dim and query.shape[-1] % 8 == 0 and cuda.can_use_flash_attention(parameters):
             return CudaFlash()
         # The keys will be repeated to as many heads as the queries have, so query torch with equal head counts.
@@ -146,6 +154,67 @@ class CudaFlash:
             grad, query, key, value, out, lse.contiguous(), *sizes, 0.0, causal, no_random, no_random, scale=scale
         )
         return dq, dk, dv
+
+
+class CudaCudnn:
+    """cuDNN's flash kernel, in float16 and bfloat16; on Hopper and Blackwell 1.6 times as fast as FlashAttention-2."""
+
+    knows_groups: ClassVar[bool] = True
+
+    @staticmethod
+    def is_fastest(device: torch.device) -> bool:
+        """Whether torch's own attention prefers it on this GPU too."""
+        return torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`Kernel`."""
+        attention = _aten._scaled_dot_product_cudnn_attention
+        out, lse, *_ = attention(query, key, value, None, True, 0.0, causal, False, scale=scale)
+        return out, lse.squeeze(-1)
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> Gradients:
+        """See :class:`Kernel`."""
+        # torch keeps cuDNN's plans by the strides of query, key and value only, so those of the others must follow.
+        grad, out = (dense_as(x, query) for x in (grad, out))
+        no_bounds, no_bias = None, None
+        no_random = torch.empty((), dtype=torch.int64, device=query.device)
+        sizes = (no_bias, no_bounds, no_bounds, query.shape[2], key.shape[2])
+        attention_backward = _aten._scaled_dot_product_cudnn_attention_backward
+        dq, dk, dv = attention_backward(
+            grad,
+            query,
+            key,
+            value,
+            out,
+            lse.contiguous().unsqueeze(-1),
+            no_random,
+            no_random,
+            *sizes,
+            0.0,
+            causal,
+            scale=scale,
+        )
+        return dq, dk, dv
+
+
+def dense_as(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """``x`` ``[B, H, L, Dv]`` without gaps in memory, its dims in the order of ``query``'s strides; copied if need be."""
+    outer_first = sorted(range(x.dim()), key=lambda dim: -query.stride(dim))
+    permuted = x.permute(outer_first)
+    return x if permuted.is_contiguous() else permuted.contiguous().permute([outer_first.index(d) for d in range(4)])
 
 
 class CudaEfficient:
