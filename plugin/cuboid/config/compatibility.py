@@ -118,6 +118,11 @@ def _check_precision(config: CuboidConfig, part: DeepSpeedPart) -> None:
             "zero_optimization.stage 3 would split parameters that the mesh splits already; use stage 1"
             f"{'' if config.pipeline else ' or 2'}, and tensor_parallel.mesh.batch for what stage 3 does"
         )
+    if part.zero_stage == 0 and part.bf16 and config.pipeline and config.ranks == 1:
+        raise ConfigError(
+            "zero_optimization.stage 0 with bf16: DeepSpeed can't accumulate the gradients of a pipeline's units in "
+            "float32 there; use stage 1"
+        )
     if part.zero_stage == 0 and part.bf16 and not (config.tensor_parallel.is_sized and config.ranks == 1):
         raise ConfigError(
             "zero_optimization.stage 0 with bf16: DeepSpeed computes a wrong gradient norm there for any tensor "

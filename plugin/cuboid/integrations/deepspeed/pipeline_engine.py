@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import log_dist
@@ -209,7 +210,8 @@ class CuboidPipelineEngine(CuboidEngine):
             # error is raised.
             with self.coalesce_grad_reduction():
                 pass
-        else:
+        elif not (isinstance(self.optimizer, BF16_Optimizer) and self.pipeline.mesh.topology.data == 1):
+            # Without replicas there is nothing to sum, but DeepSpeed would round the float32 gradients to bfloat16.
             with self._at_boundary():
                 self.allreduce_gradients()
 

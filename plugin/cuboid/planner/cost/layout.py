@@ -133,6 +133,8 @@ class Software:
         loss: "chunked" computes logits in chunks; "fused" keeps them once, in 16 bits; "whole" in 32 bits as well.
         gradient_bytes: size of a number in which gradients are accumulated.
         reduce_bytes: size of a number in which gradients are reduced between replicas.
+        step_bytes: of each parameter that a rank updates, bytes that the optimizer's step takes besides.
+        steps_on_copies: whether these are copies of the rank's own gradients, behind which all gradients are freed.
         sequence_parallel: whether the residual stream is cut over the `sequence` axis, as it always is in Cuboid.
         regathers: second all-gathers of a block's input in backward; less than 1 if they are partly hidden.
         hides_exchange: fraction of the communication over `sequence` that products hide.
@@ -161,6 +163,8 @@ class Software:
     loss: Literal["chunked", "fused", "whole"] = "chunked"
     gradient_bytes: int = 2
     reduce_bytes: int = 2
+    step_bytes: int = 0
+    steps_on_copies: bool = False
     sequence_parallel: bool = True
     regathers: float = 1.0
     hides_exchange: float = 0.0
@@ -184,5 +188,6 @@ class Software:
     unsplit_head: float = 1.0
 
 
-#: The host's time was counted as Python calls of a layer, not measured on a GPU (docs/planner.md).
-CUBOID = Software(host_s=1.5e-3, counted=True)
+#: Its times of the host were measured beside an H200. Its bytes in a step are those of DeepSpeed's ZeRO: of the
+#: gradients that a rank updates by, the 16-bit ones, these in one tensor, and that in float32.
+CUBOID = Software(host_s=1.8e-3, counted=True, step_bytes=8, steps_on_copies=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+from cuboid.planner.cost.layout import Software
 from cuboid.planner.cost.step import StepCost
 from cuboid.planner.description.cluster import Cluster
 from cuboid.planner.description.kept import LayerCount, ModelCount, count_kept
@@ -44,6 +45,7 @@ class Memory:
         logits: logits, and what else the loss needs.
         working: gradients inside the layer that runs, and what it recomputes.
         messages: messages between stages.
+        step: what the optimizer's step takes, beyond what was freed by then of the kinds from ``gathered`` on.
         own: buffers of the framework and its libraries.
     """
 
@@ -56,6 +58,7 @@ class Memory:
     logits: float = 0
     working: float = 0
     messages: float = 0
+    step: float = 0
     own: float = 0
 
     @property
@@ -91,8 +94,9 @@ def states_bytes(cost: StepCost) -> float:
     layout = cost.layout
     own = cost.model.parameters / (layout.mesh.size * layout.stages * layout.expert_ranks)
     shared = layout.replicas * layout.context
-    gradients = cost.software.gradient_bytes / (shared if layout.zero_stage >= 2 else 1)
-    return own * (_ELEMENT + gradients + _OPTIMIZER_BYTES / (shared if layout.zero_stage else 1))
+    gradients = own * cost.software.gradient_bytes / (shared if layout.zero_stage >= 2 else 1)
+    updated = own / (shared if layout.zero_stage else 1)
+    return own * _ELEMENT + gradients + updated * _OPTIMIZER_BYTES + _step_bytes(cost.software, updated, gradients)
 
 
 def ends_memory(cost: StepCost) -> float:
@@ -103,6 +107,17 @@ def ends_memory(cost: StepCost) -> float:
 def fullest(cost: StepCost) -> Memory:
     """Memory of the fullest rank."""
     return max(stage_memory(cost), key=lambda memory: memory.total)
+
+
+def _step_bytes(software: Software, updated: float, gradients: float) -> float:
+    """What the optimizer's step takes besides parameters, gradients and its states.
+
+    Args:
+        software: the framework.
+        updated: parameters that the rank updates.
+        gradients: bytes of all gradients.
+    """
+    return max(0.0, software.step_bytes * updated - (gradients if software.steps_on_copies else 0.0))
 
 
 class _Stage:
@@ -133,17 +148,21 @@ class _Stage:
         gradients = own * software.gradient_bytes / (shared if layout.zero_stage >= 2 else 1)
         activations, store = self._activations()
         logits = self._logits() if self.is_last else 0.0
+        units = {
+            "gathered": self._gathered(),
+            "activations": activations,
+            "key_value_store": store,
+            "logits": logits,
+            # The peak is either in the loss or in a layer's backward: add only what exceeds the logits.
+            "working": self._buffers() + max(0.0, self._working() - logits),
+            "messages": self._messages(),
+        }
         return Memory(
             parameters=own * _ELEMENT,
             gradients=gradients,
             optimizer=optimizer * _OPTIMIZER_BYTES,
-            gathered=self._gathered(),
-            activations=activations,
-            key_value_store=store,
-            logits=logits,
-            # The peak is either in the loss or in a layer's backward: add only what exceeds the logits.
-            working=self._buffers() + max(0.0, self._working() - logits),
-            messages=self._messages(),
+            **units,
+            step=max(0.0, _step_bytes(software, optimizer, gradients) - sum(units.values())),
             own=software.own_bytes,
         )
 

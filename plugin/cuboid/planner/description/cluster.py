@@ -66,7 +66,8 @@ def _gpu(name: str, memory_gib: float, tflops: float, memory: float, link: float
 # Calibrated by docs/generators/planner_fit.py on the measured tables in docs/data (see docs/planner.md): one set of
 # constants for all tables of a kind of GPU. V100 has no measurements there and takes the A100's constants. The H800's
 # were then adjusted, within the range that the rows allow, to improve its worst row. The H100-80GB and H200 have the
-# H800's chip and take its constants; the H100-96GB of the tables runs at 500 W.
+# H800's chip and take its constants, but for attention: the H800's rows ran FlashAttention-2, and torch has cuDNN's
+# kernel, whose share `cuboid profile` measured on an H200. The H100-96GB of the tables runs at 500 W.
 _A100 = {
     "matmul_efficiency": 0.94, "attention_efficiency": 0.5, "memory_efficiency": 0.61, "link_efficiency": 0.64,
     "network_efficiency": 0.66, "kernel_s": 13e-6, "step_s": 0.012,
@@ -75,6 +76,7 @@ _H800 = {
     "matmul_efficiency": 0.79, "attention_efficiency": 0.28, "memory_efficiency": 0.75, "link_efficiency": 0.8,
     "network_efficiency": 0.75,
 }  # fmt: skip
+_HOPPER = {**_H800, "attention_efficiency": 0.54}
 _H100_500W = {
     "matmul_efficiency": 0.52, "attention_efficiency": 0.34, "memory_efficiency": 0.45, "link_efficiency": 0.95,
     "network_efficiency": 0.7,
@@ -93,9 +95,9 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             _gpu("V100-32GB", 31.74, 125, 900, 150, 12.5, **_A100),
             _gpu("A100-40GB", 39.39, 312, 1555, 300, 25, **_A100),
             _gpu("A100-80GB", 79.15, 312, 2039, 300, 25, **_A100),
-            _gpu("H100-80GB", 79.11, 989.5, 3350, 450, 50, **_H800),
+            _gpu("H100-80GB", 79.11, 989.5, 3350, 450, 50, **_HOPPER),
             _gpu("H100-96GB", 95.0, 989.5, 2400, 450, 50, **_H100_500W),
-            _gpu("H200-141GB", 139.8, 989.5, 4800, 450, 50, **_H800),
+            _gpu("H200-141GB", 139.8, 989.5, 4800, 450, 50, **_HOPPER),
             _gpu("H800-80GB", 79.11, 989.5, 3350, 200, 12.5, **_H800),
             _gpu("B200-180GB", 178.4, 2250, 8000, 900, 50, **_B200),
             _gpu("GB200-186GB", 184.0, 2500, 8000, 900, 50, **_B200),

@@ -211,8 +211,8 @@ class CudaCudnn:
 
 
 def dense_as(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """``x`` ``[B, H, L, Dv]`` without gaps in memory, its dims in the order of ``query``'s strides; copied if need be."""
-    outer_first = sorted(range(x.dim()), key=lambda dim: -query.stride(dim))
+    """``x`` ``[B, H, L, Dv]`` without gaps in memory, dims in the order of ``query``'s strides; a copy if need be."""
+    outer_first = sorted(range(4), key=query.stride, reverse=True)
     permuted = x.permute(outer_first)
     return x if permuted.is_contiguous() else permuted.contiguous().permute([outer_first.index(d) for d in range(4)])
 
