@@ -228,7 +228,7 @@ def test_fewest_gpus_are_the_smallest_part_of_a_cluster_that_has_a_layout():
     model = describe(LLAMA_8B)
     found = search(model, Cluster.parse("4x8xA100-40GB"), 4096, 32, goal="fewest").best[0]
     used = found.cost.cluster
-    assert (used.nodes, used.gpus_per_node) == (1, 4)
+    assert (used.nodes, used.gpus_per_node) == (1, 8)
     assert found.time == search(model, used, 4096, 32).best[0].time
     with pytest.raises(ConfigError, match="no layout fits"):
         search(model, Cluster.parse("2xA100-40GB"), 4096, 32)

@@ -179,7 +179,9 @@ def machine():
             **found,
         }
     found["environment"] = " ".join(
-        f"`{name}={value}`" for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)
+        f"`{name}={value}`"
+        for name, value in sorted(os.environ.items())
+        if name.startswith(PREFIXES) and name != "CUBOID_GPU_PAGE"
     )
     return found
 

@@ -21,7 +21,7 @@ from cuboid.models.attention.segments import (
 )
 from cuboid.models.certification.float64 import precision
 from cuboid.seq1f1b.attention.chunked_attention import attend_segment, prefix
-from cuboid.seq1f1b.attention.kernels import ChunkedMath, CpuFlash, choose_kernel, dense_as
+from cuboid.seq1f1b.attention.kernels import ChunkedMath, CpuFlash, CudaCudnn, choose_kernel, dense_as
 from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
 
 SCALE = 0.4
@@ -177,6 +177,26 @@ def test_a_device_without_a_fused_kernel_is_warned_of():
     query = torch.empty(1, 4, 6, 512, dtype=torch.float64, device="meta")
     with pytest.warns(UserWarning, match="float64 with a head dim of 512 has no fused kernel on meta"):
         assert isinstance(choose_kernel(query, query[:, :2], query[:, :2]), ChunkedMath)
+
+
+@pytest.mark.parametrize(
+    ("generation", "own", "past", "length", "pays"),
+    [
+        (9, 64, 0, 1024, True),
+        (10, 64, 128, 1024, True),
+        # Ampere and Ada, and consumers' Blackwell.
+        (8, 64, 0, 1024, False),
+        (12, 64, 0, 1024, False),
+        # Lengths that may never come again: for little work, making plans takes longer.
+        (9, 64, 0, 1000, False),
+        (9, 2**13, 0, 2**13 + 1, True),
+        (9, 2**12, 2**13, 2**14 + 1, True),
+    ],
+)
+def test_where_cudnn_pays(generation, own, past, length, pays, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (generation, 0))
+    query = torch.empty(1, 32, own, 128, dtype=torch.bfloat16, device="meta")
+    assert CudaCudnn.pays(query, past, length) == pays
 
 
 def test_tensors_are_laid_out_as_the_query():

@@ -81,8 +81,8 @@ class Profiler:
         memory = 3 * _LARGE * _ELEMENT / max(self._elementwise(_LARGE) - kernel_s, 1e-9)
         sheet = gpu.memory_bytes_per_s if is_known else memory
         gpu = replace(gpu, kernel_s=kernel_s, memory_bytes_per_s=sheet, memory_efficiency=memory / sheet)
-        # Only the largest sizes: what makes small ones slower has terms of its own in the formulas.
-        products = statistics.median(self._series(_PRODUCTS, prod, partial(self._product, gpu))[-3:])
+        # Only the largest size: what makes smaller ones slower has terms of its own in the formulas.
+        products = self._series(_PRODUCTS, prod, partial(self._product, gpu))[-1]
         attention = self._series(_TOKENS, lambda tokens: tokens**2, partial(self._attention, gpu))[-1]
         peak = gpu.peak_flops if is_known else products
         return replace(gpu, peak_flops=peak, matmul_efficiency=products / peak, attention_efficiency=attention / peak)

@@ -81,7 +81,7 @@ class _AttendSegment(torch.autograd.Function):
         # The fused kernels read a head's features as if they were contiguous; that for CPUs doesn't check it.
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         store.write(layer, start, key, value)
-        kernel = choose_kernel(query, key, value, past=start)
+        kernel = choose_kernel(query, key, value, past=start, length=store.length)
         group = 1 if kernel.knows_groups else query.shape[1] // key.shape[1]
         own = _expand(key, group), _expand(value, group)
         # The diagonal: the segment's queries and its own keys, causal.

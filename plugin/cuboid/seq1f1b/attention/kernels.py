@@ -46,12 +46,15 @@ class Kernel(Protocol):
         """Return the gradients of query, key and value, given the output's gradient ``[B, H, L, Dv]``."""
 
 
-def choose_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, past: int = 0) -> Kernel:
+def choose_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, past: int = 0, length: int = 0
+) -> Kernel:
     """Return the fastest kernel for these tensors and their device; keys and values may have fewer heads (GQA).
 
     Args:
         query, key, value: of a segment.
         past: number of keys before the segment, for which the kernel is called too.
+        length: of the whole sequence.
     """
     one_dtype = query.dtype == key.dtype == value.dtype
     one_head_dim = query.shape[-1] == value.shape[-1]
@@ -62,8 +65,8 @@ def choose_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *
         cuda = torch.backends.cuda
         is_grouped = query.shape[1] != key.shape[1]
         parameters = cuda.SDPAParams(query, key, value, None, 0.0, False, is_grouped)
-        # It doesn't take a single key. `can_use_cudnn_attention` is asked first: it is False where there is no GPU.
-        if past != 1 and cuda.can_use_cudnn_attention(parameters) and CudaCudnn.is_fastest(query.device):
+        # It doesn't take a single key.
+        if past != 1 and cuda.can_use_cudnn_attention(parameters) and CudaCudnn.pays(query, past, length):
             return CudaCudnn()
         if one_head_dim and query.shape[-1] % 8 == 0 and cuda.can_use_flash_attention(parameters):
             return CudaFlash()
@@ -157,14 +160,26 @@ class CudaFlash:
 
 
 class CudaCudnn:
-    """cuDNN's flash kernel, in float16 and bfloat16; on Hopper and Blackwell 1.6 times as fast as FlashAttention-2."""
+    """cuDNN's flash kernel, in float16 and bfloat16.
+
+    On an H200 it is twice as fast as torch's FlashAttention-2. But for each new shape torch makes a plan, in 40 ms for
+    the forward and 60 ms for the backward.
+    """
 
     knows_groups: ClassVar[bool] = True
 
-    @staticmethod
-    def is_fastest(device: torch.device) -> bool:
-        """Whether torch's own attention prefers it on this GPU too."""
-        return torch.cuda.get_device_capability(device)[0] in (9, 10)
+    #: Sequences whose length is a multiple of this are taken to be packed or padded, so that their shapes come again.
+    _GRAIN = 128
+    #: Queries · keys · heads · features of a call that saves as much in the layers of one stage as the plans take.
+    _WORK = 2e11
+
+    @classmethod
+    def pays(cls, query: torch.Tensor, past: int, length: int) -> bool:
+        """Whether it is faster for a segment, plans included. See :func:`choose_kernel`."""
+        rows, heads, own, features = query.shape
+        comes_again = length % cls._GRAIN == 0 or rows * heads * features * own * (past + own) >= cls._WORK
+        # The generations for which torch's own attention prefers it too.
+        return comes_again and torch.cuda.get_device_capability(query.device)[0] in (9, 10)
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
