@@ -218,7 +218,7 @@ def test_settings_that_are_incompatible_with_a_pipeline_are_rejected(keys, world
 def test_a_pipeline_of_one_rank_needs_zero_for_bf16():
     alone = {"pipeline": {**PIPELINE, "stages": 1}, "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}}
     config, rest = split_config(alone)
-    with pytest.raises(ConfigError, match="stage 0 with bf16.*in float32 there; use stage 1"):
+    with pytest.raises(ConfigError, match=r"stage 0 with bf16.*in float32 there; use stage 1"):
         check_framework_config(config, rest, 1)
     config, rest = split_config({**alone, "zero_optimization": {"stage": 1}})
     check_framework_config(config, rest, 1)
