@@ -52,11 +52,16 @@ def test_parameters_are_those_of_the_real_model(name):
     assert describe(config.to_dict()).parameters == parameters
 
 
+#: Sizes of which only some divide by numbers of ranks: shards over `batch` are padded.
+ODD = [{}, {"hidden_size": 60, "intermediate_size": 172}, {"hidden_size": 84, "intermediate_size": 88}]
+
+
+@pytest.mark.parametrize("sizes", ODD, ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe"])
-def test_meshes_that_divide_a_model_are_those_that_sharding_accepts(name):
-    config = small(name)
+def test_meshes_that_divide_a_model_are_those_that_sharding_accepts(name, sizes):
+    config = small(name, **sizes)
     model = on_meta(config)
-    for size in (1, 2, 3, 4, 6, 8, 12, 16, 24):
+    for size in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24):
         fitting = set(fitting_meshes(model, size))
         assert {m for m in MeshShape.of_size(size) if mesh_misfit(describe(config), m) is None} == fitting
 

@@ -17,15 +17,16 @@ def mesh_misfit(model: ModelDescription, mesh: MeshShape) -> str | None:
     for layer in model.kinds:
         if layer.attention.heads % ranks:
             return f"{layer.attention.heads} attention heads don't divide by sequence × hidden = {ranks}"
+        # What a projection up gives is cut over both axes; what is cut further over `batch` is padded.
+        for size in (layer.attention.output, layer.intermediate):
+            if size % ranks:
+                return f"{size} features don't divide by {ranks}"
         queries = [layer.attention.query] if layer.gathers_attention_input else []
-        for size in (model.hidden, *queries, layer.attention.output, layer.intermediate):
-            for pieces in (ranks, mesh.of("sequence", "batch"), mesh.of("hidden", "batch")):
-                if size % pieces:
-                    return f"{size} features don't divide by {pieces}"
+        for size in (model.hidden, *queries):
+            if size % mesh.hidden:
+                return f"{size} features don't divide by {mesh.hidden}"
         if layer.experts is not None and layer.experts.width % ranks:
             return f"{layer.experts.width} features of each expert don't divide by sequence × hidden = {ranks}"
-        if model.hidden % mesh.size:
-            return f"{model.hidden} features of the residual stream don't divide by {mesh.size}"
     return None
 
 
