@@ -5,11 +5,10 @@ import math
 import pytest
 import torch
 
-from cuboid.seq1f1b.attention.chunked_attention import attend_segment
+from attending import in_segments, random_heads, whole
 from cuboid.seq1f1b.attention.kernels import ChunkedMath, CpuFlash, CudaCudnn, CudaEfficient, CudaFlash, choose_kernel
 from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
 from cuboid.tensor3d.layers.norm import has_fused_kernel
-from gpu.conftest import DEVICE
 
 #: Largest error of a gradient in relation to its largest element.
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-4}
@@ -42,9 +41,9 @@ def exact(query, key, value, grad, *, causal):
     return result.detach(), torch.autograd.grad(result, leaves, grad.double())
 
 
-def wanted_kernels(dtype, head_dim, length):
-    """The kernels that are used for such tensors on this device, the first choice first."""
-    if DEVICE.type == "cpu":
+def wanted_kernels(device, dtype, head_dim, length):
+    """The kernels that are used for such tensors, the first choice first."""
+    if device.type == "cpu":
         return [CpuFlash]
     if dtype == torch.float32:
         return [CudaEfficient]
@@ -61,7 +60,7 @@ def wanted_kernels(dtype, head_dim, length):
 def test_kernels_are_right(device, dtype, head_dim, group, length, causal, figure):
     length = min(length, 127) if device.type == "cpu" else length
     query, key, value, grad = tensors(device, dtype, head_dim, group, length)
-    kernels = wanted_kernels(dtype, head_dim, length)
+    kernels = wanted_kernels(device, dtype, head_dim, length)
     assert isinstance(choose_kernel(query, key, value), kernels[0])
     options = {"causal": causal, "scale": head_dim**-0.5}
     out_exact, exact_gradients = exact(query, key, value, grad, causal=causal)
@@ -91,30 +90,12 @@ LAYERS = {"grouped": (8, 2, 64, 64), "alike": (4, 4, 128, 128), "latent": (4, 4,
 def test_attention_of_segments_is_that_of_the_whole(device, dtype, layer, lengths):
     heads, kv_heads, head_dim, value_dim = LAYERS[layer]
     lengths = tuple(min(length, 100) for length in lengths) if device.type == "cpu" else lengths
-    generator = torch.Generator(device).manual_seed(0)
-
-    def made(count, dim):
-        shape = (2, sum(lengths), count, dim)
-        return torch.randn(shape, generator=generator, device=device, dtype=torch.float64).transpose(1, 2).to(dtype)
-
-    inputs = [made(heads, head_dim), made(kv_heads, head_dim), made(kv_heads, value_dim)]
-    grad = made(heads, value_dim)
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    store, outs, start = KVCache(sum(lengths), KVCachePool()), [], 0
-    for length in lengths:
-        parts = [x[:, :, start : start + length] for x in leaves]
-        outs.append(attend_segment(*parts, store, 0, start, head_dim**-0.5))
-        start += length
-    # The last segment's backward is the first, as in a schedule.
-    for out, part in zip(reversed(outs), reversed(grad.split(lengths, 2)), strict=True):
-        out.backward(part, retain_graph=True)
-    wide = [x.double().requires_grad_() for x in inputs]
-    scores = wide[0] @ wide[1].repeat_interleave(heads // kv_heads, 1).mT * head_dim**-0.5
-    seen = torch.ones_like(scores, dtype=torch.bool).tril()
-    whole = scores.masked_fill(~seen, -math.inf).softmax(-1) @ wide[2].repeat_interleave(heads // kv_heads, 1)
-    whole.backward(grad.double())
-    pairs = [(torch.cat(outs, 2), whole), *((x.grad, y.grad) for x, y in zip(leaves, wide, strict=True))]
-    for mine, theirs in pairs:
+    inputs, grad = random_heads(sum(lengths), heads, kv_heads, head_dim, value_dim, 2, dtype=dtype)
+    inputs, grad = [x.to(device) for x in inputs], grad.to(device)
+    scale = head_dim**-0.5
+    out, gradients = in_segments(inputs, grad, lengths, KVCache(sum(lengths), KVCachePool()), scale=scale)
+    whole_out, whole_gradients = whole([x.double() for x in inputs], grad.double(), scale)
+    for mine, theirs in zip((out, *gradients), (whole_out, *whole_gradients), strict=True):
         assert (mine.double() - theirs).abs().max() / theirs.abs().max() < TOLERANCES[dtype]
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from attending import SCALE, cuts_of, in_segments, largest_error, random_heads, whole
 from cuboid.errors import UnsupportedModelError
 from cuboid.models.attention.segments import (
     Unit,
@@ -24,34 +25,7 @@ from cuboid.seq1f1b.attention.chunked_attention import attend_segment, prefix
 from cuboid.seq1f1b.attention.kernels import ChunkedMath, CpuFlash, CudaCudnn, choose_kernel, dense_as
 from cuboid.seq1f1b.attention.kv_cache import KVCache, KVCachePool
 
-SCALE = 0.4
-
-
-def cuts_of(lengths):
-    """(start, stop) of each segment."""
-    stops = torch.tensor(lengths).cumsum(0).tolist()
-    return list(zip([0, *stops[:-1]], stops, strict=True))
-
-
 # --- kernels and store -------------------------------------------------------------------------------------------
-
-
-def random_heads(length, heads, kv_heads, head_dim, value_dim, rows, dtype=torch.float64):
-    """Query, key, value as a model makes them, and a gradient of the output."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = [(heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim), (heads, value_dim)]
-    tensors = [
-        torch.randn(rows, length, count, dim, generator=generator, dtype=torch.float64).transpose(1, 2).to(dtype)
-        for count, dim in sizes
-    ]
-    return tensors[:3], tensors[3]
-
-
-def whole(inputs, grad):
-    """Output and gradients of torch's own attention, on the whole sequence."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True, scale=SCALE)
-    return out.detach(), torch.autograd.grad(out, leaves, grad)
 
 
 def attend_generally(query, key, value, store, layer, start, scale):
@@ -62,27 +36,9 @@ def attend_generally(query, key, value, store, layer, start, scale):
     )
 
 
-def in_segments(inputs, grad, lengths, store, attend=attend_segment):
-    """The same, forward segment by segment, then backward in reverse order."""
-    units = []
-    for start, stop in cuts_of(lengths):
-        leaves = [x[:, :, start:stop].detach().requires_grad_() for x in inputs]
-        units.append((leaves, attend(*leaves, store, "layer", start, SCALE)))
-    for (start, stop), (_, out) in reversed(list(zip(cuts_of(lengths), units, strict=True))):
-        out.backward(grad[:, :, start:stop])
-    outs = torch.cat([out.detach() for _, out in units], dim=2)
-    return outs, [torch.cat([leaves[i].grad for leaves, _ in units], dim=2) for i in range(3)]
-
-
 def free_bytes(pool):
     """Total size of a pool's free buffers."""
     return sum(buffer.nbytes for buffers in pool._free.values() for buffer in buffers)
-
-
-def largest_error(result, expected):
-    (out, grads), (out_expected, grads_expected) = result, expected
-    pairs = [(out, out_expected), *zip(grads, grads_expected, strict=True)]
-    return max((mine.double() - theirs.double()).abs().max().item() for mine, theirs in pairs)
 
 
 @pytest.mark.parametrize("attend", [attend_segment, attend_generally])

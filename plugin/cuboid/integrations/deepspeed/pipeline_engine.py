@@ -210,8 +210,8 @@ class CuboidPipelineEngine(CuboidEngine):
             # error is raised.
             with self.coalesce_grad_reduction():
                 pass
-        elif not (isinstance(self.optimizer, BF16_Optimizer) and self.pipeline.mesh.topology.data == 1):
-            # Without replicas there is nothing to sum, but DeepSpeed would round the float32 gradients to bfloat16.
+        # Without replicas there is nothing to sum, but DeepSpeed would round the float32 gradients to bfloat16.
+        elif self.pipeline.mesh.topology.data > 1 or not isinstance(self.optimizer, BF16_Optimizer):
             with self._at_boundary():
                 self.allreduce_gradients()
 

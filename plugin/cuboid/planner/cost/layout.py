@@ -133,8 +133,8 @@ class Software:
         loss: "chunked" computes logits in chunks; "fused" keeps them once, in 16 bits; "whole" in 32 bits as well.
         gradient_bytes: size of a number in which gradients are accumulated.
         reduce_bytes: size of a number in which gradients are reduced between replicas.
-        step_bytes: of each parameter that a rank updates, bytes that the optimizer's step takes besides.
-        steps_on_copies: whether these are copies of the rank's own gradients, behind which all gradients are freed.
+        step_bytes: of each parameter that a rank updates, bytes that the optimizer's step allocates beside its states.
+        steps_on_copies: whether these hold the gradients that the rank updates by, so that the others' memory is free.
         sequence_parallel: whether the residual stream is cut over the `sequence` axis, as it always is in Cuboid.
         regathers: second all-gathers of a block's input in backward; less than 1 if they are partly hidden.
         hides_exchange: fraction of the communication over `sequence` that products hide.
@@ -188,6 +188,6 @@ class Software:
     unsplit_head: float = 1.0
 
 
-#: Its times of the host were measured beside an H200. Its bytes in a step are those of DeepSpeed's ZeRO: of the
-#: gradients that a rank updates by, the 16-bit ones, these in one tensor, and that in float32.
+#: The host's time was measured beside an H200. In a step, DeepSpeed's ZeRO holds a rank's gradients three times: in 16
+#: bits as they were reduced, in 16 bits end to end, and those in float32.
 CUBOID = Software(host_s=1.8e-3, counted=True, step_bytes=8, steps_on_copies=True)
